@@ -1,0 +1,97 @@
+"""Did S follow its target? Figures and a verdict from a run's history, and an outlook while it is still going on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+from scu_trainer.control.regularization import logit
+
+BAND = 0.10
+"""S counts as on target within this fraction of it."""
+
+SMALLEST_GAIN = 0.5
+"""A measured plant gain below this, where 2 is right, means that the weights did not follow the actuator."""
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """How S followed its target; fractions are relative to the target, steps are optimizer steps.
+
+    ``settling_step``: first step after which S stays within BAND until the end. ``overshoot``: largest excess after the
+    target was first reached. ``bias``: mean error over the second half of the steps since S first entered the band.
+    """
+
+    target_s: float
+    final_s: float
+    reached: bool
+    settling_step: Optional[int]
+    overshoot: Optional[float]
+    bias: Optional[float]
+    saturated_fraction: float
+    verdict: str
+
+
+def assess(
+    steps: Sequence[int], s_values: Sequence[float], target_s: float, saturated: Sequence[str] = ()
+) -> Tracking:
+    """Figures over one stretch of constant target. ``s_values``: averaged S, one per entry of ``steps``."""
+    errors = [s / target_s - 1.0 for s in s_values]
+    inside = [abs(error) <= BAND for error in errors]
+    entered = inside.index(True) if True in inside else None
+    overshot = next((i for i, error in enumerate(errors) if error >= 0), None)
+    overshoot = None if overshot is None else max(errors[overshot:])
+    bias = None
+    if entered is not None:
+        late = errors[(entered + len(errors)) // 2 :]
+        bias = sum(late) / len(late)
+    stuck = sum(bool(word) for word in saturated) / len(saturated) if saturated else 0.0
+    settled = _settling_index(inside)
+    return Tracking(
+        target_s=target_s,
+        final_s=s_values[-1] if s_values else 0.0,
+        reached=entered is not None or overshot is not None,
+        settling_step=None if settled is None else steps[settled],
+        overshoot=overshoot,
+        bias=bias,
+        saturated_fraction=stuck,
+        verdict=_verdict(settled, entered, overshot, errors),
+    )
+
+
+def _settling_index(inside: Sequence[bool]) -> Optional[int]:
+    if not inside or not inside[-1]:
+        return None
+    outside = [i for i, ok in enumerate(inside) if not ok]
+    return outside[-1] + 1 if outside else 0
+
+
+def _verdict(settled: Optional[int], entered: Optional[int], overshot: Optional[int], errors: Sequence[float]) -> str:
+    if settled is not None:
+        return "on target"
+    if not errors or (entered is None and overshot is None):
+        return "target not reached"
+    return "left above target" if errors[-1] > 0 else "left below target"
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """``predicted_s``: S at the last step if nothing holds it back. ``reachable``: whether that comes within BAND."""
+
+    predicted_s: float
+    reachable: bool
+
+
+def foresee(early: tuple[int, float], now: tuple[int, float], last_step: int, target_s: float) -> Outlook:
+    """Where uncontrolled growth ends. ``early`` and ``now`` are (step, logit(S)) at two steps of the run.
+
+    The distance of weights from their start grows like a power of the steps taken, so y is close to a straight line in
+    ln(step). Decaying learning rates bend it down: this is an upper estimate, so a target above it will be missed.
+    """
+    (early_step, early_y), (now_step, now_y) = early, now
+    slope = max(0.0, (now_y - early_y) / math.log(now_step / early_step))
+    predicted = now_y + slope * math.log(max(last_step, now_step) / now_step)
+    predicted_s = 1.0 / (1.0 + math.exp(-predicted))
+    return Outlook(predicted_s, predicted >= logit(target_s * (1.0 - BAND)))

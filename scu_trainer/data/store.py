@@ -1,0 +1,108 @@
+"""Folders that are whole or absent, and arrow files that are memory-mapped.
+
+Several processes may want the same folder: one builds it, the others wait and find it. A process that is killed leaves
+only a ``.part`` folder, which the next builder removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scu_trainer.errors import StorageError
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow
+
+
+def default_cache_dir(cache_dir: str | None) -> Path:
+    """The setting, else the environment variable SCU_TRAINER_CACHE, else ~/.cache/scu_trainer."""
+    return Path(cache_dir or os.environ.get("SCU_TRAINER_CACHE") or "~/.cache/scu_trainer").expanduser().absolute()
+
+
+def digest_of(*parts) -> str:
+    """Short hash of JSON-like values: equal values give equal names of folders."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """``folder``, made by ``build(new_folder)`` unless it is there. Raises StorageError if it cannot be written."""
+    from filelock import FileLock
+
+    if folder.exists():
+        return folder
+    with _storage_errors(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{folder}.lock")
+        lock.acquire()
+    try:
+        if not folder.exists():
+            _build(folder, build)
+    finally:
+        lock.release()
+    return folder
+
+
+def _build(folder: Path, build: Callable[[Path], None]) -> None:
+    new = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(new, ignore_errors=True)  # left by a killed process: the lock says that nobody works on it
+    with _storage_errors(folder.parent):
+        new.mkdir()
+    try:
+        build(new)
+        with _storage_errors(folder.parent):
+            _flush_to_disk(new)
+            new.rename(folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _flush_to_disk(folder: Path) -> None:
+    """Without this a power cut after the rename could leave a complete name with empty files."""
+    for path in [*(path for path in folder.rglob("*") if path.is_file()), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_arrow(path: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.RecordBatch]) -> None:
+    """Write batches as they come; only one is in memory. Raises StorageError if the disk is full."""
+    import pyarrow
+
+    batches = iter(batches)
+    with _storage_errors(path.parent):
+        writer = pyarrow.ipc.new_stream(str(path), schema)
+    with writer:
+        for batch in batches:  # outside the guard: what reading raises is not the disk's fault
+            with _storage_errors(path.parent):
+                writer.write_batch(batch)
+
+
+def open_arrow(path: Path) -> datasets.Dataset:
+    """Memory-mapped rows of a file of ``write_arrow``."""
+    import datasets
+    import pyarrow
+
+    try:
+        return datasets.Dataset.from_file(str(path))
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise StorageError(f"cached data in {path.parent} cannot be read ({error}); delete that folder") from error
+
+
+@contextmanager
+def _storage_errors(folder: Path):
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write cached data to {folder}: {error}; free some room or set cache_dir to another folder"
+        ) from error

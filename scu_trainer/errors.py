@@ -1,0 +1,50 @@
+"""Errors that a user can fix. One base class, one subclass per cause.
+
+The command line turns every ``UserError`` into one message on stderr and exit code 2, without a traceback.
+A message says what was found, what is allowed, and what to type instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Base of everything that the person at the keyboard can put right."""
+
+    exit_code = 2
+
+
+class SettingsError(UserError):
+    """A configuration value is unknown, of the wrong type, or contradicts another one."""
+
+
+class DataError(UserError):
+    """A dataset is missing, empty, unreadable, or leaves nothing to learn from."""
+
+
+class ModelError(UserError):
+    """A model or adapter cannot be found, loaded or tuned as asked."""
+
+
+class StorageError(UserError):
+    """A directory cannot be written, or the disk has not enough room."""
+
+
+class RequirementError(UserError):
+    """The machine lacks something that the configuration needs."""
+
+
+class ControlError(UserError):
+    """A controller cannot do what it was asked with this model, optimizer or launcher."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be resumed as asked."""
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Phrase that names the allowed word nearest to ``name``, or nothing: " (did you mean 'block_size'?)"."""
+    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""

@@ -1,0 +1,248 @@
+"""Settings: one small dataclass per concern. Everything is checked when it is made, before any work is spent.
+
+Stock training options are not repeated here: they stay in ``transformers.TrainingArguments``, and the command line
+composes both. On the command line the fields of ``RegularizationSettings`` carry the prefix ``scu_``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Literal, Optional, Union, get_args, get_type_hints
+
+from scu_trainer.errors import SettingsError, nearest
+
+EMBEDDED_DATASETS = ("python_docs", "stdlib_docstrings", "stdlib_source")
+
+
+def _option(default, help: str):
+    return field(default=default, metadata={"help": help})
+
+
+def _check_choices(settings) -> None:
+    """Reject a value outside a ``Literal`` field's choices, naming the nearest one."""
+    hints = get_type_hints(type(settings))
+    for item in fields(settings):
+        choices = get_args(hints[item.name])
+        if getattr(hints[item.name], "__origin__", None) is not Literal:
+            continue
+        value = getattr(settings, item.name)
+        if value not in choices:
+            raise SettingsError(
+                f"{item.name} is {value!r}; allowed: {', '.join(map(str, choices))}{nearest(str(value), choices)}"
+            )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise SettingsError(message)
+
+
+@dataclass(frozen=True)
+class RegularizationSettings:
+    """The Shannon Control Unit: hold S = ParamBPT / (DataBPT + ParamBPT) at a target by moving lambda.
+
+    Units: ParamBPT and DataBPT are bits per token, sigma has the unit of a weight, lambda is the shrink per unit of
+    learning rate (decoupled actuator) or the factor of the penalty in nats per token (penalty actuator).
+    """
+
+    law: Literal["model", "original", "fixed", "schedule"] = _option(
+        "model",
+        "model: known plant gain, estimated growth; original: the published PI law with an acting penalty; "
+        "fixed: constant lambda; schedule: lambda ramps from lambda_init to lambda_final",
+    )
+    target_s: Union[float, str] = _option(0.1, "target of S, between 0 and 1, or 'auto' (needs held-out data)")
+    measure: Literal["effective", "factors"] = _option(
+        "effective", "LoRA: squared norm of the effective update scale*B*A, or of the factors A and B themselves"
+    )
+    prior: Literal["init", "zero"] = _option("init", "weights toward which lambda shrinks: the start of training, or 0")
+    sigma: float = _option(0.1, "standard deviation of the Gaussian prior around w0, in units of a weight")
+    tokens: Optional[int] = _option(
+        None, "N, the tokens that the description of the weights is spread over; default: supervised training tokens"
+    )
+    stop_at_target: bool = _option(False, "end training when S reaches target_s (early stop without held-out data)")
+    hold_steps: int = _option(
+        0, "with stop_at_target: instead of ending at once hold S for this many steps while the rate decays to 0"
+    )
+    control_frequency: int = _option(1, "optimizer steps between two decisions of the controller")
+    ema_alpha: Optional[float] = _option(
+        None, "weight of the newest value: in the average of DataBPT (model law, 0.05) or of S (original law, 0.1)"
+    )
+    time_constant: float = _option(10.0, "model law: steps in which an error of logit(S) is taken back")
+    growth_alpha: float = _option(0.2, "model law: weight of the newest growth of logit(S) in its running average")
+    max_shrink: float = _option(0.1, "largest fraction of (w - w0) removed by one optimizer step, decoupled actuator")
+    kp: float = _option(0.8, "original law: proportional gain on S - target")
+    ki: float = _option(0.15, "original law: integral gain on S - target")
+    deadband: Optional[float] = _option(
+        None, "errors of S smaller than this change nothing (original law 0.002, model law 0)"
+    )
+    integral_clamp: float = _option(0.2, "original law: bound on the absolute value of the integral term")
+    integral_leak: float = _option(0.995, "original law: factor on the integral per control step")
+    lambda_init: float = _option(1.0, "lambda at the start (original, fixed and schedule laws)")
+    lambda_min: Optional[float] = _option(None, "lower bound of lambda (original law 1e-4, else 0)")
+    lambda_max: Optional[float] = _option(None, "upper bound of lambda (original law 10, else none but max_shrink)")
+    lambda_final: float = _option(0.0, "schedule law: lambda at the last step")
+    schedule: Literal["linear", "cosine"] = _option("linear", "schedule law: shape of the ramp of lambda")
+    actuator: Literal["auto", "decoupled", "penalty"] = _option(
+        "auto",
+        "decoupled: w += lr*lambda*(w0 - w) after the optimizer step; penalty: lambda*(w - w0)/(sigma^2 N) is added "
+        "to the gradient before clipping; auto: penalty for the original law, decoupled for all others",
+    )
+    auto_patience: int = _option(2, "target_s auto: evaluations in a row above the best before S is held")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target_s", _target(self.target_s))
+        _check_choices(self)
+        for name in ("sigma", "time_constant", "max_shrink"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value > 0, f"scu_{name} is {value}; it must be above 0")
+        for name in ("control_frequency", "auto_patience"):
+            _require(getattr(self, name) >= 1, f"scu_{name} is {getattr(self, name)}; it must be 1 or more")
+        for name in ("growth_alpha", "ema_alpha", "max_shrink"):
+            value = getattr(self, name)
+            _require(value is None or 0 < value <= 1, f"scu_{name} is {value}; it must be above 0 and at most 1")
+        _require(0 <= self.integral_leak <= 1, f"scu_integral_leak is {self.integral_leak}; allowed: 0 to 1")
+        _require(self.integral_clamp >= 0, f"scu_integral_clamp is {self.integral_clamp}; it must be 0 or more")
+        _require(self.tokens is None or self.tokens > 0, f"scu_tokens is {self.tokens}; it must be 1 or more")
+        _require(self.hold_steps >= 0, f"scu_hold_steps is {self.hold_steps}; it must be 0 or more")
+        for name in ("lambda_init", "lambda_final", "lambda_min", "lambda_max", "deadband"):
+            value = getattr(self, name)
+            _require(
+                value is None or (math.isfinite(value) and value >= 0), f"scu_{name} is {value}; it must be 0 or more"
+            )
+        low, high = self.lambda_bounds
+        _require(low <= high, f"scu_lambda_min {low} exceeds scu_lambda_max {high}; lower scu_lambda_min")
+        if self.law == "original":
+            _require(
+                low <= self.lambda_init <= high,
+                f"scu_lambda_init {self.lambda_init} is outside [{low}, {high}]; change it or scu_lambda_min/max",
+            )
+            _require(
+                low > 0, "scu_lambda_min is 0; the original law multiplies lambda and cannot leave 0, use 1e-4 or more"
+            )
+        _require(
+            not (self.stop_at_target and self.target_s == "auto"),
+            "scu_stop_at_target needs a number as scu_target_s; 'auto' already finds its own turning point",
+        )
+        _require(
+            not (self.hold_steps and not self.stop_at_target),
+            "scu_hold_steps has an effect only with scu_stop_at_target; set scu_stop_at_target: true or drop it",
+        )
+        _require(
+            not (self.stop_at_target and self.law in ("fixed", "schedule") and self.hold_steps),
+            f"scu_hold_steps needs a law that can hold S (model or original); scu_law is {self.law}",
+        )
+        _require(
+            not (self.target_s == "auto" and self.law != "model"),
+            f"scu_target_s: auto works with scu_law: model; scu_law is {self.law}, give a number",
+        )
+        _require(
+            not (self.law == "model" and self.actuator == "penalty"),
+            "scu_law: model knows the gain of the decoupled actuator only; use scu_actuator: auto or scu_law: original",
+        )
+
+    @property
+    def resolved_actuator(self) -> str:
+        if self.actuator != "auto":
+            return self.actuator
+        return "penalty" if self.law == "original" else "decoupled"
+
+    @property
+    def lambda_bounds(self) -> tuple[float, float]:
+        """Smallest and largest lambda, with the defaults of the law filled in."""
+        low, high = (1e-4, 10.0) if self.law == "original" else (0.0, math.inf)
+        return (low if self.lambda_min is None else self.lambda_min, high if self.lambda_max is None else self.lambda_max)
+
+    @property
+    def resolved_ema_alpha(self) -> float:
+        if self.ema_alpha is not None:
+            return self.ema_alpha
+        return 0.1 if self.law == "original" else 0.05
+
+    @property
+    def resolved_deadband(self) -> float:
+        if self.deadband is not None:
+            return self.deadband
+        return 0.002 if self.law == "original" else 0.0
+
+
+def _target(value) -> Union[float, str]:
+    if value == "auto":
+        return "auto"
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise SettingsError(f"scu_target_s is {value!r}; allowed: a number between 0 and 1, or auto") from None
+    _require(0 < number < 1, f"scu_target_s is {number}; it must lie between 0 and 1, for instance 0.1")
+    return number
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which model is tuned, and which of its weights."""
+
+    model_name_or_path: Optional[str] = _option(
+        None, "folder with a config.json, or a Hub id; default: a small Granite hybrid, made once and cached"
+    )
+    model_revision: Optional[str] = _option(None, "branch, tag or commit on the Hub")
+    trust_remote_code: bool = _option(False, "run Python code that comes with the model")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("auto", "type of the frozen weights")
+    attn_implementation: Optional[str] = _option(None, "sdpa, eager, flash_attention_2, ...; default: the model's best")
+    tuning: Literal["full", "lora"] = _option("lora", "train all weights, or low-rank adapters")
+    lora_r: int = _option(8, "rank of the adapters")
+    lora_alpha: float = _option(16.0, "scale of the adapters is lora_alpha / lora_r")
+    lora_dropout: float = _option(0.0, "dropout in front of the adapters")
+    lora_target_modules: Optional[list[str]] = _option(
+        None, "names of the modules to adapt; default: every linear layer that the architecture really calls"
+    )
+    embedded_base_steps: int = _option(240, "optimizer steps that make the embedded base model, once")
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _require(self.lora_r >= 1, f"lora_r is {self.lora_r}; it must be 1 or more")
+        _require(self.lora_alpha > 0, f"lora_alpha is {self.lora_alpha}; it must be above 0")
+        _require(0 <= self.lora_dropout < 1, f"lora_dropout is {self.lora_dropout}; allowed: 0 to below 1")
+        _require(self.embedded_base_steps >= 1, f"embedded_base_steps is {self.embedded_base_steps}; 1 or more")
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Where documents come from and how they become rows of tokens."""
+
+    dataset: str = _option(
+        "stdlib_docstrings",
+        "embedded name (python_docs, stdlib_docstrings, stdlib_source), a .txt/.jsonl/.csv/.parquet file, a folder of "
+        "such files or of `datasets.save_to_disk`, or a Hub id",
+    )
+    dataset_config_name: Optional[str] = _option(None, "configuration of a Hub dataset")
+    dataset_split: str = _option("train", "split to train on")
+    eval_dataset: Optional[str] = _option(None, "held-out data of its own, same kinds as dataset; default: a split")
+    validation_split_percentage: float = _option(5.0, "share of the documents held out when eval_dataset is not given")
+    max_eval_documents: Optional[int] = _option(None, "cap on held-out documents")
+    streaming: bool = _option(False, "read a Hub dataset or large files as they come; needs max_steps")
+    text_column: str = _option("text", "column with plain text")
+    dataset_size: Optional[int] = _option(None, "cap on documents, taken before the split")
+    block_size: int = _option(512, "tokens per training row")
+    packing: bool = _option(True, "fill rows with several documents, one after the other")
+    isolate_documents: bool = _option(False, "packed documents do not attend to each other")
+    completion_only_loss: bool = _option(True, "prompt/completion rows: learn the completion's tokens only")
+    assistant_only_loss: bool = _option(True, "chat rows: learn the assistant's tokens only")
+    chat_template: Optional[str] = _option(None, "file with a Jinja chat template; default: the tokenizer's own")
+    skip_bad_rows: bool = _option(False, "count and skip unreadable rows instead of stopping at the first")
+    preprocessing_num_workers: int = _option(1, "processes that tokenize")
+    cache_dir: Optional[str] = _option(None, "where tokenized data and the embedded base are kept")
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _require(bool(self.dataset), "dataset is empty; give an embedded name, a path or a Hub id")
+        _require(self.block_size >= 8, f"block_size is {self.block_size}; it must be 8 tokens or more")
+        for name in ("dataset_size", "max_eval_documents"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} is {value}; it must be 1 or more")
+        _require(self.preprocessing_num_workers >= 1, "preprocessing_num_workers must be 1 or more")
+        percentage = self.validation_split_percentage
+        _require(0 <= percentage < 100, f"validation_split_percentage is {percentage}; allowed: 0 to below 100")
+        _require(
+            not (self.isolate_documents and not self.packing),
+            "isolate_documents has an effect only with packing; set packing: true or drop it",
+        )

@@ -1,0 +1,116 @@
+"""Adapters between the stock training loop's events and the controllers, and the run's files."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from transformers import TrainerCallback
+
+from scu_trainer.run_files import History
+
+if TYPE_CHECKING:
+    from scu_trainer.train.trainer import SCUTrainer
+
+logger = logging.getLogger("scu_trainer")
+
+HISTORY_FILE = "scu_history.json"
+
+
+class RegularizationCallback(TrainerCallback):
+    """Calls the regularizer at the right moments of the stock loop and writes ``scu_history.json``.
+
+    ``items_in_window``: supervised tokens of the current optimizer step over all ranks, set by the trainer.
+    ``rate_factor``: what ``hold_steps`` multiplies the scheduled learning rate by, 1 until the target is reached.
+    """
+
+    def __init__(self, trainer: SCUTrainer) -> None:
+        self.trainer = trainer
+        self.items_in_window: Any = None
+        self.rate_factor = 1.0
+        self.last_row: Optional[dict[str, Any]] = None
+        self.history: Optional[History] = None
+        self._said = 0
+
+    @property
+    def _regularizer(self):
+        return self.trainer.regularizer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        steps_per_epoch = state.max_steps / state.num_train_epochs if _is_sized(self.trainer) else state.max_steps
+        self._regularizer.start(state.max_steps, steps_per_epoch, args.seed)
+        self._said = len(self._regularizer.progress.notices)
+        if args.should_save:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+            self.history = History(Path(args.output_dir) / HISTORY_FILE)
+            self.history.truncate_after(state.global_step)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.rate_factor = self._hold_factor(state.global_step)
+        if self.rate_factor < 1.0:
+            groups, rates = kwargs["optimizer"].param_groups, kwargs["lr_scheduler"].get_last_lr()
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate * self.rate_factor
+
+    def _hold_factor(self, step: int) -> float:
+        """Linear decay from 1 at the step that reached the target to 0 ``hold_steps`` later."""
+        reached, steps = self._regularizer.state.reached_step, self._regularizer.settings.hold_steps
+        if reached is None or not steps:
+            return 1.0
+        return max(0.0, 1.0 - (step + 1 - reached) / (steps + 1))
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        accelerator = self.trainer.accelerator
+        if accelerator.optimizer_step_was_skipped:
+            self._regularizer.discard_step()
+            return
+        row = self._regularizer.after_optimizer_step(
+            step=state.global_step + 1,
+            learning_rate=kwargs["optimizer"].param_groups[0]["lr"],
+            items=self.items_in_window,
+            reduce=lambda tensor: _sum_over_ranks(accelerator, tensor),
+            processes=accelerator.num_processes,
+        )
+        if row is None:
+            return
+        self.last_row = row
+        if self.history is not None:
+            self.history.append(row)
+        self._say_new_notices()
+        self._stop_when_due(state.global_step + 1, control)
+
+    def _stop_when_due(self, step: int, control) -> None:
+        settings, reached = self._regularizer.settings, self._regularizer.state.reached_step
+        if settings.stop_at_target and reached is not None and step >= reached + settings.hold_steps:
+            control.should_training_stop = True
+            control.should_log = control.should_save = True
+
+    def _say_new_notices(self) -> None:
+        notices = self._regularizer.progress.notices
+        for text in notices[self._said :]:
+            if self.trainer.is_world_process_zero():
+                logger.warning(text)
+        self._said = len(notices)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        if metrics and "eval_bpt" in metrics:
+            self._regularizer.observe_held_out(metrics["eval_bpt"])
+
+    def scalars(self) -> dict[str, float]:
+        """The newest decision for logs and TensorBoard; empty before the first."""
+        row = self.last_row or {}
+        wanted = {"s": "s", "s_ema": "s_ema", "s_target": "s_target", "lambda": "lambda", "data_bpt": "data_bpt"}
+        wanted["param_bpt"] = "param_bpt"
+        return {f"scu/{name}": row[key] for name, key in wanted.items() if row.get(key) is not None}
+
+
+def _is_sized(trainer: SCUTrainer) -> bool:
+    return hasattr(trainer.train_dataset, "__len__")
+
+
+def _sum_over_ranks(accelerator, tensor):
+    if accelerator.num_processes == 1:
+        return tensor
+    # float64 is not to be had on every device; two numbers lose nothing that matters in float32.
+    return accelerator.reduce(tensor.float().to(accelerator.device), reduction="sum").cpu().double()

@@ -1,0 +1,314 @@
+"""Between the law and the model: measure S after an optimizer step, ask ``control/regularization.py``, act with lambda."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from scu_trainer.control import regularization as control
+from scu_trainer.control.tracking import BAND, SMALLEST_GAIN, foresee
+from scu_trainer.errors import CheckpointError, ControlError
+from scu_trainer.settings import RegularizationSettings
+from scu_trainer.train.penalty import Prior, param_bpt, penalty_coefficient
+
+PROBE_DECISION = 2
+"""Decision at which the loop first checks that it can act: by then the weights have left w0."""
+
+OUTLOOK_FRACTION = 0.1
+"""Share of the run after which the reachability of the target is judged, at least OUTLOOK_STEPS steps."""
+
+OUTLOOK_STEPS = 20
+
+STUCK_DECISIONS = 20
+"""Decisions in a row at the upper bound with S above target after which the loop says that it has lost control."""
+
+
+@dataclass
+class Progress:
+    """What the regularizer carries from step to step beside the law's own state; JSON-safe, kept in checkpoints."""
+
+    tokens_n: Optional[float] = None
+    tokens_seen: float = 0.0
+    gain: float = control.DECOUPLED_GAIN
+    milestone: Optional[list[float]] = None
+    outlook_done: bool = False
+    stuck_decisions: int = 0
+    notices: list[str] = field(default_factory=list)
+
+
+class Regularizer:
+    """Holds w0, the law's state and the running measurement of one training run.
+
+    ``tokens``: N of ParamBPT; None: estimated as tokens of the first optimizer step x steps of one epoch.
+    """
+
+    def __init__(self, settings: RegularizationSettings, model: nn.Module, tokens: Optional[float] = None) -> None:
+        self.settings = settings
+        self.prior = Prior(model, settings.prior, settings.measure)
+        self.progress = Progress(tokens_n=settings.tokens or tokens)
+        self.law: Optional[control.Law] = None
+        self.state = control.State()
+        self._loaded: Optional[dict[str, Any]] = None
+        self._losses: list[torch.Tensor] = []
+        self._interval: list[tuple[torch.Tensor, Any]] = []
+
+    # -- life of a run -------------------------------------------------------------------------------------------------
+
+    def start(self, max_steps: int, steps_per_epoch: float, seed: int) -> None:
+        """Resolve the law for a run of ``max_steps`` optimizer steps; picks up state loaded from a checkpoint."""
+        self.law = resolve(self.settings, max_steps)
+        self.state = control.initial_state(self.law)
+        self._steps_per_epoch, self._seed = steps_per_epoch, seed
+        if self._loaded is not None:
+            self.state = control.State.from_dict(self._loaded["state"])
+            self.progress = Progress(**self._loaded["progress"])
+            self._loaded = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "settings": asdict(self.settings),
+            "state": self.state.to_dict(),
+            "progress": asdict(self.progress),
+            "prior_fingerprint": self.prior.fingerprint(),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any], prior: Optional[dict[str, torch.Tensor]]) -> None:
+        """Continue from a checkpoint. ``prior``: its saved w0, or None where w0 is the model as loaded.
+
+        Raises CheckpointError when this run would pull toward another point or measure with another ruler.
+        """
+        self._check_same_ruler(saved["settings"])
+        if prior is not None:
+            self.prior.load_state_dict(prior)
+        found = self.prior.fingerprint()
+        if not math.isclose(found, saved["prior_fingerprint"], rel_tol=1e-9, abs_tol=1e-12):
+            raise CheckpointError(
+                "the weights at the start of this run are not those that the checkpoint's run started from "
+                f"(sum of squares {found:.9g}, was {saved['prior_fingerprint']:.9g}); lambda would pull elsewhere. "
+                "Resume with the same model_name_or_path and seed"
+            )
+        self._loaded = saved
+
+    def _check_same_ruler(self, saved: dict[str, Any]) -> None:
+        for name in ("law", "measure", "prior", "sigma", "tokens"):
+            if saved.get(name) != getattr(self.settings, name):
+                raise CheckpointError(
+                    f"scu_{name} is {getattr(self.settings, name)!r}, the checkpoint was written with {saved.get(name)!r}; "
+                    "S before and after would not be comparable. Set it back, or start a new output_dir"
+                )
+
+    # -- one optimizer step --------------------------------------------------------------------------------------------
+
+    def observe_loss(self, loss: torch.Tensor) -> None:
+        """``loss``: one accumulation batch's share of the window's mean loss in nats, detached, on the device."""
+        self._losses.append(loss)
+
+    def add_penalty(self, loss_scale: float = 1.0) -> None:
+        """Penalty actuator: lambda's gradient, before clipping. ``loss_scale``: what a GradScaler multiplied gradients by."""
+        if self.law.actuator == "penalty" and self.state.lam > 0 and self.progress.tokens_n:
+            coefficient = penalty_coefficient(self.state.lam, self.settings.sigma, self.progress.tokens_n)
+            self.prior.add_penalty_gradient(coefficient * loss_scale)
+            self._check_penalty_acts(loss_scale)
+
+    def discard_step(self) -> None:
+        """The optimizer skipped this step (overflow under fp16): its loss is no measurement."""
+        self._losses.clear()
+
+    def after_optimizer_step(
+        self,
+        step: int,
+        learning_rate: float,
+        items: Optional[torch.Tensor],
+        reduce: Callable[[torch.Tensor], torch.Tensor],
+        processes: int = 1,
+    ) -> Optional[dict[str, Any]]:
+        """Pull the weights with the lambda decided before; every ``control_frequency`` steps measure and decide anew.
+
+        ``step``: number of this optimizer step, from 1. ``items``: supervised tokens of the window over all ranks.
+        ``reduce``: sums a tensor over ranks. Returns the history row of a decision, or None between decisions.
+        """
+        self._close_window(items)
+        shrink = control.shrink_of(self.law, self.state, learning_rate)
+        if shrink > 0:
+            self.prior.pull(shrink, seed=(self._seed << 32) + step)
+            self.state = control.with_shrink(self.state, shrink)
+        if step % self.settings.control_frequency and step != self.law.max_steps:
+            return None
+        seen = self._measure(step, learning_rate, reduce, processes)
+        self.state = control.decide(self.law, self.state, seen)
+        self._watch(seen)
+        return self._row(seen, shrink)
+
+    def _close_window(self, items: Optional[torch.Tensor]) -> None:
+        loss = torch.stack([part.float() for part in self._losses]).sum()
+        self._losses.clear()
+        self._interval.append((loss, 1.0 if items is None else items))
+
+    def _measure(self, step: int, learning_rate: float, reduce: Callable, processes: int) -> control.Measurement:
+        losses = torch.stack([loss.double().cpu() for loss, _ in self._interval])
+        items = torch.tensor([float(count) for _, count in self._interval], dtype=torch.float64)
+        steps = len(self._interval)
+        self._interval.clear()
+        # Under DDP every rank holds its own share of the loss and the same weights. One sum makes the loss global, and
+        # rank 0's distance everybody's: ranks that round differently must not pull differently.
+        own_distance = self.prior.squared_distance()
+        summed = reduce(torch.stack([(losses * items).sum() / processes, own_distance / processes]))
+        nats = float(summed[0]) / max(float(items.sum()), 1e-300)
+        self.progress.tokens_seen += float(items.sum())
+        if self.progress.tokens_n is None:
+            self.progress.tokens_n = float(items.mean()) * self._steps_per_epoch
+        return control.Measurement(
+            step=step,
+            steps=steps,
+            data_bpt=nats / math.log(2.0),
+            param_bpt=param_bpt(float(summed[1]), self.settings.sigma, self.progress.tokens_n),
+            learning_rate=learning_rate,
+            gain=self.progress.gain,
+        )
+
+    # -- can it act, can it arrive -------------------------------------------------------------------------------------
+
+    def _watch(self, seen: control.Measurement) -> None:
+        count = self.state.decisions
+        # Powers of two: adapters that have moved far from their start have another gain, and a probe costs a measurement.
+        if self.law.actuator == "decoupled" and count >= PROBE_DECISION and count & (count - 1) == 0:
+            self._probe_gain()
+        if self.settings.law in ("model", "original") and self.state.target_s is not None:
+            self._look_ahead(seen)
+            self._check_response()
+
+    def _probe_gain(self) -> None:
+        gain = self.prior.measured_gain()
+        if gain is None:
+            return
+        if gain < SMALLEST_GAIN:
+            self._notice(
+                f"SCU cannot act: pulling the weights by 1 % moves their description length by {gain:.3g} times that, "
+                f"where {control.DECOUPLED_GAIN:g} is right; keep trainable weights in float32"
+            )
+        else:
+            self.progress.gain = gain
+
+    def _look_ahead(self, seen: control.Measurement) -> None:
+        y, last = self.state.log_ratio, self.law.max_steps
+        if self.progress.outlook_done or y is None:
+            return
+        if self.state.reached_step is not None or self.state.lam > 0 and self.law.name == "model":
+            self.progress.outlook_done = True  # it arrived, or is close enough to be braked: nothing to foretell
+            return
+        due = max(OUTLOOK_STEPS, int(OUTLOOK_FRACTION * last))
+        if self.progress.milestone is None:
+            if seen.step >= due // 2:
+                self.progress.milestone = [seen.step, y]
+            return
+        if seen.step < due:
+            return
+        early = self.progress.milestone
+        outlook = foresee((int(early[0]), early[1]), (seen.step, y), last, self.state.target_s)
+        self.progress.outlook_done = True
+        if not outlook.reachable:
+            self._notice(
+                f"SCU target out of reach: S is {self.state.s_ema:.3g} after {seen.step} of {last} steps and grows to about "
+                f"{outlook.predicted_s:.3g} by the end, below the target {self.state.target_s:.3g}; "
+                "lower scu_target_s, raise the learning rate or train longer"
+            )
+
+    def _check_response(self) -> None:
+        self.progress.stuck_decisions = self.progress.stuck_decisions + 1 if self.state.saturated == "high" else 0
+        if self.progress.stuck_decisions == STUCK_DECISIONS and self.state.s_ema > (1 + BAND) * self.state.target_s:
+            self._notice(
+                f"SCU has lost control: lambda has been at its upper bound {self.state.lam:.3g} for {STUCK_DECISIONS} "
+                f"decisions and S is still {self.state.s_ema:.3g}, above the target {self.state.target_s:.3g}; "
+                "S does not respond"
+            )
+
+    def _check_penalty_acts(self, loss_scale: float) -> None:
+        if self.state.decisions != PROBE_DECISION:
+            return
+        gradient, distance = self.prior.gradient_norms()
+        ceiling = penalty_coefficient(self.law.lambda_max, self.settings.sigma, self.progress.tokens_n) * loss_scale
+        if gradient > 0 and ceiling * distance < 1e-4 * gradient:
+            self._notice(
+                f"SCU cannot act: even at lambda {self.law.lambda_max:g} the penalty's gradient is "
+                f"{ceiling * distance / gradient:.2g} of the loss's gradient; raise scu_lambda_max, lower scu_sigma or "
+                "use scu_law: model"
+            )
+
+    def _notice(self, text: str) -> None:
+        if text not in self.progress.notices:
+            self.progress.notices.append(text)
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    def observe_held_out(self, held_out_bpt: float) -> None:
+        if self.settings.target_s == "auto":
+            self.state = control.observe_held_out(self.law, self.state, held_out_bpt)
+
+    def _row(self, seen: control.Measurement, shrink: float) -> dict[str, Any]:
+        state = self.state
+        return {
+            "step": seen.step,
+            "tokens": self.progress.tokens_seen,
+            "loss": seen.data_bpt * math.log(2.0),
+            "data_bpt": seen.data_bpt,
+            "param_bpt": seen.param_bpt,
+            "s": control.information_ratio(seen.param_bpt, seen.data_bpt),
+            "s_ema": state.s_ema,
+            "s_target": state.target_s,
+            "error": None if state.target_s is None or state.s_ema is None else state.s_ema - state.target_s,
+            "integral": state.integral,
+            "lambda": state.lam,
+            "saturated": state.saturated,
+            "shrink": shrink,
+            "growth": state.growth,
+            "learning_rate": seen.learning_rate,
+        }
+
+
+def resolve(settings: RegularizationSettings, max_steps: int) -> control.Law:
+    """The law's arithmetic form of the settings, every default filled in."""
+    low, high = settings.lambda_bounds
+    return control.Law(
+        name=settings.law,
+        actuator=settings.resolved_actuator,
+        target_s=None if settings.target_s == "auto" else settings.target_s,
+        ema_alpha=settings.resolved_ema_alpha,
+        deadband=settings.resolved_deadband,
+        lambda_init=settings.lambda_init,
+        lambda_min=low,
+        lambda_max=high,
+        lambda_final=settings.lambda_final,
+        schedule=settings.schedule,
+        time_constant=settings.time_constant,
+        growth_alpha=settings.growth_alpha,
+        max_shrink=settings.max_shrink,
+        kp=settings.kp,
+        ki=settings.ki,
+        integral_clamp=settings.integral_clamp,
+        integral_leak=settings.integral_leak,
+        wait_for_target=settings.stop_at_target,
+        auto_patience=settings.auto_patience,
+        max_steps=max_steps,
+    )
+
+
+def reject_unsupported(trainer) -> None:
+    """Raise ControlError for launchers under which trained weights are not the ones this process can see."""
+    found = [
+        name
+        for name, enabled in (
+            ("DeepSpeed", trainer.is_deepspeed_enabled),
+            ("FSDP", trainer.is_fsdp_enabled),
+        )
+        if enabled
+    ]
+    if found:
+        raise ControlError(
+            f"{found[0]} keeps the trained weights in partitions of its own, which lambda cannot reach yet; "
+            "use torchrun or accelerate with DDP, or set scu: false"
+        )
