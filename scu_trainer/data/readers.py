@@ -142,7 +142,13 @@ READERS = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _par
 SUFFIXES = (".txt", *READERS)
 
 _SPLIT_WORD = re.compile(r"^(train|training|validation|valid|val|dev|eval|test)(?![a-z])")
-_SPLIT_NAMES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation", "eval": "validation"}
+_SPLIT_NAMES = {
+    "training": "train",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "eval": "validation",
+}
 
 
 def split_named_by(file_name: str) -> str | None:

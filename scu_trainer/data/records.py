@@ -17,4 +17,4 @@ class Record(NamedTuple):
 
 
 class BadRow(Exception):
-    """One row that cannot be used; its message says why. Never leaves this room: it is counted or becomes a DataError."""
+    """One row that cannot be used; its message says why. It stays in this room: counted, or turned into a DataError."""

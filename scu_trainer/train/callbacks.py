@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from transformers import TrainerCallback
 
-from scu_trainer.run_files import History
+from scu_trainer.run_files import History, write_json
 
 if TYPE_CHECKING:
     from scu_trainer.train.trainer import SCUTrainer
@@ -16,12 +18,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("scu_trainer")
 
 HISTORY_FILE = "scu_history.json"
+CONFIG_FILE = "scu_config.json"
 
 
 class RegularizationCallback(TrainerCallback):
-    """Calls the regularizer at the right moments of the stock loop and writes ``scu_history.json``.
+    """Calls the regularizer at the right moments of the stock loop; writes ``scu_history.json`` and ``scu_config.json``.
 
     ``items_in_window``: supervised tokens of the current optimizer step over all ranks, set by the trainer.
+    ``seconds``: host time spent in the loop. On a GPU it includes waiting for the step that is measured.
     ``rate_factor``: what ``hold_steps`` multiplies the scheduled learning rate by, 1 until the target is reached.
     """
 
@@ -29,6 +33,7 @@ class RegularizationCallback(TrainerCallback):
         self.trainer = trainer
         self.items_in_window: Any = None
         self.rate_factor = 1.0
+        self.seconds = 0.0
         self.last_row: Optional[dict[str, Any]] = None
         self.history: Optional[History] = None
         self._said = 0
@@ -65,20 +70,40 @@ class RegularizationCallback(TrainerCallback):
         if accelerator.optimizer_step_was_skipped:
             self._regularizer.discard_step()
             return
-        row = self._regularizer.after_optimizer_step(
-            step=state.global_step + 1,
-            learning_rate=kwargs["optimizer"].param_groups[0]["lr"],
-            items=self.items_in_window,
-            reduce=lambda tensor: _sum_over_ranks(accelerator, tensor),
-            processes=accelerator.num_processes,
-        )
-        if row is None:
-            return
-        self.last_row = row
+        with self.timed():
+            row = self._regularizer.after_optimizer_step(
+                step=state.global_step + 1,
+                learning_rate=kwargs["optimizer"].param_groups[0]["lr"],
+                items=self.items_in_window,
+                reduce=lambda tensor: _sum_over_ranks(accelerator, tensor),
+                processes=accelerator.num_processes,
+            )
+            if row is not None:
+                self._publish(row, state.global_step + 1, control)
+
+    @contextlib.contextmanager
+    def timed(self):
+        started_s = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - started_s
+
+    def _publish(self, row: dict[str, Any], step: int, control) -> None:
         if self.history is not None:
+            if self.last_row is None:
+                self._write_config()
             self.history.append(row)
+        self.last_row = row
         self._say_new_notices()
-        self._stop_when_due(state.global_step + 1, control)
+        self._stop_when_due(step, control)
+
+    def _write_config(self) -> None:
+        write_json(Path(self.trainer.args.output_dir) / CONFIG_FILE, self._regularizer.description())
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.history is not None:
+            self._write_config()
+            self.history.close()
+            self.history = None
 
     def _stop_when_due(self, step: int, control) -> None:
         settings, reached = self._regularizer.settings, self._regularizer.state.reached_step

@@ -224,7 +224,7 @@ class Regularizer:
             self._notice(
                 f"SCU has lost control: lambda has been at its upper bound {self.state.lam:.3g} for {STUCK_DECISIONS} "
                 f"decisions and S is still {self.state.s_ema:.3g}, above the target {self.state.target_s:.3g}; "
-                "S does not respond"
+                "raise scu_max_shrink (model law) or scu_lambda_max, or lower the learning rate"
             )
 
     def _check_penalty_acts(self, loss_scale: float) -> None:
@@ -244,6 +244,16 @@ class Regularizer:
             self.progress.notices.append(text)
 
     # -- reports -------------------------------------------------------------------------------------------------------
+
+    def description(self) -> dict[str, Any]:
+        """The controller as used: settings, what their defaults became, N and the target that was found or given."""
+        return {
+            "settings": asdict(self.settings),
+            "resolved": asdict(self.law),
+            "sigma": self.settings.sigma,
+            "tokens_n": self.progress.tokens_n,
+            "target_s": self.state.target_s,
+        }
 
     def observe_held_out(self, held_out_bpt: float) -> None:
         if self.settings.target_s == "auto":

@@ -64,7 +64,8 @@ class SCUTrainer(Trainer):
             self.regularizer.observe_loss(loss)
             self.regularization_callback.items_in_window = num_items_in_batch
             if self.accelerator.sync_gradients:
-                self.regularizer.add_penalty(self._loss_scale())
+                with self.regularization_callback.timed():
+                    self.regularizer.add_penalty(self._loss_scale())
         return loss
 
     def log(self, logs: dict[str, float], start_time: Optional[float] = None) -> None:

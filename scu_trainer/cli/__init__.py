@@ -1,0 +1,1 @@
+"""One module per command. ``scu-trainer COMMAND`` and ``scripts/*.py`` call the same ``main(argv)``."""

@@ -1,0 +1,183 @@
+"""A YAML or JSON file plus flags -> settings. Flags win; an unknown key or a wrong type is an error that names it.
+
+Our settings and the stock ``TrainingArguments`` are read by one ``HfArgumentParser``; a file's entries are turned into flags
+in front of the typed ones, so both meet the same checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import yaml
+
+from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.settings import DataSettings, ModelSettings, RegularizationSettings
+
+if TYPE_CHECKING:
+    from transformers import HfArgumentParser
+
+    from scu_trainer.train.job import Job
+
+PREFIX = "scu_"
+
+# Where our command line differs from the defaults of TrainingArguments, and why.
+TRAINING_DEFAULTS = {
+    "output_dir": "runs/run",  # a run has a place of its own
+    "report_to": "tensorboard",  # it is a dependency, so its scalars are always there
+    "logging_steps": 10,
+    "logging_nan_inf_filter": False,  # a NaN loss is shown, not replaced by the last mean
+    "disable_tqdm": True,  # our own console shows progress
+    "save_total_limit": 3,
+}
+
+
+def regularization_flags() -> type:
+    """``RegularizationSettings`` as flags: ``scu`` and every field with the prefix ``scu_``."""
+    hints = get_type_hints(RegularizationSettings)
+    hints["target_s"] = str  # a number or "auto"; RegularizationSettings tells them apart
+    switch = ("scu", bool, dataclasses.field(default=True, metadata={"help": "regularization loop on or off"}))
+    fields = [
+        (
+            PREFIX + item.name,
+            hints[item.name],
+            dataclasses.field(
+                default=str(item.default) if item.name == "target_s" else item.default, metadata=dict(item.metadata)
+            ),
+        )
+        for item in dataclasses.fields(RegularizationSettings)
+    ]
+    return dataclasses.make_dataclass("RegularizationFlags", [switch, *fields])
+
+
+def our_parser(*more: type) -> HfArgumentParser:
+    from transformers.hf_argparser import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str):
+            raise SettingsError(_plain(message))
+
+    kinds = [_grouped(ModelSettings, "model"), _grouped(DataSettings, "data")]
+    kinds += [_grouped(regularization_flags(), "regularization"), *more]
+    return Parser(kinds, prog="scu-trainer train", allow_abbrev=False, usage="%(prog)s [--config FILE] [--FIELD VALUE ...]")
+
+
+def _grouped(kind: type, title: str) -> type:
+    kind._argument_group_name = title
+    return kind
+
+
+def read_job(config: str | None, flags: Sequence[str]) -> Job:
+    """Settings from a file and flags. Raises SettingsError."""
+    from transformers import TrainingArguments
+
+    from scu_trainer.train.job import Job
+
+    parser = our_parser(TrainingArguments)
+    parser.set_defaults(**TRAINING_DEFAULTS, use_cpu=not _has_accelerator())
+    names = field_names(parser)
+    arguments = [*_file_as_flags(config, names), *flags]
+    check_names(arguments, names)
+    try:
+        model, data, scu, training = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+    except (ValueError, ImportError) as error:  # what TrainingArguments finds wrong with its own fields
+        raise SettingsError(str(error)) from error
+    return Job(model, data, _regularization(scu), training)
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.cuda.is_available() or torch.backends.mps.is_available()
+
+
+def _regularization(flags: Any) -> RegularizationSettings | None:
+    if not flags.scu:
+        return None
+    fields = dataclasses.fields(RegularizationSettings)
+    return RegularizationSettings(**{item.name: getattr(flags, PREFIX + item.name) for item in fields})
+
+
+def field_names(parser: HfArgumentParser) -> set[str]:
+    """Every flag without its dashes, with underscores: ``learning_rate``, ``no_scu``."""
+    return {_name(flag) for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
+
+
+def check_names(arguments: Iterable[str], names: set[str]) -> None:
+    """Raise SettingsError at the first flag that nobody knows."""
+    for argument in arguments:
+        if argument.startswith("--") and _name(argument) not in names:
+            raise SettingsError(f"unknown option {argument.split('=')[0]}{nearest(_name(argument), names)}")
+
+
+def _name(flag: str) -> str:
+    return flag.split("=")[0].removeprefix("--").replace("-", "_")
+
+
+def _file_as_flags(config: str | None, names: set[str]) -> list[str]:
+    if config is None:
+        return []
+    flags: list[str] = []
+    for key, value in read_file(Path(config)).items():
+        name = str(key).replace("-", "_")
+        if name not in names:
+            raise SettingsError(f"{config}: unknown key {key!r}{nearest(name, names)}")
+        flags += _as_flags(name, value)
+    return flags
+
+
+def _as_flags(name: str, value: Any) -> list[str]:
+    """One entry of a file as command-line words; null means the default."""
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{name}", str(value).lower()]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)] if value else []
+    # "=" keeps a value that starts with a dash, such as -1, from looking like a flag
+    return [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Top-level entries of a YAML or JSON file. Raises SettingsError, also for a key that stands there twice."""
+    try:
+        content = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(f"cannot read the configuration {path}: {reason}; give a YAML or JSON file") from error
+    try:
+        entries = yaml.load(content, _UniqueKeys)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{path} is no valid YAML or JSON: {' '.join(str(error).split())}") from error
+    if not isinstance(entries, dict):
+        found = "nothing" if entries is None else type(entries).__name__
+        raise SettingsError(f"{path} holds {found}; it must hold lines like 'learning_rate: 2e-4'")
+    return entries
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML itself lets the last of two equal keys win in silence."""
+
+    def construct_mapping(self, node, deep=False):
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise yaml.YAMLError(f"key {key!r} stands there twice, line {key_node.start_mark.line + 1}")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _plain(message: str) -> str:
+    """argparse's "argument --lora_r/--lora-r: invalid int value: 'x'" without the second spelling."""
+    return re.sub(r"argument (--\w+)(/--[\w-]+)*", r"\1", message)
+
+
+def as_yaml(job: Job) -> str:
+    """The resolved configuration; reading it back gives the same one."""
+    plain = json.loads(json.dumps(job.as_dict(), default=str))
+    return yaml.safe_dump({key: value for key, value in plain.items() if value is not None}, sort_keys=False)

@@ -1,0 +1,55 @@
+"""``scu-trainer COMMAND ...``: picks the command; nothing heavy is imported before that."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Optional
+
+from scu_trainer import __version__
+from scu_trainer.errors import UserError, nearest
+
+COMMANDS = {
+    "train": "train a model, with the regularization loop on",
+    "eval": "held-out bits per token of a run, an adapter or a base model, with a confidence interval",
+}
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    return guarded(_run_command, arguments)
+
+
+def _run_command(arguments: Sequence[str]) -> int:
+    name = arguments[0]
+    if name not in COMMANDS:
+        raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)}; commands: {', '.join(COMMANDS)}")
+    return importlib.import_module(f"scu_trainer.cli.{name}").main(arguments[1:])
+
+
+def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    """Run a command; what the user can fix becomes one message on stderr and exit code 2."""
+    try:
+        return command(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        ["usage: scu-trainer COMMAND [--help] ...", "", "fine-tuning under feedback control", "", "commands:", *lines]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

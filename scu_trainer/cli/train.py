@@ -1,0 +1,91 @@
+"""``scu-trainer train``: one run, from a YAML or JSON file and flags. Also the target of every launcher."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer.cli import configuration
+from scu_trainer.cli.main import guarded
+
+MODES = {
+    "--print_config": "show the resolved configuration as YAML and stop",
+    "--test_run": "do a few steps of everything in a scratch folder, then say what the full run would take",
+    "--check_requirements": "check versions, devices, memory and disk, and stop",
+    "--help_all": "also list every field of transformers.TrainingArguments, and stop",
+}
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: list[str]) -> int:
+    modes, flags = _mode_parser().parse_known_args(argv)
+    if modes.help or modes.help_all:
+        print(_help(with_stock_fields=modes.help_all))
+        return 0
+    if modes.check_requirements:
+        return _check_requirements(modes.config, flags)
+    job = configuration.read_job(modes.config, flags)
+    if modes.print_config:
+        print(configuration.as_yaml(job), end="")
+        return 0
+    return _train(job, test_run=modes.test_run)
+
+
+def _mode_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument("-h", "--help", action="store_true")
+    for flag in MODES:
+        parser.add_argument(flag, flag.replace("_", "-"), action="store_true")
+    return parser
+
+
+def _help(with_stock_fields: bool) -> str:
+    kinds = []
+    if with_stock_fields:
+        from transformers import TrainingArguments
+
+        kinds.append(TrainingArguments)
+    width = max(map(len, MODES))
+    modes = "\n".join(f"  {flag:<{width}}  {text}" for flag, text in MODES.items())
+    note = (
+        "\nEvery field of transformers.TrainingArguments is accepted too, in the file and as a flag (--help_all lists them).\n"
+        "Defaults that differ from the stock ones: "
+        + ", ".join(f"{name} {value}" for name, value in configuration.TRAINING_DEFAULTS.items())
+        + "."
+    )
+    return f"{configuration.our_parser(*kinds).format_help()}\nmodes:\n{modes}\n{note}"
+
+
+def _check_requirements(config: Optional[str], flags: list[str]) -> int:
+    from scu_trainer.data import default_cache_dir
+    from scu_trainer.hardware.requirements import all_required_met, check, render
+
+    job = configuration.read_job(config, flags)
+    findings = check(Path(job.training.output_dir), default_cache_dir(job.data.cache_dir))
+    print(render(findings))
+    return 0 if all_required_met(findings) else 2
+
+
+def _train(job, test_run: bool) -> int:
+    from scu_trainer.train.session import run
+    from scu_trainer.train.test_run import rehearse
+
+    try:
+        rehearse(job) if test_run else run(job)
+    finally:
+        _leave_process_group()
+    return 0
+
+
+def _leave_process_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,106 @@
+"""Conversations -> token ids and which of them are learned."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jinja2
+
+from scu_trainer.data.formats import Chat
+from scu_trainer.data.records import BadRow
+from scu_trainer.errors import DataError
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def read_chat_template(path: str) -> str:
+    """The text of a template file. Raises DataError if there is no such file."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"chat_template {path!r} cannot be read: {error}; give the path of a Jinja file") from None
+
+
+def chat_template_of(tokenizer, model_name: str) -> str:
+    """Raises DataError if the tokenizer has no chat template."""
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError:
+        raise DataError(
+            f"the data holds conversations, but the tokenizer of {model_name} has no chat template; give a Jinja file "
+            "with --chat_template FILE, or use an instruction-tuned model"
+        ) from None
+
+
+def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> tuple[list[int], list[bool], str]:
+    """Token ids, whether each is learned, and the rendered text.
+
+    ``learn`` is "all", "assistant" (what the assistant says, with its end-of-turn marker) or "completion" (all after
+    the prompt's turns). Raises BadRow if the template refuses the conversation.
+    """
+    render = _renderer(tokenizer, chat)
+    text = render(chat.messages)
+    if learn == "all":
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids, [True] * len(ids), text
+    if learn == "assistant" and _GENERATION.search(template):
+        return *_by_generation_marks(tokenizer, chat), text
+    spans = [_completion_span(render, chat)] if learn == "completion" else _assistant_spans(render, chat)
+    return *_by_spans(tokenizer, text, spans), text
+
+
+def _renderer(tokenizer, chat: Chat):
+    def render(messages: list[dict], add_generation_prompt: bool = False) -> str:
+        try:
+            return tokenizer.apply_chat_template(
+                messages, tools=chat.tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (jinja2.TemplateError, TypeError) as error:  # TypeError: a template adds up what the message lacks
+            raise BadRow(f"the chat template refuses the conversation: {error}") from None
+
+    return render
+
+
+def _by_generation_marks(tokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
+    encoded = tokenizer.apply_chat_template(
+        chat.messages,
+        tools=chat.tools,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"verbose": False},
+    )
+    return encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]]
+
+
+def _completion_span(render, chat: Chat) -> tuple[int, int]:
+    return _span(render, chat.messages, chat.prompt_turns, len(chat.messages))
+
+
+def _assistant_spans(render, chat: Chat) -> list[tuple[int, int]]:
+    turns = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    return [_span(render, chat.messages, turn, turn + 1) for turn in turns]
+
+
+def _span(render, messages: list[dict], first: int, end: int) -> tuple[int, int]:
+    """Characters of the whole text that ``messages[first:end]`` fill, by the difference of two renderings."""
+    whole, before = render(messages), render(messages[:first], add_generation_prompt=True)
+    after = render(messages[:end])
+    if not (after.startswith(before) and whole.startswith(after)):
+        raise BadRow(
+            "the chat template renders the start of the conversation differently when more follows, so the learned "
+            "tokens cannot be found; mark the assistant's words with {% generation %} in the template, or learn all "
+            "tokens with --assistant_only_loss false --completion_only_loss false"
+        )
+    return len(before), len(after)
+
+
+def _by_spans(tokenizer, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+    if not tokenizer.is_fast:
+        raise DataError(
+            "this tokenizer cannot tell which characters a token covers (it is not a fast tokenizer), so the answers "
+            "alone cannot be learned; set --assistant_only_loss false --completion_only_loss false"
+        )
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    learned = [any(begin < last and end > first for first, last in spans) for begin, end in encoded["offset_mapping"]]
+    return encoded["input_ids"], learned

@@ -1,0 +1,240 @@
+"""What the user typed (embedded name, path or Hub id) -> a source of records.
+
+Files are read in the order of their names. A folder whose files are named by split (train*.jsonl, validation*.jsonl,
+test*.jsonl) is read like a dataset with splits. A single .txt file is cut into documents where two or more lines in a
+row are blank; in a folder each .txt file is one document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer.data.embedded import embedded_identity, read_embedded
+from scu_trainer.data.formats import KNOWN_COLUMNS
+from scu_trainer.data.readers import (
+    BLANK_ONCE,
+    BLANK_TWICE,
+    SUFFIXES,
+    has_several_sections,
+    read_file,
+    read_sections,
+    split_named_by,
+)
+from scu_trainer.data.records import Record
+from scu_trainer.errors import DataError, nearest
+from scu_trainer.settings import EMBEDDED_DATASETS, DataSettings
+
+HELD_OUT_SPLITS = ("validation", "test")
+WHOLE_HASH_BYTES = 2**20  # files up to this size are known by content, larger ones by size and time of change
+
+
+@dataclass(frozen=True)
+class Source:
+    """``read()`` starts at the first record each time; ``identity`` is JSON-like and changes with the content."""
+
+    name: str
+    identity: list
+    read: Callable[[], Iterable[Record]]
+    held_out: Optional[Source] = None
+    notes: tuple[str, ...] = ()
+
+
+def training_source(settings: DataSettings, cache_dir: Path) -> Source:
+    """The source of ``settings.dataset``, with its own held-out split if it has one."""
+    wanted = (settings.dataset_split,)
+    will_split = settings.eval_dataset is None and settings.validation_split_percentage > 0
+    return _resolve(settings.dataset, wanted, settings, cache_dir, will_split)
+
+
+def held_out_source(settings: DataSettings, cache_dir: Path) -> Source:
+    """The source of ``settings.eval_dataset``; of one with splits the first of validation, test and train."""
+    wanted = (*HELD_OUT_SPLITS, "train")
+    return replace(_resolve(settings.eval_dataset, wanted, settings, cache_dir, will_split=False), held_out=None)
+
+
+def _resolve(name: str, wanted: tuple[str, ...], settings: DataSettings, cache_dir: Path, will_split: bool) -> Source:
+    if name in EMBEDDED_DATASETS:
+        _refuse_hub_settings(name, wanted, settings)
+        read = partial(read_embedded, name, cache_dir, settings.text_column)
+        return Source(name, embedded_identity(name), read)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_folder(path, wanted, settings, will_split)
+    if path.is_file():
+        _refuse_hub_settings(name, wanted, settings)
+        return _from_files(name, [path], settings, will_split)
+    if _looks_like_a_path(name):
+        raise DataError(f"{name} does not exist{_nearest_in_folder(path)}; looked at {path.absolute()}")
+    return _from_hub(name, wanted, settings, cache_dir)
+
+
+def _refuse_hub_settings(name: str, wanted: tuple[str, ...], settings: DataSettings) -> None:
+    if wanted[-1] != "train":
+        raise DataError(f"dataset_split is {wanted[-1]!r}, but {name} has no splits; leave dataset_split out")
+    if settings.dataset_config_name and len(wanted) == 1:  # one wanted split: the training data, which it belongs to
+        raise DataError(
+            f"dataset_config_name is {settings.dataset_config_name!r}, but {name} is no Hub id; leave it out"
+        )
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or "\\" in name or name.endswith((*SUFFIXES, "/")) or name.count("/") > 1
+
+
+def _nearest_in_folder(path: Path) -> str:
+    return nearest(path.name, [item.name for item in path.parent.iterdir()]) if path.parent.is_dir() else ""
+
+
+# Files
+
+
+def _from_folder(folder: Path, wanted: tuple[str, ...], settings: DataSettings, will_split: bool) -> Source:
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        return _from_saved(folder, wanted, settings)
+    visible = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path, folder))
+    files = [path for path in visible if path.suffix in SUFFIXES]
+    if not files:
+        found = ", ".join(sorted({path.suffix or path.name for path in visible})) or "nothing"
+        raise DataError(f"folder {folder} holds {found}; it needs files of the kinds {' '.join(SUFFIXES)}")
+    ignored = len(visible) - len(files)
+    notes = (f"{ignored} files of other kinds in {folder} were not read",) if ignored else ()
+    by_split = _files_by_split(files)
+    if "train" not in by_split or len(by_split) == 1:
+        _refuse_hub_settings(str(folder), wanted, settings)
+        return replace(_from_files(str(folder), files, settings, will_split), notes=notes)
+    source = _from_splits(
+        str(folder),
+        by_split,
+        wanted,
+        settings,
+        lambda name, paths: _from_files(name, paths, settings, will_split=False),
+    )
+    return replace(source, notes=(*notes, *source.notes))
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _files_by_split(files: list[Path]) -> dict[str, list[Path]]:
+    """Files under the split that their names start with; {} if some file names none."""
+    by_split: dict[str, list[Path]] = {}
+    for path in files:
+        split = split_named_by(path.name)
+        if split is None:
+            return {}
+        by_split.setdefault(split, []).append(path)
+    return by_split
+
+
+def _from_files(name: str, files: list[Path], settings: DataSettings, will_split: bool) -> Source:
+    identity = ["files", [_file_identity(path) for path in files]]
+    if len(files) == 1 and files[0].suffix == ".txt":
+        return _from_text_file(name, files[0], identity, settings.text_column, will_split)
+    read = partial(_read_files, files, settings.text_column)
+    return Source(name, identity, read)
+
+
+def _read_files(files: list[Path], text_column: str) -> Iterator[Record]:
+    return chain.from_iterable(read_file(path, text_column) for path in files)
+
+
+def _from_text_file(name: str, path: Path, identity: list, text_column: str, will_split: bool) -> Source:
+    blank_lines, notes = BLANK_TWICE, ()
+    if will_split and not has_several_sections(path, BLANK_TWICE) and has_several_sections(path, BLANK_ONCE):
+        blank_lines = BLANK_ONCE
+        notes = (f"{path.name} is one document; its paragraphs count as documents, so that some can be held out",)
+    read = partial(read_sections, path, text_column, blank_lines)
+    return Source(name, [*identity, blank_lines], read, notes=notes)
+
+
+def _file_identity(path: Path) -> list:
+    state = path.stat()
+    if state.st_size <= WHOLE_HASH_BYTES:
+        return [str(path.absolute()), hashlib.sha256(path.read_bytes()).hexdigest()]
+    return [str(path.absolute()), state.st_size, state.st_mtime_ns]
+
+
+# Datasets of the datasets library
+
+
+def _from_saved(folder: Path, wanted: tuple[str, ...], settings: DataSettings) -> Source:
+    import datasets
+    import pyarrow
+
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, pyarrow.ArrowInvalid) as error:
+        raise DataError(f"{folder} looks like a folder of save_to_disk but cannot be read: {error}") from error
+    identity = ["saved", [_file_identity(path) for path in sorted(folder.rglob("*")) if path.is_file()]]
+    return _from_loaded(str(folder), loaded, wanted, settings, lambda split: [*identity, split])
+
+
+def _from_hub(name: str, wanted: tuple[str, ...], settings: DataSettings, cache_dir: Path) -> Source:
+    loaded = _load_from_hub(name, wanted[-1], settings, cache_dir)
+    if settings.streaming:  # nothing is cached then, so the content needs no name
+        return _from_loaded(name, loaded, wanted, settings, lambda split: ["hub", name, split])
+
+    def identity(split: str) -> list:
+        part = loaded[split] if isinstance(loaded, Mapping) else loaded
+        return ["hub", name, split, part._fingerprint]  # what datasets itself keys its cache by
+
+    return _from_loaded(name, loaded, wanted, settings, identity)
+
+
+def _load_from_hub(name: str, split: str, settings: DataSettings, cache_dir: Path):
+    import datasets
+
+    config = settings.dataset_config_name if name == settings.dataset else None
+    part = split if "[" in split else None  # a slice, train[:10%]; without one all splits come, held-out ones too
+    try:
+        return datasets.load_dataset(
+            name, config, split=part, streaming=settings.streaming, cache_dir=str(cache_dir / "datasets")
+        )
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"dataset {name!r} is no embedded name ({', '.join(EMBEDDED_DATASETS)}){nearest(name, EMBEDDED_DATASETS)}, "
+            f"no file or folder here, and could not be loaded from the Hub: {error}"
+        ) from error
+
+
+def _from_loaded(name: str, loaded, wanted: tuple[str, ...], settings: DataSettings, identity) -> Source:
+    def build(label: str, split: str) -> Source:
+        rows = loaded[split] if isinstance(loaded, Mapping) else loaded
+        return Source(label, identity(split), partial(_read_rows, label, rows, settings.text_column))
+
+    if isinstance(loaded, Mapping):
+        return _from_splits(name, {split: split for split in loaded}, wanted, settings, build)
+    if wanted[-1] != "train" and "[" not in wanted[-1]:
+        raise DataError(f"dataset_split is {wanted[-1]!r}, but {name} has no splits; leave dataset_split out")
+    return build(name, wanted[-1])
+
+
+def _read_rows(name: str, rows, text_column: str) -> Iterator[Record]:
+    known = [column for column in rows.column_names or () if column in (*KNOWN_COLUMNS, text_column)]
+    if known:  # other columns may hold images or audio, which cost time to decode
+        rows = rows.select_columns(known)
+    for number, row in enumerate(rows, start=1):
+        yield Record(f"{name} row {number}", row)
+
+
+def _from_splits(name: str, splits: Mapping, wanted: tuple[str, ...], settings: DataSettings, build) -> Source:
+    """The first wanted split, and the first held-out split beside it."""
+    chosen = next((split for split in wanted if split in splits), None)
+    if chosen is None:
+        raise DataError(
+            f"{name} has the splits {', '.join(splits)}, none of the wanted: {', '.join(wanted)}"
+            f"{nearest(wanted[-1], splits)}. Choose one with --dataset_split"
+        )
+    source = build(f"{name} ({chosen})", splits[chosen])
+    beside = next((split for split in HELD_OUT_SPLITS if split in splits and split != chosen), None)
+    if beside is None or settings.eval_dataset is not None:
+        return source
+    note = f"held-out documents come from the split {beside!r} of {name}"
+    return replace(source, held_out=build(f"{name} ({beside})", splits[beside]), notes=(note,))

@@ -1,0 +1,1 @@
+"""What this machine has, what a job needs, and what to set."""

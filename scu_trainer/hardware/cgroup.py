@@ -1,0 +1,84 @@
+"""Limits that a container or a service manager puts on this process: cgroup v1 and v2, the tightest level counts.
+
+Every function takes ``root``, the directory that holds ``proc`` and ``sys``, so that a test can lay out its own tree.
+A controller that is not mounted or has no limit gives None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Optional
+
+ROOT = Path("/")
+
+# cgroup v1 writes "no limit" as the largest multiple of the page size; no machine has this much memory
+_UNLIMITED_BYTES = 2**60
+
+
+def memory_limit_bytes(root: Path = ROOT) -> Optional[int]:
+    """Smallest memory limit on this process, in bytes."""
+    limits = [limit for limit, _, _ in _memory_levels(root)]
+    return min(limits, default=None)
+
+
+def memory_available_bytes(root: Path = ROOT) -> Optional[int]:
+    """Bytes until the first memory limit is hit. File cache that can be dropped counts as available."""
+    rooms = [max(limit - used + droppable, 0) for limit, used, droppable in _memory_levels(root)]
+    return min(rooms, default=None)
+
+
+def cpu_quota_cores(root: Path = ROOT) -> Optional[float]:
+    """Smallest CPU quota on this process, in cores: 1.5 is three halves of a core's time."""
+    quotas = []
+    for level in _levels(root, "cpu"):
+        quota = _read_words(level / "cpu.max") or (
+            _read_words(level / "cpu.cfs_quota_us") + _read_words(level / "cpu.cfs_period_us")
+        )
+        if len(quota) == 2 and quota[0].isdigit():  # "max" (v2) and "-1" (v1) mean no quota
+            quotas.append(int(quota[0]) / int(quota[1]))
+    return min(quotas, default=None)
+
+
+def _memory_levels(root: Path) -> Iterator[tuple[int, int, int]]:
+    """(limit, used, droppable file cache) in bytes, for each level that has a limit."""
+    for level in _levels(root, "memory"):
+        limit = _read_words(level / "memory.max") or _read_words(level / "memory.limit_in_bytes")
+        if not limit or not limit[0].isdigit() or int(limit[0]) >= _UNLIMITED_BYTES:
+            continue
+        used = _read_words(level / "memory.current") or _read_words(level / "memory.usage_in_bytes") or ["0"]
+        yield int(limit[0]), int(used[0]), _droppable_bytes(level)
+
+
+def _droppable_bytes(level: Path) -> int:
+    words = _read_words(level / "memory.stat")
+    statistics = dict(zip(words[::2], words[1::2], strict=False))
+    return int(statistics.get("total_inactive_file") or statistics.get("inactive_file") or 0)
+
+
+def _levels(root: Path, controller: str) -> Iterator[Path]:
+    """Directories of this process's cgroup and all its parents, for one controller."""
+    for line in _read_lines(root / "proc/self/cgroup"):
+        _, controllers, own_path = line.split(":", 2)
+        if controllers == "":
+            mounts = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
+        elif controller in controllers.split(","):
+            mounts = [root / "sys/fs/cgroup" / controllers, root / "sys/fs/cgroup" / controller]
+        else:
+            continue
+        mount = next((mount for mount in mounts if mount.is_dir()), None)
+        if mount is None:
+            continue
+        own = mount / own_path.lstrip("/")
+        yield from (level for level in (own, *own.parents) if level.is_relative_to(mount))
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:  # absent, or hidden from this container: as good as no limit
+        return []
+
+
+def _read_words(path: Path) -> list[str]:
+    return " ".join(_read_lines(path)).split()

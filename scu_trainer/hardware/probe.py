@@ -1,0 +1,115 @@
+"""What is here: cores, memory, disks, accelerators, packages. Reads, never changes; decides nothing.
+
+torch is imported only by ``accelerators``, and only there can a probe take longer than some milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer.hardware import cgroup
+from scu_trainer.run_files import free_bytes
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One GPU. ``total_bytes`` and ``free_bytes`` are of its memory; on mps free is what the system has available."""
+
+    kind: str
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run can use here.
+
+    Fields:
+        python: version as (major, minor, micro).
+        cpu_cores: cores that this process may use; a quota makes it fractional.
+        ram_total_bytes, ram_available_bytes: memory of this process's world, which a container may limit.
+        ram_limit_bytes: the limit of the container; None without one.
+        accelerators: GPUs that torch sees; empty also without torch.
+        packages: installed version by package name; None if it is absent.
+        disk_free_bytes: free bytes by the path that was asked for.
+    """
+
+    python: tuple[int, int, int]
+    cpu_cores: float
+    ram_total_bytes: int
+    ram_available_bytes: int
+    ram_limit_bytes: Optional[int] = None
+    accelerators: tuple[Accelerator, ...] = ()
+    packages: dict[str, Optional[str]] = field(default_factory=dict)
+    disk_free_bytes: dict[Path, int] = field(default_factory=dict)
+
+
+def probe(paths: Iterable[Path] = (), packages: Iterable[str] = (), cgroup_root: Path = cgroup.ROOT) -> Machine:
+    """Look at this machine. ``paths`` need not exist yet; ``packages`` are distribution names."""
+    total_bytes, available_bytes = _system_ram_bytes()
+    limit_bytes = cgroup.memory_limit_bytes(cgroup_root)
+    below_limit_bytes = cgroup.memory_available_bytes(cgroup_root)
+    return Machine(
+        python=sys.version_info[:3],
+        cpu_cores=usable_cores(cgroup_root),
+        ram_total_bytes=_smaller(total_bytes, limit_bytes),
+        ram_available_bytes=_smaller(available_bytes, below_limit_bytes),
+        ram_limit_bytes=limit_bytes,
+        accelerators=accelerators(),
+        packages={name: installed_version(name) for name in packages},
+        disk_free_bytes={path: free_bytes(path) for path in paths},
+    )
+
+
+def usable_cores(cgroup_root: Path = cgroup.ROOT) -> float:
+    """Cores that this process may use: its CPU affinity, cut by the quota of its container."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return _smaller(allowed, cgroup.cpu_quota_cores(cgroup_root))
+
+
+def accelerators() -> tuple[Accelerator, ...]:
+    """GPUs that torch can use; none if torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        return ()
+    import torch
+
+    if torch.cuda.is_available():
+        return tuple(_cuda_device(torch, index) for index in range(torch.cuda.device_count()))
+    if torch.backends.mps.is_available():
+        return (Accelerator("mps", 0, platform.processor() or "Apple", *_system_ram_bytes()),)
+    return ()
+
+
+def installed_version(name: str) -> Optional[str]:
+    """Version of an installed distribution, without importing it; None if it is absent."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cuda_device(torch, index: int) -> Accelerator:
+    free, total = torch.cuda.mem_get_info(index)
+    return Accelerator("cuda", index, torch.cuda.get_device_name(index), total, free)
+
+
+def _system_ram_bytes() -> tuple[int, int]:
+    """(total, available) of the whole system."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return memory.total, memory.available
+
+
+def _smaller(value: float, limit: Optional[float]) -> float:
+    return value if limit is None else min(value, limit)

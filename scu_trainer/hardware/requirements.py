@@ -1,0 +1,225 @@
+"""Are the requirements met? One finding per requirement: what was found, what is wanted, what to do about it.
+
+The lower bounds are those of setup.cfg, read from the installed package's metadata, so they are written down once.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+from scu_trainer.errors import RequirementError, StorageError, nearest
+from scu_trainer.hardware.probe import Accelerator, Machine, installed_version, probe
+from scu_trainer.run_files import require_writable
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+PROJECT = "scu-trainer"
+OLDEST_PYTHON = (3, 11)
+NEEDED_RAM_BYTES = 2 * 2**30
+NEEDED_DISK_BYTES = 2 * 2**30
+OPTIONAL_EXTRAS = ("qlora", "deepspeed", "report", "dev")
+INSTALL_ALL = "make deps, or pip install -e '.[all]' -c constraints.txt"
+
+# without these there is nothing to check or print the rest with
+_OWN_TOOLS = ("packaging", "psutil", "rich")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``fix``: what to do when not ``ok``. ``required``: training cannot start without it."""
+
+    name: str
+    ok: bool
+    found: str
+    wanted: str
+    fix: str
+    required: bool = True
+
+
+def check(
+    output_dir: Path,
+    cache_dir: Path,
+    extras: Iterable[str] = (),
+    machine: Optional[Machine] = None,
+    declared: Optional[Sequence[str]] = None,
+) -> list[Finding]:
+    """Compare this machine with what training needs.
+
+    Args:
+        output_dir, cache_dir: where a run writes; they need not exist and are not made.
+        extras: optional parts that this job uses; they count as required.
+        machine: the machine to judge; default: this one.
+        declared: requirement lines such as "torch>=2.11"; default: those of the installed scu-trainer.
+
+    Raises RequirementError for an unknown extra.
+    """
+    wanted_extras = _known_extras(extras)
+    missing_tools = [name for name in _OWN_TOOLS if importlib.util.find_spec(name) is None]
+    if missing_tools:
+        return [Finding(name, False, "missing", "any version", INSTALL_ALL) for name in missing_tools]
+    if declared is None and installed_version(PROJECT) is None:
+        return [Finding(PROJECT, False, "not installed", "installed in this Python", INSTALL_ALL)]
+    requirements = _parse(importlib.metadata.requires(PROJECT) or [] if declared is None else declared)
+    base, by_extra = requirements
+    names = [requirement.name for group in (base, *by_extra.values()) for requirement in group]
+    machine = machine or probe(paths=(output_dir, cache_dir), packages=names)
+    return [
+        _python(machine),
+        *(_package(requirement, machine) for requirement in base),
+        _device(machine.accelerators),
+        _ram(machine),
+        _disk("output disk", "output_dir", output_dir, machine),
+        _disk("cache disk", "cache_dir", cache_dir, machine),
+        _writable("output_dir", output_dir),
+        _writable("cache_dir", cache_dir),
+        *(_extra(name, group, machine, name in wanted_extras) for name, group in by_extra.items()),
+    ]
+
+
+def all_required_met(findings: Iterable[Finding]) -> bool:
+    """Whether training can start: every finding but the optional ones is ok."""
+    return all(finding.ok or not finding.required for finding in findings)
+
+
+def render(findings: Sequence[Finding], width: int = 80) -> str:
+    """The findings as a table of ``width`` columns, without colours: it also goes into logs and bug reports."""
+    if importlib.util.find_spec("rich") is None:
+        return "\n".join(f"{_mark(finding)}: {finding.name} {finding.found}; {finding.fix}" for finding in findings)
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title, options in (
+        ("", {"no_wrap": True}),
+        ("requirement", {"no_wrap": True}),
+        ("found", {"max_width": 27}),
+        ("wanted, or what to do", {}),
+    ):
+        table.add_column(title, **options)
+    for finding in findings:
+        advice = finding.wanted if finding.ok else f"{finding.wanted}: {finding.fix}"
+        table.add_row(_mark(finding), finding.name, finding.found, advice)
+    console = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False)
+    console.print(table)
+    return console.file.getvalue().rstrip("\n")
+
+
+def _mark(finding: Finding) -> str:
+    if finding.ok:
+        return "ok"
+    return "FIX" if finding.required else "opt"
+
+
+def _known_extras(extras: Iterable[str]) -> set[str]:
+    for name in extras:
+        if name not in OPTIONAL_EXTRAS:
+            allowed = ", ".join(OPTIONAL_EXTRAS)
+            raise RequirementError(f"extra is {name!r}; allowed: {allowed}{nearest(name, OPTIONAL_EXTRAS)}")
+    return set(extras)
+
+
+def _parse(lines: Iterable[str]) -> tuple[list[Requirement], dict[str, list[Requirement]]]:
+    """Base requirements, and those that each optional extra adds."""
+    from packaging.requirements import Requirement
+
+    every = [requirement for requirement in map(Requirement, lines) if requirement.name != PROJECT]
+    base = [requirement for requirement in every if _applies(requirement, "")]
+    by_extra = {
+        extra: [requirement for requirement in every if requirement not in base and _applies(requirement, extra)]
+        for extra in OPTIONAL_EXTRAS
+    }
+    return base, {extra: group for extra, group in by_extra.items() if group}
+
+
+def _applies(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def _python(machine: Machine) -> Finding:
+    wanted = ".".join(map(str, OLDEST_PYTHON))
+    found = ".".join(map(str, machine.python))
+    return Finding(
+        "Python", machine.python >= OLDEST_PYTHON, found, f">={wanted}", f"make deps PYTHON=/path/to/python{wanted}"
+    )
+
+
+def _package(requirement: Requirement, machine: Machine) -> Finding:
+    from packaging.utils import canonicalize_name
+
+    tested = _tested_versions().get(canonicalize_name(requirement.name))
+    wanted = f"{requirement.specifier}" + (f" (tested with {tested})" if tested else "")
+    return Finding(
+        requirement.name,
+        _is_met(requirement, machine),
+        machine.packages.get(requirement.name) or "missing",
+        wanted,
+        f"pip install '{requirement.name}{requirement.specifier}'",
+    )
+
+
+def _is_met(requirement: Requirement, machine: Machine) -> bool:
+    version = machine.packages.get(requirement.name)
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def _extra(name: str, group: list[Requirement], machine: Machine, required: bool) -> Finding:
+    return Finding(
+        f"[{name}]",
+        all(_is_met(requirement, machine) for requirement in group),
+        ", ".join(f"{item.name} {machine.packages.get(item.name) or 'missing'}" for item in group),
+        "needed by this job" if required else "optional",
+        f"pip install -e '.[{name}]'",
+        required,
+    )
+
+
+def _device(accelerators: Sequence[Accelerator]) -> Finding:
+    if not accelerators:
+        return Finding("device", True, "CPU only", "any; a CPU is fine for small models", "")
+    found = ", ".join(
+        f"{item.kind}:{item.index} {item.name} {_gib(item.free_bytes)} free of {_gib(item.total_bytes)}"
+        for item in accelerators
+    )
+    return Finding("device", True, found, "any", "")
+
+
+def _ram(machine: Machine) -> Finding:
+    found = f"{_gib(machine.ram_available_bytes)} free of {_gib(machine.ram_total_bytes)}"
+    if machine.ram_limit_bytes is not None:
+        found += " (container limit)"
+    ok = machine.ram_available_bytes >= NEEDED_RAM_BYTES
+    return Finding("memory", ok, found, f">={_gib(NEEDED_RAM_BYTES)} free", "end other programs or raise the limit")
+
+
+def _disk(name: str, setting: str, path: Path, machine: Machine) -> Finding:
+    free = machine.disk_free_bytes[path]
+    fix = f"free some at {path} or set {setting} to a larger disk"
+    return Finding(name, free >= NEEDED_DISK_BYTES, f"{_gib(free)} free", f">={_gib(NEEDED_DISK_BYTES)} free", fix)
+
+
+def _writable(setting: str, path: Path) -> Finding:
+    try:
+        require_writable(path, setting)
+    except StorageError as error:
+        return Finding(setting, False, "not writable", "writable", str(error))
+    return Finding(setting, True, str(path), "writable", "")
+
+
+def _tested_versions() -> dict[str, str]:
+    """Versions of constraints.txt by canonical name; empty outside of a checkout, which alone has that file."""
+    constraints = Path(__file__).parents[2] / "constraints.txt"
+    if not constraints.is_file():
+        return {}
+    pins = (line.split("==") for line in constraints.read_text().splitlines() if "==" in line and line[0] != "#")
+    return dict(pins)
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"

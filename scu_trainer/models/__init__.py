@@ -1,0 +1,1 @@
+"""Models: loading, adapters, the embedded base."""

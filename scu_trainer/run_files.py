@@ -1,0 +1,309 @@
+"""The files of a run directory: written while the run goes, readable at any moment, by any program.
+
+- ``write_json``: a file that is there whole or not at all.
+- ``History``: a JSON array that gains rows one by one and stays valid JSON after each of them.
+- ``RunStatus``: run.json, the state of a run in one small object.
+- ``require_room``, ``require_writable``: find out before the work starts, not after it.
+
+NaN and infinity are written as ``null``: they are not JSON, and strict readers (browsers, jq) refuse the whole file.
+Only the standard library is used, so that programs which only read a run start at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Union
+
+from scu_trainer.errors import StorageError
+
+AnyPath = Union[str, os.PathLike]
+Row = dict[str, Any]
+
+STATUSES = ("queued", "running", "stopping", "stopped", "finished", "failed")
+STATUS_FIELDS = ("status", "pid", "step", "max_steps", "loss", "eta_s", "started", "updated", "error", "notices")
+
+_CLOSING = b"\n]"
+_BETWEEN_ROWS = re.compile(r"\s*,?\s*")
+_DECODER = json.JSONDecoder()
+
+
+def write_json(path: AnyPath, data: Any) -> None:
+    """Replace ``path`` by ``data`` as JSON: after a crash it holds the old content or the new one, never a part.
+
+    Raises StorageError if the directory cannot be written or is full, TypeError if ``data`` is not JSON.
+    """
+    text = json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
+    _replace(Path(path), text.encode())
+
+
+def read_json(path: AnyPath) -> Any:
+    """Content of a JSON file. Raises StorageError if it is missing or is not JSON."""
+    with _as_storage_error(Path(path), "read"):
+        content = Path(path).read_bytes()
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise StorageError(f"{path} is not valid JSON ({error}); delete it or restore it from a copy") from error
+
+
+def read_rows(path: AnyPath) -> list[Row]:
+    """All complete rows of a history file, also of one that is torn or being written. Never changes the file.
+
+    Raises StorageError if the file is missing or does not hold an array of objects.
+    """
+    with _as_storage_error(Path(path), "read"):
+        content = Path(path).read_bytes()
+    return _parse_rows(content, Path(path))[0]
+
+
+class History:
+    """Rows of a run as a JSON array, one row per line. One writer; any number of readers at the same time.
+
+    An append is one ``pwrite`` over the closing bracket, so a killed writer leaves a valid array. Only a machine that
+    goes down can leave a torn last row. Opening the file again keeps every complete row and cuts the rest;
+    ``torn_bytes`` says how much that was, for the caller to report.
+    """
+
+    def __init__(self, path: AnyPath) -> None:
+        self.path = Path(path)
+        self._descriptor = -1
+        content = self._open()
+        rows, self.torn_bytes = _parse_rows(content, self.path)
+        if content == _array(rows):
+            self._row_count, self._closing_offset = len(rows), len(content) - len(_CLOSING)
+        else:
+            self._rewrite(rows)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one row. Raises StorageError if the disk is full; the file then still holds the rows before it."""
+        self.append_many([row])
+
+    def append_many(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add rows in one write: after a kill either all of them are there or none."""
+        lines = [_line(row) for row in rows]
+        if not lines:
+            return
+        added = (b",\n" if self._row_count else b"\n") + b",\n".join(lines)
+        try:
+            _pwrite_all(self._descriptor, added + _CLOSING, self._closing_offset)
+        except OSError as error:
+            self._close_array()
+            raise _storage_error(self.path, "write", error) from error
+        self._row_count += len(lines)
+        self._closing_offset += len(added)
+
+    def truncate_after(self, step: int) -> int:
+        """Drop the rows whose "step" is above ``step`` (a resumed run writes them anew); rows without one stay.
+
+        Returns the number of rows dropped, for the caller to report.
+        """
+        rows = read_rows(self.path)
+        kept = [row for row in rows if row.get("step") is None or row["step"] <= step]
+        if len(kept) < len(rows):
+            self._rewrite(kept)
+        return len(rows) - len(kept)
+
+    def close(self) -> None:
+        """Give the file back; closing twice is harmless."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> History:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _open(self) -> bytes:
+        with _as_storage_error(self.path, "open"):
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            return self.path.read_bytes()
+
+    def _rewrite(self, rows: list[Row]) -> None:
+        _replace(self.path, _array(rows))
+        self.close()  # the descriptor still refers to the file that was just replaced
+        self._row_count, self._closing_offset = len(rows), len(self._open()) - len(_CLOSING)
+
+    def _close_array(self) -> None:
+        """Undo a write that stopped half-way. Cutting it off makes the room that the bracket needs on a full disk."""
+        os.ftruncate(self._descriptor, self._closing_offset)
+        _pwrite_all(self._descriptor, _CLOSING, self._closing_offset)
+
+
+class RunStatus:
+    """run.json of one run. Other programs may set fields too: what they wrote is kept unless it is set here again.
+
+    Progress is written at most once in ``min_interval_s`` seconds; a new status or error at once.
+    """
+
+    def __init__(self, path: AnyPath, clock: Callable[[], float] = time.time, min_interval_s: float = 1.0) -> None:
+        """``clock`` returns seconds since 1970, as ``time.time`` does."""
+        self.path = Path(path)
+        self._clock = clock
+        self._min_interval_s = min_interval_s
+        self._written_at_s = -math.inf
+        self._written: Row = {}
+        self._pending: Row = {}
+
+    def update(self, **changes: Any) -> bool:
+        """Set fields of run.json and say whether they were written now. Name ``status`` only to change it.
+
+        Raises ValueError for an unknown status, TypeError for an unknown field.
+        """
+        unknown = sorted(set(changes) - set(STATUS_FIELDS))
+        if unknown:
+            raise TypeError(f"run.json has no field {', '.join(unknown)}; it has {', '.join(STATUS_FIELDS)}")
+        if changes.get("status", STATUSES[0]) not in STATUSES:
+            raise ValueError(f"status is {changes['status']!r}; allowed: {', '.join(STATUSES)}")
+        self._pending.update(changes)
+        is_due = not 0 <= self._clock() - self._written_at_s < self._min_interval_s  # also when the clock was set back
+        if is_due or self._is_news(changes):
+            self.flush()
+            return True
+        return False
+
+    def flush(self) -> None:
+        """Write what ``update`` held back."""
+        now_s = self._clock()
+        now = datetime.fromtimestamp(now_s, UTC).isoformat(timespec="milliseconds")
+        on_disk = read_json(self.path) if self.path.exists() else {}
+        content = {**dict.fromkeys(STATUS_FIELDS), "status": "queued", **on_disk, **self._pending, "updated": now}
+        content["started"] = content["started"] or now
+        write_json(self.path, content)
+        self._written, self._written_at_s, self._pending = content, now_s, {}
+
+    def _is_news(self, changes: Row) -> bool:
+        return any(name in changes and changes[name] != self._written.get(name) for name in ("status", "error"))
+
+
+def free_bytes(path: AnyPath) -> int:
+    """Bytes that this user may still write at ``path``, or at its nearest parent that exists."""
+    return shutil.disk_usage(_nearest_existing(Path(path))).free
+
+
+def require_room(path: AnyPath, needed_bytes: int, setting: str = "output_dir") -> None:
+    """Raise StorageError if the disk at ``path``, which ``setting`` names, has less than ``needed_bytes`` free."""
+    free = free_bytes(path)
+    if free < needed_bytes:
+        raise StorageError(
+            f"{path} has {_gib(free)} free, {_gib(needed_bytes)} are needed; "
+            f"free {_gib(needed_bytes - free)} there or set {setting} to a directory on a larger disk"
+        )
+
+
+def require_writable(path: AnyPath, setting: str = "output_dir") -> None:
+    """Raise StorageError if the directory ``path`` cannot be written, or could not be made. Leaves nothing behind."""
+    existing = _nearest_existing(Path(path))
+    if not existing.is_dir():
+        raise StorageError(f"{existing} is a file where a directory is needed; set {setting} to another path")
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise StorageError(
+            f"{existing} is not writable ({error.strerror}); change its permissions or set {setting} to another path"
+        ) from error
+
+
+def _array(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"[" + b",".join(b"\n" + _line(row) for row in rows) + _CLOSING
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(_finite(row), allow_nan=False).encode()
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with every NaN and infinity replaced by None, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _parse_rows(content: bytes, path: Path) -> tuple[list[Row], int]:
+    """The complete rows at the start of ``content``, and the number of bytes of a torn row after them."""
+    text = content.decode(errors="replace")
+    if text and not text.startswith("["):
+        raise StorageError(f"{path} does not hold a JSON array, so it is no history; move it away")
+    rows: list[Row] = []
+    position = _BETWEEN_ROWS.match(text, 1).end() if text else 0
+    while text.startswith("{", position):
+        try:
+            row, end = _DECODER.raw_decode(text, position)
+        except json.JSONDecodeError:
+            return rows, len(text[position:].encode())
+        rows.append(row)
+        position = _BETWEEN_ROWS.match(text, end).end()
+    rest = text[position:].strip()
+    if rest not in ("", "]"):
+        raise StorageError(f"{path} holds {rest[:20]!r} after {len(rows)} rows, so it is no history; move it away")
+    return rows, 0
+
+
+def _replace(path: Path, content: bytes) -> None:
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    with _as_storage_error(path, "write"):
+        try:
+            with open(beside, "xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+        _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    """Make a rename in ``path`` last through a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _pwrite_all(descriptor: int, content: bytes, offset: int) -> None:
+    """One ``pwrite``; more only if the system took less than all of it (a nearly full disk)."""
+    while content:
+        written = os.pwrite(descriptor, content, offset)
+        content, offset = content[written:], offset + written
+
+
+@contextlib.contextmanager
+def _as_storage_error(path: Path, action: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _storage_error(path, action, error) from error
+
+
+def _storage_error(path: Path, action: str, error: OSError) -> StorageError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageError(f"the disk is full: {path} cannot be written, {_gib(free_bytes(path))} are free; free some")
+    return StorageError(f"cannot {action} {path}: {error.strerror}; check the path and its permissions")
+
+
+def _nearest_existing(path: Path) -> Path:
+    path = path.absolute()
+    return next(candidate for candidate in (path, *path.parents) if candidate.exists())
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,82 @@
+"""What a person sees while a run goes on: a line per log, and a bar below them where the terminal can draw one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Optional
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from transformers import TrainerCallback
+
+
+class ConsoleCallback(TrainerCallback):
+    """Prints step, loss, S, lambda, learning rate and the time that is left; only in the process that leads."""
+
+    def __init__(self, console: Optional[Console] = None) -> None:
+        self.console = console or Console(highlight=False)
+        self._bar: Optional[Progress] = None
+        self._task: Any = None
+        self._started_s = 0.0
+        self._first_step = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._started_s, self._first_step = time.monotonic(), state.global_step
+        if state.is_world_process_zero and self.console.is_terminal:
+            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._task = self._bar.add_task("train", total=state.max_steps, completed=state.global_step, note="")
+            self._bar.start()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._bar is not None:
+            self._bar.update(self._task, completed=state.global_step, note=f"left {self._left(state)}")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or not logs:
+            return
+        if "eval_bpt" in logs:
+            self._print(f"step {_of(state)}  held-out {logs['eval_bpt']:.3f} bits per token")
+        elif "loss" in logs:
+            self._print(self._line(state, logs))
+
+    def _line(self, state, logs: dict[str, float]) -> str:
+        parts = [f"step {_of(state)}", f"loss {logs['loss']:.3f}"]
+        if "scu/s_ema" in logs:
+            target = logs.get("scu/s_target")
+            parts.append(f"S {logs['scu/s_ema']:.4f}" + (f" of {target:.4g}" if target is not None else " (free)"))
+            parts.append(f"lambda {logs['scu/lambda']:.3g}")
+        parts.append(f"rate {logs['learning_rate']:.2e}")
+        parts.append(f"left {self._left(state)}")
+        return "  ".join(parts)
+
+    def _left(self, state) -> str:
+        return _clock(seconds_left(state.global_step - self._first_step, state.max_steps - state.global_step, self._spent_s()))
+
+    def _spent_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def _print(self, text: str) -> None:
+        (self._bar.console if self._bar is not None else self.console).print(text, soft_wrap=True)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def seconds_left(done: int, remaining: int, spent_s: float) -> Optional[float]:
+    """Remaining steps at the mean pace so far; None before the first step is done."""
+    return spent_s / done * remaining if done > 0 else None
+
+
+def _of(state) -> str:
+    return f"{state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"
+
+
+def _clock(seconds: Optional[float]) -> str:
+    if seconds is None:
+        return "-"
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

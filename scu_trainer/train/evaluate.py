@@ -1,0 +1,146 @@
+"""Held-out bits per token: by document, with a bootstrap interval, and paired between two models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+IGNORED = -100
+MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
+
+
+@dataclass(frozen=True)
+class DocumentScores:
+    """Per held-out document: summed negative log-likelihood in nats, and predicted tokens. Shapes (documents,)."""
+
+    nats: np.ndarray
+    tokens: np.ndarray
+
+    @property
+    def bpt(self) -> float:
+        """Token-weighted bits per token over all documents."""
+        return float(self.nats.sum() / self.tokens.sum() / math.log(2.0))
+
+    @property
+    def perplexity(self) -> float:
+        return 2.0**self.bpt
+
+
+@dataclass(frozen=True)
+class Interval:
+    """``value`` with the bounds of a percentile bootstrap interval over documents, and its confidence level."""
+
+    value: float
+    low: float
+    high: float
+    confidence: float
+
+
+def row_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed next-token loss in nats and predicted tokens of each row, shape (rows, 2) in float32.
+
+    logits (rows, time, vocab), labels (rows, time) with -100 where nothing is predicted. One row at a time: the float32
+    copy of the logits never exists for the whole batch.
+    """
+    scores = logits.new_empty((logits.shape[0], 2), dtype=torch.float32)
+    for i in range(logits.shape[0]):
+        targets = labels[i, 1:]
+        loss = nn.functional.cross_entropy(
+            logits[i, :-1].float(), targets, ignore_index=IGNORED, reduction="sum"
+        )
+        scores[i, 0], scores[i, 1] = loss, (targets != IGNORED).sum()
+    return scores
+
+
+def preprocess_logits(logits, labels: torch.Tensor) -> torch.Tensor:
+    """For ``Trainer(preprocess_logits_for_metrics=...)``: two numbers per row leave the device instead of all logits."""
+    return row_scores(logits[0] if isinstance(logits, tuple) else logits, labels)
+
+
+def bpt_metrics(prediction) -> dict[str, float]:
+    """For ``Trainer(compute_metrics=...)`` beside ``preprocess_logits``: token-weighted held-out bits per token.
+
+    The stock ``eval_loss`` averages batches, whatever number of tokens they hold.
+    """
+    nats, tokens = prediction.predictions.astype(np.float64).sum(axis=0)
+    bpt = nats / max(tokens, 1.0) / math.log(2.0)
+    return {"bpt": bpt, "perplexity": 2.0**bpt}
+
+
+@torch.no_grad()
+def score_documents(
+    model: nn.Module,
+    rows,
+    collate: Callable[[list[dict]], dict[str, torch.Tensor]],
+    batch_tokens: int = 8192,
+    on_batch: Callable[[int], None] = lambda rows_done: None,
+) -> DocumentScores:
+    """Score every held-out window and add up by document.
+
+    rows: dataset of input_ids, labels, document. ``batch_tokens``: padded tokens per forward pass. The model's training
+    mode and the random state are left as they were.
+    """
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    documents = np.asarray(rows["document"])
+    nats, tokens = np.zeros(documents.max() + 1), np.zeros(documents.max() + 1, dtype=np.int64)
+    for indices in _batches(rows["length"], batch_tokens):
+        batch = collate([rows[int(i)] for i in indices])
+        labels = batch["labels"].to(device)
+        logits = model(**{name: batch[name].to(device) for name in MODEL_INPUTS if name in batch}).logits
+        scores = row_scores(logits, labels).double().cpu().numpy()
+        np.add.at(nats, documents[indices], scores[:, 0])
+        np.add.at(tokens, documents[indices], scores[:, 1].astype(np.int64))
+        on_batch(len(indices))
+    model.train(was_training)
+    seen = tokens > 0
+    return DocumentScores(nats[seen], tokens[seen])
+
+
+def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[np.ndarray]:
+    """Row numbers in batches of similar length, longest first, so that a batch too large for memory fails at once."""
+    lengths = np.asarray(lengths)
+    order = np.argsort(-lengths, kind="stable")
+    start = 0
+    while start < len(order):
+        count = max(1, batch_tokens // int(lengths[order[start]]))
+        yield order[start : start + count]
+        start += count
+
+
+def bootstrap_bpt(
+    scores: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
+) -> Interval:
+    """Percentile bootstrap over documents (Efron, 1979) of token-weighted bits per token."""
+    drawn = _resampled_bpt(scores, _draws(len(scores.tokens), resamples, seed))
+    return _interval(scores.bpt, drawn, confidence)
+
+
+def bootstrap_difference(
+    first: DocumentScores, second: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
+) -> Interval:
+    """Bits per token of ``second`` minus ``first`` on the same documents, each resample drawn for both alike."""
+    if not np.array_equal(first.tokens, second.tokens):
+        raise ValueError("both models must be scored on the same documents with the same tokenizer")
+    draws = _draws(len(first.tokens), resamples, seed)
+    return _interval(second.bpt - first.bpt, _resampled_bpt(second, draws) - _resampled_bpt(first, draws), confidence)
+
+
+def _draws(documents: int, resamples: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, documents, size=(resamples, documents))
+
+
+def _resampled_bpt(scores: DocumentScores, draws: np.ndarray) -> np.ndarray:
+    return scores.nats[draws].sum(axis=1) / scores.tokens[draws].sum(axis=1) / math.log(2.0)
+
+
+def _interval(value: float, drawn: np.ndarray, confidence: float) -> Interval:
+    tail = (1.0 - confidence) / 2.0
+    low, high = np.quantile(drawn, [tail, 1.0 - tail])
+    return Interval(float(value), float(low), float(high), confidence)

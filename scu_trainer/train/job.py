@@ -1,0 +1,101 @@
+"""A job: every setting of one training run, and the checks that need more than one of them."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from transformers import TrainingArguments
+
+from scu_trainer.errors import SettingsError
+from scu_trainer.settings import DataSettings, ModelSettings, RegularizationSettings
+
+
+@dataclass
+class Job:
+    """``regularization``: None trains as the stock Trainer does."""
+
+    model: ModelSettings
+    data: DataSettings
+    regularization: Optional[RegularizationSettings]
+    training: TrainingArguments
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat, under the names of the command line; can be read back as a configuration file."""
+        scu: dict[str, Any] = {"scu": self.regularization is not None}
+        if self.regularization is not None:
+            scu.update({f"scu_{name}": value for name, value in asdict(self.regularization).items()})
+        return {**asdict(self.model), **asdict(self.data), **scu, **_training_as_dict(self.training)}
+
+    def check(self) -> None:
+        """Raise SettingsError for settings that contradict each other."""
+        training = self.training
+        _require(
+            not (self.data.streaming and training.max_steps <= 0),
+            "streaming data has no known length; give max_steps, for instance --max_steps 1000",
+        )
+        _require(
+            not (training.fp16 and training.use_cpu),
+            "fp16 has no effect on a CPU (training would silently run in float32); use bf16: true or drop fp16",
+        )
+        self._check_evaluation()
+
+    def _check_evaluation(self) -> None:
+        training, data = self.training, self.data
+        holds_out = data.eval_dataset is not None or data.streaming or data.validation_split_percentage > 0
+        evaluates = str(getattr(training.eval_strategy, "value", training.eval_strategy)) != "no"
+        _require(
+            holds_out or not evaluates,
+            "eval_strategy asks for held-out data but validation_split_percentage is 0; raise it, give eval_dataset or set "
+            "eval_strategy: no",
+        )
+        auto = self.regularization is not None and self.regularization.target_s == "auto"
+        _require(
+            not auto or evaluates,
+            "scu_target_s: auto watches the held-out loss; set eval_strategy: steps and eval_steps, for instance 20",
+        )
+
+    def planned_steps(self, rows: int) -> int:
+        """Optimizer steps for ``rows`` training rows, counted as the stock Trainer does."""
+        training = self.training
+        if training.max_steps > 0:
+            return training.max_steps
+        batches = math.ceil(rows / (training.per_device_train_batch_size * max(1, training.n_gpu) * training.world_size))
+        per_epoch = max(1, math.ceil(batches / training.gradient_accumulation_steps))
+        return math.ceil(per_epoch * training.num_train_epochs)
+
+
+def _training_as_dict(training: TrainingArguments) -> dict[str, Any]:
+    # What the launcher decides is no part of a configuration.
+    left_out = {"local_rank", "deepspeed_plugin", "distributed_state"}
+    return {name: value for name, value in training.to_dict().items() if name not in left_out}
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise SettingsError(message)
+
+
+def checkpoint_bytes(model, training: TrainingArguments) -> int:
+    """Room for the checkpoints that this run will hold at once, beside the final model: weights, two Adam moments and w0 of
+    what is trained; full tuning saves all weights as well."""
+    trainable = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    kept = 1 if training.save_total_limit is None else training.save_total_limit + 1
+    saves = 0 if str(getattr(training.save_strategy, "value", training.save_strategy)) == "no" else kept
+    return trainable * (4 * saves + 1)
+
+
+def claim(output_dir: str, resuming: bool) -> Path:
+    """The directory of this run, the same on every rank: rank 0 looks, the others are told."""
+    from accelerate.utils import broadcast_object_list
+
+    from scu_trainer.train.run_directory import free_name
+
+    path = Path(output_dir)
+    names = [str(path if resuming else free_name(path)) if int(os.environ.get("RANK", "0")) == 0 else ""]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        broadcast_object_list(names)
+    return Path(names[0])

@@ -1,0 +1,97 @@
+"""The directory that a run writes: claimed once, described before the first step, kept up to date while it goes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Optional
+
+from transformers import TrainerCallback
+
+from scu_trainer.errors import StorageError
+from scu_trainer.run_files import RunStatus, require_writable
+from scu_trainer.train.console import seconds_left
+
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "scu-trainer")
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def free_name(output_dir: Path) -> Path:
+    """``output_dir``, or the first of output_dir-2, output_dir-3, ... that holds nothing: a run never overwrites another."""
+    candidate, number = output_dir, 2
+    while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
+        candidate, number = output_dir.with_name(f"{output_dir.name}-{number}"), number + 1
+    return candidate
+
+
+def check_output_dir(output_dir: Path) -> None:
+    """Raise StorageError if a run could not be written there. Creates nothing."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise StorageError(f"output_dir {output_dir} is a file; give the name of a folder")
+    require_writable(output_dir)
+
+
+def open_log(output_dir: Path) -> logging.Handler:
+    """logs/train.log receives what our logger and transformers' say from here on. Remove it with ``close_log``."""
+    folder = output_dir / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / "train.log")
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    for name in ("scu_trainer", "transformers"):
+        logging.getLogger(name).addHandler(handler)
+    return handler
+
+
+def close_log(handler: logging.Handler) -> None:
+    for name in ("scu_trainer", "transformers"):
+        logging.getLogger(name).removeHandler(handler)
+    handler.close()
+
+
+def versions() -> dict[str, Optional[str]]:
+    found: dict[str, Optional[str]] = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def git_commit() -> Optional[str]:
+    """Commit of the checkout that this package runs from; None when it was installed from elsewhere."""
+    here = Path(__file__).resolve().parent
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None
+
+
+class RunStatusCallback(TrainerCallback):
+    """Keeps run.json true: step, loss and the time that is left, at most once a second."""
+
+    def __init__(self, status: RunStatus) -> None:
+        self.status = status
+        self._started_s = 0.0
+        self._first_step = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._started_s, self._first_step = time.monotonic(), state.global_step
+        self.status.update(status="running", pid=os.getpid(), step=state.global_step, max_steps=state.max_steps)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        done, remaining = state.global_step - self._first_step, state.max_steps - state.global_step
+        eta_s = seconds_left(done, remaining, time.monotonic() - self._started_s)
+        self.status.update(step=state.global_step, eta_s=eta_s)
+
+    def on_log(self, args, state, control, logs: Optional[dict[str, Any]] = None, **kwargs):
+        if logs and "loss" in logs:
+            self.status.update(loss=logs["loss"])

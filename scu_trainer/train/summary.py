@@ -1,0 +1,114 @@
+"""What a run achieved, in figures (scu_metrics.json) and in a table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Optional
+
+from rich.console import Console
+from rich.table import Table
+
+from scu_trainer.control.tracking import assess
+from scu_trainer.run_files import read_rows
+from scu_trainer.train.callbacks import HISTORY_FILE
+from scu_trainer.train.evaluate import DocumentScores, bootstrap_bpt, bootstrap_difference
+
+
+def held_out_figures(before: Optional[DocumentScores], after: Optional[DocumentScores]) -> dict[str, Any]:
+    """Bits per token before and after with 95 % bootstrap intervals over documents, and their paired difference."""
+    if before is None or after is None:
+        return {"held_out_documents": 0}
+    return {
+        "held_out_documents": len(before.tokens),
+        "held_out_tokens": int(before.tokens.sum()),
+        "held_out_bpt_before": asdict(bootstrap_bpt(before)),
+        "held_out_bpt_after": asdict(bootstrap_bpt(after)),
+        "held_out_bpt_change": asdict(bootstrap_difference(before, after)),
+    }
+
+
+def best_held_out(log_history: list[dict[str, Any]]) -> Optional[dict[str, Any]]:
+    """The lowest held-out bits per token among the evaluations of the run, with its step."""
+    evaluations = [entry for entry in log_history if "eval_bpt" in entry]
+    if not evaluations:
+        return None
+    best = min(evaluations, key=lambda entry: entry["eval_bpt"])
+    return {"step": best["step"], "bpt": best["eval_bpt"]}
+
+
+def regularization_figures(output_dir: Path, regularizer, seconds_in_loop: float, train_s: float) -> dict[str, Any]:
+    """Tracking of S over the steps with the final target, and what the loop cost."""
+    rows = read_rows(output_dir / HISTORY_FILE)
+    figures: dict[str, Any] = {
+        "law": regularizer.settings.law,
+        "plant_gain": regularizer.progress.gain,
+        "skipped_measurements": regularizer.state.skipped,
+        "overhead_fraction": seconds_in_loop / train_s if train_s > 0 else None,
+        "notices": list(regularizer.progress.notices),
+    }
+    target = regularizer.state.target_s
+    if not rows:
+        return {**figures, "verdict": "no control step was taken"}
+    figures.update(final_s=rows[-1]["s_ema"], final_lambda=rows[-1]["lambda"], target_s=target)
+    figures["reached_step"] = regularizer.state.reached_step
+    return {**figures, **_tracking(regularizer, rows, target)}
+
+
+def _tracking(regularizer, rows: list[dict[str, Any]], target: Optional[float]) -> dict[str, Any]:
+    if target is None:
+        return {"verdict": "held-out loss was still falling at the end: S was left free"}
+    if regularizer.settings.law in ("fixed", "schedule"):
+        return {"verdict": f"lambda was {regularizer.settings.law}, S was not controlled"}
+    held = [row for row in rows if row["s_target"] == target and row["s_ema"] is not None]
+    if regularizer.settings.stop_at_target and not regularizer.settings.hold_steps:
+        reached = regularizer.state.reached_step
+        return {"verdict": f"stopped at target, step {reached}" if reached else "target not reached"}
+    tracking = assess(
+        [row["step"] for row in held], [row["s_ema"] for row in held], target, [row["saturated"] for row in held]
+    )
+    return asdict(tracking)
+
+
+def print_table(console: Console, figures: dict[str, Any], output_dir: Path, trained: str) -> None:
+    """The last thing a person sees: results, where the files are, what to type next."""
+    table = Table(title=trained, title_justify="left", show_header=False, pad_edge=False)
+    table.add_column("what", style="bold", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    for name, value in [*_held_out_lines(figures), *_control_lines(figures.get("regularization"))]:
+        table.add_row(name, value)
+    table.add_row("files", str(output_dir))
+    console.print(table)
+    console.print(f"next: scu-trainer eval {output_dir}\n      tensorboard --logdir {output_dir}/logs/tensorboard", soft_wrap=True)
+
+
+def _held_out_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    if not figures["held_out_documents"]:
+        return [("held-out bits per token", "nothing was held out")]
+    before, after, change = (figures[f"held_out_bpt_{name}"] for name in ("before", "after", "change"))
+    lines = [
+        ("held-out bits per token", f"{before['value']:.3f} before, {after['value']:.3f} after"),
+        ("change, 95 % interval", f"{change['value']:+.3f} ({change['low']:+.3f} to {change['high']:+.3f})"),
+    ]
+    best = figures.get("best_held_out")
+    if best and best["bpt"] < after["value"] - 1e-4:
+        lines.append(("best on the way", f"{best['bpt']:.3f} at step {best['step']}"))
+    lines.append(("held out", f"{figures['held_out_documents']} documents, {figures['held_out_tokens']:,} tokens"))
+    return lines
+
+
+def _control_lines(control: Optional[dict[str, Any]]) -> list[tuple[str, str]]:
+    if control is None:
+        return [("SCU", "off")]
+    target = control.get("target_s")
+    against = f"{control.get('final_s') or 0:.4f} against {target:.4g}" if target else f"{control.get('final_s') or 0:.4f}"
+    lines = [("S against target", f"{against}: {control['verdict']}")]
+    if control.get("settling_step") is not None:
+        detail = f"settled at step {control['settling_step']}, bias {control['bias']:+.1%}"
+        if control["overshoot"] is not None:
+            detail += f", overshoot {max(0.0, control['overshoot']):.1%}"
+        lines.append(("tracking", detail))
+    lines.append(("lambda at the end", f"{control.get('final_lambda') or 0:.4g}"))
+    if control["overhead_fraction"] is not None:
+        lines.append(("cost of the loop", f"{control['overhead_fraction']:.2%} of the time of training"))
+    return lines + [("note", text) for text in control["notices"]]

@@ -1,0 +1,54 @@
+"""The environment of every test: offline, private caches, one thread. Set before anything heavy is imported."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+PRIVATE = Path(tempfile.mkdtemp(prefix="scu_trainer_tests_"))
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HOME"] = str(PRIVATE / "huggingface")
+os.environ["SCU_TRAINER_CACHE"] = str(PRIVATE / "scu_trainer")
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Tiny models are fastest on one thread, and sums come out the same on every machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+class NetworkForbidden(BaseException):
+    """A test tried to leave this machine. No subclass of Exception: code under test must not catch it."""
+
+
+def _is_local(host: object) -> bool:
+    """Whether ``host`` (name or address; None and "" mean this machine) is this machine."""
+    name = host.decode() if isinstance(host, bytes) else str(host or "localhost")
+    if name in ("localhost", socket.gethostname()):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _forbid_network(event: str, arguments: tuple) -> None:
+    if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
+        address = arguments[1]
+        host = address[0] if isinstance(address, tuple) else None  # a path or None: a local or a connected socket
+    elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
+        host = arguments[0]
+    else:
+        return
+    if not _is_local(host):
+        raise NetworkForbidden(f"{event} to {host!r}: tests run without network; use a server on 127.0.0.1")
+
+
+sys.addaudithook(_forbid_network)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(PRIVATE, ignore_errors=True)

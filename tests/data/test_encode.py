@@ -1,0 +1,203 @@
+"""Rows of every format -> tokens, and which of them are learned."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+
+from scu_trainer.data.encode import EMPTY, NOT_LEARNED, NOTHING_TO_LEARN, UNREADABLE, encoded
+from scu_trainer.data.records import Record
+from scu_trainer.errors import DataError
+
+WITHOUT_GENERATION = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Which tea?"},
+    {"role": "assistant", "content": "Green tea."},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "Black — with milk."},
+]
+
+
+def one(encoder, value):
+    [result] = encoder.encode([Record("row 1", value)])
+    return result
+
+
+def learned_text(encoder, document, **decoding):
+    return encoder.tokenizer.decode(document.labels[document.labels != NOT_LEARNED], **decoding)
+
+
+def with_template(tokenizer, template):
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = template
+    return changed
+
+
+def test_plain_text_is_learned_whole_and_ends_with_eos(encoder, tokenizer):
+    document = one(encoder(), {"text": "Green tea."})
+    assert tokenizer.decode(document.input_ids) == "<|bos|>Green tea.<|eos|>"
+    assert (document.labels == document.input_ids).all()
+    assert document.utf8_bytes == len("Green tea.")
+
+
+def test_eos_is_not_written_twice(encoder, tokenizer):
+    assert tokenizer.decode(one(encoder(), {"text": "tea<|eos|>"}).input_ids) == "<|bos|>tea<|eos|>"
+
+
+def test_eos_is_written_when_bos_is_the_same_token(encoder, tokenizer):
+    shared = copy.deepcopy(tokenizer)
+    shared.eos_token = shared.bos_token
+    assert shared.decode(one(encoder(shared), {"text": "a"}).input_ids) == "<|bos|>a<|bos|>"
+
+
+def test_completion_is_learned_with_its_end(encoder):
+    encode = encoder()
+    document = one(encode, {"prompt": "2 + 2 =", "completion": " 4"})
+    assert learned_text(encode, document) == " 4<|eos|>"
+    assert encode.tokenizer.decode(document.input_ids) == "<|bos|>2 + 2 = 4<|eos|>"
+
+
+def test_prompt_is_learned_too_when_asked(encoder):
+    encode = encoder(completion_only_loss=False)
+    assert learned_text(encode, one(encode, {"prompt": "2 + 2 =", "completion": " 4"})) == "<|bos|>2 + 2 = 4<|eos|>"
+
+
+def test_prompt_and_completion_of_messages(encoder):
+    encode = encoder()
+    document = one(encode, {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]})
+    assert learned_text(encode, document) == "Green tea.<|im_end|>\n<|eos|>"
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_assistant_tokens_by_generation_marks(encoder, column):
+    encode = encoder()
+    document = one(encode, {column: CONVERSATION})
+    assert learned_text(encode, document) == "Green tea.<|im_end|>Black — with milk.<|im_end|>"
+    assert encode.tokenizer.decode(document.input_ids).endswith("<|im_end|>\n<|eos|>")
+
+
+def test_assistant_tokens_by_difference_of_prefixes(encoder, tokenizer):
+    encode = encoder(with_template(tokenizer, WITHOUT_GENERATION))
+    document = one(encode, {"messages": CONVERSATION})
+    assert learned_text(encode, document, skip_special_tokens=True) == "Green tea.\nBlack — with milk.\n"
+    marked = one(encoder(), {"messages": CONVERSATION})
+    assert (document.input_ids == marked.input_ids[1:]).all()  # this template writes no bos
+
+
+def test_eos_ends_an_answer_that_the_template_leaves_open(encoder, tokenizer):
+    template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    encode = encoder(with_template(tokenizer, template))
+    assert learned_text(encode, one(encode, {"messages": CONVERSATION[1:3]})) == "Green tea.<|eos|>"
+
+
+def test_whole_conversation_is_learned_when_asked(encoder):
+    encode = encoder(assistant_only_loss=False)
+    document = one(encode, {"messages": CONVERSATION})
+    assert (document.labels == document.input_ids).all()
+
+
+def test_eos_of_the_template_is_kept_alone(encoder, tokenizer):
+    ended = copy.deepcopy(tokenizer)
+    ended.eos_token = "<|im_end|>"
+    document = one(encoder(ended), {"messages": CONVERSATION})
+    assert ended.decode(document.input_ids).endswith("milk.<|im_end|>\n")
+
+
+def test_sharegpt_names_of_roles(encoder):
+    rows = [{"from": "human", "value": "Which tea?"}, {"from": "gpt", "value": "Green."}]
+    encode = encoder()
+    assert learned_text(encode, one(encode, {"conversations": rows})) == "Green.<|im_end|>"
+
+
+def test_template_that_rewrites_the_past_is_refused(encoder, tokenizer):
+    template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    result = one(encoder(with_template(tokenizer, template)), {"messages": CONVERSATION})
+    assert result.reason == UNREADABLE
+    assert "{% generation %}" in result.example and "--assistant_only_loss false" in result.example
+
+
+def test_conversation_that_the_template_refuses_is_a_bad_row(encoder, tokenizer):
+    encode = encoder(with_template(tokenizer, "{{ raise_exception('roles must alternate') }}"))
+    assert "roles must alternate" in one(encode, {"messages": CONVERSATION}).example
+
+
+def test_chat_without_template_says_what_to_do(encoder, tokenizer):
+    with pytest.raises(
+        DataError, match="tokenizer of tiny has no chat template; give a Jinja file with --chat_template"
+    ):
+        one(encoder(with_template(tokenizer, None)), {"messages": CONVERSATION})
+
+
+@pytest.mark.parametrize(
+    ("value", "reason", "words"),
+    [
+        ({"text": 3}, UNREADABLE, "column 'text' holds int, not text"),
+        ({"text": None}, UNREADABLE, "column 'text' holds NoneType"),
+        ({"texts": "a"}, UNREADABLE, "columns: texts (did you mean 'texts'?)"),
+        ({"body": "a", "id": 1}, UNREADABLE, "--text_column body"),
+        ({"messages": "a"}, UNREADABLE, "'messages' holds str, not a list"),
+        ({"messages": []}, UNREADABLE, "an empty list"),
+        ({"messages": [{"role": "user"}]}, UNREADABLE, "message 1 of 'messages' has no content"),
+        ({"messages": [{"content": "a"}]}, UNREADABLE, "message 1 of 'messages' has no role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, UNREADABLE, "only text can be used"),
+        ({"prompt": 1, "completion": "a"}, UNREADABLE, "column 'prompt' holds int"),
+        ({"text": " \n"}, EMPTY, "row 1"),
+        ({"prompt": "a", "completion": ""}, EMPTY, "row 1"),
+        ({"messages": [{"role": "user", "content": "a"}]}, NOTHING_TO_LEARN, "row 1"),
+    ],
+)
+def test_unusable_rows(encoder, value, reason, words):
+    result = one(encoder(), value)
+    assert result.reason == reason
+    assert words in result.example
+
+
+def test_a_named_text_column_comes_before_other_formats(encoder, tokenizer):
+    row = {"story": "tea", "messages": CONVERSATION}
+    assert tokenizer.decode(one(encoder(text_column="story"), row).input_ids) == "<|bos|>tea<|eos|>"
+
+
+def test_empty_columns_of_arrow_are_ignored(encoder):
+    rows = [{**message, "tool_calls": None} for message in CONVERSATION]
+    assert (one(encoder(), {"messages": rows}).input_ids == one(encoder(), {"messages": CONVERSATION}).input_ids).all()
+
+
+def test_identity_follows_tokenizer_and_rules_but_not_calls(encoder, tokenizer):
+    before = encoder().identity
+    tokenizer(["a", "a longer text"], padding=True, truncation=True, max_length=3)
+    assert encoder().identity == before
+    assert encoder(text_column="body").identity != before
+    assert encoder(with_template(tokenizer, WITHOUT_GENERATION)).identity != before
+
+
+def test_long_documents_raise_no_warning(encoder, tokenizer):
+    short = copy.deepcopy(tokenizer)
+    short.model_max_length = 4
+    messages = []
+    handler = logging.Handler()
+    handler.emit = messages.append
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        rows = [{"text": "tea " * 50}, {"messages": CONVERSATION}, {"prompt": "a " * 9, "completion": "b " * 9}]
+        encoder(short).encode([Record("r", row) for row in rows])
+    finally:
+        logger.removeHandler(handler)
+    assert messages == []
+
+
+def test_workers_give_the_same_in_the_same_order(encoder, monkeypatch):
+    monkeypatch.setattr("scu_trainer.data.encode.BATCH_RECORDS", 7)
+    records = [Record(f"row {n}", {"text": f"Cup {n}." if n % 5 else ""}) for n in range(100)]
+    alone, together = (list(encoded(records, encoder(), processes)) for processes in (1, 2))
+    assert [type(result) for result in together] == [type(result) for result in alone]
+    assert [str(result) for result in together] == [str(result) for result in alone]

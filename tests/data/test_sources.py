@@ -1,0 +1,219 @@
+"""Names, files and folders -> records."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import pytest
+
+from scu_trainer.data.sources import held_out_source, training_source
+from scu_trainer.errors import DataError
+from scu_trainer.settings import DataSettings
+
+ROWS = [{"text": f"Cup number {number}."} for number in range(6)]
+TEXTS = [row["text"] for row in ROWS]
+
+
+@pytest.fixture
+def source(tmp_path):
+    def make(dataset, **settings):
+        return training_source(DataSettings(dataset=str(dataset), **settings), tmp_path / "cache")
+
+    return make
+
+
+def texts(source):
+    return [record.value["text"] for record in source.read()]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet", "list.json"])
+def test_every_kind_of_table(source, tmp_path, suffix, jsonl):
+    path = tmp_path / f"rows{suffix}"
+    rows = datasets.Dataset.from_list(ROWS)
+    if suffix in (".jsonl", ".json"):
+        jsonl(ROWS, path.name)
+    elif suffix == "list.json":
+        path.write_text(json.dumps(ROWS))
+    else:
+        getattr(rows, f"to_{suffix[1:]}")(path)
+    result = source(path)
+    assert texts(result) == TEXTS == texts(result)
+    assert [record.place for record in result.read()][2] == f"{path.name} row 3"
+
+
+def test_text_file_is_cut_where_it_is_blank_twice(source, tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("\ufeff\n\nfirst\n\nstill first\n \n\n\nsecond\n  indented\n\n\n", encoding="utf-8")
+    assert texts(source(path)) == ["first\n\nstill first", "second\n  indented"]
+
+
+def test_text_file_of_one_document_gives_paragraphs_so_that_some_can_be_held_out(source, tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("first\n\nsecond\nline\n\nthird")
+    result = source(path)
+    assert texts(result) == ["first", "second\nline", "third"]
+    assert "paragraphs count as documents" in result.notes[0]
+    whole = source(path, validation_split_percentage=0)
+    assert texts(whole) == ["first\n\nsecond\nline\n\nthird"]
+    assert not whole.notes and whole.identity != result.identity
+
+
+def test_folder_reads_each_text_file_as_one_document(source, tmp_path):
+    folder = tmp_path / "folder"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "b.txt").write_text("b\n\n\n\nstill b")
+    (folder / "deep" / "c.jsonl").write_text('{"text": "c"}\n')
+    (folder / "a.txt").write_text("a")
+    (folder / "picture.png").touch()
+    (folder / ".hidden.txt").write_text("hidden")
+    result = source(folder)
+    assert texts(result) == ["a", "b\n\n\n\nstill b", "c"]
+    assert result.notes == (f"1 files of other kinds in {folder} were not read",)
+
+
+def test_folder_with_files_named_by_split(source, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("train-0", "train-1", "val", "test"):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    result = source(folder)
+    assert texts(result) == ["train-0", "train-1"]
+    assert texts(result.held_out) == ["val"]
+    assert texts(source(folder, dataset_split="test")) == ["test"]
+    with pytest.raises(DataError, match="has the splits test, train, validation, none of the wanted: tain"):
+        source(folder, dataset_split="tain")
+
+
+def test_folder_of_save_to_disk(source, tmp_path):
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "one")
+    assert texts(source(tmp_path / "one")) == TEXTS
+    parts = datasets.DatasetDict({"train": rows.select(range(4)), "test": rows.select([4, 5])})
+    parts.save_to_disk(tmp_path / "dict")
+    both = source(tmp_path / "dict")
+    assert (texts(both), texts(both.held_out)) == (TEXTS[:4], TEXTS[4:])
+    assert source(tmp_path / "dict", eval_dataset="python_docs").held_out is None
+
+
+def test_eval_dataset_prefers_its_held_out_split(tmp_path):
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": rows, "test": rows.select([3])}).save_to_disk(tmp_path / "dict")
+    settings = DataSettings(dataset="hub/with-splits", dataset_split="x", eval_dataset=str(tmp_path / "dict"))
+    held_out = held_out_source(settings, tmp_path)
+    assert texts(held_out) == TEXTS[3:4]
+    assert held_out.held_out is None
+
+
+@pytest.mark.parametrize("change", ["content", "name"])
+def test_identity_follows_the_files(source, jsonl, change):
+    before = source(jsonl(ROWS)).identity
+    assert source(jsonl(ROWS)).identity == before
+    after = jsonl(ROWS[:-1]) if change == "content" else jsonl(ROWS, "other.jsonl")
+    assert source(after).identity != before
+
+
+def test_large_files_are_known_by_size_and_time(source, jsonl, monkeypatch):
+    monkeypatch.setattr("scu_trainer.data.sources.WHOLE_HASH_BYTES", 10)
+    path = jsonl(ROWS)
+    state = path.stat()
+    assert source(path).identity == ["files", [[str(path), state.st_size, state.st_mtime_ns]]]
+
+
+@pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "~/nothing-here", "rowz.jsonl", "some/deep/folder"])
+def test_a_path_that_does_not_exist_is_refused_without_asking_the_hub(source, monkeypatch, name):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the Hub"))
+    with pytest.raises(DataError, match="does not exist"):
+        source(name)
+
+
+def test_a_mistyped_path_names_its_neighbour(source, jsonl):
+    path = jsonl(ROWS, "notes.jsonl")
+    with pytest.raises(DataError, match=r"did you mean 'notes.jsonl'"):
+        source(path.with_name("note.jsonl"))
+
+
+def test_an_unknown_name_offers_the_nearest_embedded_one(source):
+    with pytest.raises(
+        DataError, match=r"'python_doc' is no embedded name .*did you mean 'python_docs'.* from the Hub"
+    ):
+        source("python_doc")
+
+
+def test_a_folder_without_usable_files_says_what_it_holds(source, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "paper.pdf").touch()
+    with pytest.raises(DataError, match=r"holds \.pdf; it needs files of the kinds \.txt \.jsonl"):
+        source(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("settings", [{"dataset_split": "test"}, {"dataset_config_name": "en"}])
+def test_settings_of_the_hub_are_refused_elsewhere(source, jsonl, settings):
+    for dataset in ("python_docs", jsonl(ROWS)):
+        with pytest.raises(DataError, match=f"{next(iter(settings))} is .*leave"):
+            source(dataset, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("rows.csv", b'text,id\n"torn', "not readable as UTF-8 CSV"),
+        ("rows.csv", b"text\n\xff\n", "not readable as UTF-8 CSV"),
+        ("rows.parquet", b"torn", "not readable as parquet"),
+        ("rows.json", b'[{"text": "a"}, ', "name the file .jsonl"),
+        ("notes.txt", b"caf\xe9", "not UTF-8 text"),
+    ],
+)
+def test_unreadable_files_are_named(source, tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=words) as error:
+        list(source(tmp_path / name).read())
+    assert str(tmp_path / name) in str(error.value)
+
+
+def test_rows_that_cannot_be_read_carry_their_number(source, tmp_path, jsonl):
+    path = jsonl([ROWS[0], "", '{"text": ', [1]])
+    problems = {record.place: record.problem for record in source(path).read() if record.problem}
+    assert "not readable as JSON" in problems["rows.jsonl row 3"]
+    assert "holds list, not an object" in problems["rows.jsonl row 4"]
+    (tmp_path / "rows.csv").write_text("text,id\na,1\nb\nc,3,4\n")
+    problems = {record.place: record.problem for record in source(tmp_path / "rows.csv").read() if record.problem}
+    assert problems == {
+        "rows.csv row 2": "has no field for the columns id",
+        "rows.csv row 3": "has 1 more fields than the header line",
+    }
+
+
+def test_csv_fields_may_be_long(source, tmp_path):
+    (tmp_path / "rows.csv").write_text("text\n" + "a" * 200_000 + "\n")
+    assert len(texts(source(tmp_path / "rows.csv"))[0]) == 200_000
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hub_dataset(source, tmp_path, monkeypatch, streaming):
+    asked = []
+
+    def load(name, config, **options):
+        asked.append((name, config, options))
+        rows = datasets.Dataset.from_list([{**row, "unused": 1} for row in ROWS])
+        parts = {"train": rows, "validation": rows.select([0])}
+        if streaming:
+            return datasets.IterableDatasetDict({name: part.to_iterable_dataset() for name, part in parts.items()})
+        return datasets.DatasetDict(parts)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    result = source("owner/name", dataset_config_name="en", streaming=streaming)
+    options = {"split": None, "streaming": streaming, "cache_dir": str(tmp_path / "cache" / "datasets")}
+    assert asked == [("owner/name", "en", options)]
+    assert texts(result) == TEXTS
+    assert texts(result.held_out) == TEXTS[:1]
+    assert set(next(iter(result.read())).value) == {"text"}
+
+
+def test_slice_of_a_hub_split(source, monkeypatch):
+    def load(name, config, split, **_):
+        assert split == "train[:2]"
+        return datasets.Dataset.from_list(ROWS[:2])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert texts(source("owner/name", dataset_split="train[:2]")) == TEXTS[:2]

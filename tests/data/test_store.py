@@ -1,0 +1,95 @@
+"""Cached folders are whole or absent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from scu_trainer.data import default_cache_dir
+from scu_trainer.data.store import built_once, digest_of, open_arrow
+from scu_trainer.errors import StorageError
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from scu_trainer.data.store import built_once
+def build(new):
+    (new / "half").write_text("x")
+    os.kill(os.getpid(), signal.SIGKILL)
+built_once(Path(sys.argv[1]), build)
+"""
+
+
+def test_cache_dir_comes_from_setting_then_environment_then_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCU_TRAINER_CACHE", str(tmp_path / "environment"))
+    assert default_cache_dir(str(tmp_path / "setting")) == tmp_path / "setting"
+    assert default_cache_dir(None) == tmp_path / "environment"
+    monkeypatch.delenv("SCU_TRAINER_CACHE")
+    assert default_cache_dir(None) == tmp_path / ".cache" / "scu_trainer"
+    assert default_cache_dir("~/data") == tmp_path / "data"
+
+
+def test_built_once(tmp_path):
+    calls = []
+    for _ in range(2):
+        folder = built_once(tmp_path / "deep" / "folder", lambda new: (calls.append(new), (new / "file").touch()))
+        assert (folder / "file").exists()
+    assert len(calls) == 1
+
+
+def test_the_folder_appears_in_one_step(tmp_path):
+    inodes = []
+    folder = built_once(tmp_path / "folder", lambda new: inodes.append(new.stat().st_ino))
+    assert inodes == [folder.stat().st_ino]  # renamed, not copied: a copy could be seen half done
+
+
+def test_a_failed_build_leaves_nothing(tmp_path):
+    def build(new):
+        (new / "half").touch()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        built_once(tmp_path / "folder", build)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_a_killed_build_leaves_no_folder_and_no_lock(tmp_path):
+    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "folder")], check=False, timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "folder").exists()
+    assert (tmp_path / "folder.part" / "half").exists()
+    folder = built_once(tmp_path / "folder", lambda new: (new / "whole").touch())
+    assert [path.name for path in folder.iterdir()] == ["whole"]
+    assert not (tmp_path / "folder.part").exists()
+
+
+def test_a_folder_that_cannot_be_written_names_cache_dir(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="set cache_dir to another folder"):
+        built_once(tmp_path / "file" / "folder", os.mkdir)
+
+
+def test_a_full_disk_names_cache_dir(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match=r"No space left on device.*free some room"):
+        built_once(tmp_path / "folder", lambda new: (new / "file").touch())
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_damaged_file_says_which_folder_to_delete(tmp_path):
+    (tmp_path / "rows.arrow").write_bytes(b"torn")
+    with pytest.raises(StorageError, match=f"{tmp_path} cannot be read"):
+        open_arrow(tmp_path / "rows.arrow")
+
+
+def test_digest_depends_on_every_part():
+    assert digest_of(1, {"a": 2, "b": [3]}) == digest_of(1, {"b": [3], "a": 2})
+    assert len({digest_of(1, 2), digest_of(2, 1), digest_of([1, 2]), digest_of(1)}) == 4

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import datasets
+import pytest
+
+from scu_trainer.data.encode import EMPTY
+from scu_trainer.errors import DataError
+
+ROWS = [{"text": f"Cup number {number}."} for number in range(40)]
+
+
+def documents_of(rows):
+    return {number for row in rows for number in row["documents"]}
+
+
+def test_rows_come_packed_and_every_pass_is_the_same(prepared, jsonl):
+    data = prepared(jsonl(ROWS), streaming=True, max_eval_documents=4)
+    assert isinstance(data.train, datasets.IterableDataset)
+    first, second = list(data.train), list(data.train)
+    assert first == second
+    assert list(data.train.skip(3)) == first[3:]
+    assert {row["length"] for row in first[:-1]} == {32}
+
+
+def test_the_first_documents_are_held_out(prepared, jsonl):
+    data = prepared(jsonl(ROWS), streaming=True, max_eval_documents=4)
+    assert data.eval["document"][:] == [0, 1, 2, 3]
+    assert [item.name for item in data.eval_documents] == [f"rows.jsonl row {n}" for n in (1, 2, 3, 4)]
+    assert documents_of(data.train) == set(range(4, 40))
+
+
+def test_rows_equal_those_of_the_stored_way(prepared, jsonl):
+    path = jsonl(ROWS)
+    stored = prepared(path, packing=False, validation_split_percentage=0).train.to_list()
+    streamed = list(prepared(path, packing=False, streaming=True, validation_split_percentage=0).train)
+    by_document = {row["documents"][0]: row for row in stored}
+    assert streamed == [by_document[number] for number in range(40)]
+
+
+def test_nothing_is_read_ahead_of_training(prepared, jsonl):
+    data = prepared(jsonl([*ROWS * 40, "{torn"]), streaming=True, max_eval_documents=4)
+    assert next(iter(data.train))["documents"][0] == 4
+    with pytest.raises(DataError, match="row 1601: not readable as JSON"):
+        list(data.train)
+
+
+def test_books_grow_as_rows_are_read_and_start_anew(prepared, jsonl):
+    data = prepared(jsonl([*ROWS, {"text": ""}]), streaming=True, max_eval_documents=4)
+    assert (data.books.documents, data.books.eval_documents) == (0, 4)
+    for _ in range(2):
+        rows = list(data.train)
+        books = data.books
+        assert (books.documents, books.rows_dropped, books.rows_read) == (36, {EMPTY: 1}, 41)
+        assert books.blocks == len(rows)
+        assert books.supervised_tokens == sum(label != -100 for row in rows for label in row["labels"])
+    assert "streaming: the first 4 documents are held out" in books.lines()
+
+
+def test_own_held_out_data(prepared, jsonl):
+    others = jsonl([{"text": "Tea."}, {"text": ""}], "other.jsonl")
+    data = prepared(jsonl(ROWS), streaming=True, eval_dataset=str(others), dataset_size=10)
+    assert documents_of(data.train) == set(range(10))
+    assert (data.books.eval_documents, data.books.rows_dropped, data.books.rows_read) == (1, {EMPTY: 1}, 12)
+
+
+def test_a_stream_that_is_all_held_out_is_refused(prepared, jsonl):
+    with pytest.raises(DataError, match=r"gives 40 documents .* lower max_eval_documents below 40"):
+        prepared(jsonl(ROWS), streaming=True)
+    with pytest.raises(DataError, match="no usable document; dropped: 1 × empty text"):
+        prepared(jsonl([{"text": ""}]), streaming=True)
+
+
+def test_a_pass_that_learns_nothing_is_an_error(prepared, jsonl):
+    data = prepared(jsonl([{"text": ""}] * 3), streaming=True, validation_split_percentage=0)
+    with pytest.raises(DataError, match="nothing to learn after 0 held-out documents; dropped: 3 × empty text"):
+        list(data.train)
+
+
+def test_isolated_documents(prepared, jsonl):
+    data = prepared(jsonl(ROWS), streaming=True, max_eval_documents=4, isolate_documents=True)
+    row = next(iter(data.train))
+    assert row["position_ids"].count(0) == len(row["documents"])

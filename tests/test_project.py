@@ -1,0 +1,214 @@
+"""The project's own files agree with each other, and the launch files start what they say."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import importlib.metadata
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.conftest import NetworkForbidden
+
+ROOT = Path(__file__).parents[1]
+LAUNCH_FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+
+
+def setup_lines(section: str, option: str) -> list[str]:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    return setup[section][option].split("\n")[1:]
+
+
+def all_declared() -> list[Requirement]:
+    extras = ("qlora", "deepspeed", "report", "dev")
+    lines = setup_lines("options", "install_requires")
+    lines += [line for extra in extras for line in setup_lines("options.extras_require", extra)]
+    return [Requirement(line) for line in lines]
+
+
+def constraints() -> dict[str, str]:
+    """Pinned version by canonical name; a line that is no exact pin fails here."""
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = [re.fullmatch(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)", line) for line in lines]
+    assert all(pins), [line for line, pin in zip(lines, pins, strict=True) if not pin]
+    return {pin[1]: pin[2] for pin in pins}
+
+
+def make(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    return subprocess.run(["make", "--no-print-directory", *arguments], cwd=cwd, capture_output=True, text=True)
+
+
+def copy_build_files(target: Path) -> None:
+    for name in ("Makefile", "setup.cfg", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, target)
+
+
+def test_make_lists_every_target():
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert {"help", "deps", "verify-install", "train", "test", "lint"} <= set(targets)
+    done = make()
+    assert done.returncode == 0, done.stderr
+    listed = re.findall(r"^make ([a-z-]+) +\S.*$", done.stdout, re.MULTILINE)
+    assert sorted(listed) == sorted(targets)
+
+
+@pytest.mark.parametrize(
+    ("target", "command"),
+    [
+        ("train", ".venv/bin/python scripts/train.py --config recipes/scu_lora.yaml --x 1"),
+        ("test", ".venv/bin/python -m pytest --x 1"),
+        ("verify-install", ".venv/bin/scu-trainer train --check_requirements --x 1"),
+    ],
+)
+def test_targets_install_first_and_then_run(tmp_path, target, command):
+    copy_build_files(tmp_path)
+    lines = make("-n", target, "ARGS=--x 1", cwd=tmp_path).stdout.splitlines()
+    assert lines[-1] == command
+    assert any("pip install -e '.[all]' -c constraints.txt" in line for line in lines)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/.installed").touch()
+    assert make("-n", target, "ARGS=--x 1", cwd=tmp_path).stdout.splitlines() == [command]
+
+
+def test_an_old_or_missing_python_is_one_clear_line(tmp_path):
+    copy_build_files(tmp_path)
+    done = make("deps", "PYTHON=/no/python", cwd=tmp_path)
+    assert done.returncode != 0
+    ours, by_make = done.stderr.strip().splitlines()
+    assert "needs Python 3.11 or newer" in ours and "/no/python" in ours and "PYTHON=" in ours
+    assert by_make.startswith("make: ***")
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_a_failed_install_leaves_no_stamp(tmp_path):
+    """A stand-in for Python makes a virtual environment whose pip fails, as an interrupted one does."""
+    copy_build_files(tmp_path)
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] && exit 0\nmkdir -p .venv/bin && cp /bin/false .venv/bin/python\n')
+    python.chmod(0o755)
+    assert make("deps", f"PYTHON={python}", cwd=tmp_path).returncode != 0
+    assert (tmp_path / ".venv/bin/python").exists()
+    assert not (tmp_path / ".venv/.installed").exists()
+
+
+def test_ci_and_readme_use_the_same_test_command():
+    script = (ROOT / ".ci/run").read_text()
+    assert script.splitlines()[-1] == "make test"
+    assert "set -euo pipefail" in script
+    assert (ROOT / ".ci/run").stat().st_mode & 0o111, ".ci/run is not executable"
+    assert "make test" in [line.strip() for line in (ROOT / "README.md").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_ci_reports_the_result_of_the_tests(tmp_path, code):
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci/run").write_text((ROOT / ".ci/run").read_text())
+    (tmp_path / "Makefile").write_text(f"test:\n\t@exit {code}\n")
+    done = subprocess.run(["bash", str(tmp_path / ".ci/run")], capture_output=True, cwd="/")
+    assert (done.returncode == 0) == (code == 0)
+
+
+def test_constraints_pin_each_declared_package_within_its_bounds():
+    pins = constraints()
+    for requirement in all_declared():
+        assert requirement.specifier, f"{requirement.name} has no lower bound"
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+
+
+def test_constraints_pin_everything_that_is_pulled():
+    """Follows the installed packages' own requirements from [all] on."""
+    pulled, waiting = set(), [(requirement.name, frozenset(requirement.extras)) for requirement in all_declared()]
+    while waiting:
+        item = waiting.pop()
+        if item in pulled:
+            continue
+        pulled.add(item)
+        for line in importlib.metadata.requires(item[0]) or []:
+            needed = Requirement(line)
+            extras = item[1] or {""}
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                waiting.append((needed.name, frozenset(needed.extras)))
+    # a CUDA build of torch pins its nvidia packages and triton itself, to exact versions
+    names = {canonicalize_name(name) for name, _ in pulled if not name.startswith(("nvidia", "cuda", "triton"))}
+    assert names - set(constraints()) == set()
+
+
+def test_the_version_is_written_once():
+    """setup.cfg reads it from the package without importing it, which needs a plain literal."""
+    tree = ast.parse((ROOT / "scu_trainer/__init__.py").read_text())
+    values = [
+        node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
+    ]
+    assert len(values) == 1 and re.fullmatch(r"\d+\.\d+\.\d+", values[0])
+
+
+def test_there_are_launch_files():
+    names = [path.stem for path in LAUNCH_FILES]
+    assert names == ["cpu", "cpu_2_processes", "multi_gpu_bf16", "single_gpu_bf16"]
+
+
+@pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.stem)
+def test_launch_file_loads_in_accelerate(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    assert path.read_text().startswith("# When to use: ")
+    content = yaml.safe_load(path.read_text())
+    config = load_config_from_file(str(path))
+    assert config.use_cpu is path.stem.startswith("cpu")
+    assert config.mixed_precision == ("bf16" if path.stem.endswith("bf16") else "no")
+    assert config.num_processes == content["num_processes"] == (2 if "2_" in path.stem or "multi" in path.stem else 1)
+
+
+# Each process writes a file of its own: lines of two processes on one pipe can run into each other.
+PROCESS = """
+import sys, torch
+from pathlib import Path
+from transformers import TrainingArguments
+arguments = TrainingArguments(output_dir=sys.argv[1], use_cpu=True)
+total = torch.ones(1)
+if arguments.world_size > 1:
+    torch.distributed.all_reduce(total)
+    torch.distributed.destroy_process_group()
+rank, device = arguments.process_index, arguments.device.type
+answer = f"rank {rank} of {arguments.world_size} on {device} summed {total.item():.0f}"
+Path(sys.argv[1], f"{rank}.txt").write_text(answer)
+"""
+
+
+@pytest.mark.parametrize(("name", "processes"), [("cpu", 1), ("cpu_2_processes", 2)])
+def test_launch_file_starts_the_processes_that_it_names(tmp_path, name, processes):
+    script, answers = tmp_path / "process.py", tmp_path / "answers"
+    script.write_text(PROCESS)
+    answers.mkdir()
+    config = ROOT / "accelerate_configs" / f"{name}.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    done = subprocess.run([*command, str(script), str(answers)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = [path.read_text() for path in sorted(answers.iterdir())]
+    assert found == [f"rank {rank} of {processes} on cpu summed {processes}" for rank in range(processes)]
+
+
+def test_tests_cannot_leave_the_machine():
+    with socket.socket() as outside, pytest.raises(NetworkForbidden, match=r"192\.0\.2\.1"):
+        outside.connect(("192.0.2.1", 80))
+    with pytest.raises(NetworkForbidden, match="example"):
+        socket.create_connection(("example.invalid", 80))
+
+
+def test_loopback_is_open():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        client.sendall(b"x")
+        with server.accept()[0] as accepted:
+            assert accepted.recv(1) == b"x"

@@ -1,0 +1,320 @@
+"""Run files survive a kill at any byte, a full disk, and a reader at any moment."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from scu_trainer import run_files
+from scu_trainer.errors import StorageError
+from scu_trainer.run_files import (
+    History,
+    RunStatus,
+    free_bytes,
+    read_json,
+    read_rows,
+    require_room,
+    require_writable,
+    write_json,
+)
+
+ROWS = [
+    {"step": 1, "loss": 2.5},
+    {"step": 2, "loss": 2.25, "reason": "grew é ] , }"},
+    {"step": 3, "nested": {"a": [1]}},
+]
+
+
+def history_bytes(path) -> bytes:
+    with History(path) as history:
+        history.append_many(ROWS)
+    return path.read_bytes()
+
+
+def complete_rows(content: bytes, cut: int) -> list[dict]:
+    """The rows whose last brace lies before ``cut``; one row per line, so a line's end is a row's end."""
+    ends, position = [], 1
+    for line in content.split(b"\n")[1:-1]:
+        position += 1 + len(line)
+        ends.append(position - line.endswith(b",") + 0)
+    return [row for row, end in zip(ROWS, ends, strict=True) if end <= cut]
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_history_is_valid_json_after_every_append(tmp_path):
+    path = tmp_path / "history.json"
+    with History(path) as history:
+        assert json.loads(path.read_bytes()) == []
+        for count, row in enumerate(ROWS, start=1):
+            history.append(row)
+            assert json.loads(path.read_bytes()) == ROWS[:count]
+
+
+def test_an_append_is_one_write(tmp_path, monkeypatch):
+    writes = []
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *arguments: writes.append(arguments[1]) or real(*arguments))
+    with History(tmp_path / "history.json") as history:
+        history.append(ROWS[0])
+        history.append_many(ROWS[1:])
+        history.append_many([])
+    assert len(writes) == 2
+
+
+def test_history_continues_an_existing_file(tmp_path):
+    path = tmp_path / "history.json"
+    for row in ROWS:
+        with History(path) as history:
+            history.append(row)
+            assert history.torn_bytes == 0
+    assert read_rows(path) == ROWS
+
+
+def test_every_truncation_keeps_the_complete_rows(tmp_path):
+    whole = history_bytes(tmp_path / "whole.json")
+    path = tmp_path / "cut.json"
+    new_row = {"step": 9}
+    seen_counts = set()
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        expected = complete_rows(whole, cut)
+        assert read_rows(path) == expected, cut
+        assert path.read_bytes() == whole[:cut], "a reader changed the file"
+        with History(path) as history:
+            history.append(new_row)
+        assert json.loads(path.read_bytes()) == [*expected, new_row], cut
+        seen_counts.add(len(expected))
+    assert seen_counts == {0, 1, 2, 3}
+
+
+def test_torn_bytes_are_counted(tmp_path):
+    path = tmp_path / "history.json"
+    path.write_bytes(b'[\n{"step": 1},\n{"step"')
+    with History(path) as history:
+        assert history.torn_bytes == len(b'{"step"')
+    assert json.loads(path.read_bytes()) == [{"step": 1}]
+
+
+def test_a_file_in_another_layout_is_taken_over(tmp_path):
+    path = tmp_path / "history.json"
+    path.write_text(json.dumps(ROWS, indent=2) + "\n")
+    with History(path) as history:
+        history.append({"step": 4})
+        assert history.torn_bytes == 0
+    assert json.loads(path.read_bytes()) == [*ROWS, {"step": 4}]
+
+
+@pytest.mark.parametrize("content", ['{"step": 1}', "[1, 2]", "hello", '[{"step": 1}] and more'])
+def test_a_foreign_file_is_refused_and_left_alone(tmp_path, content):
+    path = tmp_path / "history.json"
+    path.write_text(content)
+    with pytest.raises(StorageError, match="no history"):
+        History(path)
+    with pytest.raises(StorageError, match="no history"):
+        read_rows(path)
+    assert path.read_text() == content
+
+
+def test_truncate_after_drops_and_counts(tmp_path):
+    path = tmp_path / "history.json"
+    with History(path) as history:
+        history.append_many([*ROWS, {"epoch": 1}])
+        assert history.truncate_after(3) == 0
+        assert history.truncate_after(1) == 2
+        history.append({"step": 2})
+    assert json.loads(path.read_bytes()) == [ROWS[0], {"epoch": 1}, {"step": 2}]
+
+
+def test_truncating_everything_leaves_an_array_that_grows(tmp_path):
+    path = tmp_path / "history.json"
+    with History(path) as history:
+        history.append_many(ROWS)
+        assert history.truncate_after(0) == len(ROWS)
+        history.append({"step": 1})
+    assert json.loads(path.read_bytes()) == [{"step": 1}]
+
+
+def test_not_a_number_becomes_null(tmp_path):
+    path = tmp_path / "history.json"
+    with History(path) as history:
+        history.append({"step": 1, "loss": math.nan, "all": [math.inf, (-math.inf, 1.0)]})
+    assert read_rows(path) == [{"step": 1, "loss": None, "all": [None, [None, 1.0]]}]
+
+
+def test_full_disk_in_the_middle_of_an_append(tmp_path, monkeypatch):
+    """The second write of a row fails after seven bytes; the file is valid before, after, and when room is back."""
+    path = tmp_path / "history.json"
+    real = os.pwrite
+    calls = []
+
+    def full_at_second_call(descriptor, content, offset):
+        calls.append(len(content))
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, content[:7] if len(calls) == 1 else content, offset)
+
+    with History(path) as history:
+        history.append(ROWS[0])
+        monkeypatch.setattr(os, "pwrite", full_at_second_call)
+        with pytest.raises(StorageError, match="disk is full"):
+            history.append(ROWS[1])
+        assert json.loads(path.read_bytes()) == ROWS[:1]
+        history.append(ROWS[1])
+    assert json.loads(path.read_bytes()) == ROWS[:2]
+
+
+def test_a_value_that_is_not_json_changes_nothing(tmp_path):
+    path = tmp_path / "history.json"
+    with History(path) as history:
+        history.append(ROWS[0])
+        with pytest.raises(TypeError):
+            history.append({"step": object()})
+    assert json.loads(path.read_bytes()) == ROWS[:1]
+
+
+WRITER = """
+import sys
+from scu_trainer.run_files import History, RunStatus
+history, status = History(sys.argv[1]), RunStatus(sys.argv[2], min_interval_s=0.0)
+for step in range(10**9):
+    history.append({"step": step, "text": "x" * (step % 500)})
+    status.update(step=step)
+    if step == 50:
+        print("going", flush=True)
+"""
+
+
+def test_sigkill_leaves_both_files_readable(tmp_path):
+    for kill in range(3):
+        history_path, status_path = tmp_path / f"history{kill}.json", tmp_path / f"run{kill}.json"
+        command = [sys.executable, "-c", WRITER, str(history_path), str(status_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout.readline() == "going\n"
+            writer.send_signal(signal.SIGKILL)
+        rows = json.loads(history_path.read_bytes())
+        assert [row["step"] for row in rows] == list(range(len(rows)))
+        assert 0 <= len(rows) - 1 - read_json(status_path)["step"] <= 1
+
+
+def test_write_json_replaces_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "data.json"
+    write_json(path, {"old": math.nan})
+    assert json.loads(path.read_text()) == {"old": None}
+
+    def no_space(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_files.os, "fsync", no_space)
+    with pytest.raises(StorageError, match=r"disk is full.*free"):
+        write_json(path, {"new": 1})
+    assert json.loads(path.read_text()) == {"old": None}
+    assert os.listdir(tmp_path) == ["data.json"]
+
+
+def test_read_json_says_what_is_wrong(tmp_path):
+    with pytest.raises(StorageError, match="cannot read"):
+        read_json(tmp_path / "missing.json")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(StorageError, match="not valid JSON"):
+        read_json(tmp_path / "broken.json")
+    with pytest.raises(StorageError, match="cannot read"):
+        read_rows(tmp_path / "missing.json")
+
+
+def test_status_writes_progress_at_most_once_a_second(tmp_path):
+    clock = FakeClock()
+    status = RunStatus(tmp_path / "run.json", clock=clock)
+    assert status.update(status="running", pid=7, step=0)
+    clock.now_s += 0.5
+    assert not status.update(step=1, loss=2.0)
+    assert read_json(status.path)["step"] == 0
+    clock.now_s += 0.5
+    assert status.update(step=2)
+    content = read_json(status.path)
+    assert (content["step"], content["loss"], content["pid"]) == (2, 2.0, 7)
+    assert list(content) == list(run_files.STATUS_FIELDS)
+    assert content["started"] == "1970-01-12T13:46:40.000+00:00"
+    assert content["updated"] == "1970-01-12T13:46:41.000+00:00"
+
+
+def test_status_change_is_written_at_once_and_takes_pending_progress_along(tmp_path):
+    status = RunStatus(tmp_path / "run.json", clock=FakeClock())
+    status.update(status="running")
+    assert not status.update(step=5)
+    assert not status.update(status="running", step=6), "naming the same status again is no change"
+    assert status.update(status="failed", error="out of memory")
+    content = read_json(status.path)
+    assert (content["status"], content["step"], content["error"]) == ("failed", 6, "out of memory")
+
+
+def test_status_writes_again_when_the_clock_is_set_back(tmp_path):
+    clock = FakeClock()
+    status = RunStatus(tmp_path / "run.json", clock=clock)
+    status.update(status="running")
+    clock.now_s -= 3600
+    assert status.update(step=1)
+
+
+def test_flush_writes_what_was_held_back(tmp_path):
+    status = RunStatus(tmp_path / "run.json", clock=FakeClock())
+    status.update(status="running")
+    assert not status.update(step=5)
+    status.flush()
+    assert read_json(status.path)["step"] == 5
+
+
+def test_status_keeps_what_another_program_wrote(tmp_path):
+    clock = FakeClock()
+    status = RunStatus(tmp_path / "run.json", clock=clock)
+    status.update(status="running")
+    write_json(status.path, {**read_json(status.path), "status": "stopping", "command": "train"})
+    clock.now_s += 2
+    status.update(step=3)
+    content = read_json(status.path)
+    assert (content["status"], content["command"], content["step"]) == ("stopping", "train", 3)
+
+
+def test_status_refuses_unknown_names(tmp_path):
+    status = RunStatus(tmp_path / "run.json")
+    with pytest.raises(ValueError, match="allowed: queued, running"):
+        status.update(status="done")
+    with pytest.raises(TypeError, match="no field speed"):
+        status.update(speed=1)
+    assert not status.path.exists()
+
+
+def test_room(tmp_path):
+    target = tmp_path / "not" / "yet" / "there"
+    assert free_bytes(target) > 0
+    require_room(target, 1)
+    with pytest.raises(StorageError, match=r"has .* GiB free, .* GiB are needed; free .* set cache_dir"):
+        require_room(target, 2**60, setting="cache_dir")
+    assert os.listdir(tmp_path) == []
+
+
+def test_writable_leaves_nothing(tmp_path):
+    require_writable(tmp_path / "not" / "yet")
+    require_writable(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_not_writable(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="is a file where a directory is needed"):
+        require_writable(tmp_path / "file" / "run")
+    with pytest.raises(StorageError, match="not writable"):
+        require_writable("/proc/run")  # the one place where root cannot write either

@@ -1,0 +1,79 @@
+"""Small real parts for tests: models made from a config, token rows, trainers."""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    GraniteMoeHybridForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+)
+
+VOCAB = 64
+
+
+def llama(seed: int = 0, hidden: int = 32, layers: int = 2, **changes) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        **changes,
+    )
+    return LlamaForCausalLM(config)
+
+
+def granite_hybrid(seed: int = 0) -> GraniteMoeHybridForCausalLM:
+    from scu_trainer.models.embedded import base_config
+
+    torch.manual_seed(seed)
+    return GraniteMoeHybridForCausalLM(base_config(VOCAB, bos=0, eos=1, pad=2))
+
+
+def lora(model, r: int = 4, alpha: float = 8.0, seed: int = 1, **changes):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    return get_peft_model(model, LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear", **changes))
+
+
+class Rows(torch.utils.data.Dataset):
+    """``count`` rows of ``length`` tokens that repeat a pattern with noise, so that there is something to learn."""
+
+    def __init__(self, count: int = 32, length: int = 16, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        starts = torch.randint(3, VOCAB, (count, 1), generator=generator)
+        noise = (torch.rand(count, length, generator=generator) < 0.1) * torch.randint(
+            0, VOCAB, (count, length), generator=generator
+        )
+        self.tokens = 3 + (starts + 7 * torch.arange(length) + noise) % (VOCAB - 3)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index].clone()}
+
+
+def arguments(output_dir, **changes) -> TrainingArguments:
+    defaults = {
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 4,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+        "logging_steps": 1000,
+        "seed": 0,
+    }
+    return TrainingArguments(output_dir=str(output_dir), **{**defaults, **changes})
