@@ -30,11 +30,14 @@ def _main(argv: list[str]) -> int:
         return 0
     if modes.check_requirements:
         return _check_requirements(modes.config, flags)
-    job = configuration.read_job(modes.config, flags)
-    if modes.print_config:
-        print(configuration.as_yaml(job), end="")
-        return 0
-    return _train(job, test_run=modes.test_run)
+    from scu_trainer.train.logs import run_log
+
+    with run_log() as log:
+        job = configuration.read_job(modes.config, flags)
+        if modes.print_config:
+            print(configuration.as_yaml(job), end="")
+            return 0
+        return _train(job, log, test_run=modes.test_run)
 
 
 def _mode_parser() -> argparse.ArgumentParser:
@@ -73,12 +76,12 @@ def _check_requirements(config: Optional[str], flags: list[str]) -> int:
     return 0 if all_required_met(findings) else 2
 
 
-def _train(job, test_run: bool) -> int:
+def _train(job, log, test_run: bool) -> int:
+    from scu_trainer.train.rehearsal import rehearse
     from scu_trainer.train.session import run
-    from scu_trainer.train.test_run import rehearse
 
     try:
-        rehearse(job) if test_run else run(job)
+        rehearse(job, log=log) if test_run else run(job, log=log)
     finally:
         _leave_process_group()
     return 0

@@ -41,7 +41,7 @@ def _folder(cache_dir: Path, steps: int) -> Path:
     import torch
     import transformers
 
-    config = base_config(0, 0, 0, 0).to_diff_dict()
+    config = base_config(2048, 0, 1, 2).to_diff_dict()
     recipe = [FORMAT, BLOCK_TOKENS, BATCH_ROWS, LEARNING_RATE, SEED, transformers.__version__, torch.__version__]
     return cache_dir / "base" / f"granite-hybrid-{steps}-{digest_of(recipe, json.loads(json.dumps(config, default=str)))[:12]}"
 
@@ -58,10 +58,13 @@ def _build_in_child(new: Path, cache_dir: Path, steps: int) -> None:
 
 def build(new: Path, cache_dir: Path, steps: int) -> None:
     """Train the base for ``steps`` optimizer steps and write model and tokenizer to ``new``."""
-    tokenizer = embedded_tokenizer(cache_dir)
-    model = _pretrain(tokenizer, cache_dir, steps)
-    model.cpu().save_pretrained(new)
-    tokenizer.save_pretrained(new)
+    from scu_trainer.train.logs import run_log
+
+    with run_log():
+        tokenizer = embedded_tokenizer(cache_dir)
+        model = _pretrain(tokenizer, cache_dir, steps)
+        model.cpu().save_pretrained(new)
+        tokenizer.save_pretrained(new)
 
 
 def _pretrain(tokenizer, cache_dir: Path, steps: int):

@@ -93,7 +93,7 @@ def score_documents(
     for indices in _batches(rows["length"], batch_tokens):
         batch = collate([rows[int(i)] for i in indices])
         labels = batch["labels"].to(device)
-        logits = model(**{name: batch[name].to(device) for name in MODEL_INPUTS if name in batch}).logits
+        logits = model(**{name: batch[name].to(device) for name in MODEL_INPUTS if name in batch}, use_cache=False).logits
         scores = row_scores(logits, labels).double().cpu().numpy()
         np.add.at(nats, documents[indices], scores[:, 0])
         np.add.at(tokens, documents[indices], scores[:, 1].astype(np.int64))

@@ -41,6 +41,12 @@ class Job:
             not (training.fp16 and training.use_cpu),
             "fp16 has no effect on a CPU (training would silently run in float32); use bf16: true or drop fp16",
         )
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        _require(
+            launched == training.world_size,
+            f"the launcher started {launched} processes, but training would use {training.world_size}: each would train alone; "
+            "add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
+        )
         self._check_evaluation()
 
     def _check_evaluation(self) -> None:

@@ -19,10 +19,8 @@ from scu_trainer.train.penalty import Prior, param_bpt, penalty_coefficient
 PROBE_DECISION = 2
 """Decision at which the loop first checks that it can act: by then the weights have left w0."""
 
-OUTLOOK_FRACTION = 0.1
-"""Share of the run after which the reachability of the target is judged, at least OUTLOOK_STEPS steps."""
-
-OUTLOOK_STEPS = 20
+OUTLOOK_STEPS = 16
+"""Step of the first look at where S is going; the next ones come each time the run has doubled."""
 
 STUCK_DECISIONS = 20
 """Decisions in a row at the upper bound with S above target after which the loop says that it has lost control."""
@@ -201,17 +199,18 @@ class Regularizer:
         if self.state.reached_step is not None or self.state.lam > 0 and self.law.name == "model":
             self.progress.outlook_done = True  # it arrived, or is close enough to be braked: nothing to foretell
             return
-        due = max(OUTLOOK_STEPS, int(OUTLOOK_FRACTION * last))
         if self.progress.milestone is None:
-            if seen.step >= due // 2:
+            if seen.step >= OUTLOOK_STEPS:
                 self.progress.milestone = [seen.step, y]
             return
-        if seen.step < due:
+        early_step, early_y = self.progress.milestone
+        if seen.step < 2 * early_step:
             return
-        early = self.progress.milestone
-        outlook = foresee((int(early[0]), early[1]), (seen.step, y), last, self.state.target_s)
-        self.progress.outlook_done = True
+        # Judged anew whenever the run has doubled: early growth flatters the end.
+        self.progress.milestone = [seen.step, y]
+        outlook = foresee((int(early_step), early_y), (seen.step, y), last, self.state.target_s)
         if not outlook.reachable:
+            self.progress.outlook_done = True
             self._notice(
                 f"SCU target out of reach: S is {self.state.s_ema:.3g} after {seen.step} of {last} steps and grows to about "
                 f"{outlook.predicted_s:.3g} by the end, below the target {self.state.target_s:.3g}; "

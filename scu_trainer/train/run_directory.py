@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
 import platform
 import subprocess
@@ -18,7 +17,6 @@ from scu_trainer.run_files import RunStatus, require_writable
 from scu_trainer.train.console import seconds_left
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "scu-trainer")
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def free_name(output_dir: Path) -> Path:
@@ -34,23 +32,6 @@ def check_output_dir(output_dir: Path) -> None:
     if output_dir.exists() and not output_dir.is_dir():
         raise StorageError(f"output_dir {output_dir} is a file; give the name of a folder")
     require_writable(output_dir)
-
-
-def open_log(output_dir: Path) -> logging.Handler:
-    """logs/train.log receives what our logger and transformers' say from here on. Remove it with ``close_log``."""
-    folder = output_dir / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / "train.log")
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
-    for name in ("scu_trainer", "transformers"):
-        logging.getLogger(name).addHandler(handler)
-    return handler
-
-
-def close_log(handler: logging.Handler) -> None:
-    for name in ("scu_trainer", "transformers"):
-        logging.getLogger(name).removeHandler(handler)
-    handler.close()
 
 
 def versions() -> dict[str, Optional[str]]:

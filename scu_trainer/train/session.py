@@ -26,14 +26,8 @@ from scu_trainer.train.base_model import embedded_base, is_cached
 from scu_trainer.train.console import ConsoleCallback
 from scu_trainer.train.evaluate import DocumentScores, bpt_metrics, preprocess_logits, score_documents
 from scu_trainer.train.job import Job, checkpoint_bytes, claim
-from scu_trainer.train.run_directory import (
-    RunStatusCallback,
-    check_output_dir,
-    close_log,
-    git_commit,
-    open_log,
-    versions,
-)
+from scu_trainer.train.logs import RunLog, run_log
+from scu_trainer.train.run_directory import RunStatusCallback, check_output_dir, git_commit, versions
 from scu_trainer.train.summary import best_held_out, held_out_figures, print_table, regularization_figures
 from scu_trainer.train.trainer import SCUTrainer
 
@@ -48,12 +42,21 @@ class Parts:
     collator: Collator
 
 
-def run(job: Job, console: Optional[Console] = None) -> dict[str, Any]:
+def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = None) -> dict[str, Any]:
     """Train, evaluate before and after, write the run directory. Returns the figures of scu_metrics.json.
+
+    ``log``: one that ``run_log`` has begun earlier, to keep what libraries said while the settings were read.
 
     Raises a UserError before anything is written where the settings, the data, the model or the disk do not fit.
     """
     console = console or Console(highlight=False, quiet=not is_leader())
+    if log is not None:
+        return _run(job, console, log)
+    with run_log() as own_log:
+        return _run(job, console, own_log)
+
+
+def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
     job.check()
     check_output_dir(Path(job.training.output_dir))
     parts = load_parts(job, console)
@@ -62,7 +65,7 @@ def run(job: Job, console: Optional[Console] = None) -> dict[str, Any]:
     if str(output_dir) != job.training.output_dir:
         console.print(f"{job.training.output_dir} already holds a run; this one goes to {output_dir}", soft_wrap=True)
         job.training.output_dir = str(output_dir)
-    with _run_directory(job, parts) as status:
+    with _run_directory(job, parts, log) as status:
         return _train(job, parts, status, console)
 
 
@@ -98,7 +101,7 @@ def _with_base(settings: ModelSettings, cache_dir: Path, console: Console):
     if settings.model_name_or_path is not None:
         return settings, load_tokenizer(settings)
     if not is_cached(cache_dir, settings.embedded_base_steps):
-        console.print("making the embedded base model, once: Granite hybrid, Python's reference documentation")
+        console.print("making the embedded base model, once: a Granite hybrid on Python's documentation", soft_wrap=True)
     folder = embedded_base(cache_dir, settings.embedded_base_steps)
     return replace(settings, model_name_or_path=str(folder)), embedded_tokenizer(cache_dir)
 
@@ -121,7 +124,7 @@ def _check_fit(model, tokenizer, job: Job) -> None:
 
 
 @contextlib.contextmanager
-def _run_directory(job: Job, parts: Parts) -> Iterator[Optional[RunStatus]]:
+def _run_directory(job: Job, parts: Parts, log: RunLog) -> Iterator[Optional[RunStatus]]:
     """Make it, describe the run in it, and leave its status true however the run ends. None on all ranks but the first."""
     output_dir = Path(job.training.output_dir)
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(output_dir / "logs" / "tensorboard")
@@ -131,7 +134,7 @@ def _run_directory(job: Job, parts: Parts) -> Iterator[Optional[RunStatus]]:
     output_dir.mkdir(parents=True, exist_ok=True)
     status = RunStatus(output_dir / "run.json")
     status.update(status="running", pid=os.getpid(), error=None)
-    log = open_log(output_dir)
+    log.open(output_dir)
     try:
         write_json(output_dir / "training_config.json", _description(job, parts))
         yield status
@@ -139,8 +142,6 @@ def _run_directory(job: Job, parts: Parts) -> Iterator[Optional[RunStatus]]:
     except BaseException as error:
         status.update(status="failed", error=f"{type(error).__name__}: {error}")
         raise
-    finally:
-        close_log(log)
 
 
 def _description(job: Job, parts: Parts) -> dict[str, Any]:

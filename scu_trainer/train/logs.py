@@ -1,0 +1,90 @@
+"""Who says what, where. The console belongs to the run: our lines and errors. Everything that libraries say, and every
+warning, goes to logs/train.log, also what was said before the run directory existed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import logging.handlers
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+LIBRARIES = ("transformers", "datasets", "accelerate", "peft", "bitsandbytes", "DeepSpeed", "py.warnings")
+KEPT_RECORDS = 10_000
+
+
+class RunLog:
+    """Records of one run: kept in memory until there is a directory for them."""
+
+    def __init__(self) -> None:
+        self._buffer = logging.handlers.MemoryHandler(KEPT_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+        self._handlers: list[logging.Handler] = [self._buffer]
+
+    def open(self, output_dir: Path) -> None:
+        """From here on records go to ``output_dir``/logs/train.log; the kept ones first."""
+        folder = output_dir / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(folder / "train.log")
+        file.setFormatter(logging.Formatter(FORMAT))
+        self._buffer.setTarget(file)
+        self._buffer.flush()
+        # Every record at once: a killed run must not take its last words with it.
+        self._buffer.flushLevel = logging.NOTSET
+        self._handlers.append(file)
+
+    def close(self) -> None:
+        for handler in self._handlers:
+            handler.close()
+
+
+@contextlib.contextmanager
+def run_log() -> Iterator[RunLog]:
+    """Catch the records of this project and of the libraries; afterwards their loggers are as before."""
+    _import_talkative_libraries()
+    log = RunLog()
+    ours = logging.getLogger("scu_trainer")
+    console = logging.StreamHandler(sys.stderr)
+    console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    loggers = [ours, *map(logging.getLogger, LIBRARIES)]
+    before = [(logger, list(logger.handlers), logger.propagate) for logger in loggers]
+    logging.captureWarnings(True)
+    for logger in loggers:
+        logger.handlers = [log._buffer]
+        logger.propagate = False
+    ours.addHandler(console)
+    try:
+        with _no_progress_bars():
+            yield log
+    finally:
+        logging.captureWarnings(False)
+        for logger, handlers, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate
+        log.close()
+
+
+def _import_talkative_libraries() -> None:
+    """Loggers that are set up at import would put their console handlers back after we took them away."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.get_logger("transformers")
+    if not torch.cuda.is_available():
+        # DeepSpeed, where it is installed, otherwise writes to the console that it looked for a GPU in vain.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """The bars of loading and saving are over in a blink and tear the lines of the console apart."""
+    from transformers.utils import logging as transformers_logging
+
+    active = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if active:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,129 @@
+"""``--test_run``: a few steps of everything on the real settings, then what the full run would take."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Optional
+
+import psutil
+from rich.console import Console
+from transformers import TrainerCallback
+
+from scu_trainer.run_files import free_bytes
+from scu_trainer.train.job import Job
+from scu_trainer.train.logs import RunLog
+from scu_trainer.train.session import Parts, build_trainer, is_leader, load_parts, score
+
+STEPS = 6
+SAVE_AT = 3
+EVALUATION_ROWS = 16
+
+
+@dataclass
+class StepTimes(TrainerCallback):
+    """Seconds of each optimizer step, without what happens between steps."""
+
+    def __post_init__(self) -> None:
+        self.seconds: list[float] = []
+        self._begun_s = 0.0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._begun_s = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seconds.append(time.perf_counter() - self._begun_s)
+
+
+def rehearse(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = None) -> dict[str, float]:
+    """Load, train STEPS steps, evaluate, save, resume from the checkpoint, and print an estimate of the full run.
+
+    Nothing is left behind but caches. Returns seconds_per_step, steps, total_s, checkpoint_bytes, peak_rss_bytes.
+    """
+    console = console or Console(highlight=False, quiet=not is_leader())
+    job.check()
+    started_s = time.perf_counter()
+    parts = load_parts(job, console)
+    load_s = time.perf_counter() - started_s
+    with tempfile.TemporaryDirectory(prefix="scu-test-run-") as scratch:
+        if log is not None:
+            log.open(Path(scratch))
+        figures = _measure(job, parts, scratch, console)
+    figures["steps"] = job.planned_steps(len(parts.data.train)) if not job.data.streaming else job.training.max_steps
+    evaluations = _evaluations(job, int(figures["steps"])) + 2  # one before, one after
+    figures["total_s"] = load_s + figures["steps"] * figures["seconds_per_step"] + evaluations * figures["evaluation_s"]
+    _say(console, figures, evaluations, Path(job.training.output_dir))
+    return figures
+
+
+def _measure(job: Job, parts: Parts, scratch: str, console: Console) -> dict[str, Any]:
+    short = replace_training(job, scratch)
+    times = StepTimes()
+    trainer = build_trainer(short, parts, None, console)
+    trainer.add_callback(times)
+    trainer.train()
+    evaluation_s = _evaluation_seconds(trainer, parts)
+    checkpoint = Path(scratch) / f"checkpoint-{SAVE_AT}"
+    resumed = build_trainer(short, parts, None, Console(quiet=True))
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    return {
+        # The first steps also allocate and choose kernels.
+        "seconds_per_step": median(times.seconds[STEPS // 2 :]),
+        "evaluation_s": evaluation_s,
+        "checkpoint_bytes": sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()),
+        "peak_rss_bytes": _peak_rss_bytes(),
+    }
+
+
+def replace_training(job: Job, scratch: str) -> Job:
+    """The job with the length, the places and the rhythm of a rehearsal; everything else as it is."""
+    training = copy.copy(job.training)
+    training.output_dir, training.max_steps = scratch, STEPS
+    training.logging_steps, training.save_steps = 1, SAVE_AT
+    training.save_strategy, training.eval_strategy = type(training.save_strategy)("steps"), type(training.eval_strategy)("no")
+    training.report_to, training.push_to_hub = [], False
+    training.load_best_model_at_end = False
+    return replace(job, training=training)
+
+
+def _evaluation_seconds(trainer, parts: Parts) -> float:
+    """Seconds to score all held-out rows, extrapolated from the first ones."""
+    if parts.data.eval is None:
+        return 0.0
+    few = min(EVALUATION_ROWS, len(parts.data.eval))
+    begun_s = time.perf_counter()
+    score(trainer, replace(parts, data=replace(parts.data, eval=parts.data.eval.select(range(few)))))
+    return (time.perf_counter() - begun_s) * len(parts.data.eval) / few
+
+
+def _evaluations(job: Job, steps: int) -> int:
+    training = job.training
+    strategy = str(getattr(training.eval_strategy, "value", training.eval_strategy))
+    if strategy == "steps":
+        every = training.eval_steps or training.logging_steps
+        return int(steps // every) if every >= 1 else round(1 / every)
+    return round(training.num_train_epochs) if strategy == "epoch" else 0
+
+
+def _peak_rss_bytes() -> int:
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max(peak if sys.platform == "darwin" else peak * 1024, psutil.Process().memory_info().rss)
+
+
+def _say(console: Console, figures: dict[str, Any], evaluations: int, output_dir: Path) -> None:
+    minutes = figures["total_s"] / 60
+    console.print(
+        f"test run passed: trained, evaluated, saved and resumed. The full run: {figures['steps']:,} steps of "
+        f"{figures['seconds_per_step']:.2f} s and {evaluations} evaluations of {figures['evaluation_s']:.1f} s, "
+        f"about {minutes:.1f} minutes; {figures['checkpoint_bytes'] / 2**20:.1f} MiB per checkpoint, "
+        f"{free_bytes(output_dir) / 2**30:.1f} GiB free at {output_dir}; "
+        f"peak memory of this process {figures['peak_rss_bytes'] / 2**30:.2f} GiB",
+        soft_wrap=True,
+    )
