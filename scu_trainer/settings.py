@@ -102,10 +102,9 @@ class RegularizationSettings:
             value = getattr(self, name)
             _require(value is None or 0 < value <= 1, f"scu_{name} is {value}; it must be above 0 and at most 1")
         _require(0 <= self.integral_leak <= 1, f"scu_integral_leak is {self.integral_leak}; allowed: 0 to 1")
-        _require(self.integral_clamp >= 0, f"scu_integral_clamp is {self.integral_clamp}; it must be 0 or more")
         _require(self.tokens is None or self.tokens > 0, f"scu_tokens is {self.tokens}; it must be 1 or more")
         _require(self.hold_steps >= 0, f"scu_hold_steps is {self.hold_steps}; it must be 0 or more")
-        for name in ("lambda_init", "lambda_final", "lambda_min", "lambda_max", "deadband"):
+        for name in ("kp", "ki", "integral_clamp", "lambda_init", "lambda_final", "lambda_min", "lambda_max", "deadband"):
             value = getattr(self, name)
             _require(
                 value is None or (math.isfinite(value) and value >= 0), f"scu_{name} is {value}; it must be 0 or more"

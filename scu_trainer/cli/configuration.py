@@ -173,8 +173,11 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def _plain(message: str) -> str:
-    """argparse's "argument --lora_r/--lora-r: invalid int value: 'x'" without the second spelling."""
-    return re.sub(r"argument (--\w+)(/--[\w-]+)*", r"\1", message)
+    """argparse's "argument --lora_r/--lora-r: invalid int value: 'x'" without the second spelling, and with the choice that
+    was probably meant."""
+    text = re.sub(r"argument (--\w+)(/--[\w-]+)*", r"\1", message)
+    choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", text)
+    return text + (nearest(choice[1], re.findall(r"'(.*?)'", choice[2])) if choice else "")
 
 
 def as_yaml(job: Job) -> str:

@@ -27,6 +27,9 @@ DECOUPLED_GAIN = 2.0
 LARGEST_GROWTH = 0.5
 """Bound on one estimate of growth: the first steps leave y = -inf and would otherwise dominate the average."""
 
+LARGEST_EXPONENT = 700.0
+"""Where exp still fits a float: a large kp drives lambda to its bound, not the run into an OverflowError."""
+
 
 @dataclass(frozen=True)
 class Law:
@@ -172,9 +175,10 @@ def _model_law(law: Law, state: State, seen: Measurement) -> State:
     correction = excess * _per_steps(1.0 / max(law.time_constant, 1.0), seen.steps) / seen.steps
     wanted = -math.expm1(-(state.growth + correction) / seen.gain) if seen.gain > 0 else 0.0
     shrink = max(0.0, min(law.max_shrink, wanted))
-    lam = shrink / seen.learning_rate if seen.learning_rate > 0 else state.lam
-    lam = max(law.lambda_min, min(law.lambda_max, lam))
-    held_back = min(lam * seen.learning_rate, law.max_shrink) < wanted
+    free = shrink / seen.learning_rate if seen.learning_rate > 0 else state.lam
+    lam = max(law.lambda_min, min(law.lambda_max, free))
+    # Compared before and after each bound: lambda * rate differs from the shrink wanted by rounding alone.
+    held_back = shrink < wanted or lam < free
     saturated = "high" if excess > 0 and held_back else "low" if excess < 0 and lam <= law.lambda_min else ""
     return replace(state, lam=lam, saturated=saturated)
 
@@ -182,11 +186,11 @@ def _model_law(law: Law, state: State, seen: Measurement) -> State:
 def _original_law(law: Law, state: State, seen: Measurement) -> State:
     error = _outside_deadband(state.s_ema - state.target_s, law.deadband)
     integral = max(-law.integral_clamp, min(law.integral_clamp, law.integral_leak * state.integral + law.ki * error))
-    wanted = state.lam * math.exp(law.kp * error + integral)
+    wanted = state.lam * math.exp(min(law.kp * error + integral, LARGEST_EXPONENT))
     lam = max(law.lambda_min, min(law.lambda_max, wanted))
     saturated = "high" if error > 0 and wanted > law.lambda_max else "low" if error < 0 and wanted < law.lambda_min else ""
-    # No wind-up: while lambda is stuck at a bound, the integral keeps the value with which it arrived there.
-    return replace(state, lam=lam, integral=state.integral if saturated else integral, saturated=saturated)
+    # No wind-up: at a bound the integral has done its work, and what it still held would only delay the way back.
+    return replace(state, lam=lam, integral=0.0 if saturated else integral, saturated=saturated)
 
 
 def _fixed_law(law: Law, state: State, seen: Measurement) -> State:

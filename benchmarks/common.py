@@ -1,0 +1,91 @@
+"""What the benchmarks share: the embedded base and data, a quiet run, a dated result file with machine and versions."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Optional
+
+import psutil
+from rich.console import Console
+from transformers import TrainingArguments, set_seed
+
+from scu_trainer.data import Collator, PreparedData, default_cache_dir, embedded_tokenizer, prepare
+from scu_trainer.models.load import load_model, prepare_for_tuning
+from scu_trainer.settings import DataSettings, ModelSettings
+from scu_trainer.train.base_model import embedded_base
+from scu_trainer.train.run_directory import git_commit, versions
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def embedded_data(seed: int, **settings: Any) -> PreparedData:
+    cache = default_cache_dir(None)
+    return prepare(
+        DataSettings(**settings), embedded_tokenizer(cache), seed=seed, cache_dir=cache, model_name="embedded base"
+    )
+
+
+def embedded_model(seed: int, **settings: Any):
+    """The embedded base, freshly loaded, with the adapters (or full tuning) that ``ModelSettings`` asks for."""
+    model_settings = ModelSettings(**settings)
+    base = embedded_base(default_cache_dir(None), model_settings.embedded_base_steps)
+    set_seed(seed)
+    return prepare_for_tuning(load_model(ModelSettings(**{**settings, "model_name_or_path": str(base)})), model_settings)
+
+
+def collator() -> Collator:
+    return Collator.of(embedded_tokenizer(default_cache_dir(None)))
+
+
+@contextmanager
+def scratch_arguments(**changes: Any) -> Iterator[TrainingArguments]:
+    """TrainingArguments that keep nothing and print nothing."""
+    defaults = {
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 100_000,
+        "per_device_train_batch_size": 8,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 10,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        yield TrainingArguments(output_dir=folder, **{**defaults, **changes})
+
+
+def write_result(name: str, command: str, result: dict[str, Any]) -> Path:
+    """results/NAME.json: the figures beside the command, the date, the machine and the versions that gave them."""
+    RESULTS.mkdir(exist_ok=True)
+    record = {
+        "benchmark": name,
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": psutil.cpu_count(),
+            "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        },
+        "versions": versions(),
+        "git_commit": git_commit(),
+        **result,
+    }
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    Console().print(f"written: {path}")
+    return path
+
+
+def command_line() -> str:
+    return " ".join(["python", str(Path("benchmarks") / Path(sys.argv[0]).name), *sys.argv[1:]])
+
+
+def shown(value: Optional[float], digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

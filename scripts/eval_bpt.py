@@ -1,0 +1,8 @@
+"""``scu-trainer eval`` as a file: held-out bits per token of a run, an adapter or a model."""
+
+import sys
+
+from scu_trainer.cli.eval import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,326 @@
+"""``scu-trainer eval``: held-out bits per token of a run, a checkpoint, an adapter or a model, alone or beside another.
+
+A run says itself which documents it held out. Two models are scored on the same rows, and each resample of the documents
+is drawn for both alike: what makes a document hard cancels in the difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.cli import configuration
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.subjects import Subject, base_subject, subject_of
+from scu_trainer.errors import DataError, ModelError, SettingsError
+from scu_trainer.models.load import load_for_evaluation, load_tokenizer
+from scu_trainer.settings import DataSettings
+
+if TYPE_CHECKING:
+    from transformers import HfArgumentParser
+
+    from scu_trainer.data import PreparedData
+    from scu_trainer.train.evaluate import DocumentScores, Interval
+
+BASE = "base"
+
+DESCRIPTION = """\
+RUN_OR_MODEL is the folder of a run, of one of its checkpoints, of an adapter or of a model, or a Hub id. A run and its
+checkpoints are scored on the documents that the run held out; any other model needs --dataset (a split of it is scored,
+by the data settings below) or --eval_dataset (all of it is scored). Flags override the data settings of a run."""
+
+WHICH_DOCUMENTS = frozenset(
+    "dataset_config_name dataset_split eval_dataset validation_split_percentage max_eval_documents streaming text_column "
+    "dataset_size".split()
+)
+"""Data settings that belong to the dataset they were written for: another --dataset starts from their defaults."""
+
+NOT_ABOUT_THE_SPLIT = frozenset(
+    "block_size packing isolate_documents chat_template preprocessing_num_workers cache_dir".split()
+)
+
+FEW_DOCUMENTS = 10
+"""Below this a percentile bootstrap is clearly too narrow."""
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """How to score, and what to compare with."""
+
+    _argument_group_name = "evaluation"
+
+    against: Optional[str] = _option(None, "a second model, or the word base: what RUN_OR_MODEL was tuned from")
+    batch_tokens: int = _option(8192, "padded tokens per forward pass")
+    confidence: float = _option(0.95, "level of the intervals, above 0 and below 1")
+    resamples: int = _option(2000, "resamples of the documents behind each interval")
+    seed: int = _option(0, "seed of the resampling; where no run tells one, also of the held-out split")
+    trust_remote_code: bool = _option(False, "run Python code that comes with a model")
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_tokens", 1), ("resamples", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise SettingsError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        if not 0 < self.confidence < 1:
+            raise SettingsError(f"confidence is {self.confidence}; it must lie between 0 and 1, for instance 0.95")
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: list[str]) -> int:
+    parser = _parser()
+    if {"-h", "--help"} & {*argv}:
+        print(parser.format_help())
+        return 0
+    name, as_json, options, typed = _read(parser, argv)
+    subjects = _subjects(name, options)
+    with _quiet_stdout():
+        report = _evaluate(subjects, typed, options)
+    print(json.dumps(report, allow_nan=False) if as_json else as_text(report))
+    return 0
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def _parser() -> HfArgumentParser:
+    from transformers.hf_argparser import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str):
+            raise SettingsError(message)
+
+    class DataFlags(DataSettings):
+        _argument_group_name = "data"
+
+    parser = Parser(
+        [EvalOptions, DataFlags],
+        prog="scu-trainer eval",
+        usage="%(prog)s RUN_OR_MODEL [--against OTHER] [--json] [--FIELD VALUE ...]",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="RUN_OR_MODEL")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
+
+
+def _read(parser: HfArgumentParser, argv: list[str]) -> tuple[str, bool, EvalOptions, dict[str, Any]]:
+    """RUN_OR_MODEL, --json, the options, and the data settings that were typed."""
+    configuration.check_names(argv, configuration.field_names(parser))
+    data_names = [item.name for item in fields(DataSettings)]
+    parser.set_defaults(**dict.fromkeys(data_names))  # None: not typed
+    values = vars(parser.parse_args(argv))
+    options = EvalOptions(**{item.name: values[item.name] for item in fields(EvalOptions)})
+    typed = {name: values[name] for name in data_names if values[name] is not None}
+    return values["model"], values["json"], options, typed
+
+
+def _subjects(name: str, options: EvalOptions) -> list[Subject]:
+    """What is scored, and what it is compared with if anything."""
+    if name == BASE:
+        raise ModelError(f"{BASE} is a word of --against; give a path or a Hub id first (./{BASE} for a folder)")
+    subjects = [subject_of(name)]
+    if options.against is not None:
+        subjects.append(base_subject(subjects[0]) if options.against == BASE else subject_of(options.against))
+    if not options.trust_remote_code:
+        return subjects
+    return [replace(subject, model=replace(subject.model, trust_remote_code=True)) for subject in subjects]
+
+
+@contextlib.contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """Standard output is for the result alone."""
+    with contextlib.redirect_stdout(sys.stderr):
+        from scu_trainer.train.logs import run_log
+
+        with run_log():
+            yield
+
+
+# -- the documents -----------------------------------------------------------------------------------------------------
+
+
+def _held_out(owner: Subject, typed: dict[str, Any], seed: int) -> tuple[DataSettings, int]:
+    """Data settings and seed of the split: those of the run that ``owner`` belongs to, under what was typed."""
+    if owner.run:
+        # The template that the run was given is in its tokenizer by now; the file may be gone.
+        own = {**asdict(owner.data), "chat_template": None}
+        if "dataset" in typed:
+            own = {name: value for name, value in own.items() if name not in WHICH_DOCUMENTS}
+        return DataSettings(**{**own, **typed}), owner.run["seed"]
+    if not {"dataset", "eval_dataset"} & {*typed}:
+        raise DataError(
+            f"{owner.name} belongs to no run that tells which documents were held out; add --dataset NAME_OR_PATH to "
+            "score a split of it, or --eval_dataset NAME_OR_PATH to score all of it"
+        )
+    return DataSettings(**{"dataset": typed.get("eval_dataset"), **typed}), seed
+
+
+def _may_have_learned(subject: Subject, settings: DataSettings, seed: int) -> bool:
+    """Whether documents that ``settings`` hold out can be among those that ``subject`` was trained on."""
+    if subject.run is None or (settings.eval_dataset or settings.dataset) != subject.data.dataset:
+        return False
+    own_split = (_split_rules(subject.data), subject.run["seed"])
+    return settings.eval_dataset is not None or own_split != (_split_rules(settings), seed)
+
+
+def _split_rules(settings: DataSettings) -> dict[str, Any]:
+    return {name: value for name, value in asdict(settings).items() if name not in NOT_ABOUT_THE_SPLIT}
+
+
+# -- scoring -----------------------------------------------------------------------------------------------------------
+
+
+def _evaluate(subjects: list[Subject], typed: dict[str, Any], options: EvalOptions) -> dict[str, Any]:
+    """Everything that is reported, JSON-like."""
+    from scu_trainer.data import default_cache_dir, prepare
+
+    owner = next((subject for subject in subjects if subject.run), subjects[0])
+    settings, seed = _held_out(owner, typed, options.seed)
+    tokenizers = [load_tokenizer(subject.model) for subject in subjects]
+    _require_same_tokens(subjects, tokenizers)
+    tokenizer, cache_dir = tokenizers[subjects.index(owner)], default_cache_dir(settings.cache_dir)
+    data = prepare(settings, tokenizer, seed=seed, cache_dir=cache_dir, model_name=owner.name)
+    if data.eval is None:
+        raise DataError(
+            f"nothing of {settings.dataset} is held out; raise validation_split_percentage or give eval_dataset"
+        )
+    scores = [_scores(subject, tokenizer, data, options.batch_tokens) for subject in subjects]
+    notes = [*_notes_on_data(data), *_notes_on_training(subjects, settings, seed)]
+    if owner.run and not typed and data.fingerprint != owner.run["data"]["fingerprint"]:
+        notes.append(
+            f"data or tokenizer changed since {owner.name} was trained: it may have learned some of these documents"
+        )
+    return {
+        "dataset": settings.eval_dataset or settings.dataset,
+        "fingerprint": data.fingerprint,
+        "split_seed": seed,
+        "documents": len(scores[0].tokens),
+        "tokens": int(scores[0].tokens.sum()),
+        **_figures(subjects, scores, options),
+        "notes": notes,
+    }
+
+
+def _require_same_tokens(subjects: list[Subject], tokenizers: list[Any]) -> None:
+    if tokenizers[0].get_vocab() == tokenizers[-1].get_vocab():
+        return
+    first, second = (f"{s.name} ({len(t):,} tokens)" for s, t in zip(subjects, tokenizers, strict=True))
+    raise ModelError(
+        f"{first} and {second} have different tokenizers, so a token is not the same amount of text to both; score each "
+        f"by itself: scu-trainer eval {subjects[0].name}, and scu-trainer eval {subjects[1].name}"
+    )
+
+
+def _scores(subject: Subject, tokenizer: Any, data: PreparedData, batch_tokens: int) -> DocumentScores:
+    import numpy
+    import torch
+
+    from scu_trainer.data import Collator
+    from scu_trainer.train.evaluate import score_documents
+
+    model = load_for_evaluation(subject.source, subject.model)
+    _require_fit(subject, model, len(tokenizer), max(data.eval["length"]))
+    try:
+        scores = score_documents(model, data.eval, Collator.of(tokenizer), batch_tokens)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"out of GPU memory with batch_tokens {batch_tokens}; give a smaller --batch_tokens"
+        ) from error
+    broken = int((~numpy.isfinite(scores.nats)).sum())
+    if broken:
+        raise ModelError(f"{subject.name}: no finite loss on {broken} of {len(scores.nats)} documents, broken weights")
+    return scores
+
+
+def _require_fit(subject: Subject, model: Any, tokens: int, longest_row: int) -> None:
+    rows = model.get_input_embeddings().num_embeddings
+    if tokens > rows:
+        raise ModelError(
+            f"the tokenizer knows {tokens} tokens, {subject.name} only {rows}; they do not belong together"
+        )
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and longest_row > positions:
+        found = f"rows of {longest_row} tokens exceed the {positions} positions of {subject.name}"
+        raise SettingsError(f"{found}; add --block_size {positions}")
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def _figures(subjects: list[Subject], scores: list[DocumentScores], options: EvalOptions) -> dict[str, Any]:
+    from scu_trainer.train.evaluate import bootstrap_bpt, bootstrap_difference
+
+    how = {"resamples": options.resamples, "confidence": options.confidence, "seed": options.seed}
+    rows = [
+        {"name": subject.name, "bpt": _bounds(bootstrap_bpt(score, **how), score), "perplexity": score.perplexity}
+        for subject, score in zip(subjects, scores, strict=True)
+    ]
+    if len(scores) == 1:
+        return {"model": rows[0]}
+    difference = bootstrap_difference(scores[1], scores[0], **how)
+    found = {**_bounds(difference, scores[0]), "verdict": verdict(difference, len(scores[0].tokens))}
+    return {"model": rows[0], "against": rows[1], "difference": found}
+
+
+def _bounds(interval: Interval, scores: DocumentScores) -> dict[str, Any]:
+    """One document cannot be resampled: it has a value and no bounds."""
+    return {**asdict(interval), **({"low": None, "high": None} if len(scores.tokens) < 2 else {})}
+
+
+def verdict(difference: Interval, documents: int) -> str:
+    """What the interval of "model minus other" says about the model."""
+    if documents < 2:
+        return "one document cannot tell"
+    if difference.high < 0:
+        return "lower"
+    return "higher" if difference.low > 0 else "no difference found"
+
+
+def _notes_on_data(data: PreparedData) -> list[str]:
+    count = len(data.eval_documents)
+    notes = [] if count >= FEW_DOCUMENTS else [f"documents held out: {count}, too few to trust an interval"]
+    if data.books.rows_dropped:
+        notes.append(f"left out while reading: {data.books.dropped_in_words()}")
+    return notes
+
+
+def _notes_on_training(subjects: list[Subject], settings: DataSettings, seed: int) -> list[str]:
+    suspects = [subject for subject in subjects if _may_have_learned(subject, settings, seed)]
+    return [f"{s.name} was trained on another split: it may have learned some of these documents" for s in suspects]
+
+
+def as_text(report: dict[str, Any]) -> str:
+    models = [report[key] for key in ("model", "against") if key in report]
+    level = f"{100 * models[0]['bpt']['confidence']:g} % interval"
+    lines = [
+        f"held out: {report['documents']:,} documents of {report['dataset']}, {report['tokens']:,} tokens predicted",
+        "",
+        f"{'bits per token':>14}  {level:^20}  {'perplexity':>10}",
+    ]
+    for model in models:
+        bpt = model["bpt"]
+        lines.append(f"{bpt['value']:>14.4f}  {_range(bpt):^20}  {model['perplexity']:>10.4g}  {model['name']}")
+    if "difference" in report:
+        lines += ["", _difference_line(report["difference"], level, *(model["name"] for model in models))]
+    return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
+
+
+def _difference_line(difference: dict[str, Any], level: str, name: str, other: str) -> str:
+    found = difference["verdict"]
+    summary = f"{name} is {found} than {other}" if found in ("lower", "higher") else found
+    return f"{summary}: {difference['value']:+.4f} bits per token ({level} {_range(difference, '+')})"
+
+
+def _range(interval: dict[str, Any], sign: str = "") -> str:
+    return "none" if interval["low"] is None else f"{interval['low']:{sign}.4f} to {interval['high']:{sign}.4f}"

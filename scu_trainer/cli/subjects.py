@@ -1,0 +1,103 @@
+"""What a person names on the command line (run, checkpoint, adapter, model, Hub id) -> what to load, and from which run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.errors import ModelError
+from scu_trainer.models.load import base_of, check_source, is_adapter
+from scu_trainer.run_files import read_json
+from scu_trainer.settings import DataSettings, ModelSettings
+
+CONFIG_FILE, STATUS_FILE = "training_config.json", "run.json"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A trained or a base model. ``name`` as it was typed, ``model.model_name_or_path`` where it is.
+
+    ``run``: content of the training_config.json of the run that it belongs to; None if it belongs to none.
+    """
+
+    name: str
+    model: ModelSettings
+    run: Optional[dict[str, Any]] = None
+
+    @property
+    def source(self) -> str:
+        return self.model.model_name_or_path
+
+    @property
+    def data(self) -> DataSettings:
+        """Data settings of its run."""
+        return _settings_in(DataSettings, self.run)
+
+
+def subject_of(name: str) -> Subject:
+    """Raises ModelError where nothing can be loaded or a run is not finished, StorageError for torn run files."""
+    path = Path(name).expanduser().resolve()
+    run_folder = _run_folder(path)
+    if run_folder is None:
+        check_source(name)
+        return Subject(name, ModelSettings(model_name_or_path=str(path) if path.is_dir() else name))
+    if path == run_folder:
+        _require_finished(path)
+    check_source(str(path))
+    run = _description(run_folder)
+    return Subject(name, replace(_settings_in(ModelSettings, run), model_name_or_path=str(path)), run)
+
+
+def _run_folder(path: Path) -> Optional[Path]:
+    """The run directory that ``path`` is, or that the checkpoint ``path`` lies in."""
+    if (path / CONFIG_FILE).is_file() or (path / STATUS_FILE).is_file():
+        return path
+    in_run = path.name.startswith("checkpoint-") and (path.parent / CONFIG_FILE).is_file()
+    return path.parent if in_run else None
+
+
+def _require_finished(run: Path) -> None:
+    status = read_json(run / STATUS_FILE) if (run / STATUS_FILE).is_file() else {"status": "finished"}
+    has_model = is_adapter(run) or (run / "config.json").is_file()
+    if status["status"] == "finished" and has_model:
+        return
+    reason = "its model files are gone" if status["status"] == "finished" else f"its status is {status['status']}"
+    error = f" ({status['error']})" if status.get("error") else ""
+    checkpoints = sorted(run.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
+    advice = f"name its newest checkpoint, {checkpoints[-1]}" if checkpoints else "train it to the end first"
+    raise ModelError(f"run {run} holds no finished model, {reason}{error}; {advice}")
+
+
+def _description(run: Path) -> dict[str, Any]:
+    content = read_json(run / CONFIG_FILE)
+    if not isinstance(content, dict) or not {"configuration", "seed", "data"} <= {*content}:
+        raise ModelError(f"{run / CONFIG_FILE} was not written by scu-trainer train; move it away and give --dataset")
+    return content
+
+
+def _settings_in(kind: type, run: dict[str, Any]) -> Any:
+    names = {item.name for item in fields(kind)}
+    return kind(**{name: value for name, value in run["configuration"].items() if name in names})
+
+
+def base_subject(subject: Subject) -> Subject:
+    """What ``subject`` was tuned from. Raises ModelError if that is unknown or gone."""
+    if is_adapter(Path(subject.source)):
+        name = base_of(Path(subject.source))
+    elif subject.run:
+        name = _settings_in(ModelSettings, subject.run).model_name_or_path or _embedded_base(subject)
+    else:
+        raise ModelError(f"{subject.name} is neither an adapter nor of a run, so its base is unknown; give its path")
+    check_source(name)
+    return Subject(name, replace(subject.model, model_name_or_path=name))
+
+
+def _embedded_base(subject: Subject) -> str:
+    from scu_trainer.data import default_cache_dir
+    from scu_trainer.train.base_model import embedded_base, is_cached
+
+    cache_dir, steps = default_cache_dir(subject.data.cache_dir), subject.model.embedded_base_steps
+    if not is_cached(cache_dir, steps):
+        raise ModelError(f"the embedded base of {subject.name} is no longer in {cache_dir}; give the path of a copy")
+    return str(embedded_base(cache_dir, steps))

@@ -1,0 +1,330 @@
+"""``scu-trainer train`` as a user meets it: what it accepts, what it refuses, and what it leaves on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scu_trainer.cli import configuration, train
+from scu_trainer.cli import main as cli
+from scu_trainer.errors import SettingsError
+from scu_trainer.run_files import read_rows
+from tests import tiny
+
+ROOT = Path(__file__).parents[2]
+SENTENCES = ["The cat sat on the mat and looked at the door.", "A list is a sequence that can be changed in place."]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    return tiny.saved_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def documents(tmp_path) -> Path:
+    path = tmp_path / "documents.jsonl"
+    rows = [{"text": f"{SENTENCES[i % 2]} Number {i}. " * 6} for i in range(24)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def flags(model_dir, documents, tmp_path) -> list[str]:
+    """A run of four steps on a tiny model."""
+    options = {
+        "model_name_or_path": model_dir,
+        "dataset": documents,
+        "block_size": 64,
+        "validation_split_percentage": 25,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 2,
+        "output_dir": tmp_path / "run",
+        "cache_dir": tmp_path / "cache",
+        "use_cpu": "true",
+    }
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def refused(capsys, arguments: list[str]) -> str:
+    """The one line of an error that the user can fix; asserts exit code 2, no traceback, nothing on stdout."""
+    assert train.main(arguments) == 2
+    printed = capsys.readouterr()
+    message = printed.err.strip().splitlines()
+    assert len([line for line in message if line.startswith("error: ")]) == 1
+    assert "Traceback" not in printed.err
+    return message[-1]
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+
+def test_help_needs_no_torch():
+    code = "import sys; from scu_trainer.cli.main import main; main(['train', '--help']); assert 'torch' not in sys.modules"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--scu_target_s" in answer.stdout and "--test_run" in answer.stdout
+
+
+def test_help_all_lists_stock_fields(capsys):
+    assert train.main(["--help-all"]) == 0
+    assert "--gradient_accumulation_steps" in capsys.readouterr().out
+
+
+def test_commands_are_listed_and_unknown_ones_refused(capsys):
+    assert cli.main([]) == 0
+    assert "train" in capsys.readouterr().out
+    assert cli.main(["trian"]) == 2
+    assert "did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_print_config_can_be_read_back(tmp_path, capsys):
+    first = tmp_path / "first.yaml"
+    first.write_text('{"block-size": 64, "learning_rate": 1e-4, "lora_target_modules": ["q_proj", "v_proj"], "seed": 7}')
+    assert train.main(["--config", str(first), "--lora-r", "2", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    resolved = yaml.safe_load(printed)
+    assert (resolved["block_size"], resolved["learning_rate"], resolved["lora_r"]) == (64, 1e-4, 2)
+    assert resolved["lora_target_modules"] == ["q_proj", "v_proj"]
+    second = tmp_path / "second.yaml"
+    second.write_text(printed)
+    assert train.main(["--config", str(second), "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == resolved
+
+
+def test_scu_can_be_switched_off(capsys):
+    assert train.main(["--no-scu", "--print_config"]) == 0
+    resolved = yaml.safe_load(capsys.readouterr().out)
+    assert resolved["scu"] is False and "scu_target_s" not in resolved
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("blok_size: 64", "did you mean 'block_size'?"),
+        ("learning_rat: 1e-4", "did you mean 'learning_rate'?"),
+        ("lora_r: eight", "--lora_r: invalid int value: 'eight'"),
+        ("lora_r: 0", "lora_r is 0; it must be 1 or more"),
+        ("scu_law: modle", "did you mean 'model'?"),
+        ("scu_target_s: 1.5", "must lie between 0 and 1"),
+        ("seed: 1\nseed: 2", "stands there twice"),
+        ("- a\n- b", "holds list"),
+        ("", "holds nothing"),
+        ("a: [", "no valid YAML"),
+        ("streaming: true", "give max_steps"),
+        ("scu_target_s: auto", "set eval_strategy"),
+        ("fp16: true\nuse_cpu: true", "fp16"),
+        ("scu_hold_steps: 5", "scu_stop_at_target"),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path, capsys, content, expected):
+    config = tmp_path / "job.yaml"
+    config.write_text(content)
+    message = refused(capsys, ["--config", str(config), "--output_dir", str(tmp_path / "run")])
+    assert expected in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_flag_and_missing_file_are_refused(tmp_path, capsys):
+    assert "did you mean 'max_steps'?" in refused(capsys, ["--max_step", "3"])
+    assert "cannot read the configuration" in refused(capsys, ["--config", str(tmp_path / "none.yaml")])
+
+
+def test_a_launcher_whose_processes_would_train_alone_is_refused(flags, monkeypatch):
+    job = configuration.read_job(None, flags)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SettingsError, match="each would train alone"):
+        job.check()
+
+
+# -- bad input, before any work ----------------------------------------------------------------------------------------
+
+
+def with_value(flags: list[str], name: str, value: object) -> list[str]:
+    return [*flags, f"--{name}", str(value)]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "does not exist"),
+        ("", "no document"),
+        ('{"body": "text"}\n' * 4, "text_column"),
+        ('{"text": "a"}\n{"text": broken\n', "row 2"),
+    ],
+)
+def test_bad_datasets_are_refused_before_anything_is_written(capsys, flags, tmp_path, content, expected):
+    path = tmp_path / "bad.jsonl"
+    if content is not None:
+        path.write_text(content)
+    assert expected in refused(capsys, with_value(flags, "dataset", path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_path_that_is_no_model_is_refused(capsys, flags, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "without config.json" in refused(capsys, with_value(flags, "model_name_or_path", tmp_path / "empty"))
+    assert "does not exist" in refused(capsys, with_value(flags, "model_name_or_path", "./nowhere"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_found_before_training(capsys, flags, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    message = refused(capsys, flags)
+    assert "free" in message and "output_dir" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_output_dir_that_is_a_file_is_refused(capsys, flags, tmp_path):
+    (tmp_path / "taken").write_text("mine")
+    assert "is a file" in refused(capsys, with_value(flags, "output_dir", tmp_path / "taken"))
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_a_block_longer_than_the_model_is_refused(capsys, flags):
+    assert "exceeds the 128 positions" in refused(capsys, with_value(flags, "block_size", 256))
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+RUN_FILES = [
+    "run.json",
+    "training_config.json",
+    "scu_config.json",
+    "scu_history.json",
+    "scu_metrics.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "tokenizer.json",
+    "logs/train.log",
+]
+
+
+def test_a_run_writes_what_the_contract_promises(capsys, flags, tmp_path):
+    assert train.main([*flags, "--save_steps", "2", "--eval_strategy", "steps", "--eval_steps", "2"]) == 0
+    run = tmp_path / "run"
+    for name in RUN_FILES:
+        assert (run / name).is_file(), name
+    status = json.loads((run / "run.json").read_text())
+    assert (status["status"], status["step"], status["max_steps"], status["error"]) == ("finished", 4, 4, None)
+    assert [row["step"] for row in read_rows(run / "scu_history.json")] == [1, 2, 3, 4]
+    described = json.loads((run / "training_config.json").read_text())
+    assert described["configuration"]["block_size"] == 64 and described["data"]["documents"] == 18
+    metrics = json.loads((run / "scu_metrics.json").read_text())
+    before, after = metrics["held_out_bpt_before"], metrics["held_out_bpt_after"]
+    assert before["low"] <= before["value"] <= before["high"]
+    assert after["value"] != before["value"]
+    assert metrics["best_held_out"]["bpt"] == pytest.approx(after["value"], abs=1e-5) or metrics["best_held_out"]["step"] < 4
+    events = list((run / "logs" / "tensorboard").rglob("events*"))
+    assert events and "train/scu/s" in _tags(events[0].parent)
+    printed = capsys.readouterr().out
+    assert "held-out bits per token" in printed and "next: scu-trainer eval" in printed
+
+
+def _tags(folder: Path) -> list[str]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events.Tags()["scalars"]
+
+
+def test_a_second_run_never_overwrites_the_first(capsys, flags, tmp_path):
+    assert train.main([*flags, "--max_steps", "1"]) == 0
+    kept = (tmp_path / "run" / "run.json").read_bytes()
+    capsys.readouterr()
+    assert train.main([*flags, "--max_steps", "1"]) == 0
+    assert "already holds a run; this one goes to" in capsys.readouterr().out
+    assert (tmp_path / "run" / "run.json").read_bytes() == kept
+    assert (tmp_path / "run-2" / "scu_metrics.json").is_file()
+
+
+def test_six_steps_are_three_and_resume_and_three(flags, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    common = [*flags, "--save_steps", "3", "--max_steps", "6"]
+    assert train.main([*common, "--output_dir", str(whole)]) == 0
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "checkpoint-6")
+    for name in ("adapter_model.safetensors", "scu_metrics.json"):
+        (parts / name).unlink()
+    assert train.main([*common, "--output_dir", str(parts), "--resume_from_checkpoint", "true"]) == 0
+    for name in ("adapter_model.safetensors", "scu_history.json", "checkpoint-6/scu_state.json"):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_a_failed_run_says_so_in_run_json(flags, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("the loop broke")
+
+    monkeypatch.setattr("scu_trainer.train.trainer.SCUTrainer.training_step", fail)
+    with pytest.raises(RuntimeError, match="the loop broke"):
+        train.main(flags)
+    status = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert status["status"] == "failed" and "the loop broke" in status["error"]
+
+
+def test_test_run_does_everything_and_leaves_nothing(capsys, flags, tmp_path):
+    assert train.main([*flags, "--max_steps", "1000", "--test-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "test run passed" in printed and "1,000 steps" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_requirements(capsys, flags):
+    assert train.main([*flags, "--check_requirements"]) == 0
+    assert "torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tuning", ["full"])
+def test_full_tuning_and_auto_target(capsys, flags, tmp_path, tuning):
+    more = ["--tuning", tuning, "--scu_target_s", "auto", "--eval_strategy", "steps", "--eval_steps", "1"]
+    assert train.main([*flags, *more]) == 0
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert "target_s" in json.loads((tmp_path / "run" / "scu_config.json").read_text())
+
+
+# -- the recipe and the launchers, as real processes -------------------------------------------------------------------
+
+
+def launched(command: list[str], **environment: str) -> str:
+    answer = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    return answer.stdout
+
+
+def test_the_recipe_runs_from_its_file(tmp_path):
+    command = [sys.executable, "scripts/train.py", "--config", "recipes/scu_lora.yaml", "--output_dir", str(tmp_path / "r")]
+    small = ["--max_steps", "3", "--eval_steps", "2", "--embedded_base_steps", "2", "--dataset_size", "12"]
+    printed = launched([*command, *small])
+    assert "making the embedded base model, once" in printed
+    assert "S against target" in printed
+    adapted = json.loads((tmp_path / "r" / "adapter_config.json").read_text())["target_modules"]
+    assert "in_proj" in adapted and "out_proj" not in adapted
+
+
+@pytest.mark.parametrize(
+    ("launcher", "processes"),
+    [
+        (["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"], 1),
+        (["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_2_processes.yaml"], 2),
+        (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 2),
+    ],
+    ids=["accelerate cpu", "accelerate 2 processes", "torchrun"],
+)
+def test_launchers(flags, tmp_path, launcher, processes):
+    printed = launched([sys.executable, *launcher, "scripts/train.py", *flags])
+    assert printed.count("trained 4 steps") == 1
+    described = json.loads((tmp_path / "run" / "training_config.json").read_text())
+    assert described["world_size"] == processes
+    assert len(read_rows(tmp_path / "run" / "scu_history.json")) == 4

@@ -1,0 +1,140 @@
+"""Settings are checked when they are made, and messages name the field, what was found and what to do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError, asdict, fields
+
+import pytest
+
+from scu_trainer.errors import SettingsError, UserError
+from scu_trainer.settings import DataSettings, ModelSettings, RegularizationSettings
+
+SCU, MODEL, DATA = RegularizationSettings, ModelSettings, DataSettings
+
+REFUSED = [
+    # a choice that does not exist, with the nearest one
+    (SCU, {"law": "orginal"}, r"law is 'orginal'; allowed: model, original, fixed, schedule \(did you mean 'original'\?\)"),
+    (SCU, {"measure": "factor"}, r"did you mean 'factors'"),
+    (SCU, {"prior": "one"}, r"allowed: init, zero"),
+    (SCU, {"schedule": "cosin"}, r"did you mean 'cosine'"),
+    (SCU, {"actuator": "decouple"}, r"did you mean 'decoupled'"),
+    (MODEL, {"tuning": "lorra"}, r"did you mean 'lora'"),
+    (MODEL, {"dtype": "bf16"}, r"allowed: auto, float32, bfloat16, float16"),
+    # targets
+    (SCU, {"target_s": 0.0}, r"scu_target_s is 0.0; it must lie between 0 and 1"),
+    (SCU, {"target_s": 1}, r"scu_target_s is 1.0"),
+    (SCU, {"target_s": math.nan}, r"scu_target_s is nan"),
+    (SCU, {"target_s": "ten"}, r"scu_target_s is 'ten'; allowed: a number between 0 and 1, or auto"),
+    (SCU, {"target_s": None}, r"scu_target_s is None"),
+    # numbers out of range
+    (SCU, {"sigma": 0.0}, r"scu_sigma is 0.0; it must be above 0"),
+    (SCU, {"sigma": math.inf}, r"scu_sigma is inf"),
+    (SCU, {"time_constant": -1.0}, r"scu_time_constant"),
+    (SCU, {"max_shrink": 1.5}, r"scu_max_shrink is 1.5"),
+    (SCU, {"max_shrink": math.nan}, r"scu_max_shrink is nan"),
+    (SCU, {"growth_alpha": 0.0}, r"scu_growth_alpha is 0.0; it must be above 0 and at most 1"),
+    (SCU, {"ema_alpha": 1.1}, r"scu_ema_alpha is 1.1"),
+    (SCU, {"control_frequency": 0}, r"scu_control_frequency is 0; it must be 1 or more"),
+    (SCU, {"auto_patience": 0}, r"scu_auto_patience is 0"),
+    (SCU, {"integral_leak": 1.01}, r"scu_integral_leak is 1.01; allowed: 0 to 1"),
+    (SCU, {"integral_clamp": -0.1}, r"scu_integral_clamp is -0.1"),
+    (SCU, {"tokens": 0}, r"scu_tokens is 0"),
+    (SCU, {"hold_steps": -1}, r"scu_hold_steps is -1"),
+    (SCU, {"lambda_init": -1.0}, r"scu_lambda_init is -1.0; it must be 0 or more"),
+    (SCU, {"lambda_final": math.inf}, r"scu_lambda_final is inf"),
+    (SCU, {"deadband": -0.001}, r"scu_deadband is -0.001"),
+    (SCU, {"kp": math.nan}, r"scu_kp is nan; it must be 0 or more"),
+    (SCU, {"ki": -0.1}, r"scu_ki is -0.1; it must be 0 or more"),
+    (MODEL, {"lora_r": 0}, r"lora_r is 0; it must be 1 or more"),
+    (MODEL, {"lora_alpha": 0.0}, r"lora_alpha is 0.0"),
+    (MODEL, {"lora_dropout": 1.0}, r"lora_dropout is 1.0; allowed: 0 to below 1"),
+    (MODEL, {"embedded_base_steps": 0}, r"embedded_base_steps is 0"),
+    (DATA, {"dataset": ""}, r"dataset is empty"),
+    (DATA, {"block_size": 7}, r"block_size is 7; it must be 8 tokens or more"),
+    (DATA, {"dataset_size": 0}, r"dataset_size is 0"),
+    (DATA, {"max_eval_documents": 0}, r"max_eval_documents is 0"),
+    (DATA, {"preprocessing_num_workers": 0}, r"preprocessing_num_workers"),
+    (DATA, {"validation_split_percentage": 100.0}, r"validation_split_percentage is 100.0"),
+    # fields that contradict each other
+    (SCU, {"lambda_min": 2.0, "lambda_max": 1.0}, r"scu_lambda_min 2.0 exceeds scu_lambda_max 1.0"),
+    (SCU, {"law": "original", "lambda_init": 11.0}, r"scu_lambda_init 11.0 is outside \[0.0001, 10.0\]"),
+    (SCU, {"law": "original", "lambda_min": 0.0}, r"scu_lambda_min is 0; the original law multiplies"),
+    (SCU, {"law": "original", "target_s": "auto"}, r"auto works with scu_law: model; scu_law is original"),
+    (SCU, {"law": "model", "actuator": "penalty"}, r"scu_law: model knows the gain of the decoupled actuator only"),
+    (SCU, {"stop_at_target": True, "target_s": "auto"}, r"scu_stop_at_target needs a number"),
+    (SCU, {"hold_steps": 5}, r"scu_hold_steps has an effect only with scu_stop_at_target"),
+    (SCU, {"law": "fixed", "stop_at_target": True, "hold_steps": 5}, r"needs a law that can hold S"),
+    (DATA, {"isolate_documents": True, "packing": False}, r"isolate_documents has an effect only with packing"),
+]
+
+
+@pytest.mark.parametrize(("settings", "changes", "message"), REFUSED, ids=lambda value: str(value))
+def test_bad_values_are_refused_with_a_way_out(settings, changes, message):
+    with pytest.raises(SettingsError, match=message) as caught:
+        settings(**changes)
+    assert isinstance(caught.value, UserError)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("settings", [SCU, MODEL, DATA])
+def test_defaults_are_valid_frozen_and_explained(settings):
+    made = settings()
+    with pytest.raises(FrozenInstanceError):
+        setattr(made, fields(made)[0].name, None)
+    assert settings(**asdict(made)) == made
+    assert [item.name for item in fields(made) if not item.metadata["help"]] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("auto", "auto"), ("0.25", 0.25), (0.25, 0.25), (5e-4, 5e-4), ("1e-3", 1e-3)]
+)
+def test_target_is_a_number_or_auto(given, kept):
+    assert SCU(target_s=given).target_s == kept
+
+
+@pytest.mark.parametrize(
+    ("law", "actuator", "bounds", "ema_alpha", "deadband"),
+    [
+        ("model", "decoupled", (0.0, math.inf), 0.05, 0.0),
+        ("original", "penalty", (1e-4, 10.0), 0.1, 0.002),
+        ("fixed", "decoupled", (0.0, math.inf), 0.05, 0.0),
+        ("schedule", "decoupled", (0.0, math.inf), 0.05, 0.0),
+    ],
+)
+def test_defaults_depend_on_the_law(law, actuator, bounds, ema_alpha, deadband):
+    settings = SCU(law=law)
+    assert settings.resolved_actuator == actuator
+    assert settings.lambda_bounds == bounds
+    assert settings.resolved_ema_alpha == ema_alpha
+    assert settings.resolved_deadband == deadband
+
+
+def test_a_given_value_beats_the_default_of_the_law():
+    settings = SCU(
+        law="original", actuator="decoupled", lambda_min=0.5, lambda_max=2.0, ema_alpha=1.0, deadband=0.0, lambda_init=0.5
+    )
+    assert settings.resolved_actuator == "decoupled"
+    assert settings.lambda_bounds == (0.5, 2.0)
+    assert (settings.resolved_ema_alpha, settings.resolved_deadband) == (1.0, 0.0)
+
+
+def test_one_bound_may_be_given_alone():
+    assert SCU(law="original", lambda_max=2.0).lambda_bounds == (1e-4, 2.0)
+    assert SCU(lambda_min=0.5).lambda_bounds == (0.5, math.inf)
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        {"stop_at_target": True, "hold_steps": 10},
+        {"stop_at_target": True, "law": "original", "hold_steps": 10},
+        {"stop_at_target": True, "law": "fixed"},
+        {"law": "fixed", "actuator": "penalty", "lambda_init": 0.0},
+        {"law": "schedule", "schedule": "cosine", "lambda_init": 0.0, "lambda_final": 5.0},
+        {"max_shrink": 1.0, "growth_alpha": 1.0},
+    ],
+    ids=str,
+)
+def test_combinations_that_make_sense_are_allowed(allowed):
+    SCU(**allowed)
