@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 import psutil
 from rich.console import Console
-from transformers import TrainingArguments, set_seed
+from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
 from scu_trainer.data import Collator, PreparedData, default_cache_dir, embedded_tokenizer, prepare
 from scu_trainer.models.load import load_model, prepare_for_tuning
@@ -59,6 +59,11 @@ def scratch_arguments(**changes: Any) -> Iterator[TrainingArguments]:
     }
     with tempfile.TemporaryDirectory() as folder:
         yield TrainingArguments(output_dir=folder, **{**defaults, **changes})
+
+
+def quiet(trainer: Trainer) -> Trainer:
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def write_result(name: str, command: str, result: dict[str, Any]) -> Path:

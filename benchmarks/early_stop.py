@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Optional
 
-from common import collator, command_line, embedded_data, embedded_model, scratch_arguments, shown, write_result
+from common import collator, command_line, embedded_data, embedded_model, quiet, scratch_arguments, shown, write_result
 from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback
@@ -32,6 +32,7 @@ SIGMA = 0.1
 BLOCK = 128
 EVERY = 10
 PASSES = 6
+HELD_OUT_ROWS = 96
 REFERENCE = {"rows": 128, "rank": 8, "alpha": 16.0, "rate": 4e-3, "batch": 8, "schedule": "constant_with_warmup"}
 CONDITIONS: dict[str, dict[str, Any]] = {
     "reference": {},
@@ -74,12 +75,12 @@ class Watch(TrainerCallback):
 def run(seed: int, steps: int, condition: dict[str, Any]) -> dict[str, Any]:
     setup = {**REFERENCE, **condition}
     data = embedded_data(
-        seed, dataset="stdlib_docstrings", block_size=BLOCK, dataset_size=200, validation_split_percentage=20,
-        max_eval_documents=16,
-    )  # fmt: skip
+        seed, dataset="stdlib_docstrings", block_size=BLOCK, dataset_size=200, validation_split_percentage=20
+    )
+    held_out = data.eval.select(range(min(HELD_OUT_ROWS, len(data.eval))))
     rows = data.train.select(range(setup["rows"]))
     tokens = float(sum(len(row["labels"]) - 1 for row in rows))
-    watch = Watch(data.eval, tokens)
+    watch = Watch(held_out, tokens)
     with scratch_arguments(
         max_steps=steps,
         learning_rate=setup["rate"],
@@ -99,7 +100,7 @@ def run(seed: int, steps: int, condition: dict[str, Any]) -> dict[str, Any]:
         )
         watch.attach(trainer)
         watch.note(0)
-        trainer.train()
+        quiet(trainer).train()
         history = {row["step"]: row["s_ema"] for row in read_rows(Path(arguments.output_dir) / "scu_history.json")}
     for point in watch.points:
         point["s_effective"] = history.get(point["step"], 0.0)
@@ -148,7 +149,7 @@ def _report(results: list[dict[str, Any]]) -> None:
         mine = [r for r in results if r["condition"] == name]
         table.add_row(name, "/".join(str(r["best_step"]) for r in mine), *(_cell(mine, rule) for rule in rules))
     table.add_row("mean (worst)", "", *(_summary(results, rule) for rule in rules))
-    Console().print(table)
+    Console(width=110).print(table)
 
 
 def _cell(results: list[dict[str, Any]], rule: str) -> str:

@@ -12,7 +12,7 @@ import argparse
 import time
 from statistics import median
 
-from common import collator, command_line, embedded_data, embedded_model, scratch_arguments, write_result
+from common import collator, command_line, embedded_data, embedded_model, quiet, scratch_arguments, write_result
 from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback
@@ -65,7 +65,7 @@ def measure(tuning: str, steps: int, batch_rows: int) -> dict[str, float]:
         )
         clock = Alternate(trainer)
         trainer.add_callback(clock)
-        trainer.train()
+        quiet(trainer).train()
     on, off = median(clock.seconds[True]), median(clock.seconds[False])
     pairs = sorted(a / b for a, b in zip(clock.seconds[True], clock.seconds[False], strict=False))
     return {
@@ -98,7 +98,7 @@ def main() -> None:
             f"{r['median_of_paired_ratios']:.4f}",
             f"{r['direct_fraction']:.3%}",
         )
-    Console().print(table)
+    Console(width=110).print(table)
     write_result("loop_cost", command_line(), {"results": results})
 
 

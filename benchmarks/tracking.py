@@ -14,9 +14,9 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
-from common import collator, command_line, embedded_data, embedded_model, scratch_arguments, shown, write_result
+from common import collator, command_line, embedded_data, embedded_model, quiet, scratch_arguments, write_result
 from datasets import concatenate_datasets
 from rich.console import Console
 from rich.table import Table
@@ -61,7 +61,7 @@ def run(seed: int, steps: int, target_s: float, change_at: int = 0, **training: 
             regularization=settings,
             regularization_tokens=data.books.supervised_tokens,
         )
-        trainer.train()
+        quiet(trainer).train()
         history = read_rows(Path(arguments.output_dir) / "scu_history.json")
     return [{**row, "notices": trainer.regularizer.progress.notices} for row in history]
 
@@ -100,6 +100,10 @@ def campaign(seeds: list[int], steps: int) -> list[dict[str, Any]]:
     return results
 
 
+def _percent(value: Optional[float]) -> str:
+    return "-" if value is None else f"{100 * value:+.2f} %"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -111,12 +115,12 @@ def main() -> None:
     for name in ("case", "seed", "settled", "overshoot", "bias", "deviation", "verdict"):
         table.add_column(name)
     for r in results:
-        percent = [None if r[key] is None else 100 * r[key] for key in ("overshoot", "bias", "largest_deviation")]
-        cells = [f"{shown(value, 2)} %" for value in percent]
+        deviation = r["largest_deviation"] if r["case"].startswith("data change") else None
+        cells = [_percent(value) for value in (r["overshoot"], r["bias"], deviation)]
         table.add_row(r["case"], str(r["seed"]), str(r["settling_step"] or "-"), *cells, r["verdict"])
-    Console().print(table)
+    Console(width=110).print(table)
     for text in sorted({json.dumps(r["notices"]) for r in results if r["notices"]}):
-        Console().print(text)
+        Console(width=110).print(text)
     write_result("tracking", command_line(), {"results": results})
 
 

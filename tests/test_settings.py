@@ -14,7 +14,11 @@ SCU, MODEL, DATA = RegularizationSettings, ModelSettings, DataSettings
 
 REFUSED = [
     # a choice that does not exist, with the nearest one
-    (SCU, {"law": "orginal"}, r"law is 'orginal'; allowed: model, original, fixed, schedule \(did you mean 'original'\?\)"),
+    (
+        SCU,
+        {"law": "orginal"},
+        r"law is 'orginal'; allowed: model, original, fixed, schedule \(did you mean 'original'\?\)",
+    ),
     (SCU, {"measure": "factor"}, r"did you mean 'factors'"),
     (SCU, {"prior": "one"}, r"allowed: init, zero"),
     (SCU, {"schedule": "cosin"}, r"did you mean 'cosine'"),
@@ -112,7 +116,13 @@ def test_defaults_depend_on_the_law(law, actuator, bounds, ema_alpha, deadband):
 
 def test_a_given_value_beats_the_default_of_the_law():
     settings = SCU(
-        law="original", actuator="decoupled", lambda_min=0.5, lambda_max=2.0, ema_alpha=1.0, deadband=0.0, lambda_init=0.5
+        law="original",
+        actuator="decoupled",
+        lambda_min=0.5,
+        lambda_max=2.0,
+        ema_alpha=1.0,
+        deadband=0.0,
+        lambda_init=0.5,
     )
     assert settings.resolved_actuator == "decoupled"
     assert settings.lambda_bounds == (0.5, 2.0)

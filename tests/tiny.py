@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from transformers import (
     GraniteMoeHybridForCausalLM,
@@ -63,6 +65,31 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index].clone()}
 
 
+class UnevenRows(Rows):
+    """Rows of 4 to ``length`` tokens; the first two are a prompt that is not learned (label -100). Needs ``pad``."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = self.tokens[index]
+        tokens = tokens[: 4 + 7 * index % (len(tokens) - 3)]
+        labels = tokens.clone()
+        labels[:2] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def pad(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Collator that pads on the right: token 2, label -100, attention 0."""
+
+    def stack(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+    tokens = [row["input_ids"] for row in rows]
+    return {
+        "input_ids": stack(tokens, 2),
+        "labels": stack([row["labels"] for row in rows], -100),
+        "attention_mask": stack([torch.ones_like(row) for row in tokens], 0),
+    }
+
+
 def arguments(output_dir, **changes) -> TrainingArguments:
     defaults = {
         "use_cpu": True,
@@ -91,3 +118,31 @@ def saved_llama(folder, seed: int = 0):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def trained(model, output_dir, regularization=None, dataset=None, resume=None, prepare=None, **changes):
+    """An SCUTrainer that has trained ``model``; without ``regularization`` it is the stock one.
+
+    ``changes``: arguments of the Trainer or of its TrainingArguments. ``prepare`` gets the trainer before it starts.
+    """
+    from scu_trainer.train.trainer import SCUTrainer
+
+    own_names = {item.name for item in dataclasses.fields(TrainingArguments)}
+    extra = {name: changes.pop(name) for name in list(changes) if name not in own_names}
+    trainer = SCUTrainer(
+        model, arguments(output_dir, **changes), train_dataset=dataset or Rows(), regularization=regularization, **extra
+    )
+    if prepare is not None:
+        prepare(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    """Copies of all trainable weights by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    """Bit for bit."""
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -1,7 +1,7 @@
 """``scu-trainer eval``: held-out bits per token of a run, a checkpoint, an adapter or a model, alone or beside another.
 
-A run says itself which documents it held out. Two models are scored on the same rows, and each resample of the documents
-is drawn for both alike: what makes a document hard cancels in the difference.
+A run says itself which documents it held out. Two models are scored on the same rows, and each resample of the
+documents is drawn for both alike: what makes a document hard cancels in the difference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli import configuration
 from scu_trainer.cli.main import guarded
-from scu_trainer.cli.subjects import Subject, base_subject, subject_of
+from scu_trainer.cli.subjects import Subject, base_subject, held_out_settings, may_have_learned, subject_of
 from scu_trainer.errors import DataError, ModelError, SettingsError
 from scu_trainer.models.load import load_for_evaluation, load_tokenizer
 from scu_trainer.settings import DataSettings
@@ -33,15 +33,7 @@ RUN_OR_MODEL is the folder of a run, of one of its checkpoints, of an adapter or
 checkpoints are scored on the documents that the run held out; any other model needs --dataset (a split of it is scored,
 by the data settings below) or --eval_dataset (all of it is scored). Flags override the data settings of a run."""
 
-WHICH_DOCUMENTS = frozenset(
-    "dataset_config_name dataset_split eval_dataset validation_split_percentage max_eval_documents streaming text_column "
-    "dataset_size".split()
-)
-"""Data settings that belong to the dataset they were written for: another --dataset starts from their defaults."""
-
-NOT_ABOUT_THE_SPLIT = frozenset(
-    "block_size packing isolate_documents chat_template preprocessing_num_workers cache_dir".split()
-)
+MAY_HAVE_LEARNED = "it may have learned some of these documents"
 
 FEW_DOCUMENTS = 10
 """Below this a percentile bootstrap is clearly too narrow."""
@@ -147,37 +139,6 @@ def _quiet_stdout() -> Iterator[None]:
             yield
 
 
-# -- the documents -----------------------------------------------------------------------------------------------------
-
-
-def _held_out(owner: Subject, typed: dict[str, Any], seed: int) -> tuple[DataSettings, int]:
-    """Data settings and seed of the split: those of the run that ``owner`` belongs to, under what was typed."""
-    if owner.run:
-        # The template that the run was given is in its tokenizer by now; the file may be gone.
-        own = {**asdict(owner.data), "chat_template": None}
-        if "dataset" in typed:
-            own = {name: value for name, value in own.items() if name not in WHICH_DOCUMENTS}
-        return DataSettings(**{**own, **typed}), owner.run["seed"]
-    if not {"dataset", "eval_dataset"} & {*typed}:
-        raise DataError(
-            f"{owner.name} belongs to no run that tells which documents were held out; add --dataset NAME_OR_PATH to "
-            "score a split of it, or --eval_dataset NAME_OR_PATH to score all of it"
-        )
-    return DataSettings(**{"dataset": typed.get("eval_dataset"), **typed}), seed
-
-
-def _may_have_learned(subject: Subject, settings: DataSettings, seed: int) -> bool:
-    """Whether documents that ``settings`` hold out can be among those that ``subject`` was trained on."""
-    if subject.run is None or (settings.eval_dataset or settings.dataset) != subject.data.dataset:
-        return False
-    own_split = (_split_rules(subject.data), subject.run["seed"])
-    return settings.eval_dataset is not None or own_split != (_split_rules(settings), seed)
-
-
-def _split_rules(settings: DataSettings) -> dict[str, Any]:
-    return {name: value for name, value in asdict(settings).items() if name not in NOT_ABOUT_THE_SPLIT}
-
-
 # -- scoring -----------------------------------------------------------------------------------------------------------
 
 
@@ -186,27 +147,25 @@ def _evaluate(subjects: list[Subject], typed: dict[str, Any], options: EvalOptio
     from scu_trainer.data import default_cache_dir, prepare
 
     owner = next((subject for subject in subjects if subject.run), subjects[0])
-    settings, seed = _held_out(owner, typed, options.seed)
+    settings, seed = held_out_settings(owner, typed, options.seed)
     tokenizers = [load_tokenizer(subject.model) for subject in subjects]
     _require_same_tokens(subjects, tokenizers)
     tokenizer, cache_dir = tokenizers[subjects.index(owner)], default_cache_dir(settings.cache_dir)
     data = prepare(settings, tokenizer, seed=seed, cache_dir=cache_dir, model_name=owner.name)
     if data.eval is None:
-        raise DataError(
-            f"nothing of {settings.dataset} is held out; raise validation_split_percentage or give eval_dataset"
-        )
+        raise DataError(f"no document of {settings.dataset} is held out; add --eval_dataset NAME_OR_PATH")
     scores = [_scores(subject, tokenizer, data, options.batch_tokens) for subject in subjects]
     notes = [*_notes_on_data(data), *_notes_on_training(subjects, settings, seed)]
     if owner.run and not typed and data.fingerprint != owner.run["data"]["fingerprint"]:
-        notes.append(
-            f"data or tokenizer changed since {owner.name} was trained: it may have learned some of these documents"
-        )
+        notes.append(f"the data have another fingerprint than when {owner.name} was trained: {MAY_HAVE_LEARNED}")
     return {
         "dataset": settings.eval_dataset or settings.dataset,
         "fingerprint": data.fingerprint,
         "split_seed": seed,
         "documents": len(scores[0].tokens),
         "tokens": int(scores[0].tokens.sum()),
+        "resamples": options.resamples,
+        "seed": options.seed,
         **_figures(subjects, scores, options),
         "notes": notes,
     }
@@ -217,8 +176,8 @@ def _require_same_tokens(subjects: list[Subject], tokenizers: list[Any]) -> None
         return
     first, second = (f"{s.name} ({len(t):,} tokens)" for s, t in zip(subjects, tokenizers, strict=True))
     raise ModelError(
-        f"{first} and {second} have different tokenizers, so a token is not the same amount of text to both; score each "
-        f"by itself: scu-trainer eval {subjects[0].name}, and scu-trainer eval {subjects[1].name}"
+        f"{first} and {second} have different tokenizers, so a token is not the same amount of text to both; score "
+        f"each by itself: scu-trainer eval {subjects[0].name}, and scu-trainer eval {subjects[1].name}"
     )
 
 
@@ -234,9 +193,7 @@ def _scores(subject: Subject, tokenizer: Any, data: PreparedData, batch_tokens: 
     try:
         scores = score_documents(model, data.eval, Collator.of(tokenizer), batch_tokens)
     except torch.OutOfMemoryError as error:
-        raise ModelError(
-            f"out of GPU memory with batch_tokens {batch_tokens}; give a smaller --batch_tokens"
-        ) from error
+        raise ModelError(f"out of GPU memory at batch_tokens {batch_tokens}; give a smaller --batch_tokens") from error
     broken = int((~numpy.isfinite(scores.nats)).sum())
     if broken:
         raise ModelError(f"{subject.name}: no finite loss on {broken} of {len(scores.nats)} documents, broken weights")
@@ -246,9 +203,7 @@ def _scores(subject: Subject, tokenizer: Any, data: PreparedData, batch_tokens: 
 def _require_fit(subject: Subject, model: Any, tokens: int, longest_row: int) -> None:
     rows = model.get_input_embeddings().num_embeddings
     if tokens > rows:
-        raise ModelError(
-            f"the tokenizer knows {tokens} tokens, {subject.name} only {rows}; they do not belong together"
-        )
+        raise ModelError(f"the tokenizer has {tokens} tokens, the embedding of {subject.name} {rows} rows: no pair")
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and longest_row > positions:
         found = f"rows of {longest_row} tokens exceed the {positions} positions of {subject.name}"
@@ -289,22 +244,22 @@ def verdict(difference: Interval, documents: int) -> str:
 
 def _notes_on_data(data: PreparedData) -> list[str]:
     count = len(data.eval_documents)
-    notes = [] if count >= FEW_DOCUMENTS else [f"documents held out: {count}, too few to trust an interval"]
+    notes = [] if count >= FEW_DOCUMENTS else [f"{_documents(count)} held out: too few to trust an interval"]
     if data.books.rows_dropped:
         notes.append(f"left out while reading: {data.books.dropped_in_words()}")
     return notes
 
 
 def _notes_on_training(subjects: list[Subject], settings: DataSettings, seed: int) -> list[str]:
-    suspects = [subject for subject in subjects if _may_have_learned(subject, settings, seed)]
-    return [f"{s.name} was trained on another split: it may have learned some of these documents" for s in suspects]
+    suspects = [subject for subject in subjects if may_have_learned(subject, settings, seed)]
+    return [f"{s.name} was trained on another split: {MAY_HAVE_LEARNED}" for s in suspects]
 
 
 def as_text(report: dict[str, Any]) -> str:
     models = [report[key] for key in ("model", "against") if key in report]
     level = f"{100 * models[0]['bpt']['confidence']:g} % interval"
     lines = [
-        f"held out: {report['documents']:,} documents of {report['dataset']}, {report['tokens']:,} tokens predicted",
+        f"held out: {_documents(report['documents'])} of {report['dataset']}, {report['tokens']:,} tokens predicted",
         "",
         f"{'bits per token':>14}  {level:^20}  {'perplexity':>10}",
     ]
@@ -320,6 +275,10 @@ def _difference_line(difference: dict[str, Any], level: str, name: str, other: s
     found = difference["verdict"]
     summary = f"{name} is {found} than {other}" if found in ("lower", "higher") else found
     return f"{summary}: {difference['value']:+.4f} bits per token ({level} {_range(difference, '+')})"
+
+
+def _documents(count: int) -> str:
+    return f"{count:,} document{'s' if count != 1 else ''}"
 
 
 def _range(interval: dict[str, Any], sign: str = "") -> str:

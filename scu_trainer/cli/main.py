@@ -10,6 +10,9 @@ from typing import Optional
 from scu_trainer import __version__
 from scu_trainer.errors import UserError, nearest
 
+INTERRUPTED = 130
+"""What a shell reports for a program ended by Ctrl-C."""
+
 COMMANDS = {
     "train": "train a model, with the regularization loop on",
     "eval": "held-out bits per token of a run, an adapter or a base model, with a confidence interval",
@@ -41,6 +44,9 @@ def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _usage() -> str:

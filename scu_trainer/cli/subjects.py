@@ -1,17 +1,32 @@
-"""What a person names on the command line (run, checkpoint, adapter, model, Hub id) -> what to load, and from which run."""
+"""What a person names (run, checkpoint, adapter, model, Hub id) -> what to load, and documents it has not learned."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.errors import ModelError
+from scu_trainer.errors import DataError, ModelError
 from scu_trainer.models.load import base_of, check_source, is_adapter
 from scu_trainer.run_files import read_json
 from scu_trainer.settings import DataSettings, ModelSettings
 
 CONFIG_FILE, STATUS_FILE = "training_config.json", "run.json"
+
+WHICH_DOCUMENTS = (
+    "dataset_config_name",
+    "dataset_split",
+    "eval_dataset",
+    "validation_split_percentage",
+    "max_eval_documents",
+    "streaming",
+    "text_column",
+    "dataset_size",
+)
+"""Data settings that belong to the dataset they were written for: another ``dataset`` starts from their defaults."""
+
+SPLIT_RULES = (*WHICH_DOCUMENTS, "skip_bad_rows", "completion_only_loss", "assistant_only_loss")
+"""Data settings that decide which documents of a dataset are held out: rows that are dropped move the split too."""
 
 
 @dataclass(frozen=True)
@@ -101,3 +116,41 @@ def _embedded_base(subject: Subject) -> str:
     if not is_cached(cache_dir, steps):
         raise ModelError(f"the embedded base of {subject.name} is no longer in {cache_dir}; give the path of a copy")
     return str(embedded_base(cache_dir, steps))
+
+
+# -- documents it has not learned --------------------------------------------------------------------------------------
+
+
+def held_out_settings(subject: Subject, typed: dict[str, Any], seed: int) -> tuple[DataSettings, int]:
+    """Data settings and seed of the split: those of the run of ``subject`` under what was ``typed``, else ``seed``.
+
+    Raises DataError if nothing says which data to take.
+    """
+    if subject.run:
+        # The template that the run was given is in its tokenizer by now; the file may be gone.
+        own = {**asdict(subject.data), "chat_template": None}
+        if "dataset" in typed:
+            own = {name: value for name, value in own.items() if name not in WHICH_DOCUMENTS}
+        return DataSettings(**{**own, **typed}), subject.run["seed"]
+    if not {"dataset", "eval_dataset"} & {*typed}:
+        found = "belongs to no run" if Path(subject.source).exists() else "is no folder here, and a Hub id has no run"
+        raise DataError(
+            f"{subject.name} {found}, so nothing tells which documents to hold out; add --dataset NAME_OR_PATH to "
+            "score a split of it, or --eval_dataset NAME_OR_PATH to score all of it"
+        )
+    return DataSettings(**{"dataset": typed.get("eval_dataset"), **typed}), seed
+
+
+def may_have_learned(subject: Subject, settings: DataSettings, seed: int) -> bool:
+    """Whether documents that ``settings`` hold out can be among those that ``subject`` was trained on."""
+    if subject.run is None or not _is_same(settings.eval_dataset or settings.dataset, subject.data.dataset):
+        return False
+    return (_split_rules(subject.data), subject.run["seed"]) != (_split_rules(settings), seed)
+
+
+def _is_same(dataset: str, other: str) -> bool:
+    return dataset == other or Path(dataset).expanduser().resolve() == Path(other).expanduser().resolve()
+
+
+def _split_rules(settings: DataSettings) -> list[Any]:
+    return [getattr(settings, name) for name in SPLIT_RULES]

@@ -173,7 +173,8 @@ def _model_law(law: Law, state: State, seen: Measurement) -> State:
     excess = state.log_ratio - logit(state.target_s) if error else 0.0
     # The share of an error that tau would take back over `steps` steps, spread evenly over them.
     correction = excess * _per_steps(1.0 / max(law.time_constant, 1.0), seen.steps) / seen.steps
-    wanted = -math.expm1(-(state.growth + correction) / seen.gain) if seen.gain > 0 else 0.0
+    growth = state.growth if state.reached_step is not None else _coming_growth(law, state.growth, seen.step)
+    wanted = -math.expm1(-(growth + correction) / seen.gain) if seen.gain > 0 else 0.0
     shrink = max(0.0, min(law.max_shrink, wanted))
     free = shrink / seen.learning_rate if seen.learning_rate > 0 else state.lam
     lam = max(law.lambda_min, min(law.lambda_max, free))
@@ -181,6 +182,16 @@ def _model_law(law: Law, state: State, seen: Measurement) -> State:
     held_back = shrink < wanted or lam < free
     saturated = "high" if excess > 0 and held_back else "low" if excess < 0 and lam <= law.lambda_min else ""
     return replace(state, lam=lam, saturated=saturated)
+
+
+def _coming_growth(law: Law, growth: float, step: int) -> float:
+    """Mean growth per step over the next ``time_constant`` steps of a run that nothing holds back yet.
+
+    The distance from the start grows like a power of the steps taken, so growth falls as 1/step. Taking the present growth
+    for the coming one would brake a young run long before its target.
+    """
+    ratio = law.time_constant / max(step, 1)
+    return growth * math.log1p(ratio) / ratio
 
 
 def _original_law(law: Law, state: State, seen: Measurement) -> State:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from transformers import TrainerCallback
+from transformers.trainer_utils import has_length
 
 from scu_trainer.run_files import History, write_json
 
@@ -24,7 +26,7 @@ CONFIG_FILE = "scu_config.json"
 class RegularizationCallback(TrainerCallback):
     """Calls the regularizer at the right moments of the stock loop; writes ``scu_history.json`` and ``scu_config.json``.
 
-    ``items_in_window``: supervised tokens of the current optimizer step over all ranks, set by the trainer.
+    ``items_in_window``: supervised tokens of the current optimizer step as the stock loop counts them, set by the trainer.
     ``seconds``: host time spent in the loop. On a GPU it includes waiting for the step that is measured.
     ``rate_factor``: what ``hold_steps`` multiplies the scheduled learning rate by, 1 until the target is reached.
     """
@@ -43,13 +45,17 @@ class RegularizationCallback(TrainerCallback):
         return self.trainer.regularizer
 
     def on_train_begin(self, args, state, control, **kwargs):
-        steps_per_epoch = state.max_steps / state.num_train_epochs if _is_sized(self.trainer) else state.max_steps
+        loader, accumulation = kwargs["train_dataloader"], args.gradient_accumulation_steps
+        # A stream of unknown length counts as one pass.
+        steps_per_epoch = math.ceil(len(loader) / accumulation) if has_length(loader) else state.max_steps
         self._regularizer.start(state.max_steps, steps_per_epoch, args.seed)
         self._said = len(self._regularizer.progress.notices)
         if args.should_save:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
             self.history = History(Path(args.output_dir) / HISTORY_FILE)
-            self.history.truncate_after(state.global_step)
+            dropped = self.history.truncate_after(state.global_step)
+            if dropped:
+                logger.info("%d history rows after step %d are written anew", dropped, state.global_step)
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.rate_factor = self._hold_factor(state.global_step)
@@ -74,12 +80,19 @@ class RegularizationCallback(TrainerCallback):
             row = self._regularizer.after_optimizer_step(
                 step=state.global_step + 1,
                 learning_rate=kwargs["optimizer"].param_groups[0]["lr"],
-                items=self.items_in_window,
+                items=self._items_over_ranks(),
                 reduce=lambda tensor: _sum_over_ranks(accelerator, tensor),
                 processes=accelerator.num_processes,
             )
             if row is not None:
                 self._publish(row, state.global_step + 1, control)
+
+    def _items_over_ranks(self) -> Any:
+        """Tokens of the window for the regularizer, whose mean over ranks must be the tokens of all ranks together."""
+        counts_are_local = not self.trainer.args.average_tokens_across_devices
+        if self.items_in_window is None or not counts_are_local:
+            return self.items_in_window
+        return self.items_in_window * self.trainer.accelerator.num_processes
 
     @contextlib.contextmanager
     def timed(self):
@@ -130,12 +143,8 @@ class RegularizationCallback(TrainerCallback):
         return {f"scu/{name}": row[key] for name, key in wanted.items() if row.get(key) is not None}
 
 
-def _is_sized(trainer: SCUTrainer) -> bool:
-    return hasattr(trainer.train_dataset, "__len__")
-
-
 def _sum_over_ranks(accelerator, tensor):
     if accelerator.num_processes == 1:
         return tensor
-    # float64 is not to be had on every device; two numbers lose nothing that matters in float32.
+    # float64 is not to be had on every device; three numbers lose nothing that matters in float32.
     return accelerator.reduce(tensor.float().to(accelerator.device), reduction="sum").cpu().double()

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from transformers import TrainingArguments
 
-from scu_trainer.errors import SettingsError
+from scu_trainer.errors import CheckpointError, SettingsError
 from scu_trainer.settings import DataSettings, ModelSettings, RegularizationSettings
 
 
@@ -48,6 +48,8 @@ class Job:
             "add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
         )
         self._check_evaluation()
+        if training.resume_from_checkpoint:
+            check_resumable(training.resume_from_checkpoint, Path(training.output_dir))
 
     def _check_evaluation(self) -> None:
         training, data = self.training, self.data
@@ -72,6 +74,20 @@ class Job:
         batches = math.ceil(rows / (training.per_device_train_batch_size * max(1, training.n_gpu) * training.world_size))
         per_epoch = max(1, math.ceil(batches / training.gradient_accumulation_steps))
         return math.ceil(per_epoch * training.num_train_epochs)
+
+
+def check_resumable(wanted: str, output_dir: Path) -> None:
+    """Raise CheckpointError unless ``wanted``, a path or "true" for the newest in ``output_dir``, is a checkpoint."""
+    if str(wanted).lower() == "true":
+        found = sorted(output_dir.glob("checkpoint-*"))
+        if not found:
+            raise CheckpointError(
+                f"{output_dir} holds no checkpoint-N; give the path of one to resume_from_checkpoint, or drop it to start anew"
+            )
+    elif not (Path(wanted) / "trainer_state.json").is_file():
+        raise CheckpointError(
+            f"resume_from_checkpoint {wanted!r} is no checkpoint (no trainer_state.json there); give a checkpoint-N folder or true"
+        )
 
 
 def _training_as_dict(training: TrainingArguments) -> dict[str, Any]:

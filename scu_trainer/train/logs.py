@@ -48,20 +48,23 @@ def run_log() -> Iterator[RunLog]:
     ours = logging.getLogger("scu_trainer")
     console = logging.StreamHandler(sys.stderr)
     console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    console.setLevel(logging.WARNING)
     loggers = [ours, *map(logging.getLogger, LIBRARIES)]
-    before = [(logger, list(logger.handlers), logger.propagate) for logger in loggers]
+    before = [(logger, list(logger.handlers), logger.propagate, logger.level) for logger in loggers]
     logging.captureWarnings(True)
     for logger in loggers:
         logger.handlers = [log._buffer]
         logger.propagate = False
     ours.addHandler(console)
+    ours.setLevel(logging.INFO)
     try:
         with _no_progress_bars():
             yield log
     finally:
         logging.captureWarnings(False)
-        for logger, handlers, propagate in before:
+        for logger, handlers, propagate, level in before:
             logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
         log.close()
 
 

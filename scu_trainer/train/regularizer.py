@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Optional
 
 import torch
@@ -15,6 +15,7 @@ from scu_trainer.control.tracking import BAND, SMALLEST_GAIN, foresee
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.train.penalty import Prior, param_bpt, penalty_coefficient
+from scu_trainer.train.zero import ZeroPrior, check_stage
 
 PROBE_DECISION = 2
 """Decision at which the loop first checks that it can act: by then the weights have left w0."""
@@ -43,11 +44,18 @@ class Regularizer:
     """Holds w0, the law's state and the running measurement of one training run.
 
     ``tokens``: N of ParamBPT; None: estimated as tokens of the first optimizer step x steps of one epoch.
+    ``prior_class``: how the trained weights are reached, see ``prior_class_for``.
     """
 
-    def __init__(self, settings: RegularizationSettings, model: nn.Module, tokens: Optional[float] = None) -> None:
+    def __init__(
+        self,
+        settings: RegularizationSettings,
+        model: nn.Module,
+        tokens: Optional[float] = None,
+        prior_class: type[Prior] = Prior,
+    ) -> None:
         self.settings = settings
-        self.prior = Prior(model, settings.prior, settings.measure)
+        self.prior = prior_class(model, settings.prior, settings.measure)
         self.progress = Progress(tokens_n=settings.tokens or tokens)
         self.law: Optional[control.Law] = None
         self.state = control.State()
@@ -65,13 +73,25 @@ class Regularizer:
         if self._loaded is not None:
             self.state = control.State.from_dict(self._loaded["state"])
             self.progress = Progress(**self._loaded["progress"])
+            self._interval = [(torch.tensor(loss, dtype=torch.float64), items) for loss, items in self._loaded["interval"]]
+            self._apply_changed_goals(self._loaded["settings"])
             self._loaded = None
+
+    def _apply_changed_goals(self, saved: dict[str, Any]) -> None:
+        """Target and fixed lambda may be others after a resume; the state of the checkpoint still holds the old ones."""
+        if saved["target_s"] != self.settings.target_s:
+            self.state = replace(self.state, target_s=self.law.target_s, reached_step=None)
+            self.progress.outlook_done, self.progress.milestone = False, None
+        if self.law.name == "fixed":
+            self.state = replace(self.state, lam=self.law.lambda_init)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "settings": asdict(self.settings),
             "state": self.state.to_dict(),
             "progress": asdict(self.progress),
+            # Steps since the last decision: with control_frequency above 1 a checkpoint falls between two decisions.
+            "interval": [[float(loss), float(items)] for loss, items in self._interval],
             "prior_fingerprint": self.prior.fingerprint(),
         }
 
@@ -127,7 +147,8 @@ class Regularizer:
     ) -> Optional[dict[str, Any]]:
         """Pull the weights with the lambda decided before; every ``control_frequency`` steps measure and decide anew.
 
-        ``step``: number of this optimizer step, from 1. ``items``: supervised tokens of the window over all ranks.
+        ``step``: number of this optimizer step, from 1. ``items``: supervised tokens of the window, their mean over ranks
+        being those of all ranks together.
         ``reduce``: sums a tensor over ranks. Returns the history row of a decision, or None between decisions.
         """
         self._close_window(items)
@@ -143,6 +164,11 @@ class Regularizer:
         return self._row(seen, shrink)
 
     def _close_window(self, items: Optional[torch.Tensor]) -> None:
+        if items is None and self.progress.tokens_n is None:
+            raise ControlError(
+                "the stock loop does not count supervised tokens for this model, so N of ParamBPT is unknown; "
+                "set scu_tokens to the supervised tokens of one pass over the training data"
+            )
         loss = torch.stack([part.float() for part in self._losses]).sum()
         self._losses.clear()
         self._interval.append((loss, 1.0 if items is None else items))
@@ -152,19 +178,18 @@ class Regularizer:
         items = torch.tensor([float(count) for _, count in self._interval], dtype=torch.float64)
         steps = len(self._interval)
         self._interval.clear()
-        # Under DDP every rank holds its own share of the loss and the same weights. One sum makes the loss global, and
-        # rank 0's distance everybody's: ranks that round differently must not pull differently.
-        own_distance = self.prior.squared_distance()
-        summed = reduce(torch.stack([(losses * items).sum() / processes, own_distance / processes]))
-        nats = float(summed[0]) / max(float(items.sum()), 1e-300)
-        self.progress.tokens_seen += float(items.sum())
+        # Under DDP every rank holds its own share of the loss and the same weights. One sum makes loss and tokens global,
+        # and the mean distance everybody's: ranks that round differently must not pull differently.
+        own = torch.stack([(losses * items).sum(), items.sum(), self.prior.squared_distance()])
+        nats, tokens, squared_distance = (reduce(own) / processes).tolist()
+        self.progress.tokens_seen += tokens
         if self.progress.tokens_n is None:
-            self.progress.tokens_n = float(items.mean()) * self._steps_per_epoch
+            self.progress.tokens_n = tokens / steps * self._steps_per_epoch
         return control.Measurement(
             step=step,
             steps=steps,
-            data_bpt=nats / math.log(2.0),
-            param_bpt=param_bpt(float(summed[1]), self.settings.sigma, self.progress.tokens_n),
+            data_bpt=nats / max(tokens, 1e-300) / math.log(2.0),
+            param_bpt=param_bpt(squared_distance, self.settings.sigma, self.progress.tokens_n),
             learning_rate=learning_rate,
             gain=self.progress.gain,
         )
@@ -219,11 +244,11 @@ class Regularizer:
 
     def _check_response(self) -> None:
         self.progress.stuck_decisions = self.progress.stuck_decisions + 1 if self.state.saturated == "high" else 0
-        if self.progress.stuck_decisions == STUCK_DECISIONS and self.state.s_ema > (1 + BAND) * self.state.target_s:
+        if self.progress.stuck_decisions >= STUCK_DECISIONS and self.state.s_ema > (1 + BAND) * self.state.target_s:
             self._notice(
-                f"SCU has lost control: lambda has been at its upper bound {self.state.lam:.3g} for {STUCK_DECISIONS} "
-                f"decisions and S is still {self.state.s_ema:.3g}, above the target {self.state.target_s:.3g}; "
-                "raise scu_max_shrink (model law) or scu_lambda_max, or lower the learning rate"
+                f"SCU has lost control: lambda has been at its upper bound {self.state.lam:.3g} for "
+                f"{self.progress.stuck_decisions} decisions and S is still {self.state.s_ema:.3g}, above the target "
+                f"{self.state.target_s:.3g}; raise scu_max_shrink (model law) or scu_lambda_max, or lower the learning rate"
             )
 
     def _check_penalty_acts(self, loss_scale: float) -> None:
@@ -239,7 +264,9 @@ class Regularizer:
             )
 
     def _notice(self, text: str) -> None:
-        if text not in self.progress.notices:
+        """Each finding is said once: what stands before the colon names it, the figures behind it change."""
+        finding = text.partition(":")[0]
+        if not any(said.startswith(f"{finding}:") for said in self.progress.notices):
             self.progress.notices.append(text)
 
     # -- reports -------------------------------------------------------------------------------------------------------
@@ -306,18 +333,22 @@ def resolve(settings: RegularizationSettings, max_steps: int) -> control.Law:
     )
 
 
-def reject_unsupported(trainer) -> None:
-    """Raise ControlError for launchers under which trained weights are not the ones this process can see."""
-    found = [
-        name
-        for name, enabled in (
-            ("DeepSpeed", trainer.is_deepspeed_enabled),
-            ("FSDP", trainer.is_fsdp_enabled),
-        )
-        if enabled
-    ]
-    if found:
+def prior_class_for(trainer, settings: RegularizationSettings) -> type[Prior]:
+    """The access to the trained weights that fits the launcher.
+
+    Raises ControlError for launchers under which trained weights are not the ones that this process can see.
+    """
+    if trainer.is_fsdp_enabled:
         raise ControlError(
-            f"{found[0]} keeps the trained weights in partitions of its own, which lambda cannot reach yet; "
-            "use torchrun or accelerate with DDP, or set scu: false"
+            "FSDP keeps the trained weights in shards that lambda cannot reach; use DDP (torchrun, accelerate) or ZeRO-1/2, "
+            "or set scu: false"
         )
+    if trainer.args.n_gpu > 1:
+        raise ControlError(
+            f"one process drives {trainer.args.n_gpu} GPUs (DataParallel), where the loss of a step is not known exactly; "
+            "start one process per GPU with torchrun or accelerate launch, or set scu: false"
+        )
+    if trainer.is_deepspeed_enabled:
+        check_stage(trainer, settings.resolved_actuator)
+        return ZeroPrior
+    return Prior

@@ -60,8 +60,7 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
     job.check()
     check_output_dir(Path(job.training.output_dir))
     parts = load_parts(job, console)
-    resuming = bool(job.training.resume_from_checkpoint)
-    output_dir = claim(job.training.output_dir, resuming)
+    output_dir = claim(job.training.output_dir, resuming=bool(job.training.resume_from_checkpoint))
     if str(output_dir) != job.training.output_dir:
         console.print(f"{job.training.output_dir} already holds a run; this one goes to {output_dir}", soft_wrap=True)
         job.training.output_dir = str(output_dir)
@@ -139,6 +138,9 @@ def _run_directory(job: Job, parts: Parts, log: RunLog) -> Iterator[Optional[Run
         write_json(output_dir / "training_config.json", _description(job, parts))
         yield status
         status.update(status="finished", eta_s=0.0)
+    except KeyboardInterrupt:
+        status.update(status="stopped", error="interrupted; resume_from_checkpoint: true goes on from the newest checkpoint")
+        raise
     except BaseException as error:
         status.update(status="failed", error=f"{type(error).__name__}: {error}")
         raise

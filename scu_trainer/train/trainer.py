@@ -25,7 +25,7 @@ from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import write_json
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.train.callbacks import RegularizationCallback
-from scu_trainer.train.regularizer import Regularizer, reject_unsupported
+from scu_trainer.train.regularizer import Regularizer, prior_class_for
 
 STATE_FILE = "scu_state.json"
 PRIOR_FILE = "scu_prior.safetensors"
@@ -40,7 +40,7 @@ class SCUTrainer(Trainer):
     regularization_tokens: N of ParamBPT, the supervised tokens of one pass over the training data. None: estimated from the
         first optimizer step. ``RegularizationSettings.tokens`` overrides both.
 
-    Raises ControlError where lambda could not reach the trained weights (DeepSpeed, FSDP, float16 weights).
+    Raises ControlError where lambda could not reach the trained weights (FSDP, ZeRO-3, float16 weights).
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class SCUTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.regularizer: Optional[Regularizer] = None
         if regularization is not None:
-            reject_unsupported(self)
-            self.regularizer = Regularizer(regularization, self.model, regularization_tokens)
+            prior_class = prior_class_for(self, regularization)
+            self.regularizer = Regularizer(regularization, self.model, regularization_tokens, prior_class)
             self.regularization_callback = RegularizationCallback(self)
             self.add_callback(self.regularization_callback)
 

@@ -261,6 +261,21 @@ def test_six_steps_are_three_and_resume_and_three(flags, tmp_path):
         assert (parts / name).read_bytes() == (whole / name).read_bytes(), name
 
 
+def test_resuming_from_nothing_is_refused(capsys, flags, tmp_path):
+    assert "holds no checkpoint-N" in refused(capsys, with_value(flags, "resume_from_checkpoint", "true"))
+    assert "is no checkpoint" in refused(capsys, with_value(flags, "resume_from_checkpoint", tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_interrupted_run_says_so(capsys, flags, tmp_path, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scu_trainer.train.trainer.SCUTrainer.training_step", interrupt)
+    assert train.main(flags) == 130
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "stopped"
+
+
 def test_a_failed_run_says_so_in_run_json(flags, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("the loop broke")

@@ -85,6 +85,15 @@ def test_model_law_far_below_target_does_not_pull():
     assert (state.lam, state.saturated, state.reached_step) == (0.0, "low", None)
 
 
+def test_model_law_expects_the_growth_of_a_young_run_to_fall():
+    """At step 10 of a straight walk the mean growth of the next 10 steps is ln 2 of the present one."""
+    young = replace(RUNNING, growth=0.2, target_s=0.2)
+    seen = replace(SEEN, step=10)
+    # growth 0.2 + 0.2 (0.04679819315 - 0.2); (y - logit(0.2)) / 10 = -0.06663489875
+    assert decide(MODEL, young, seen).lam == close(25.05881086416)
+    assert decide(MODEL, replace(young, reached_step=5), seen).lam == close(50.0656195134)
+
+
 def test_model_law_stays_within_max_shrink_and_says_so():
     state = decide(MODEL, replace(RUNNING, growth=0.5), replace(SEEN, param_bpt=3.0))
     assert state.lam * SEEN.learning_rate == close(MODEL.max_shrink)
@@ -215,7 +224,9 @@ def test_original_law_inside_the_deadband_only_leaks():
 def test_integral_is_clamped_on_both_sides():
     above = decide(ORIGINAL, replace(ORIGINAL_RUNNING, integral=0.2, s_ema=0.9), S_OF_A_FIFTH)
     assert above.integral == 0.2
-    below = decide(replace(ORIGINAL, target_s=0.9), replace(ORIGINAL_RUNNING, integral=-0.2, target_s=0.9), S_OF_A_FIFTH)
+    below = decide(
+        replace(ORIGINAL, target_s=0.9), replace(ORIGINAL_RUNNING, integral=-0.2, target_s=0.9), S_OF_A_FIFTH
+    )
     assert below.integral == -0.2
 
 
@@ -224,9 +235,7 @@ def test_original_law_averages_s_over_several_steps():
     assert state.s_ema == close(0.2 - 0.9**3 * 0.08)
 
 
-@pytest.mark.parametrize(
-    ("lam", "s_ema", "bound", "word"), [(10.0, 0.5, 10.0, "high"), (1e-4, 0.0, 1e-4, "low")]
-)
+@pytest.mark.parametrize(("lam", "s_ema", "bound", "word"), [(10.0, 0.5, 10.0, "high"), (1e-4, 0.0, 1e-4, "low")])
 def test_original_law_turns_back_at_once_after_a_long_time_at_a_bound(lam, s_ema, bound, word):
     state = replace(ORIGINAL_RUNNING, lam=lam, s_ema=s_ema, integral=0.2 if word == "high" else -0.2)
     seen = replace(S_OF_A_FIFTH, param_bpt=4.0 if word == "high" else 0.0)
@@ -296,7 +305,9 @@ def test_a_broken_measurement_changes_nothing_and_is_counted(law, broken):
 def test_state_survives_json_in_every_bit_and_lambda_its_bounds(law):
     chance, state = random.Random(7), initial_state(law)
     for step in range(1, 300):
-        seen = Measurement(step, chance.choice([1, 5]), 8 * chance.random(), 10 ** chance.uniform(-9, 3), chance.random())
+        seen = Measurement(
+            step, chance.choice([1, 5]), 8 * chance.random(), 10 ** chance.uniform(-9, 3), chance.random()
+        )
         state = decide(law, with_shrink(state, shrink_of(law, state, seen.learning_rate)), seen)
         state = observe_held_out(law, state, chance.uniform(1, 8)) if step % 10 == 0 else state
         assert math.isfinite(state.lam)

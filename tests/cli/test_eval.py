@@ -1,0 +1,407 @@
+"""``scu-trainer eval`` as a user meets it: on runs, checkpoints, adapters and models, alone and against another."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scu_trainer.cli import eval as command
+from scu_trainer.cli import train
+from scu_trainer.cli.eval import as_text, verdict
+from scu_trainer.run_files import read_json, write_json
+from scu_trainer.train.evaluate import Interval
+from tests import tiny
+
+ROOT = Path(__file__).parents[2]
+WORDS = "the file of a list is read by some function that returns values and writes them back".split()
+DOCUMENTS, HELD_OUT = 48, 12
+
+
+def write_documents(path: Path, count: int, words_each: int = 30, seed: int = 0) -> Path:
+    generator = random.Random(seed)
+    texts = [" ".join(generator.choices(WORDS, k=words_each)) for _ in range(count)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> SimpleNamespace:
+    """A model folder, documents, and a LoRA and a full-tuning run on them."""
+    folder = tmp_path_factory.mktemp("work")
+    documents = write_documents(folder / "documents.jsonl", DOCUMENTS)
+    model = tiny.saved_llama(folder / "model")
+    options = {
+        "model_name_or_path": model,
+        "dataset": documents,
+        "block_size": 64,
+        "validation_split_percentage": 100 * HELD_OUT / DOCUMENTS,
+        "max_steps": 3,
+        "save_steps": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.01,
+        "report_to": "none",
+        "use_cpu": "true",
+        "seed": 5,
+        "cache_dir": folder / "cache",
+    }
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert train.main([*flags, "--output_dir", str(folder / "lora")]) == 0
+    assert train.main([*flags, "--output_dir", str(folder / "full"), "--tuning", "full", "--scu", "false"]) == 0
+    return SimpleNamespace(folder=folder, documents=documents, model=model, lora=folder / "lora", full=folder / "full")
+
+
+@pytest.fixture
+def evaluate(capsys):
+    """``evaluate(words...)`` -> the JSON object; asserts that nothing else was printed."""
+
+    def run(*words) -> dict:
+        capsys.readouterr()
+        assert command.main([*map(str, words), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """``refused(words...)`` -> the one line of an error that the user can fix."""
+
+    def run(*words) -> str:
+        capsys.readouterr()
+        assert command.main(list(map(str, words))) == 2
+        printed = capsys.readouterr()
+        lines = printed.err.strip().splitlines()
+        assert printed.out == "" and "Traceback" not in printed.err
+        assert len([line for line in lines if line.startswith("error: ")]) == 1 and lines[-1].startswith("error: ")
+        return lines[-1].removeprefix("error: ")
+
+    return run
+
+
+@pytest.fixture
+def broken_run(work, tmp_path):
+    """A copy of the LoRA run to break."""
+    return Path(shutil.copytree(work.lora, tmp_path / "run"))
+
+
+def edit_json(path: Path, **changes) -> None:
+    write_json(path, {**read_json(path), **changes})
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_run_has_the_figures_that_training_reported(evaluate, work, kind):
+    run = getattr(work, kind)
+    expected = read_json(run / "scu_metrics.json")
+    report = evaluate(run, "--against", "base")
+    assert (report["documents"], report["tokens"]) == (HELD_OUT, expected["held_out_tokens"])
+    assert report["model"]["bpt"] == pytest.approx(expected["held_out_bpt_after"])
+    assert report["against"]["bpt"] == pytest.approx(expected["held_out_bpt_before"])
+    assert report["model"]["perplexity"] == pytest.approx(2.0 ** report["model"]["bpt"]["value"])
+    assert report["against"]["name"] == str(work.model)
+    change = {name: report["difference"][name] for name in ("value", "low", "high", "confidence")}
+    assert change == pytest.approx(expected["held_out_bpt_change"], abs=1e-9)
+    assert report["difference"]["verdict"] == "lower" and change["high"] < 0
+    assert report["fingerprint"] == read_json(run / "training_config.json")["data"]["fingerprint"]
+    assert report["split_seed"] == 5 and report["notes"] == []
+
+
+def test_a_checkpoint_is_scored_on_the_documents_of_its_run(evaluate, work):
+    report = evaluate(work.lora / "checkpoint-2", "--against", work.lora)
+    alone = evaluate(work.lora)
+    assert report["fingerprint"] == alone["fingerprint"]
+    assert report["against"] == alone["model"]
+    assert report["difference"]["value"] != 0.0
+
+
+@pytest.mark.parametrize("other", ["lora", "lora/checkpoint-3"])
+def test_equal_weights_differ_by_exactly_nothing(evaluate, work, other):
+    difference = evaluate(work.lora, "--against", work.folder / other)["difference"]
+    assert (difference["value"], difference["low"], difference["high"]) == (0.0, 0.0, 0.0)
+    assert difference["verdict"] == "no difference found"
+
+
+def test_a_worse_model_is_said_to_be_higher(evaluate, work):
+    report = evaluate(work.model, "--against", work.full)
+    assert report["difference"]["verdict"] == "higher" and report["difference"]["low"] > 0
+    assert report["documents"] == HELD_OUT, "the run tells the documents, wherever it stands"
+
+
+def test_an_adapter_without_its_run(evaluate, work, tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(work.lora / name, adapter)
+    data = ("--dataset", work.documents, "--block-size", 64, "--validation-split-percentage", 25, "--seed", 5)
+    assert evaluate(adapter, *data)["model"]["bpt"] == evaluate(work.lora, "--seed", 5)["model"]["bpt"]
+    assert evaluate(adapter, *data, "--against", "base")["against"]["name"] == str(work.model)
+
+
+def test_a_model_on_a_split_and_on_a_whole_file(evaluate, work, tmp_path):
+    fresh = write_documents(tmp_path / "fresh.jsonl", 30, seed=1)
+    split = evaluate(work.model, "--dataset", fresh, "--validation_split_percentage", 50)
+    assert split["documents"] == 15 and split["notes"] == []
+    whole = evaluate(work.model, "--eval_dataset", fresh)
+    assert whole["documents"] == 30 and whole["dataset"] == str(fresh)
+
+
+def test_batches_resamples_and_level(evaluate, work):
+    report = evaluate(work.lora, "--batch-tokens", 64, "--resamples", 50, "--confidence", 0.5, "--seed", 9)
+    standard = evaluate(work.lora)
+    assert report["model"]["bpt"]["value"] == pytest.approx(standard["model"]["bpt"]["value"], rel=1e-6)
+    assert (report["resamples"], report["seed"], report["model"]["bpt"]["confidence"]) == (50, 9, 0.5)
+    assert report["model"]["bpt"]["high"] < standard["model"]["bpt"]["high"]
+    assert report["split_seed"] == 5, "the run tells the split"
+
+
+# -- which documents ---------------------------------------------------------------------------------------------------
+
+
+def test_flags_override_the_data_settings_of_a_run(evaluate, work):
+    report = evaluate(work.lora, "--validation_split_percentage", 50)
+    assert report["documents"] == DOCUMENTS // 2
+    assert report["notes"] == [f"{work.lora} was trained on another split: it may have learned some of these documents"]
+
+
+def test_its_own_training_data_as_held_out_data_is_pointed_out(evaluate, work, monkeypatch):
+    monkeypatch.chdir(work.folder)
+    report = evaluate(work.lora, "--eval_dataset", work.documents.name)
+    assert report["documents"] == DOCUMENTS
+    assert "may have learned" in report["notes"][0]
+
+
+def test_another_dataset_brings_its_own_split(evaluate, work, tmp_path):
+    fresh = write_documents(tmp_path / "fresh.jsonl", 200, seed=1)
+    report = evaluate(work.lora, "--dataset", fresh)
+    assert report["documents"] == 10, "5 %, the default, not the share of the run"
+    assert report["notes"] == []
+
+
+def test_changed_data_are_pointed_out(evaluate, broken_run, tmp_path):
+    described = read_json(broken_run / "training_config.json")
+    longer = write_documents(tmp_path / "longer.jsonl", DOCUMENTS + 4)
+    described["configuration"]["dataset"] = str(longer)
+    write_json(broken_run / "training_config.json", described)
+    assert "another fingerprint than when" in evaluate(broken_run)["notes"][0]
+
+
+def test_a_chat_template_file_is_no_longer_needed(evaluate, broken_run):
+    described = read_json(broken_run / "training_config.json")
+    described["configuration"]["chat_template"] = "/gone/template.jinja"
+    write_json(broken_run / "training_config.json", described)
+    assert evaluate(broken_run)["documents"] == HELD_OUT
+
+
+def test_few_documents_and_dropped_rows_are_pointed_out(evaluate, work, tmp_path):
+    path = write_documents(tmp_path / "few.jsonl", 4, seed=1)
+    path.write_text(path.read_text() + '{"text": " "}\n')
+    report = evaluate(work.model, "--eval_dataset", path)
+    assert report["documents"] == 4
+    assert report["notes"][0] == "4 documents held out: too few to trust an interval"
+    assert report["notes"][1].startswith("left out while reading: ") and "empty text" in report["notes"][1]
+
+
+def test_one_document_has_no_interval_and_no_verdict(evaluate, work, capsys):
+    words = (work.lora, "--against", "base", "--max_eval_documents", 1)
+    report = evaluate(*words)
+    assert report["documents"] == 1
+    assert report["model"]["bpt"]["low"] is report["difference"]["high"] is None
+    assert report["difference"]["verdict"] == "one document cannot tell"
+    assert "interval none" in as_text(report)
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+def test_text_for_a_person(work, capsys):
+    capsys.readouterr()
+    assert command.main([str(work.lora), "--against", "base", "--confidence", "0.9"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    expected = read_json(work.lora / "scu_metrics.json")
+    assert lines[0] == (
+        f"held out: {HELD_OUT} documents of {work.documents}, {expected['held_out_tokens']:,} tokens predicted"
+    )
+    assert "bits per token" in lines[2] and "90 % interval" in lines[2] and "perplexity" in lines[2]
+    for line, figures, name in ((lines[3], "after", work.lora), (lines[4], "before", work.model)):
+        assert f"{expected[f'held_out_bpt_{figures}']['value']:.4f}" in line and line.endswith(str(name))
+    change = expected["held_out_bpt_change"]["value"]
+    assert lines[6].startswith(f"{work.lora} is lower than {work.model}: {change:+.4f} bits per token (90 % interval -")
+    assert len(lines) == 7
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "documents", "expected"),
+    [
+        (-0.2, -0.1, 20, "lower"),
+        (0.1, 0.2, 20, "higher"),
+        (-0.1, 0.2, 20, "no difference found"),
+        (0.0, 0.0, 20, "no difference found"),
+        (-0.2, 0.0, 20, "no difference found"),
+        (-0.2, -0.2, 1, "one document cannot tell"),
+    ],
+)
+def test_the_verdict_follows_from_the_interval(low, high, documents, expected):
+    assert verdict(Interval((low + high) / 2, low, high, 0.95), documents) == expected
+
+
+def test_the_script_prints_one_json_object_and_nothing_else(work):
+    words = [sys.executable, str(ROOT / "scripts" / "eval_bpt.py"), str(work.full), "--json"]
+    answer = subprocess.run(words, capture_output=True, text=True, check=True)
+    expected = read_json(work.full / "scu_metrics.json")["held_out_bpt_after"]["value"]
+    assert json.loads(answer.stdout)["model"]["bpt"]["value"] == pytest.approx(expected)
+
+
+def test_what_a_library_prints_stays_out_of_the_result(evaluate, work, monkeypatch):
+    load = command.load_for_evaluation
+
+    def talkative(*arguments):
+        print("loading checkpoint shards")
+        return load(*arguments)
+
+    monkeypatch.setattr(command, "load_for_evaluation", talkative)
+    assert evaluate(work.lora)["documents"] == HELD_OUT
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys; from scu_trainer.cli.main import main; assert main(['eval', '--help']) == 0; "
+        "assert 'torch' not in sys.modules"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for flag in ("RUN_OR_MODEL", "--against", "--json", "--batch_tokens", "--batch-tokens", "--eval_dataset"):
+        assert flag in answer.stdout
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "required: RUN_OR_MODEL"),
+        (["./missing"], "'./missing' does not exist"),
+        (["missing"], "missing is no folder here, and a Hub id has no run"),
+        (["{model}"], "{model} belongs to no run"),
+        (["{documents}"], "is a file; give a folder"),
+        (["{folder}"], "without config.json or adapter_config.json"),
+        (["base"], "base is a word of --against"),
+        (["{model}", "--against", "base"], "{model} is neither an adapter nor of a run"),
+        (["{lora}", "--against", "./missing"], "'./missing' does not exist"),
+        (["{lora}", "--agianst", "base"], "unknown option --agianst (did you mean 'against'?)"),
+        (["{lora}", "another"], "unrecognized arguments: another"),
+        (["{lora}", "--resamples", "0"], "resamples is 0; it must be 1 or more"),
+        (["{lora}", "--resamples", "many"], "invalid int value: 'many'"),
+        (["{lora}", "--batch_tokens", "0"], "batch_tokens is 0"),
+        (["{lora}", "--seed", "-1"], "seed is -1"),
+        (["{lora}", "--confidence", "95"], "confidence is 95.0; it must lie between 0 and 1"),
+        (["{lora}", "--block_size", "1"], "block_size is 1"),
+        (["{lora}", "--eval_dataset", "./missing.jsonl"], "./missing.jsonl does not exist"),
+        (["{lora}", "--validation_split_percentage", "0"], "is held out; add --eval_dataset"),
+        (["nobody/nothing", "--dataset", "{documents}"], "if it is a Hub id, check its spelling"),
+    ],
+)
+def test_one_line_says_what_to_do(refused, work, words, message):
+    places = {name: str(place) for name, place in vars(work).items()}
+    assert message.format(**places) in refused(*(word.format(**places) for word in words))
+
+
+def test_missing_data_settings_are_spelled_out(refused, work):
+    message = refused(work.model)
+    assert "--dataset NAME_OR_PATH" in message and "--eval_dataset NAME_OR_PATH" in message
+
+
+@pytest.mark.parametrize("status", ["queued", "running", "stopping", "stopped", "failed"])
+def test_an_unfinished_run_points_to_its_newest_checkpoint(refused, broken_run, status):
+    (broken_run / "checkpoint-3").rename(broken_run / "checkpoint-10")
+    edit_json(broken_run / "run.json", status=status, error="out of disk" if status == "failed" else None)
+    message = refused(broken_run)
+    assert f"its status is {status}" in message and str(broken_run / "checkpoint-10") in message
+    assert ("(out of disk)" in message) == (status == "failed")
+
+
+def test_a_run_without_model_files(refused, broken_run):
+    for path in (broken_run / "adapter_config.json", broken_run / "checkpoint-2", broken_run / "checkpoint-3"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert "its model files are gone; train it to the end first" in refused(broken_run)
+
+
+def test_a_run_that_died_before_it_was_described(refused, tmp_path):
+    write_json(tmp_path / "run.json", {"status": "queued", "error": None})
+    assert "its status is queued" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_torn_description(refused, broken_run, content):
+    (broken_run / "training_config.json").write_text(content)
+    assert "training_config.json" in refused(broken_run)
+
+
+def test_an_adapter_whose_base_is_gone(refused, broken_run):
+    edit_json(broken_run / "adapter_config.json", base_model_name_or_path="/gone/model")
+    for words in ((broken_run,), (broken_run, "--against", "base")):
+        assert "'/gone/model' does not exist" in refused(*words)
+
+
+def test_a_base_that_was_taken_out_of_the_cache(refused, work, tmp_path):
+    run = Path(shutil.copytree(work.full, tmp_path / "run"))
+    described = read_json(run / "training_config.json")
+    described["configuration"].update(model_name_or_path=None, cache_dir=str(tmp_path / "emptied"))
+    write_json(run / "training_config.json", described)
+    assert f"is no longer in {tmp_path / 'emptied'}" in refused(run, "--against", "base")
+
+
+def test_models_with_different_tokenizers(refused, work, tmp_path):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["<s>", "</s>", *WORDS])}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<s>")), eos_token="</s>"
+    )
+    tiny.llama().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    message = refused(work.lora, "--against", tmp_path)
+    assert "have different tokenizers" in message and "(2,048 tokens)" in message
+    assert f"scu-trainer eval {work.lora}, and scu-trainer eval {tmp_path}" in message
+
+
+def test_a_model_smaller_than_its_tokenizer(refused, work, tmp_path):
+    tiny.llama().save_pretrained(tmp_path)
+    for path in work.model.glob("tokenizer*"):
+        shutil.copy(path, tmp_path)
+    message = refused(tmp_path, "--dataset", work.documents)
+    assert "the tokenizer has 2048 tokens" in message and f"{tiny.VOCAB} rows" in message
+
+
+def test_rows_longer_than_the_positions_of_the_model(refused, work, tmp_path):
+    long = write_documents(tmp_path / "long.jsonl", 2, words_each=200)
+    assert "exceed the 128 positions" in refused(work.model, "--eval_dataset", long)
+
+
+def test_broken_weights(refused, work, tmp_path):
+    folder = Path(shutil.copytree(work.model, tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(torch.nan)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert f"no finite loss on {DOCUMENTS} of {DOCUMENTS} documents" in refused(
+        folder, "--eval_dataset", work.documents, "--block_size", 64
+    )
+
+
+def test_too_little_gpu_memory(refused, work, monkeypatch):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("scu_trainer.train.evaluate.score_documents", full)
+    assert "out of GPU memory at batch_tokens 8192; give a smaller --batch_tokens" in refused(work.lora)

@@ -1,0 +1,105 @@
+"""Two processes under DDP are one run: same weights and lambda on both, same figures as in one process.
+
+This file is also the program that the two processes execute.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scu_trainer.run_files import read_rows
+from scu_trainer.settings import RegularizationSettings as Settings
+from tests.tiny import UnevenRows, llama, pad, trained, weights_of
+from tests.train.test_resume import StopAt
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS_PER_STEP = 8
+
+# SGD: Adam would blow the last bits of tiny gradients up to whole steps.
+COMMON = {"optim": "sgd", "learning_rate": 0.3, "gradient_accumulation_steps": 2, "max_steps": 6, "data_collator": pad}
+
+CASES = {
+    "model": (Settings(target_s=0.02, sigma=0.03), {}),
+    "original": (Settings(law="original", actuator="penalty", target_s=0.02, sigma=0.1, lambda_init=5.0), {}),
+    "local counts": (Settings(target_s=0.02, sigma=0.03), {"average_tokens_across_devices": False}),
+}
+
+
+def run_case(name: str, folder: Path, processes: int, **changes):
+    settings, own = CASES[name]
+    rows = ROWS_PER_STEP // COMMON["gradient_accumulation_steps"] // processes
+    data = UnevenRows(ROWS_PER_STEP * COMMON["max_steps"])
+    return trained(llama(), folder, settings, data, per_device_train_batch_size=rows, **COMMON, **own, **changes)
+
+
+def main(folder: Path) -> None:
+    """What each of two processes does: every case, and one of them once more with an interruption."""
+    runs = {name: run_case(name, folder / name, processes=2) for name in CASES}
+    run_case("model", folder / "resumed", processes=2, callbacks=[StopAt(3)])
+    runs["resumed"] = run_case("model", folder / "resumed", processes=2, resume=True)
+    outcome = {
+        name: {
+            "weights": weights_of(run.model),
+            "state": run.regularizer.state.to_dict(),
+            "tokens_n": run.regularizer.progress.tokens_n,
+            "world": run.accelerator.num_processes,
+        }
+        for name, run in runs.items()
+    }
+    torch.save(outcome, folder / f"rank{os.environ['RANK']}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Outcomes of both ranks, and the folder that they wrote to."""
+    folder = tmp_path_factory.mktemp("ranks")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*launcher, __file__, str(folder)], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)], folder
+
+
+def assert_rows_agree(found: list[dict], expected: list[dict]) -> None:
+    assert len(found) == len(expected) == COMMON["max_steps"]
+    for one, other in zip(found, expected, strict=True):
+        for name in ("data_bpt", "param_bpt", "s", "s_ema", "lambda", "integral", "tokens"):
+            assert one[name] == pytest.approx(other[name], rel=1e-5), (one["step"], name)
+
+
+def test_two_ranks_are_one_run(ranks, tmp_path):
+    (first, second), folder = ranks
+    assert {case["world"] for case in first.values()} == {2}
+    for name in first:
+        torch.testing.assert_close(first[name]["weights"], second[name]["weights"], rtol=0, atol=0)
+        assert first[name]["state"] == second[name]["state"], name
+        assert first[name]["tokens_n"] == second[name]["tokens_n"]
+    torch.testing.assert_close(first["resumed"]["weights"], first["model"]["weights"], rtol=0, atol=0)
+    assert first["resumed"]["state"] == first["model"]["state"]
+
+    for name in ("model", "original"):
+        alone = run_case(name, tmp_path / name, processes=1)
+        rows = read_rows(tmp_path / name / "scu_history.json")
+        assert rows[-1]["lambda"] > 0
+        assert_rows_agree(read_rows(folder / name / "scu_history.json"), rows)
+        torch.testing.assert_close(first[name]["weights"], weights_of(alone.model), rtol=1e-4, atol=1e-6)
+
+    # Tokens counted per rank weigh gradients otherwise, but before the first of them the loss is the same.
+    one, two = (read_rows(path / "model" / "scu_history.json")[0] for path in (tmp_path, folder))
+    local = read_rows(folder / "local counts" / "scu_history.json")[0]
+    assert local["data_bpt"] == pytest.approx(one["data_bpt"], rel=1e-6)
+    assert local["tokens"] == one["tokens"] == two["tokens"]
+    assert first["local counts"]["tokens_n"] == first["model"]["tokens_n"]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,151 @@
+"""A run that was interrupted and resumed is the run that was not; a checkpoint that does not fit is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from scu_trainer.errors import CheckpointError
+from scu_trainer.run_files import read_json, read_rows
+from scu_trainer.settings import RegularizationSettings as Settings
+from tests.tiny import llama, lora, same, trained, weights_of
+
+STEPS = {"max_steps": 6, "lr_scheduler_type": "linear"}
+
+LAWS = {
+    "model": Settings(target_s=0.02),
+    "original": Settings(law="original", target_s=0.02, sigma=0.03, lambda_init=5.0, lambda_max=1e3),
+    "fixed": Settings(law="fixed", lambda_init=3.0),
+    # The interruption at step 3 falls between two decisions.
+    "sparse": Settings(target_s=0.02, control_frequency=2),
+}
+
+MODELS = {
+    "full": lambda seed=0: llama(),
+    "bfloat16": lambda seed=0: llama().bfloat16(),
+    # Adapters of a resumed run start elsewhere: what lambda pulls toward must come from the checkpoint.
+    "lora": lambda seed=0: lora(llama(), seed=1 + seed, lora_dropout=0.1),
+}
+
+
+class StopAt(TrainerCallback):
+    """An interruption with a checkpoint, in the middle of the schedule."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def optimizer_state(trainer) -> dict[str, torch.Tensor]:
+    state = trainer.optimizer.state_dict()["state"]
+    return {
+        f"{index}.{name}": torch.as_tensor(value) for index, entry in state.items() for name, value in entry.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "law"),
+    [
+        ("full", "model"),
+        ("full", "original"),
+        ("lora", "model"),
+        ("lora", "original"),
+        ("bfloat16", "fixed"),
+        ("full", "sparse"),
+    ],
+)
+def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, model, law):
+    make, settings = MODELS[model], LAWS[law]
+    whole = trained(make(), tmp_path / "whole", settings, **STEPS)
+    trained(make(), tmp_path / "parts", settings, callbacks=[StopAt(3)], **STEPS)
+    assert len(read_rows(tmp_path / "parts" / "scu_history.json")) == 3 // settings.control_frequency
+    resumed = trained(make(seed=9), tmp_path / "parts", settings, resume=True, **STEPS)
+
+    assert resumed.state.global_step == 6
+    assert same(weights_of(resumed.model), weights_of(whole.model))
+    assert same(optimizer_state(resumed), optimizer_state(whole))
+    assert same(resumed.regularizer.prior.state_dict(), whole.regularizer.prior.state_dict())
+    assert resumed.regularizer.state == whole.regularizer.state
+    assert resumed.regularizer.progress == whole.regularizer.progress
+    files = [(tmp_path / name / "scu_history.json").read_bytes() for name in ("whole", "parts")]
+    assert files[0] == files[1]
+    rows = read_rows(tmp_path / "whole" / "scu_history.json")
+    assert all(row["lambda"] > 0 for row in rows if row["step"] > 2), "a loop that is idle shows nothing"
+    if law == "original":
+        assert all(row["integral"] != 0 for row in rows)
+
+
+def test_rows_after_the_checkpoint_are_written_anew(tmp_path):
+    """The run went on after its checkpoint before it was killed: its later rows go."""
+    settings = LAWS["model"]
+    trained(llama(), tmp_path, settings, save_strategy="steps", save_steps=3, **STEPS)
+    before = (tmp_path / "scu_history.json").read_bytes()
+    trained(llama(), tmp_path, settings, resume=str(tmp_path / "checkpoint-3"), **STEPS)
+    assert (tmp_path / "scu_history.json").read_bytes() == before
+
+
+def test_a_new_run_in_an_old_directory_starts_a_new_history(tmp_path):
+    trained(llama(), tmp_path, LAWS["model"], **STEPS)
+    trained(llama(seed=4), tmp_path, LAWS["fixed"], max_steps=2)
+    rows = read_rows(tmp_path / "scu_history.json")
+    assert [(row["step"], row["lambda"]) for row in rows] == [(1, 3.0), (2, 3.0)]
+    assert read_json(tmp_path / "scu_config.json")["settings"]["law"] == "fixed"
+
+
+def test_resumed_in_the_middle_of_a_hold(tmp_path):
+    settings = Settings(target_s=0.05, stop_at_target=True, hold_steps=6)
+    changes = {"max_steps": 100, "lr_scheduler_type": "constant"}
+    whole = trained(llama(), tmp_path / "whole", settings, **changes)
+    reached = whole.regularizer.state.reached_step
+    trained(llama(), tmp_path / "parts", settings, callbacks=[StopAt(reached + 3)], **changes)
+    resumed = trained(llama(), tmp_path / "parts", settings, resume=True, **changes)
+    assert resumed.state.global_step == whole.state.global_step == reached + 6
+    assert same(weights_of(resumed.model), weights_of(whole.model))
+    assert read_rows(tmp_path / "parts" / "scu_history.json") == read_rows(tmp_path / "whole" / "scu_history.json")
+
+
+# -- what a checkpoint holds -------------------------------------------------------------------------------------------
+
+
+def test_the_start_of_adapters_is_kept_and_that_of_full_tuning_is_not(tmp_path):
+    model = lora(llama())
+    start = weights_of(model)
+    trained(model, tmp_path / "lora", LAWS["model"], save_strategy="steps", save_steps=6)
+    assert same(load_file(tmp_path / "lora" / "checkpoint-6" / "scu_prior.safetensors"), start)
+    trained(llama(), tmp_path / "full", LAWS["model"], save_strategy="steps", save_steps=6)
+    trained(lora(llama()), tmp_path / "zero", Settings(prior="zero"), save_strategy="steps", save_steps=6)
+    for name in ("full", "zero"):
+        assert (tmp_path / name / "checkpoint-6" / "scu_state.json").is_file()
+        assert not (tmp_path / name / "checkpoint-6" / "scu_prior.safetensors").exists()
+
+
+@pytest.fixture
+def interrupted(tmp_path):
+    trained(llama(), tmp_path, LAWS["model"], callbacks=[StopAt(3)], **STEPS)
+    return tmp_path
+
+
+def test_a_checkpoint_of_the_stock_trainer_is_refused(tmp_path):
+    trained(llama(), tmp_path, None, callbacks=[StopAt(3)], **STEPS)
+    with pytest.raises(CheckpointError, match=r"checkpoint-3 holds no scu_state.json.*resume with scu: false"):
+        trained(llama(), tmp_path, LAWS["model"], resume=True, **STEPS)
+
+
+def test_a_checkpoint_of_ours_resumes_without_the_loop(interrupted):
+    assert trained(llama(), interrupted, None, resume=True, **STEPS).state.global_step == 6
+
+
+def test_another_sigma_is_refused(interrupted):
+    with pytest.raises(CheckpointError, match=r"scu_sigma is 0.2, the checkpoint was written with 0.1"):
+        trained(llama(), interrupted, Settings(target_s=0.02, sigma=0.2), resume=True, **STEPS)
+
+
+def test_another_start_is_refused(interrupted):
+    """The same shapes from another seed: the checkpoint's weights would load, but lambda would pull elsewhere."""
+    with pytest.raises(CheckpointError, match=r"lambda would pull elsewhere. Resume with the same model_name_or_path"):
+        trained(llama(seed=1), interrupted, LAWS["model"], resume=True, **STEPS)

@@ -1,0 +1,90 @@
+"""The loop under real DeepSpeed: ZeRO-2 pulls the masters that training keeps, ZeRO-3 is refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import sys
+import deepspeed
+import torch
+from scu_trainer import SCUTrainer
+from scu_trainer.settings import RegularizationSettings
+from tests import tiny
+
+# DeepSpeed would compile its shared-memory communication for a minute at the first start.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+stage, law, folder, resume = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]
+config = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_allow_untested_optimizer": True,
+}
+changes = {"deepspeed": config} if stage else {}
+arguments = tiny.arguments(
+    folder, max_steps=8, gradient_accumulation_steps=2, save_strategy="steps", save_steps=4, **changes
+)
+trainer = SCUTrainer(
+    model=tiny.lora(tiny.llama()),
+    args=arguments,
+    train_dataset=tiny.Rows(),
+    regularization=RegularizationSettings(law=law, lambda_init=3.0, target_s=0.01),
+)
+trainer.train(resume_from_checkpoint=resume[0] if resume else None)
+assert not stage or type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
+trained = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+torch.save({"weights": trained, "lambda": trainer.regularizer.state.lam}, f"{folder}/result.pt")
+"""
+
+
+def train(tmp_path: Path, name: str, stage: int, law: str, *resume: str) -> subprocess.CompletedProcess:
+    script = tmp_path / "zero.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    if stage:  # one process; DeepSpeed asks for mpi where these are not set
+        environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    command = [sys.executable, str(script), str(stage), law, str(tmp_path / name), *resume]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+
+def result(tmp_path: Path, name: str, *arguments) -> dict:
+    answer = train(tmp_path, name, *arguments)
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    return torch.load(tmp_path / name / "result.pt")
+
+
+def test_zero_2_ends_with_the_weights_of_one_plain_process(tmp_path):
+    plain, zero = result(tmp_path, "plain", 0, "fixed"), result(tmp_path, "zero", 2, "fixed")
+    for name, weight in plain["weights"].items():
+        torch.testing.assert_close(zero["weights"][name], weight, rtol=1e-5, atol=1e-7)
+
+
+def test_zero_2_resumes_bit_for_bit(tmp_path):
+    whole = result(tmp_path, "whole", 2, "model")
+    resumed = result(tmp_path, "whole", 2, "model", str(tmp_path / "whole" / "checkpoint-4"))
+    assert resumed["lambda"] == whole["lambda"] > 0
+    for name, weight in whole["weights"].items():
+        assert torch.equal(resumed["weights"][name], weight), name
+
+
+def test_zero_3_is_refused(tmp_path):
+    answer = train(tmp_path, "refused", 3, "model")
+    assert "this is stage 3" in answer.stderr
