@@ -17,6 +17,7 @@ from scu_trainer.cli import configuration
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.subjects import Subject, base_subject, held_out_settings, may_have_learned, subject_of
 from scu_trainer.errors import DataError, ModelError, SettingsError
+from scu_trainer.models.fit import require_fit
 from scu_trainer.models.load import load_for_evaluation, load_tokenizer
 from scu_trainer.settings import DataSettings
 
@@ -189,7 +190,7 @@ def _scores(subject: Subject, tokenizer: Any, data: PreparedData, batch_tokens: 
     from scu_trainer.train.evaluate import score_documents
 
     model = load_for_evaluation(subject.source, subject.model)
-    _require_fit(subject, model, len(tokenizer), max(data.eval["length"]))
+    require_fit(model, subject.name, len(tokenizer), max(data.eval["length"]))
     try:
         scores = score_documents(model, data.eval, Collator.of(tokenizer), batch_tokens)
     except torch.OutOfMemoryError as error:
@@ -198,16 +199,6 @@ def _scores(subject: Subject, tokenizer: Any, data: PreparedData, batch_tokens: 
     if broken:
         raise ModelError(f"{subject.name}: no finite loss on {broken} of {len(scores.nats)} documents, broken weights")
     return scores
-
-
-def _require_fit(subject: Subject, model: Any, tokens: int, longest_row: int) -> None:
-    rows = model.get_input_embeddings().num_embeddings
-    if tokens > rows:
-        raise ModelError(f"the tokenizer has {tokens} tokens, the embedding of {subject.name} {rows} rows: no pair")
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and longest_row > positions:
-        found = f"rows of {longest_row} tokens exceed the {positions} positions of {subject.name}"
-        raise SettingsError(f"{found}; add --block_size {positions}")
 
 
 # -- the report --------------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -44,7 +46,9 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
 
     name = settings.model_name_or_path
     check_source(name)
-    source = name if _has_tokenizer(Path(name).expanduser()) or not Path(name).exists() else base_of(Path(name))
+    source = _located(name)
+    if Path(source).is_dir() and not _has_tokenizer(Path(source)):
+        source = base_of(Path(source))
     with _as_model_error(name, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
@@ -56,35 +60,69 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _located(name: str) -> str:
+    """A folder with ``~`` written out, which the libraries take for part of a Hub id; Hub ids as they are."""
+    path = Path(name).expanduser()
+    return str(path) if path.is_dir() else name
+
+
 def _has_tokenizer(path: Path) -> bool:
     return (path / "tokenizer_config.json").is_file() or (path / "tokenizer.json").is_file()
 
 
 def base_of(adapter: Path) -> str:
-    """Name or path of the base model that an adapter folder was trained on; the folder itself when it is no adapter."""
+    """Name or path of the base model that an adapter folder was trained on; the folder itself when it is no adapter.
+
+    Raises ModelError if the adapter does not tell, or if its base is a folder that is gone.
+    """
     if not is_adapter(adapter):
         return str(adapter)
-    return json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    config_file = adapter / "adapter_config.json"
+    with _as_model_error(str(adapter), "adapter"):
+        config = json.loads(config_file.read_text())
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if not base:
+        raise ModelError(f"{config_file} does not tell the base model; set base_model_name_or_path in it")
+    try:
+        check_source(base)
+    except ModelError as error:
+        raise ModelError(f"the adapter {adapter} needs its base model: {error}") from error
+    return base
 
 
 def load_model(settings: ModelSettings) -> PreTrainedModel:
-    """Base weights only, on the CPU, in ``settings.dtype``. Full tuning in ``auto`` loads float32: AdamW's small steps vanish
+    """Base weights only (of an adapter: those it was trained on), on the CPU, in ``settings.dtype``. Full tuning in ``auto`` loads float32: AdamW's small steps vanish
     in bfloat16 weights. Raises ModelError."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    name = settings.model_name_or_path
-    check_source(name)
+    name = base_of(Path(_located(settings.model_name_or_path)))
+    check_source(settings.model_name_or_path)
     dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if settings.dtype == "auto" and settings.tuning == "full":
         dtype = torch.float32
     with _as_model_error(name, "model"):
-        return AutoModelForCausalLM.from_pretrained(
-            name,
+        model, report = AutoModelForCausalLM.from_pretrained(
+            _located(name),
             dtype=dtype,
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
             attn_implementation=settings.attn_implementation,
+            ignore_mismatched_sizes=True,  # they are in the report, with their names
+            output_loading_info=True,
+        )
+    _require_complete(name, report)
+    return model
+
+
+def _require_complete(name: str, report: dict) -> None:
+    """Raise ModelError for weights that the files do not hold: transformers fills them with random numbers."""
+    random = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
+    if random:
+        more = f" and {len(random) - 1} more" if len(random) > 1 else ""
+        raise ModelError(
+            f"the weights of {name!r} are not those of the causal language model in its config.json: {random[0]}{more} "
+            "missing or of another shape; give the folder of a complete causal language model"
         )
 
 
@@ -98,17 +136,38 @@ class _as_model_error:
         return None
 
     def __exit__(self, kind, error, trace) -> bool:
-        if not isinstance(error, (OSError, ValueError, KeyError)):
+        if not isinstance(error, _loading_errors()) or _is_out_of_memory(error):
             return False
         first = str(error).strip().splitlines()[0] if str(error).strip() else kind.__name__
         hint = "" if Path(self.name).exists() else "; if it is a Hub id, check its spelling and the connection"
         raise ModelError(f"cannot load the {self.what} of {self.name!r}: {first}{hint}") from error
 
 
+def _loading_errors() -> tuple[type[Exception], ...]:
+    """What the libraries raise for files that are torn, of another kind, or in need of a package."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    builtin = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, UserWarning)
+    return (*builtin, StrictDataclassError, SafetensorError)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError)
+
+
 def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings) -> nn.Module:
-    """Full: every weight trainable. LoRA: adapters on ``lora_target_modules`` or on ``adapter_targets``, base frozen."""
+    """Full: every weight trainable. LoRA: adapters on ``lora_target_modules`` or on ``adapter_targets``, base frozen; where
+    ``model_name_or_path`` is an adapter, training goes on with it, and its own configuration counts."""
+    adapter = Path(settings.model_name_or_path or "").expanduser()
     if settings.tuning == "full":
+        if is_adapter(adapter):
+            raise ModelError(f"tuning: full cannot start from the adapter {adapter}; give its base model, or use tuning: lora")
         return model
+    if is_adapter(adapter):
+        return _with_adapter(model, adapter, is_trainable=True)
     from peft import LoraConfig, TaskType, get_peft_model
 
     targets = _checked_targets(model, settings.lora_target_modules) or adapter_targets(model)
@@ -119,7 +178,10 @@ def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings) -> nn.Mo
         lora_dropout=settings.lora_dropout,
         target_modules=targets,
     )
-    return get_peft_model(model, config)
+    with warnings.catch_warnings():
+        # peft finds out layer by layer which way round a weight lies, and warns each time that it did.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
+        return get_peft_model(model, config)
 
 
 def adapter_targets(model: nn.Module) -> list[str]:
@@ -187,20 +249,18 @@ def _checked_targets(model: nn.Module, wanted: Optional[Iterable[str]]) -> Optio
 def load_for_evaluation(path_or_id: str, settings: ModelSettings) -> PreTrainedModel:
     """A base model, or a base with the adapter found in ``path_or_id``, frozen and in evaluation mode."""
     import torch
-    from peft import PeftModel
 
     path = Path(path_or_id).expanduser()
-    check_source(path_or_id)
-    if not is_adapter(path):
-        model = load_model(_renamed(settings, path_or_id))
-    else:
-        base = load_model(_renamed(settings, base_of(path)))
-        with _as_model_error(path_or_id, "adapter"):
-            model = PeftModel.from_pretrained(base, str(path))
+    model = load_model(replace(settings, model_name_or_path=path_or_id))
+    if is_adapter(path):
+        model = _with_adapter(model, path, is_trainable=False)
     return model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _renamed(settings: ModelSettings, name: str) -> ModelSettings:
-    from dataclasses import replace
+def _with_adapter(model: PreTrainedModel, adapter: Path, is_trainable: bool) -> nn.Module:
+    from peft import PeftModel
 
-    return replace(settings, model_name_or_path=name)
+    with _as_model_error(str(adapter), "adapter"), warnings.catch_warnings():
+        # An adapter that lacks weights would otherwise pass for its base, with a warning only.
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        return PeftModel.from_pretrained(model, str(adapter), is_trainable=is_trainable)

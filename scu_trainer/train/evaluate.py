@@ -11,6 +11,12 @@ import torch
 from torch import nn
 
 IGNORED = -100
+DRAWS_AT_ONCE = 2**20
+"""Documents drawn in one piece: the resamples of a large held-out set would fill gigabytes."""
+
+LARGEST_LOGITS = 2**28
+"""Numbers in the logits of one forward pass: 1 GiB in float32."""
+
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
@@ -78,29 +84,39 @@ def score_documents(
     rows,
     collate: Callable[[list[dict]], dict[str, torch.Tensor]],
     batch_tokens: int = 8192,
-    on_batch: Callable[[int], None] = lambda rows_done: None,
 ) -> DocumentScores:
     """Score every held-out window and add up by document.
 
-    rows: dataset of input_ids, labels, document. ``batch_tokens``: padded tokens per forward pass. The model's training
-    mode and the random state are left as they were.
+    rows: dataset of input_ids, labels, document. ``batch_tokens``: padded tokens per forward pass, fewer where the logits
+    would exceed LARGEST_LOGITS numbers. The model's training mode and the random state are left as they were.
     """
     was_training = model.training
     model.eval()
-    device = next(model.parameters()).device
+    try:
+        return _scores(model, rows, collate, batch_tokens)
+    finally:
+        model.train(was_training)
+
+
+def _scores(model: nn.Module, rows, collate: Callable, batch_tokens: int) -> DocumentScores:
+    parameters = next(model.parameters())
     documents = np.asarray(rows["document"])
     nats, tokens = np.zeros(documents.max() + 1), np.zeros(documents.max() + 1, dtype=np.int64)
+    batch_tokens = min(batch_tokens, max(1, LARGEST_LOGITS // _vocabulary(model)))
     for indices in _batches(rows["length"], batch_tokens):
         batch = collate([rows[int(i)] for i in indices])
-        labels = batch["labels"].to(device)
-        logits = model(**{name: batch[name].to(device) for name in MODEL_INPUTS if name in batch}, use_cache=False).logits
-        scores = row_scores(logits, labels).double().cpu().numpy()
+        inputs = {name: batch[name].to(parameters.device) for name in MODEL_INPUTS if name in batch}
+        logits = model(**inputs, use_cache=False).logits
+        scores = row_scores(logits, batch["labels"].to(parameters.device)).double().cpu().numpy()
         np.add.at(nats, documents[indices], scores[:, 0])
         np.add.at(tokens, documents[indices], scores[:, 1].astype(np.int64))
-        on_batch(len(indices))
-    model.train(was_training)
     seen = tokens > 0
     return DocumentScores(nats[seen], tokens[seen])
+
+
+def _vocabulary(model: nn.Module) -> int:
+    config = getattr(model, "config", None)
+    return getattr(config, "vocab_size", None) or 1
 
 
 def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[np.ndarray]:
@@ -118,7 +134,7 @@ def bootstrap_bpt(
     scores: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
 ) -> Interval:
     """Percentile bootstrap over documents (Efron, 1979) of token-weighted bits per token."""
-    drawn = _resampled_bpt(scores, _draws(len(scores.tokens), resamples, seed))
+    (drawn,) = _resampled_bpt([scores], resamples, seed)
     return _interval(scores.bpt, drawn, confidence)
 
 
@@ -128,16 +144,21 @@ def bootstrap_difference(
     """Bits per token of ``second`` minus ``first`` on the same documents, each resample drawn for both alike."""
     if not np.array_equal(first.tokens, second.tokens):
         raise ValueError("both models must be scored on the same documents with the same tokenizer")
-    draws = _draws(len(first.tokens), resamples, seed)
-    return _interval(second.bpt - first.bpt, _resampled_bpt(second, draws) - _resampled_bpt(first, draws), confidence)
+    drawn_first, drawn_second = _resampled_bpt([first, second], resamples, seed)
+    return _interval(second.bpt - first.bpt, drawn_second - drawn_first, confidence)
 
 
-def _draws(documents: int, resamples: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, documents, size=(resamples, documents))
-
-
-def _resampled_bpt(scores: DocumentScores, draws: np.ndarray) -> np.ndarray:
-    return scores.nats[draws].sum(axis=1) / scores.tokens[draws].sum(axis=1) / math.log(2.0)
+def _resampled_bpt(models: Sequence[DocumentScores], resamples: int, seed: int) -> np.ndarray:
+    """Bits per token of every resample, shape (models, resamples); the same documents are drawn for all models."""
+    generator, documents = np.random.default_rng(seed), len(models[0].tokens)
+    drawn = np.empty((len(models), resamples))
+    rows = max(1, DRAWS_AT_ONCE // documents)
+    for start in range(0, resamples, rows):
+        draws = generator.integers(0, documents, size=(min(rows, resamples - start), documents))
+        for of_model, scores in zip(drawn, models, strict=True):
+            nats, tokens = scores.nats[draws].sum(axis=1), scores.tokens[draws].sum(axis=1)
+            of_model[start : start + len(draws)] = nats / tokens / math.log(2.0)
+    return drawn
 
 
 def _interval(value: float, drawn: np.ndarray, confidence: float) -> Interval:

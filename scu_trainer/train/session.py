@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from transformers import PrinterCallback, set_seed
 
 from scu_trainer.data import Collator, PreparedData, default_cache_dir, embedded_tokenizer, prepare
-from scu_trainer.errors import ModelError, SettingsError
+from scu_trainer.models.fit import require_fit
 from scu_trainer.models.isolation import require_isolation
 from scu_trainer.models.load import check_source, load_model, load_tokenizer, prepare_for_tuning
 from scu_trainer.run_files import RunStatus, require_room, write_json
@@ -86,7 +86,9 @@ def load_parts(job: Job, console: Console) -> Parts:
         console.print(line, soft_wrap=True)
     set_seed(job.training.seed)
     model = load_model(settings)
-    _check_fit(model, tokenizer, job)
+    require_fit(model, settings.model_name_or_path, len(tokenizer), job.data.block_size)
+    if job.data.isolate_documents:
+        require_isolation(model, len(tokenizer))
     model = prepare_for_tuning(model, settings)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
@@ -103,20 +105,6 @@ def _with_base(settings: ModelSettings, cache_dir: Path, console: Console):
         console.print("making the embedded base model, once: a Granite hybrid on Python's documentation", soft_wrap=True)
     folder = embedded_base(cache_dir, settings.embedded_base_steps)
     return replace(settings, model_name_or_path=str(folder)), embedded_tokenizer(cache_dir)
-
-
-def _check_fit(model, tokenizer, job: Job) -> None:
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and job.data.block_size > longest:
-        raise SettingsError(f"block_size {job.data.block_size} exceeds the {longest} positions of the model; lower block_size")
-    rows = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > rows:
-        raise ModelError(
-            f"the tokenizer knows {len(tokenizer)} tokens, the model's embedding has {rows} rows; use the tokenizer that "
-            "belongs to the model"
-        )
-    if job.data.isolate_documents:
-        require_isolation(model, rows)
 
 
 # -- the run directory -------------------------------------------------------------------------------------------------
@@ -207,7 +195,9 @@ def score(trainer: SCUTrainer, parts: Parts) -> Optional[DocumentScores]:
     with trainer.accelerator.main_process_first():
         if parts.data.eval is None or not is_leader():
             return None
-        return score_documents(trainer.model, parts.data.eval, parts.collator)
+        # The precision of training: before ``train()`` the model's forward is not yet wrapped in it.
+        with trainer.accelerator.autocast():
+            return score_documents(trainer.model, parts.data.eval, parts.collator)
 
 
 def _checkpoint(job: Job) -> Optional[str | bool]:

@@ -79,7 +79,9 @@ def print_table(console: Console, figures: dict[str, Any], output_dir: Path, tra
         table.add_row(name, value)
     table.add_row("files", str(output_dir))
     console.print(table)
-    console.print(f"next: scu-trainer eval {output_dir}\n      tensorboard --logdir {output_dir}/logs/tensorboard", soft_wrap=True)
+    console.print(f"next: scu-trainer eval {output_dir} --against base", soft_wrap=True)
+    if (output_dir / "logs" / "tensorboard").is_dir():
+        console.print(f"      tensorboard --logdir {output_dir}/logs/tensorboard", soft_wrap=True)
 
 
 def _held_out_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:

@@ -191,7 +191,7 @@ def test_an_output_dir_that_is_a_file_is_refused(capsys, flags, tmp_path):
 
 
 def test_a_block_longer_than_the_model_is_refused(capsys, flags):
-    assert "exceeds the 128 positions" in refused(capsys, with_value(flags, "block_size", 256))
+    assert "exceed the 128 positions" in refused(capsys, with_value(flags, "block_size", 256))
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,25 @@
+"""Do a model, its tokenizer and the rows belong together? Asked before the first forward pass, which would fail obscurely."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scu_trainer.errors import ModelError, SettingsError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def require_fit(model: PreTrainedModel, name: str, token_count: int, longest_row: int) -> None:
+    """Raise ModelError or SettingsError unless ``model`` embeds ``token_count`` tokens and ``longest_row`` positions."""
+    rows = model.get_input_embeddings().num_embeddings
+    if token_count > rows:
+        raise ModelError(
+            f"the tokenizer knows {token_count} tokens, the embedding of {name} has {rows} rows; use the tokenizer that "
+            "belongs to the model"
+        )
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and longest_row > positions:
+        raise SettingsError(
+            f"rows of {longest_row} tokens exceed the {positions} positions of {name}; use --block_size {positions} or less"
+        )
