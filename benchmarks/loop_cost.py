@@ -34,19 +34,22 @@ class Alternate(TrainerCallback):
         self._begun_s = 0.0
 
     def on_step_begin(self, args, state, control, **kwargs):
-        is_on = state.global_step % 2 == 0
-        self.trainer.regularizer = self.regularizer if is_on else None
-        # The callback list is what the stock loop walks; without ours nothing of the loop runs.
-        handler = self.trainer.callback_handler
-        handler.callbacks = [c for c in handler.callbacks if c is not self._loop] + ([self._loop] if is_on else [])
         self._begun_s = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
+        was_on = state.global_step % 2 == 1
         if state.global_step > WARM_UP_STEPS:
-            self.seconds[state.global_step % 2 == 1].append(time.perf_counter() - self._begun_s)
+            self.seconds[was_on].append(time.perf_counter() - self._begun_s)
+        self._switch(on=not was_on)
+
+    def _switch(self, on: bool) -> None:
+        """For the next step: without our callback and regularizer nothing of the loop runs."""
+        self.trainer.regularizer = self.regularizer if on else None
+        handler = self.trainer.callback_handler
+        handler.callbacks = [c for c in handler.callbacks if c is not self._loop] + ([self._loop] if on else [])
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.trainer.regularizer = self.regularizer
+        self._switch(on=True)
 
 
 def measure(tuning: str, steps: int, batch_rows: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ def require_fit(model: PreTrainedModel, name: str, token_count: int, longest_row
     rows = model.get_input_embeddings().num_embeddings
     if token_count > rows:
         raise ModelError(
-            f"the tokenizer knows {token_count} tokens, the embedding of {name} has {rows} rows; use the tokenizer that "
+            f"the tokenizer has {token_count} tokens, the embedding of {name} has {rows} rows; use the tokenizer that "
             "belongs to the model"
         )
     positions = getattr(model.config, "max_position_embeddings", None)

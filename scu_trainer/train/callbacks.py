@@ -26,7 +26,7 @@ CONFIG_FILE = "scu_config.json"
 class RegularizationCallback(TrainerCallback):
     """Calls the regularizer at the right moments of the stock loop; writes ``scu_history.json`` and ``scu_config.json``.
 
-    ``items_in_window``: supervised tokens of the current optimizer step as the stock loop counts them, set by the trainer.
+    ``items_in_window``: supervised tokens of this optimizer step as the stock loop counts them, set by the trainer.
     ``seconds``: host time spent in the loop. On a GPU it includes waiting for the step that is measured.
     ``rate_factor``: what ``hold_steps`` multiplies the scheduled learning rate by, 1 until the target is reached.
     """
@@ -86,6 +86,11 @@ class RegularizationCallback(TrainerCallback):
             )
             if row is not None:
                 self._publish(row, state.global_step + 1, control)
+
+    def before_checkpoint(self) -> None:
+        """Called by all ranks, whichever of them writes."""
+        accelerator = self.trainer.accelerator
+        self._regularizer.share_interval(lambda tensor: _sum_over_ranks(accelerator, tensor), accelerator.num_processes)
 
     def _items_over_ranks(self) -> Any:
         """Tokens of the window for the regularizer, whose mean over ranks must be the tokens of all ranks together."""

@@ -78,7 +78,7 @@ class Regularizer:
             self._loaded = None
 
     def _apply_changed_goals(self, saved: dict[str, Any]) -> None:
-        """Target and fixed lambda may be others after a resume; the state of the checkpoint still holds the old ones."""
+        """Target and fixed lambda may be others after a resume; the checkpoint's state still holds the old ones."""
         if saved["target_s"] != self.settings.target_s:
             self.state = replace(self.state, target_s=self.law.target_s, reached_step=None)
             self.progress.outlook_done, self.progress.milestone = False, None
@@ -147,8 +147,8 @@ class Regularizer:
     ) -> Optional[dict[str, Any]]:
         """Pull the weights with the lambda decided before; every ``control_frequency`` steps measure and decide anew.
 
-        ``step``: number of this optimizer step, from 1. ``items``: supervised tokens of the window, their mean over ranks
-        being those of all ranks together.
+        ``step``: number of this optimizer step, from 1. ``items``: supervised tokens of the window; their mean over ranks
+        must be the tokens of all ranks.
         ``reduce``: sums a tensor over ranks. Returns the history row of a decision, or None between decisions.
         """
         self._close_window(items)
@@ -193,6 +193,16 @@ class Regularizer:
             learning_rate=learning_rate,
             gain=self.progress.gain,
         )
+
+    def share_interval(self, reduce: Callable[[torch.Tensor], torch.Tensor], processes: int) -> None:
+        """Put the mean over ranks in place of this rank's windows since the last decision: one rank saves for all.
+
+        All ranks must call this before a checkpoint.
+        """
+        if processes == 1 or not self._interval:
+            return
+        own = torch.tensor([[float(loss) * float(items), float(items)] for loss, items in self._interval])
+        self._interval = [(nats / items, float(items)) for nats, items in reduce(own.double()) / processes]
 
     # -- can it act, can it arrive -------------------------------------------------------------------------------------
 

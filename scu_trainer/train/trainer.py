@@ -85,6 +85,8 @@ class SCUTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
+        if self.regularizer is not None:
+            self.regularization_callback.before_checkpoint()
         if self.regularizer is not None and self.args.should_save:
             # Base weights are read again on resume; adapters start at random and would be lost.
             prior = self.regularizer.prior.state_dict() if _has_adapters(self.model) else {}

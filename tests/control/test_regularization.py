@@ -353,7 +353,7 @@ def test_auto_misses_must_be_in_a_row():
 def test_auto_target_never_moves_again():
     state = held_out(AUTO, initial_state(AUTO), [(0.05, 4.0), (0.06, 4.1), (0.07, 4.2)])
     assert state.target_s == 0.05
-    later = held_out(AUTO, state, [(0.05, 3.0), (0.09, 3.5), (0.10, 3.6), (0.11, 3.7)])
+    later = held_out(AUTO, state, [(0.052, 3.0), (0.09, 3.5), (0.10, 3.6), (0.11, 3.7)])
     assert (later.target_s, later.best_held_out_bpt) == (0.05, 3.0)
 
 

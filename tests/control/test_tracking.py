@@ -24,6 +24,10 @@ def test_a_run_that_settles():
     assert (result.target_s, result.final_s) == (0.1, 0.098)
 
 
+def test_settling_counts_from_the_last_time_outside():
+    assert assess(STEPS, [0.05, 0.10, 0.15, 0.10, 0.10, 0.10], 0.1).settling_step == 40
+
+
 def test_a_run_that_approaches_from_below_has_no_overshoot():
     result = assess(STEPS, [0.05, 0.091, 0.095, 0.096, 0.097, 0.099], 0.1)
     assert (result.verdict, result.settling_step, result.overshoot) == ("on target", 20, None)

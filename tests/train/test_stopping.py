@@ -90,7 +90,8 @@ def test_an_unreachable_target_is_said_once_also_after_a_resume(tmp_path, caplog
     assert warnings_in(caplog)[0].startswith("SCU target out of reach: S is ")
     assert run.regularizer.progress.notices == warnings_in(caplog)
     caplog.clear()
-    resumed = trained(llama(), tmp_path, settings, resume=True, max_steps=80)
+    resumed = trained(llama(), tmp_path, settings, resume=str(tmp_path / "checkpoint-60"), max_steps=80)
+    assert resumed.state.global_step == 80
     assert warnings_in(caplog) == []
     assert resumed.regularizer.progress.notices == run.regularizer.progress.notices
 
