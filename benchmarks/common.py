@@ -37,7 +37,9 @@ def embedded_model(seed: int, **settings: Any):
     model_settings = ModelSettings(**settings)
     base = embedded_base(default_cache_dir(None), model_settings.embedded_base_steps)
     set_seed(seed)
-    return prepare_for_tuning(load_model(ModelSettings(**{**settings, "model_name_or_path": str(base)})), model_settings)
+    return prepare_for_tuning(
+        load_model(ModelSettings(**{**settings, "model_name_or_path": str(base)})), model_settings
+    )
 
 
 def collator() -> Collator:

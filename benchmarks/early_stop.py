@@ -1,11 +1,12 @@
-"""Is S a stopping signal without held-out data? Runs without any control, S only measured, held-out loss at regular steps.
+"""Is S a stopping signal without held-out data? Runs without any control, S only measured, held-out loss at regular
+steps.
 
     python benchmarks/early_stop.py [--seeds 0 1] [--steps 300]
 
-For each condition: held-out bits per token at the step where S first reaches the threshold, minus the lowest on the way (the
-best stop that held-out data could have found). Beside it: stopping after a fixed number of passes over the data, and running
-to the end. The conditions change one thing each from the reference: rank, learning rate, number of rows, batch, schedule,
-scale of the adapters. S is measured on the effective update and, beside it, on the factors.
+For each condition: held-out bits per token at the step where S first reaches the threshold, minus the lowest on the
+way (the best stop that held-out data could have found). Beside it: stopping after a fixed number of passes over the
+data, and running to the end. The conditions change one thing each from the reference: rank, learning rate, number of
+rows, batch, schedule, scale of the adapters. S is measured on the effective update and, beside it, on the factors.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python benchmarks/loop_cost.py [--steps 200]
 
-Prints the ratio of the median step time with the loop to that without it, for LoRA and for full tuning of the embedded model
-on the recipe's batch, measuring and pulling at every step.
+Prints the ratio of the median step time with the loop to that without it, for LoRA and for full tuning of the embedded
+model on the recipe's batch, measuring and pulling at every step.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class Alternate(TrainerCallback):
 def measure(tuning: str, steps: int, batch_rows: int) -> dict[str, float]:
     data = embedded_data(0, dataset="stdlib_docstrings", dataset_size=80, block_size=256, validation_split_percentage=0)
     settings = RegularizationSettings(target_s=0.001, lambda_min=0.1)  # a floor of lambda: every step pulls
-    with scratch_arguments(
-        max_steps=steps, learning_rate=1e-3, per_device_train_batch_size=batch_rows
-    ) as arguments:
+    with scratch_arguments(max_steps=steps, learning_rate=1e-3, per_device_train_batch_size=batch_rows) as arguments:
         trainer = SCUTrainer(
             model=embedded_model(0, tuning=tuning),
             args=arguments,
@@ -90,7 +88,14 @@ def main() -> None:
     with run_log():
         results = [measure(tuning, options.steps, options.batch_rows) for tuning in ("lora", "full")]
     table = Table(title="cost of the regularization loop, measuring and pulling at every step")
-    for name in ("tuning", "step off, ms", "step on, ms", "ratio of medians", "median of paired ratios", "time in the loop"):
+    for name in (
+        "tuning",
+        "step off, ms",
+        "step on, ms",
+        "ratio of medians",
+        "median of paired ratios",
+        "time in the loop",
+    ):
         table.add_column(name)
     for r in results:
         table.add_row(

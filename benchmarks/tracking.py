@@ -1,11 +1,11 @@
-"""Does S follow its target? The embedded recipe over several seeds: settling, overshoot, bias, a change of data, a target
-that cannot be reached.
+"""Does S follow its target? The embedded recipe over several seeds: settling, overshoot, bias, a change of data, a
+target that cannot be reached.
 
     python benchmarks/tracking.py [--seeds 0 1 2] [--steps 300]
 
 Uses recipes/scu_lora.yaml without its evaluations. "settled": first step after which S stays within 10 % of its target.
-"re-settles": the same, counted from the step at which the rows change from docstrings to source code; "deviation": largest
-relative error after it.
+"re-settles": the same, counted from the step at which the rows change from docstrings to source code; "deviation":
+largest relative error after it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def _with_change(before, seed: int, steps: int, change_at: int):
 def figures(history: list[dict[str, Any]], start: int = 0) -> dict[str, Any]:
     rows = [row for row in history if row["step"] > start and row["s_ema"] is not None]
     found = asdict(
-        assess([r["step"] for r in rows], [r["s_ema"] for r in rows], rows[0]["s_target"], [r["saturated"] for r in rows])
+        assess(
+            [r["step"] for r in rows], [r["s_ema"] for r in rows], rows[0]["s_target"], [r["saturated"] for r in rows]
+        )
     )
     errors = [abs(r["s_ema"] / r["s_target"] - 1) for r in rows]
     return {**found, "largest_deviation": max(errors), "notices": history[-1]["notices"]}

@@ -104,7 +104,16 @@ class RegularizationSettings:
         _require(0 <= self.integral_leak <= 1, f"scu_integral_leak is {self.integral_leak}; allowed: 0 to 1")
         _require(self.tokens is None or self.tokens > 0, f"scu_tokens is {self.tokens}; it must be 1 or more")
         _require(self.hold_steps >= 0, f"scu_hold_steps is {self.hold_steps}; it must be 0 or more")
-        for name in ("kp", "ki", "integral_clamp", "lambda_init", "lambda_final", "lambda_min", "lambda_max", "deadband"):
+        for name in (
+            "kp",
+            "ki",
+            "integral_clamp",
+            "lambda_init",
+            "lambda_final",
+            "lambda_min",
+            "lambda_max",
+            "deadband",
+        ):
             value = getattr(self, name)
             _require(
                 value is None or (math.isfinite(value) and value >= 0), f"scu_{name} is {value}; it must be 0 or more"
@@ -150,7 +159,10 @@ class RegularizationSettings:
     def lambda_bounds(self) -> tuple[float, float]:
         """Smallest and largest lambda, with the defaults of the law filled in."""
         low, high = (1e-4, 10.0) if self.law == "original" else (0.0, math.inf)
-        return (low if self.lambda_min is None else self.lambda_min, high if self.lambda_max is None else self.lambda_max)
+        return (
+            low if self.lambda_min is None else self.lambda_min,
+            high if self.lambda_max is None else self.lambda_max,
+        )
 
     @property
     def resolved_ema_alpha(self) -> float:

@@ -1,7 +1,7 @@
 """A YAML or JSON file plus flags -> settings. Flags win; an unknown key or a wrong type is an error that names it.
 
-Our settings and the stock ``TrainingArguments`` are read by one ``HfArgumentParser``; a file's entries are turned into flags
-in front of the typed ones, so both meet the same checks.
+Our settings and the stock ``TrainingArguments`` are read by one ``HfArgumentParser``; a file's entries are turned into
+flags in front of the typed ones, so both meet the same checks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def our_parser(*more: type) -> HfArgumentParser:
 
     kinds = [_grouped(ModelSettings, "model"), _grouped(DataSettings, "data")]
     kinds += [_grouped(regularization_flags(), "regularization"), *more]
-    return Parser(kinds, prog="scu-trainer train", allow_abbrev=False, usage="%(prog)s [--config FILE] [--FIELD VALUE ...]")
+    return Parser(
+        kinds, prog="scu-trainer train", allow_abbrev=False, usage="%(prog)s [--config FILE] [--FIELD VALUE ...]"
+    )
 
 
 def _grouped(kind: type, title: str) -> type:
@@ -173,8 +175,8 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def _plain(message: str) -> str:
-    """argparse's "argument --lora_r/--lora-r: invalid int value: 'x'" without the second spelling, and with the choice that
-    was probably meant."""
+    """argparse's "argument --lora_r/--lora-r: invalid int value: 'x'" without the second spelling, and with the choice
+    that was probably meant."""
     text = re.sub(r"argument (--\w+)(/--[\w-]+)*", r"\1", message)
     choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", text)
     return text + (nearest(choice[1], re.findall(r"'(.*?)'", choice[2])) if choice else "")

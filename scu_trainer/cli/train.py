@@ -58,7 +58,8 @@ def _help(with_stock_fields: bool) -> str:
     width = max(map(len, MODES))
     modes = "\n".join(f"  {flag:<{width}}  {text}" for flag, text in MODES.items())
     note = (
-        "\nEvery field of transformers.TrainingArguments is accepted too, in the file and as a flag (--help_all lists them).\n"
+        "\nEvery field of transformers.TrainingArguments is accepted too, in the file and as a flag (--help_all "
+        "lists them).\n"
         "Defaults that differ from the stock ones: "
         + ", ".join(f"{name} {value}" for name, value in configuration.TRAINING_DEFAULTS.items())
         + "."

@@ -1,13 +1,15 @@
 """From measured description lengths to the strength of the pull toward the prior.
 
 The information ratio is S = ParamBPT / (DataBPT + ParamBPT), so logit(S) = ln(ParamBPT / DataBPT) =: y. The decoupled
-actuator w <- w + u (w0 - w) multiplies ParamBPT by (1 - u)^2 and leaves DataBPT alone. One optimizer step therefore gives
+actuator w <- w + u (w0 - w) multiplies ParamBPT by (1 - u)^2 and leaves DataBPT alone. One optimizer step therefore
+gives
 
     dy = growth - gain * (-ln(1 - u)),   gain = 2,
 
-where only ``growth``, what learning adds to y in a step, is unknown. The model law estimates growth by a running average
-of dy + gain * (-ln(1 - u)) and picks the u that cancels it and takes back the error y - y* within ``time_constant`` steps.
-The estimate uses the u that was applied, after its bounds, so nothing winds up while the actuator is saturated.
+where only ``growth``, what learning adds to y in a step, is unknown. The model law estimates growth by a running
+average of dy + gain * (-ln(1 - u)) and picks the u that cancels it and takes back the error y - y* within
+``time_constant`` steps. The estimate uses the u that was applied, after its bounds, so nothing winds up while the
+actuator is saturated.
 
 The original law is the published Shannon Control Unit: lambda <- lambda * exp(kp * e + I) with e = S_ema - S*.
 
@@ -61,8 +63,8 @@ class Law:
 class Measurement:
     """What one control step sees.
 
-    ``steps``: optimizer steps since the last decision. ``data_bpt``: token-weighted training loss over those steps, bits
-    per token. ``param_bpt``: description length of the weights after the last of them, bits per token.
+    ``steps``: optimizer steps since the last decision. ``data_bpt``: token-weighted training loss over those steps,
+    bits per token. ``param_bpt``: description length of the weights after the last of them, bits per token.
     ``learning_rate``: of the last of them. ``gain``: measured plant gain, DECOUPLED_GAIN when all weights shrink alike.
     """
 
@@ -187,8 +189,8 @@ def _model_law(law: Law, state: State, seen: Measurement) -> State:
 def _coming_growth(law: Law, growth: float, step: int) -> float:
     """Mean growth per step over the next ``time_constant`` steps of a run that nothing holds back yet.
 
-    The distance from the start grows like a power of the steps taken, so growth falls as 1/step. Taking the present growth
-    for the coming one would brake a young run long before its target.
+    The distance from the start grows like a power of the steps taken, so growth falls as 1/step. Taking the present
+    growth for the coming one would brake a young run long before its target.
     """
     ratio = law.time_constant / max(step, 1)
     return growth * math.log1p(ratio) / ratio
@@ -199,7 +201,9 @@ def _original_law(law: Law, state: State, seen: Measurement) -> State:
     integral = max(-law.integral_clamp, min(law.integral_clamp, law.integral_leak * state.integral + law.ki * error))
     wanted = state.lam * math.exp(min(law.kp * error + integral, LARGEST_EXPONENT))
     lam = max(law.lambda_min, min(law.lambda_max, wanted))
-    saturated = "high" if error > 0 and wanted > law.lambda_max else "low" if error < 0 and wanted < law.lambda_min else ""
+    saturated = (
+        "high" if error > 0 and wanted > law.lambda_max else "low" if error < 0 and wanted < law.lambda_min else ""
+    )
     # No wind-up: at a bound the integral has done its work, and what it still held would only delay the way back.
     return replace(state, lam=lam, integral=0.0 if saturated else integral, saturated=saturated)
 
@@ -223,8 +227,8 @@ _LAWS: dict[str, Callable[[Law, State, Measurement], State]] = {
 
 
 def observe_held_out(law: Law, state: State, held_out_bpt: float) -> State:
-    """``target_s: auto``: S grows freely until held-out BPT has been above its best ``auto_patience`` times in a row; the
-    S of the best evaluation then becomes the target, for good. ``held_out_bpt``: bits per token."""
+    """``target_s: auto``: S grows freely until held-out BPT has been above its best ``auto_patience`` times in a row;
+    the S of the best evaluation then becomes the target, for good. ``held_out_bpt``: bits per token."""
     if not math.isfinite(held_out_bpt) or state.s_ema is None:
         return state
     if state.best_held_out_bpt is None or held_out_bpt < state.best_held_out_bpt:

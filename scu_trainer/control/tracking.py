@@ -34,9 +34,7 @@ class Tracking:
     verdict: str
 
 
-def assess(
-    steps: Sequence[int], s_values: Sequence[float], target_s: float, saturated: Sequence[str] = ()
-) -> Tracking:
+def assess(steps: Sequence[int], s_values: Sequence[float], target_s: float, saturated: Sequence[str] = ()) -> Tracking:
     """Figures over one stretch of constant target. ``s_values``: averaged S, one per entry of ``steps``."""
     errors = [s / target_s - 1.0 for s in s_values]
     inside = [abs(error) <= BAND for error in errors]

@@ -1,4 +1,5 @@
-"""Do a model, its tokenizer and the rows belong together? Asked before the first forward pass, which would fail obscurely."""
+"""Do a model, its tokenizer and the rows belong together? Asked before the first forward pass, which would fail
+obscurely."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def require_fit(model: PreTrainedModel, name: str, token_count: int, longest_row: int) -> None:
-    """Raise ModelError or SettingsError unless ``model`` embeds ``token_count`` tokens and ``longest_row`` positions."""
+    """Raise ModelError or SettingsError unless ``model`` embeds ``token_count`` tokens and ``longest_row``
+    positions."""
     rows = model.get_input_embeddings().num_embeddings
     if token_count > rows:
         raise ModelError(
@@ -21,5 +23,6 @@ def require_fit(model: PreTrainedModel, name: str, token_count: int, longest_row
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and longest_row > positions:
         raise SettingsError(
-            f"rows of {longest_row} tokens exceed the {positions} positions of {name}; use --block_size {positions} or less"
+            f"rows of {longest_row} tokens exceed the {positions} positions of {name}; use --block_size {positions} "
+            "or less"
         )

@@ -31,7 +31,8 @@ def check_source(name_or_path: str) -> None:
         raise ModelError(f"model_name_or_path {name_or_path!r} {found}; give a folder with a config.json, or a Hub id")
     if not (path / "config.json").is_file() and not is_adapter(path):
         raise ModelError(
-            f"model_name_or_path {name_or_path!r} is a folder without config.json or adapter_config.json; give the folder "
+            f"model_name_or_path {name_or_path!r} is a folder without config.json or adapter_config.json; give the "
+            "folder "
             "that save_pretrained wrote"
         )
 
@@ -41,7 +42,8 @@ def is_adapter(path: Path) -> bool:
 
 
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to ``model_name_or_path``; an end-of-text token doubles as padding where none is defined."""
+    """The tokenizer that belongs to ``model_name_or_path``; an end-of-text token doubles as padding where none is
+    defined."""
     from transformers import AutoTokenizer
 
     name = settings.model_name_or_path
@@ -54,7 +56,9 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
             source, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
         )
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer of {name!r} has no end-of-text token; set eos_token in its tokenizer_config.json")
+        raise ModelError(
+            f"the tokenizer of {name!r} has no end-of-text token; set eos_token in its tokenizer_config.json"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -91,8 +95,8 @@ def base_of(adapter: Path) -> str:
 
 
 def load_model(settings: ModelSettings) -> PreTrainedModel:
-    """Base weights only (of an adapter: those it was trained on), on the CPU, in ``settings.dtype``. Full tuning in ``auto`` loads float32: AdamW's small steps vanish
-    in bfloat16 weights. Raises ModelError."""
+    """Base weights only (of an adapter: those it was trained on), on the CPU, in ``settings.dtype``. Full tuning in
+    ``auto`` loads float32: AdamW's small steps vanish in bfloat16 weights. Raises ModelError."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -159,12 +163,15 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings) -> nn.Module:
-    """Full: every weight trainable. LoRA: adapters on ``lora_target_modules`` or on ``adapter_targets``, base frozen; where
+    """Full: every weight trainable. LoRA: adapters on ``lora_target_modules`` or on ``adapter_targets``, base frozen;
+    where
     ``model_name_or_path`` is an adapter, training goes on with it, and its own configuration counts."""
     adapter = Path(settings.model_name_or_path or "").expanduser()
     if settings.tuning == "full":
         if is_adapter(adapter):
-            raise ModelError(f"tuning: full cannot start from the adapter {adapter}; give its base model, or use tuning: lora")
+            raise ModelError(
+                f"tuning: full cannot start from the adapter {adapter}; give its base model, or use tuning: lora"
+            )
         return model
     if is_adapter(adapter):
         return _with_adapter(model, adapter, is_trainable=True)
@@ -185,9 +192,9 @@ def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings) -> nn.Mo
 
 
 def adapter_targets(model: nn.Module) -> list[str]:
-    """Names of the linear layers that LoRA can act on: all of them, as peft's ``all-linear``, but for the output head and for
-    projections whose weight is handed to a fused kernel instead of being called (an adapter there would train on a CPU and
-    do nothing on a GPU)."""
+    """Names of the linear layers that LoRA can act on: all of them, as peft's ``all-linear``, but for the output head
+    and for projections whose weight is handed to a fused kernel instead of being called (an adapter there would train
+    on a CPU and do nothing on a GPU)."""
     bypassed = set(bypassed_projections(model))
     head = _output_head_name(model)
     usable = [name for name in _linear_names(model) if name not in bypassed and name != head]
@@ -199,8 +206,8 @@ def adapter_targets(model: nn.Module) -> list[str]:
 
 
 def bypassed_projections(model: nn.Module) -> Iterator[str]:
-    """Full names of mamba output projections. The fused mamba kernels take ``out_proj.weight`` as an argument; peft refuses
-    LoRA on it for the mamba families it knows, and Granite's hybrid is not yet among them."""
+    """Full names of mamba output projections. The fused mamba kernels take ``out_proj.weight`` as an argument; peft
+    refuses LoRA on it for the mamba families it knows, and Granite's hybrid is not yet among them."""
     for name, module in model.named_modules():
         if hasattr(module, "A_log") and hasattr(module, "conv1d") and hasattr(module, "out_proj"):
             yield f"{name}.out_proj"
@@ -238,7 +245,8 @@ def _checked_targets(model: nn.Module, wanted: Optional[Iterable[str]]) -> Optio
     ineffective = [n for n in bypassed_projections(model) if any(n == t or n.endswith(f".{t}") for t in wanted)]
     if ineffective:
         logger.warning(
-            "lora_target_modules names %d mamba output projections (for instance %s): the fused GPU kernels read that weight "
+            "lora_target_modules names %d mamba output projections (for instance %s): the fused GPU kernels read "
+            "that weight "
             "directly and ignore adapters on it",
             len(ineffective),
             ineffective[0],

@@ -1,7 +1,7 @@
 """The weights of the embedded base model: pre-trained once on the embedded Python documentation, then kept.
 
-They are made in a process of their own: inside a launched run the stock Trainer would wait for the other ranks, and a run
-must give the same result with and without the cache.
+They are made in a process of their own: inside a launched run the stock Trainer would wait for the other ranks, and a
+run must give the same result with and without the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 
 
 def embedded_base(cache_dir: Path, steps: int) -> Path:
-    """Folder of the embedded base with its tokenizer, made at the first call by ``steps`` optimizer steps, then re-used."""
+    """Folder of the embedded base with its tokenizer, made at the first call by ``steps`` optimizer steps, then
+    re-used."""
     return built_once(_folder(cache_dir, steps), lambda new: _build_in_child(new, cache_dir, steps))
 
 
@@ -43,7 +44,11 @@ def _folder(cache_dir: Path, steps: int) -> Path:
 
     config = base_config(2048, 0, 1, 2).to_diff_dict()
     recipe = [FORMAT, BLOCK_TOKENS, BATCH_ROWS, LEARNING_RATE, SEED, transformers.__version__, torch.__version__]
-    return cache_dir / "base" / f"granite-hybrid-{steps}-{digest_of(recipe, json.loads(json.dumps(config, default=str)))[:12]}"
+    return (
+        cache_dir
+        / "base"
+        / f"granite-hybrid-{steps}-{digest_of(recipe, json.loads(json.dumps(config, default=str)))[:12]}"
+    )
 
 
 def _build_in_child(new: Path, cache_dir: Path, steps: int) -> None:

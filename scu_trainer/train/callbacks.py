@@ -24,7 +24,8 @@ CONFIG_FILE = "scu_config.json"
 
 
 class RegularizationCallback(TrainerCallback):
-    """Calls the regularizer at the right moments of the stock loop; writes ``scu_history.json`` and ``scu_config.json``.
+    """Calls the regularizer at the right moments of the stock loop; writes ``scu_history.json`` and
+    ``scu_config.json``.
 
     ``items_in_window``: supervised tokens of this optimizer step as the stock loop counts them, set by the trainer.
     ``seconds``: host time spent in the loop. On a GPU it includes waiting for the step that is measured.

@@ -51,7 +51,9 @@ class ConsoleCallback(TrainerCallback):
         return "  ".join(parts)
 
     def _left(self, state) -> str:
-        return _clock(seconds_left(state.global_step - self._first_step, state.max_steps - state.global_step, self._spent_s()))
+        return _clock(
+            seconds_left(state.global_step - self._first_step, state.max_steps - state.global_step, self._spent_s())
+        )
 
     def _spent_s(self) -> float:
         return time.monotonic() - self._started_s

@@ -56,15 +56,14 @@ def row_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     scores = logits.new_empty((logits.shape[0], 2), dtype=torch.float32)
     for i in range(logits.shape[0]):
         targets = labels[i, 1:]
-        loss = nn.functional.cross_entropy(
-            logits[i, :-1].float(), targets, ignore_index=IGNORED, reduction="sum"
-        )
+        loss = nn.functional.cross_entropy(logits[i, :-1].float(), targets, ignore_index=IGNORED, reduction="sum")
         scores[i, 0], scores[i, 1] = loss, (targets != IGNORED).sum()
     return scores
 
 
 def preprocess_logits(logits, labels: torch.Tensor) -> torch.Tensor:
-    """For ``Trainer(preprocess_logits_for_metrics=...)``: two numbers per row leave the device instead of all logits."""
+    """For ``Trainer(preprocess_logits_for_metrics=...)``: two numbers per row leave the device instead of all
+    logits."""
     return row_scores(logits[0] if isinstance(logits, tuple) else logits, labels)
 
 
@@ -87,8 +86,8 @@ def score_documents(
 ) -> DocumentScores:
     """Score every held-out window and add up by document.
 
-    rows: dataset of input_ids, labels, document. ``batch_tokens``: padded tokens per forward pass, fewer where the logits
-    would exceed LARGEST_LOGITS numbers. The model's training mode and the random state are left as they were.
+    rows: dataset of input_ids, labels, document. ``batch_tokens``: padded tokens per forward pass, fewer where the
+    logits would exceed LARGEST_LOGITS numbers. The model's training mode and the random state are left as they were.
     """
     was_training = model.training
     model.eval()
@@ -130,9 +129,7 @@ def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[np.ndarray]:
         start += count
 
 
-def bootstrap_bpt(
-    scores: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
-) -> Interval:
+def bootstrap_bpt(scores: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0) -> Interval:
     """Percentile bootstrap over documents (Efron, 1979) of token-weighted bits per token."""
     (drawn,) = _resampled_bpt([scores], resamples, seed)
     return _interval(scores.bpt, drawn, confidence)

@@ -44,7 +44,8 @@ class Job:
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         _require(
             launched == training.world_size,
-            f"the launcher started {launched} processes, but training would use {training.world_size}: each would train alone; "
+            f"the launcher started {launched} processes, but training would use {training.world_size}: each would "
+            "train alone; "
             "add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
         )
         self._check_evaluation()
@@ -57,7 +58,8 @@ class Job:
         evaluates = str(getattr(training.eval_strategy, "value", training.eval_strategy)) != "no"
         _require(
             holds_out or not evaluates,
-            "eval_strategy asks for held-out data but validation_split_percentage is 0; raise it, give eval_dataset or set "
+            "eval_strategy asks for held-out data but validation_split_percentage is 0; raise it, give eval_dataset "
+            "or set "
             "eval_strategy: no",
         )
         auto = self.regularization is not None and self.regularization.target_s == "auto"
@@ -71,7 +73,9 @@ class Job:
         training = self.training
         if training.max_steps > 0:
             return training.max_steps
-        batches = math.ceil(rows / (training.per_device_train_batch_size * max(1, training.n_gpu) * training.world_size))
+        batches = math.ceil(
+            rows / (training.per_device_train_batch_size * max(1, training.n_gpu) * training.world_size)
+        )
         per_epoch = max(1, math.ceil(batches / training.gradient_accumulation_steps))
         return math.ceil(per_epoch * training.num_train_epochs)
 
@@ -82,11 +86,13 @@ def check_resumable(wanted: str, output_dir: Path) -> None:
         found = sorted(output_dir.glob("checkpoint-*"))
         if not found:
             raise CheckpointError(
-                f"{output_dir} holds no checkpoint-N; give the path of one to resume_from_checkpoint, or drop it to start anew"
+                f"{output_dir} holds no checkpoint-N; give the path of one to resume_from_checkpoint, or drop it to "
+                "start anew"
             )
     elif not (Path(wanted) / "trainer_state.json").is_file():
         raise CheckpointError(
-            f"resume_from_checkpoint {wanted!r} is no checkpoint (no trainer_state.json there); give a checkpoint-N folder or true"
+            f"resume_from_checkpoint {wanted!r} is no checkpoint (no trainer_state.json there); give a checkpoint-N "
+            "folder or true"
         )
 
 
@@ -102,8 +108,8 @@ def _require(condition: bool, message: str) -> None:
 
 
 def checkpoint_bytes(model, training: TrainingArguments) -> int:
-    """Room for the checkpoints that this run will hold at once, beside the final model: weights, two Adam moments and w0 of
-    what is trained; full tuning saves all weights as well."""
+    """Room for the checkpoints that this run will hold at once, beside the final model: weights, two Adam moments and
+    w0 of what is trained; full tuning saves all weights as well."""
     trainable = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     kept = 1 if training.save_total_limit is None else training.save_total_limit + 1
     saves = 0 if str(getattr(training.save_strategy, "value", training.save_strategy)) == "no" else kept

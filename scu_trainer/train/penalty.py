@@ -1,7 +1,7 @@
 """The description length of trained weights, and the two ways in which lambda acts on them.
 
-With a Gaussian prior of standard deviation sigma around w0, describing weights w costs ||w - w0||^2 / (2 sigma^2) nats up
-to a constant that training cannot change. Spread over N tokens and in bits:
+With a Gaussian prior of standard deviation sigma around w0, describing weights w costs ||w - w0||^2 / (2 sigma^2) nats
+up to a constant that training cannot change. Spread over N tokens and in bits:
 
     ParamBPT = ||w - w0||^2 / (2 sigma^2 N ln 2)
 
@@ -30,8 +30,8 @@ Tensors = list[torch.Tensor]
 class LowRankGroup:
     """Adapters of equal shape, handled as one batch of small products.
 
-    a: (r, inputs) each; b: (outputs, r) each; scales: (adapters,). ``b_starts_at_zero``: every prior of b is 0, so B0 A0
-    vanishes and the distance needs one pair of products.
+    a: (r, inputs) each; b: (outputs, r) each; scales: (adapters,). ``b_starts_at_zero``: every prior of b is 0, so B0
+    A0 vanishes and the distance needs one pair of products.
     """
 
     a: Tensors
@@ -65,15 +65,17 @@ def _matrix(weight: torch.Tensor) -> torch.Tensor:
 class Prior:
     """The trainable weights of a model together with the point w0 toward which lambda pulls them.
 
-    ``prior``: "init" keeps a copy of the trainable weights as they are now (memory: one copy of them), "zero" keeps none.
-    ``measure``: "effective" or "factors", see the module's text. Raises ControlError when nothing is trainable or when a
-    trainable weight is in float16, in which a pull of realistic size rounds to nothing.
+    ``prior``: "init" keeps a copy of the trainable weights as they are now (memory: one copy of them), "zero" keeps
+    none. ``measure``: "effective" or "factors", see the module's text. Raises ControlError when nothing is trainable
+    or when a trainable weight is in float16, in which a pull of realistic size rounds to nothing.
     """
 
     def __init__(self, model: nn.Module, prior: str = "init", measure: str = "effective") -> None:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
-            raise ControlError("the model has no trainable weights; nothing can be regularized, check tuning / freezing")
+            raise ControlError(
+                "the model has no trainable weights; nothing can be regularized, check tuning / freezing"
+            )
         _reject_unusable(named)
         self.kind, self.measure = prior, measure
         self.names = list(named)
@@ -181,7 +183,8 @@ class Prior:
 
     @torch.no_grad()
     def pull(self, shrink: float, seed: int = 0) -> None:
-        """w <- w + shrink * (w0 - w), in place. ``seed`` drives the rounding of bfloat16 weights; all ranks pass the same."""
+        """w <- w + shrink * (w0 - w), in place. ``seed`` drives the rounding of bfloat16 weights; all ranks pass the
+        same."""
         exact = [i for i, w in enumerate(self.weights) if w.dtype != torch.bfloat16]
         rounded = [i for i, w in enumerate(self.weights) if w.dtype == torch.bfloat16]
         if exact and self.starts:
@@ -197,7 +200,8 @@ class Prior:
 
     @torch.no_grad()
     def add_penalty_gradient(self, coefficient: float) -> None:
-        """grad <- grad + coefficient * (w - w0), the gradient of coefficient/2 * ||w - w0||^2, for weights that have one."""
+        """grad <- grad + coefficient * (w - w0), the gradient of coefficient/2 * ||w - w0||^2, for weights that have
+        one."""
         for i, parameter in enumerate(self.weights):
             if parameter.grad is not None:
                 distance = parameter - self.starts[i] if self.starts else parameter
@@ -222,14 +226,12 @@ def param_bpt(squared_distance: float, sigma: float, tokens: float) -> float:
 
 
 def penalty_coefficient(lam: float, sigma: float, tokens: float) -> float:
-    """lambda / (sigma^2 N): the penalty lambda * ||w - w0||^2 / (2 sigma^2 N) in nats per token has this times (w - w0) as
-    its gradient."""
+    """lambda / (sigma^2 N): the penalty lambda * ||w - w0||^2 / (2 sigma^2 N) in nats per token has this times (w - w0)
+    as its gradient."""
     return lam / (sigma**2 * tokens)
 
 
-def pull_stochastically(
-    weight: torch.Tensor, start: torch.Tensor, shrink: float, generator: torch.Generator
-) -> None:
+def pull_stochastically(weight: torch.Tensor, start: torch.Tensor, shrink: float, generator: torch.Generator) -> None:
     """``weight`` (bfloat16) moves toward ``start`` in expectation by exactly ``shrink``.
 
     bfloat16 keeps 8 bits of mantissa: w * (1 - u) rounds back to w for u below about 2e-3, and nothing would ever move.
@@ -259,12 +261,14 @@ def _reject_unusable(named: dict[str, nn.Parameter]) -> None:
         if parameter.dtype == torch.float16:
             raise ControlError(
                 f"trainable weight {name} is float16, in which small pulls round to nothing; keep trainable weights in "
-                "float32 (adapters: autocast_adapter_dtype=True, the default; full tuning: dtype float32 with fp16: true)"
+                "float32 (adapters: autocast_adapter_dtype=True, the default; full tuning: dtype float32 with fp16: "
+                "true)"
             )
         if not parameter.is_floating_point() or parameter.is_meta or parameter.numel() == 0:
             raise ControlError(
                 f"trainable weight {name} has no local floating-point values ({parameter.dtype}, {parameter.device}, "
-                f"{tuple(parameter.shape)}): sharded (ZeRO-3, FSDP) or offloaded weights cannot be regularized, use scu: false"
+                f"{tuple(parameter.shape)}): sharded (ZeRO-3, FSDP) or offloaded weights cannot be regularized, use "
+                "scu: false"
             )
 
 

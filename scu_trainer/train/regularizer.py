@@ -1,4 +1,5 @@
-"""Between the law and the model: measure S after an optimizer step, ask ``control/regularization.py``, act with lambda."""
+"""Between the law and the model: measure S after an optimizer step, ask ``control/regularization.py``, act with
+lambda."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ class Regularizer:
         if self._loaded is not None:
             self.state = control.State.from_dict(self._loaded["state"])
             self.progress = Progress(**self._loaded["progress"])
-            self._interval = [(torch.tensor(loss, dtype=torch.float64), items) for loss, items in self._loaded["interval"]]
+            self._interval = [
+                (torch.tensor(loss, dtype=torch.float64), items) for loss, items in self._loaded["interval"]
+            ]
             self._apply_changed_goals(self._loaded["settings"])
             self._loaded = None
 
@@ -116,7 +119,8 @@ class Regularizer:
         for name in ("law", "measure", "prior", "sigma", "tokens"):
             if saved.get(name) != getattr(self.settings, name):
                 raise CheckpointError(
-                    f"scu_{name} is {getattr(self.settings, name)!r}, the checkpoint was written with {saved.get(name)!r}; "
+                    f"scu_{name} is {getattr(self.settings, name)!r}, the checkpoint was written with "
+                    f"{saved.get(name)!r}; "
                     "S before and after would not be comparable. Set it back, or start a new output_dir"
                 )
 
@@ -127,7 +131,8 @@ class Regularizer:
         self._losses.append(loss)
 
     def add_penalty(self, loss_scale: float = 1.0) -> None:
-        """Penalty actuator: lambda's gradient, before clipping. ``loss_scale``: what a GradScaler multiplied gradients by."""
+        """Penalty actuator: lambda's gradient, before clipping. ``loss_scale``: what a GradScaler multiplied gradients
+        by."""
         if self.law.actuator == "penalty" and self.state.lam > 0 and self.progress.tokens_n:
             coefficient = penalty_coefficient(self.state.lam, self.settings.sigma, self.progress.tokens_n)
             self.prior.add_penalty_gradient(coefficient * loss_scale)
@@ -147,8 +152,8 @@ class Regularizer:
     ) -> Optional[dict[str, Any]]:
         """Pull the weights with the lambda decided before; every ``control_frequency`` steps measure and decide anew.
 
-        ``step``: number of this optimizer step, from 1. ``items``: supervised tokens of the window; their mean over ranks
-        must be the tokens of all ranks.
+        ``step``: number of this optimizer step, from 1. ``items``: supervised tokens of the window; their mean over
+        ranks must be the tokens of all ranks.
         ``reduce``: sums a tensor over ranks. Returns the history row of a decision, or None between decisions.
         """
         self._close_window(items)
@@ -178,8 +183,8 @@ class Regularizer:
         items = torch.tensor([float(count) for _, count in self._interval], dtype=torch.float64)
         steps = len(self._interval)
         self._interval.clear()
-        # Under DDP every rank holds its own share of the loss and the same weights. One sum makes loss and tokens global,
-        # and the mean distance everybody's: ranks that round differently must not pull differently.
+        # Under DDP every rank holds its own share of the loss and the same weights. One sum makes loss and tokens
+        # global, and the mean distance everybody's: ranks that round differently must not pull differently.
         own = torch.stack([(losses * items).sum(), items.sum(), self.prior.squared_distance()])
         nats, tokens, squared_distance = (reduce(own) / processes).tolist()
         self.progress.tokens_seen += tokens
@@ -208,7 +213,8 @@ class Regularizer:
 
     def _watch(self, seen: control.Measurement) -> None:
         count = self.state.decisions
-        # Powers of two: adapters that have moved far from their start have another gain, and a probe costs a measurement.
+        # Powers of two: adapters that have moved far from their start have another gain, and a probe costs a
+        # measurement.
         if self.law.actuator == "decoupled" and count >= PROBE_DECISION and count & (count - 1) == 0:
             self._probe_gain()
         if self.settings.law in ("model", "original") and self.state.target_s is not None:
@@ -231,7 +237,7 @@ class Regularizer:
         y, last = self.state.log_ratio, self.law.max_steps
         if self.progress.outlook_done or y is None:
             return
-        if self.state.reached_step is not None or self.state.lam > 0 and self.law.name == "model":
+        if self.state.reached_step is not None or (self.state.lam > 0 and self.law.name == "model"):
             self.progress.outlook_done = True  # it arrived, or is close enough to be braked: nothing to foretell
             return
         if self.progress.milestone is None:
@@ -247,7 +253,8 @@ class Regularizer:
         if not outlook.reachable:
             self.progress.outlook_done = True
             self._notice(
-                f"SCU target out of reach: S is {self.state.s_ema:.3g} after {seen.step} of {last} steps and grows to about "
+                f"SCU target out of reach: S is {self.state.s_ema:.3g} after {seen.step} of {last} steps and grows "
+                "to about "
                 f"{outlook.predicted_s:.3g} by the end, below the target {self.state.target_s:.3g}; "
                 "lower scu_target_s, raise the learning rate or train longer"
             )
@@ -258,7 +265,8 @@ class Regularizer:
             self._notice(
                 f"SCU has lost control: lambda has been at its upper bound {self.state.lam:.3g} for "
                 f"{self.progress.stuck_decisions} decisions and S is still {self.state.s_ema:.3g}, above the target "
-                f"{self.state.target_s:.3g}; raise scu_max_shrink (model law) or scu_lambda_max, or lower the learning rate"
+                f"{self.state.target_s:.3g}; raise scu_max_shrink (model law) or scu_lambda_max, or lower the "
+                "learning rate"
             )
 
     def _check_penalty_acts(self, loss_scale: float) -> None:
@@ -350,12 +358,14 @@ def prior_class_for(trainer, settings: RegularizationSettings) -> type[Prior]:
     """
     if trainer.is_fsdp_enabled:
         raise ControlError(
-            "FSDP keeps the trained weights in shards that lambda cannot reach; use DDP (torchrun, accelerate) or ZeRO-1/2, "
+            "FSDP keeps the trained weights in shards that lambda cannot reach; use DDP (torchrun, accelerate) or "
+            "ZeRO-1/2, "
             "or set scu: false"
         )
     if trainer.args.n_gpu > 1:
         raise ControlError(
-            f"one process drives {trainer.args.n_gpu} GPUs (DataParallel), where the loss of a step is not known exactly; "
+            f"one process drives {trainer.args.n_gpu} GPUs (DataParallel), where the loss of a step is not known "
+            "exactly; "
             "start one process per GPU with torchrun or accelerate launch, or set scu: false"
         )
     if trainer.is_deepspeed_enabled:

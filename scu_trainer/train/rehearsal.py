@@ -84,7 +84,10 @@ def replace_training(job: Job, scratch: str) -> Job:
     training = copy.copy(job.training)
     training.output_dir, training.max_steps = scratch, STEPS
     training.logging_steps, training.save_steps = 1, SAVE_AT
-    training.save_strategy, training.eval_strategy = type(training.save_strategy)("steps"), type(training.eval_strategy)("no")
+    training.save_strategy, training.eval_strategy = (
+        type(training.save_strategy)("steps"),
+        type(training.eval_strategy)("no"),
+    )
     training.report_to, training.push_to_hub = [], False
     training.load_best_model_at_end = False
     return replace(job, training=training)

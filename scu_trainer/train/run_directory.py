@@ -20,7 +20,8 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenize
 
 
 def free_name(output_dir: Path) -> Path:
-    """``output_dir``, or the first of output_dir-2, output_dir-3, ... that holds nothing: a run never overwrites another."""
+    """``output_dir``, or the first of output_dir-2, output_dir-3, ... that holds nothing: a run never overwrites
+    another."""
     candidate, number = output_dir, 2
     while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
         candidate, number = output_dir.with_name(f"{output_dir.name}-{number}"), number + 1

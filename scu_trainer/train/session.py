@@ -81,7 +81,9 @@ def load_parts(job: Job, console: Console) -> Parts:
     if job.model.model_name_or_path is not None:
         check_source(job.model.model_name_or_path)
     settings, tokenizer = _with_base(job.model, cache_dir, console)
-    data = prepare(job.data, tokenizer, seed=job.training.seed, cache_dir=cache_dir, model_name=settings.model_name_or_path)
+    data = prepare(
+        job.data, tokenizer, seed=job.training.seed, cache_dir=cache_dir, model_name=settings.model_name_or_path
+    )
     for line in data.books.lines():
         console.print(line, soft_wrap=True)
     set_seed(job.training.seed)
@@ -102,7 +104,9 @@ def _with_base(settings: ModelSettings, cache_dir: Path, console: Console):
     if settings.model_name_or_path is not None:
         return settings, load_tokenizer(settings)
     if not is_cached(cache_dir, settings.embedded_base_steps):
-        console.print("making the embedded base model, once: a Granite hybrid on Python's documentation", soft_wrap=True)
+        console.print(
+            "making the embedded base model, once: a Granite hybrid on Python's documentation", soft_wrap=True
+        )
     folder = embedded_base(cache_dir, settings.embedded_base_steps)
     return replace(settings, model_name_or_path=str(folder)), embedded_tokenizer(cache_dir)
 
@@ -112,7 +116,8 @@ def _with_base(settings: ModelSettings, cache_dir: Path, console: Console):
 
 @contextlib.contextmanager
 def _run_directory(job: Job, parts: Parts, log: RunLog) -> Iterator[Optional[RunStatus]]:
-    """Make it, describe the run in it, and leave its status true however the run ends. None on all ranks but the first."""
+    """Make it, describe the run in it, and leave its status true however the run ends. None on all ranks but the
+    first."""
     output_dir = Path(job.training.output_dir)
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(output_dir / "logs" / "tensorboard")
     if not is_leader():
@@ -127,7 +132,9 @@ def _run_directory(job: Job, parts: Parts, log: RunLog) -> Iterator[Optional[Run
         yield status
         status.update(status="finished", eta_s=0.0)
     except KeyboardInterrupt:
-        status.update(status="stopped", error="interrupted; resume_from_checkpoint: true goes on from the newest checkpoint")
+        status.update(
+            status="stopped", error="interrupted; resume_from_checkpoint: true goes on from the newest checkpoint"
+        )
         raise
     except BaseException as error:
         status.update(status="failed", error=f"{type(error).__name__}: {error}")
@@ -217,4 +224,3 @@ def _write_results(trainer: SCUTrainer, output_dir: Path, figures: dict[str, Any
         seconds = trainer.regularization_callback.seconds
         figures["regularization"] = regularization_figures(output_dir, regularizer, seconds, train_s)
     write_json(output_dir / "scu_metrics.json", figures)
-

@@ -103,7 +103,9 @@ def _control_lines(control: Optional[dict[str, Any]]) -> list[tuple[str, str]]:
     if control is None:
         return [("SCU", "off")]
     target = control.get("target_s")
-    against = f"{control.get('final_s') or 0:.4f} against {target:.4g}" if target else f"{control.get('final_s') or 0:.4f}"
+    against = (
+        f"{control.get('final_s') or 0:.4f} against {target:.4g}" if target else f"{control.get('final_s') or 0:.4f}"
+    )
     lines = [("S against target", f"{against}: {control['verdict']}")]
     if control.get("settling_step") is not None:
         detail = f"settled at step {control['settling_step']}, bias {control['bias']:+.1%}"

@@ -1,7 +1,7 @@
 """The training step. START HERE.
 
-``SCUTrainer`` is the stock ``transformers.Trainer`` with controllers attached. It adapts and computes nothing itself: S and
-lambda live in ``regularizer.py``, their arithmetic in ``control/``. One optimizer step runs
+``SCUTrainer`` is the stock ``transformers.Trainer`` with controllers attached. It adapts and computes nothing itself: S
+and lambda live in ``regularizer.py``, their arithmetic in ``control/``. One optimizer step runs
 
     training_step (once per accumulation batch)   forward, backward; the loss is handed to the regularizer
       last batch of the window                    penalty actuator: lambda's gradient is added
@@ -37,7 +37,8 @@ class SCUTrainer(Trainer):
     Takes everything that the stock Trainer takes, and
 
     regularization: ``RegularizationSettings``, or None for the stock Trainer.
-    regularization_tokens: N of ParamBPT, the supervised tokens of one pass over the training data. None: estimated from the
+    regularization_tokens: N of ParamBPT, the supervised tokens of one pass over the training data. None: estimated from
+    the
         first optimizer step. ``RegularizationSettings.tokens`` overrides both.
 
     Raises ControlError where lambda could not reach the trained weights (FSDP, ZeRO-3, float16 weights).
@@ -108,7 +109,8 @@ def _read_controller_state(checkpoint: Path) -> tuple[dict[str, Any], Optional[d
     state_file, prior_file = checkpoint / STATE_FILE, checkpoint / PRIOR_FILE
     if not state_file.is_file():
         raise CheckpointError(
-            f"{checkpoint} holds no {STATE_FILE}: it was written without the regularization loop or with save_only_model; "
+            f"{checkpoint} holds no {STATE_FILE}: it was written without the regularization loop or with "
+            "save_only_model; "
             "resume with scu: false, or start anew from its weights with model_name_or_path"
         )
     return json.loads(state_file.read_text()), load_file(prior_file) if prior_file.is_file() else None

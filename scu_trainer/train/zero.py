@@ -1,4 +1,5 @@
-"""Pulling weights under DeepSpeed ZeRO-1 and ZeRO-2, where the numbers that training keeps are partitioned fp32 masters."""
+"""Pulling weights under DeepSpeed ZeRO-1 and ZeRO-2, where the numbers that training keeps are partitioned fp32
+masters."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ LARGEST_STAGE = 2
 class ZeroPrior(Prior):
     """A ``Prior`` that pulls the fp32 master weights, through DeepSpeed's own access to them.
 
-    The engine overwrites the model's weights from its masters at every step: a pull on the model alone would be forgotten.
-    Costs one all-reduce per trainable tensor and step. Every rank must call it at the same time.
+    The engine overwrites the model's weights from its masters at every step: a pull on the model alone would be
+    forgotten. Costs one all-reduce per trainable tensor and step. Every rank must call it at the same time.
     """
 
     @torch.no_grad()
@@ -33,11 +34,13 @@ class ZeroPrior(Prior):
 
 
 def check_stage(trainer, actuator: str) -> None:
-    """Raise ControlError for what cannot be regularized under DeepSpeed: ZeRO-3's shards, and gradients inside the engine."""
+    """Raise ControlError for what cannot be regularized under DeepSpeed: ZeRO-3's shards, and gradients inside the
+    engine."""
     stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
     if not 1 <= stage <= LARGEST_STAGE:
         raise ControlError(
-            f"the regularization loop works under ZeRO stage 1 and 2, this is stage {stage}, whose trained weights lambda "
+            f"the regularization loop works under ZeRO stage 1 and 2, this is stage {stage}, whose trained weights "
+            "lambda "
             "cannot reach; change zero_optimization.stage, or set scu: false"
         )
     if actuator == "penalty":

@@ -69,7 +69,8 @@ def refused(capsys, arguments: list[str]) -> str:
 
 
 def test_help_needs_no_torch():
-    code = "import sys; from scu_trainer.cli.main import main; main(['train', '--help']); assert 'torch' not in sys.modules"
+    code = "import sys; from scu_trainer.cli.main import main; main(['train', '--help'])"
+    code += "; assert 'torch' not in sys.modules"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--scu_target_s" in answer.stdout and "--test_run" in answer.stdout
 
@@ -88,7 +89,9 @@ def test_commands_are_listed_and_unknown_ones_refused(capsys):
 
 def test_print_config_can_be_read_back(tmp_path, capsys):
     first = tmp_path / "first.yaml"
-    first.write_text('{"block-size": 64, "learning_rate": 1e-4, "lora_target_modules": ["q_proj", "v_proj"], "seed": 7}')
+    first.write_text(
+        '{"block-size": 64, "learning_rate": 1e-4, "lora_target_modules": ["q_proj", "v_proj"], "seed": 7}'
+    )
     assert train.main(["--config", str(first), "--lora-r", "2", "--print-config"]) == 0
     printed = capsys.readouterr().out
     resolved = yaml.safe_load(printed)
@@ -223,7 +226,10 @@ def test_a_run_writes_what_the_contract_promises(capsys, flags, tmp_path):
     before, after = metrics["held_out_bpt_before"], metrics["held_out_bpt_after"]
     assert before["low"] <= before["value"] <= before["high"]
     assert after["value"] != before["value"]
-    assert metrics["best_held_out"]["bpt"] == pytest.approx(after["value"], abs=1e-5) or metrics["best_held_out"]["step"] < 4
+    assert (
+        metrics["best_held_out"]["bpt"] == pytest.approx(after["value"], abs=1e-5)
+        or metrics["best_held_out"]["step"] < 4
+    )
     events = list((run / "logs" / "tensorboard").rglob("events*"))
     assert events and "train/scu/s" in _tags(events[0].parent)
     printed = capsys.readouterr().out
@@ -319,7 +325,14 @@ def launched(command: list[str], **environment: str) -> str:
 
 
 def test_the_recipe_runs_from_its_file(tmp_path):
-    command = [sys.executable, "scripts/train.py", "--config", "recipes/scu_lora.yaml", "--output_dir", str(tmp_path / "r")]
+    command = [
+        sys.executable,
+        "scripts/train.py",
+        "--config",
+        "recipes/scu_lora.yaml",
+        "--output_dir",
+        str(tmp_path / "r"),
+    ]
     small = ["--max_steps", "3", "--eval_steps", "2", "--embedded_base_steps", "2", "--dataset_size", "12"]
     printed = launched([*command, *small])
     assert "making the embedded base model, once" in printed
