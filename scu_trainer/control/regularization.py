@@ -91,7 +91,8 @@ class State:
     target_s: Optional[float] = None
     reached_step: Optional[int] = None
     saturated: str = ""  # "", "low": lambda at its floor and S below target, "high": at its ceiling and S above target
-    skipped: int = 0
+    skipped: int = 0  # measurements that were not finite, over the run
+    skipped_steps: int = 0  # optimizer steps of those since the last decision
     best_held_out_bpt: Optional[float] = None
     best_held_out_s: Optional[float] = None
     held_out_misses: int = 0
@@ -134,10 +135,10 @@ def with_shrink(state: State, shrink: float) -> State:
 def decide(law: Law, state: State, seen: Measurement) -> State:
     """New state after one control step. A measurement that is not finite changes nothing and is counted."""
     if not (math.isfinite(seen.data_bpt) and math.isfinite(seen.param_bpt)) or seen.data_bpt <= 0:
-        return replace(state, skipped=state.skipped + 1)
+        return replace(state, skipped=state.skipped + 1, skipped_steps=state.skipped_steps + seen.steps)
     state = _measure(law, state, seen)
     state = _LAWS[law.name](law, state, seen)
-    return replace(state, pull=0.0)
+    return replace(state, pull=0.0, skipped_steps=0)
 
 
 def _measure(law: Law, state: State, seen: Measurement) -> State:
@@ -161,7 +162,7 @@ def _estimate_growth(law: Law, state: State, seen: Measurement) -> State:
     log_ratio = math.log(seen.param_bpt / state.data_bpt_ema) if seen.param_bpt > 0 else None
     growth = state.growth
     if log_ratio is not None and state.log_ratio is not None:
-        newest = (log_ratio - state.log_ratio + seen.gain * state.pull) / seen.steps
+        newest = (log_ratio - state.log_ratio + seen.gain * state.pull) / (seen.steps + state.skipped_steps)
         newest = max(-LARGEST_GROWTH, min(LARGEST_GROWTH, newest))
         growth = _average(growth, newest, _per_steps(law.growth_alpha, seen.steps))
     return replace(state, log_ratio=log_ratio, growth=growth)

@@ -22,6 +22,7 @@ class Tracking:
 
     ``settling_step``: first step after which S stays within BAND until the end. ``overshoot``: largest excess after the
     target was first reached. ``bias``: mean error over the second half of the steps since S first entered the band.
+    ``saturated_fraction``: share of the decisions with lambda at a bound, since S first entered the band.
     """
 
     target_s: float
@@ -45,7 +46,9 @@ def assess(steps: Sequence[int], s_values: Sequence[float], target_s: float, sat
     if entered is not None:
         late = errors[(entered + len(errors)) // 2 :]
         bias = sum(late) / len(late)
-    stuck = sum(bool(word) for word in saturated) / len(saturated) if saturated else 0.0
+    # On the way up lambda is at its floor because there is nothing to hold back yet; that is no trouble.
+    judged = saturated[entered or 0 :]
+    stuck = sum(bool(word) for word in judged) / len(judged) if judged else 0.0
     settled = _settling_index(inside)
     return Tracking(
         target_s=target_s,

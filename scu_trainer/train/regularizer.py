@@ -75,7 +75,8 @@ class Regularizer:
             self.state = control.State.from_dict(self._loaded["state"])
             self.progress = Progress(**self._loaded["progress"])
             self._interval = [
-                (torch.tensor(loss, dtype=torch.float64), items) for loss, items in self._loaded["interval"]
+                (torch.tensor(math.nan if loss is None else loss, dtype=torch.float64), items)  # JSON has no NaN
+                for loss, items in self._loaded["interval"]
             ]
             self._apply_changed_goals(self._loaded["settings"])
             self._loaded = None
@@ -237,9 +238,11 @@ class Regularizer:
         y, last = self.state.log_ratio, self.law.max_steps
         if self.progress.outlook_done or y is None:
             return
-        if self.state.reached_step is not None or (self.state.lam > 0 and self.law.name == "model"):
-            self.progress.outlook_done = True  # it arrived, or is close enough to be braked: nothing to foretell
+        if self.state.reached_step is not None:
+            self.progress.outlook_done = True
             return
+        if self.state.lam > 0 and self.law.name == "model":
+            return  # close enough to be braked: growth no longer tells where S would go by itself
         if self.progress.milestone is None:
             if seen.step >= OUTLOOK_STEPS:
                 self.progress.milestone = [seen.step, y]

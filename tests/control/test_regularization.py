@@ -298,7 +298,17 @@ LAWS = [MODEL, ORIGINAL, FIXED, SCHEDULE, replace(MODEL, wait_for_target=True), 
 )
 def test_a_broken_measurement_changes_nothing_and_is_counted(law, broken):
     before = replace(RUNNING, lam=2.0, integral=0.1, skipped=4)
-    assert decide(law, before, replace(SEEN, **broken)) == replace(before, skipped=5)
+    assert decide(law, before, replace(SEEN, **broken)) == replace(before, skipped=5, skipped_steps=SEEN.steps)
+
+
+def test_growth_after_a_broken_measurement_is_per_step_of_the_whole_gap():
+    law = LAWS[0]
+    first = decide(law, initial_state(law), replace(SEEN, step=1, steps=1, param_bpt=0.01))
+    broken = decide(law, first, replace(SEEN, step=2, steps=1, data_bpt=math.nan))
+    seen = replace(SEEN, step=3, steps=1, param_bpt=0.01 * math.exp(0.2))
+    state = decide(replace(law, ema_alpha=1e-9), replace(broken, decisions=10**9), seen)
+    assert state.growth == pytest.approx(0.1, rel=1e-6)
+    assert state.skipped_steps == 0
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: f"{law.name}-{law.target_s}-{law.wait_for_target}")

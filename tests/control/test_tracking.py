@@ -20,8 +20,14 @@ def test_a_run_that_settles():
     assert result.overshoot == pytest.approx(0.2)
     # Inside first at position 4 of 6: the late half starts at (4 + 6) // 2 = 5.
     assert result.bias == pytest.approx(-0.02)
-    assert result.saturated_fraction == pytest.approx(2 / 6)
+    # The climb before that is no trouble, and neither is what happened outside the judged stretch.
+    assert result.saturated_fraction == 0.0
     assert (result.target_s, result.final_s) == (0.1, 0.098)
+
+
+def test_saturation_counts_from_the_first_time_inside():
+    result = assess(STEPS, [0.02, 0.1, 0.2, 0.2, 0.2, 0.2], 0.1, ["low", "", "high", "high", "high", ""])
+    assert result.saturated_fraction == pytest.approx(3 / 5)
 
 
 def test_settling_counts_from_the_last_time_outside():

@@ -12,6 +12,7 @@ from torch import nn
 
 from scu_trainer.control.regularization import Measurement, shrink_of
 from scu_trainer.errors import CheckpointError, ControlError
+from scu_trainer.run_files import read_json, write_json
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.train.penalty import Prior
 from scu_trainer.train.regularizer import STUCK_DECISIONS, Regularizer, prior_class_for, resolve
@@ -131,8 +132,19 @@ def test_a_window_that_is_not_finite_decides_nothing():
     one_step(regularizer, 1)
     before = regularizer.state
     row = one_step(regularizer, 2, losses=(math.nan,))
-    assert regularizer.state == type(before)(**{**before.to_dict(), "skipped": 1})
+    assert regularizer.state == type(before)(**{**before.to_dict(), "skipped": 1, "skipped_steps": 1})
     assert math.isnan(row["loss"])
+
+
+def test_a_checkpoint_inside_a_broken_interval_can_be_read_back(tmp_path):
+    regularizer = started(control_frequency=5)
+    one_step(regularizer, 1, losses=(math.nan,))
+    write_json(tmp_path / "state.json", regularizer.state_dict())
+    saved = read_json(tmp_path / "state.json")
+    resumed = Regularizer(regularizer.settings, layer())
+    resumed.load_state_dict(saved, prior=regularizer.prior.state_dict())
+    resumed.start(max_steps=10, steps_per_epoch=10, seed=0)
+    assert math.isnan(float(resumed._interval[0][0]))
 
 
 # -- acting ------------------------------------------------------------------------------------------------------------
