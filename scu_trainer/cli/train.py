@@ -28,11 +28,11 @@ def _main(argv: list[str]) -> int:
     if modes.help or modes.help_all:
         print(_help(with_stock_fields=modes.help_all))
         return 0
-    if modes.check_requirements:
-        return _check_requirements(modes.config, flags)
     from scu_trainer.train.logs import run_log
 
     with run_log() as log:
+        if modes.check_requirements:
+            return _check_requirements(modes.config, flags)
         job = configuration.read_job(modes.config, flags)
         if modes.print_config:
             print(configuration.as_yaml(job), end="")
