@@ -199,8 +199,8 @@ def require_room(path: AnyPath, needed_bytes: int, setting: str = "output_dir") 
     free = free_bytes(path)
     if free < needed_bytes:
         raise StorageError(
-            f"{path} has {_gib(free)} free, {_gib(needed_bytes)} are needed; "
-            f"free {_gib(needed_bytes - free)} there or set {setting} to a directory on a larger disk"
+            f"{path} has {_readable(free)} free, {_readable(needed_bytes)} are needed; "
+            f"free {_readable(needed_bytes - free)} there or set {setting} to a directory on a larger disk"
         )
 
 
@@ -296,7 +296,9 @@ def _as_storage_error(path: Path, action: str) -> Iterator[None]:
 
 def _storage_error(path: Path, action: str, error: OSError) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageError(f"the disk is full: {path} cannot be written, {_gib(free_bytes(path))} are free; free some")
+        return StorageError(
+            f"the disk is full: {path} cannot be written, {_readable(free_bytes(path))} are free; free some"
+        )
     return StorageError(f"cannot {action} {path}: {error.strerror}; check the path and its permissions")
 
 
@@ -305,5 +307,5 @@ def _nearest_existing(path: Path) -> Path:
     return next(candidate for candidate in (path, *path.parents) if candidate.exists())
 
 
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB"
+def _readable(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
