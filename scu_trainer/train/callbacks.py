@@ -144,9 +144,8 @@ class RegularizationCallback(TrainerCallback):
     def scalars(self) -> dict[str, float]:
         """The newest decision for logs and TensorBoard; empty before the first."""
         row = self.last_row or {}
-        wanted = {"s": "s", "s_ema": "s_ema", "s_target": "s_target", "lambda": "lambda", "data_bpt": "data_bpt"}
-        wanted["param_bpt"] = "param_bpt"
-        return {f"scu/{name}": row[key] for name, key in wanted.items() if row.get(key) is not None}
+        names = ("s", "s_ema", "s_target", "lambda", "data_bpt", "param_bpt")
+        return {f"scu/{name}": row[name] for name in names if row.get(name) is not None}
 
 
 def _sum_over_ranks(accelerator, tensor):

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError, SettingsError
 from scu_trainer.settings import DataSettings, ModelSettings, RegularizationSettings
+from scu_trainer.train.run_directory import free_name
 
 
 @dataclass
@@ -45,22 +46,28 @@ class Job:
         _require(
             launched == training.world_size,
             f"the launcher started {launched} processes, but training would use {training.world_size}: each would "
-            "train alone; "
-            "add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
+            "train alone; add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
         )
         self._check_evaluation()
-        if training.resume_from_checkpoint:
-            check_resumable(training.resume_from_checkpoint, Path(training.output_dir))
+        if self.checkpoint is not None:
+            check_resumable(self.checkpoint, Path(training.output_dir))
+
+    @property
+    def checkpoint(self) -> Optional[str | bool]:
+        """What the stock ``train(resume_from_checkpoint=...)`` takes: a path, True for the newest, or None."""
+        wanted = self.training.resume_from_checkpoint
+        if not wanted:
+            return None
+        return True if str(wanted).lower() == "true" else str(wanted)
 
     def _check_evaluation(self) -> None:
         training, data = self.training, self.data
         holds_out = data.eval_dataset is not None or data.streaming or data.validation_split_percentage > 0
-        evaluates = str(getattr(training.eval_strategy, "value", training.eval_strategy)) != "no"
+        evaluates = training.eval_strategy != "no"
         _require(
             holds_out or not evaluates,
             "eval_strategy asks for held-out data but validation_split_percentage is 0; raise it, give eval_dataset "
-            "or set "
-            "eval_strategy: no",
+            "or set eval_strategy: no",
         )
         auto = self.regularization is not None and self.regularization.target_s == "auto"
         _require(
@@ -80,11 +87,10 @@ class Job:
         return math.ceil(per_epoch * training.num_train_epochs)
 
 
-def check_resumable(wanted: str, output_dir: Path) -> None:
-    """Raise CheckpointError unless ``wanted``, a path or "true" for the newest in ``output_dir``, is a checkpoint."""
-    if str(wanted).lower() == "true":
-        found = sorted(output_dir.glob("checkpoint-*"))
-        if not found:
+def check_resumable(wanted: str | bool, output_dir: Path) -> None:
+    """Raise CheckpointError unless ``wanted``, a path or True for the newest in ``output_dir``, is a checkpoint."""
+    if wanted is True:
+        if not any(output_dir.glob("checkpoint-*")):
             raise CheckpointError(
                 f"{output_dir} holds no checkpoint-N; give the path of one to resume_from_checkpoint, or drop it to "
                 "start anew"
@@ -112,18 +118,21 @@ def checkpoint_bytes(model, training: TrainingArguments) -> int:
     w0 of what is trained; full tuning saves all weights as well."""
     trainable = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     kept = 1 if training.save_total_limit is None else training.save_total_limit + 1
-    saves = 0 if str(getattr(training.save_strategy, "value", training.save_strategy)) == "no" else kept
+    saves = 0 if training.save_strategy == "no" else kept
     return trainable * (4 * saves + 1)
+
+
+def is_leader() -> bool:
+    """Whether this process is the one of all ranks that prints and writes."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def claim(output_dir: str, resuming: bool) -> Path:
     """The directory of this run, the same on every rank: rank 0 looks, the others are told."""
     from accelerate.utils import broadcast_object_list
 
-    from scu_trainer.train.run_directory import free_name
-
     path = Path(output_dir)
-    names = [str(path if resuming else free_name(path)) if int(os.environ.get("RANK", "0")) == 0 else ""]
+    names = [str(path if resuming else free_name(path)) if is_leader() else ""]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         broadcast_object_list(names)
     return Path(names[0])

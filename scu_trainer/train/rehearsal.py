@@ -15,9 +15,9 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from scu_trainer.run_files import free_bytes
-from scu_trainer.train.job import Job
+from scu_trainer.train.job import Job, is_leader
 from scu_trainer.train.logs import RunLog
-from scu_trainer.train.session import Parts, build_trainer, is_leader, load_parts, score
+from scu_trainer.train.session import Parts, build_trainer, load_parts, score
 
 STEPS = 6
 SAVE_AT = 3
@@ -105,11 +105,10 @@ def _evaluation_seconds(trainer, parts: Parts) -> float:
 
 def _evaluations(job: Job, steps: int) -> int:
     training = job.training
-    strategy = str(getattr(training.eval_strategy, "value", training.eval_strategy))
-    if strategy == "steps":
+    if training.eval_strategy == "steps":
         every = training.eval_steps or training.logging_steps
         return int(steps // every) if every >= 1 else round(1 / every)
-    return round(training.num_train_epochs) if strategy == "epoch" else 0
+    return round(training.num_train_epochs) if training.eval_strategy == "epoch" else 0
 
 
 def _peak_rss_bytes() -> int:

@@ -12,8 +12,7 @@ from typing import Any, Optional
 
 from transformers import TrainerCallback
 
-from scu_trainer.errors import StorageError
-from scu_trainer.run_files import RunStatus, require_writable
+from scu_trainer.run_files import RunStatus
 from scu_trainer.train.console import seconds_left
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "scu-trainer")
@@ -26,13 +25,6 @@ def free_name(output_dir: Path) -> Path:
     while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
         candidate, number = output_dir.with_name(f"{output_dir.name}-{number}"), number + 1
     return candidate
-
-
-def check_output_dir(output_dir: Path) -> None:
-    """Raise StorageError if a run could not be written there. Creates nothing."""
-    if output_dir.exists() and not output_dir.is_dir():
-        raise StorageError(f"output_dir {output_dir} is a file; give the name of a folder")
-    require_writable(output_dir)
 
 
 def versions() -> dict[str, Optional[str]]:

@@ -19,15 +19,15 @@ from transformers import PrinterCallback, set_seed
 from scu_trainer.data import Collator, PreparedData, default_cache_dir, embedded_tokenizer, prepare
 from scu_trainer.models.fit import require_fit
 from scu_trainer.models.isolation import require_isolation
-from scu_trainer.models.load import check_source, load_model, load_tokenizer, prepare_for_tuning
-from scu_trainer.run_files import RunStatus, require_room, write_json
+from scu_trainer.models.load import load_model, load_tokenizer, prepare_for_tuning
+from scu_trainer.run_files import RunStatus, require_room, require_writable, write_json
 from scu_trainer.settings import ModelSettings
 from scu_trainer.train.base_model import embedded_base, is_cached
 from scu_trainer.train.console import ConsoleCallback
 from scu_trainer.train.evaluate import DocumentScores, bpt_metrics, preprocess_logits, score_documents
-from scu_trainer.train.job import Job, checkpoint_bytes, claim
+from scu_trainer.train.job import Job, checkpoint_bytes, claim, is_leader
 from scu_trainer.train.logs import RunLog, run_log
-from scu_trainer.train.run_directory import RunStatusCallback, check_output_dir, git_commit, versions
+from scu_trainer.train.run_directory import RunStatusCallback, git_commit, versions
 from scu_trainer.train.summary import best_held_out, held_out_figures, print_table, regularization_figures
 from scu_trainer.train.trainer import SCUTrainer
 
@@ -58,18 +58,14 @@ def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = Non
 
 def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
     job.check()
-    check_output_dir(Path(job.training.output_dir))
+    require_writable(job.training.output_dir)
     parts = load_parts(job, console)
-    output_dir = claim(job.training.output_dir, resuming=bool(job.training.resume_from_checkpoint))
+    output_dir = claim(job.training.output_dir, resuming=job.checkpoint is not None)
     if str(output_dir) != job.training.output_dir:
         console.print(f"{job.training.output_dir} already holds a run; this one goes to {output_dir}", soft_wrap=True)
         job.training.output_dir = str(output_dir)
     with _run_directory(job, parts, log) as status:
         return _train(job, parts, status, console)
-
-
-def is_leader() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -78,8 +74,6 @@ def is_leader() -> bool:
 def load_parts(job: Job, console: Console) -> Parts:
     """Tokenizer, rows, model with adapters; each checked against the others."""
     cache_dir = default_cache_dir(job.data.cache_dir)
-    if job.model.model_name_or_path is not None:
-        check_source(job.model.model_name_or_path)
     settings, tokenizer = _with_base(job.model, cache_dir, console)
     data = prepare(
         job.data, tokenizer, seed=job.training.seed, cache_dir=cache_dir, model_name=settings.model_name_or_path
@@ -179,7 +173,7 @@ def _train(job: Job, parts: Parts, status: Optional[RunStatus], console: Console
     output_dir = Path(job.training.output_dir)
     trainer = build_trainer(job, parts, status, console)
     before = score(trainer, parts)
-    outcome = trainer.train(resume_from_checkpoint=_checkpoint(job))
+    outcome = trainer.train(resume_from_checkpoint=job.checkpoint)
     after = score(trainer, parts)
     trainer.save_model()
     trainer.save_state()
@@ -205,13 +199,6 @@ def score(trainer: SCUTrainer, parts: Parts) -> Optional[DocumentScores]:
         # The precision of training: before ``train()`` the model's forward is not yet wrapped in it.
         with trainer.accelerator.autocast():
             return score_documents(trainer.model, parts.data.eval, parts.collator)
-
-
-def _checkpoint(job: Job) -> Optional[str | bool]:
-    wanted = job.training.resume_from_checkpoint
-    if not wanted:
-        return None
-    return True if str(wanted).lower() == "true" else str(wanted)
 
 
 def _notices(trainer: SCUTrainer) -> list[str]:
