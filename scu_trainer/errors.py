@@ -44,6 +44,10 @@ class CheckpointError(UserError):
     """A checkpoint cannot be resumed as asked."""
 
 
+class OutOfMemory(UserError):
+    """Something does not fit in memory even in its smallest piece."""
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """Phrase that names the allowed word nearest to ``name``, or nothing: " (did you mean 'block_size'?)"."""
     matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)

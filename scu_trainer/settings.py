@@ -189,6 +189,105 @@ def _target(value) -> Union[float, str]:
 
 
 @dataclass(frozen=True)
+class MemorySettings:
+    """How the rows of an optimizer step are cut into chunks, and how live memory moves the size of a chunk.
+
+    A chunk is what one forward and backward sees. The logical batch, what the optimizer sees, stays what
+    ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` say (but for ``batch_mode: logical``).
+    """
+
+    memory_control: bool = _option(
+        True, "size chunks from live memory and recover from out-of-memory; false with no token_cap: the stock Trainer"
+    )
+    token_cap: Optional[Union[int, str]] = _option(
+        None,
+        "padded tokens per chunk (rows, for inputs without a length); auto: the longest row, or what keeps the device "
+        "busy; default: auto with memory_control, no splitting without",
+    )
+    min_batch_size: int = _option(1, "rows per chunk: never fewer, whatever memory says")
+    max_batch_size: Optional[int] = _option(None, "rows per chunk: never more; default: bounded by token_cap alone")
+    target_headroom_gb: Union[float, str] = _option(
+        "8%", "memory that stays free, in GiB, or as a share of the limit ('8%%')"
+    )
+    gc_threshold_gb: Optional[float] = _option(
+        None,
+        "below this many GiB free at the peak of a step, memory is collected at once; default: a quarter of "
+        "target_headroom_gb",
+    )
+    pid_kp: float = _option(1.0, "proportional gain: ln(chunk size) per unit of used fraction below the target")
+    pid_ki: float = _option(0.1, "integral gain, per optimizer step")
+    pid_kd: float = _option(0.2, "derivative gain, optimizer steps")
+    batch_mode: Literal["chunk", "logical"] = _option(
+        "chunk",
+        "chunk: memory moves the chunk, the logical batch stays; logical: memory moves the logical batch itself, "
+        "between min_batch_size and max_batch_size rows per device, which changes the optimization",
+    )
+    batch_size_lr_rule: Literal["sqrt", "linear", "none"] = _option(
+        "sqrt",
+        "batch_mode logical: learning rate times (rows / nominal rows) to the power 1/2 (adaptive optimizers), "
+        "1 (SGD) or 0",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_cap", _token_cap(self.token_cap))
+        object.__setattr__(self, "target_headroom_gb", _headroom(self.target_headroom_gb))
+        _check_choices(self)
+        _require(self.min_batch_size >= 1, f"min_batch_size is {self.min_batch_size}; it must be 1 or more")
+        highest = self.max_batch_size
+        _require(highest is None or highest >= 1, f"max_batch_size is {highest}; it must be 1 or more")
+        _require(
+            highest is None or self.min_batch_size <= highest,
+            f"min_batch_size {self.min_batch_size} exceeds max_batch_size {highest}; lower min_batch_size",
+        )
+        for name in ("pid_kp", "pid_ki", "pid_kd", "gc_threshold_gb"):
+            value = getattr(self, name)
+            _require(value is None or (math.isfinite(value) and value >= 0), f"{name} is {value}; it must be 0 or more")
+        _require(
+            self.batch_mode == "chunk" or self.memory_control,
+            "batch_mode: logical lets memory choose the batch; it needs memory_control: true",
+        )
+
+    @property
+    def resolved_token_cap(self) -> Optional[Union[int, str]]:
+        """A number, "auto", or None for no splitting by length."""
+        return "auto" if self.token_cap is None and self.memory_control else self.token_cap
+
+    @property
+    def acts(self) -> bool:
+        return self.memory_control or self.token_cap is not None
+
+    @property
+    def headroom_share(self) -> Optional[float]:
+        """Share of the limit that stays free; None where it is given in GiB."""
+        return float(self.target_headroom_gb[:-1]) / 100 if isinstance(self.target_headroom_gb, str) else None
+
+
+def _token_cap(value) -> Optional[Union[int, str]]:
+    if value is None or value == "auto":
+        return value
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        raise SettingsError(f"token_cap is {value!r}; allowed: a number of tokens, or auto") from None
+    _require(number >= 1, f"token_cap is {number}; it must be 1 token or more, or auto")
+    return number
+
+
+def _headroom(value) -> Union[float, str]:
+    """A float in GiB, or a share such as '8%'."""
+    text = str(value).strip()
+    try:
+        number = float(text.removesuffix("%"))
+    except ValueError:
+        raise SettingsError(f"target_headroom_gb is {value!r}; allowed: GiB such as 1.5, or a share '8%'") from None
+    if text.endswith("%"):
+        _require(0 <= number < 100, f"target_headroom_gb is {text}; a share lies between 0% and below 100%")
+        return text
+    _require(math.isfinite(number) and number >= 0, f"target_headroom_gb is {number}; it must be 0 or more")
+    return number
+
+
+@dataclass(frozen=True)
 class ModelSettings:
     """Which model is tuned, and which of its weights."""
 

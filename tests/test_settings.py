@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import FrozenInstanceError, asdict, fields
 
 import pytest
 
 from scu_trainer.errors import SettingsError, UserError
-from scu_trainer.settings import DataSettings, ModelSettings, RegularizationSettings
+from scu_trainer.settings import DataSettings, MemorySettings, ModelSettings, RegularizationSettings
 
 SCU, MODEL, DATA = RegularizationSettings, ModelSettings, DataSettings
 
@@ -148,3 +149,49 @@ def test_one_bound_may_be_given_alone():
 )
 def test_combinations_that_make_sense_are_allowed(allowed):
     SCU(**allowed)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"token_cap": "many"}, "token_cap is 'many'; allowed: a number of tokens, or auto"),
+        ({"token_cap": 0}, "token_cap is 0"),
+        ({"min_batch_size": 0}, "min_batch_size is 0; it must be 1 or more"),
+        ({"min_batch_size": 9, "max_batch_size": 8}, "min_batch_size 9 exceeds max_batch_size 8; lower min_batch_size"),
+        ({"target_headroom_gb": "much"}, "target_headroom_gb is 'much'; allowed: GiB such as 1.5, or a share '8%'"),
+        ({"target_headroom_gb": "100%"}, "between 0% and below 100%"),
+        ({"target_headroom_gb": -1}, "0 or more"),
+        ({"pid_ki": -0.1}, "pid_ki is -0.1"),
+        ({"gc_threshold_gb": math.nan}, "gc_threshold_gb is nan"),
+        ({"batch_mode": "logicl"}, "did you mean 'logical'?"),
+        ({"batch_mode": "logical", "memory_control": False}, "needs memory_control: true"),
+    ],
+    ids=str,
+)
+def test_memory_settings_that_cannot_be_are_refused(wrong, message):
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        MemorySettings(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "cap", "acts"),
+    [
+        ({}, "auto", True),
+        ({"token_cap": "512"}, 512, True),
+        ({"memory_control": False}, None, False),
+        ({"memory_control": False, "token_cap": "auto"}, "auto", True),
+    ],
+    ids=str,
+)
+def test_the_cap_is_automatic_where_memory_is_controlled(given, cap, acts):
+    settings = MemorySettings(**given)
+    assert (settings.resolved_token_cap, settings.acts) == (cap, acts)
+
+
+@pytest.mark.parametrize(("given", "kept", "share"), [("8%", "8%", 0.08), ("1.5", 1.5, None), (2, 2.0, None)])
+def test_headroom_is_a_share_or_gibibytes(given, kept, share):
+    settings = MemorySettings(target_headroom_gb=given)
+    assert (settings.target_headroom_gb, settings.headroom_share) == (kept, share)

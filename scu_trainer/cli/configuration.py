@@ -11,12 +11,12 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Optional, get_type_hints
 
 import yaml
 
 from scu_trainer.errors import SettingsError, nearest
-from scu_trainer.settings import DataSettings, ModelSettings, RegularizationSettings
+from scu_trainer.settings import DataSettings, MemorySettings, ModelSettings, RegularizationSettings
 
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
@@ -54,6 +54,17 @@ def regularization_flags() -> type:
     return dataclasses.make_dataclass("RegularizationFlags", [switch, *fields])
 
 
+def memory_flags() -> type:
+    """``MemorySettings`` as flags; numbers that may also be a word are read as text, the settings tell them apart."""
+    texts = {"token_cap": Optional[str], "target_headroom_gb": str}
+    hints = {**get_type_hints(MemorySettings), **texts}
+    fields = [
+        (item.name, hints[item.name], dataclasses.field(default=item.default, metadata=dict(item.metadata)))
+        for item in dataclasses.fields(MemorySettings)
+    ]
+    return dataclasses.make_dataclass("MemoryFlags", fields)
+
+
 def our_parser(*more: type) -> HfArgumentParser:
     from transformers.hf_argparser import HfArgumentParser
 
@@ -62,7 +73,7 @@ def our_parser(*more: type) -> HfArgumentParser:
             raise SettingsError(_plain(message))
 
     kinds = [_grouped(ModelSettings, "model"), _grouped(DataSettings, "data")]
-    kinds += [_grouped(regularization_flags(), "regularization"), *more]
+    kinds += [_grouped(regularization_flags(), "regularization"), _grouped(memory_flags(), "memory"), *more]
     return Parser(
         kinds, prog="scu-trainer train", allow_abbrev=False, usage="%(prog)s [--config FILE] [--FIELD VALUE ...]"
     )
@@ -85,10 +96,10 @@ def read_job(config: str | None, flags: Sequence[str]) -> Job:
     arguments = [*_file_as_flags(config, names), *flags]
     check_names(arguments, names)
     try:
-        model, data, scu, training = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+        model, data, scu, memory, training = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except (ValueError, ImportError) as error:  # what TrainingArguments finds wrong with its own fields
         raise SettingsError(str(error)) from error
-    return Job(model, data, _regularization(scu), training)
+    return Job(model, data, _regularization(scu), training, MemorySettings(**vars(memory)))
 
 
 def _has_accelerator() -> bool:

@@ -15,12 +15,14 @@ from transformers.trainer_utils import has_length
 from scu_trainer.run_files import History, write_json
 
 if TYPE_CHECKING:
+    from scu_trainer.train.chunked_step import ChunkedStep
     from scu_trainer.train.trainer import SCUTrainer
 
 logger = logging.getLogger("scu_trainer")
 
 HISTORY_FILE = "scu_history.json"
 CONFIG_FILE = "scu_config.json"
+MEMORY_FILE = "memory_history.json"
 
 
 class RegularizationCallback(TrainerCallback):
@@ -52,18 +54,11 @@ class RegularizationCallback(TrainerCallback):
         self._regularizer.start(state.max_steps, steps_per_epoch, args.seed)
         self._said = len(self._regularizer.progress.notices)
         if args.should_save:
-            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-            self.history = History(Path(args.output_dir) / HISTORY_FILE)
-            dropped = self.history.truncate_after(state.global_step)
-            if dropped:
-                logger.info("%d history rows after step %d are written anew", dropped, state.global_step)
+            self.history = _opened(args.output_dir, HISTORY_FILE, state.global_step)
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.rate_factor = self._hold_factor(state.global_step)
-        if self.rate_factor < 1.0:
-            groups, rates = kwargs["optimizer"].param_groups, kwargs["lr_scheduler"].get_last_lr()
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate * self.rate_factor
+        _scale_rates(kwargs["optimizer"], kwargs["lr_scheduler"], self.trainer.rate_factor)
 
     def _hold_factor(self, step: int) -> float:
         """Linear decay from 1 at the step that reached the target to 0 ``hold_steps`` later."""
@@ -146,6 +141,47 @@ class RegularizationCallback(TrainerCallback):
         row = self.last_row or {}
         names = ("s", "s_ema", "s_target", "lambda", "data_bpt", "param_bpt")
         return {f"scu/{name}": row[name] for name in names if row.get(name) is not None}
+
+
+class MemoryCallback(TrainerCallback):
+    """Begins and ends the memory loop with training; writes ``memory_history.json``."""
+
+    def __init__(self, chunked: ChunkedStep) -> None:
+        self.chunked = chunked
+        self.history: Optional[History] = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if args.should_save:
+            self.history = _opened(args.output_dir, MEMORY_FILE, state.global_step)
+            self.chunked.loop.on_row = self.history.append
+        self.chunked.start()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        _scale_rates(kwargs["optimizer"], kwargs["lr_scheduler"], self.chunked.trainer.rate_factor)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.chunked.finish()
+        self.chunked.loop.on_row = lambda row: None
+        if self.history is not None:
+            self.history.close()
+            self.history = None
+
+
+def _scale_rates(optimizer, scheduler, factor: float) -> None:
+    """The scheduled learning rates times ``factor``; untouched at 1."""
+    if factor != 1.0:
+        for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate * factor
+
+
+def _opened(output_dir: str, name: str, step: int) -> History:
+    """The history file of a run that goes on after ``step``."""
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    history = History(Path(output_dir) / name)
+    dropped = history.truncate_after(step)
+    if dropped:
+        logger.info("%d rows of %s after step %d are written anew", dropped, name, step)
+    return history
 
 
 def _sum_over_ranks(accelerator, tensor):

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from scu_trainer.train.prediction import Halving
+
 IGNORED = -100
 DRAWS_AT_ONCE = 2**20
 """Documents drawn in one piece: the resamples of a large held-out set would fill gigabytes."""
@@ -102,15 +104,25 @@ def _scores(model: nn.Module, rows, collate: Callable, batch_tokens: int) -> Doc
     documents = np.asarray(rows["document"])
     nats, tokens = np.zeros(documents.max() + 1), np.zeros(documents.max() + 1, dtype=np.int64)
     batch_tokens = min(batch_tokens, max(1, LARGEST_LOGITS // _vocabulary(model)))
+    halving = Halving(parameters.device)
     for indices in _batches(rows["length"], batch_tokens):
-        batch = collate([rows[int(i)] for i in indices])
-        inputs = {name: batch[name].to(parameters.device) for name in MODEL_INPUTS if name in batch}
-        logits = model(**inputs, use_cache=False).logits
-        scores = row_scores(logits, batch["labels"].to(parameters.device)).double().cpu().numpy()
-        np.add.at(nats, documents[indices], scores[:, 0])
-        np.add.at(tokens, documents[indices], scores[:, 1].astype(np.int64))
+
+        def score(part: range, indices=indices) -> np.ndarray:
+            batch = collate([rows[int(i)] for i in indices[part.start : part.stop]])
+            return _batch_scores(model, batch, parameters.device)
+
+        for part, scores in halving.run(len(indices), score):
+            seen_documents = documents[indices[part.start : part.stop]]
+            np.add.at(nats, seen_documents, scores[:, 0])
+            np.add.at(tokens, seen_documents, scores[:, 1].astype(np.int64))
     seen = tokens > 0
     return DocumentScores(nats[seen], tokens[seen])
+
+
+def _batch_scores(model: nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> np.ndarray:
+    inputs = {name: batch[name].to(device) for name in MODEL_INPUTS if name in batch}
+    logits = model(**inputs, use_cache=False).logits
+    return row_scores(logits, batch["labels"].to(device)).double().cpu().numpy()
 
 
 def _vocabulary(model: nn.Module) -> int:

@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
 from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError, SettingsError
-from scu_trainer.settings import DataSettings, ModelSettings, RegularizationSettings
+from scu_trainer.settings import DataSettings, MemorySettings, ModelSettings, RegularizationSettings
 from scu_trainer.train.run_directory import free_name
 
 
 @dataclass
 class Job:
-    """``regularization``: None trains as the stock Trainer does."""
+    """``regularization``: None trains without that loop. ``memory``: with its ``acts`` False, as the stock Trainer."""
 
     model: ModelSettings
     data: DataSettings
     regularization: Optional[RegularizationSettings]
     training: TrainingArguments
+    memory: MemorySettings = field(default_factory=MemorySettings)
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, under the names of the command line; can be read back as a configuration file."""
         scu: dict[str, Any] = {"scu": self.regularization is not None}
         if self.regularization is not None:
             scu.update({f"scu_{name}": value for name, value in asdict(self.regularization).items()})
-        return {**asdict(self.model), **asdict(self.data), **scu, **_training_as_dict(self.training)}
+        return {
+            **asdict(self.model),
+            **asdict(self.data),
+            **scu,
+            **asdict(self.memory),
+            **_training_as_dict(self.training),
+        }
 
     def check(self) -> None:
         """Raise SettingsError for settings that contradict each other."""
@@ -49,6 +56,7 @@ class Job:
             "train alone; add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
         )
         self._check_evaluation()
+        self._check_memory()
         if self.checkpoint is not None:
             check_resumable(self.checkpoint, Path(training.output_dir))
 
@@ -73,6 +81,15 @@ class Job:
         _require(
             not auto or evaluates,
             "scu_target_s: auto watches the held-out loss; set eval_strategy: steps and eval_steps, for instance 20",
+        )
+
+    def _check_memory(self) -> None:
+        rows = self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
+        lowest = self.memory.min_batch_size
+        _require(
+            not self.memory.acts or lowest <= rows,
+            f"min_batch_size {lowest} exceeds the {rows} rows of an optimizer step on a device "
+            "(per_device_train_batch_size x gradient_accumulation_steps); lower min_batch_size",
         )
 
     def planned_steps(self, rows: int) -> int:

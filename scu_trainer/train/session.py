@@ -28,7 +28,13 @@ from scu_trainer.train.evaluate import DocumentScores, bpt_metrics, preprocess_l
 from scu_trainer.train.job import Job, checkpoint_bytes, claim, is_leader
 from scu_trainer.train.logs import RunLog, run_log
 from scu_trainer.train.run_directory import RunStatusCallback, git_commit, versions
-from scu_trainer.train.summary import best_held_out, held_out_figures, print_table, regularization_figures
+from scu_trainer.train.summary import (
+    best_held_out,
+    held_out_figures,
+    memory_figures,
+    print_table,
+    regularization_figures,
+)
 from scu_trainer.train.trainer import SCUTrainer
 
 
@@ -161,6 +167,7 @@ def build_trainer(job: Job, parts: Parts, status: Optional[RunStatus], console: 
         preprocess_logits_for_metrics=preprocess_logits,
         regularization=job.regularization,
         regularization_tokens=parts.data.books.supervised_tokens or None,
+        memory=job.memory,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ConsoleCallback(console))
@@ -210,4 +217,6 @@ def _write_results(trainer: SCUTrainer, output_dir: Path, figures: dict[str, Any
     if regularizer is not None:
         seconds = trainer.regularization_callback.seconds
         figures["regularization"] = regularization_figures(output_dir, regularizer, seconds, train_s)
+    if trainer.chunked is not None:
+        figures["memory"] = memory_figures(trainer.chunked.loop)
     write_json(output_dir / "scu_metrics.json", figures)

@@ -13,6 +13,7 @@ from scu_trainer.control.tracking import assess
 from scu_trainer.run_files import read_rows
 from scu_trainer.train.callbacks import HISTORY_FILE
 from scu_trainer.train.evaluate import DocumentScores, bootstrap_bpt, bootstrap_difference
+from scu_trainer.train.memory_loop import MemoryLoop
 
 
 def held_out_figures(before: Optional[DocumentScores], after: Optional[DocumentScores]) -> dict[str, Any]:
@@ -70,12 +71,28 @@ def _tracking(regularizer, rows: list[dict[str, Any]], target: Optional[float]) 
     return asdict(tracking)
 
 
+def memory_figures(loop: MemoryLoop) -> dict[str, Any]:
+    """Tokens processed per real one, against the stock order of operations, and what memory did to the chunks."""
+    books = loop.books
+    real = max(1, books.real_tokens)
+    return {
+        **asdict(books),
+        "processed_per_real": books.processed_tokens / real,
+        "stock_per_real": books.stock_tokens / real,
+        "final_cap_tokens": loop.state.cap_tokens,
+    }
+
+
 def print_table(console: Console, figures: dict[str, Any], output_dir: Path, trained: str) -> None:
     """The last thing a person sees: results, where the files are, what to type next."""
     table = Table(title=trained, title_justify="left", show_header=False, pad_edge=False)
     table.add_column("what", style="bold", no_wrap=True)
     table.add_column("value", overflow="fold")
-    for name, value in [*_held_out_lines(figures), *_control_lines(figures.get("regularization"))]:
+    for name, value in [
+        *_held_out_lines(figures),
+        *_control_lines(figures.get("regularization")),
+        *_memory_lines(figures.get("memory")),
+    ]:
         table.add_row(name, value)
     table.add_row("files", str(output_dir))
     console.print(table)
@@ -96,6 +113,29 @@ def _held_out_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
     if best and best["bpt"] < after["value"] - 1e-4:
         lines.append(("best on the way", f"{best['bpt']:.3f} at step {best['step']}"))
     lines.append(("held out", f"{figures['held_out_documents']} documents, {figures['held_out_tokens']:,} tokens"))
+    return lines
+
+
+def _memory_lines(memory: Optional[dict[str, Any]]) -> list[tuple[str, str]]:
+    if memory is None:
+        return []
+    lines = []
+    if memory["stock_per_real"] > memory["processed_per_real"] + 0.005:
+        lines.append(
+            (
+                "tokens processed per real one",
+                f"{memory['processed_per_real']:.2f} (as delivered: {memory['stock_per_real']:.2f})",
+            )
+        )
+    if memory["out_of_memory"] or memory["changes"]:
+        cap = memory["final_cap_tokens"]
+        lines.append(
+            (
+                "memory",
+                f"{memory['out_of_memory']} times out of memory, recovered; {memory['changes']} changes of the chunk, "
+                f"at the end {'unrestricted' if cap is None else f'{cap:,} tokens'}",
+            )
+        )
     return lines
 
 

@@ -1,34 +1,46 @@
 """The training step. START HERE.
 
 ``SCUTrainer`` is the stock ``transformers.Trainer`` with controllers attached. It adapts and computes nothing itself: S
-and lambda live in ``regularizer.py``, their arithmetic in ``control/``. One optimizer step runs
+and lambda live in ``regularizer.py``, chunks and memory in ``chunked_step.py``, their arithmetic in ``control/``. One
+optimizer step runs
 
-    training_step (once per accumulation batch)   forward, backward; the loss is handed to the regularizer
+    get_batch_samples                             the window's accumulation batches are noted
+    training_step (once per accumulation batch)
+      first batch of the window                   all rows of the window, chunk by chunk: forward, backward; the chunk
+                                                  size for the next window is decided; one reduction over ranks
+      every batch                                 its loss is handed to the regularizer
       last batch of the window                    penalty actuator: lambda's gradient is added
     stock loop                                    clip, optimizer.step
     RegularizationCallback.on_optimizer_step      decoupled actuator pulls, S is measured, lambda is decided
 
-With ``regularization=None`` none of this runs, and the result is the stock Trainer's bit for bit.
+With ``regularization=None`` and ``memory=None`` none of this runs, and the result is the stock Trainer's bit for bit.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import write_json
-from scu_trainer.settings import RegularizationSettings
-from scu_trainer.train.callbacks import RegularizationCallback
+from scu_trainer.settings import MemorySettings, RegularizationSettings
+from scu_trainer.train.callbacks import MemoryCallback, RegularizationCallback
+from scu_trainer.train.chunked_step import ChunkedStep
+from scu_trainer.train.memory import Gauge, is_out_of_memory
+from scu_trainer.train.optimizer_guard import retry_unchanged
+from scu_trainer.train.prediction import Prediction
+from scu_trainer.train.ranks import refuse_arguments
 from scu_trainer.train.regularizer import Regularizer, prior_class_for
 
 STATE_FILE = "scu_state.json"
 PRIOR_FILE = "scu_prior.safetensors"
+MEMORY_STATE_FILE = "memory_state.json"
 
 
 class SCUTrainer(Trainer):
@@ -36,22 +48,38 @@ class SCUTrainer(Trainer):
 
     Takes everything that the stock Trainer takes, and
 
-    regularization: ``RegularizationSettings``, or None for the stock Trainer.
+    regularization: ``RegularizationSettings``, or None for no regularization loop.
     regularization_tokens: N of ParamBPT, the supervised tokens of one pass over the training data. None: estimated from
-    the
-        first optimizer step. ``RegularizationSettings.tokens`` overrides both.
+        the first optimizer step. ``RegularizationSettings.tokens`` overrides both.
+    model: also any ``nn.Module`` whose forward returns its loss: alone, first in a tuple, or as ``["loss"]``.
+    memory: ``MemorySettings``, or None for the stock order of operations without recovery.
+    memory_gauge: where used memory is read; None: the device's own.
 
     Raises ControlError where lambda could not reach the trained weights (FSDP, ZeRO-3, float16 weights).
     """
+
+    _in_loss = False
 
     def __init__(
         self,
         *args: Any,
         regularization: Optional[RegularizationSettings] = None,
         regularization_tokens: Optional[float] = None,
+        memory: Optional[MemorySettings] = None,
+        memory_gauge: Optional[Gauge] = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        if not isinstance(self.model, PreTrainedModel):
+            self.model.register_forward_hook(self._first_of_outputs)
+        self.chunked: Optional[ChunkedStep] = None
+        self.prediction: Optional[Prediction] = None
+        if memory is not None and memory.acts:
+            refuse_arguments(self)
+            self.chunked = ChunkedStep(self, memory, memory_gauge)
+            self.prediction = Prediction(self) if memory.memory_control else None
+            self.memory_callback = MemoryCallback(self.chunked)
+            self.add_callback(self.memory_callback)
         self.regularizer: Optional[Regularizer] = None
         if regularization is not None:
             prior_class = prior_class_for(self, regularization)
@@ -59,15 +87,72 @@ class SCUTrainer(Trainer):
             self.regularization_callback = RegularizationCallback(self)
             self.add_callback(self.regularization_callback)
 
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        if self.chunked is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        window = self.chunked.windows(epoch_iterator, num_batches)
+        batches, num_items = super().get_batch_samples(window, num_batches, device)
+        self.chunked.prefetched(batches)
+        return batches, num_items
+
+    def stock_training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        """Forward and backward of one chunk, as ``transformers.Trainer`` does them for a batch."""
+        return super().training_step(model, inputs, num_items_in_batch)
+
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        step = self.stock_training_step if self.chunked is None else self.chunked.loss
+        loss = step(model, inputs, num_items_in_batch)
         if self.regularizer is not None:
-            self.regularizer.observe_loss(loss)
+            adds_means = self.chunked is not None and self.chunked.adds_means(num_items_in_batch)
+            self.regularizer.observe_loss(loss / self.current_gradient_accumulation_steps if adds_means else loss)
             self.regularization_callback.items_in_window = num_items_in_batch
             if self.accelerator.sync_gradients:
                 with self.regularization_callback.timed():
                     self.regularizer.add_penalty(self._loss_scale())
         return loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self._in_loss = True
+        try:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self._in_loss = False
+
+    def _first_of_outputs(self, module, inputs, output):
+        """A plain module may return its loss alone; the stock ``compute_loss`` looks for it inside of something."""
+        is_bare_loss = self._in_loss and torch.is_tensor(output) and output.dim() == 0
+        return (output,) if is_bare_loss else None
+
+    def _clip_grad_norm(self, model):
+        if self.chunked is None or not self.chunked.ranks.recoverable:
+            return super()._clip_grad_norm(model)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        clip = functools.partial(super()._clip_grad_norm, model)
+        return retry_unchanged(clip, gradients, is_out_of_memory, self.chunked.free_memory)
+
+    # Evaluation is protected in the same way, with sizes of its own.
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        def predict(part):
+            return super(SCUTrainer, self).prediction_step(model, part, prediction_loss_only, ignore_keys)
+
+        if self.prediction is None:
+            return predict(inputs)
+        return self.prediction.step(inputs, predict, prediction_loss_only)
+
+    def _get_num_items_in_batch(self, batch_samples, device):
+        if self.prediction is not None and self.prediction.items is not None:
+            return self.prediction.items[0]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def evaluation_loop(self, *args, **kwargs):
+        if self.prediction is None or self.args.eval_accumulation_steps is not None:
+            return super().evaluation_loop(*args, **kwargs)
+        self.args.eval_accumulation_steps = 1  # logits leave the device batch by batch instead of piling up there
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self.args.eval_accumulation_steps = None
 
     def log(self, logs: dict[str, float], start_time: Optional[float] = None) -> None:
         if self.regularizer is not None and "loss" in logs:
@@ -78,9 +163,14 @@ class SCUTrainer(Trainer):
         scaler = self.accelerator.scaler
         return scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
 
+    @property
+    def rate_factor(self) -> float:
+        """What controllers multiply the scheduled learning rate by in this step."""
+        factor = 1.0 if self.regularizer is None else self.regularization_callback.rate_factor
+        return factor if self.chunked is None else factor * self.chunked.rate_factor
+
     def _get_learning_rate(self) -> float:
-        rate = super()._get_learning_rate()
-        return rate if self.regularizer is None else rate * self.regularization_callback.rate_factor
+        return super()._get_learning_rate() * self.rate_factor
 
     # Controller state travels with the optimizer's: both are what a checkpoint needs to go on, not to be used.
 
@@ -88,6 +178,8 @@ class SCUTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         if self.regularizer is not None:
             self.regularization_callback.before_checkpoint()
+        if self.chunked is not None and self.args.should_save:
+            write_json(Path(output_dir) / MEMORY_STATE_FILE, self.chunked.loop.state_dict())
         if self.regularizer is not None and self.args.should_save:
             # Base weights are read again on resume; adapters start at random and would be lost.
             prior = self.regularizer.prior.state_dict() if _has_adapters(self.model) else {}
@@ -99,6 +191,10 @@ class SCUTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.regularizer is not None and checkpoint is not None:
             self.regularizer.load_state_dict(*_read_controller_state(Path(checkpoint)))
+        if self.chunked is not None and checkpoint is not None:
+            saved = Path(checkpoint) / MEMORY_STATE_FILE
+            if saved.is_file():  # without it chunks start anew: no result depends on them but in rounding
+                self.chunked.loop.load_state_dict(json.loads(saved.read_text()))
 
 
 def _has_adapters(model: torch.nn.Module) -> bool:

@@ -1,0 +1,184 @@
+"""Rows of uneven length into chunks of bounded size: which rows run together in one forward and backward.
+
+Rows are sorted by length, so rows of like length share a chunk and little of it is padding. Short chunks come first:
+what they cost is known before the longest one runs. The cut minimizes
+
+    sum over chunks of (rows * longest row + chunk cost),
+
+by dynamic programming over the sorted rows; the chunk cost stands for what a chunk takes however small it is. (Cutting
+greedily, each chunk as full as it goes, processes up to 10 % more tokens when lengths have a heavy tail.)
+
+The unit of size is the padded token, rows times length; rows without a length, such as images, count as length 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+CHUNK_COST_SHARE = 1 / 16
+"""Fixed cost of one more chunk as a share of the token cap: 11-30 % more chunks than the fewest possible, 5 % padding
+on lognormal lengths instead of 9-19 %."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """``rows``: positions in the pool, by ascending length. ``length``: tokens per row after trimming, the longest."""
+
+    rows: tuple[int, ...]
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Padded tokens, rows * length."""
+        return len(self.rows) * self.length
+
+    @property
+    def quadratic(self) -> int:
+        """rows * length^2: what attention scores that are kept take."""
+        return len(self.rows) * self.length**2
+
+
+def cut(
+    lengths: Sequence[int], token_cap: Optional[int], max_rows: Optional[int] = None, min_rows: int = 1
+) -> list[Chunk]:
+    """Chunks of at most ``token_cap`` padded tokens and ``max_rows`` rows, ascending by length; every row in one chunk.
+
+    ``lengths``: tokens per row, shape (rows,). ``token_cap`` None: no bound by tokens, and the fewest chunks that
+    ``max_rows`` allows. A row longer than the cap is a chunk of its own. Every chunk has at least ``min_rows`` rows,
+    even over the cap, and over ``max_rows`` where no other division exists; a pool smaller than that is one chunk.
+    Raises ValueError for bounds below 1 or ``max_rows`` below ``min_rows``.
+    """
+    _check_bounds(token_cap, max_rows, min_rows)
+    order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
+    ascending = [max(1, lengths[row]) for row in order]
+
+    def most_rows(length: int) -> int:
+        by_tokens = math.inf if token_cap is None else token_cap // length
+        return int(max(min_rows, min(by_tokens, max_rows or math.inf, len(order))))
+
+    limits = [most_rows(length) for length in ascending]
+    ends = _cheapest_ends(ascending, limits, min_rows, _chunk_cost(ascending, token_cap))
+    starts = [0, *ends[:-1]]
+    return [Chunk(tuple(order[a:b]), ascending[b - 1]) for a, b in zip(starts, ends, strict=True)] if order else []
+
+
+def halve(chunk: Chunk, lengths: Sequence[int], min_rows: int = 1) -> tuple[Chunk, Chunk]:
+    """Shorter and longer half of a chunk, each trimmed anew; the longer half has at most half of the tokens.
+
+    ``lengths``: of all rows in the pool. Raises ValueError if the halves would have fewer than ``min_rows`` rows.
+    """
+    count = len(chunk.rows)
+    if count < 2 * min_rows:
+        raise ValueError(f"a chunk of {count} rows cannot be halved: each half needs {min_rows} or more")
+    ordered = sorted(chunk.rows, key=lambda row: (lengths[row], row))
+    middle = (count + 1) // 2  # an odd row goes to the shorter half
+    return _chunk_of(ordered[:middle], lengths), _chunk_of(ordered[middle:], lengths)
+
+
+def split_to(chunk: Chunk, lengths: Sequence[int], token_cap: int, min_rows: int = 1) -> list[Chunk]:
+    """``chunk`` cut again under a smaller cap: at least two pieces, or the chunk itself below 2 * ``min_rows`` rows."""
+    pieces = cut([lengths[row] for row in chunk.rows], token_cap, min_rows=min_rows)
+    if len(pieces) > 1:
+        return [Chunk(tuple(chunk.rows[i] for i in piece.rows), piece.length) for piece in pieces]
+    return list(halve(chunk, lengths, min_rows)) if len(chunk.rows) >= 2 * min_rows else [chunk]
+
+
+def auto_cap(longest_row: int, busy_tokens: int, largest_batch_tokens: int) -> int:
+    """Cap in padded tokens for rows of uneven length: what keeps the device busy, but no more than the batch asked for.
+
+    ``longest_row``: tokens; a cap is never smaller. ``busy_tokens``: fewer leave the device idle at times.
+    ``largest_batch_tokens``: what one batch of the configured number of rows would take, padded.
+    """
+    return max(longest_row, min(busy_tokens, largest_batch_tokens))
+
+
+def processed_over_real(chunks: Sequence[Chunk], lengths: Sequence[int]) -> float:
+    """Padded tokens of all chunks over the tokens in their rows; 1.0 is no padding at all."""
+    real = sum(max(1, lengths[row]) for chunk in chunks for row in chunk.rows)
+    return sum(chunk.tokens for chunk in chunks) / real if real else 1.0
+
+
+def _check_bounds(token_cap: Optional[int], max_rows: Optional[int], min_rows: int) -> None:
+    for name, bound in (("token_cap", token_cap), ("max_rows", max_rows), ("min_rows", min_rows)):
+        if bound is not None and bound < 1:
+            raise ValueError(f"{name} is {bound}; it must be 1 or more")
+    if max_rows is not None and max_rows < min_rows:
+        raise ValueError(f"max_rows {max_rows} is below min_rows {min_rows}")
+
+
+def _chunk_of(rows: Sequence[int], lengths: Sequence[int]) -> Chunk:
+    return Chunk(tuple(rows), max(1, *(lengths[row] for row in rows)))
+
+
+def _chunk_cost(ascending: Sequence[int], token_cap: Optional[int]) -> int:
+    """In padded tokens. Without a cap it outweighs all padding: as few chunks as possible."""
+    if token_cap is None:
+        return sum(ascending[-1:]) * len(ascending) + 1
+    return max(1, int(token_cap * CHUNK_COST_SHARE))
+
+
+def _cheapest_ends(lengths: Sequence[int], limits: Sequence[int], min_rows: int, chunk_cost: int) -> list[int]:
+    """Where the chunks of the cheapest cut of the ascending ``lengths`` end.
+
+    ``limits``: for each position, the most rows of a chunk whose longest row stands there.
+    """
+    count = len(lengths)
+    runs = _run_ends(lengths)
+    # More than any cut costs: a last chunk that breaks its bound is taken only where nothing else is left.
+    forbidding = count * (sum(lengths[-1:]) + chunk_cost) + 1
+    cheapest: list[float] = [0.0] + [math.inf] * count
+    came_from = [0] * (count + 1)
+    for start in range(count):
+        if cheapest[start] == math.inf:
+            continue
+        for end in _possible_ends(start, runs, limits, min_rows):
+            rows = end - start
+            price = cheapest[start] + rows * lengths[end - 1] + chunk_cost
+            if rows > limits[end - 1]:
+                price += forbidding
+            if price < cheapest[end]:
+                cheapest[end], came_from[end] = price, start
+    ends = [count] if count else []
+    while ends and came_from[ends[-1]]:
+        ends.append(came_from[ends[-1]])
+    return ends[::-1]
+
+
+def _possible_ends(start: int, runs: Sequence[int], limits: Sequence[int], min_rows: int) -> Iterator[int]:
+    """Ends worth trying for a chunk that begins at ``start``.
+
+    A chunk that ends amid rows of one length could take more of them at no cost, so it ends where that length ends or
+    where it is full. With ``min_rows`` the smallest chunk and the smallest rest come in, which makes a cut within the
+    bounds on rows possible wherever there is one.
+    """
+    count = len(runs)
+    if count - start < 2 * min_rows:
+        yield count
+        return
+    last_row = start + min_rows - 1
+    while last_row < count:
+        full = start + limits[last_row]
+        end = min(runs[last_row], full)
+        if end <= last_row:
+            break
+        if end == count or end <= count - min_rows:
+            yield end
+        if end == full:
+            break
+        last_row = end
+    if min_rows > 1:
+        yield start + min_rows
+        rest = count - min_rows
+        if rest - start <= limits[rest - 1]:
+            yield rest
+
+
+def _run_ends(lengths: Sequence[int]) -> list[int]:
+    """For each position of the ascending ``lengths``, the first position after it with another length."""
+    ends = [len(lengths)] * len(lengths)
+    for i in range(len(lengths) - 2, -1, -1):
+        ends[i] = ends[i + 1] if lengths[i] == lengths[i + 1] else i + 1
+    return ends

@@ -1,0 +1,129 @@
+"""What the memory law reads and writes: its constants, one step's measurements, its state, its decision."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Optional
+
+from scu_trainer.control.cost_model import CostModel
+
+Pressure = Literal["low", "moderate", "high", "critical"]
+
+
+@dataclass(frozen=True)
+class Law:
+    """What the decisions depend on besides measurements.
+
+    ``headroom_bytes``: stays free, else ``headroom_share`` of the limit. ``gc_threshold_bytes``: with less free at the
+    peak memory is collected at once; default a quarter of the headroom. ``kp``, ``ki``, ``kd``: ln(cap) per unit of
+    used fraction, per optimizer step. ``integral_clamp``: bound on the summed error. ``deadband``: width of the band
+    below the target in which nothing moves, and smallest relative change of the cap. ``patience_steps``: steps without
+    pressure before the cap grows. ``max_growth``, ``max_shrink``: bounds of the PID factor in one step; the cost model
+    may shrink the cap further. ``margin``: relative, on predictions. ``forget_oom_steps``: when a size that ran out of
+    memory may be tried again in the same room, if the cost model agrees.
+    """
+
+    headroom_share: float = 0.08
+    headroom_bytes: Optional[int] = None
+    gc_threshold_bytes: Optional[int] = None
+    kp: float = 1.0
+    ki: float = 0.1
+    kd: float = 0.2
+    integral_clamp: float = 2.0
+    deadband: float = 0.1
+    patience_steps: int = 3
+    max_growth: float = 2.0
+    max_shrink: float = 0.5
+    margin: float = 0.08
+    forget_oom_steps: int = 50
+
+    def free_bytes_wanted(self, limit_bytes: int) -> float:
+        """What must stay free at the peak: the headroom, or the threshold of collecting if that is more."""
+        return max(self.headroom_of(limit_bytes), self.gc_threshold_of(limit_bytes))
+
+    def headroom_of(self, limit_bytes: int) -> float:
+        return self.headroom_share * limit_bytes if self.headroom_bytes is None else self.headroom_bytes
+
+    def gc_threshold_of(self, limit_bytes: int) -> float:
+        return self.headroom_of(limit_bytes) / 4 if self.gc_threshold_bytes is None else self.gc_threshold_bytes
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one optimizer step showed. Bytes count everybody who draws on the limit.
+
+    ``used_bytes``: in use with no chunk running; measure it at the same point of every step, and alike for
+    ``after_oom``. ``peak_bytes``: highest since the step began. ``ceiling_tokens``: padded tokens per chunk that the
+    configuration allows in this step. ``floor_tokens``: what the smallest allowed chunk of the longest rows takes.
+    ``longest_row``: tokens. ``largest_chunk_tokens``: padded tokens of the largest chunk that ran.
+    """
+
+    step: int
+    limit_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    ceiling_tokens: int
+    floor_tokens: int
+    longest_row: int
+    largest_chunk_tokens: int
+
+    @property
+    def peak_fraction(self) -> float:
+        return self.peak_bytes / self.limit_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        return self.limit_bytes - self.used_bytes
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that a decision depends on; JSON-safe, kept in checkpoints.
+
+    ``cap_tokens``: None without pressure. ``former_tokens``: the largest ceiling since the cap was put on; reaching it
+    ends the restriction. ``failed_tokens``: size that ran out of memory, in ``failed_room_bytes`` (limit - use).
+    ``proven_tokens``: the largest ceiling that chunks filled without cap or pressure, in ``proven_room_bytes``.
+    """
+
+    cap_tokens: Optional[int] = None
+    former_tokens: Optional[int] = None
+    integral: float = 0.0
+    previous_error: Optional[float] = None
+    calm_steps: int = 0
+    failed_tokens: Optional[int] = None
+    failed_room_bytes: int = 0
+    steps_since_oom: int = 0
+    oom_count: int = 0
+    proven_tokens: int = 0
+    proven_room_bytes: int = 0
+    pressure: Pressure = "low"
+    cost: CostModel = field(default_factory=CostModel)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "cost": self.cost.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> State:
+        return cls(**{**values, "cost": CostModel.from_dict(values["cost"])})
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``reason``: for the log, None exactly when the cap stays. ``collect``: memory should be collected now."""
+
+    state: State
+    reason: Optional[str]
+    collect: bool
+    pressure: Pressure
+
+
+def pressure(law: Law, limit_bytes: int, peak_bytes: int) -> Pressure:
+    """Critical: less than the threshold of collecting is free at the peak. High: above the target. Low: below the
+    band under it."""
+    free_bytes = limit_bytes - peak_bytes
+    if free_bytes < law.gc_threshold_of(limit_bytes):
+        return "critical"
+    target_bytes = limit_bytes - law.free_bytes_wanted(limit_bytes)
+    if peak_bytes > target_bytes:
+        return "high"
+    return "moderate" if peak_bytes >= (1.0 - law.deadband) * target_bytes else "low"

@@ -1,0 +1,144 @@
+"""Evaluation and prediction that survive out-of-memory: the same rows in smaller parts, put together again.
+
+The size that fits evaluation is its own: it never touches the chunks of training.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
+
+import torch
+from transformers.trainer_pt_utils import nested_concat
+
+from scu_trainer.errors import OutOfMemory
+from scu_trainer.train.memory import forget_traceback, free_memory, is_out_of_memory
+from scu_trainer.train.reduction import Reduction, probe
+from scu_trainer.train.rows import Batch, layout_for, take
+
+if TYPE_CHECKING:
+    from scu_trainer.train.trainer import SCUTrainer
+
+logger = logging.getLogger("scu_trainer")
+
+Result = TypeVar("Result")
+
+
+class Halving:
+    """Runs ``count`` rows in one go while that fits, in parts of half the size where it does not.
+
+    ``largest_rows``: the size that fitted after an out-of-memory, None before one; later calls begin with it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.largest_rows: Optional[int] = None
+        self.out_of_memory = 0
+
+    def run(self, count: int, attempt: Callable[[range], Result]) -> list[tuple[range, Result]]:
+        """``attempt`` gets consecutive ranges of rows that cover 0 to ``count``. Raises OutOfMemory at one row."""
+        results: list[tuple[range, Result]] = []
+        begin = 0
+        while begin < count:
+            part = range(begin, min(count, begin + (self.largest_rows or count)))
+            failed = None
+            try:
+                results.append((part, attempt(part)))
+            except (RuntimeError, MemoryError, OSError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed = str(error).partition("\n")[0]
+                forget_traceback(error)
+            if failed is None:
+                begin = part.stop
+                continue
+            free_memory(self.device)
+            self._shrink(len(part), failed)
+        return results
+
+    def _shrink(self, rows: int, failed: str) -> None:
+        self.out_of_memory += 1
+        if rows == 1:
+            raise OutOfMemory(
+                "evaluation of a single row does not fit in memory; shorten the held-out rows (block_size) or use a "
+                f"smaller model. The failed allocation said: {failed}"
+            )
+        self.largest_rows = rows // 2
+        logger.warning("evaluation ran out of memory with %d rows at once; %d from now on", rows, self.largest_rows)
+
+
+class Prediction:
+    """``prediction_step`` of one ``SCUTrainer`` in parts. ``items``: what the stock count of labels gives meanwhile."""
+
+    def __init__(self, trainer: SCUTrainer) -> None:
+        self.trainer = trainer
+        self.halving = Halving(trainer.args.device)
+        self.items: Optional[tuple[Any]] = None
+        self._reduction: Optional[Reduction] = None
+
+    def step(self, inputs: Any, predict: Callable[[Any], tuple], loss_only: bool) -> tuple:
+        """(loss, logits, labels) of ``inputs``, as ``predict`` gives them for as many rows as fit at once."""
+        batch = layout_for(self.trainer.model, inputs)
+        if batch.obstacle is not None or batch.rows == 0:
+            return predict(inputs)
+        # Counted once for the whole batch: the count is a collective, and ranks may need different numbers of parts.
+        count = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
+        with self._counted(count):
+            parts = self.halving.run(batch.rows, lambda part: predict(_part(batch, part)))
+            if len(parts) == 1:
+                return parts[0][1]
+            return self._joined(batch, parts, count, loss_only)
+
+    @contextmanager
+    def _counted(self, count: Any) -> Iterator[None]:
+        self.items = (count,)
+        try:
+            yield
+        finally:
+            self.items = None
+
+    def _joined(self, batch: Batch, parts: list[tuple[range, tuple]], count: Any, loss_only: bool) -> tuple:
+        losses = [result[0] for _, result in parts]
+        loss = None if losses[0] is None else self._loss(batch, parts, losses, count)
+        if loss_only:
+            return loss, None, None
+        logits, labels = (_concatenated([result[i] for _, result in parts]) for i in (1, 2))
+        return loss, logits, labels
+
+    def _loss(self, batch: Batch, parts, losses: list[torch.Tensor], count: Any) -> torch.Tensor:
+        reduction = self._asked(batch, count)
+        if reduction.kind in ("num_items", "sum"):
+            return torch.stack(losses).sum()
+        items = [reduction.items(_part(batch, part), len(part)) for part, _ in parts]
+        shares = [(share, loss) for share, loss in zip(items, losses, strict=True) if share]
+        total = sum(items)
+        return sum(share / total * loss for share, loss in shares) if total else losses[0]
+
+    def _asked(self, batch: Batch, count: Any) -> Reduction:
+        if self._reduction is None:
+            trainer = self.trainer
+
+            def loss_of(inputs: Any, items: Any) -> torch.Tensor:
+                with trainer.compute_loss_context_manager():
+                    prepared = trainer._prepare_inputs(inputs)
+                    return trainer.compute_loss(trainer.model, prepared, num_items_in_batch=items)
+
+            self._reduction = probe(loss_of, trainer.model, [batch], count, 0, training=False)
+            if not self._reduction.is_exact:
+                logger.warning("eval_loss is a mean over parts of a batch: %s", self._reduction.mixes)
+        return self._reduction
+
+
+def _part(batch: Batch, part: range) -> Any:
+    return take([batch], [(0, row) for row in part], trim=False)
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    if parts[0] is None:
+        return None
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = nested_concat(joined, part, padding_index=-100)
+    return joined

@@ -1,0 +1,291 @@
+"""What the memory loop needs from the launcher: chunks that may fail alone, one reduction over ranks, one agreement.
+
+    with ranks.window(model):                     # nothing in here communicates, so a chunk may fail and run again
+        for i, chunk in enumerate(chunks):
+            with ranks.chunk(last=i == len(chunks) - 1):
+                ...                               # forward and backward; gradients add up on this rank
+        # out of memory: ranks.drop_gradients(), then the window's chunks from the first one on
+        shared = ranks.agree([...])               # every rank learns what happened on any of them
+    # Left without an exception: gradients are what stock training has before its optimizer step.
+    ranks.finish()                                # at the last accumulation batch: DeepSpeed's optimizer step
+
+Synchronizing in the last backward, as stock training does, cannot be undone: a rank that fails there leaves its peers
+waiting. Here all local work is done before anybody waits for anybody, and an exception leaves ``window`` without
+communication: ranks that agreed to stop may all raise inside it.
+
+Not seen, and fatal under several ranks: a model or a loss that communicates in its own forward (gathering embeddings
+for in-batch negatives), because ranks run different numbers of chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from scu_trainer.errors import ControlError
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that travel in one message, and the reduction's own need of memory. DDP's default."""
+
+OFF = "set memory_control: false"
+
+
+class Ranks:
+    """One process: nothing to share. Base of what the launchers need.
+
+    ``recoverable``: a chunk that ran out of memory may run again. ``even_chunks``: all ranks must run the same number
+    of chunks, or their collectives no longer match. ``weights``: what is trained, as the model has it.
+    """
+
+    recoverable = True
+    even_chunks = False
+
+    def __init__(self, trainer) -> None:
+        self._accelerator = trainer.accelerator
+        self.world_size: int = trainer.accelerator.num_processes
+        self.rank: int = trainer.accelerator.process_index
+        self.weights = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+
+    @contextmanager
+    def window(self, model: nn.Module) -> Iterator[None]:
+        """All forward and backward work of one optimizer step; ``model``: as the training step gets it."""
+        with self._sync_gradients(False):
+            yield
+
+    def chunk(self, last: bool) -> AbstractContextManager:
+        """Forward and backward of one chunk; ``last``: no other follows in this window."""
+        return nullcontext()
+
+    def drop_gradients(self) -> None:
+        """Forget all that was accumulated in this window."""
+        for weight in self.weights:
+            weight.grad = None
+
+    def agree(self, values: Sequence[int]) -> list[int]:
+        """The largest of each value over all ranks. Every rank must call it at the same place, with as many values."""
+        if self.world_size == 1:
+            return list(values)
+        shared = torch.tensor(values, dtype=torch.int64, device=self._accelerator.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return shared.tolist()
+
+    def finish(self) -> None:
+        """What the launcher itself does at the end of an optimizer window, after its gradients are complete."""
+
+    @contextmanager
+    def _sync_gradients(self, value: bool) -> Iterator[None]:
+        """accelerate's word on whether the next backward completes a window."""
+        before = self._accelerator.sync_gradients
+        self._accelerator.sync_gradients = value
+        try:
+            yield
+        finally:
+            self._accelerator.sync_gradients = before
+
+
+class DdpRanks(Ranks):
+    """DistributedDataParallel: chunks under ``no_sync``, gradients averaged in buckets when the window ends."""
+
+    def __init__(self, trainer, ddp: DistributedDataParallel) -> None:
+        super().__init__(trainer)
+        _refuse_unusable_ddp(ddp)
+        self._ddp = ddp
+        named = ddp.module.named_parameters()
+        self._shared = [w for name, w in named if w.requires_grad and name not in ddp.parameters_to_ignore]
+
+    @contextmanager
+    def window(self, model: nn.Module) -> Iterator[None]:
+        self._broadcast_buffers()
+        with self._sync_gradients(False), self._ddp.no_sync():
+            yield
+        self._average_gradients()
+
+    def _broadcast_buffers(self) -> None:
+        """Rank 0's buffers for everybody, once per window as in stock training, but never inside a chunk's forward."""
+        self._ddp.require_forward_param_sync = False
+        if not self._ddp.broadcast_buffers:
+            return
+        named = self._ddp.module.named_buffers()
+        buffers = [buffer.detach() for name, buffer in named if name not in self._ddp.parameters_to_ignore]
+        group = self._ddp.process_group
+        source = dist.get_global_rank(group, 0)
+        for flat in in_buckets(buffers):
+            dist.broadcast(flat, source, group=group)
+
+    def _average_gradients(self) -> None:
+        fill_unused(self._shared, [weight.grad is not None for weight in self._shared], self.agree)
+        gradients = [weight.grad for weight in self._shared if weight.grad is not None]
+        for flat in in_buckets(gradients):
+            # Before the sum, and as a product: the order in which DDP rounds.
+            flat.mul_(1.0 / self.world_size)
+            dist.all_reduce(flat, group=self._ddp.process_group)
+
+
+class ShardedRanks(Ranks):
+    """FSDP and ZeRO-3: every forward and backward communicates, so a rank that fails inside one cannot be helped."""
+
+    recoverable = False
+    even_chunks = True
+
+    @contextmanager
+    def window(self, model: nn.Module) -> Iterator[None]:
+        yield
+
+    def chunk(self, last: bool) -> AbstractContextManager:
+        # The launcher closes the window inside the last backward: boundary and optimizer step of ZeRO-3.
+        return self._sync_gradients(last)
+
+    def drop_gradients(self) -> None:
+        raise ControlError(
+            "a rank ran out of memory under FSDP or ZeRO-3, where the others wait inside the same chunk: none can "
+            "run again. Resume from the last checkpoint with a smaller token_cap or max_batch_size, or use ZeRO-1/2"
+        )
+
+
+def fill_unused(weights: Iterable[nn.Parameter], used: Sequence[bool], agree) -> None:
+    """Zero gradients where only other ranks used a weight; weights that no rank used keep None.
+
+    ``used``: whether this rank has a gradient of each weight. ``agree``: see ``Ranks.agree``.
+    """
+    for weight, used_here, used_anywhere in zip(weights, used, agree(used), strict=True):
+        if used_anywhere and not used_here:
+            weight.grad = torch.zeros_like(weight)
+
+
+@torch.no_grad()
+def in_buckets(tensors: Iterable[torch.Tensor], limit_bytes: int = BUCKET_BYTES) -> Iterator[torch.Tensor]:
+    """Flat copies of at most ``limit_bytes`` that the caller changes in place; what it leaves is copied back.
+
+    A contiguous tensor that fills a bucket alone is yielded itself. The order depends on shapes, types and devices
+    only, so ranks with equal models see equal buckets.
+    """
+    for bucket in _buckets(tensors, limit_bytes):
+        if len(bucket) == 1 and bucket[0].is_contiguous():
+            yield bucket[0].view(-1)
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        yield flat
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _buckets(tensors: Iterable[torch.Tensor], limit_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Lists of one dtype and device, each at most ``limit_bytes`` or a single larger tensor."""
+    kinds: dict[tuple, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same_kind in kinds.values():
+        bucket, size_bytes = [], 0
+        for tensor in same_kind:
+            if bucket and size_bytes + tensor.nbytes > limit_bytes:
+                yield bucket
+                bucket, size_bytes = [], 0
+            bucket.append(tensor)
+            size_bytes += tensor.nbytes
+        yield bucket
+
+
+def ranks_for(trainer) -> Ranks:
+    """The launcher's rules. ``trainer``: a Trainer whose model is wrapped, as it is when training begins.
+
+    Raises ControlError for launchers and models whose chunks could hang or train something else.
+    """
+    refuse_arguments(trainer)
+    if trainer.is_deepspeed_enabled:
+        from scu_trainer.train.ranks_deepspeed import deepspeed_ranks
+
+        return deepspeed_ranks(trainer)
+    if _is_fsdp(trainer):
+        return ShardedRanks(trainer)
+    # torch.compile wraps what accelerate has wrapped.
+    wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
+    if isinstance(wrapped, DistributedDataParallel):
+        return DdpRanks(trainer, wrapped)
+    if trainer.accelerator.num_processes > 1:
+        raise ControlError(
+            f"memory control does not know {type(wrapped).__name__} over {trainer.accelerator.num_processes} processes "
+            f"({trainer.accelerator.distributed_type.value}); use DDP (torchrun, accelerate launch) or DeepSpeed, "
+            f"or {OFF}"
+        )
+    return Ranks(trainer)
+
+
+def refuse_arguments(trainer) -> None:
+    """Raise ControlError for training arguments that memory control cannot work with; needs no wrapped model."""
+    args = trainer.args
+    if args.n_gpu > 1:
+        raise ControlError(
+            f"one process drives {args.n_gpu} GPUs (DataParallel), which cuts batches by itself; start one process per "
+            f"GPU with torchrun or accelerate launch, or {OFF}"
+        )
+    if args.auto_find_batch_size:
+        raise ControlError(
+            "auto_find_batch_size restarts training with a smaller batch, memory control fits the batch that was asked "
+            f"for into memory; set auto_find_batch_size: false, or {OFF}"
+        )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if "lomo" in optimizer or "layerwise" in optimizer:
+        raise ControlError(
+            f"optim {optimizer} changes weights during backward, where no chunk can be taken back; use an optimizer "
+            f"with a step of its own (adamw_torch, galore_adamw, apollo_adamw, ...), or {OFF}"
+        )
+    _refuse_split_models(trainer)
+    if _is_fsdp(trainer) and args.gradient_accumulation_steps > 1:
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        raise ControlError(
+            f"gradient_accumulation_steps is {args.gradient_accumulation_steps} under FSDP; memory control cuts "
+            f"batches itself: set gradient_accumulation_steps: 1 and per_device_train_batch_size: {rows}, or {OFF}"
+        )
+
+
+def _refuse_split_models(trainer) -> None:
+    """A sequence or a layer spread over ranks: its collectives must match chunk by chunk."""
+    sizes = {
+        "tensor": trainer.get_tp_size(),
+        "context": trainer.get_cp_size(),
+        "sequence": trainer.get_sp_size(),
+    }
+    for name, size in sizes.items():
+        if size > 1:
+            raise ControlError(
+                f"{name} parallelism over {size} ranks spreads every chunk over them; memory control works with whole "
+                f"models per rank (DDP, ZeRO-1/2) and with FSDP and ZeRO-3: set the {name} parallel size to 1, or {OFF}"
+            )
+    kind = trainer.accelerator.distributed_type.value
+    if kind in ("MEGATRON_LM", "XLA"):
+        raise ControlError(f"memory control does not work under {kind}; use DDP, FSDP or DeepSpeed, or {OFF}")
+
+
+def _is_fsdp(trainer) -> bool:
+    # Not `is_fsdp_enabled`: FSDP asked for on a CPU becomes DDP.
+    return trainer.accelerator.distributed_type.value == "FSDP" or trainer.is_distributed_loading_by_transformers
+
+
+def _refuse_unusable_ddp(ddp: DistributedDataParallel) -> None:
+    if ddp._comm_hooks:
+        name = getattr(ddp._comm_hooks[0][0], "__name__", "unknown")
+        raise ControlError(
+            f"the DDP communication hook {name} works inside backward, where memory control does not communicate; "
+            f"remove the hook (accelerate: comm_hook: no), or {OFF}"
+        )
+    if ddp.static_graph:
+        raise ControlError(
+            "ddp_static_graph makes the first backward communicate, where memory control must not; set "
+            f"ddp_static_graph: false, or {OFF}"
+        )
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ControlError(
+                f"{name} is SyncBatchNorm, which communicates in every forward, but ranks run different numbers of "
+                f"chunks; use BatchNorm, or {OFF}"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ControlError(
+                f"{name} has sparse gradients; memory control reduces dense ones, set sparse=False, or {OFF}"
+            )

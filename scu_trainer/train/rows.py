@@ -1,0 +1,265 @@
+"""The rows of one optimizer step: how long each is, and how to make a batch of any of them.
+
+A batch is what the collator made: a mapping of tensors with one entry per row along dimension 0. Two things make its
+rows movable between batches: every value can be cut by rows, and the padding of the time axis is known, so that it can
+be cut off (on the right, where attention_mask is 0 and no label stands) or added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+
+NOT_LEARNED = -100
+
+PADDING = {
+    "input_ids": None,  # the pad token: which one has no effect, attention_mask hides it
+    "decoder_input_ids": None,
+    "labels": NOT_LEARNED,
+    "shift_labels": NOT_LEARNED,
+    "attention_mask": 0,
+    "decoder_attention_mask": 0,
+    "token_type_ids": 0,
+    "position_ids": 0,
+    "inputs_embeds": 0,
+}
+"""Inputs with a time axis (dimension 1) whose padding is known."""
+
+DECODER_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")
+"""Inputs that follow the target's time axis in an encoder-decoder model."""
+
+
+@dataclass
+class Batch:
+    """One accumulation batch and what is known of its layout.
+
+    ``rows``: 0 if it cannot be cut by rows; ``obstacle`` then says why. ``width``: columns of the time axis, 0 without
+    one. ``trimmable``: padding may be cut off and added. ``needed``, ``needed_decoder``: per row, the columns that must
+    stay (the full width where that is not known; [] without a decoder side).
+    """
+
+    inputs: Any
+    rows: int = 0
+    obstacle: Optional[str] = None
+    width: int = 0
+    decoder_width: int = 0
+    trimmable: bool = False
+    needed: list[int] = field(default_factory=list)
+    needed_decoder: list[int] = field(default_factory=list)
+    main_input_name: str = "input_ids"
+    is_encoder_decoder: bool = False
+
+    def keep_padding(self) -> None:
+        """Treat padding as content: this model's loss depends on it."""
+        self.trimmable = False
+        _measure(self)
+
+    @property
+    def is_padded(self) -> bool:
+        short = any(length < self.width for length in self.needed)
+        return short or any(length < self.decoder_width for length in self.needed_decoder)
+
+    def length(self, row: int) -> int:
+        """Tokens that the row needs on both time axes; 1 for rows without a time axis."""
+        return max(1, self.needed[row] + (self.needed_decoder[row] if self.needed_decoder else 0))
+
+    @property
+    def longest(self) -> int:
+        return max((self.length(row) for row in range(self.rows)), default=1)
+
+    @property
+    def padded_tokens(self) -> int:
+        """What a step on the batch as it is would process; rows for batches without a time axis."""
+        return self.rows * max(1, self.width + self.decoder_width)
+
+
+def read_layout(inputs: Any, main_input_name: str = "input_ids", is_encoder_decoder: bool = False) -> Batch:
+    """Find rows and time axes of ``inputs``. Lengths of all rows cost one wait for the device."""
+    batch = Batch(inputs, main_input_name=main_input_name, is_encoder_decoder=is_encoder_decoder)
+    batch.rows, batch.obstacle = _count_rows(inputs, main_input_name)
+    if batch.obstacle is not None:
+        return batch
+    tokens = inputs.get(main_input_name)
+    mask = inputs.get("attention_mask")
+    if torch.is_tensor(mask) and mask.dim() == 2:
+        batch.width = mask.size(1)
+    elif torch.is_tensor(tokens) and tokens.dim() == 2 and not tokens.is_floating_point():
+        batch.width = tokens.size(1)
+    if is_encoder_decoder:
+        sides = [inputs[name] for name in DECODER_SIDE if has_time(name, inputs.get(name))]
+        batch.decoder_width = sides[0].size(1) if sides else 0
+    batch.trimmable = _is_trimmable(batch)
+    _measure(batch)
+    return batch
+
+
+def layout_for(model: Any, inputs: Any) -> Batch:
+    """``read_layout`` with what ``model`` says of itself."""
+    is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    return read_layout(inputs, getattr(model, "main_input_name", "input_ids"), is_encoder_decoder)
+
+
+def _count_rows(inputs: Any, main_input_name: str) -> tuple[int, Optional[str]]:
+    if not isinstance(inputs, Mapping):
+        return 0, f"the collator gives a {type(inputs).__name__}, not a mapping of tensors"
+    tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value) and value.dim() > 0}
+    leading = next((name for name in (main_input_name, "labels", *tensors) if name in tensors), None)
+    if leading is None:
+        return 0, "the batch holds no tensor with rows"
+    rows = tensors[leading].size(0)
+    for name, value in inputs.items():
+        if torch.is_tensor(value) and value.dim() > 0 and value.size(0) != rows:
+            return 0, f"{name} has {value.size(0)} entries for {rows} rows of {leading}"
+        if isinstance(value, (list, tuple)) and len(value) != rows:
+            return 0, f"{name} has {len(value)} entries for {rows} rows of {leading}"
+        if isinstance(value, Mapping):
+            return 0, f"{name} is a mapping, whose rows are not known"
+    return rows, None
+
+
+def has_time(name: str, value: Any) -> bool:
+    """Whether an input has more than rows along dimension 0, other than targets that are numbers."""
+    if not torch.is_tensor(value) or value.dim() < 2:
+        return False
+    return not (name == "labels" and value.is_floating_point())  # targets of a regression or of several classes
+
+
+def follows_time(name: str, value: Any, batch: Batch) -> bool:
+    """Whether an input of a trimmable batch is cut and padded along dimension 1."""
+    return batch.trimmable and name in PADDING and has_time(name, value)
+
+
+def _is_trimmable(batch: Batch) -> bool:
+    """Whether columns may be cut off and added: only beside a mask, and if every input with this axis is known."""
+    mask = batch.inputs.get("attention_mask")
+    if not (torch.is_tensor(mask) and mask.dim() == 2):
+        return False
+    for name, value in batch.inputs.items():
+        if not has_time(name, value):
+            continue
+        width = batch.decoder_width if batch.is_encoder_decoder and name in DECODER_SIDE else batch.width
+        if name in PADDING:
+            if value.size(1) != width:
+                return False
+        elif width in value.shape[1:]:
+            return False  # an input that may follow the time axis and whose padding is not known
+    return True
+
+
+def _measure(batch: Batch) -> None:
+    if not batch.trimmable:
+        batch.needed = [batch.width] * batch.rows
+        batch.needed_decoder = [batch.decoder_width] * batch.rows if batch.decoder_width else []
+        return
+    inputs, labels = batch.inputs, batch.inputs.get("labels")
+    own = _last_used(inputs["attention_mask"].ne(0))
+    target = None
+    if has_time("labels", labels):
+        learned = _last_used(labels.ne(NOT_LEARNED))
+        if batch.decoder_width:
+            target = learned
+        elif labels.size(1) == batch.width:
+            own = torch.maximum(own, learned)  # never cut a label off, whatever the mask says
+    if torch.is_tensor(inputs.get("decoder_attention_mask")):
+        attended = _last_used(inputs["decoder_attention_mask"].ne(0))
+        target = attended if target is None else torch.maximum(target, attended)
+    if target is None and batch.decoder_width:
+        target = torch.full_like(own, batch.decoder_width)
+    both = torch.stack([own] if target is None else [own, target]).clamp(min=1).tolist()
+    batch.needed = both[0]
+    batch.needed_decoder = both[1] if target is not None else []
+
+
+def _last_used(used: torch.Tensor) -> torch.Tensor:
+    """Columns up to and with the last True, per row. ``used``: (rows, time)."""
+    return (used * torch.arange(1, used.size(1) + 1, device=used.device)).amax(dim=1)
+
+
+# -- making a batch of some rows ---------------------------------------------------------------------------------------
+
+Row = tuple[int, int]
+"""(number of the batch in the window, row in it)"""
+
+
+def signature(batch: Batch) -> tuple:
+    """Batches with equal signatures may share a chunk."""
+    parts: list[Any] = []
+    for name, value in sorted(batch.inputs.items()):
+        if torch.is_tensor(value) and value.dim() > 0:
+            shape = tuple(value.shape[1:])
+            flexible = follows_time(name, value, batch)
+            parts.append((name, value.dtype, shape[1:] if flexible else shape))
+        elif isinstance(value, (list, tuple)):
+            parts.append((name, "rows"))
+        elif torch.is_tensor(value):
+            parts.append((name, id(value)))  # one number for the batch: only the batch's own rows may share it
+        else:
+            parts.append((name, repr(value)))
+    return tuple(parts)
+
+
+def take(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int = 0, trim: bool = True) -> Any:
+    """A batch of ``rows``, its padding cut to the longest of them. The rows come out grouped by their batch.
+
+    All rows of one batch that needs no trimming come back as that very batch.
+    """
+    groups: dict[int, list[int]] = {}
+    for number, row in rows:
+        groups.setdefault(number, []).append(row)
+    first = batches[next(iter(groups))]
+    trim = trim and first.trimmable
+    width = _needed_width(batches, groups, trim)
+    if (
+        len(groups) == 1
+        and _is_whole(first, *groups.values())
+        and (not trim or width == (first.width, first.decoder_width))
+    ):
+        return first.inputs
+    made = {
+        name: _gather(name, value, batches, groups, width if first.trimmable else None, first, pad_token_id)
+        for name, value in first.inputs.items()
+    }
+    return made
+
+
+def _is_whole(batch: Batch, rows: list[int]) -> bool:
+    return sorted(rows) == list(range(batch.rows))
+
+
+def _needed_width(batches: Sequence[Batch], groups: dict[int, list[int]], trim: bool) -> tuple[int, int]:
+    if not trim:
+        return max(batches[n].width for n in groups), max(batches[n].decoder_width for n in groups)
+    own = max(max(batches[n].needed[r] for r in rows) for n, rows in groups.items())
+    if not next(batches[n] for n in groups).needed_decoder:
+        return own, 0
+    return own, max(max(batches[n].needed_decoder[r] for r in rows) for n, rows in groups.items())
+
+
+def _gather(name: str, value: Any, batches, groups, width, first: Batch, pad_token_id: int) -> Any:
+    if torch.is_tensor(value) and value.dim() > 0:
+        parts = [_select(batches[n].inputs[name], rows) for n, rows in groups.items()]
+        if width is not None and follows_time(name, value, first):
+            on_decoder = first.decoder_width > 0 and name in DECODER_SIDE
+            fill = PADDING[name] if PADDING[name] is not None else pad_token_id
+            parts = [_fit(part, width[1] if on_decoder else width[0], fill) for part in parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if isinstance(value, (list, tuple)):
+        return type(value)([batches[n].inputs[name][row] for n, rows in groups.items() for row in rows])
+    return value
+
+
+def _select(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return tensor[rows[0] : rows[0] + len(rows)]  # a view: images are not copied
+    return tensor[torch.tensor(rows, device=tensor.device)]
+
+
+def _fit(part: torch.Tensor, width: int, fill: int) -> torch.Tensor:
+    """``part`` (rows, time, ...) with its time axis cut or padded on the right to ``width``."""
+    if part.size(1) >= width:
+        return part[:, :width].contiguous()  # as a collator gives it: models flatten labels with view
+    padding = part.new_full((part.size(0), width - part.size(1), *part.shape[2:]), fill)
+    return torch.cat([part, padding], dim=1)

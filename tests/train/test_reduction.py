@@ -1,0 +1,208 @@
+"""How a loss adds up over rows is asked of the model: the answer, and that asking leaves no trace."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from scu_trainer.train.reduction import mixing_modules, probe
+from scu_trainer.train.rows import read_layout
+from tests import tiny
+
+ITEMS = torch.tensor(20)
+
+
+def text(rows: int = 4, width: int = 12, **changes) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, tiny.VOCAB, (rows, width), generator=generator)
+    mask = (torch.arange(width) < width - 2 * torch.arange(rows)[:, None]).long()
+    return {"input_ids": tokens, "attention_mask": mask, "labels": torch.where(mask.bool(), tokens, -100), **changes}
+
+
+def images(rows: int = 4) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {"pixel_values": torch.rand(rows, 3, 8, 8, generator=generator), "labels": torch.arange(rows) % 3}
+
+
+def ask(model, *inputs, items=ITEMS, seq2seq=False, name="input_ids"):
+    def loss_of(batch, given):
+        return model(**batch, **({} if given is None else {"num_items_in_batch": given})).loss
+
+    model.train()
+    return probe(loss_of, model, [read_layout(one, name, seq2seq) for one in inputs], items, pad_token_id=2)
+
+
+def bert(kind, **changes):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=tiny.VOCAB,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        **changes,
+    )
+    return kind(config)
+
+
+def seq2seq_text():
+    labels = torch.randint(3, tiny.VOCAB, (4, 7), generator=torch.Generator().manual_seed(1))
+    labels[1, 4:], labels[2, 2:] = -100, -100
+    return text(labels=labels)
+
+
+def t5():
+    torch.manual_seed(0)
+    config = {"vocab_size": tiny.VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**config, decoder_start_token_id=2, pad_token_id=2))
+
+
+def bart():
+    torch.manual_seed(0)
+    sides = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 16))}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = BartConfig(vocab_size=tiny.VOCAB, d_model=16, max_position_embeddings=32, **sides, **heads)
+    return BartForConditionalGeneration(config)
+
+
+def vit():
+    torch.manual_seed(0)
+    config = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return ViTForImageClassification(ViTConfig(**config, image_size=8, patch_size=4, num_labels=3))
+
+
+def resnet():
+    torch.manual_seed(0)
+    return ResNetForImageClassification(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], num_labels=3))
+
+
+def test_a_causal_model_honours_the_count():
+    assert ask(tiny.llama(), text()).kind == "num_items"
+    assert ask(tiny.granite_hybrid(), text()).kind == "num_items"
+    assert ask(tiny.lora(tiny.llama()), text()).kind == "num_items"
+
+
+def test_without_a_count_it_is_a_mean_over_shifted_labels():
+    assert ask(tiny.llama(), text(), items=None).kind == "shifted_labels"
+
+
+def test_models_that_take_the_count_and_ignore_it():
+    assert ask(bert(BertForMaskedLM), text()).kind == "labels"
+    assert ask(bert(BertForSequenceClassification), text(labels=torch.tensor([0, 1, 0, 1]))).kind in ("labels", "rows")
+    assert ask(bert(BertForSequenceClassification, num_labels=1), text(labels=torch.rand(4, 1))).kind == "rows"
+
+
+@pytest.mark.parametrize("make", [t5, bart])
+def test_encoder_decoders_average_over_labels(make):
+    reduction = ask(make(), seq2seq_text(), items=None, seq2seq=True)
+    assert (reduction.kind, reduction.trims) == ("labels", True)
+
+
+def test_images():
+    assert ask(vit(), images(), name="pixel_values").kind == "num_items"
+
+
+def test_a_sum_over_rows_is_known_as_such():
+    model = nn.Linear(3, 1)
+    reduction = probe(
+        lambda batch, _: model(batch["x"]).square().sum(), model, [read_layout({"x": torch.rand(4, 3)}, "x")], None, 0
+    )
+    assert reduction.kind == "sum"
+
+
+def test_batch_norm_mixes_rows_and_is_named():
+    reduction = ask(resnet(), images(), name="pixel_values")
+    assert not reduction.is_exact and "normalization" in reduction.mixes and "BatchNorm" in reduction.mixes
+    assert reduction.kind == "labels"  # what its statistics leave
+    frozen = resnet()
+    frozen.eval()
+    assert mixing_modules(frozen) is None
+
+
+def test_router_losses_mix_rows():
+    torch.manual_seed(0)
+    config = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MixtralConfig(vocab_size=tiny.VOCAB, num_hidden_layers=1, output_router_logits=True, **config)
+    reduction = ask(MixtralForCausalLM(config), text())
+    assert not reduction.is_exact and "router" in reduction.mixes and reduction.kind == "num_items"
+
+
+class InBatchNegatives(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.EmbeddingBag(tiny.VOCAB, 8)
+        self.other = nn.EmbeddingBag(tiny.VOCAB, 8)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        scores = self.table(input_ids) @ self.other(input_ids).T
+        return SimpleNamespace(loss=nn.functional.cross_entropy(scores, torch.arange(len(scores))))
+
+
+def test_in_batch_negatives_mix_rows():
+    assert not ask(InBatchNegatives(), text(), items=None).is_exact
+
+
+class ReadsPadding(nn.Module):
+    """A mean over all columns, whatever the mask says."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(tiny.VOCAB, 8)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return SimpleNamespace(loss=self.table(input_ids).mean(dim=1).square().sum(dim=1).mean())
+
+
+def test_a_model_that_reads_its_padding_keeps_it():
+    reduction = ask(ReadsPadding(), text(labels=torch.arange(4)), items=None)
+    assert (reduction.kind, reduction.trims) == ("rows", False) or (reduction.kind, reduction.trims) == (
+        "labels",
+        False,
+    )
+
+
+def test_rows_of_two_batches_of_one_row_can_be_compared():
+    batch = text()
+    single = [{name: value[row : row + 1] for name, value in batch.items()} for row in (0, 3)]
+    assert ask(tiny.llama(), *single).kind == "num_items"
+
+
+def test_asking_leaves_no_trace():
+    model = tiny.llama(attention_dropout=0.5)
+    model.train()
+    model.model.norm.eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    batch = text()
+    copies = {name: value.clone() for name, value in batch.items()}
+
+    def loss_of(inputs, given):
+        torch.rand(1)
+        inputs.pop("labels_that_are_not_there", None)
+        return model(**inputs, num_items_in_batch=given).loss
+
+    probe(loss_of, model, [read_layout(batch)], ITEMS, 2)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(batch[name], copy) for name, copy in copies.items())
+    assert all(p.grad is None for p in model.parameters())
