@@ -151,8 +151,8 @@ def _possible_ends(start: int, runs: Sequence[int], limits: Sequence[int], min_r
     """Ends worth trying for a chunk that begins at ``start``.
 
     A chunk that ends amid rows of one length could take more of them at no cost, so it ends where that length ends or
-    where it is full. With ``min_rows`` the smallest chunk and the smallest rest come in, which makes a cut within the
-    bounds on rows possible wherever there is one.
+    where it is full. With ``min_rows`` the smallest chunk comes in: smallest ones, full ones and one in between make
+    every division within the bounds on rows.
     """
     count = len(runs)
     if count - start < 2 * min_rows:
@@ -171,9 +171,6 @@ def _possible_ends(start: int, runs: Sequence[int], limits: Sequence[int], min_r
         last_row = end
     if min_rows > 1:
         yield start + min_rows
-        rest = count - min_rows
-        if rest - start <= limits[rest - 1]:
-            yield rest
 
 
 def _run_ends(lengths: Sequence[int]) -> list[int]:

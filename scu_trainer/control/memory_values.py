@@ -67,6 +67,10 @@ class Seen:
     longest_row: int
     largest_chunk_tokens: int
 
+    def __post_init__(self) -> None:
+        if self.limit_bytes <= 0:
+            raise ValueError(f"limit_bytes is {self.limit_bytes}; control needs a limit above 0")
+
     @property
     def peak_fraction(self) -> float:
         return self.peak_bytes / self.limit_bytes
@@ -81,8 +85,9 @@ class State:
     """Everything that a decision depends on; JSON-safe, kept in checkpoints.
 
     ``cap_tokens``: None without pressure. ``former_tokens``: the largest ceiling since the cap was put on; reaching it
-    ends the restriction. ``failed_tokens``: size that ran out of memory, in ``failed_room_bytes`` (limit - use).
-    ``proven_tokens``: the largest ceiling that chunks filled without cap or pressure, in ``proven_room_bytes``.
+    ends the restriction. ``calm_steps``: in a row, with room for a larger cap. ``failed_tokens``: size that ran out of
+    memory, in ``failed_room_bytes`` (limit - use). ``proven_tokens``: the largest ceiling that chunks filled without
+    cap or pressure, in ``proven_room_bytes``.
     """
 
     cap_tokens: Optional[int] = None

@@ -24,7 +24,7 @@ from scu_trainer.train.window import Piece, Window
 
 logger = logging.getLogger("scu_trainer")
 
-BUSY_TOKENS = {"cpu": 1024, "mps": 2048}
+BUSY_TOKENS = {"cpu": 512, "mps": 2048}
 BUSY_TOKENS_ELSEWHERE = 8192
 """Tokens per chunk above which a device gains nothing from larger ones: matrices are large enough to fill it."""
 
@@ -78,8 +78,9 @@ class MemoryLoop:
         self._retried: set[Piece] = set()
         self._before: Optional[Reading] = None
         self._base_bytes = 0
+        self._limit_name = ""
         self.gradient_bytes = 0
-        self._peak_bytes = 0
+        self._peak_fraction = 0.0
         self._attempts = self._planned = 0
         self._learning_until = LEARNING_WINDOWS
         self._collected_step = -STEPS_BETWEEN_COLLECTIONS
@@ -100,7 +101,7 @@ class MemoryLoop:
                 exact=self._is_learning or self.state.pressure != "low" or self.state.cap_tokens is not None
             )
             self._before = self._look()
-            self._base_bytes = self._before.used_bytes
+            self._base_bytes, self._limit_name = self._before.used_bytes, self._before.limit_name
         pieces = self._plan(window) if keep_step is None else self._even(window, keep_step)
         self._planned = len(pieces)
         return pieces
@@ -154,8 +155,8 @@ class MemoryLoop:
         seen = control.Seen(
             step=self.step,
             limit_bytes=reading.limit_bytes,
-            used_bytes=self._base_bytes,
-            peak_bytes=self._peak_bytes,
+            used_bytes=self._base_bytes if reading.limit_name == self._limit_name else reading.used_bytes,
+            peak_bytes=round(self._peak_fraction * reading.limit_bytes),
             ceiling_tokens=self._ceiling,
             floor_tokens=self._floor,
             longest_row=window.longest_row,
@@ -174,7 +175,7 @@ class MemoryLoop:
         if self.state.cap_tokens != was:
             self._note(decision.reason or "another rank has less memory", reading, decision.pressure)
         self.gauge.reset()
-        self._peak_bytes = 0
+        self._peak_fraction = 0.0
 
     # -- what step.run asks --------------------------------------------------------------------------------------------
 
@@ -193,7 +194,10 @@ class MemoryLoop:
         if self.gauge is None or self._before is None:
             return None
         limit = self._before.limit_bytes
-        room = limit - self.law.free_bytes_wanted(limit) - self._base_bytes - self.gradient_bytes
+        # Calm is decided at the end of a step; until then only what would come near the limit itself is cut.
+        is_calm = self.state.cap_tokens is None
+        keep_free = self.law.gc_threshold_of(limit) if is_calm else self.law.free_bytes_wanted(limit)
+        room = limit - keep_free - self._base_bytes - self.gradient_bytes
         return control.fitting_tokens(self.law, self.state, room, piece.length)
 
     def before(self, piece: Piece) -> None:
@@ -218,7 +222,8 @@ class MemoryLoop:
     def _look(self) -> Reading:
         """Read the gauge; the peak of a step outlives the resets between its pieces."""
         reading = self.gauge.read()
-        self._peak_bytes = max(self._peak_bytes, reading.peak_bytes)
+        # As a fraction: on a CPU the tightest limit may be another one than before.
+        self._peak_fraction = max(self._peak_fraction, reading.peak_bytes / reading.limit_bytes)
         return reading
 
     def failed(self, failure: steps.Failure) -> Sequence[Piece]:
@@ -265,7 +270,7 @@ class MemoryLoop:
                 "rows_per_chunk": rows_per_chunk,
                 "tokens_per_chunk": self._cap,
                 "used_bytes": reading.used_bytes,
-                "peak_bytes": max(self._peak_bytes, reading.peak_bytes),
+                "peak_bytes": round(max(self._peak_fraction * reading.limit_bytes, reading.peak_bytes)),
                 "limit_bytes": reading.limit_bytes,
                 "pressure": pressure,
                 "reason": reason,

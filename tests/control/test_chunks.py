@@ -1,0 +1,212 @@
+"""Cutting a pool of rows: bounds, order, padding, and the best cut among all of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from scu_trainer.control.chunks import CHUNK_COST_SHARE, Chunk, auto_cap, cut, halve, processed_over_real, split_to
+
+POOL = [3, 8, 3, 2, 8, 3, 20]  # rows by length: 3 | 0 2 5 | 1 4 | 6
+
+
+def rows_of(chunks: list[Chunk]) -> list[tuple[int, ...]]:
+    return [chunk.rows for chunk in chunks]
+
+
+def lognormal_lengths(chance: random.Random, median: float, sigma: float, count: int = 64) -> list[int]:
+    return [max(1, round(chance.lognormvariate(math.log(median), sigma))) for _ in range(count)]
+
+
+def every_cut(count: int):
+    """All ways to cut ``count`` sorted rows: lists of ends."""
+    for kept in itertools.product((False, True), repeat=count - 1):
+        yield [i + 1 for i, cut_here in enumerate(kept) if cut_here] + [count]
+
+
+def price(ascending: list[int], ends: list[int], chunk_cost: int) -> int:
+    starts = [0, *ends[:-1]]
+    return sum((end - start) * ascending[end - 1] + chunk_cost for start, end in zip(starts, ends, strict=True))
+
+
+def test_a_chunk_counts_its_padding():
+    chunk = Chunk((4, 1, 6), 5)
+    assert (chunk.tokens, chunk.quadratic) == (15, 75)
+
+
+def test_rows_come_by_length_then_position():
+    assert rows_of(cut(POOL, 16)) == [(3, 0, 2, 5), (1, 4), (6,)]
+    assert [chunk.length for chunk in cut(POOL, 16)] == [3, 8, 20]
+    assert rows_of(cut([5] * 6, 15)) == [(0, 1, 2), (3, 4, 5)]
+
+
+def test_a_row_longer_than_the_cap_stands_alone():
+    assert rows_of(cut([30, 1, 40, 30], 8)) == [(1,), (0,), (3,), (2,)]
+
+
+def test_without_a_cap_there_are_as_few_chunks_as_the_rows_allow():
+    assert rows_of(cut([5, 900, 4], None)) == [(2, 0, 1)]
+    assert rows_of(cut([9, 1, 9, 1, 9], None, max_rows=3)) == [(1, 3), (0, 2, 4)]
+    assert cut([], None) == cut([], 10) == []
+
+
+def test_max_rows_bounds_short_rows():
+    assert rows_of(cut([1] * 5, 1000, max_rows=2)) == [(0, 1), (2, 3), (4,)]
+
+
+def test_a_row_without_tokens_still_takes_one():
+    assert cut([0, 0], 2) == [Chunk((0, 1), 1)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cap", "max_rows", "min_rows", "sizes"),
+    [
+        ([10] * 7, 20, None, 3, [3, 4]),  # 3 rows exceed the cap already; no tail of one
+        ([10] * 6, 20, None, 3, [3, 3]),
+        ([10] * 7, 40, None, 3, [3, 4]),
+        ([10] * 9, None, 4, 3, [3, 3, 3]),  # as full as can be would be 4, 4 and a tail of one
+        ([10] * 11, None, 5, 3, [3, 3, 5]),
+        ([10] * 7, None, 3, 3, [3, 4]),  # no cut within 3 to 3 rows exists
+        ([10] * 2, 10, None, 3, [2]),  # the pool has no 3 rows
+        ([], 10, None, 3, []),
+    ],
+)
+def test_no_chunk_is_smaller_than_min_rows(lengths, cap, max_rows, min_rows, sizes):
+    assert sorted(len(chunk.rows) for chunk in cut(lengths, cap, max_rows, min_rows)) == sizes
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bounds_hold_for_any_pool(seed):
+    chance = random.Random(seed)
+    lengths = lognormal_lengths(chance, 50, 1.0, chance.randint(1, 90))
+    cap, min_rows = chance.choice([None, 30, 200, 2000]), chance.choice([1, 1, 2, 5])
+    max_rows = chance.choice([None, min_rows, 2 * min_rows, 12])
+    chunks = cut(lengths, cap, max_rows, min_rows)
+    assert sorted(row for chunk in chunks for row in chunk.rows) == list(range(len(lengths)))
+    assert [chunk.length for chunk in chunks] == sorted(chunk.length for chunk in chunks)
+    divisible = max_rows is None or math.ceil(len(lengths) / max_rows) * min_rows <= len(lengths)
+    for chunk in chunks:
+        rows = len(chunk.rows)
+        assert chunk.length == max(lengths[row] for row in chunk.rows)
+        assert rows >= min(min_rows, len(lengths))
+        assert not divisible or max_rows is None or rows <= max_rows
+        assert cap is None or chunk.tokens <= cap or rows < 2 * min_rows
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_other_cut_is_cheaper(seed):
+    chance = random.Random(seed)
+    lengths = sorted(chance.choices(range(1, 12), k=chance.randint(1, 10)))
+    cap, max_rows = chance.choice([12, 20, 40, 64]), chance.choice([None, 3, 5])
+    chunk_cost = max(1, int(cap * CHUNK_COST_SHARE))
+
+    def allowed(ends: list[int]) -> bool:
+        return all(
+            end - start == 1 or ((end - start) * lengths[end - 1] <= cap and end - start <= (max_rows or 99))
+            for start, end in zip([0, *ends[:-1]], ends, strict=True)
+        )
+
+    best = min(price(lengths, ends, chunk_cost) for ends in every_cut(len(lengths)) if allowed(ends))
+    found = list(itertools.accumulate(len(chunk.rows) for chunk in cut(lengths, cap, max_rows)))
+    assert allowed(found)
+    assert price(lengths, found, chunk_cost) == best
+
+
+@pytest.mark.parametrize(
+    ("median", "sigma", "most_chunks"), [(100, 0.6, 13), (400, 0.9, 20), (250, 1.2, 16)], ids=["short", "chat", "heavy"]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_little_is_padding_when_lengths_are_long_tailed(median, sigma, most_chunks, seed):
+    """64 rows per step, 100 steps, cap = the longest row, at least 1024."""
+    chance, processed, real, chunk_count = random.Random(seed), 0, 0, 0
+    for _ in range(100):
+        lengths = lognormal_lengths(chance, median, sigma)
+        chunks = cut(lengths, max(1024, *lengths))
+        assert processed_over_real(chunks, lengths) <= 1.15
+        processed += sum(chunk.tokens for chunk in chunks)
+        real += sum(lengths)
+        chunk_count += len(chunks)
+    assert processed / real <= 1.07
+    assert chunk_count / 100 <= most_chunks, "fewer padded tokens must not be bought with a chunk per row"
+
+
+def test_a_pool_of_thousands_asks_for_a_bounded_number_of_comparisons(monkeypatch):
+    """Counted, not timed: the worst pool for a plain search is many short rows under a large cap."""
+    from scu_trainer.control import chunks
+
+    tried, possible = [], chunks._possible_ends
+
+    def counting(*arguments):
+        for end in possible(*arguments):
+            tried.append(end)
+            yield end
+
+    monkeypatch.setattr(chunks, "_possible_ends", counting)
+    chance = random.Random(0)
+    cut(lognormal_lengths(chance, 20, 0.6, 4000), 16384)
+    assert len(tried) <= 4000 * math.isqrt(16384)
+
+
+def test_halves_are_trimmed_anew():
+    chunk = Chunk((3, 0, 2, 5, 1), 8)
+    assert halve(chunk, POOL) == (Chunk((3, 0, 2), 3), Chunk((5, 1), 8))
+    assert halve(Chunk((1, 3), 8), POOL) == (Chunk((3,), 2), Chunk((1,), 8)), "the order of the rows does not matter"
+
+
+def test_halves_respect_min_rows():
+    chunk = Chunk((3, 0, 2, 5, 1), 8)
+    assert rows_of(halve(chunk, POOL, min_rows=2)) == [(3, 0, 2), (5, 1)]
+    with pytest.raises(ValueError, match="5 rows cannot be halved"):
+        halve(chunk, POOL, min_rows=3)
+    with pytest.raises(ValueError, match="1 rows cannot be halved"):
+        halve(Chunk((6,), 20), POOL)
+
+
+@pytest.mark.parametrize("count", range(2, 30))
+def test_the_longer_half_has_at_most_half_of_the_tokens(count):
+    lengths = lognormal_lengths(random.Random(count), 30, 1.0, count)
+    [whole] = cut(lengths, None)
+    shorter, longer = halve(whole, lengths)
+    assert max(shorter.tokens, longer.tokens) <= (whole.tokens + whole.length) / 2
+    assert longer.tokens <= whole.tokens / 2
+    assert shorter.length <= longer.length == whole.length
+
+
+def test_split_to_cuts_the_rows_of_one_chunk_alone():
+    [whole] = cut(POOL, None)
+    pieces = split_to(whole, POOL, 16)
+    assert pieces == [Chunk((3, 0, 2, 5), 3), Chunk((1, 4), 8), Chunk((6,), 20)]
+
+
+def test_split_to_makes_two_pieces_even_when_the_cap_does_not_ask_for_it():
+    assert split_to(Chunk((1, 4), 8), POOL, 1000) == [Chunk((1,), 8), Chunk((4,), 8)]
+    assert split_to(Chunk((6,), 20), POOL, 5) == [Chunk((6,), 20)]
+    assert split_to(Chunk((1, 4, 6), 20), POOL, 20, min_rows=2) == [Chunk((1, 4, 6), 20)]
+
+
+def test_auto_cap():
+    assert auto_cap(300, 4096, 8 * 300) == 2400, "never more than the batch that was asked for"
+    assert auto_cap(300, 1024, 8 * 300) == 1024, "no more than keeps the device busy"
+    assert auto_cap(3000, 1024, 2400) == 3000, "but the longest row must fit"
+
+
+def test_processed_over_real():
+    assert processed_over_real(cut(POOL, None), POOL) == 7 * 20 / 47
+    assert processed_over_real([], []) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"token_cap": 0}, "token_cap is 0"),
+        ({"token_cap": 5, "max_rows": 0}, "max_rows is 0"),
+        ({"token_cap": 5, "min_rows": 0}, "min_rows is 0"),
+        ({"token_cap": 5, "max_rows": 2, "min_rows": 3}, "max_rows 2 is below min_rows 3"),
+    ],
+)
+def test_bounds_that_mean_nothing_are_refused(bounds, message):
+    with pytest.raises(ValueError, match=message):
+        cut([1, 2], **bounds)
