@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Union
@@ -107,6 +108,7 @@ class OutOfMemoryAt(TorchDispatchMode):
             self._is_counting = before
 
 
+@functools.cache  # this is asked at every operation
 def _returns_new_tensor(function) -> bool:
     return any("Tensor" in str(item.type) and item.alias_info is None for item in function._schema.returns)
 

@@ -160,7 +160,6 @@ class MemoryCallback(TrainerCallback):
         _scale_rates(kwargs["optimizer"], kwargs["lr_scheduler"], self.chunked.trainer.rate_factor)
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.chunked.finish()
         self.chunked.loop.on_row = lambda row: None
         if self.history is not None:
             self.history.close()

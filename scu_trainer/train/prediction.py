@@ -125,10 +125,24 @@ class Prediction:
                     prepared = trainer._prepare_inputs(inputs)
                     return trainer.compute_loss(trainer.model, prepared, num_items_in_batch=items)
 
-            self._reduction = probe(loss_of, trainer.model, [batch], count, 0, training=False)
+            self._reduction = self._answer(
+                lambda: probe(loss_of, trainer.model, [batch], count, 0, training=False), count
+            )
             if not self._reduction.is_exact:
                 logger.warning("eval_loss is a mean over parts of a batch: %s", self._reduction.mixes)
         return self._reduction
+
+    def _answer(self, ask: Callable[[], Reduction], count: Any) -> Reduction:
+        try:
+            return ask()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            forget_traceback(error)
+        free_memory(self.trainer.args.device)
+        believed = "rows" if count is None else "num_items"
+        logger.warning("two rows do not fit in memory together: eval_loss is taken to add up by %s", believed)
+        return Reduction(believed)
 
 
 def _part(batch: Batch, part: range) -> Any:

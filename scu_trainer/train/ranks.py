@@ -30,7 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 from scu_trainer.errors import ControlError
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients that travel in one message, and the reduction's own need of memory. DDP's default."""
+"""Small gradients travel together: what the reduction itself needs of memory. DDP's default."""
+
+ALONE_BYTES = 2**20
+"""Gradients of this size travel as they are: copying them twice would cost more than a message of their own."""
 
 OFF = "set memory_control: false"
 
@@ -158,13 +161,14 @@ def fill_unused(weights: Iterable[nn.Parameter], used: Sequence[bool], agree) ->
 
 
 @torch.no_grad()
-def in_buckets(tensors: Iterable[torch.Tensor], limit_bytes: int = BUCKET_BYTES) -> Iterator[torch.Tensor]:
-    """Flat copies of at most ``limit_bytes`` that the caller changes in place; what it leaves is copied back.
+def in_buckets(
+    tensors: Iterable[torch.Tensor], limit_bytes: int = BUCKET_BYTES, alone_bytes: int = ALONE_BYTES
+) -> Iterator[torch.Tensor]:
+    """Flat tensors that the caller changes in place: copies of several, copied back, or a large one itself.
 
-    A contiguous tensor that fills a bucket alone is yielded itself. The order depends on shapes, types and devices
-    only, so ranks with equal models see equal buckets.
+    The order depends on shapes, types and devices only, so ranks with equal models see equal buckets.
     """
-    for bucket in _buckets(tensors, limit_bytes):
+    for bucket in _buckets(tensors, limit_bytes, alone_bytes):
         if len(bucket) == 1 and bucket[0].is_contiguous():
             yield bucket[0].view(-1)
             continue
@@ -175,20 +179,24 @@ def in_buckets(tensors: Iterable[torch.Tensor], limit_bytes: int = BUCKET_BYTES)
             tensor.copy_(part.view(tensor.shape))
 
 
-def _buckets(tensors: Iterable[torch.Tensor], limit_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Lists of one dtype and device, each at most ``limit_bytes`` or a single larger tensor."""
+def _buckets(tensors: Iterable[torch.Tensor], limit_bytes: int, alone_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Lists of one dtype and device, each at most ``limit_bytes`` or a single tensor of ``alone_bytes`` or more."""
     kinds: dict[tuple, list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for same_kind in kinds.values():
         bucket, size_bytes = [], 0
         for tensor in same_kind:
+            if tensor.nbytes >= alone_bytes:
+                yield [tensor]
+                continue
             if bucket and size_bytes + tensor.nbytes > limit_bytes:
                 yield bucket
                 bucket, size_bytes = [], 0
             bucket.append(tensor)
             size_bytes += tensor.nbytes
-        yield bucket
+        if bucket:
+            yield bucket
 
 
 def ranks_for(trainer) -> Ranks:

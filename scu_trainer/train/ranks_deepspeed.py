@@ -67,8 +67,8 @@ def deepspeed_ranks(trainer) -> Ranks:
         return ShardedRanks(trainer)
     if stage not in (1, 2) or not hasattr(engine.optimizer, "_coalesce_grad_reduction"):
         raise ControlError(
-            f"DeepSpeed with zero_optimization.stage {stage} and {type(engine.optimizer).__name__} cannot delay its "
-            f"reduction; set zero_optimization.stage to 1, 2 or 3, or use plain DDP, or {OFF}"
+            f"DeepSpeed's {type(engine.optimizer).__name__} (zero_optimization.stage {stage}) cannot delay its "
+            f"reduction; set zero_optimization.stage to 2, or use plain DDP, or {OFF}"
         )
     return ZeroRanks(trainer)
 

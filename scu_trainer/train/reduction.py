@@ -16,7 +16,8 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
-from scu_trainer.train.memory import is_out_of_memory
+from scu_trainer.train.memory import free_memory, is_out_of_memory
+from scu_trainer.train.optimizer_guard import retry_unchanged
 from scu_trainer.train.rows import (
     NOT_LEARNED,
     PADDING,
@@ -94,7 +95,8 @@ def probe(
     if rows is None:
         return None
     both, layout = take(batches, rows, pad_token_id), batches[rows[0][0]]
-    question = _Question(loss_of, _tolerance(model), num_items, layout, pad_token_id)
+    device = next(model.parameters()).device
+    question = _Question(loss_of, _tolerance(model), num_items, layout, pad_token_id, device)
     found = mixing_modules(model) if training else None
     with _untouched(model), torch.no_grad():
         answer = _ask(question, both, layout, lambda: take(batches, rows, pad_token_id, trim=False))
@@ -123,13 +125,18 @@ class _Question:
     num_items: Any
     layout: Batch
     pad_token_id: int
+    device: torch.device
 
     def loss(self, inputs: Any, items: float = 8.0) -> float:
         """``items``: not the count of the window, by which a small loss would drown in rounding."""
-        if self.num_items is None:
-            return float(self.loss_of(dict(inputs), None))
-        device = getattr(self.num_items, "device", None)
-        return float(self.loss_of(dict(inputs), torch.as_tensor(items, device=device)))
+
+        def ask() -> float:
+            device = getattr(self.num_items, "device", None)
+            given = None if self.num_items is None else torch.as_tensor(items, device=device)
+            return float(self.loss_of(dict(inputs), given))
+
+        # A wrong belief about the loss would train something else: one failed allocation is no reason to take it up.
+        return retry_unchanged(ask, (), is_out_of_memory, lambda: free_memory(self.device))
 
     def trims(self, both: Any) -> bool:
         """Whether two rows, of which the first is padded, lose nothing by less padding and win nothing by more."""

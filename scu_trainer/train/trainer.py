@@ -87,6 +87,13 @@ class SCUTrainer(Trainer):
             self.regularization_callback = RegularizationCallback(self)
             self.add_callback(self.regularization_callback)
 
+    def train(self, *args, **kwargs):
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self.chunked is not None:  # also after an error: the optimizer is the caller's again
+                self.chunked.finish()
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if self.chunked is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
