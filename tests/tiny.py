@@ -6,10 +6,19 @@ import dataclasses
 
 import torch
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 VOCAB = 64
@@ -38,6 +47,68 @@ def granite_hybrid(seed: int = 0) -> GraniteMoeHybridForCausalLM:
 
     torch.manual_seed(seed)
     return GraniteMoeHybridForCausalLM(base_config(VOCAB, bos=0, eos=1, pad=2))
+
+
+def gpt2(seed: int = 0, **changes) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 1}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **{**sizes, **no_dropout, **changes}))
+
+
+def bert(kind: type, seed: int = 0, **changes):
+    """``kind``: BertForMaskedLM, BertForSequenceClassification, ..."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return kind(BertConfig(vocab_size=VOCAB, pad_token_id=2, **{**sizes, **no_dropout, **changes}))
+
+
+def t5(seed: int = 0) -> T5ForConditionalGeneration:
+    torch.manual_seed(seed)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCAB, pad_token_id=2, decoder_start_token_id=2, eos_token_id=1, **sizes)
+    )
+
+
+def bart(seed: int = 0, **changes) -> BartForConditionalGeneration:
+    torch.manual_seed(seed)
+    sides = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 16))}
+    sides |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    tokens = {"pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2}
+    return BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=VOCAB, d_model=16, max_position_embeddings=64, **{"dropout": 0.0, **sides, **tokens, **changes}
+        )
+    )
+
+
+def vit(seed: int = 0) -> ViTForImageClassification:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return ViTForImageClassification(ViTConfig(**sizes, **no_dropout, image_size=8, patch_size=4, num_labels=3))
+
+
+class ConvNet(torch.nn.Module):
+    """A classifier of pictures whose BatchNorm makes the rows of a batch act on each other."""
+
+    main_input_name = "pixel_values"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)
+        self.head = torch.nn.Linear(4, 3)
+
+    def forward(self, pixel_values, labels):
+        hidden = self.norm(self.conv(pixel_values)).relu().mean(dim=(2, 3))
+        return {"loss": torch.nn.functional.cross_entropy(self.head(hidden), labels)}
+
+
+def conv_net(seed: int = 0) -> ConvNet:
+    torch.manual_seed(seed)
+    return ConvNet()
 
 
 def lora(model, r: int = 4, alpha: float = 8.0, seed: int = 1, **changes):
@@ -76,18 +147,58 @@ class UnevenRows(Rows):
         return {"input_ids": tokens, "labels": labels}
 
 
-def pad(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Collator that pads on the right: token 2, label -100, attention 0."""
+class Examples(torch.utils.data.Dataset):
+    """Rows that are given."""
 
-    def stack(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
+    def __init__(self, rows) -> None:
+        self.rows = list(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return dict(self.rows[index])
+
+
+def pairs(count: int = 32) -> Examples:
+    """Source and target of uneven lengths, 4 to 14 and 2 to 8 tokens, for an encoder-decoder."""
+    source, target = Rows(count, 14, seed=1).tokens, Rows(count, 8, seed=2).tokens
+    return Examples(
+        {"input_ids": source[i, : 4 + 5 * i % 11], "labels": target[i, : 2 + 3 * i % 7]} for i in range(count)
+    )
+
+
+def images(count: int = 32) -> Examples:
+    """Pictures of 8 x 8 in three classes."""
+    generator = torch.Generator().manual_seed(3)
+    pixels = torch.rand(count, 3, 8, 8, generator=generator)
+    return Examples({"pixel_values": pixels[i], "labels": torch.tensor(i % 3)} for i in range(count))
+
+
+def labelled(count: int = 32, label=lambda i: torch.tensor(i % 2)) -> Examples:
+    """Text of 4 to 16 tokens with one label per row."""
+    tokens = Rows(count, 16).tokens
+    return Examples({"input_ids": tokens[i, : 4 + 7 * i % 13], "labels": label(i)} for i in range(count))
+
+
+def pad(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Collator that pads on the right: token 2, label -100, attention and all else 0. Fixed shapes are stacked."""
+
+    def join(name: str) -> torch.Tensor:
+        tensors = [row[name] for row in rows]
+        if tensors[0].dim() != 1:
+            return torch.stack(tensors)
+        value = {"input_ids": 2, "labels": -100}.get(name, 0)
         return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
-    tokens = [row["input_ids"] for row in rows]
-    return {
-        "input_ids": stack(tokens, 2),
-        "labels": stack([row["labels"] for row in rows], -100),
-        "attention_mask": stack([torch.ones_like(row) for row in tokens], 0),
-    }
+    batch = {name: join(name) for name in rows[0]}
+    if "input_ids" in batch and "attention_mask" not in batch:
+        batch["attention_mask"] = join_masks([row["input_ids"] for row in rows])
+    return batch
+
+
+def join_masks(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
 
 
 def arguments(output_dir, **changes) -> TrainingArguments:

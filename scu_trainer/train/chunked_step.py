@@ -22,7 +22,7 @@ from scu_trainer.train.logical_batch import LogicalBatches
 from scu_trainer.train.marks import ChangingBuffers
 from scu_trainer.train.memory import Gauge, forget_traceback, free_memory, gauge_for, is_out_of_memory
 from scu_trainer.train.memory_loop import MemoryLoop
-from scu_trainer.train.optimizer_guard import OptimizerGuard, preallocate
+from scu_trainer.train.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
 from scu_trainer.train.ranks import Ranks, ranks_for
 from scu_trainer.train.reduction import Reduction, probe
 from scu_trainer.train.rows import Batch, layout_for
@@ -182,7 +182,10 @@ class ChunkedStep:
         return layout_for(self.trainer.model, inputs)
 
     def _window(self, raw: Sequence[Any], num_items: Any) -> Window:
-        batches = [self._layout(inputs) for inputs in raw]
+        def read() -> list[Batch]:
+            return [self._layout(inputs) for inputs in raw]
+
+        batches = retry_unchanged(read, (), is_out_of_memory, self.free_memory)
         pad_token_id = self._pad_token_id()
         if self.reduction is None:
             self.reduction = self._ask(batches, num_items, pad_token_id)

@@ -1,0 +1,245 @@
+"""The memory loop in real trainings on a simulated device: it gives way to pressure, and comes back."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from scu_trainer.run_files import read_json, read_rows
+from scu_trainer.settings import MemorySettings
+from scu_trainer.train.memory import Gauge, Reading
+from scu_trainer.train.memory_loop import MemoryLoop
+from tests import tiny
+from tests.faults import oom
+from tests.tiny import Examples, Rows, UnevenRows, same, weights_of
+from tests.train.stepwise import compared, error_of, record_pieces
+
+FIELDS = {
+    "step",
+    "rows_per_chunk",
+    "tokens_per_chunk",
+    "used_bytes",
+    "peak_bytes",
+    "limit_bytes",
+    "pressure",
+    "reason",
+}
+
+WINDOW = {"gradient_accumulation_steps": 2, "logging_steps": 10_000}
+
+
+class Device(Gauge):
+    """Memory of 1000 bytes, 100 of them the model's; a chunk takes ``per_token`` and ``per_square`` (rows x length^2).
+
+    ``neighbour``: bytes that others hold, by optimizer step from 1. A chunk that does not fit raises out of memory, all
+    others leave their peak in the gauge. ``tried``: bytes of every chunk of the training.
+    """
+
+    LIMIT_BYTES, MODEL_BYTES = 1000, 100
+
+    def __init__(self, per_token: float, per_square: float = 0.0, neighbour=lambda step: 0) -> None:
+        self.per_token, self.per_square, self.neighbour = per_token, per_square, neighbour
+        self.step, self.chunk_bytes, self.tried = 1, 0, []
+
+    def reset(self, exact: bool = False) -> None:
+        self.chunk_bytes = 0
+
+    def read(self) -> Reading:
+        return Reading(self.LIMIT_BYTES, self._used_bytes, self._used_bytes + self.chunk_bytes, "simulated")
+
+    @property
+    def _used_bytes(self) -> int:
+        return self.MODEL_BYTES + self.neighbour(self.step)
+
+    def attach(self, trainer) -> None:
+        trainer.model.register_forward_pre_hook(self._run, with_kwargs=True)
+        device = self
+
+        class Clock(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                device.step = state.global_step + 1
+
+        trainer.add_callback(Clock())
+
+    def _run(self, module, arguments, inputs) -> None:
+        rows, length = inputs["input_ids"].shape
+        needed_bytes = round(rows * length * (self.per_token + self.per_square * length))
+        if module.training:
+            self.tried.append(needed_bytes)
+        if self._used_bytes + needed_bytes > self.LIMIT_BYTES:
+            raise oom()
+        self.chunk_bytes = max(self.chunk_bytes, needed_bytes)
+
+
+def train_on(device: Device, folder, rows=None, settings=None, prepare=None, **changes):
+    """(trainer, recorder, padded tokens of the largest chunk by step)."""
+    recorded = []
+
+    def arrange(trainer) -> None:
+        device.attach(trainer)
+        recorded.append(record_pieces(trainer))
+        if prepare is not None:
+            prepare(trainer)
+
+    model = tiny.llama(hidden=8, layers=1)
+    changes, settings = {**WINDOW, **changes}, settings or MemorySettings()
+    trainer, recorder = compared(model, folder, settings, rows, prepare=arrange, gauge=device, **changes)
+    return trainer, recorder, [max(piece.tokens for piece in pieces) for pieces in recorded[0]]
+
+
+def squeezed(step: int) -> int:
+    """350 bytes from step 5 to step 9: a whole batch of 64 tokens then takes 96 % of the device."""
+    return 350 if 5 <= step <= 9 else 0
+
+
+# -- pressure ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_squeeze_shrinks_chunks_and_its_end_brings_them_back(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "scu_trainer"):
+        trainer, _, sizes = train_on(Device(8, neighbour=squeezed), tmp_path, max_steps=30)
+    assert sizes[:5] == [64] * 5, "nothing moves before there is pressure"
+    assert all(size < 64 for size in sizes[5:9])
+    back = next(step for step in range(9, 30) if sizes[step] == 64)
+    assert back <= 9 + 20 and sizes[back:] == [64] * (30 - back)
+    assert sizes[5:back] == sorted(sizes[5:back]), "it hunts"
+    assert trainer.chunked.loop.books.out_of_memory == 0
+
+    rows = read_rows(tmp_path / "memory_history.json")
+    assert [set(row) for row in rows] == [FIELDS] * len(rows)
+    assert rows[0]["step"] == 5 and rows[0]["pressure"] == "high" and rows[0]["reason"].startswith("used 96 % of ")
+    assert (rows[0]["used_bytes"], rows[0]["peak_bytes"], rows[0]["limit_bytes"]) == (450, 962, 1000)
+    assert rows[0]["tokens_per_chunk"] < 64 and rows[0]["rows_per_chunk"] == rows[0]["tokens_per_chunk"] // 16
+    assert rows[-1]["reason"] == "pressure is gone" and rows[-1]["tokens_per_chunk"] == 64
+    lines = [record.getMessage() for record in caplog.records if "chunks of at most" in record.getMessage()]
+    assert len(lines) == len(rows) == trainer.chunked.loop.books.changes <= 4
+    assert all("the optimizer still sees 8 rows" in line for line in lines)
+
+
+def test_the_squeezed_run_is_the_stock_run(tmp_path):
+    found, _, _ = train_on(Device(8, neighbour=squeezed), tmp_path, max_steps=12)
+    expected, _ = compared(tiny.llama(hidden=8, layers=1), tmp_path, **WINDOW, max_steps=12)
+    assert error_of(weights_of(found.model), weights_of(expected.model)) <= 1e-6
+
+
+@pytest.mark.parametrize("rows", [Rows, UnevenRows])
+def test_without_pressure_nothing_is_written_and_nothing_moves(tmp_path, caplog, rows):
+    with caplog.at_level(logging.INFO, "scu_trainer"):
+        trainer, _, sizes = train_on(Device(4), tmp_path, rows(), max_steps=12)
+    assert read_rows(tmp_path / "memory_history.json") == []
+    assert not any("chunks of at most" in record.getMessage() for record in caplog.records)
+    assert trainer.chunked.loop.state.cap_tokens is None
+    assert max(sizes) <= 64
+
+
+def test_an_out_of_memory_is_one_row_of_the_history(tmp_path):
+    """600 bytes at once: a whole batch no longer fits, before any decision could be taken."""
+
+    def taken(step: int) -> int:
+        return 600 if step >= 3 else 0
+
+    trainer, _, sizes = train_on(Device(8, neighbour=taken), tmp_path, max_steps=12)
+    rows = [row for row in read_rows(tmp_path / "memory_history.json") if row["reason"].startswith("out of memory")]
+    assert len(rows) == trainer.chunked.loop.books.out_of_memory == 1
+    assert rows[0]["step"] == 3 and rows[0]["pressure"] == "critical"
+    assert re.search(r"at 4 rows x 16 \(20\.0 MiB wanted\); again as 2 x 2 rows x 16", rows[0]["reason"])
+    assert max(sizes[3:]) <= 32
+
+
+def test_max_batch_size_bounds_regrowth(tmp_path):
+    settings = MemorySettings(max_batch_size=3)
+    _, _, sizes = train_on(Device(8, neighbour=squeezed), tmp_path, settings=settings, max_steps=20)
+    assert max(sizes) == 3 * 16
+
+
+def test_min_batch_size_holds_under_pressure(tmp_path):
+    settings = MemorySettings(min_batch_size=4)
+    _, _, sizes = train_on(Device(8, neighbour=squeezed), tmp_path, settings=settings, max_steps=12)
+    assert set(sizes) == {64}
+
+
+# -- prediction --------------------------------------------------------------------------------------------------------
+
+
+def longer_and_longer() -> Examples:
+    """Short rows for six steps, then four times as long: a whole batch of them does not fit."""
+
+    def length(i: int) -> int:
+        return 4 + i % 5 if i < 48 else 32 - i % 3
+
+    tokens = Rows(96, 32).tokens
+    return Examples({"input_ids": tokens[i, : length(i)], "labels": tokens[i, : length(i)]} for i in range(96))
+
+
+STEPS = {"max_steps": 12, "train_sampling_strategy": "sequential"}
+QUADRATIC = {"per_token": 2.0, "per_square": 0.25}  # 4 rows x 32: 1280 bytes; 2 rows x 32: 640
+
+
+def test_a_long_row_is_split_before_it_fails(tmp_path):
+    device = Device(**QUADRATIC)
+    trainer, _, sizes = train_on(device, tmp_path, longer_and_longer(), **STEPS)
+    assert trainer.chunked.loop.books.out_of_memory == 0
+    assert max(device.tried) <= Device.LIMIT_BYTES - Device.MODEL_BYTES
+    assert max(sizes) >= 32, "the longest row itself has to run"
+    expected, _ = compared(tiny.llama(hidden=8, layers=1), tmp_path, None, longer_and_longer(), **WINDOW, **STEPS)
+    assert error_of(weights_of(trainer.model), weights_of(expected.model)) <= 1e-6
+
+
+def test_without_the_prediction_it_fails_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(MemoryLoop, "_predicted_limit", lambda self, piece: None)
+    trainer, _, _ = train_on(Device(**QUADRATIC), tmp_path, longer_and_longer(), **STEPS)
+    assert trainer.chunked.loop.books.out_of_memory > 0
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+class StopAt(TrainerCallback):
+    """An interruption with a checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+@pytest.mark.parametrize("stop", [6, 11], ids=["under pressure", "while it comes back"])
+def test_a_resumed_run_takes_the_same_decisions(tmp_path, stop):
+    whole, _, sizes = train_on(Device(8, neighbour=squeezed), tmp_path / "whole", max_steps=20)
+    first, _, sizes_first = train_on(
+        Device(8, neighbour=squeezed), tmp_path / "parts", max_steps=20, callbacks=[StopAt(stop)]
+    )
+    saved = read_json(tmp_path / "parts" / f"checkpoint-{stop}" / "memory_state.json")
+    assert saved["state"]["cap_tokens"] == first.chunked.loop.state.cap_tokens
+    assert saved["state"]["cap_tokens"] is not None
+    rest, _, sizes_rest = train_on(Device(8, neighbour=squeezed), tmp_path / "parts", max_steps=20, resume=True)
+    assert sizes_first + sizes_rest == sizes
+    assert rest.chunked.loop.state == whole.chunked.loop.state
+    assert rest.chunked.loop.books == whole.chunked.loop.books
+    assert same(weights_of(rest.model), weights_of(whole.model))
+    files = [(tmp_path / name / "memory_history.json").read_bytes() for name in ("whole", "parts")]
+    assert files[0] == files[1]
+
+
+def test_rows_after_the_checkpoint_are_written_anew(tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 6, "max_steps": 18}
+    train_on(Device(8, neighbour=squeezed), tmp_path, **changes)
+    before = read_rows(tmp_path / "memory_history.json")
+    assert max(row["step"] for row in before) > 6
+    _, _, sizes = train_on(Device(8, neighbour=squeezed), tmp_path, resume=str(tmp_path / "checkpoint-6"), **changes)
+    assert len(sizes) == 12
+    assert read_rows(tmp_path / "memory_history.json") == before
+
+
+def test_a_checkpoint_without_its_state_starts_anew(tmp_path):
+    train_on(Device(8), tmp_path, callbacks=[StopAt(3)], max_steps=6)
+    (tmp_path / "checkpoint-3" / "memory_state.json").unlink()
+    trainer, _, _ = train_on(Device(8), tmp_path, resume=True, max_steps=6)
+    assert trainer.chunked.loop.books.windows == 3
+    assert torch.isfinite(next(trainer.model.parameters())).all()

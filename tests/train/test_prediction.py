@@ -1,0 +1,225 @@
+"""Evaluation and prediction on a device that is too small give the same figures, rows in the same order."""
+
+from __future__ import annotations
+
+import contextlib
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import BertForSequenceClassification
+
+from scu_trainer.data import Collator
+from scu_trainer.errors import OutOfMemory
+from scu_trainer.settings import MemorySettings
+from scu_trainer.train.evaluate import score_documents
+from scu_trainer.train.prediction import Halving
+from scu_trainer.train.trainer import SCUTrainer
+from tests import tiny
+from tests.faults import CPU_TEXT, FakeGauge, fail_above_tokens, fail_in_forward, oom
+from tests.tiny import Examples, Rows, UnevenRows, arguments, images, labelled, pairs, same, weights_of
+
+BATCH = {"per_device_eval_batch_size": 8, "per_device_train_batch_size": 4}
+
+
+def token_sum(outputs, labels, num_items_in_batch=None) -> torch.Tensor:
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / num_items_in_batch
+
+
+def mostly_prompts() -> Examples:
+    """Rows of 16 tokens of which between 1 and 15 are learned."""
+
+    def labels(i: int, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.where(torch.arange(16) >= 1 + 11 * i % 15, tokens, -100)
+
+    return Examples({"input_ids": row, "labels": labels(i, row)} for i, row in enumerate(Rows(21).tokens))
+
+
+SUBJECTS = {
+    "causal": (tiny.llama, mostly_prompts, 40, {}),
+    "causal, padded": (tiny.llama, lambda: UnevenRows(21), 40, {}),
+    "loss function": (tiny.gpt2, mostly_prompts, 40, {"compute_loss_func": token_sum}),
+    "seq2seq": (tiny.t5, lambda: pairs(21), 40, {}),
+    "classes": (lambda: tiny.bert(BertForSequenceClassification), lambda: labelled(21), 40, {}),
+    "images": (tiny.vit, lambda: images(21), 3, {}),
+    "batch norm": (tiny.conv_net, lambda: images(21), 3, {}),
+}
+
+
+def make_trainer(name: str, folder, memory=None, **changes) -> SCUTrainer:
+    make, rows, _, extra = SUBJECTS[name]
+    parts = {"train_dataset": rows(), "eval_dataset": rows(), "data_collator": tiny.pad, **extra}
+    for part in ("callbacks", "compute_metrics"):
+        if part in changes:
+            parts[part] = changes.pop(part)
+    gauge = None if memory is None else FakeGauge(2**40)
+    arguments_ = arguments(folder, **{**BATCH, **changes})
+    return SCUTrainer(make(), arguments_, memory=memory, memory_gauge=gauge, **parts)
+
+
+@contextlib.contextmanager
+def too_small(trainer, name: str):
+    with fail_above_tokens(trainer.model, SUBJECTS[name][2]) as tried:
+        yield tried
+
+
+def figures(metrics: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in metrics.items() if not key.endswith(("runtime", "per_second", "time"))}
+
+
+def mean_of_logits(prediction) -> dict[str, float]:
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    return {"position_weighted": float((logits.sum(axis=-1).T * np.arange(len(logits))).mean())}
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_predictions_are_the_same_in_parts(tmp_path, name):
+    expected = make_trainer(name, tmp_path).predict(SUBJECTS[name][1]())
+    trainer = make_trainer(name, tmp_path, MemorySettings())
+    with too_small(trainer, name) as tried:
+        found = trainer.predict(SUBJECTS[name][1]())
+    assert trainer.prediction.halving.out_of_memory > 0
+    assert figures(found.metrics) == pytest.approx(figures(expected.metrics), rel=1e-6)
+    assert [leaf.shape for leaf in leaves(found.predictions)] == [leaf.shape for leaf in leaves(expected.predictions)]
+    for leaf, wanted in zip(leaves(found.predictions), leaves(expected.predictions), strict=True):
+        np.testing.assert_allclose(leaf, wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found.label_ids, expected.label_ids)
+    assert tried[-1] <= SUBJECTS[name][2]
+
+
+def leaves(predictions) -> list[np.ndarray]:
+    if isinstance(predictions, tuple):
+        return [leaf for item in predictions for leaf in leaves(item)]
+    return [predictions]
+
+
+@pytest.mark.parametrize("name", ["causal", "seq2seq"])
+def test_metrics_of_evaluate_are_the_same(tmp_path, name):
+    """Also where only the loss is asked for, which takes another path."""
+    for metrics in (None, mean_of_logits):
+        expected = make_trainer(name, tmp_path, compute_metrics=metrics).evaluate()
+        trainer = make_trainer(name, tmp_path, MemorySettings(), compute_metrics=metrics)
+        with too_small(trainer, name):
+            found = trainer.evaluate()
+        assert figures(found) == pytest.approx(figures(expected), rel=1e-6)
+
+
+def test_a_plain_mean_over_parts_would_be_wrong(tmp_path):
+    """The rows of the causal subject are so uneven in labels that it would show."""
+    trainer = make_trainer("causal", tmp_path)
+    rows = [trainer.evaluate(Examples([row]))["eval_loss"] for row in SUBJECTS["causal"][1]().rows[:8]]
+    whole = trainer.evaluate(Examples(SUBJECTS["causal"][1]().rows[:8]))["eval_loss"]
+    assert abs(float(np.mean(rows)) - whole) > 1e-3
+
+
+def test_the_size_that_fitted_is_kept(tmp_path):
+    trainer = make_trainer("causal", tmp_path, MemorySettings())
+    with too_small(trainer, "causal") as tried:
+        trainer.evaluate()
+        trainer.evaluate()
+    assert [size for size in tried if size > 40] == [8 * 16, 4 * 16]
+    assert trainer.prediction.halving.largest_rows == 2
+
+
+def test_evaluation_does_not_change_the_chunks_of_training(tmp_path):
+    changes = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "gradient_accumulation_steps": 2}
+    expected = make_trainer("causal, padded", tmp_path / "plenty", MemorySettings(), **changes)
+    expected.train()
+    found = make_trainer("causal, padded", tmp_path / "small", MemorySettings(), **changes)
+    with fail_above_tokens(found.model, 100) as tried:  # more than any chunk of 4 rows, less than 8 rows
+        found.train()
+    assert max(tried) > 100 and found.prediction.halving.out_of_memory == 1
+    assert same(weights_of(found.model), weights_of(expected.model))
+    assert found.chunked.loop.books == expected.chunked.loop.books
+    assert found.chunked.loop.state == expected.chunked.loop.state
+    losses = [
+        [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        for trainer in (found, expected)
+    ]
+    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_row_that_does_not_fit_alone_ends_the_evaluation(tmp_path):
+    trainer = make_trainer("causal", tmp_path, MemorySettings())
+    with fail_above_tokens(trainer.model, 15) as tried:
+        with pytest.raises(OutOfMemory, match=r"single row does not fit in memory.*block_size.*CUDA out of memory"):
+            trainer.evaluate()
+    assert tried == [128, 64, 32, 16]
+
+
+def test_a_device_that_holds_one_row(tmp_path):
+    """How the loss adds up over rows cannot be asked then: it is taken as its signature promises."""
+    expected = make_trainer("images", tmp_path).evaluate()
+    trainer = make_trainer("images", tmp_path, MemorySettings())
+    with fail_above_tokens(trainer.model, 1):
+        found = trainer.evaluate()
+    assert figures(found) == pytest.approx(figures(expected), rel=1e-6)
+
+
+def test_other_errors_pass_through(tmp_path):
+    trainer = make_trainer("causal", tmp_path, MemorySettings())
+    with fail_in_forward(trainer.model, 1, lambda: RuntimeError("shapes do not match")):
+        with pytest.raises(RuntimeError, match="shapes"):
+            trainer.evaluate()
+
+
+def test_without_memory_settings_it_fails_as_the_stock_trainer_does(tmp_path):
+    trainer = make_trainer("causal", tmp_path)
+    with too_small(trainer, "causal"), pytest.raises(torch.OutOfMemoryError):
+        trainer.evaluate()
+
+
+def test_logits_leave_the_device_batch_by_batch(tmp_path):
+    seen = []
+    trainer = make_trainer("causal", tmp_path, MemorySettings())
+    step = trainer.prediction_step
+
+    def watch(*args, **kwargs):
+        seen.append(trainer.args.eval_accumulation_steps)
+        return step(*args, **kwargs)
+
+    trainer.prediction_step = watch
+    trainer.predict(mostly_prompts())
+    assert seen == [1, 1, 1] and trainer.args.eval_accumulation_steps is None
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+def documents() -> datasets.Dataset:
+    tokens = [UnevenRows(12)[i]["input_ids"].tolist() for i in range(12)]
+    return datasets.Dataset.from_dict(
+        {
+            "input_ids": tokens,
+            "labels": [[-100, *row[1:]] for row in tokens],
+            "document": [i // 3 for i in range(12)],
+            "length": [len(row) for row in tokens],
+        }
+    )
+
+
+def test_documents_are_scored_alike_in_parts():
+    model, rows = tiny.llama(), documents()
+    expected = score_documents(model, rows, Collator())
+    with fail_above_tokens(model, 40, lambda: oom(CPU_TEXT)) as tried:
+        found = score_documents(model, rows, Collator())
+    assert max(tried) > 40
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.nats == pytest.approx(expected.nats, rel=1e-6)
+
+
+def test_halving_covers_every_row_once_and_in_order():
+    halving, tried = Halving(torch.device("cpu")), []
+
+    def attempt(part: range) -> list[int]:
+        tried.append(len(part))
+        if len(part) > 3:
+            raise oom()
+        return list(part)
+
+    results = halving.run(13, attempt)
+    assert [row for _, rows in results for row in rows] == list(range(13))
+    assert tried == [13, 6, 3, 3, 3, 3, 1] and halving.out_of_memory == 2
+    assert [len(part) for part, _ in halving.run(7, attempt)] == [3, 3, 1]
