@@ -8,14 +8,17 @@ rows at hand and nothing has been reduced over ranks yet. The later calls return
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
+import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
 import torch
 
-from scu_trainer.errors import OutOfMemory, SettingsError
+from scu_trainer.errors import ControlError, OutOfMemory, SettingsError
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train import step as steps
 from scu_trainer.train.logical_batch import LogicalBatches
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("scu_trainer")
 
+MOST_QUESTIONS = 5
+"""Windows in which the model is asked about padding before it is left alone."""
+
 
 class ChunkedStep:
     """Runs windows for one ``SCUTrainer``. ``loop``: the memory loop; ``reduction``: how the loss adds up over rows."""
@@ -47,7 +53,9 @@ class ChunkedStep:
         self.reduction: Optional[Reduction] = None
         self.ranks: Optional[Ranks] = None
         self._guard: Optional[OptimizerGuard] = None
-        self._said = False
+        self._said = self._said_foreign = False
+        self._asked = 0
+        self._not_by_rows: set[str] = set()
         if settings.batch_mode == "logical":
             rows = settings.max_batch_size or trainer.args.per_device_train_batch_size
             if rows > trainer.args.per_device_train_batch_size:
@@ -70,14 +78,30 @@ class ChunkedStep:
         self._place = steps.Place(
             self.trainer.args.device, ChangingBuffers(model), parameters, self.ranks.drop_gradients
         )
-        self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
+        self._follow_parameters()
         self.prefetched(())
         if self.settings.memory_control and self.ranks.recoverable and not self.trainer.is_deepspeed_enabled:
             self._guard_optimizer(model)
 
+    def _follow_parameters(self) -> None:
+        """What is trained may change on the way: gradual unfreezing."""
+        parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
+        self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
+        known = self._place.parameters
+        if len(parameters) == len(known) and all(map(operator.is_, parameters, known)):
+            return
+        if self.ranks.world_size > 1 or self.trainer.is_deepspeed_enabled:
+            raise ControlError(
+                "the set of trained weights changed during training; with several processes or DeepSpeed memory "
+                "control cannot follow that, set memory_control: false"
+            )
+        self._place = dataclasses.replace(self._place, parameters=parameters)
+        self.ranks.weights = parameters
+
     def _guard_optimizer(self, model: torch.nn.Module) -> None:
         optimizer = self.trainer.optimizer
-        preallocate(optimizer, is_out_of_memory)
+        allocate = functools.partial(preallocate, optimizer, is_out_of_memory)
+        retry_unchanged(allocate, (), lambda error: isinstance(error, OutOfMemory), self.free_memory)
         self._guard = OptimizerGuard(optimizer, is_out_of_memory, self.free_memory, model.named_parameters())
         self._guard.attach()
 
@@ -87,6 +111,7 @@ class ChunkedStep:
     def finish(self) -> None:
         """When training ends."""
         self.prefetched(())
+        self.loop.forget_window()
         logical = self.loop.logical
         if logical is not None and logical.kept_rows:
             logger.warning("%d rows that the loader delivered were not trained on", logical.kept_rows)
@@ -113,6 +138,9 @@ class ChunkedStep:
         """The loss of one accumulation batch, as the stock ``training_step`` returns it."""
         if not self._losses:
             known = bool(self._prefetched) and inputs is self._prefetched[0]
+            if not known and len(self._prefetched) > 1 and not self._said_foreign:
+                self._said_foreign = True
+                logger.warning("training_step gets other batches than the loader gave: rows are not pooled over them")
             self._losses.extend(self._run(model, self._prefetched if known else [inputs], num_items))
         loss = self._losses.popleft()
         if self.trainer.accelerator.sync_gradients:
@@ -120,6 +148,7 @@ class ChunkedStep:
         return loss
 
     def _run(self, model: torch.nn.Module, raw: Sequence[Any], num_items: Any) -> list[torch.Tensor]:
+        self._follow_parameters()
         window = self._window(raw, num_items)
         failure, done = None, []
         with self.ranks.window(model):
@@ -179,7 +208,10 @@ class ChunkedStep:
             raise OutOfMemory(f"rank {failed_rank - 1} ran out of memory and cannot go on; its message says what to do")
 
     def _layout(self, inputs: Any) -> Batch:
-        return layout_for(self.trainer.model, inputs)
+        batch = layout_for(self.trainer.model, inputs, self._not_by_rows)
+        if batch.obstacle_name is not None:
+            self._not_by_rows.add(batch.obstacle_name)
+        return batch
 
     def _window(self, raw: Sequence[Any], num_items: Any) -> Window:
         def read() -> list[Batch]:
@@ -187,12 +219,23 @@ class ChunkedStep:
 
         batches = retry_unchanged(read, (), is_out_of_memory, self.free_memory)
         pad_token_id = self._pad_token_id()
-        if self.reduction is None:
-            self.reduction = self._ask(batches, num_items, pad_token_id)
+        if self._must_ask(batches):
+            self.reduction = self._ask(batches, num_items, pad_token_id) or self.reduction
+            self._asked += 1
+            if self._asked >= MOST_QUESTIONS and self.reduction is not None and self.reduction.trims is None:
+                reason = "no padded row could be compared"
+                self.reduction = dataclasses.replace(self.reduction, trims=False, reads_padding=reason)
             if self.reduction is not None or not self._said:
                 self._say_limits(batches, num_items)
                 self._said = True
         return Window(batches, self.reduction, pad_token_id)
+
+    def _must_ask(self, batches: Sequence[Batch]) -> bool:
+        """Also anew once padding is seen, where there was none to ask about before."""
+        if self.reduction is None:
+            return True
+        padded = len({batch.width for batch in batches}) > 1 or any(batch.is_padded for batch in batches)
+        return self.reduction.trims is None and self.reduction.is_exact and padded
 
     def _pad_token_id(self) -> int:
         tokenizer, config = self.trainer.processing_class, getattr(self.trainer.model, "config", None)
@@ -212,22 +255,11 @@ class ChunkedStep:
             with trainer.compute_loss_context_manager():
                 return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs), num_items_in_batch=items)
 
-        try:
-            return probe(loss_of, trainer.model, batches, num_items, pad_token_id)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            text = str(error).partition("\n")[0]
-            forget_traceback(error)
-        free_memory(trainer.args.device)
-        believed = "num_items" if num_items is not None else "rows"
-        logger.warning(
-            "two short rows did not fit in memory together (%s), so how the loss adds up over rows could not be asked: "
-            "taken as %s, which is what its signature promises",
-            text,
-            believed,
+        low_precision = trainer.accelerator.mixed_precision != "no"
+        shifts = trainer._loss_shifts_labels
+        return probe(
+            loss_of, trainer.model, batches, num_items, pad_token_id, low_precision=low_precision, shifts=shifts
         )
-        return Reduction(believed)
 
     def _say_limits(self, batches: Sequence[Batch], num_items: Any) -> None:
         obstacle = next((batch.obstacle for batch in batches if batch.obstacle), None)
@@ -242,7 +274,7 @@ class ChunkedStep:
                 self.reduction.mixes,
                 self.settings.min_batch_size,
             )
-        elif not self.reduction.trims and any(batch.width for batch in batches):
+        elif self.reduction.reads_padding:
             logger.warning("this model's loss depends on its padding (%s): it is kept", self.reduction.reads_padding)
         if self.adds_means(num_items):
             logger.warning(

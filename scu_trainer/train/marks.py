@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -54,27 +57,38 @@ class ChangingBuffers:
 class Mark:
     """The state of RNG, buffers and gradients before a chunk. ``parameters``: the trainable ones."""
 
-    rng: list[tuple[Any, torch.Tensor]]
+    rng: list[tuple[Callable[[Any], None], Any]]
     buffers: ChangingBuffers
     copies: list[torch.Tensor]
     parameters: Sequence[nn.Parameter]
     gradients: list[tuple[int, int]]
 
     @classmethod
-    def take(cls, device: torch.device, buffers: ChangingBuffers, parameters: Sequence[nn.Parameter]) -> Mark:
-        generators = [torch] if device.type == "cpu" else [torch, getattr(torch, device.type)]
-        rng = [(generator, generator.get_rng_state()) for generator in generators]
+    def take(cls, devices: Sequence[str], buffers: ChangingBuffers, parameters: Sequence[nn.Parameter]) -> Mark:
+        rng: list[tuple[Callable[[Any], None], Any]] = [
+            (torch.set_rng_state, torch.get_rng_state()),
+            (np.random.set_state, np.random.get_state()),
+            (random.setstate, random.getstate()),
+        ]
+        rng += [_device_rng(torch.device(name)) for name in devices if torch.device(name).type not in ("cpu", "meta")]
         return cls(rng, buffers, buffers.copies(), parameters, _versions(parameters))
 
     def restore_surroundings(self) -> None:
         """RNG and buffers as they were; gradients are the caller's."""
-        for generator, state in self.rng:
-            generator.set_rng_state(state)
+        for restore, state in self.rng:
+            restore(state)
         self.buffers.restore(self.copies)
 
     def gradients_touched(self) -> bool:
         """Whether a backward has reached any gradient since."""
         return self.gradients != _versions(self.parameters)
+
+
+def _device_rng(device: torch.device) -> tuple[Callable[[Any], None], Any]:
+    generators = getattr(torch, device.type)
+    if device.index is None:
+        return generators.set_rng_state, generators.get_rng_state()
+    return functools.partial(generators.set_rng_state, device=device), generators.get_rng_state(device)
 
 
 def _versions(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:

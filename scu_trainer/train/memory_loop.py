@@ -7,6 +7,7 @@ cap that they give holds for the next window. Only an out-of-memory and a predic
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Optional
@@ -44,7 +45,8 @@ class Books:
     """What was processed, in tokens (rows, for inputs without a length). JSON-safe, kept in checkpoints.
 
     ``real_tokens``: without padding. ``processed_tokens``: with the padding that was left. ``stock_tokens``: what the
-    stock loop would have processed. ``failed_tokens``: in chunks that ran out of memory.
+    stock loop would have processed. ``failed_tokens``: in chunks that ran out of memory. ``predicted``: pieces cut
+    because they were predicted not to fit.
     """
 
     windows: int = 0
@@ -53,13 +55,14 @@ class Books:
     stock_tokens: int = 0
     out_of_memory: int = 0
     failed_tokens: int = 0
+    predicted: int = 0
     changes: int = 0
 
 
 class MemoryLoop:
     """One training run's memory control; also the ``Sizes`` that ``step.run`` asks.
 
-    ``gauge``: None without ``memory_control``. ``gradient_bytes``: what gradients add to use within a window.
+    ``gauge``: None without ``memory_control``. ``gradient_bytes``: the most that gradients add within a window.
     ``on_row`` gets every row for memory_history.json.
     """
 
@@ -79,9 +82,10 @@ class MemoryLoop:
         self._before: Optional[Reading] = None
         self._base_bytes = 0
         self._limit_name = ""
-        self.gradient_bytes = 0
+        self.gradient_bytes = self._growth_bytes = 0
         self._peak_fraction = 0.0
         self._attempts = self._planned = 0
+        self._predicted_least = math.inf
         self._learning_until = LEARNING_WINDOWS
         self._collected_step = -STEPS_BETWEEN_COLLECTIONS
 
@@ -131,7 +135,9 @@ class MemoryLoop:
         else:
             busy = BUSY_TOKENS.get(self.device.type, BUSY_TOKENS_ELSEWHERE)
             self._ceiling = chunks.auto_cap(window.longest_row, busy, window.largest_batch_tokens)
-        return window.pooled(self._cap, settings.max_batch_size, settings.min_batch_size)
+        bounds = [bound for bound in (settings.max_batch_size, window.most_rows) if bound is not None]
+        most = max(min(bounds), settings.min_batch_size) if bounds else None
+        return window.pooled(self._cap, most, settings.min_batch_size)
 
     @property
     def _cap(self) -> int:
@@ -173,6 +179,7 @@ class MemoryLoop:
             self._collected_step = self.step
             free_memory(self.device)
         if self.state.cap_tokens != was:
+            self._predicted_least = math.inf
             self._note(decision.reason or "another rank has less memory", reading, decision.pressure)
         self.gauge.reset()
         self._peak_fraction = 0.0
@@ -184,10 +191,19 @@ class MemoryLoop:
         room = self._predicted_limit(piece)
         if room is not None and room < min(limit, piece.tokens):
             limit = max(room, 1)
+            self._note_prediction(piece, limit)
         most = self.settings.max_batch_size
         if piece.tokens <= limit and (most is None or len(piece.rows) <= most):
             return [piece]
         return self._window.split(piece, limit, most, self.settings.min_batch_size)
+
+    def _note_prediction(self, piece: Piece, limit: int) -> None:
+        """Once for every lower limit: tight memory gives one in each window."""
+        self.books.predicted += 1
+        if limit < 0.9 * self._predicted_least:
+            self._predicted_least = limit
+            reason = f"{_size(piece)} would not leave the headroom: predicted to fit are {limit} tokens"
+            self._note(reason, self._before, self.state.pressure, tokens=limit)
 
     def _predicted_limit(self, piece: Piece) -> Optional[int]:
         """Tokens of rows as long as these that are predicted to fit now; None where the model cannot say."""
@@ -197,7 +213,7 @@ class MemoryLoop:
         # Calm is decided at the end of a step; until then only what would come near the limit itself is cut.
         is_calm = self.state.cap_tokens is None
         keep_free = self.law.gc_threshold_of(limit) if is_calm else self.law.free_bytes_wanted(limit)
-        room = limit - keep_free - self._base_bytes - self.gradient_bytes
+        room = limit - keep_free - self._base_bytes - self._growth_bytes
         return control.fitting_tokens(self.law, self.state, room, piece.length)
 
     def before(self, piece: Piece) -> None:
@@ -208,12 +224,14 @@ class MemoryLoop:
             self._before = self.gauge.read()
 
     def after(self, piece: Piece) -> None:
-        is_first = self._attempts == 1
-        if not self._is_learning or (is_first and self._planned > 1):
-            return  # the window's first piece also makes the gradients: it takes another amount than the rest
-        reading = self._look()
-        cost = reading.own_peak_bytes - self._before.own_bytes - (self.gradient_bytes if is_first else 0)
-        self.state = control.with_observation(self.state, piece.tokens, piece.quadratic, max(0, cost))
+        if not self._is_learning:
+            return
+        reading, is_first = self._look(), self._attempts == 1
+        if is_first:  # it also makes the gradients
+            self._growth_bytes = min(self.gradient_bytes, max(0, reading.own_bytes - self._before.own_bytes))
+        if not is_first or self._planned == 1:
+            cost = reading.own_peak_bytes - self._before.own_bytes - (self._growth_bytes if is_first else 0)
+            self.state = control.with_observation(self.state, piece.tokens, piece.quadratic, max(0, cost))
 
     @property
     def _is_learning(self) -> bool:
@@ -261,14 +279,16 @@ class MemoryLoop:
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
-    def _note(self, reason: str, reading: Reading, pressure: str) -> None:
-        rows_per_chunk = max(1, self._cap // max(1, self._window.longest_row))
+    def _note(self, reason: str, reading: Reading, pressure: str, tokens: Optional[int] = None) -> None:
+        """A row of the history and a line of the log. ``tokens``: of a chunk from now on, if not the cap."""
+        tokens = self._cap if tokens is None else tokens
+        rows_per_chunk = max(1, tokens // max(1, self._window.longest_row))
         self.books.changes += 1
         self.on_row(
             {
                 "step": self.step,
                 "rows_per_chunk": rows_per_chunk,
-                "tokens_per_chunk": self._cap,
+                "tokens_per_chunk": tokens,
                 "used_bytes": reading.used_bytes,
                 "peak_bytes": round(max(self._peak_fraction * reading.limit_bytes, reading.peak_bytes)),
                 "limit_bytes": reading.limit_bytes,
@@ -280,18 +300,28 @@ class MemoryLoop:
             "step %d: chunks of at most %d tokens (%d of the longest rows) from now on: %s; the optimizer still sees "
             "%d rows of this device per step",
             self.step,
-            self._cap,
+            tokens,
             rows_per_chunk,
             reason,
             sum(batch.rows for batch in self._window.batches),
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"settings": asdict(self.settings), "state": self.state.to_dict(), "books": asdict(self.books)}
+        return {
+            "settings": asdict(self.settings),
+            "state": self.state.to_dict(),
+            "books": asdict(self.books),
+            "learning_until": self._learning_until,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.state = control.State.from_dict(saved["state"])
         self.books = Books(**saved["books"])
+        self._learning_until = saved["learning_until"]
+
+    def forget_window(self) -> None:
+        """Give back the last window's batches."""
+        self._window = None
 
 
 def law_of(settings: MemorySettings) -> control.Law:

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 import torch
+from accelerate.utils import send_to_device
 from transformers.trainer_pt_utils import nested_concat
 
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.memory import forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.reduction import Reduction, probe
-from scu_trainer.train.rows import Batch, layout_for, take
+from scu_trainer.train.rows import Batch, layout_for, rows_of, take
 
 if TYPE_CHECKING:
     from scu_trainer.train.trainer import SCUTrainer
@@ -80,16 +81,23 @@ class Prediction:
 
     def step(self, inputs: Any, predict: Callable[[Any], tuple], loss_only: bool) -> tuple:
         """(loss, logits, labels) of ``inputs``, as ``predict`` gives them for as many rows as fit at once."""
-        batch = layout_for(self.trainer.model, inputs)
+        batch = rows_of(self.trainer.model, inputs)
         if batch.obstacle is not None or batch.rows == 0:
             return predict(inputs)
         # Counted once for the whole batch: the count is a collective, and ranks may need different numbers of parts.
         count = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
         with self._counted(count):
-            parts = self.halving.run(batch.rows, lambda part: predict(_part(batch, part)))
+            parts = self.halving.run(batch.rows, lambda part: self._part_result(batch, part, predict))
             if len(parts) == 1:
                 return parts[0][1]
             return self._joined(batch, parts, count, loss_only)
+
+    def _part_result(self, batch: Batch, part: range, predict: Callable[[Any], tuple]) -> tuple:
+        loss, logits, labels = predict(_part(batch, part))
+        if len(part) == batch.rows or self.trainer.accelerator.num_processes > 1:  # ranks gather on the device
+            return loss, logits, labels
+        # Memory is short: parts are kept and joined on the host.
+        return loss, send_to_device(logits, "cpu"), send_to_device(labels, "cpu")
 
     @contextmanager
     def _counted(self, count: Any) -> Iterator[None]:
@@ -125,24 +133,13 @@ class Prediction:
                     prepared = trainer._prepare_inputs(inputs)
                     return trainer.compute_loss(trainer.model, prepared, num_items_in_batch=items)
 
-            self._reduction = self._answer(
-                lambda: probe(loss_of, trainer.model, [batch], count, 0, training=False), count
-            )
+            low_precision = trainer.accelerator.mixed_precision != "no"
+            rows = [layout_for(trainer.model, batch.inputs)]
+            asked = probe(loss_of, trainer.model, rows, count, 0, training=False, low_precision=low_precision)
+            self._reduction = asked or Reduction("rows", mixes="its rows give no number")
             if not self._reduction.is_exact:
                 logger.warning("eval_loss is a mean over parts of a batch: %s", self._reduction.mixes)
         return self._reduction
-
-    def _answer(self, ask: Callable[[], Reduction], count: Any) -> Reduction:
-        try:
-            return ask()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            forget_traceback(error)
-        free_memory(self.trainer.args.device)
-        believed = "rows" if count is None else "num_items"
-        logger.warning("two rows do not fit in memory together: eval_loss is taken to add up by %s", believed)
-        return Reduction(believed)
 
 
 def _part(batch: Batch, part: range) -> Any:

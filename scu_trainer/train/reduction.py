@@ -9,6 +9,7 @@ left as they were.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional
@@ -16,16 +17,13 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
-from scu_trainer.train.memory import free_memory, is_out_of_memory
+from scu_trainer.train.memory import forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.optimizer_guard import retry_unchanged
 from scu_trainer.train.rows import (
     NOT_LEARNED,
-    PADDING,
     Batch,
     Row,
-    follows_time,
     has_time,
-    read_layout,
     signature,
     take,
 )
@@ -44,11 +42,12 @@ class Reduction:
     ``num_items``: by the ``num_items_in_batch`` that it is given. ``shifted_labels``, ``labels``, ``rows``: by the
     batch's own number of labels (without the first of each row; with it) or of rows. ``sum``: by nothing.
     ``mixes``: why no split is exact, where rows act on each other; ``kind`` is then the nearest that there is.
-    ``trims``: cutting padding off leaves the loss as it was; else ``reads_padding`` may say how that was seen.
+    ``trims``: cutting padding off leaves the loss as it was; None while no padded row has been seen. ``reads_padding``
+    says how it was seen that it does not.
     """
 
     kind: str
-    trims: bool = True
+    trims: Optional[bool] = True
     mixes: Optional[str] = None
     reads_padding: Optional[str] = None
 
@@ -85,37 +84,43 @@ def probe(
     num_items: Any,
     pad_token_id: int,
     training: bool = True,
+    low_precision: bool = False,
+    shifts: bool = False,
 ) -> Optional[Reduction]:
     """``num_items``: what the stock loop counted for this window, None where the loss is not told. ``training`` False:
-    modules that mix rows in training mode only do not count. None: there are no two rows to compare.
+    modules that mix rows in training mode only do not count. ``low_precision``: autocast will be on.
+    ``shifts``: the stock loop takes the loss for one over shifted labels, which decides where rounding leaves a doubt.
 
-    Raises what the loss raises on whole rows.
+    Only rows of the batches are used, cut and padded as training would. None: these rows do not tell; ask with others.
     """
     rows = _two_rows(batches)
     if rows is None:
         return None
-    both, layout = take(batches, rows, pad_token_id), batches[rows[0][0]]
     device = next(model.parameters()).device
-    question = _Question(loss_of, _tolerance(model), num_items, layout, pad_token_id, device)
+    question = _Question(
+        loss_of, _tolerance(model, low_precision), num_items, batches, rows, pad_token_id, device, shifts
+    )
     found = mixing_modules(model) if training else None
     with _untouched(model), torch.no_grad():
-        answer = _ask(question, both, layout, lambda: take(batches, rows, pad_token_id, trim=False))
-    return replace(answer, mixes=f"{found} put the whole batch together") if found else answer
+        answer = _ask(question)
+    return replace(answer, mixes=f"{found} put the whole batch together") if found and answer else answer
 
 
-def _ask(question: _Question, both: Any, layout: Batch, untrimmed: Callable[[], Any]) -> Reduction:
-    if not layout.trimmable:
-        return question.answer(both)
-    try:
-        trims = question.trims(_short(both, layout))
-        answer = question.answer(_short(both, layout))
-        return replace(answer, trims=trims, reads_padding=None if trims else "more of it gives another loss")
-    except (RuntimeError, ValueError, IndexError) as error:
-        if is_out_of_memory(error):
-            raise
-        reason = f"it fails on shorter rows: {error}"
-    # A model for one fixed length. Whether it adds up over rows can still be asked.
-    return replace(question.answer(untrimmed()), trims=False, reads_padding=reason)
+def _ask(question: _Question) -> Optional[Reduction]:
+    reasons = []
+    for trim in (True, False):
+        try:
+            answer = question.answer(trim)
+        except Exception as error:  # whatever a model says to rows that it does not take: training shall go on
+            if is_out_of_memory(error):
+                reasons.append("two rows do not fit in memory together")
+                forget_traceback(error)
+                break
+            reasons.append(f"it fails on few or shorter rows: {error}")
+        else:
+            return replace(answer, trims=False, reads_padding=reasons[0]) if answer and reasons else answer
+    free_memory(question.device)
+    return question.answer_of_one(reasons[-1])
 
 
 @dataclass
@@ -123,9 +128,11 @@ class _Question:
     loss_of: LossOf
     tolerance: float
     num_items: Any
-    layout: Batch
+    batches: Sequence[Batch]
+    rows: Sequence[Row]
     pad_token_id: int
     device: torch.device
+    shifts: bool
 
     def loss(self, inputs: Any, items: float = 8.0) -> float:
         """``items``: not the count of the window, by which a small loss would drown in rounding."""
@@ -133,46 +140,90 @@ class _Question:
         def ask() -> float:
             device = getattr(self.num_items, "device", None)
             given = None if self.num_items is None else torch.as_tensor(items, device=device)
-            return float(self.loss_of(dict(inputs), given))
+            return float(self.loss_of(type(inputs)(inputs), given))
 
         # A wrong belief about the loss would train something else: one failed allocation is no reason to take it up.
         return retry_unchanged(ask, (), is_out_of_memory, lambda: free_memory(self.device))
 
-    def trims(self, both: Any) -> bool:
-        """Whether two rows, of which the first is padded, lose nothing by less padding and win nothing by more."""
-        first = _narrow(both, 0)
-        wide = {name: _wider(name, value, self.layout, self.pad_token_id) for name, value in both.items()}
-        same = [(self.loss(first), self.loss(self._trimmed(first))), (self.loss(both), self.loss(wide))]
-        return all(self._equal(a, b, max(abs(a), abs(b))) for a, b in same)
-
-    def _trimmed(self, one: Any) -> Any:
-        layout = read_layout(one, self.layout.main_input_name, self.layout.is_encoder_decoder)
-        return take([layout], [(0, 0)], self.pad_token_id)
-
     def _equal(self, a: float, b: float, scale: float) -> bool:
         return abs(a - b) <= self.tolerance * max(scale, 1e-12)
 
-    def answer(self, both: Any) -> Reduction:
+    def _trims(self, first: Any) -> Optional[bool]:
+        """Whether a row loses nothing by losing its padding; None if it has none. ``first``: padded for the second."""
+        short = take(self.batches, self.rows[:1], self.pad_token_id)
+        if not self.batches[self.rows[0][0]].trimmable or _shapes(first) == _shapes(short):
+            return None
+        padded, short = self.loss(first), self.loss(short)
+        return self._equal(padded, short, max(abs(padded), abs(short)))
+
+    def answer(self, trim: bool) -> Optional[Reduction]:
+        both = take(self.batches, self.rows, self.pad_token_id, trim=trim)
+        trims = self._trims(_narrow(both, 0)) if trim else False
         both = _uneven(both)
         alone = [_narrow(both, i) for i in range(2)]
         whole, parts = self.loss(both), [self.loss(one) for one in alone]
         scale = max(abs(whole), *map(abs, parts))
-        guesses = _guesses(both, alone, parts)
-        if self.num_items is not None and abs(halved := self.loss(both, 16.0)) < 0.75 * abs(whole):
-            # Told twice the count it gives half the loss (or nearly, with a part of its own that nobody counts).
+        if not math.isfinite(whole + sum(parts)) or scale == 0.0:
+            return None
+        guesses = _guesses(both, alone, parts, self.shifts)
+        exact, halved = True, self._with_twice_the_count(both)
+        if halved is not None and abs(halved) < FOLLOWS * abs(whole):
             guesses = {"num_items": sum(parts)}
-            scale = scale if self._equal(2 * halved, whole, scale) else 0.0
-        kind = min(guesses, key=lambda name: abs(guesses[name] - whole))
-        exact = scale > 0 and self._equal(guesses[kind], whole, scale)
-        return Reduction(kind, mixes=None if exact else "the loss of two rows does not follow from the losses of each")
+            exact = self._equal(2 * halved, whole, scale)
+        kind = self._likeliest({name: abs(guess - whole) / scale for name, guess in guesses.items()})
+        exact = exact and self._equal(guesses[kind], whole, scale)
+        return Reduction(
+            kind,
+            trims,
+            mixes=None if exact else "the loss of two rows does not follow from the losses of each",
+            reads_padding="less of it gives another loss" if trims is False else None,
+        )
+
+    def _likeliest(self, errors: dict[str, float]) -> str:
+        """The first reading that is as near as the nearest one, up to rounding."""
+        bound = min(errors.values()) + self.tolerance / 300
+        return next(kind for kind, error in errors.items() if error <= bound)
+
+    def _with_twice_the_count(self, inputs: Any) -> Optional[float]:
+        return None if self.num_items is None else self.loss(inputs, 16.0)
+
+    def answer_of_one(self, reason: str) -> Reduction:
+        """What a single row tells where two cannot be asked: a loss that follows the count adds up over rows."""
+        follows = None
+        try:
+            one = take(self.batches, self.rows[:1], self.pad_token_id)
+            halved = self._with_twice_the_count(one)
+            follows = halved is not None and abs(halved) < FOLLOWS * abs(self.loss(one))
+        except Exception as error:  # training itself will say why, if it fails there too
+            forget_traceback(error)
+        mixes = None if follows else f"it could not be asked: {reason}"
+        return Reduction("num_items" if follows else "rows", self._trims_alone(), mixes)
+
+    def _trims_alone(self) -> Optional[bool]:
+        """Whether the first row loses nothing by losing its padding; believed where it does not fit with it."""
+        padded = take(self.batches, self.rows[:1], self.pad_token_id, trim=False)
+        try:
+            return self._trims(padded)
+        except Exception as error:
+            forget_traceback(error)
+            return True if is_out_of_memory(error) else False
 
 
-def _guesses(both: Any, alone: list[Any], parts: list[float]) -> dict[str, float]:
+FOLLOWS = 0.75
+"""Told twice the count, a loss that is divided by it halves; nearly so with a part of its own that nobody counts."""
+
+
+def _shapes(inputs: Any) -> list[tuple[int, ...]]:
+    return [tuple(value.shape) for value in inputs.values() if torch.is_tensor(value)]
+
+
+def _guesses(both: Any, alone: list[Any], parts: list[float], shifts: bool) -> dict[str, float]:
     """The loss of both rows from the losses of each, by reading; the likelier reading first."""
     kinds = ["rows", "sum"]
     labels = both.get("labels")
     if torch.is_tensor(labels) and not labels.is_floating_point():
-        kinds = ["labels", *(["shifted_labels"] if labels.dim() >= 2 else []), *kinds]
+        by_labels = ["labels", "shifted_labels"] if labels.dim() >= 2 else ["labels"]
+        kinds = [*(reversed(by_labels) if shifts else by_labels), *kinds]
     guesses = {}
     for kind in kinds:
         counts = [float(_items(kind, one, 1)) for one in alone]
@@ -184,15 +235,17 @@ def _guesses(both: Any, alone: list[Any], parts: list[float]) -> dict[str, float
 # -- the two rows ------------------------------------------------------------------------------------------------------
 
 
-SHORT = 8
-"""Columns of the two rows that are compared: enough to tell, and small beside any row that is trained on."""
-
-
 def _two_rows(batches: Sequence[Batch]) -> Optional[list[Row]]:
-    """The two shortest rows that may stand in one batch."""
-    candidates = [
-        (number, row) for number, batch in enumerate(batches) if not batch.obstacle for row in range(batch.rows)
-    ]
+    """The shortest row in which something is learned, and the next longer one that may stand in one batch with it."""
+    learned = {
+        (number, row): count
+        for number, batch in enumerate(batches)
+        if not batch.obstacle
+        for row, count in enumerate(_learned(batch))
+    }
+    candidates = [row for row, count in learned.items() if count >= ENOUGH_LABELS]
+    if len(candidates) < 2:
+        candidates = [row for row, count in learned.items() if count]
     if not candidates:
         return None
 
@@ -202,53 +255,41 @@ def _two_rows(batches: Sequence[Batch]) -> Optional[list[Row]]:
     first = min(candidates, key=length)
     kind = signature(batches[first[0]])
     others = [row for row in candidates if row != first and signature(batches[row[0]]) == kind]
-    return [first, min(others, key=length)] if others else None
+    longer = [row for row in others if length(row) > length(first)]
+    return [first, min(longer or others, key=length)] if others else None
 
 
-def _short(inputs: Any, layout: Batch) -> Any:
-    """The first columns of both rows, the first row shorter than the second; something to learn in each."""
-    short = {
-        name: value[:, :SHORT].contiguous() if follows_time(name, value, layout) else value
-        for name, value in inputs.items()
-    }
-    mask, labels, tokens = short["attention_mask"], short.get("labels"), short.get("input_ids")
-    width = mask.size(1)
-    own = torch.ones_like(mask)
-    own[0, max(2, width * 5 // 8) :] = 0
-    short["attention_mask"] = own
-    if follows_time("labels", labels, layout) and not layout.is_encoder_decoder:
-        # What is learned in the first columns is often nothing (a prompt): any token will do for the question.
-        targets = tokens if torch.is_tensor(tokens) and tokens.shape == labels.shape else labels.clamp(min=0)
-        short["labels"] = torch.where(own.bool(), targets.to(labels.dtype), NOT_LEARNED)
-    return short
+ENOUGH_LABELS = 3
+"""Learned positions per row that tell means over rows and over labels apart; fewer only if there are no such rows."""
 
 
-def _wider(name: str, value: Any, layout: Batch, pad_token_id: int) -> Any:
-    if not follows_time(name, value, layout):
-        return value
-    fill = PADDING[name] if PADDING[name] is not None else pad_token_id
-    return torch.cat([value, value.new_full((value.size(0), 3, *value.shape[2:]), fill)], dim=1)
+def _learned(batch: Batch) -> list[int]:
+    labels = batch.inputs.get("labels")
+    if not has_time("labels", labels):
+        return [ENOUGH_LABELS] * batch.rows
+    return labels.ne(NOT_LEARNED).reshape(batch.rows, -1).sum(dim=1).tolist()
 
 
 def _uneven(inputs: Any) -> Any:
-    """With most labels of the first row taken away: means over rows and over labels then differ."""
+    """With most labels of the first row taken away, where some are anyway: means over rows and labels then differ."""
     labels = inputs.get("labels")
-    if not has_time("labels", labels):
+    if not has_time("labels", labels) or bool(labels.ne(NOT_LEARNED).all()):
         return inputs
     labels = labels.clone()
     learned = labels[0].ne(NOT_LEARNED)
     keep = learned.cumsum(0).flatten()[-1] // 2 + 1
     labels[0] = torch.where(learned & (learned.cumsum(0) >= keep), labels[0], NOT_LEARNED)
-    return {**inputs, "labels": labels}
+    return type(inputs)({**inputs, "labels": labels})
 
 
 def _narrow(inputs: Any, row: int) -> Any:
-    return {
+    narrow = {
         name: value[row : row + 1]
         if (torch.is_tensor(value) and value.dim() > 0) or isinstance(value, (list, tuple))
         else value
         for name, value in inputs.items()
     }
+    return type(inputs)(narrow)
 
 
 # -- leaving no trace --------------------------------------------------------------------------------------------------
@@ -268,9 +309,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                 module.training = was_training
 
 
-def _tolerance(model: nn.Module) -> float:
+def _tolerance(model: nn.Module, low_precision: bool) -> float:
     low = any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())
-    return ROUGH if low or torch.is_autocast_enabled() else EXACT
+    return ROUGH if low or low_precision else EXACT
 
 
 def mixing_modules(model: nn.Module) -> Optional[str]:

@@ -7,7 +7,7 @@ be cut off (on the right, where attention_mask is 0 and no label stands) or adde
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -44,6 +44,7 @@ class Batch:
     inputs: Any
     rows: int = 0
     obstacle: Optional[str] = None
+    obstacle_name: Optional[str] = None
     width: int = 0
     decoder_width: int = 0
     trimmable: bool = False
@@ -79,7 +80,7 @@ class Batch:
 def read_layout(inputs: Any, main_input_name: str = "input_ids", is_encoder_decoder: bool = False) -> Batch:
     """Find rows and time axes of ``inputs``. Lengths of all rows cost one wait for the device."""
     batch = Batch(inputs, main_input_name=main_input_name, is_encoder_decoder=is_encoder_decoder)
-    batch.rows, batch.obstacle = _count_rows(inputs, main_input_name)
+    batch.rows, batch.obstacle, batch.obstacle_name = _count_rows(inputs, main_input_name)
     if batch.obstacle is not None:
         return batch
     tokens = inputs.get(main_input_name)
@@ -96,28 +97,45 @@ def read_layout(inputs: Any, main_input_name: str = "input_ids", is_encoder_deco
     return batch
 
 
-def layout_for(model: Any, inputs: Any) -> Batch:
-    """``read_layout`` with what ``model`` says of itself."""
+def layout_for(model: Any, inputs: Any, not_by_rows: Collection[str] = ()) -> Batch:
+    """``read_layout`` with what ``model`` says of itself.
+
+    ``not_by_rows``: inputs that in some earlier batch had another number of entries than rows (pictures of a
+    conversation); that the numbers agree in this batch is chance.
+    """
     is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    return read_layout(inputs, getattr(model, "main_input_name", "input_ids"), is_encoder_decoder)
+    batch = read_layout(inputs, getattr(model, "main_input_name", "input_ids"), is_encoder_decoder)
+    found = next((name for name in not_by_rows if batch.obstacle is None and name in inputs), None)
+    if found is None:
+        return batch
+    return Batch(inputs, obstacle=f"{found} has not always one entry per row", obstacle_name=found)
 
 
-def _count_rows(inputs: Any, main_input_name: str) -> tuple[int, Optional[str]]:
+def rows_of(model: Any, inputs: Any) -> Batch:
+    """The rows of ``inputs`` alone, without lengths: waits for no device."""
+    batch = Batch(inputs)
+    name = getattr(model, "main_input_name", "input_ids")
+    batch.rows, batch.obstacle, batch.obstacle_name = _count_rows(inputs, name)
+    return batch
+
+
+def _count_rows(inputs: Any, main_input_name: str) -> tuple[int, Optional[str], Optional[str]]:
+    """(rows, what keeps the batch from being cut by rows, the input that does)."""
     if not isinstance(inputs, Mapping):
-        return 0, f"the collator gives a {type(inputs).__name__}, not a mapping of tensors"
+        return 0, f"the collator gives a {type(inputs).__name__}, not a mapping of tensors", None
     tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value) and value.dim() > 0}
     leading = next((name for name in (main_input_name, "labels", *tensors) if name in tensors), None)
     if leading is None:
-        return 0, "the batch holds no tensor with rows"
+        return 0, "the batch holds no tensor with rows", None
     rows = tensors[leading].size(0)
     for name, value in inputs.items():
         if torch.is_tensor(value) and value.dim() > 0 and value.size(0) != rows:
-            return 0, f"{name} has {value.size(0)} entries for {rows} rows of {leading}"
+            return 0, f"{name} has {value.size(0)} entries for {rows} rows of {leading}", name
         if isinstance(value, (list, tuple)) and len(value) != rows:
-            return 0, f"{name} has {len(value)} entries for {rows} rows of {leading}"
+            return 0, f"{name} has {len(value)} entries for {rows} rows of {leading}", name
         if isinstance(value, Mapping):
-            return 0, f"{name} is a mapping, whose rows are not known"
-    return rows, None
+            return 0, f"{name} is a mapping, whose rows are not known", name
+    return rows, None, None
 
 
 def has_time(name: str, value: Any) -> bool:
@@ -187,6 +205,8 @@ Row = tuple[int, int]
 def signature(batch: Batch) -> tuple:
     """Batches with equal signatures may share a chunk."""
     parts: list[Any] = []
+    if batch.rows == 1 and "position_ids" in batch.inputs and "attention_mask" not in batch.inputs:
+        parts.append(id(batch.inputs))  # packed documents: flash attention finds their borders in a single row only
     for name, value in sorted(batch.inputs.items()):
         if torch.is_tensor(value) and value.dim() > 0:
             shape = tuple(value.shape[1:])
@@ -218,11 +238,12 @@ def take(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int = 0, t
         and (not trim or width == (first.width, first.decoder_width))
     ):
         return first.inputs
+    select = _Selection(groups)
     made = {
-        name: _gather(name, value, batches, groups, width if first.trimmable else None, first, pad_token_id)
+        name: _gather(name, value, batches, select, width if first.trimmable else None, first, pad_token_id)
         for name, value in first.inputs.items()
     }
-    return made
+    return type(first.inputs)(made)  # a loss may read a BatchEncoding by attributes
 
 
 def _is_whole(batch: Batch, rows: list[int]) -> bool:
@@ -238,23 +259,36 @@ def _needed_width(batches: Sequence[Batch], groups: dict[int, list[int]], trim: 
     return own, max(max(batches[n].needed_decoder[r] for r in rows) for n, rows in groups.items())
 
 
-def _gather(name: str, value: Any, batches, groups, width, first: Batch, pad_token_id: int) -> Any:
+def _gather(name: str, value: Any, batches, select: _Selection, width, first: Batch, pad_token_id: int) -> Any:
     if torch.is_tensor(value) and value.dim() > 0:
-        parts = [_select(batches[n].inputs[name], rows) for n, rows in groups.items()]
+        parts = [select.of(batches[n].inputs[name], n) for n in select.groups]
         if width is not None and follows_time(name, value, first):
             on_decoder = first.decoder_width > 0 and name in DECODER_SIDE
             fill = PADDING[name] if PADDING[name] is not None else pad_token_id
             parts = [_fit(part, width[1] if on_decoder else width[0], fill) for part in parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
     if isinstance(value, (list, tuple)):
-        return type(value)([batches[n].inputs[name][row] for n, rows in groups.items() for row in rows])
+        return type(value)([batches[n].inputs[name][row] for n, rows in select.groups.items() for row in rows])
     return value
 
 
-def _select(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    if rows == list(range(rows[0], rows[0] + len(rows))):
-        return tensor[rows[0] : rows[0] + len(rows)]  # a view: images are not copied
-    return tensor[torch.tensor(rows, device=tensor.device)]
+class _Selection:
+    """Rows by batch, and their index on each device: made once for all inputs, without waiting for the device."""
+
+    def __init__(self, groups: dict[int, list[int]]) -> None:
+        self.groups = groups
+        self._indices: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        rows = self.groups[number]
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            return tensor[rows[0] : rows[0] + len(rows)]  # a view: images are not copied
+        key = (number, tensor.device)
+        if key not in self._indices:
+            index = torch.tensor(rows)
+            on_cuda = tensor.device.type == "cuda"
+            self._indices[key] = (index.pin_memory() if on_cuda else index).to(tensor.device, non_blocking=True)
+        return tensor[self._indices[key]]
 
 
 def _fit(part: torch.Tensor, width: int, fill: int) -> torch.Tensor:

@@ -48,15 +48,30 @@ class Sizes(Protocol):
 
 @dataclass
 class Place:
-    """Where pieces run: what a mark has to hold, and how to begin the window's gradients anew."""
+    """Where pieces run: what a mark has to hold, and how to begin the window's gradients anew.
+
+    ``kept``: gradients from before this window (a stream's short last window leaves its own to the next epoch).
+    """
 
     device: torch.device
     buffers: ChangingBuffers
     parameters: Sequence[nn.Parameter]
     drop_gradients: Callable[[], None]
 
+    def __post_init__(self) -> None:
+        self.devices = sorted({str(p.device) for p in self.parameters} | {str(self.device)})
+        self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+
     def mark(self) -> Mark:
-        return Mark.take(self.device, self.buffers, self.parameters)
+        return Mark.take(self.devices, self.buffers, self.parameters)
+
+    def keep_gradients(self) -> None:
+        self.kept = [(p, p.grad.detach().clone()) for p in self.parameters if p.grad is not None]
+
+    def restore_gradients(self) -> None:
+        self.drop_gradients()
+        for parameter, gradient in self.kept:
+            parameter.grad = gradient.clone()
 
 
 def run(
@@ -71,6 +86,7 @@ def run(
     """
     waiting, done = deque(pieces), []
     beginning = place.mark()
+    place.keep_gradients()
     while waiting:
         piece = waiting.popleft()
         if not piece.has_run:
@@ -86,7 +102,7 @@ def run(
         # Outside the except: inside it the traceback keeps the failed step's tensors alive.
         touched = mark.gradients_touched()
         if touched:
-            place.drop_gradients()
+            place.restore_gradients()
         free_memory(place.device)
         (beginning if touched else mark).restore_surroundings()
         again = [earlier for earlier, _ in done] if touched else []

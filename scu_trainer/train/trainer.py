@@ -70,8 +70,7 @@ class SCUTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if not isinstance(self.model, PreTrainedModel):
-            self.model.register_forward_hook(self._first_of_outputs)
+        self._accept_bare_loss(self.model)
         self.chunked: Optional[ChunkedStep] = None
         self.prediction: Optional[Prediction] = None
         if memory is not None and memory.acts:
@@ -118,6 +117,15 @@ class SCUTrainer(Trainer):
                     self.regularizer.add_penalty(self._loss_scale())
         return loss
 
+    def call_model_init(self, trial=None):
+        model = super().call_model_init(trial)
+        self._accept_bare_loss(model)
+        return model
+
+    def _accept_bare_loss(self, model: torch.nn.Module) -> None:
+        if not isinstance(model, PreTrainedModel):
+            model.register_forward_hook(self._first_of_outputs)
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self._in_loss = True
         try:
@@ -152,8 +160,10 @@ class SCUTrainer(Trainer):
             return self.prediction.items[0]
         return super()._get_num_items_in_batch(batch_samples, device)
 
-    def evaluation_loop(self, *args, **kwargs):
-        if self.prediction is None or self.args.eval_accumulation_steps is not None:
+    def evaluation_loop(self, dataloader, description, prediction_loss_only=None, *args, **kwargs):
+        args = (dataloader, description, prediction_loss_only, *args)
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        if self.prediction is None or loss_only or self.args.eval_accumulation_steps is not None:
             return super().evaluation_loop(*args, **kwargs)
         self.args.eval_accumulation_steps = 1  # logits leave the device batch by batch instead of piling up there
         try:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
+import torch
+
 from scu_trainer.control import chunks
 from scu_trainer.train.reduction import Reduction
-from scu_trainer.train.rows import NOT_LEARNED, Batch, Row, signature, take
+from scu_trainer.train.rows import NOT_LEARNED, Batch, Row, follows_time, has_time, signature, take
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,17 @@ class Window:
         return len(widths) > 1 or any(batch.is_padded for batch in self.batches)
 
     @property
+    def most_rows(self) -> Optional[int]:
+        """A bound on pooling: rows that carry more than tokens (a picture each) must not exceed those of a batch."""
+        carries = any(
+            has_time(name, value) and not follows_time(name, value, batch)
+            for batch in self.batches
+            if batch.obstacle is None
+            for name, value in batch.inputs.items()
+        )
+        return max(batch.rows for batch in self.batches) if carries else None
+
+    @property
     def can_pool(self) -> bool:
         return self.reduction is not None and self.reduction.is_exact
 
@@ -89,7 +102,14 @@ class Window:
     def _whole(self, number: int) -> Piece:
         batch = self.batches[number]
         rows = tuple((number, row) for row in range(batch.rows))
-        return Piece(number, rows, batch.longest if batch.rows else max(1, batch.width))
+        return Piece(number, rows, self._length(rows) if rows else max(1, batch.width))
+
+    def _length(self, rows: Sequence[Row]) -> int:
+        """Tokens per row of a chunk of ``rows``: each time axis is padded to its own longest."""
+        own = max(self.batches[number].needed[row] for number, row in rows)
+        targets = [self.batches[number].needed_decoder for number, _ in rows]
+        other = max((target[row] for target, (_, row) in zip(targets, rows, strict=True) if target), default=0)
+        return max(1, own + other)
 
     def pooled(self, token_cap: Optional[int], max_rows: Optional[int], min_rows: int) -> list[Piece]:
         """Rows of all batches that may share a chunk, sorted by length and cut."""
@@ -120,7 +140,7 @@ class Window:
             bounds = [batch.rows * i // count for i in range(count + 1)]
             for a, b in itertools.pairwise(bounds):
                 rows = tuple((number, row) for row in range(a, b))
-                pieces.append(self._piece(rows, max(batch.length(row) for row in range(a, b))))
+                pieces.append(self._piece(rows))
         return pieces
 
     def split(self, piece: Piece, token_cap: int, max_rows: Optional[int], min_rows: int) -> list[Piece]:
@@ -132,11 +152,18 @@ class Window:
 
     def _cut(self, rows: list[Row], token_cap: Optional[int], max_rows: Optional[int], min_rows: int) -> list[Piece]:
         lengths = [self.batches[number].length(row) for number, row in rows]
-        made = chunks.cut(lengths, token_cap, max_rows, min_rows)
-        return [self._piece(tuple(rows[i] for i in chunk.rows), chunk.length) for chunk in made]
+        made = [tuple(rows[i] for i in chunk.rows) for chunk in chunks.cut(lengths, token_cap, max_rows, min_rows)]
+        return [self._piece(part) for chunk in made for part in self._within(chunk, token_cap, min_rows)]
 
-    def _piece(self, rows: tuple[Row, ...], length: int) -> Piece:
-        return self._weighed(Piece(rows[0][0], rows, length))
+    def _within(self, rows: tuple[Row, ...], token_cap: Optional[int], min_rows: int) -> list[tuple[Row, ...]]:
+        """Two time axes padded apart can exceed a cap that each row keeps."""
+        if token_cap is None or len(rows) < 2 * min_rows or len(rows) * self._length(rows) <= token_cap:
+            return [rows]
+        middle = len(rows) // 2
+        return [part for half in (rows[:middle], rows[middle:]) for part in self._within(half, token_cap, min_rows)]
+
+    def _piece(self, rows: tuple[Row, ...]) -> Piece:
+        return self._weighed(Piece(rows[0][0], rows, self._length(rows)))
 
     def _weighed(self, piece: Piece) -> Piece:
         number = piece.batch
@@ -168,7 +195,10 @@ class Window:
         number, index = row
         samples = self.batches[number].inputs.get("sample_index")
         place = f"row {index} of accumulation batch {number}"
-        return place if samples is None else f"sample {int(samples[index])} ({place})"
+        if samples is None:
+            return place
+        sample = samples[index]
+        return f"sample {sample.item() if torch.is_tensor(sample) else sample} ({place})"
 
 
 def _row_items(kind: str, batch: Batch) -> list[float]:

@@ -157,9 +157,11 @@ def test_max_batch_size_bounds_regrowth(tmp_path):
 
 
 def test_min_batch_size_holds_under_pressure(tmp_path):
-    settings = MemorySettings(min_batch_size=4)
+    settings = MemorySettings(min_batch_size=3)
     _, _, sizes = train_on(Device(8, neighbour=squeezed), tmp_path, settings=settings, max_steps=12)
-    assert set(sizes) == {64}
+    assert set(sizes) == {64}, "a batch of four rows has no two parts of three"
+    caps = [row["tokens_per_chunk"] for row in read_rows(tmp_path / "memory_history.json")]
+    assert caps and min(caps) == 3 * 16
 
 
 # -- prediction --------------------------------------------------------------------------------------------------------

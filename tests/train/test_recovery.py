@@ -184,6 +184,7 @@ def faulty_and_replayed(make, rows, folder, fault, **changes):
     with contextlib.ExitStack() as stack:
         found_trainer, found = compared(make(), folder / "faulty", MemorySettings(), rows, prepare=arrange, **changes)
     assert found_trainer.chunked.loop.books.out_of_memory > 0, "nothing failed"
+    assert_every_row_once(pieces[0], changes["per_device_train_batch_size"], batches=2)
     return found, replayed(make, rows, folder / "same", pieces[0], **changes)
 
 
