@@ -58,7 +58,8 @@ class Sites(OutOfMemoryAt):
     @contextlib.contextmanager
     def _inside(self, call: str) -> Iterator[None]:
         outer, self._call = self._call, call
-        with self if not outer else contextlib.nullcontext():
+        is_over = bool(self.numbers) and self.count > max(self.numbers)
+        with contextlib.nullcontext() if outer or is_over else self:  # counting makes every operation slow
             yield
         self._call = outer
 
