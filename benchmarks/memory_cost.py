@@ -8,10 +8,10 @@ every chunk is measured are left out. Two subjects: LoRA on the embedded model w
 tokens, and a Llama of hidden 256 with 32,000 words on 8 x 128.
 
 Prints the ratio of the medians with control to those without, and the median of the same ratio within each four steps;
-the ratio of the medians of the off steps at the first and at the last place of each four, which shows how far the machine lets this be told; and what can be measured directly: CPU time
-in the control's own code per step (all of ``training_step`` but the stock one inside it; in the first steps, too), and
-in the guarded against the plain optimizer step. A few steps without timing then say whether the weights are the stock
-Trainer's bit for bit.
+the ratio of the medians of the off steps at the first and at the last place of each four, which shows how far the
+machine lets this be told; and what can be measured directly: CPU time in the control's own code per step (all of
+``training_step`` but the stock one inside it; in the first steps, too), and in the guarded against the plain optimizer
+step. A few steps without timing then say whether the weights are the stock Trainer's bit for bit.
 """
 
 from __future__ import annotations
