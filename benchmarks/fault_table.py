@@ -171,7 +171,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         sizes = "\n".join(f"{count} times {size}" for size, count in row["sizes_tried"].items()) or "-"
         table.add_row(*map(str, list(row.values())[:-1]), sizes)
-    Console().print(table)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

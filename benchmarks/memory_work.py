@@ -32,6 +32,9 @@ WARM_UP_TOKENS = 8
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Environment under which blocks of tensors go back to the kernel at once: what a process holds is what is live."""
 
+KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 * 1024 * MIB)}
+"""Environment under which none goes back: without page faults, whose number varies, small differences show."""
+
 
 # -- work --------------------------------------------------------------------------------------------------------------
 
@@ -267,14 +270,14 @@ def _private_bytes() -> int:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def in_fresh_process(function: Callable[..., Any], *arguments: Any, exact_memory: bool = True) -> Any:
+def in_fresh_process(function: Callable[..., Any], *arguments: Any, allocator: dict[str, str] = EXACT_MEMORY) -> Any:
     """What ``function`` returns or raises in a process of its own. BrokenProcessPool: that process was killed.
 
-    ``exact_memory``: freed memory goes back at once, at the price of page faults: not where time is measured.
+    ``allocator``: environment of the C library's; {} as users have it.
     """
     # One card: with several the Trainer would spread the batch over them.
     card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    given = {"CUDA_VISIBLE_DEVICES": card, "OMP_NUM_THREADS": "1", **(EXACT_MEMORY if exact_memory else {})}
+    given = {"CUDA_VISIBLE_DEVICES": card, "OMP_NUM_THREADS": "1", **allocator}
     context = multiprocessing.get_context("spawn")
     with patch.dict(os.environ, given), ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()

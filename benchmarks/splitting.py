@@ -231,7 +231,7 @@ def peak(plan: Plan, memory: Optional[MemorySettings]) -> dict[str, float]:
 
 
 def measured(plan: Plan, caps: list[int]) -> dict[str, Any]:
-    compared = in_fresh_process(work, plan, caps, exact_memory=False)
+    compared = in_fresh_process(work, plan, caps, allocator={})
     for name, memory in {STOCK: None, AUTO: MemorySettings()}.items():
         row = next(row for row in compared if row["side"] == name)
         row |= in_fresh_process(peak, plan, memory)

@@ -58,7 +58,7 @@ class Sites(OutOfMemoryAt):
     @contextlib.contextmanager
     def _inside(self, call: str) -> Iterator[None]:
         outer, self._call = self._call, call
-        is_over = bool(self.numbers) and self.count > max(self.numbers)
+        is_over = 0 <= max(self.numbers, default=-1) < self.count
         with contextlib.nullcontext() if outer or is_over else self:  # counting makes every operation slow
             yield
         self._call = outer
