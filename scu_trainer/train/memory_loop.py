@@ -190,7 +190,7 @@ class MemoryLoop:
         limit = self._cap
         room = self._predicted_limit(piece)
         if room is not None and room < min(limit, piece.tokens):
-            limit = max(room, 1)
+            limit = min(limit, max(room, self._floor))
             self._note_prediction(piece, limit)
         most = self.settings.max_batch_size
         if piece.tokens <= limit and (most is None or len(piece.rows) <= most):
@@ -200,9 +200,9 @@ class MemoryLoop:
     def _note_prediction(self, piece: Piece, limit: int) -> None:
         """Once for every lower limit: tight memory gives one in each window."""
         self.books.predicted += 1
-        if limit < 0.9 * self._predicted_least:
+        if limit < min(piece.tokens, 0.9 * self._predicted_least):
             self._predicted_least = limit
-            reason = f"{_size(piece)} would not leave the headroom: predicted to fit are {limit} tokens"
+            reason = f"{_size(piece)} would not leave the headroom, by prediction"
             self._note(reason, self._before, self.state.pressure, tokens=limit)
 
     def _predicted_limit(self, piece: Piece) -> Optional[int]:

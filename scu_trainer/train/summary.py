@@ -132,8 +132,9 @@ def _memory_lines(memory: Optional[dict[str, Any]]) -> list[tuple[str, str]]:
         lines.append(
             (
                 "memory",
-                f"{memory['out_of_memory']} times out of memory, recovered; {memory['changes']} changes of the chunk, "
-                f"at the end {'unrestricted' if cap is None else f'{cap:,} tokens'}",
+                f"{memory['changes']} changes of the chunk, at the end "
+                f"{'unrestricted' if cap is None else f'{cap:,} tokens'}; out of memory and recovered: "
+                f"{memory['out_of_memory']}",
             )
         )
     return lines
