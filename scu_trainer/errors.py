@@ -48,6 +48,10 @@ class OutOfMemory(UserError):
     """Something does not fit in memory even in its smallest piece."""
 
 
+class NonFiniteLoss(UserError):
+    """The loss is no number, and not because of single rows."""
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """Phrase that names the allowed word nearest to ``name``, or nothing: " (did you mean 'block_size'?)"."""
     matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)

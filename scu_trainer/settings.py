@@ -227,6 +227,11 @@ class MemorySettings:
         "batch_mode logical: learning rate times (rows / nominal rows) to the power 1/2 (adaptive optimizers), "
         "1 (SGD) or 0",
     )
+    chunked_loss: Literal["auto", "always", "never"] = _option(
+        "auto",
+        "causal language models: cross-entropy straight from the hidden states, some tokens at a time, so that logits "
+        "never exist as a whole; same loss and gradient up to rounding. auto: from a vocabulary of 16,384 on",
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_cap", _token_cap(self.token_cap))
@@ -257,6 +262,11 @@ class MemorySettings:
         return self.memory_control or self.token_cap is not None
 
     @property
+    def resolved_chunked_loss(self) -> str:
+        """With memory control and splitting off the stock loss stays, unless asked otherwise."""
+        return "never" if self.chunked_loss == "auto" and not self.acts else self.chunked_loss
+
+    @property
     def headroom_share(self) -> Optional[float]:
         """Share of the limit that stays free; None where it is given in GiB."""
         return float(self.target_headroom_gb[:-1]) / 100 if isinstance(self.target_headroom_gb, str) else None
@@ -285,6 +295,91 @@ def _headroom(value) -> Union[float, str]:
         return text
     _require(math.isfinite(number) and number >= 0, f"target_headroom_gb is {number}; it must be 0 or more")
     return number
+
+
+METHODS = ("token_budget", "noise_guard", "acmds", "infobatch", "length_warmup")
+"""Curricula that can be joined with "+"; "none" stands alone."""
+
+
+@dataclass(frozen=True)
+class CurriculumSettings:
+    """Which samples a step sees. Whatever is chosen, each sample's loss is tracked and the books are kept."""
+
+    curriculum: str = _option(
+        "none",
+        "none: uniform; token_budget: batches of equal tokens and similar lengths; noise_guard: leaves out rows whose "
+        "loss says that they are wrong, and lists them; acmds: difficulty follows memory and epoch; infobatch: "
+        "unbiased pruning of easy rows; length_warmup: rows are cut short at first. Several: joined with '+'",
+    )
+    token_budget: Optional[int] = _option(
+        None, "padded tokens per batch and device; default: mean row length x per_device_train_batch_size"
+    )
+    difficulty_alpha: float = _option(0.3, "weight of the newest loss in a sample's running average")
+    difficulty_window: int = _option(
+        3, "epochs after which a score counts as stale; acmds shows every sample at least once in it"
+    )
+    noise_guard_max_fraction: float = _option(0.5, "noise_guard: never leaves out more than this share of the rows")
+    noise_guard_readmit_fraction: float = _option(
+        0.1, "noise_guard: share of the rows left out that is trained on again each epoch, so that scores are renewed"
+    )
+    infobatch_prune_ratio: float = _option(0.5, "infobatch: probability that a row below the mean loss is left out")
+    infobatch_final_fraction: float = _option(0.125, "infobatch: share of the epochs, the last ones, that see all rows")
+    acmds_fraction: float = _option(0.75, "acmds: share of the rows that an epoch sees")
+    length_warmup_steps: float = _option(0.3, "length_warmup: steps, or below 1 their share of the run")
+    length_warmup_start: int = _option(64, "length_warmup: tokens per row in the first step")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "curriculum", _curriculum(self.curriculum))
+        _require(
+            self.token_budget is None or self.token_budget >= 1,
+            f"token_budget is {self.token_budget}; it must be 1 token or more",
+        )
+        _require(
+            self.token_budget is None or "token_budget" in self.methods,
+            f"token_budget has an effect only with curriculum: token_budget; curriculum is {self.curriculum}",
+        )
+        _require(
+            0 < self.difficulty_alpha <= 1,
+            f"difficulty_alpha is {self.difficulty_alpha}; it must be above 0 and at most 1",
+        )
+        _require(self.difficulty_window >= 1, f"difficulty_window is {self.difficulty_window}; it must be 1 or more")
+        for name in ("noise_guard_max_fraction", "noise_guard_readmit_fraction", "infobatch_final_fraction"):
+            _require(0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; allowed: 0 to 1")
+        _require(
+            0 <= self.infobatch_prune_ratio < 1,
+            f"infobatch_prune_ratio is {self.infobatch_prune_ratio}; allowed: 0 to below 1",
+        )
+        _require(
+            0 < self.acmds_fraction <= 1, f"acmds_fraction is {self.acmds_fraction}; it must be above 0 and at most 1"
+        )
+        _require(
+            math.isfinite(self.length_warmup_steps) and self.length_warmup_steps >= 0,
+            f"length_warmup_steps is {self.length_warmup_steps}; it must be 0 or more",
+        )
+        _require(
+            self.length_warmup_start >= 1, f"length_warmup_start is {self.length_warmup_start}; it must be 1 or more"
+        )
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What is joined, () for none."""
+        return () if self.curriculum == "none" else tuple(self.curriculum.split("+"))
+
+
+def _curriculum(value) -> str:
+    """Methods joined with "+", checked for those that do not go together."""
+    from scu_trainer.control.curriculum import check_methods  # numpy: only for those who ask for a curriculum
+
+    names = [str(name).strip() for name in (value.split("+") if isinstance(value, str) else value)]
+    for name in names:
+        _require(
+            name in METHODS or name == "none",
+            f"curriculum is {name!r}; allowed: none, {', '.join(METHODS)}, joined with '+'"
+            f"{nearest(name, (*METHODS, 'none'))}",
+        )
+    reason = check_methods(names) if names != ["none"] else None
+    _require(reason is None, f"curriculum {'+'.join(names)}: {reason}")
+    return "+".join(names)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from scu_trainer.run_files import History, write_json
 
 if TYPE_CHECKING:
     from scu_trainer.train.chunked_step import ChunkedStep
+    from scu_trainer.train.curriculum_loop import CurriculumLoop
     from scu_trainer.train.trainer import SCUTrainer
 
 logger = logging.getLogger("scu_trainer")
@@ -23,6 +24,7 @@ logger = logging.getLogger("scu_trainer")
 HISTORY_FILE = "scu_history.json"
 CONFIG_FILE = "scu_config.json"
 MEMORY_FILE = "memory_history.json"
+CURRICULUM_FILE = "curriculum.json"
 
 
 class RegularizationCallback(TrainerCallback):
@@ -161,6 +163,31 @@ class MemoryCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.chunked.loop.on_row = lambda row: None
+        if self.history is not None:
+            self.history.close()
+            self.history = None
+
+
+class CurriculumCallback(TrainerCallback):
+    """Tells the curriculum of steps and epochs; writes ``curriculum.json``."""
+
+    def __init__(self, curriculum: CurriculumLoop) -> None:
+        self.curriculum = curriculum
+        self.history: Optional[History] = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if args.should_save:
+            self.history = _opened(args.output_dir, CURRICULUM_FILE, state.global_step)
+            self.curriculum.on_row = self.history.append
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.curriculum.before_scheduler(state.global_step + 1, kwargs["lr_scheduler"])
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.curriculum.end_epoch()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.curriculum.on_row = lambda row: None
         if self.history is not None:
             self.history.close()
             self.history = None

@@ -98,10 +98,10 @@ def probe(
         return None
     device = next(model.parameters()).device
     question = _Question(
-        loss_of, _tolerance(model, low_precision), num_items, batches, rows, pad_token_id, device, shifts
+        loss_of, tolerance(model, low_precision), num_items, batches, rows, pad_token_id, device, shifts
     )
     found = mixing_modules(model) if training else None
-    with _untouched(model), torch.no_grad():
+    with untouched(model), torch.no_grad():
         answer = _ask(question)
     return replace(answer, mixes=f"{found} put the whole batch together") if found and answer else answer
 
@@ -158,7 +158,9 @@ class _Question:
 
     def answer(self, trim: bool) -> Optional[Reduction]:
         both = take(self.batches, self.rows, self.pad_token_id, trim=trim)
-        trims = self._trims(_narrow(both, 0)) if trim else False
+        number, row = self.rows[0]
+        is_their_batch = both is self.batches[number].inputs  # then its rows stand in its own order
+        trims = self._trims(_narrow(both, row if is_their_batch else 0)) if trim else False
         both = _uneven(both)
         alone = [_narrow(both, i) for i in range(2)]
         whole, parts = self.loss(both), [self.loss(one) for one in alone]
@@ -296,7 +298,7 @@ def _narrow(inputs: Any, row: int) -> Any:
 
 
 @contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; afterwards every module's mode and all RNG are as before."""
     modes = [(module, module.training) for module in model.modules()]
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"]
@@ -309,7 +311,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                 module.training = was_training
 
 
-def _tolerance(model: nn.Module, low_precision: bool) -> float:
+def tolerance(model: nn.Module, low_precision: bool) -> float:
     low = any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())
     return ROUGH if low or low_precision else EXACT
 

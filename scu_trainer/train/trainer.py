@@ -1,9 +1,10 @@
 """The training step. START HERE.
 
 ``SCUTrainer`` is the stock ``transformers.Trainer`` with controllers attached. It adapts and computes nothing itself: S
-and lambda live in ``regularizer.py``, chunks and memory in ``chunked_step.py``, their arithmetic in ``control/``. One
-optimizer step runs
+and lambda live in ``regularizer.py``, chunks and memory in ``chunked_step.py``, samples in ``curriculum_loop.py``,
+their arithmetic in ``control/``. One optimizer step runs
 
+    (_run_epoch                                   the epoch's samples are planned from the losses of the last one)
     get_batch_samples                             the window's accumulation batches are noted
     training_step (once per accumulation batch)
       first batch of the window                   all rows of the window, chunk by chunk: forward, backward; the chunk
@@ -13,7 +14,9 @@ optimizer step runs
     stock loop                                    clip, optimizer.step
     RegularizationCallback.on_optimizer_step      decoupled actuator pulls, S is measured, lambda is decided
 
-With ``regularization=None`` and ``memory=None`` none of this runs, and the result is the stock Trainer's bit for bit.
+``compute_loss`` goes through ``loss_path.py``, which reads the loss of each row for the curriculum.
+With ``regularization=None``, ``memory=None`` and ``curriculum=None`` none of this runs, and the result is the stock
+Trainer's bit for bit.
 """
 
 from __future__ import annotations
@@ -29,9 +32,11 @@ from transformers import PreTrainedModel, Trainer
 
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import write_json
-from scu_trainer.settings import MemorySettings, RegularizationSettings
-from scu_trainer.train.callbacks import MemoryCallback, RegularizationCallback
+from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
+from scu_trainer.train.callbacks import CurriculumCallback, MemoryCallback, RegularizationCallback
 from scu_trainer.train.chunked_step import ChunkedStep
+from scu_trainer.train.curriculum_loop import CurriculumLoop
+from scu_trainer.train.loss_path import LossPath
 from scu_trainer.train.memory import Gauge, is_out_of_memory
 from scu_trainer.train.optimizer_guard import retry_unchanged
 from scu_trainer.train.prediction import Prediction
@@ -44,7 +49,7 @@ MEMORY_STATE_FILE = "memory_state.json"
 
 
 class SCUTrainer(Trainer):
-    """``transformers.Trainer`` with a feedback loop on the strength of regularization.
+    """``transformers.Trainer`` with feedback loops on the strength of regularization, on memory and on the data.
 
     Takes everything that the stock Trainer takes, and
 
@@ -54,6 +59,7 @@ class SCUTrainer(Trainer):
     model: also any ``nn.Module`` whose forward returns its loss: alone, first in a tuple, or as ``["loss"]``.
     memory: ``MemorySettings``, or None for the stock order of operations without recovery.
     memory_gauge: where used memory is read; None: the device's own.
+    curriculum: ``CurriculumSettings``, or None for the stock order of samples without their losses.
 
     Raises ControlError where lambda could not reach the trained weights (FSDP, ZeRO-3, float16 weights).
     """
@@ -67,6 +73,7 @@ class SCUTrainer(Trainer):
         regularization_tokens: Optional[float] = None,
         memory: Optional[MemorySettings] = None,
         memory_gauge: Optional[Gauge] = None,
+        curriculum: Optional[CurriculumSettings] = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -79,6 +86,14 @@ class SCUTrainer(Trainer):
             self.prediction = Prediction(self) if memory.memory_control else None
             self.memory_callback = MemoryCallback(self.chunked)
             self.add_callback(self.memory_callback)
+        self.curriculum: Optional[CurriculumLoop] = None
+        if curriculum is not None:
+            self.curriculum = CurriculumLoop(self, curriculum)
+            self.add_callback(CurriculumCallback(self.curriculum))
+        chunked_loss = "never" if memory is None else memory.resolved_chunked_loss
+        self.loss_path: Optional[LossPath] = None
+        if self.curriculum is not None or chunked_loss != "never":
+            self.loss_path = LossPath(self, chunked_loss, self.curriculum)
         self.regularizer: Optional[Regularizer] = None
         if regularization is not None:
             prior_class = prior_class_for(self, regularization)
@@ -93,7 +108,37 @@ class SCUTrainer(Trainer):
             if self.chunked is not None:  # also after an error: the optimizer is the caller's again
                 self.chunked.finish()
 
+    @property
+    def difficulty(self):
+        """``control.difficulty.Difficulty`` of every training sample: ``scores``, ``observations``, ``quarantined``."""
+        return None if self.curriculum is None else self.curriculum.difficulty
+
+    # The curriculum decides which samples an epoch has, and so how many steps.
+
+    def get_train_dataloader(self):
+        return super().get_train_dataloader() if self.curriculum is None else self.curriculum.loader()
+
+    def set_initial_training_values(self, args, dataloader):
+        values = super().set_initial_training_values(args, dataloader)
+        return values if self.curriculum is None else self.curriculum.training_values(values)
+
+    def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial):
+        arguments = (max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
+        position = super()._init_training_state(*arguments)
+        if self.curriculum is None or resume_from_checkpoint is None:
+            return position
+        return self.curriculum.resume(resume_from_checkpoint)
+
+    def _run_epoch(self, **kwargs):
+        if self.curriculum is not None:
+            is_resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"] is not None
+            skipped = kwargs["steps_trained_in_current_epoch"] if is_resumed else 0
+            kwargs |= self.curriculum.begin_epoch(kwargs["epoch"], skipped)
+        return super()._run_epoch(**kwargs)
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
+        if self.curriculum is not None:
+            epoch_iterator = self.curriculum.batches(epoch_iterator)
         if self.chunked is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         window = self.chunked.windows(epoch_iterator, num_batches)
@@ -127,6 +172,11 @@ class SCUTrainer(Trainer):
             model.register_forward_hook(self._first_of_outputs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.loss_path is None or return_outputs or not model.training:
+            return self._stock_loss(model, inputs, return_outputs, num_items_in_batch)
+        return self.loss_path.loss(model, inputs, num_items_in_batch, self._stock_loss)
+
+    def _stock_loss(self, model, inputs, return_outputs, num_items_in_batch):
         self._in_loss = True
         try:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -195,6 +245,8 @@ class SCUTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         if self.regularizer is not None:
             self.regularization_callback.before_checkpoint()
+        if self.curriculum is not None:
+            self.curriculum.save(output_dir)
         if self.chunked is not None and self.args.should_save:
             write_json(Path(output_dir) / MEMORY_STATE_FILE, self.chunked.loop.state_dict())
         if self.regularizer is not None and self.args.should_save:

@@ -187,6 +187,12 @@ def test_rows_of_two_batches_of_one_row_can_be_compared():
     assert ask(tiny.llama(), *single).kind == "num_items"
 
 
+def test_two_rows_that_are_a_whole_batch_keep_its_order():
+    """The shorter row stands second: it, not the first, must be compared with and without its padding."""
+    batch = {name: value[:2] for name, value in text().items()}
+    assert ask(tiny.llama(), batch).trims is True
+
+
 def test_asking_leaves_no_trace():
     model = tiny.llama(attention_dropout=0.5)
     model.train()

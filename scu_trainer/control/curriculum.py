@@ -1,0 +1,250 @@
+"""The plan of an epoch: which samples, how much each counts, in which micro-batches, on which rank.
+
+A plan follows from its arguments alone, bit for bit: every rank makes the same one, and a resumed run makes it again.
+A selection in a loop of one's own:
+
+>>> import numpy as np
+>>> from scu_trainer.control import curriculum, difficulty
+>>> law = curriculum.Law(methods=("noise_guard",), rows_per_batch=2, chance_loss=1.0)
+>>> known = difficulty.Difficulty(samples=6, alpha=0.3, window_epochs=law.window_epochs)
+>>> losses = np.array([0.2, 0.1, 3.0, 0.4, 0.3, 2.0])
+>>> for epoch in range(3):
+...     permutation = np.random.default_rng(epoch).permutation(6)
+...     plan = curriculum.plan(law, known.snapshot(), epoch, 3, permutation, np.full(6, 10), world=1, seed=1)
+...     for ids in plan.batches_of(rank=0, world=1):
+...         known.update(ids, losses[ids], epoch)  # the losses that training on these rows gave
+...     print(plan.rows, plan.suspects.tolist(), plan.readmitted.size)
+6 [] 0
+6 [] 0
+5 [2, 5] 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Optional
+
+import numpy as np
+
+from scu_trainer.control import batches as cutting
+from scu_trainer.control import selection
+from scu_trainer.control.batches import Batches
+from scu_trainer.control.difficulty import Snapshot
+from scu_trainer.control.selection import Selection
+
+POOL_BATCHES = 100
+"""Micro-batches' worth of rows that ``token_budget`` sorts together: few enough to mix anew every epoch."""
+
+GUARD, CHOICE, CUT, CUT_REST = range(4)
+"""Streams of random numbers, one per use, so that a method draws the same whatever else is on."""
+
+WARMUP_MULTIPLE = 8
+"""Sequence lengths grow in steps of this many tokens."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """What the curriculum does."""
+
+    methods: tuple[str, ...]
+    """Of token_budget, noise_guard, acmds, infobatch, length_warmup. None of them: uniform."""
+    rows_per_batch: int
+    token_budget: Optional[int] = None
+    """Padded tokens per micro-batch. None: the mean length times ``rows_per_batch``."""
+    window_epochs: int = 3
+    """acmds: every sample is seen at least once in this many epochs in a row."""
+    chance_loss: Optional[float] = None
+    """noise_guard: nats of a guess (ln of the classes), the bar. None: a bar from the scores."""
+    guard_max_fraction: float = 0.5
+    guard_readmit: float = 0.1
+    guard_observations: int = 2
+    """noise_guard: losses of a row that must be known before it can be excluded."""
+    prune_ratio: float = 0.5
+    """infobatch: probability, below 1, that a well-learned row is left out."""
+    final_full_fraction: float = 0.125
+    """infobatch: share of the epochs, at the end, that see every row; at least one epoch."""
+    acmds_fraction: float = 0.75
+    """acmds: share of the rows that an epoch sees."""
+    warmup_share: float = 0.3
+    """length_warmup: share of the steps over which sequences grow."""
+    warmup_start_tokens: int = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One epoch. Sample numbers are int64."""
+
+    epoch: int
+    batches: Batches
+    """Micro-batches of all ranks: rank r of w takes r, r + w, r + 2w, ..."""
+    weights: Optional[np.ndarray]
+    """float32 (samples,), how much a sample's loss counts. None: all 1."""
+    skipped: Mapping[str, np.ndarray]
+    """Samples that the epoch does not see, by reason."""
+    suspects: np.ndarray
+    """What looks mislabeled or broken, highest loss first."""
+    readmitted: np.ndarray
+    """Suspects that the epoch sees all the same."""
+    repeated: np.ndarray
+    """Rows that are in once more, because there are fewer rows than micro-batches are needed."""
+    notes: tuple[str, ...]
+    """Sentences for the user."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches over all ranks."""
+        return len(self.batches)
+
+    @property
+    def rows(self) -> int:
+        """Rows over all ranks, repeated ones included."""
+        return self.batches.order.size
+
+    def batches_of(self, rank: int, world: int) -> list[np.ndarray]:
+        """Sample numbers of each micro-batch of one rank."""
+        return [self.batches[batch] for batch in range(rank, self.micro_batches, world)]
+
+
+def plan(
+    law: Law,
+    snapshot: Snapshot,
+    epoch: int,
+    epochs: Optional[float],
+    permutation: np.ndarray,
+    lengths: np.ndarray,
+    world: int,
+    seed: int,
+) -> Plan:
+    """The plan of ``epoch`` (from 0) of ``epochs`` (None: not known) for ``world`` ranks.
+
+    ``permutation``: this epoch's random order of all samples, shape (samples,); what is selected keeps it. ``lengths``:
+    tokens by sample number. Raises ValueError with a sentence if no row is left.
+    """
+    chosen = _selected(law, snapshot, epoch, epochs, permutation, lengths, seed)
+    if not chosen.ids.size:
+        raise ValueError(_nothing_left(chosen))
+    cut = _cut(law, chosen.ids, lengths, _stream(seed, epoch, CUT))
+    batches, repeated = cutting.for_ranks(cut, world)
+    return Plan(
+        epoch=epoch,
+        batches=batches,
+        weights=chosen.weights,
+        skipped=chosen.skipped,
+        suspects=chosen.suspects,
+        readmitted=chosen.readmitted[np.isin(chosen.readmitted, chosen.ids)],
+        repeated=repeated,
+        notes=chosen.notes + _repeat_notes(epoch, chosen.ids.size, repeated.size, world),
+    )
+
+
+def rest_of(old: Plan, done_micro_batches: int, world: int, law: Law, lengths: np.ndarray, seed: int) -> Plan:
+    """What an interrupted epoch still has to deliver, cut anew for another number of ranks or rows per micro-batch.
+
+    ``done_micro_batches`` of all ranks of the ``old`` plan were delivered. Raises ValueError if nothing is left.
+    """
+    start = int(old.batches.ends[done_micro_batches - 1]) if done_micro_batches else 0
+    left = _first_occurrences(old.batches.order[start:])
+    left = left[~np.isin(left, old.batches.order[:start])]
+    cut = _cut(law, left, lengths, _stream(seed, old.epoch, CUT_REST, done_micro_batches))
+    batches, repeated = cutting.for_ranks(cut, world)
+    return replace(
+        old, batches=batches, repeated=repeated, notes=_repeat_notes(old.epoch, left.size, repeated.size, world)
+    )
+
+
+def warmup_limit(law: Law, step: int, max_steps: int, longest: int) -> Optional[int]:
+    """Tokens per row that sequence-length warm-up allows at ``step`` (from 0); None once it no longer limits.
+
+    Linear from ``law.warmup_start_tokens`` to ``longest`` (Li et al. 2022, arXiv 2108.06084).
+    """
+    warmup_steps = law.warmup_share * max_steps
+    if step >= warmup_steps or longest <= law.warmup_start_tokens:
+        return None
+    tokens = law.warmup_start_tokens + (longest - law.warmup_start_tokens) * step / warmup_steps
+    limit = max(1, round(tokens / WARMUP_MULTIPLE)) * WARMUP_MULTIPLE
+    return limit if limit < longest else None
+
+
+def check_methods(methods: Iterable[str]) -> Optional[str]:
+    """Why these methods cannot be used together; None if they can."""
+    names = list(methods)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        return f"{twice[0]!r} is named {names.count(twice[0])} times; name it once"
+    if "none" in names and len(names) > 1:
+        others = ", ".join(repr(name) for name in names if name != "none")
+        return f"'none' switches the curriculum off, but {others} stands beside it; remove one of them"
+    if "acmds" in names and "infobatch" in names:
+        return (
+            "'acmds' and 'infobatch' both choose samples by difficulty: infobatch lets the samples that it keeps count "
+            "more for those that it drops, which is exact only if no other method drops easy ones; keep one of them"
+        )
+    return None
+
+
+def _selected(
+    law: Law,
+    snapshot: Snapshot,
+    epoch: int,
+    epochs: Optional[float],
+    permutation: np.ndarray,
+    lengths: np.ndarray,
+    seed: int,
+) -> Selection:
+    chosen = selection.without_quarantined(snapshot, np.asarray(permutation, dtype=np.int64))
+    if "noise_guard" in law.methods:
+        rng = _stream(seed, epoch, GUARD)
+        chosen = _then(chosen, selection.noise_guard(snapshot, chosen.ids, law, epoch, rng))
+    if "infobatch" in law.methods:
+        rng = _stream(seed, epoch, CHOICE)
+        chosen = _then(chosen, selection.infobatch(snapshot, chosen.ids, law, epoch, epochs, rng))
+    if "acmds" in law.methods:
+        rng = _stream(seed, epoch, CHOICE)
+        costs = lengths if snapshot.costs is None else snapshot.costs
+        chosen = _then(chosen, selection.acmds(snapshot, chosen.ids, law, epoch, epochs, rng, costs))
+    return chosen
+
+
+def _then(earlier: Selection, later: Selection) -> Selection:
+    """Both decisions as one; at most one method gives weights and one gives suspects."""
+    return Selection(
+        ids=later.ids,
+        skipped={**earlier.skipped, **later.skipped},
+        weights=earlier.weights if later.weights is None else later.weights,
+        suspects=np.append(earlier.suspects, later.suspects),
+        readmitted=np.append(earlier.readmitted, later.readmitted),
+        notes=earlier.notes + later.notes,
+    )
+
+
+def _cut(law: Law, ids: np.ndarray, lengths: np.ndarray, rng: np.random.Generator) -> Batches:
+    if "token_budget" not in law.methods:
+        return cutting.uniform(ids, law.rows_per_batch)
+    # The mean is over all samples, not over the chosen ones: the budget must not move from epoch to epoch.
+    budget = law.token_budget or max(1, round(float(np.mean(lengths)) * law.rows_per_batch))
+    return cutting.token_budget(ids, lengths, budget, POOL_BATCHES * law.rows_per_batch, rng)
+
+
+def _stream(seed: int, epoch: int, *use: int) -> np.random.Generator:
+    return np.random.default_rng([seed, epoch, *use])
+
+
+def _first_occurrences(ids: np.ndarray) -> np.ndarray:
+    return ids[np.sort(np.unique(ids, return_index=True)[1])]
+
+
+def _nothing_left(chosen: Selection) -> str:
+    quarantined = chosen.skipped["quarantined"].size
+    if quarantined:
+        return f"no row is left to train on: all {quarantined} gave a loss that is not a finite number"
+    return "the dataset has no row; at least 1 is needed"
+
+
+def _repeat_notes(epoch: int, rows: int, repeated: int, world: int) -> tuple[str, ...]:
+    if not repeated:
+        return ()
+    return (
+        f"epoch {epoch}: {rows} rows cannot be dealt evenly to {world} ranks; {repeated} of them "
+        f"{'is' if repeated == 1 else 'are'} used once more",
+    )

@@ -1,0 +1,156 @@
+"""How hard each sample is: a moving average of its loss in training, and how old that knowledge is.
+
+>>> import numpy as np
+>>> difficulty = Difficulty(samples=4, alpha=0.5, window_epochs=3)
+>>> difficulty.update(np.array([0, 1, 1, 3]), np.array([2.0, 4.0, 2.0, np.nan]), epoch=0)
+>>> difficulty.scores.tolist()
+[2.0, 3.0, nan, nan]
+>>> difficulty.counts(epoch=0)
+{'unseen': 1, 'stale': 0, 'quarantined': 1}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Optional
+
+import numpy as np
+
+LARGEST_SCORE = float(np.finfo(np.float32).max)
+"""A loss above this would be infinite as a score; it counts as not finite."""
+
+QUANTILES = (0, 10, 25, 50, 75, 90, 100)
+STATE_TYPES = {"scores": np.float32, "observations": np.int32, "last_epoch": np.int32, "quarantined": np.bool_}
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """What was known of every sample at one moment; an epoch is planned from it. All arrays (samples,), read-only."""
+
+    scores: np.ndarray
+    """float32, nats; NaN where no finite loss was seen."""
+    observations: np.ndarray
+    """int32, finite losses seen."""
+    last_epoch: np.ndarray
+    """int32, epoch of the newest finite loss; -1 for none."""
+    quarantined: np.ndarray
+    """bool, gave a loss that is not finite."""
+    availability: float = 1.0
+    """Free share of memory, 0 to 1."""
+    costs: Optional[np.ndarray] = None
+    """float32, memory that a sample takes, in any unit (tokens, bytes). None: its length says it."""
+
+    def __post_init__(self) -> None:
+        for name in STATE_TYPES:
+            object.__setattr__(self, name, _frozen(getattr(self, name), STATE_TYPES[name]))
+        if self.costs is not None:
+            object.__setattr__(self, "costs", _frozen(self.costs, np.float32))
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """All of it as arrays, for a checkpoint. Without ``costs`` where there are none."""
+        arrays = {name: getattr(self, name).copy() for name in STATE_TYPES}
+        arrays["availability"] = np.array(self.availability, dtype=np.float64)
+        if self.costs is not None:
+            arrays["costs"] = self.costs.copy()
+        return arrays
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Snapshot:
+        """The snapshot that ``to_arrays`` wrote, bit for bit. Raises KeyError if an array is missing."""
+        state = {name: arrays[name] for name in STATE_TYPES}
+        return cls(**state, availability=float(arrays["availability"]), costs=arrays.get("costs"))
+
+
+class Difficulty:
+    """Moving average of each sample's loss: the first loss as it is, then ``score += alpha * (loss - score)``.
+
+    ``scores`` (float32, nats, NaN until seen), ``observations`` (int32, finite losses seen), ``last_epoch`` (int32,
+    epoch of the newest of them, -1 for none) and ``quarantined`` (bool, gave a loss that is not finite) have the shape
+    (samples,): 13 bytes per sample.
+    """
+
+    def __init__(self, samples: int, alpha: float, window_epochs: int):
+        self.alpha = alpha
+        self.window_epochs = window_epochs
+        self.scores = np.full(samples, np.nan, dtype=np.float32)
+        self.observations = np.zeros(samples, dtype=np.int32)
+        self.last_epoch = np.full(samples, -1, dtype=np.int32)
+        self.quarantined = np.zeros(samples, dtype=np.bool_)
+
+    def update(self, ids: np.ndarray, losses: np.ndarray, epoch: int) -> None:
+        """Book losses (nats, shape (k,)) of the samples ``ids`` (shape (k,)), in this order where an id occurs twice.
+
+        A loss that is not finite quarantines its sample and leaves its score. Raises ValueError for an unknown id.
+        """
+        ids, losses = np.asarray(ids, dtype=np.int64), np.asarray(losses, dtype=np.float64)
+        self._check(ids, losses)
+        finite = np.abs(losses) <= LARGEST_SCORE
+        self.quarantined[ids[~finite]] = True
+        ids, losses = ids[finite], losses[finite]
+        for part in _without_repeats(ids):
+            self._book(ids[part], losses[part], epoch)
+
+    def stale(self, epoch: int) -> np.ndarray:
+        """Mask, shape (samples,): seen, in use, but not seen for more than ``window_epochs`` epochs."""
+        return (self.observations > 0) & (epoch - self.last_epoch > self.window_epochs) & ~self.quarantined
+
+    def quantiles(self) -> dict[str, Optional[float]]:
+        """Quantiles p0 to p100 of the known scores, in nats; None where nothing is known."""
+        known = self.scores[~np.isnan(self.scores)]
+        values = np.percentile(known, QUANTILES).tolist() if known.size else [None] * len(QUANTILES)
+        return {f"p{share}": value for share, value in zip(QUANTILES, values, strict=True)}
+
+    def counts(self, epoch: int) -> dict[str, int]:
+        """Samples that are never seen, stale, or quarantined; nothing is counted twice."""
+        return {
+            "unseen": int(np.count_nonzero((self.observations == 0) & ~self.quarantined)),
+            "stale": int(np.count_nonzero(self.stale(epoch))),
+            "quarantined": int(np.count_nonzero(self.quarantined)),
+        }
+
+    def snapshot(self, availability: float = 1.0, costs: Optional[np.ndarray] = None) -> Snapshot:
+        """A copy that later updates do not touch."""
+        return Snapshot(**self.state_dict(), availability=availability, costs=costs)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of the four arrays."""
+        return {name: getattr(self, name).copy() for name in STATE_TYPES}
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Take over what ``state_dict`` gave, bit for bit. Raises ValueError if it is of another number of samples."""
+        for name in STATE_TYPES:
+            if name not in state or np.shape(state[name]) != self.scores.shape:
+                found = f"shape {np.shape(state[name])}" if name in state else "missing"
+                raise ValueError(f"difficulty state {name!r}: {found}; {self.scores.shape} is needed")
+        for name, kind in STATE_TYPES.items():
+            setattr(self, name, np.array(state[name], dtype=kind))
+
+    def _check(self, ids: np.ndarray, losses: np.ndarray) -> None:
+        samples = self.scores.size
+        if ids.ndim != 1 or ids.shape != losses.shape:
+            raise ValueError(f"{ids.shape} sample numbers for {losses.shape} losses; one loss per number is needed")
+        if ids.size and (ids.min() < 0 or ids.max() >= samples):
+            raise ValueError(f"sample numbers {ids.min()} to {ids.max()}; 0 to {samples - 1} are known")
+
+    def _book(self, ids: np.ndarray, losses: np.ndarray, epoch: int) -> None:
+        before = self.scores[ids].astype(np.float64)
+        moved = before + self.alpha * (losses - before)
+        self.scores[ids] = np.where(self.observations[ids] == 0, losses, moved)
+        self.observations[ids] += 1
+        self.last_epoch[ids] = np.maximum(self.last_epoch[ids], epoch)
+
+
+def _frozen(values: np.ndarray, kind: type) -> np.ndarray:
+    copy = np.array(values, dtype=kind)
+    copy.setflags(write=False)
+    return copy
+
+
+def _without_repeats(ids: np.ndarray) -> Iterator[np.ndarray]:
+    """Positions in ``ids`` in parts without a repeat: the first occurrence of every id, the second, and so on."""
+    left = np.arange(ids.size)
+    while left.size:
+        _, first = np.unique(ids[left], return_index=True)
+        yield left[first]
+        left = np.delete(left, first)

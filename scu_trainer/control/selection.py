@@ -1,0 +1,221 @@
+"""Which samples an epoch sees, and how much each counts.
+
+``noise_guard`` leaves out what looks mislabeled or broken; ``infobatch`` leaves out part of what is well learned and
+lets the rest of it count more (Qin et al., ICLR 2024, arXiv 2303.04947); ``acmds`` moves the epoch from easy to hard
+and keeps every stratum of difficulty in it. Each takes the sample numbers that are still in, keeps their order, and
+says what it skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Optional
+
+import numpy as np
+
+from scu_trainer.control.difficulty import Snapshot
+
+if TYPE_CHECKING:
+    from scu_trainer.control.curriculum import Law
+
+STRATA = 8
+"""Bins of difficulty in ``acmds``, of equal numbers of rows."""
+
+KERNEL_WIDTH = 0.25
+"""Standard deviation, in quantiles of difficulty, of what ``acmds`` takes around its target."""
+
+FIRST_TARGET = 0.25
+"""Quantile of difficulty at which ``acmds`` starts; it ends at 1."""
+
+MAD_TO_SIGMA = 1.4826
+"""The median absolute deviation of normal values times this is their standard deviation."""
+
+
+def _no_ids() -> np.ndarray:
+    return np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """What one rule decided. Sample numbers are int64."""
+
+    ids: np.ndarray
+    """Seen in the epoch, in the order in which they came."""
+    skipped: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Not seen, by reason: quarantined, noise_guard, infobatch, acmds."""
+    weights: Optional[np.ndarray] = None
+    """float32 (samples,), how much a sample's loss counts. None: all 1."""
+    suspects: np.ndarray = field(default_factory=_no_ids)
+    """What looks mislabeled or broken, highest loss first, re-admitted ones included."""
+    readmitted: np.ndarray = field(default_factory=_no_ids)
+    """Suspects that this epoch sees, to renew their scores."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user."""
+
+
+def without_quarantined(snapshot: Snapshot, ids: np.ndarray) -> Selection:
+    """All but the samples that gave a loss that is not finite."""
+    out = snapshot.quarantined[ids]
+    return Selection(ids[~out], {"quarantined": ids[out]})
+
+
+def noise_guard(snapshot: Snapshot, ids: np.ndarray, law: Law, epoch: int, rng: np.random.Generator) -> Selection:
+    """Leave out rows whose score stays above the bar, but never more than ``law.guard_max_fraction`` of the rows.
+
+    Of what is left out, ``law.guard_readmit`` comes back each epoch, longest unseen first, so that scores are renewed.
+    """
+    scores = snapshot.scores[ids]
+    bar = guard_bar(scores[~np.isnan(scores)], law.chance_loss)
+    above = (snapshot.observations[ids] >= law.guard_observations) & (scores > bar)
+    suspects = _highest_first(snapshot, ids[above])
+    cap = min(int(law.guard_max_fraction * ids.size), max(0, ids.size - 1))
+    excluded = suspects[:cap]
+    readmitted = _longest_unseen(snapshot, excluded, law.guard_readmit, rng)
+    out = _members(snapshot, excluded) & ~_members(snapshot, readmitted)
+    notes = _cap_notes(suspects.size, cap, ids.size, epoch)
+    skipped = {"noise_guard": ids[out[ids]]}
+    return Selection(ids[~out[ids]], skipped, suspects=suspects, readmitted=readmitted, notes=notes)
+
+
+def guard_bar(scores: np.ndarray, chance_loss: Optional[float]) -> float:
+    """Score in nats above which a row is suspect: chance, or else median + 3 robust standard deviations of ``scores``.
+
+    Infinite where the scores give no scale: none are known, or most are the same.
+    """
+    if chance_loss is not None:
+        return chance_loss
+    if not scores.size:
+        return math.inf
+    median = float(np.median(scores))
+    deviation = float(np.median(np.abs(scores - np.float32(median))))
+    return median + 3 * MAD_TO_SIGMA * deviation if deviation > 0 else math.inf
+
+
+def infobatch(
+    snapshot: Snapshot, ids: np.ndarray, law: Law, epoch: int, epochs: Optional[float], rng: np.random.Generator
+) -> Selection:
+    """Leave out each row below the mean score with probability r = ``law.prune_ratio``; the others of them count
+    1 / (1 - r), so that the expected sum of losses stays. The first and the last epochs are full."""
+    scores = snapshot.scores[ids]
+    known = ~np.isnan(scores)
+    if epoch == 0 or _in_final_epochs(law, epoch, epochs) or not known.any():
+        return Selection(ids)
+    easy = known & (scores < np.mean(scores[known], dtype=np.float64))
+    pruned = easy & (rng.random(ids.size) < law.prune_ratio)
+    weights = np.ones(snapshot.scores.size, dtype=np.float32)
+    weights[ids[easy & ~pruned]] = 1 / (1 - law.prune_ratio)
+    return Selection(ids[~pruned], {"infobatch": ids[pruned]}, weights=weights)
+
+
+def acmds(
+    snapshot: Snapshot,
+    ids: np.ndarray,
+    law: Law,
+    epoch: int,
+    epochs: Optional[float],
+    rng: np.random.Generator,
+    costs: Optional[np.ndarray] = None,
+) -> Selection:
+    """A share ``law.acmds_fraction`` of the rows, around a difficulty that grows with the epochs and with free memory.
+
+    A row that was never seen, or not in the last ``law.window_epochs`` epochs, is always in: any that many epochs in a
+    row show every row, and an epoch may hold more than its share for it. ``costs``: memory by sample number; where
+    memory is short, cheap rows of a stratum go first.
+    """
+    scores = snapshot.scores[ids]
+    overdue = snapshot.last_epoch[ids] <= epoch - law.window_epochs
+    keys = rng.random(ids.size) + (1 - snapshot.availability) * _dearness(ids, costs)
+    keys[overdue] = -1.0
+    taken = np.isnan(scores)
+    unscored = int(np.count_nonzero(taken))
+    strata = np.array_split(np.argsort(scores, kind="stable")[: ids.size - unscored], STRATA)
+    slots = max(0, math.ceil(law.acmds_fraction * ids.size) - unscored)
+    overdue_rows = [np.count_nonzero(overdue[stratum]) for stratum in strata]
+    target = difficulty_target(law, epoch, epochs, snapshot.availability)
+    for stratum, rows in zip(strata, _rows_per_stratum(strata, overdue_rows, slots, target), strict=True):
+        taken[_lowest(keys, stratum, rows)] = True
+    return Selection(ids[taken], {"acmds": ids[~taken]})
+
+
+def difficulty_target(law: Law, epoch: int, epochs: Optional[float], availability: float) -> float:
+    """Quantile of difficulty, 0 to 1, around which ``acmds`` takes rows: linear in the epochs, times free memory.
+
+    Where the number of epochs is not known, it comes near 1 within a few windows.
+    """
+    last = None if epochs is None else math.ceil(epochs) - 1
+    progress = epoch / (epoch + law.window_epochs) if last is None else min(1.0, epoch / max(1, last))
+    return (FIRST_TARGET + (1 - FIRST_TARGET) * progress) * availability
+
+
+def _highest_first(snapshot: Snapshot, ids: np.ndarray) -> np.ndarray:
+    return ids[np.lexsort((ids, -snapshot.scores[ids]))]
+
+
+def _longest_unseen(snapshot: Snapshot, ids: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
+    """At least one, or the only suspects of a small dataset would never be looked at again."""
+    rows = math.ceil(share * ids.size - 1e-9)
+    return ids[np.lexsort((rng.random(ids.size), snapshot.last_epoch[ids]))][:rows]
+
+
+def _members(snapshot: Snapshot, ids: np.ndarray) -> np.ndarray:
+    """Mask by sample number, shape (samples,)."""
+    mask = np.zeros(snapshot.scores.size, dtype=np.bool_)
+    mask[ids] = True
+    return mask
+
+
+def _cap_notes(suspects: int, cap: int, rows: int, epoch: int) -> tuple[str, ...]:
+    if suspects <= cap:
+        return ()
+    return (
+        f"epoch {epoch}: {suspects} of {rows} rows look noisy, but noise_guard excludes {cap} at most; the other "
+        f"{suspects - cap}, those with the lowest loss, stay in. So many suspects may mean that the model has not "
+        "learned yet, or that the labels are wrong throughout",
+    )
+
+
+def _in_final_epochs(law: Law, epoch: int, epochs: Optional[float]) -> bool:
+    if epochs is None:
+        return False
+    final = max(1, math.ceil(law.final_full_fraction * epochs - 1e-9))
+    return epoch >= math.ceil(epochs) - final
+
+
+def _dearness(ids: np.ndarray, costs: Optional[np.ndarray]) -> np.ndarray | float:
+    """0 for a row that costs nothing, 1/2 for the mean, near 1 for the dearest."""
+    if costs is None or not ids.size:
+        return 0.0
+    own = costs[ids].astype(np.float64)
+    return own / np.maximum(own + own.mean(), np.finfo(np.float64).tiny)
+
+
+def _rows_per_stratum(strata: list[np.ndarray], overdue_rows: list[int], slots: int, target: float) -> list[int]:
+    """Rows that each stratum gives, ``slots`` in all where overdue rows and half of every uniform share leave room."""
+    sizes = np.array([stratum.size for stratum in strata])
+    half_share = np.minimum(sizes, math.ceil(slots / STRATA / 2))
+    least = np.maximum(half_share, overdue_rows)
+    middles = (np.arange(STRATA) + 0.5) / STRATA
+    kernel = np.exp(-0.5 * ((middles - target) / KERNEL_WIDTH) ** 2)
+    return _filled_to(slots, least, sizes, half_share, kernel)
+
+
+def _filled_to(slots: int, least: np.ndarray, sizes: np.ndarray, base: np.ndarray, kernel: np.ndarray) -> list[int]:
+    """``clip(base + height * kernel, least, sizes)`` for the height at which its sum is ``slots``, in whole rows."""
+    low, high = 0.0, float(sizes.sum()) / float(kernel.min()) + 1.0
+    for _ in range(100):
+        height = (low + high) / 2
+        enough = np.floor(np.clip(base + height * kernel, least, sizes)).sum() >= slots
+        low, high = (low, height) if enough else (height, high)
+    rows = np.floor(np.clip(base + low * kernel, least, sizes)).astype(np.int64)
+    for stratum in np.argsort(-kernel, kind="stable"):
+        rows[stratum] += min(max(0, slots - rows.sum()), sizes[stratum] - rows[stratum])
+    return rows.tolist()
+
+
+def _lowest(keys: np.ndarray, positions: np.ndarray, rows: int) -> np.ndarray:
+    """The ``rows`` positions with the lowest keys, in no particular order."""
+    if rows >= positions.size:
+        return positions
+    return positions[np.argpartition(keys[positions], rows)[:rows]] if rows else positions[:0]

@@ -1,0 +1,82 @@
+"""Rows that know their number: ``sample_index`` travels from the dataset through workers and collator to the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from scu_trainer.errors import DataError
+
+SAMPLE_INDEX = "sample_index"
+ROWS_PER_READ = 10_000
+
+
+class Numbered(torch.utils.data.Dataset):
+    """``rows`` (any map-style dataset) as pairs (number, row). ``NumberedCollator`` takes the pairs apart again."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        return index, self.rows[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[int, Any]]:
+        many = getattr(self.rows, "__getitems__", None)
+        rows = many(indices) if callable(many) else [self.rows[index] for index in indices]
+        return list(zip(indices, rows, strict=True))
+
+
+class NumberedCollator:
+    """Any collator, with ``sample_index`` added to its batch: int64, shape (rows,).
+
+    Raises DataError where the batch has not one entry per row: losses could not be told apart by rows.
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
+        self.collator = collator
+
+    def __call__(self, numbered: Sequence[tuple[int, Any]]) -> Any:
+        indices, rows = zip(*numbered, strict=True)
+        batch = self.collator(list(rows))
+        name = type(self.collator).__name__
+        if not isinstance(batch, Mapping):
+            raise DataError(f"{name} gives a {type(batch).__name__}; a curriculum needs a mapping of tensors")
+        first = next((value for value in batch.values() if torch.is_tensor(value) and value.dim() > 0), None)
+        if first is None or first.size(0) != len(rows):
+            found = "no tensor with rows" if first is None else f"{first.size(0)} rows"
+            raise DataError(
+                f"{name} makes {found} of {len(rows)} samples; a curriculum needs one row per sample: use a collator "
+                "that pads, or pack the data beforehand (packing: true)"
+            )
+        batch[SAMPLE_INDEX] = torch.tensor(indices, dtype=torch.int64)
+        return batch
+
+
+def lengths_of(rows: Any, length_column: str = "length") -> numpy.ndarray:
+    """Tokens of every row, int64 of shape (rows,): the length column, else ``input_ids``, else 1 (pictures)."""
+    if len(rows) == 0:
+        return numpy.zeros(0, dtype=numpy.int64)
+    columns = getattr(rows, "column_names", None)
+    if isinstance(columns, list) and length_column in columns:
+        return numpy.asarray(rows.with_format("numpy")[length_column][:], dtype=numpy.int64)
+    if isinstance(columns, list) and "input_ids" in columns:
+        return _arrow_lengths(rows)
+    first = rows[0]
+    if not (isinstance(first, Mapping) and "input_ids" in first):
+        return numpy.ones(len(rows), dtype=numpy.int64)
+    return numpy.fromiter((len(rows[i]["input_ids"]) for i in range(len(rows))), dtype=numpy.int64, count=len(rows))
+
+
+def _arrow_lengths(rows: Any) -> numpy.ndarray:
+    """Without turning tokens into Python numbers."""
+    import pyarrow.compute as compute
+
+    tables = rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=ROWS_PER_READ)
+    parts = [compute.list_value_length(table["input_ids"]).to_numpy() for table in tables]
+    return numpy.concatenate(parts).astype(numpy.int64)

@@ -1,0 +1,128 @@
+"""What a model's outputs tell of the loss of each row, and whether the model's own loss is the sum of these.
+
+Found on the first batch by comparing: a reading is exact when the loss that the model returned is the readings' sum,
+divided by one of the numbers that losses are divided by. Where none is, the likeliest one still serves to compare rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch.nn import functional
+
+from scu_trainer.train.losses import row_losses, token_losses_of_logits, weighted_row_sums
+from scu_trainer.train.rows import NOT_LEARNED
+
+CLOSE = 1e-3
+"""Relative difference up to which the returned loss and a reading of it are the same; the nearest wrong reading is
+percents away."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """``kind``: "shifted" (logits (rows, time, words) predict the next label), "tokens" (the label at their place),
+    "classes" (logits (rows, classes)), "numbers" (regression), "several" (one yes or no per class), "own" (the model
+    returns ``losses``, shape (rows,)). ``exact``: the returned loss follows from it. ``classes``: for "classes".
+    """
+
+    kind: str
+    exact: bool
+    classes: Optional[int] = None
+
+    def rows(self, outputs: Any, labels: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sums, counts) per row, float32, without gradient: nats (squares for "numbers"), and how many were summed."""
+        with torch.no_grad():
+            return _rows(self.kind, outputs, labels)
+
+    def sums_with_gradient(self, outputs: Any, labels: Any) -> torch.Tensor:
+        """The sums alone, differentiable."""
+        if self.kind in ("shifted", "tokens", "classes"):
+            return weighted_row_sums(_logits(outputs), _targets(self.kind, labels))
+        return _rows(self.kind, outputs, labels)[0]
+
+
+def find_reading(outputs: Any, labels: Any, loss: float, num_items: Any, processes: int) -> Optional[Reading]:
+    """None where the outputs hold nothing that a row's loss could be read from."""
+    found = list(_candidates(outputs, labels))
+    for kind in found:
+        with torch.no_grad():
+            sums, counts = _rows(kind, outputs, labels)
+        total, bound = float(sums.sum()), CLOSE * max(abs(loss), 1e-6)
+        if any(abs(total / by - loss) <= bound for by in _divisors(sums, counts, num_items, processes)):
+            return Reading(kind, True, _classes(kind, outputs))
+    return Reading(found[0], False, _classes(found[0], outputs)) if found else None
+
+
+def _divisors(sums: torch.Tensor, counts: torch.Tensor, num_items: Any, processes: int) -> Iterator[float]:
+    if num_items is not None:
+        items = float(torch.as_tensor(num_items).float().mean())
+        if items:
+            yield items
+            yield items / processes  # the stock Trainer multiplies by the number of ranks
+    yield max(1.0, float(counts.sum()))
+    yield float(len(sums))
+    yield 1.0
+
+
+def _candidates(outputs: Any, labels: Any) -> Iterator[str]:
+    if isinstance(outputs, Mapping) and torch.is_tensor(outputs.get("losses")):
+        yield "own"
+    logits = _logits(outputs)
+    if logits is None or not torch.is_tensor(labels):
+        return
+    if labels.is_floating_point():
+        if logits.squeeze().shape == labels.squeeze().shape:
+            yield "numbers"
+            yield "several"
+    elif logits.dim() == 3 and labels.dim() == 2 and logits.shape[:2] == labels.shape:
+        yield "shifted"
+        yield "tokens"
+    elif logits.dim() == 2 and labels.reshape(-1).shape == logits.shape[:1]:
+        yield "classes"
+
+
+def _logits(outputs: Any) -> Optional[torch.Tensor]:
+    if isinstance(outputs, Mapping):
+        found = outputs.get("logits")
+    else:
+        found = outputs[1] if isinstance(outputs, (tuple, list)) and len(outputs) > 1 else None
+    return found if torch.is_tensor(found) and found.dim() > 0 else None
+
+
+def _classes(kind: str, outputs: Any) -> Optional[int]:
+    return _logits(outputs).size(-1) if kind == "classes" else None
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Targets of a causal model, shape (rows, time): every position's next label, none at the last."""
+    return functional.pad(labels, (0, 1), value=NOT_LEARNED)[..., 1:]
+
+
+def _targets(kind: str, labels: torch.Tensor) -> torch.Tensor:
+    if kind == "shifted":
+        return shifted(labels)
+    return labels.reshape(-1) if kind == "classes" else labels
+
+
+def _rows(kind: str, outputs: Any, labels: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if kind == "own":
+        losses = outputs["losses"].float()
+        return losses, torch.ones_like(losses)
+    logits = _logits(outputs)
+    if kind in ("numbers", "several"):
+        return _of_numbers(kind, logits, labels)
+    targets = _targets(kind, labels)
+    losses = token_losses_of_logits(logits.reshape(-1, logits.size(-1)), targets.reshape(-1))
+    return row_losses(losses, len(targets), targets)
+
+
+def _of_numbers(kind: str, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    found, wanted = logits.float().reshape(len(labels), -1), labels.float().reshape(len(labels), -1)
+    if kind == "numbers":
+        each = (found - wanted).square()
+    else:
+        each = functional.binary_cross_entropy_with_logits(found, wanted, reduction="none")
+    return each.sum(dim=1), torch.full((len(labels),), float(each.size(1)), device=each.device)

@@ -1,0 +1,450 @@
+"""Chunked output layer and loss against the stock formula; losses per token and per row."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, embedding, linear
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
+
+from scu_trainer.train.losses import (
+    CHUNK_BYTES,
+    chunked_linear_cross_entropy,
+    row_losses,
+    rows_in_chunk,
+    token_losses_of_logits,
+    weighted_row_sums,
+)
+
+TOKENS, SIZE, VOCAB = 37, 12, 83
+IGNORED = -100
+NUM_ITEMS = 11
+
+
+class Case:
+    """A head, hidden states and targets, some of them ignored; ``parts`` require gradients."""
+
+    def __init__(self, dtype=torch.float32, with_bias=True, seed=0, scale=1.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).mul(scale).to(dtype).requires_grad_()
+
+        self.hidden, self.weight = draw(TOKENS, SIZE), draw(VOCAB, SIZE)
+        self.bias = draw(VOCAB) if with_bias else None
+        self.targets = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+        self.targets[::5] = IGNORED
+        self.token_weights = torch.rand(TOKENS, generator=generator) + 0.5
+
+    @property
+    def head(self) -> tuple:
+        return self.hidden, self.weight, self.bias
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return [part for part in self.head if part is not None and part.requires_grad]
+
+    def gradients(self, loss: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(loss, self.parts))
+
+    def stock_loss(self, softcap=None) -> torch.Tensor:
+        logits = linear(*self.head)
+        if softcap:
+            logits = torch.tanh(logits / softcap) * softcap
+        if logits.dtype == torch.float64:  # ForCausalLMLoss rounds to float32
+            return fixed_cross_entropy(logits, self.targets, NUM_ITEMS)
+        return ForCausalLMLoss(logits, None, VOCAB, torch.tensor(NUM_ITEMS), shift_labels=self.targets)
+
+    def chunked_loss(self, rows_per_chunk=8, **options) -> torch.Tensor:
+        options = {"divisor": NUM_ITEMS, **options}
+        return chunked_linear_cross_entropy(*self.head, self.targets, rows_per_chunk=rows_per_chunk, **options)[0]
+
+    def as_float64(self) -> Case:
+        """The same numbers in double precision."""
+        other = Case(with_bias=self.bias is not None)
+        for name, value in vars(self).items():
+            if torch.is_tensor(value) and value.is_floating_point():
+                value = value.detach().double().requires_grad_(value.requires_grad)
+            setattr(other, name, value)
+        return other
+
+
+def apart(one, other) -> float:
+    """Largest difference relative to the largest entry of ``other``, over all pairs."""
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(one, other, strict=True)]
+    return float(max((a - b).abs().max() / b.abs().max() for a, b in pairs))
+
+
+# -- against the stock formula -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("rows_per_chunk", [1, 2, 7, TOKENS, 1000, None])
+def test_value_and_gradient_are_the_stock_ones_whatever_the_chunk(with_bias, dtype, tolerance, rows_per_chunk):
+    case = Case(dtype, with_bias)
+    stock, loss = case.stock_loss(), case.chunked_loss(rows_per_chunk)
+    assert loss.dtype == stock.dtype
+    assert apart([loss], [stock]) < tolerance
+    assert apart(case.gradients(loss), case.gradients(stock)) < tolerance
+
+
+@pytest.mark.parametrize("divisor", [7, 7.0, torch.tensor(7), torch.tensor(7.0)])
+def test_any_kind_of_number_divides(divisor):
+    case = Case()
+    seven = cross_entropy(linear(*case.head), case.targets, reduction="sum") / 7
+    loss = case.chunked_loss(divisor=divisor)
+    assert apart([loss, *case.gradients(loss)], [seven, *case.gradients(seven)]) < 1e-6
+
+
+def test_without_a_divisor_it_is_the_mean_over_valid_targets():
+    case = Case()
+    mean, loss = cross_entropy(linear(*case.head), case.targets), case.chunked_loss(divisor=None)
+    assert apart([loss, *case.gradients(loss)], [mean, *case.gradients(mean)]) < 1e-6
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_softcap(softcap):
+    case = Case(torch.float64)
+    stock, loss = case.stock_loss(softcap), case.chunked_loss(softcap=softcap)
+    assert apart([loss, *case.gradients(loss)], [stock, *case.gradients(stock)]) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_weights_weigh_tokens(dtype):
+    case, tolerance = Case(dtype), {torch.float32: 1e-6, torch.bfloat16: 0.02}[dtype]
+    losses = cross_entropy(linear(*case.head).float(), case.targets, reduction="none")
+    weighted = (losses * case.token_weights).sum() / NUM_ITEMS
+    loss = case.chunked_loss(token_weights=case.token_weights)
+    assert apart([loss, *case.gradients(loss)], [weighted, *case.gradients(weighted)]) < tolerance
+
+
+def test_the_derivative_is_that_of_finite_differences():
+    generator = torch.Generator().manual_seed(0)
+    shapes = (6, 4), (9, 4), (9,)
+    head = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    targets, weights = torch.tensor([1, 2, IGNORED, 8, 0, 3]), torch.tensor([1.0, 0.5, 1.0, 0.0, 2.0, 3.0])
+
+    def loss(*head):
+        options = {"token_weights": weights, "rows_per_chunk": 2, "softcap": 2.0}
+        return chunked_linear_cross_entropy(*head, targets, **options)[0]
+
+    assert torch.autograd.gradcheck(loss, head)
+
+
+def test_tied_weights_add_the_gradients_of_both_uses():
+    case, words = Case(with_bias=False), torch.arange(TOKENS)
+
+    def gradient(loss_of) -> list[torch.Tensor]:
+        case.hidden = torch.tanh(embedding(words, case.weight))
+        return list(torch.autograd.grad(loss_of(), [case.weight]))
+
+    assert apart(gradient(case.chunked_loss), gradient(case.stock_loss)) < 1e-6
+
+
+def test_hidden_states_may_come_from_a_larger_graph():
+    case = Case()
+    inner, case.hidden = case.hidden, case.hidden.exp().sin()
+    ours, stock = (
+        torch.autograd.grad(loss, [inner], retain_graph=True) for loss in (case.chunked_loss(), case.stock_loss())
+    )
+    assert apart(ours, stock) < 1e-6
+
+
+def test_a_scaled_loss_scales_the_gradient():
+    case = Case()
+    assert apart(case.gradients(case.chunked_loss() * 1024.0), case.gradients(case.stock_loss() * 1024.0)) < 1e-6
+
+
+def test_half_precision_is_no_further_from_the_truth_than_the_stock_loss():
+    for seed in range(5):
+        for dtype in (torch.bfloat16, torch.float16):
+            case = Case(dtype, seed=seed)
+            truth = case.as_float64()
+            exact = truth.gradients(truth.stock_loss())
+            ours, stock = case.gradients(case.chunked_loss()), case.gradients(case.stock_loss())
+            assert [gradient.dtype for gradient in ours] == [dtype] * 3
+            for mine, its, true in zip(ours, stock, exact, strict=True):
+                assert apart([mine], [true]) < 1.5 * apart([its], [true])
+
+
+def test_autocast_multiplies_in_its_dtype_and_keeps_float32_gradients():
+    for seed in range(5):
+        case = Case(seed=seed)
+        truth = case.as_float64()
+        exact = truth.gradients(truth.stock_loss())
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, stock = case.chunked_loss(), case.stock_loss()
+        assert torch.equal(loss, stock) or apart([loss], [stock]) < 1e-6  # the logits are the same bfloat16 numbers
+        assert loss.dtype == torch.float32
+        for mine, its, true in zip(case.gradients(loss), case.gradients(stock), exact, strict=True):
+            assert mine.dtype == torch.float32
+            assert apart([mine], [true]) < 1.5 * apart([its], [true])
+
+
+def test_a_large_divisor_does_not_drown_a_half_precision_gradient():
+    """With a loss scale, as float16 is trained: 65536 / a million tokens."""
+    case = Case(torch.float16)
+    truth = case.as_float64()
+    ours = case.gradients(case.chunked_loss(divisor=1_000_000) * 65536.0)
+    exact = truth.gradients(truth.chunked_loss(divisor=1_000_000) * 65536.0)
+    assert apart(ours, exact) < 0.01
+
+
+# -- what takes part ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", [("weight", "bias"), ("weight",), ("hidden",), ("hidden", "weight")])
+def test_frozen_parts_get_no_gradient_and_cost_none(frozen):
+    case = Case()
+    for name in frozen:
+        getattr(case, name).requires_grad_(False)
+    loss = case.chunked_loss()
+    held = [gradient is not None for gradient in loss.grad_fn.gradients]
+    assert held == [part.requires_grad for part in case.head]
+    assert apart(case.gradients(loss), case.gradients(case.stock_loss())) < 1e-6
+
+
+def test_without_gradients_there_are_losses_alone():
+    case = Case()
+    with torch.no_grad(), Allocations() as seen:
+        loss, token_losses = chunked_linear_cross_entropy(*case.head, case.targets, divisor=NUM_ITEMS)
+    assert not loss.requires_grad
+    assert (VOCAB, SIZE) not in seen.shapes  # no gradient of the weight
+    assert apart([loss], [case.stock_loss()]) < 1e-6
+    assert apart([token_losses.sum() / NUM_ITEMS], [loss]) < 1e-6
+
+
+def test_token_losses_are_those_of_the_stock_formula_and_are_detached():
+    case = Case()
+    _, token_losses = chunked_linear_cross_entropy(*case.head, case.targets, rows_per_chunk=8)
+    expected = cross_entropy(linear(*case.head), case.targets, reduction="none")
+    assert not token_losses.requires_grad
+    assert token_losses.dtype == torch.float32
+    assert apart([token_losses], [expected]) < 1e-6
+    assert (token_losses[case.targets == IGNORED] == 0).all()
+
+
+def test_another_index_may_be_the_ignored_one():
+    case = Case()
+    case.targets[case.targets == IGNORED] = 5
+    stock = cross_entropy(linear(*case.head), case.targets, ignore_index=5)
+    loss = case.chunked_loss(divisor=None, ignore_index=5)
+    assert apart([loss, *case.gradients(loss)], [stock, *case.gradients(stock)]) < 1e-6
+
+
+@pytest.mark.parametrize("divisor", [NUM_ITEMS, None, 0])
+def test_no_valid_target_gives_zero_gradients(divisor):
+    case = Case()
+    case.targets.fill_(IGNORED)
+    loss = case.chunked_loss(divisor=divisor)
+    assert loss.item() == 0.0 if divisor else math.isnan(loss.item())  # as the stock sum and the stock mean
+    assert all((gradient == 0).all() for gradient in case.gradients(loss))
+
+
+def test_one_token():
+    case = Case()
+    case.hidden, case.targets = case.hidden[:1].detach().requires_grad_(), torch.tensor([3])
+    loss, stock = case.chunked_loss(), case.stock_loss()
+    assert apart([loss, *case.gradients(loss)], [stock, *case.gradients(stock)]) < 1e-6
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_token_of_weight_zero_takes_no_part_whatever_its_loss(poison):
+    case, bad = Case(torch.float64), 4
+    with torch.no_grad():
+        case.hidden[bad] = poison
+    weights = torch.ones(TOKENS).index_fill(0, torch.tensor([bad]), 0.0)
+    options = {"token_weights": weights, "divisor": NUM_ITEMS, "rows_per_chunk": 8}
+    loss, token_losses = chunked_linear_cross_entropy(*case.head, case.targets, **options)
+    ours = case.gradients(loss)
+    with torch.no_grad():
+        case.hidden[bad] = 0.0
+    case.targets[bad] = IGNORED
+    assert not token_losses[bad].isfinite()
+    assert token_losses.isfinite().sum() == TOKENS - 1
+    assert (ours[0][bad] == 0).all()
+    stock = case.stock_loss()
+    assert apart([loss, *ours], [stock, *case.gradients(stock)]) < 1e-12
+
+
+def test_a_token_of_weight_one_shows_its_nan():
+    case = Case()
+    with torch.no_grad():
+        case.hidden[4] = math.nan
+    assert case.chunked_loss().isnan()
+
+
+@pytest.mark.parametrize("target", [VOCAB, -1, 10**6])
+def test_targets_outside_the_vocabulary_are_refused(target):
+    case = Case()
+    case.targets[3] = target
+    with pytest.raises(IndexError, match=f"1 targets, the first of them {target}, .* 0 to {VOCAB - 1}, and -100"):
+        case.chunked_loss()
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    case = Case()
+    case.targets = case.targets[:-1]
+    with pytest.raises(ValueError, match=r"hidden \(37, 12\), targets \(36,\) found"):
+        case.chunked_loss()
+
+
+# -- as part of a graph ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_under_activation_checkpointing(use_reentrant):
+    case = Case()
+
+    def run(hidden):
+        return chunked_linear_cross_entropy(hidden, case.weight, case.bias, case.targets, divisor=NUM_ITEMS)
+
+    loss, token_losses = checkpoint(run, case.hidden, use_reentrant=use_reentrant)
+    loss.backward()
+    assert torch.equal(token_losses, run(case.hidden)[1])
+    assert apart([part.grad for part in case.parts], case.gradients(case.stock_loss())) < 1e-6
+
+
+def test_a_second_backward_through_a_kept_graph_gives_the_same():
+    case = Case()
+    loss = case.chunked_loss(token_weights=case.token_weights)
+    first, second = (torch.autograd.grad(loss * 3, case.parts, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_gradients_of_several_calls_accumulate():
+    case = Case()
+    for _ in range(2):
+        case.chunked_loss().backward()
+    doubled = [2 * gradient for gradient in case.gradients(case.stock_loss())]
+    assert apart([part.grad for part in case.parts], doubled) < 1e-6
+
+
+def test_a_second_derivative_is_refused():
+    case = Case()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(case.chunked_loss(), [case.hidden], create_graph=True)
+
+
+def test_a_weight_changed_before_a_second_backward_is_noticed():
+    case = Case()
+    loss = case.chunked_loss()
+    with torch.no_grad():
+        case.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Shape of every tensor that an operation gives or writes, and elements of the largest storage among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+        self.largest_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in filter(torch.is_tensor, tree_leaves(result)):
+            self.shapes.add(tuple(tensor.shape))
+            elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+            self.largest_elements = max(self.largest_elements, elements)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_tensor_is_one_chunk_of_logits(dtype):
+    tokens, size, vocab, rows = 512, 8, 1000, 16
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, size, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, size, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,), generator=generator)
+    with Allocations() as seen:
+        chunked_linear_cross_entropy(hidden, weight, None, targets, rows_per_chunk=rows)[0].backward()
+    assert seen.largest_elements == rows * vocab
+    with Allocations() as stock:
+        cross_entropy(linear(hidden, weight).float(), targets).backward()
+    assert stock.largest_elements == tokens * vocab
+
+
+def test_the_gradient_of_the_weight_is_handed_on_without_a_copy():
+    case = Case()
+    loss = case.chunked_loss()
+    made = loss.grad_fn.gradients[1].data_ptr()
+    loss.backward()
+    assert case.weight.grad.data_ptr() == made
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(64, 1024), (32_000, 262), (128_000, 65), (10**6, 32)])
+def test_rows_of_a_chunk_follow_the_vocabulary(vocab, rows):
+    assert rows_in_chunk(vocab) == rows
+    assert rows in (32, 1024) or rows * vocab * 4 <= CHUNK_BYTES < (rows + 1) * vocab * 4
+
+
+# -- losses from logits, per row ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 5, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_token_losses_of_logits(rows_per_chunk, dtype):
+    logits = torch.randn(3, 7, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits = logits.to(dtype).requires_grad_()
+    targets = torch.arange(21).view(3, 7).index_fill(1, torch.tensor([6]), IGNORED)
+    losses = token_losses_of_logits(logits, targets, rows_per_chunk=rows_per_chunk)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    expected = cross_entropy(logits.to(wide).flatten(0, 1), targets.flatten(), reduction="none")
+    assert losses.dtype == wide
+    assert not losses.requires_grad
+    assert torch.equal(losses, expected)
+
+
+def test_token_losses_of_logits_convert_one_chunk_at_a_time():
+    logits = torch.randn(64, 100).bfloat16()
+    with Allocations() as seen:
+        token_losses_of_logits(logits, torch.arange(64), rows_per_chunk=4)
+    assert max(math.prod(shape) for shape in seen.shapes if shape != (64, 100)) == 4 * 100
+
+
+def test_row_losses_keep_rows_apart():
+    targets = torch.tensor([[1, 2, IGNORED], [IGNORED] * 3, [4, 5, 6]])
+    token_losses = torch.tensor([1.0, 2.0, 0.0, 0.0, 0.0, 0.0, math.nan, 1.0, 1.0])
+    sums, counts = row_losses(token_losses, 3, targets)
+    assert counts.tolist() == [2, 0, 3]
+    assert sums[:2].tolist() == [3.0, 0.0]
+    assert sums[2].isnan()
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 10), (4, 10)])
+def test_row_sums_add_up_to_the_stock_sum(shape):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(shape, generator=generator).requires_grad_()
+    targets = torch.randint(0, 10, shape[:-1], generator=generator)
+    targets[0] = IGNORED
+    sums = weighted_row_sums(logits, targets)
+    stock = cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+    assert sums.shape == (4,)
+    assert sums[0] == 0
+    ours, its = (torch.autograd.grad(loss, [logits]) for loss in (sums.sum(), stock))
+    assert apart([sums.sum(), *ours], [stock, *its]) < 1e-6
+
+
+def test_row_weights_weigh_rows_and_keep_those_of_weight_zero_out():
+    logits = torch.randn(3, 5, 10, generator=torch.Generator().manual_seed(0))
+    logits[1] = math.nan
+    logits.requires_grad_()
+    targets = torch.arange(15).view(3, 5) % 10
+    sums = weighted_row_sums(logits, targets, torch.tensor([2.0, 0.0, 0.5]))
+    plain = weighted_row_sums(logits[::2], targets[::2])
+    assert torch.equal(sums, torch.stack([2 * plain[0], torch.tensor(0.0), plain[1] / 2]))
+    (gradient,) = torch.autograd.grad(sums.sum(), [logits])
+    assert (gradient[1] == 0).all()
+    assert gradient.isfinite().all()
