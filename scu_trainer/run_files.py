@@ -48,6 +48,11 @@ def write_json(path: AnyPath, data: Any) -> None:
     _replace(Path(path), text.encode())
 
 
+def write_text(path: AnyPath, text: str) -> None:
+    """Replace ``path`` by ``text``, whole or not at all, as ``write_json`` does. Raises StorageError."""
+    _replace(Path(path), text.encode())
+
+
 def read_json(path: AnyPath) -> Any:
     """Content of a JSON file. Raises StorageError if it is missing or is not JSON."""
     with _as_storage_error(Path(path), "read"):

@@ -312,7 +312,7 @@ class CurriculumSettings:
         "unbiased pruning of easy rows; length_warmup: rows are cut short at first. Several: joined with '+'",
     )
     token_budget: Optional[int] = _option(
-        None, "padded tokens per batch and device; default: mean row length x per_device_train_batch_size"
+        None, "padded tokens per batch and device; default: as many batches as per_device_train_batch_size makes"
     )
     difficulty_alpha: float = _option(0.3, "weight of the newest loss in a sample's running average")
     difficulty_window: int = _option(

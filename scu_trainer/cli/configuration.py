@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, Optional, get_type_hints
 import yaml
 
 from scu_trainer.errors import SettingsError, nearest
-from scu_trainer.settings import DataSettings, MemorySettings, ModelSettings, RegularizationSettings
+from scu_trainer.settings import (
+    CurriculumSettings,
+    DataSettings,
+    MemorySettings,
+    ModelSettings,
+    RegularizationSettings,
+)
 
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
@@ -73,7 +79,8 @@ def our_parser(*more: type) -> HfArgumentParser:
             raise SettingsError(_plain(message))
 
     kinds = [_grouped(ModelSettings, "model"), _grouped(DataSettings, "data")]
-    kinds += [_grouped(regularization_flags(), "regularization"), _grouped(memory_flags(), "memory"), *more]
+    kinds += [_grouped(regularization_flags(), "regularization"), _grouped(memory_flags(), "memory")]
+    kinds += [_grouped(CurriculumSettings, "curriculum"), *more]
     return Parser(
         kinds, prog="scu-trainer train", allow_abbrev=False, usage="%(prog)s [--config FILE] [--FIELD VALUE ...]"
     )
@@ -96,10 +103,11 @@ def read_job(config: str | None, flags: Sequence[str]) -> Job:
     arguments = [*_file_as_flags(config, names), *flags]
     check_names(arguments, names)
     try:
-        model, data, scu, memory, training = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+        parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except (ValueError, ImportError) as error:  # what TrainingArguments finds wrong with its own fields
         raise SettingsError(str(error)) from error
-    return Job(model, data, _regularization(scu), training, MemorySettings(**vars(memory)))
+    model, data, scu, memory, curriculum, training = parts
+    return Job(model, data, _regularization(scu), training, MemorySettings(**vars(memory)), curriculum)
 
 
 def _has_accelerator() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Optional
 
 import numpy as np
 
@@ -46,9 +47,16 @@ def uniform(ids_in_order: np.ndarray, rows_per_batch: int) -> Batches:
 
 
 def token_budget(
-    ids_in_order: np.ndarray, lengths: np.ndarray, budget_tokens: int, pool_rows: int, rng: np.random.Generator
+    ids_in_order: np.ndarray,
+    lengths: np.ndarray,
+    budget_tokens: Optional[int],
+    rows_per_batch: int,
+    pool_rows: int,
+    rng: np.random.Generator,
 ) -> Batches:
     """Micro-batches of rows of like length whose padded tokens (rows × longest) are at most ``budget_tokens``.
+
+    None: as few tokens as give no more micro-batches than ``rows_per_batch`` rows each would.
 
     Rows come in random order, shape (rows,); ``lengths`` are tokens by sample number. Pools of about ``pool_rows`` rows
     of that order are sorted and filled one by one, and all micro-batches are shuffled. A row longer than the budget
@@ -56,7 +64,7 @@ def token_budget(
     """
     order = _some_rows(ids_in_order)
     pools = np.array_split(order, max(1, round(order.size / pool_rows)))
-    filled = [_filled(pool, lengths, budget_tokens) for pool in pools]
+    filled = [_filled(pool, lengths, budget_tokens, rows_per_batch) for pool in pools]
     offsets = np.cumsum([0] + [batches.order.size for batches in filled[:-1]])
     ends = np.concatenate([batches.ends + offset for batches, offset in zip(filled, offsets, strict=True)])
     return _shuffled(Batches(np.concatenate([batches.order for batches in filled]), ends), rng)
@@ -85,27 +93,26 @@ def _some_rows(ids: np.ndarray) -> np.ndarray:
     return np.asarray(ids, dtype=np.int64)
 
 
-def _filled(pool: np.ndarray, lengths: np.ndarray, budget_tokens: int) -> Batches:
+def _filled(pool: np.ndarray, lengths: np.ndarray, budget_tokens: Optional[int], rows_per_batch: int) -> Batches:
     """The rows of one pool, longest first, in as few micro-batches as the budget allows, filled evenly."""
     tokens = np.maximum(1, lengths[pool])
     longest_first = np.argsort(-tokens, kind="stable")
     in_order = tokens[longest_first].tolist()
-    ends = _even_ends(in_order, budget_tokens)
+    most = -(-pool.size // rows_per_batch) if budget_tokens is None else len(_ends(in_order, budget_tokens))
+    ends = _even_ends(in_order, most)
     return Batches(pool[longest_first], np.array(ends, dtype=np.int64))
 
 
-def _even_ends(tokens: Sequence[int], budget_tokens: int) -> list[int]:
+def _even_ends(tokens: Sequence[int], most_batches: int) -> list[int]:
     """Ends under the smallest budget that takes no more micro-batches, or the last one would be a crumb."""
-    ends = _ends(tokens, budget_tokens)
-    low, high = -(-sum(tokens) // len(ends)), budget_tokens
+    low, high = 1, tokens[0] * len(tokens)
     while low < high:
         middle = (low + high) // 2
-        tried = _ends(tokens, middle)
-        if len(tried) == len(ends):
-            high, ends = middle, tried
+        if len(_ends(tokens, middle)) <= most_batches:
+            high = middle
         else:
             low = middle + 1
-    return ends
+    return _ends(tokens, low)
 
 
 def _ends(tokens: Sequence[int], budget_tokens: int) -> list[int]:

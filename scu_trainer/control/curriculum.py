@@ -51,7 +51,7 @@ class Law:
     """Of token_budget, noise_guard, acmds, infobatch, length_warmup. None of them: uniform."""
     rows_per_batch: int
     token_budget: Optional[int] = None
-    """Padded tokens per micro-batch. None: the mean length times ``rows_per_batch``."""
+    """Padded tokens per micro-batch. None: what makes as many micro-batches as ``rows_per_batch`` rows each would."""
     window_epochs: int = 3
     """acmds: every sample is seen at least once in this many epochs in a row."""
     chance_loss: Optional[float] = None
@@ -221,9 +221,8 @@ def _then(earlier: Selection, later: Selection) -> Selection:
 def _cut(law: Law, ids: np.ndarray, lengths: np.ndarray, rng: np.random.Generator) -> Batches:
     if "token_budget" not in law.methods:
         return cutting.uniform(ids, law.rows_per_batch)
-    # The mean is over all samples, not over the chosen ones: the budget must not move from epoch to epoch.
-    budget = law.token_budget or max(1, round(float(np.mean(lengths)) * law.rows_per_batch))
-    return cutting.token_budget(ids, lengths, budget, POOL_BATCHES * law.rows_per_batch, rng)
+    rows = law.rows_per_batch
+    return cutting.token_budget(ids, lengths, law.token_budget, rows, POOL_BATCHES * rows, rng)
 
 
 def _stream(seed: int, epoch: int, *use: int) -> np.random.Generator:

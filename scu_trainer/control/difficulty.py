@@ -26,7 +26,10 @@ STATE_TYPES = {"scores": np.float32, "observations": np.int32, "last_epoch": np.
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What was known of every sample at one moment; an epoch is planned from it. All arrays (samples,), read-only."""
+    """What was known of every sample at one moment; an epoch is planned from it.
+
+    All arrays have the shape (samples,) and are read-only copies.
+    """
 
     scores: np.ndarray
     """float32, nats; NaN where no finite loss was seen."""
@@ -88,7 +91,7 @@ class Difficulty:
         finite = np.abs(losses) <= LARGEST_SCORE
         self.quarantined[ids[~finite]] = True
         ids, losses = ids[finite], losses[finite]
-        for part in _without_repeats(ids):
+        for part in _without_repeats(ids, self.scores.size):
             self._book(ids[part], losses[part], epoch)
 
     def stale(self, epoch: int) -> np.ndarray:
@@ -111,7 +114,7 @@ class Difficulty:
 
     def snapshot(self, availability: float = 1.0, costs: Optional[np.ndarray] = None) -> Snapshot:
         """A copy that later updates do not touch."""
-        return Snapshot(**self.state_dict(), availability=availability, costs=costs)
+        return Snapshot(self.scores, self.observations, self.last_epoch, self.quarantined, availability, costs)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of the four arrays."""
@@ -147,10 +150,13 @@ def _frozen(values: np.ndarray, kind: type) -> np.ndarray:
     return copy
 
 
-def _without_repeats(ids: np.ndarray) -> Iterator[np.ndarray]:
+def _without_repeats(ids: np.ndarray, samples: int) -> Iterator[np.ndarray]:
     """Positions in ``ids`` in parts without a repeat: the first occurrence of every id, the second, and so on."""
     left = np.arange(ids.size)
+    first_position = np.empty(samples, dtype=np.int64)
     while left.size:
-        _, first = np.unique(ids[left], return_index=True)
+        backwards = left[::-1]
+        first_position[ids[backwards]] = backwards  # of several writes to one place the last one stays
+        first = first_position[ids[left]] == left
         yield left[first]
-        left = np.delete(left, first)
+        left = left[~first]

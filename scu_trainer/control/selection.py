@@ -180,7 +180,7 @@ def _in_final_epochs(law: Law, epoch: int, epochs: Optional[float]) -> bool:
     if epochs is None:
         return False
     final = max(1, math.ceil(law.final_full_fraction * epochs - 1e-9))
-    return epoch >= math.ceil(epochs) - final
+    return epoch >= epochs - final
 
 
 def _dearness(ids: np.ndarray, costs: Optional[np.ndarray]) -> np.ndarray | float:

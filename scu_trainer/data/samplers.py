@@ -24,6 +24,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from scu_trainer.control import curriculum as control
 from scu_trainer.control.batches import Batches
 from scu_trainer.control.difficulty import Difficulty, Snapshot
+from scu_trainer.control.selection import noise_guard, without_quarantined
 from scu_trainer.errors import CheckpointError, DataError
 from scu_trainer.settings import CurriculumSettings
 
@@ -100,6 +101,12 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
     def update(self, ids: numpy.ndarray, losses: numpy.ndarray, epoch: int) -> None:
         """Losses (nats) of the samples ``ids``, both of shape (k,), in the order in which they were seen."""
         self.difficulty.update(ids, losses, epoch)
+
+    def suspects(self) -> numpy.ndarray:
+        """Samples that the noise guard would leave out as things stand now, highest loss first."""
+        snapshot = self.difficulty.snapshot()
+        ids = without_quarantined(snapshot, numpy.arange(len(self.lengths))).ids
+        return noise_guard(snapshot, ids, self.law, self._plan.epoch + 1, numpy.random.default_rng(0)).suspects
 
     def report(self) -> dict[str, Any]:
         """What the books say of the present plan and of the difficulties now."""

@@ -177,8 +177,10 @@ class CurriculumCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if args.should_save:
-            self.history = _opened(args.output_dir, CURRICULUM_FILE, state.global_step)
+            self.history = _opened(args.output_dir, CURRICULUM_FILE, state.global_step - self.curriculum.owes_row)
             self.curriculum.on_row = self.history.append
+        if self.curriculum.owes_row:
+            self.curriculum.end_epoch()
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.curriculum.before_scheduler(state.global_step + 1, kwargs["lr_scheduler"])

@@ -30,7 +30,9 @@ class ConsoleCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self._bar is not None:
-            self._bar.update(self._task, completed=state.global_step, note=f"left {self._left(state)}")
+            self._bar.update(
+                self._task, completed=state.global_step, total=state.max_steps, note=f"left {self._left(state)}"
+            )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs:

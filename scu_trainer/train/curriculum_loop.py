@@ -16,7 +16,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -24,17 +24,19 @@ import numpy
 import torch
 from accelerate.utils import gather_object
 from safetensors.numpy import load_file, save_file
-from transformers.trainer_utils import has_length
 
 from scu_trainer.control import curriculum as control
 from scu_trainer.control.difficulty import Difficulty
 from scu_trainer.data.numbered import Numbered, NumberedCollator, lengths_of
 from scu_trainer.data.samplers import CurriculumSampler
-from scu_trainer.errors import CheckpointError, ControlError, NonFiniteLoss, SettingsError
+from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.run_files import write_json
 from scu_trainer.settings import CurriculumSettings
+from scu_trainer.train.curriculum_rules import refuse, require_enough_epochs
+from scu_trainer.train.deliveries import Counts, Deliveries
 from scu_trainer.train.row_readings import Reading
-from scu_trainer.train.rows import PADDING, follows_time, layout_for
+from scu_trainer.train.seen_losses import SeenLosses
+from scu_trainer.train.suspects import write_suspects
 
 if TYPE_CHECKING:
     from scu_trainer.train.trainer import SCUTrainer
@@ -47,24 +49,6 @@ ARRAYS_FILE = "curriculum_state.safetensors"
 BY_LOSS = ("noise_guard", "acmds", "infobatch")
 """Methods that choose rows by their losses."""
 
-MOST_BAD_ROWS = 16
-"""Rows in a row without a finite loss from which on it is the model and not the data."""
-
-FEWEST_EPOCHS_TO_PRUNE = 4
-
-
-@dataclass
-class Counts:
-    """What was delivered in this epoch, over all ranks once gathered. Tokens are rows for inputs without a length."""
-
-    rows: int = 0
-    real_tokens: int = 0
-    padded_tokens: int = 0
-    cut_tokens: int = 0
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
-
 
 class CurriculumLoop:
     """One training run's curriculum; also the ``Rows`` that ``LossPath`` reports to.
@@ -73,16 +57,14 @@ class CurriculumLoop:
     """
 
     def __init__(self, trainer: SCUTrainer, settings: CurriculumSettings) -> None:
-        _refuse(trainer, settings)
+        refuse(trainer)
         self.trainer, self.settings = trainer, settings
         self.sampler: Optional[CurriculumSampler] = None
-        self.counts = Counts()
+        self.counts, self.totals = Counts(), Counts()
         self.on_row = lambda row: None
-        self._local = Counts()
-        self._real_tokens: Optional[torch.Tensor] = None
-        self._pending: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._seen, self._deliveries = SeenLosses(), Deliveries(trainer.model)
         self._weights: Optional[torch.Tensor] = None
-        self._bad_in_a_row = 0
+        self.owes_row = False  # of an epoch whose last step was saved before it was booked
         self._first_step = 0  # of this epoch's plan
         self._steps = 0
         self._progress_before = 0.0  # epochs done before this plan's first step
@@ -116,7 +98,7 @@ class CurriculumLoop:
             world=args.world_size,
         )
         self.sampler.set_epochs(self._epochs())
-        self._require_enough_epochs()
+        require_enough_epochs(self.settings, self.sampler.epochs)
         if hasattr(rows, "column_names"):
             rows = trainer._remove_unused_columns(rows, description="training")
         own_collator = trainer.data_collator
@@ -144,14 +126,6 @@ class CurriculumLoop:
     def _epochs(self) -> float:
         args = self.trainer.args
         return args.max_steps / self._nominal_steps if args.max_steps > 0 else args.num_train_epochs
-
-    def _require_enough_epochs(self) -> None:
-        if "infobatch" in self.settings.methods and self.sampler.epochs < FEWEST_EPOCHS_TO_PRUNE:
-            raise SettingsError(
-                f"curriculum infobatch over {self.sampler.epochs:.3g} epochs: its first epoch learns what is easy and "
-                f"its last ones see all rows, so it needs {FEWEST_EPOCHS_TO_PRUNE} or more; raise num_train_epochs or "
-                "use another curriculum"
-            )
 
     def training_values(self, values: tuple) -> tuple:
         """The stock Trainer's, with as many epochs as ``max_steps`` may take when epochs are shorter than the first."""
@@ -211,45 +185,16 @@ class CurriculumLoop:
         return values if self.sampler.world == 1 else gather_object(values)
 
     def batches(self, loader: Iterator[Any]) -> Iterator[Any]:
-        return map(self._delivered, loader)
+        return (self._deliveries.pass_on(inputs, self._limit()) for inputs in loader)
 
-    def _delivered(self, inputs: Any) -> Any:
-        batch = layout_for(self.trainer.model, inputs)
-        local, mask = self._local, inputs.get("attention_mask")
-        local.rows += len(inputs["sample_index"])
-        limit = self._limit(batch.width)
-        if limit is not None:
-            inputs = self._cut(inputs, batch, limit)
-            mask = inputs.get("attention_mask")
-        padded = len(inputs["sample_index"]) * max(1, min(batch.width, limit or batch.width) + batch.decoder_width)
-        local.padded_tokens += padded
-        if torch.is_tensor(mask) and mask.dim() == 2:
-            real = mask.sum()  # stays on the device: read at the end of the epoch
-            self._real_tokens = real if self._real_tokens is None else self._real_tokens + real
-        else:
-            local.real_tokens += padded
-        return inputs
-
-    def _limit(self, width: int) -> Optional[int]:
-        """Tokens per row while the length warms up; None where nothing is to be cut."""
+    def _limit(self) -> Optional[int]:
+        """Tokens per row while the length warms up."""
         if "length_warmup" not in self.settings.methods:
             return None
-        law, longest = self.sampler.law, int(self.sampler.lengths.max())
         wanted = self.settings.length_warmup_steps
-        law = replace(law, warmup_share=min(1.0, wanted if wanted < 1 else wanted / self._total_steps))
-        limit = control.warmup_limit(law, self.trainer.state.global_step, self._total_steps, longest)
-        return None if limit is None or limit >= width else limit
-
-    def _cut(self, inputs: Any, batch: Any, limit: int) -> Any:
-        cut = {
-            name: value[:, :limit].contiguous() if follows_time(name, value, batch) else value
-            for name, value in inputs.items()
-        }
-        labels = cut.get("labels")
-        if not batch.trimmable or batch.is_encoder_decoder or not bool((labels[:, 1:] != PADDING["labels"]).any()):
-            return inputs  # cut there, nothing would be left to learn
-        self._local.cut_tokens += int(sum(max(0, length - limit) for length in batch.needed))
-        return type(inputs)(cut)
+        share = min(1.0, wanted if wanted < 1 else wanted / self._total_steps)
+        law, longest = replace(self.sampler.law, warmup_share=share), int(self.sampler.lengths.max())
+        return control.warmup_limit(law, self.trainer.state.global_step, self._total_steps, longest)
 
     def before_scheduler(self, step: int, scheduler: Any) -> None:
         """Set the schedule so that its next step stands where the epochs stand. ``step``: counted from 1."""
@@ -287,50 +232,15 @@ class CurriculumLoop:
         return None if self._weights is None else self._weights[ids]
 
     def record(self, ids: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor) -> None:
-        self._bad_in_a_row = 0
-        self._pending.append((self.trainer.state.global_step, ids, sums, counts))
+        self._seen.record(self.trainer.state.global_step, ids, sums, counts)
 
     def quarantine(self, ids: torch.Tensor) -> None:
         """Rows without a finite loss: out of this step and out of every later epoch."""
-        step = self.trainer.state.global_step
-        self._bad_in_a_row += len(ids)
-        self._pending.append((step, ids, torch.full(ids.shape, math.nan), torch.ones(ids.shape)))
-        logger.warning(
-            "step %d: the loss of sample %s is not a finite number; set aside, not trained on again",
-            step + 1,
-            ", ".join(map(str, ids.tolist())),
-        )
-        if self._bad_in_a_row >= MOST_BAD_ROWS:
-            raise NonFiniteLoss(
-                f"step {step + 1}: {self._bad_in_a_row} rows in a row gave no finite loss: it is the model and not its "
-                "data. Lower learning_rate, use bf16 instead of fp16, or resume from the newest checkpoint"
-            )
-
-    def _local_losses(self) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """(optimizer step, sample, mean loss) of all rows seen since the last call, shape (k,) each.
-
-        A row counts once per step: what ran again after an out-of-memory is there several times.
-        """
-        pending, self._pending = self._pending, []
-        if not pending:
-            return numpy.zeros(0, numpy.int64), numpy.zeros(0, numpy.int64), numpy.zeros(0)
-        steps = numpy.repeat([entry[0] for entry in pending], [len(entry[1]) for entry in pending])
-        ids = torch.cat([entry[1] for entry in pending]).cpu().numpy()
-        device = pending[0][1].device
-        sums, counts = (torch.cat([entry[i].to(device).double() for entry in pending]).cpu().numpy() for i in (2, 3))
-        key = steps * len(self.sampler.lengths) + ids
-        _, last = numpy.unique(key[::-1], return_index=True)
-        keep = numpy.sort(len(key) - 1 - last)
-        keep = keep[counts[keep] > 0]  # a row cut to nothing that is learned has no loss
-        return steps[keep], ids[keep], sums[keep] / counts[keep]
+        self._seen.quarantine(self.trainer.state.global_step, ids)
 
     def gather(self) -> None:
         """Put the losses and counts of all ranks together; every rank calls it at the same place."""
-        if self._real_tokens is not None:
-            self._local.real_tokens += int(self._real_tokens)
-            self._real_tokens = None
-        parts = self._from_all([(*self._local_losses(), self._local)])
-        self._local = Counts()
+        parts = self._from_all([(*self._seen.drain(), self._deliveries.drain())])
         self.counts = sum((part[3] for part in parts), self.counts)
         steps, ids, losses = (numpy.concatenate([part[i] for part in parts]) for i in range(3))
         order = numpy.argsort(steps, kind="stable")
@@ -356,7 +266,33 @@ class CurriculumLoop:
                 **report,
             }
         )
-        self.counts = Counts()
+        self.totals, self.counts, self.owes_row = self.totals + self.counts, Counts(), False
+        if "noise_guard" in self.settings.methods and self.trainer.args.should_save:
+            write_suspects(
+                Path(self.trainer.args.output_dir),
+                self.sampler.suspects(),
+                difficulty,
+                self.trainer.train_dataset,
+                self.trainer.processing_class,
+            )
+
+    def figures(self) -> dict[str, Any]:
+        """The whole run, for its summary."""
+        difficulty, methods = self.sampler.difficulty, self.settings.methods
+        return {
+            "curriculum": self.settings.curriculum,
+            "samples": len(self.sampler.lengths),
+            "never_seen": int(((difficulty.observations == 0) & ~difficulty.quarantined).sum()),
+            "quarantined": int(difficulty.quarantined.sum()),
+            "suspects": len(self.sampler.suspects()) if "noise_guard" in methods else 0,
+            **asdict(self.totals),
+            "uniform_rows": round(len(self.sampler.lengths) * self._epochs_done),
+        }
+
+    @property
+    def _epochs_done(self) -> float:
+        done = (self.trainer.state.global_step - self._first_step) / self._steps
+        return self._progress_before + (self.sampler.current.epoch + 1 - self._progress_before) * done
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -366,15 +302,14 @@ class CurriculumLoop:
         if not self.trainer.args.should_save:
             return
         state, arrays = self.sampler.state_dict()
-        done = self.trainer.state.global_step - self._first_step
-        progress = self._progress_before + (self.sampler.current.epoch + 1 - self._progress_before) * done / self._steps
         state |= {
-            "steps_done": done,
+            "steps_done": self.trainer.state.global_step - self._first_step,
             "steps": self._steps,
             "accumulation": self._accumulation,
-            "progress": progress,
+            "progress": self._epochs_done,
             "progress_before": self._progress_before,
             "counts": asdict(self.counts),
+            "totals": asdict(self.totals),
         }
         write_json(Path(folder) / STATE_FILE, state)
         save_file({name: numpy.array(array, order="C") for name, array in arrays.items()}, Path(folder) / ARRAYS_FILE)
@@ -393,10 +328,11 @@ class CurriculumLoop:
         notices = self.sampler.load_state_dict(state, arrays, done)
         for notice in notices:
             logger.warning(notice)
-        is_leader = self.trainer.is_world_process_zero()
-        self.counts = Counts(**state["counts"]) if is_leader else Counts()
+        self.counts, self.totals = Counts(**state["counts"]), Counts(**state["totals"])
+        self._steps, self._progress_before = state["steps"], state["progress_before"]
+        self._first_step = self.trainer.state.global_step - state["steps_done"]
         if state["steps_done"] >= state["steps"]:
-            self.counts = Counts()
+            self.owes_row = self.counts.rows > 0
             return state["epoch"] + 1, 0
         if notices:
             self._resumed = (state["epoch"], state["progress"])
@@ -406,25 +342,3 @@ class CurriculumLoop:
             logger.warning("gradient_accumulation_steps changed: the rest of the epoch takes other steps")
             self._resumed = (state["epoch"], state["progress"])
         return state["epoch"], done // self.sampler.world
-
-
-def _refuse(trainer: SCUTrainer, settings: CurriculumSettings) -> None:
-    args, rows = trainer.args, trainer.train_dataset
-    if rows is not None and (isinstance(rows, torch.utils.data.IterableDataset) or not has_length(rows)):
-        raise ControlError(
-            f"a curriculum chooses samples by number, and a {type(rows).__name__} is a stream; set streaming: false "
-            "or leave the curriculum out"
-        )
-    refused = {
-        "train_sampling_strategy": (args.train_sampling_strategy, "random", "it would choose the samples as well"),
-        "dataloader_drop_last": (args.dataloader_drop_last, False, "it would drop rows that nobody counts"),
-        "auto_find_batch_size": (args.auto_find_batch_size, False, "it begins epochs anew; memory_control does not"),
-        "ignore_data_skip": (args.ignore_data_skip, False, "a resumed epoch would show rows twice"),
-    }
-    for name, (found, needed, reason) in refused.items():
-        if found != needed:
-            raise SettingsError(f"{name}: {found} with a curriculum: {reason}; set {name}: {str(needed).lower()}")
-    if args.n_gpu > 1:
-        raise ControlError("a curriculum does not work under DataParallel; start one process per GPU with torchrun")
-    if trainer.chunked is not None and trainer.chunked.settings.batch_mode == "logical":
-        raise SettingsError("batch_mode: logical moves rows between steps, a curriculum plans them; use chunk")

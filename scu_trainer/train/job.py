@@ -11,19 +11,30 @@ from typing import Any, Optional
 from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError, SettingsError
-from scu_trainer.settings import DataSettings, MemorySettings, ModelSettings, RegularizationSettings
+from scu_trainer.settings import (
+    CurriculumSettings,
+    DataSettings,
+    MemorySettings,
+    ModelSettings,
+    RegularizationSettings,
+)
+from scu_trainer.train.curriculum_rules import obstacle, require_enough_epochs
 from scu_trainer.train.run_directory import free_name
 
 
 @dataclass
 class Job:
-    """``regularization``: None trains without that loop. ``memory``: with its ``acts`` False, as the stock Trainer."""
+    """``regularization``: None trains without that loop. ``memory``: with its ``acts`` False, as the stock Trainer.
+
+    ``curriculum``: what was asked for; ``acting_curriculum`` is what runs.
+    """
 
     model: ModelSettings
     data: DataSettings
     regularization: Optional[RegularizationSettings]
     training: TrainingArguments
     memory: MemorySettings = field(default_factory=MemorySettings)
+    curriculum: CurriculumSettings = field(default_factory=CurriculumSettings)
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, under the names of the command line; can be read back as a configuration file."""
@@ -35,6 +46,7 @@ class Job:
             **asdict(self.data),
             **scu,
             **asdict(self.memory),
+            **asdict(self.curriculum),
             **_training_as_dict(self.training),
         }
 
@@ -57,6 +69,7 @@ class Job:
         )
         self._check_evaluation()
         self._check_memory()
+        self._check_curriculum()
         if self.checkpoint is not None:
             check_resumable(self.checkpoint, Path(training.output_dir))
 
@@ -91,6 +104,25 @@ class Job:
             f"min_batch_size {lowest} exceeds the {rows} rows of an optimizer step on a device "
             "(per_device_train_batch_size x gradient_accumulation_steps); lower min_batch_size",
         )
+
+    @property
+    def acting_curriculum(self) -> Optional[CurriculumSettings]:
+        """None where nothing was asked for and losses of samples cannot be tracked."""
+        tracks = not self.data.streaming and obstacle(self.training, self.memory) is None
+        return self.curriculum if self.curriculum.methods or tracks else None
+
+    def _check_curriculum(self) -> None:
+        if not self.curriculum.methods:
+            return
+        _require(
+            not self.data.streaming,
+            f"curriculum {self.curriculum.curriculum} chooses samples by number, and streaming data have none; set "
+            "streaming: false, or curriculum: none",
+        )
+        reason = obstacle(self.training, self.memory)
+        _require(reason is None, str(reason))
+        if self.training.max_steps <= 0:
+            require_enough_epochs(self.curriculum, self.training.num_train_epochs)
 
     def planned_steps(self, rows: int) -> int:
         """Optimizer steps for ``rows`` training rows, counted as the stock Trainer does."""

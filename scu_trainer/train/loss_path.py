@@ -73,8 +73,7 @@ class LossPath:
         """``stock(model, inputs, return_outputs, num_items)``: the Trainer's ``compute_loss``."""
         if self.rows is None:
             return self._forward(model, inputs, num_items, stock, None)[0]
-        inputs = type(inputs)(inputs)
-        ids = inputs.pop("sample_index", None)
+        ids, inputs = inputs.get("sample_index"), without_index(inputs)
         if ids is None:
             raise ControlError("a batch came without sample_index: it is not from this trainer's own data loader")
         weights = self.rows.weights_of(ids)
@@ -178,6 +177,11 @@ class LossPath:
             return loss, None
         targets = inputs["shift_labels"] if "shift_labels" in inputs else shifted(labels)
         return loss, RowLosses(*row_losses(tokens[-1], len(labels), targets))
+
+
+def without_index(inputs: Any) -> Any:
+    """What the model is to see of a batch."""
+    return type(inputs)({name: value for name, value in inputs.items() if name != "sample_index"})
 
 
 def _only(value: Any, rows: torch.Tensor, count: int) -> Any:

@@ -90,7 +90,10 @@ def replace_training(job: Job, scratch: str) -> Job:
     )
     training.report_to, training.push_to_hub = [], False
     training.load_best_model_at_end = False
-    return replace(job, training=training)
+    # So short a run has no epochs to prune in.
+    methods = [method for method in job.curriculum.methods if method != "infobatch"]
+    curriculum = replace(job.curriculum, curriculum="+".join(methods) or "none")
+    return replace(job, training=training, curriculum=curriculum)
 
 
 def _evaluation_seconds(trainer, parts: Parts) -> float:

@@ -168,6 +168,7 @@ def build_trainer(job: Job, parts: Parts, status: Optional[RunStatus], console: 
         regularization=job.regularization,
         regularization_tokens=parts.data.books.supervised_tokens or None,
         memory=job.memory,
+        curriculum=job.acting_curriculum,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ConsoleCallback(console))
@@ -219,4 +220,6 @@ def _write_results(trainer: SCUTrainer, output_dir: Path, figures: dict[str, Any
         figures["regularization"] = regularization_figures(output_dir, regularizer, seconds, train_s)
     if trainer.chunked is not None:
         figures["memory"] = memory_figures(trainer.chunked.loop)
+    if trainer.curriculum is not None:
+        figures["curriculum"] = trainer.curriculum.figures()
     write_json(output_dir / "scu_metrics.json", figures)

@@ -14,6 +14,7 @@ from scu_trainer.run_files import read_rows
 from scu_trainer.train.callbacks import HISTORY_FILE
 from scu_trainer.train.evaluate import DocumentScores, bootstrap_bpt, bootstrap_difference
 from scu_trainer.train.memory_loop import MemoryLoop
+from scu_trainer.train.suspects import SUSPECTS_FILE
 
 
 def held_out_figures(before: Optional[DocumentScores], after: Optional[DocumentScores]) -> dict[str, Any]:
@@ -92,6 +93,7 @@ def print_table(console: Console, figures: dict[str, Any], output_dir: Path, tra
         *_held_out_lines(figures),
         *_control_lines(figures.get("regularization")),
         *_memory_lines(figures.get("memory")),
+        *_curriculum_lines(figures.get("curriculum")),
     ]:
         table.add_row(name, value)
     table.add_row("files", str(output_dir))
@@ -137,6 +139,22 @@ def _memory_lines(memory: Optional[dict[str, Any]]) -> list[tuple[str, str]]:
                 f"{memory['out_of_memory']}",
             )
         )
+    return lines
+
+
+def _curriculum_lines(curriculum: Optional[dict[str, Any]]) -> list[tuple[str, str]]:
+    if curriculum is None:
+        return []
+    lines = []
+    if curriculum["curriculum"] != "none":
+        name, rows, uniform = curriculum["curriculum"], curriculum["rows"], max(1, curriculum["uniform_rows"])
+        tokens = curriculum["padded_tokens"] / max(1, curriculum["real_tokens"])
+        share = f"{rows:,} rows seen ({rows / uniform:.2f} of uniform), {tokens:.2f} tokens per real one"
+        lines.append(("curriculum", f"{name}: {share}"))
+    if curriculum["suspects"]:
+        lines.append(("suspect rows", f"{curriculum['suspects']:,} of {curriculum['samples']:,}: {SUSPECTS_FILE}"))
+    if curriculum["quarantined"]:
+        lines.append(("quarantined rows", f"{curriculum['quarantined']:,}: their loss was no finite number"))
     return lines
 
 

@@ -36,7 +36,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.train.callbacks import CurriculumCallback, MemoryCallback, RegularizationCallback
 from scu_trainer.train.chunked_step import ChunkedStep
 from scu_trainer.train.curriculum_loop import CurriculumLoop
-from scu_trainer.train.loss_path import LossPath
+from scu_trainer.train.loss_path import LossPath, without_index
 from scu_trainer.train.memory import Gauge, is_out_of_memory
 from scu_trainer.train.optimizer_guard import retry_unchanged
 from scu_trainer.train.prediction import Prediction
@@ -173,6 +173,7 @@ class SCUTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.loss_path is None or return_outputs or not model.training:
+            inputs = inputs if self.curriculum is None else without_index(inputs)
             return self._stock_loss(model, inputs, return_outputs, num_items_in_batch)
         return self.loss_path.loss(model, inputs, num_items_in_batch, self._stock_loss)
 

@@ -20,9 +20,23 @@ def lognormal(rows: int, sigma: float, seed: int = 0) -> np.ndarray:
     return np.maximum(1, np.random.default_rng(seed).lognormal(np.log(100), sigma, rows)).astype(np.int64)
 
 
-def filled(lengths: np.ndarray, budget_tokens: int, pool_rows: int = 1600, seed: int = 0) -> Batches:
+def filled(
+    lengths: np.ndarray, budget_tokens: int | None, pool_rows: int = 1600, seed: int = 0, rows_per_batch: int = 16
+) -> Batches:
     rng = np.random.default_rng(seed)
-    return token_budget(rng.permutation(lengths.size), lengths, budget_tokens, pool_rows, rng)
+    return token_budget(rng.permutation(lengths.size), lengths, budget_tokens, rows_per_batch, pool_rows, rng)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 400, 1714])
+def test_without_a_budget_there_are_as_many_micro_batches_as_uniform_makes(rows):
+    lengths = lognormal(rows, 0.6)
+    batches = filled(lengths, None)
+    assert len(batches) <= len(uniform(np.arange(rows), 16)) <= len(batches) + 1
+    assert sorted(batches.order.tolist()) == list(range(rows))
+    if rows >= 400:
+        tokens = padded_tokens(batches, lengths)
+        assert tokens.sum() <= (1.06 if rows == 400 else 1.03) * lengths.sum()
+        assert tokens.max() <= 1.25 * tokens.mean()
 
 
 def test_uniform_cuts_the_order_as_it_is():
@@ -35,7 +49,7 @@ def test_no_rows_are_refused_with_a_plain_sentence():
     nothing = np.array([], dtype=np.int64)
     for cut in (
         lambda: uniform(nothing, 2),
-        lambda: token_budget(nothing, nothing, 10, 4, np.random.default_rng(0)),
+        lambda: token_budget(nothing, nothing, 10, 2, 4, np.random.default_rng(0)),
         lambda: for_ranks(Batches(nothing, nothing), 2),
     ):
         with pytest.raises(ValueError, match="there is no row to make a micro-batch of"):
@@ -98,8 +112,15 @@ def test_micro_batches_are_shuffled_and_mixed_anew_by_another_seed():
     assert first.order.tobytes() == again.order.tobytes()
     assert first.ends.tobytes() == again.ends.tobytes()
     assert {frozenset(batch) for batch in lists(first)} != {frozenset(batch) for batch in lists(other)}
-    longest = np.array([lengths[batch].max() for batch in first])
+    one_pool = filled(lengths, 1600, pool_rows=2000)
+    longest = np.array([lengths[batch].max() for batch in one_pool])
     assert abs(np.corrcoef(longest, np.arange(longest.size))[0, 1]) < 0.3
+
+
+def test_rows_of_a_micro_batch_come_from_one_pool():
+    rows = np.arange(2000)
+    batches = token_budget(rows, lognormal(2000, 0.6), 1600, 16, 400, np.random.default_rng(0))
+    assert all(np.unique(batch // 400).size == 1 for batch in batches)
 
 
 def test_enough_micro_batches_stay_as_they_are():

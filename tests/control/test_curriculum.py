@@ -149,12 +149,28 @@ def test_a_method_draws_the_same_whatever_else_is_on():
     assert alone.skipped["infobatch"].size
 
 
-def test_the_budget_is_the_mean_length_times_the_rows_unless_it_is_given():
+def test_a_budget_that_is_given_is_kept():
     lengths = np.minimum(some_lengths(400), 200)
-    for law, budget in (({}, round(lengths.mean() * 8)), ({"token_budget": 1500}, 1500)):
-        one = planned(["token_budget"], 400, lengths=lengths, **law)
-        padded = [batch.size * lengths[batch].max() for batch in one.batches]
-        assert 0.8 * budget < max(padded) <= budget
+    one = planned(["token_budget"], 400, lengths=lengths, token_budget=1500)
+    padded = [batch.size * lengths[batch].max() for batch in one.batches]
+    assert 0.8 * 1500 < max(padded) <= 1500
+
+
+def test_without_a_budget_an_epoch_has_as_many_steps_as_a_uniform_one():
+    lengths = np.minimum(some_lengths(400), 200)
+    uniform, budgeted = planned([], 400, lengths=lengths), planned(["token_budget"], 400, lengths=lengths)
+    assert budgeted.micro_batches == uniform.micro_batches
+
+
+def test_weights_are_by_sample_number_whatever_the_order():
+    losses = np.random.default_rng(3).random(100)
+    state = Difficulty(100, 0.3, 3)
+    state.update(np.arange(100), losses, 3)
+    one = planned(["infobatch", "token_budget"], 100, snapshot=state.snapshot())
+    easy = np.setdiff1d(np.flatnonzero(losses < losses.mean()), one.skipped["infobatch"])
+    assert easy.size
+    assert np.flatnonzero(one.weights == 2.0).tolist() == easy.tolist()
+    assert np.flatnonzero(one.weights == 1.0).size == 100 - easy.size
 
 
 def test_one_huge_row_stands_alone():

@@ -129,6 +129,13 @@ def test_a_snapshot_is_a_copy_that_cannot_be_changed():
         snapshot.scores[0] = 2.0
 
 
+def test_costs_stay_the_callers_own():
+    costs = np.ones(5, dtype=np.float32)
+    snapshot = known().snapshot(costs=costs)
+    costs[0] = 7.0
+    assert snapshot.costs[0] == 1.0
+
+
 @pytest.mark.parametrize("costs", [None, np.arange(5.0)])
 def test_a_snapshot_survives_a_checkpoint_bit_for_bit(costs):
     state = known()

@@ -1,0 +1,62 @@
+"""What a curriculum does not go together with, said before any work is spent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Optional
+
+from torch.utils.data import IterableDataset
+from transformers.trainer_utils import has_length
+
+from scu_trainer.errors import ControlError, SettingsError
+from scu_trainer.settings import CurriculumSettings, MemorySettings
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from scu_trainer.train.trainer import SCUTrainer
+
+FEWEST_EPOCHS_TO_PRUNE = 4
+
+NEEDED = {
+    "train_sampling_strategy": ("random", "it would choose the samples as well"),
+    "dataloader_drop_last": (False, "it would drop rows that nobody counts"),
+    "auto_find_batch_size": (False, "it begins epochs anew; memory_control recovers without"),
+    "ignore_data_skip": (False, "a resumed epoch would show rows twice"),
+}
+"""Arguments of the stock Trainer: the value that they must have, and why."""
+
+
+def obstacle(args: TrainingArguments, memory: Optional[MemorySettings]) -> Optional[str]:
+    """Why no curriculum can act with these arguments, as a message; None if one can."""
+    for name, (needed, reason) in NEEDED.items():
+        found = getattr(args, name)
+        if found != needed:
+            return f"{name}: {found} with a curriculum: {reason}; set {name}: {str(needed).lower()}"
+    if args.n_gpu > 1:
+        return "a curriculum does not work under DataParallel; start one process per GPU with torchrun"
+    if memory is not None and memory.batch_mode == "logical":
+        return "batch_mode: logical moves rows between steps that a curriculum plans; use batch_mode: chunk"
+    return None
+
+
+def refuse(trainer: SCUTrainer) -> None:
+    """Raises SettingsError for arguments, ControlError for data that no curriculum can work with."""
+    memory = None if trainer.chunked is None else trainer.chunked.settings
+    reason = obstacle(trainer.args, memory)
+    if reason is not None:
+        raise SettingsError(reason)
+    rows = trainer.train_dataset
+    if rows is not None and (isinstance(rows, IterableDataset) or not has_length(rows)):
+        raise ControlError(
+            f"a curriculum chooses samples by number, and a {type(rows).__name__} is a stream; use a dataset with a "
+            "length, or leave the curriculum out"
+        )
+
+
+def require_enough_epochs(settings: CurriculumSettings, epochs: float) -> None:
+    """Raises SettingsError for infobatch in too short a run."""
+    if "infobatch" in settings.methods and epochs < FEWEST_EPOCHS_TO_PRUNE:
+        raise SettingsError(
+            f"curriculum infobatch over {epochs:.3g} epochs: its first epoch learns what is easy and its last ones see "
+            f"all rows, so it needs {FEWEST_EPOCHS_TO_PRUNE} or more; raise num_train_epochs or use another curriculum"
+        )

@@ -1,0 +1,62 @@
+"""``suspects.jsonl``: the rows that the noise guard holds for wrong, one JSON object per line, worst first.
+
+Written for a person who reads the rows and mends them: the number of the row, its loss against the bar, its label, the
+documents that are in it, and its beginning as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+import numpy
+import torch
+
+from scu_trainer.run_files import write_text
+
+if TYPE_CHECKING:
+    from scu_trainer.control.difficulty import Difficulty
+
+SUSPECTS_FILE = "suspects.jsonl"
+MOST_SUSPECTS = 10_000
+PREVIEW_TOKENS = 48
+
+
+def write_suspects(folder: Path, ids: numpy.ndarray, difficulty: Difficulty, rows: Any, tokenizer: Any) -> None:
+    """Replace the file; the first ``MOST_SUSPECTS`` of ``ids``, which come worst first. ``rows``: the training data."""
+    lines = [json.dumps(line) for line in _lines(ids[:MOST_SUSPECTS], difficulty, rows, tokenizer)]
+    write_text(Path(folder) / SUSPECTS_FILE, "".join(f"{line}\n" for line in lines))
+
+
+def _lines(ids: numpy.ndarray, difficulty: Difficulty, rows: Any, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    for sample in ids.tolist():
+        row = rows[sample]
+        line = {
+            "sample_index": sample,
+            "loss": round(float(difficulty.scores[sample]), 4),
+            "observations": int(difficulty.observations[sample]),
+        }
+        if isinstance(row, Mapping):
+            line |= {name: _plain(row[name]) for name in ("documents", "label") if name in row}
+            line |= _label(row.get("labels"))
+            line |= _preview(row.get("input_ids"), tokenizer)
+        yield line
+
+
+def _label(labels: Any) -> dict[str, Any]:
+    """A row's one label; the labels of a sequence are its text."""
+    plain = _plain(labels)
+    return {} if plain is None or isinstance(plain, list) else {"label": plain}
+
+
+def _preview(input_ids: Any, tokenizer: Any) -> dict[str, str]:
+    decode: Optional[Any] = getattr(tokenizer, "decode", None)
+    if input_ids is None or decode is None:
+        return {}
+    return {"text": decode(_plain(input_ids[:PREVIEW_TOKENS]), skip_special_tokens=True)}
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if torch.is_tensor(value) or isinstance(value, (numpy.ndarray, numpy.generic)) else value
