@@ -5,7 +5,7 @@ A selection in a loop of one's own:
 
 >>> import numpy as np
 >>> from scu_trainer.control import curriculum, difficulty
->>> law = curriculum.Law(methods=("noise_guard",), rows_per_batch=2, chance_loss=1.0)
+>>> law = curriculum.Law(methods=("noise_guard",), rows_per_batch=4)
 >>> known = difficulty.Difficulty(samples=6, alpha=0.3, window_epochs=law.window_epochs)
 >>> losses = np.array([0.2, 0.1, 3.0, 0.4, 0.3, 2.0])
 >>> for epoch in range(3):
@@ -54,12 +54,12 @@ class Law:
     """Padded tokens per micro-batch. None: what makes as many micro-batches as ``rows_per_batch`` rows each would."""
     window_epochs: int = 3
     """acmds: every sample is seen at least once in this many epochs in a row."""
-    chance_loss: Optional[float] = None
-    """noise_guard: nats of a guess (ln of the classes), the bar. None: a bar from the scores."""
+    classes: Optional[int] = None
+    """noise_guard: number of classes. None: not a classification."""
     guard_max_fraction: float = 0.5
     guard_readmit: float = 0.1
-    guard_observations: int = 2
-    """noise_guard: losses of a row that must be known before it can be excluded."""
+    guard_observations: Optional[int] = None
+    """noise_guard: losses of a row that must be known before it can be excluded. None: 3 with classes, else 2."""
     prune_ratio: float = 0.5
     """infobatch: probability, below 1, that a well-learned row is left out."""
     final_full_fraction: float = 0.125
@@ -83,7 +83,7 @@ class Plan:
     skipped: Mapping[str, np.ndarray]
     """Samples that the epoch does not see, by reason."""
     suspects: np.ndarray
-    """What looks mislabeled or broken, highest loss first."""
+    """What looks mislabeled or broken, worst first."""
     readmitted: np.ndarray
     """Suspects that the epoch sees all the same."""
     repeated: np.ndarray

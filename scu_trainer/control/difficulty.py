@@ -21,7 +21,14 @@ LARGEST_SCORE = float(np.finfo(np.float32).max)
 """A loss above this would be infinite as a score; it counts as not finite."""
 
 QUANTILES = (0, 10, 25, 50, 75, 90, 100)
-STATE_TYPES = {"scores": np.float32, "observations": np.int32, "last_epoch": np.int32, "quarantined": np.bool_}
+STATE_TYPES = {
+    "scores": np.float32,
+    "observations": np.int32,
+    "last_epoch": np.int32,
+    "quarantined": np.bool_,
+    "means": np.float32,
+    "labels": np.int32,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,20 +46,27 @@ class Snapshot:
     """int32, epoch of the newest finite loss; -1 for none."""
     quarantined: np.ndarray
     """bool, gave a loss that is not finite."""
+    means: Optional[np.ndarray] = None
+    """float32, nats: plain mean of all finite losses seen; NaN where unseen. None: the scores."""
+    labels: Optional[np.ndarray] = None
+    """int32, class of the sample; -1 where it is not known. None: not a classification."""
     availability: float = 1.0
     """Free share of memory, 0 to 1."""
     costs: Optional[np.ndarray] = None
     """float32, memory that a sample takes, in any unit (tokens, bytes). None: its length says it."""
 
     def __post_init__(self) -> None:
+        if self.means is None:
+            object.__setattr__(self, "means", self.scores)
         for name in STATE_TYPES:
-            object.__setattr__(self, name, _frozen(getattr(self, name), STATE_TYPES[name]))
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _frozen(getattr(self, name), STATE_TYPES[name]))
         if self.costs is not None:
             object.__setattr__(self, "costs", _frozen(self.costs, np.float32))
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """All of it as arrays, for a checkpoint. Without ``costs`` where there are none."""
-        arrays = {name: getattr(self, name).copy() for name in STATE_TYPES}
+        arrays = {name: getattr(self, name).copy() for name in STATE_TYPES if getattr(self, name) is not None}
         arrays["availability"] = np.array(self.availability, dtype=np.float64)
         if self.costs is not None:
             arrays["costs"] = self.costs.copy()
@@ -61,16 +75,18 @@ class Snapshot:
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Snapshot:
         """The snapshot that ``to_arrays`` wrote, bit for bit. Raises KeyError if an array is missing."""
-        state = {name: arrays[name] for name in STATE_TYPES}
-        return cls(**state, availability=float(arrays["availability"]), costs=arrays.get("costs"))
+        optional = {name: arrays.get(name) for name in ("means", "labels")}
+        state = {name: arrays[name] for name in STATE_TYPES if name not in optional}
+        return cls(**state, **optional, availability=float(arrays["availability"]), costs=arrays.get("costs"))
 
 
 class Difficulty:
     """Moving average of each sample's loss: the first loss as it is, then ``score += alpha * (loss - score)``.
 
     ``scores`` (float32, nats, NaN until seen), ``observations`` (int32, finite losses seen), ``last_epoch`` (int32,
-    epoch of the newest of them, -1 for none) and ``quarantined`` (bool, gave a loss that is not finite) have the shape
-    (samples,): 13 bytes per sample.
+    epoch of the newest of them, -1 for none), ``quarantined`` (bool, gave a loss that is not finite), ``means``
+    (float32, plain mean of all finite losses) and ``labels`` (int32, class, -1 where not known) have the shape
+    (samples,): 21 bytes per sample.
     """
 
     def __init__(self, samples: int, alpha: float, window_epochs: int):
@@ -80,14 +96,19 @@ class Difficulty:
         self.observations = np.zeros(samples, dtype=np.int32)
         self.last_epoch = np.full(samples, -1, dtype=np.int32)
         self.quarantined = np.zeros(samples, dtype=np.bool_)
+        self.means = np.full(samples, np.nan, dtype=np.float32)
+        self.labels = np.full(samples, -1, dtype=np.int32)
 
-    def update(self, ids: np.ndarray, losses: np.ndarray, epoch: int) -> None:
+    def update(self, ids: np.ndarray, losses: np.ndarray, epoch: int, labels: Optional[np.ndarray] = None) -> None:
         """Book losses (nats, shape (k,)) of the samples ``ids`` (shape (k,)), in this order where an id occurs twice.
 
+        ``labels``: their classes, shape (k,), where they have one; below 0 where not.
         A loss that is not finite quarantines its sample and leaves its score. Raises ValueError for an unknown id.
         """
         ids, losses = np.asarray(ids, dtype=np.int64), np.asarray(losses, dtype=np.float64)
         self._check(ids, losses)
+        if labels is not None:
+            self.labels[ids] = labels
         finite = np.abs(losses) <= LARGEST_SCORE
         self.quarantined[ids[~finite]] = True
         ids, losses = ids[finite], losses[finite]
@@ -114,10 +135,13 @@ class Difficulty:
 
     def snapshot(self, availability: float = 1.0, costs: Optional[np.ndarray] = None) -> Snapshot:
         """A copy that later updates do not touch."""
-        return Snapshot(self.scores, self.observations, self.last_epoch, self.quarantined, availability, costs)
+        arrays = {name: getattr(self, name) for name in STATE_TYPES}
+        if not (self.labels >= 0).any():
+            arrays["labels"] = None
+        return Snapshot(**arrays, availability=availability, costs=costs)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of the four arrays."""
+        """Copies of the arrays."""
         return {name: getattr(self, name).copy() for name in STATE_TYPES}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
@@ -141,6 +165,8 @@ class Difficulty:
         moved = before + self.alpha * (losses - before)
         self.scores[ids] = np.where(self.observations[ids] == 0, losses, moved)
         self.observations[ids] += 1
+        mean = np.where(np.isnan(self.means[ids]), 0.0, self.means[ids]).astype(np.float64)
+        self.means[ids] = mean + (losses - mean) / self.observations[ids]
         self.last_epoch[ids] = np.maximum(self.last_epoch[ids], epoch)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Optional
 
 import numpy as np
 
+from scu_trainer.control import noise
 from scu_trainer.control.difficulty import Snapshot
 
 if TYPE_CHECKING:
@@ -28,9 +29,6 @@ KERNEL_WIDTH = 0.25
 
 FIRST_TARGET = 0.25
 """Quantile of difficulty at which ``acmds`` starts; it ends at 1."""
-
-MAD_TO_SIGMA = 1.4826
-"""The median absolute deviation of normal values times this is their standard deviation."""
 
 
 def _no_ids() -> np.ndarray:
@@ -48,7 +46,7 @@ class Selection:
     weights: Optional[np.ndarray] = None
     """float32 (samples,), how much a sample's loss counts. None: all 1."""
     suspects: np.ndarray = field(default_factory=_no_ids)
-    """What looks mislabeled or broken, highest loss first, re-admitted ones included."""
+    """What looks mislabeled or broken, worst first, re-admitted ones included."""
     readmitted: np.ndarray = field(default_factory=_no_ids)
     """Suspects that this epoch sees, to renew their scores."""
     notes: tuple[str, ...] = ()
@@ -62,35 +60,18 @@ def without_quarantined(snapshot: Snapshot, ids: np.ndarray) -> Selection:
 
 
 def noise_guard(snapshot: Snapshot, ids: np.ndarray, law: Law, epoch: int, rng: np.random.Generator) -> Selection:
-    """Leave out rows whose score stays above the bar, but never more than ``law.guard_max_fraction`` of the rows.
+    """Leave out rows that look wrong (``noise.py``), but never more than ``law.guard_max_fraction`` of the rows.
 
     Of what is left out, ``law.guard_readmit`` comes back each epoch, longest unseen first, so that scores are renewed.
     """
-    scores = snapshot.scores[ids]
-    bar = guard_bar(scores[~np.isnan(scores)], law.chance_loss)
-    above = (snapshot.observations[ids] >= law.guard_observations) & (scores > bar)
-    suspects = _highest_first(snapshot, ids[above])
+    suspects, spared = noise.suspects(snapshot, ids, law)
     cap = min(int(law.guard_max_fraction * ids.size), max(0, ids.size - 1))
     excluded = suspects[:cap]
     readmitted = _longest_unseen(snapshot, excluded, law.guard_readmit, rng)
     out = _members(snapshot, excluded) & ~_members(snapshot, readmitted)
-    notes = _cap_notes(suspects.size, cap, ids.size, epoch)
+    notes = _cap_notes(suspects.size, cap, ids.size, epoch) + _spared_notes(spared, epoch)
     skipped = {"noise_guard": ids[out[ids]]}
     return Selection(ids[~out[ids]], skipped, suspects=suspects, readmitted=readmitted, notes=notes)
-
-
-def guard_bar(scores: np.ndarray, chance_loss: Optional[float]) -> float:
-    """Score in nats above which a row is suspect: chance, or else median + 3 robust standard deviations of ``scores``.
-
-    Infinite where the scores give no scale: none are known, or most are the same.
-    """
-    if chance_loss is not None:
-        return chance_loss
-    if not scores.size:
-        return math.inf
-    median = float(np.median(scores))
-    deviation = float(np.median(np.abs(scores - np.float32(median))))
-    return median + 3 * MAD_TO_SIGMA * deviation if deviation > 0 else math.inf
 
 
 def infobatch(
@@ -149,10 +130,6 @@ def difficulty_target(law: Law, epoch: int, epochs: Optional[float], availabilit
     return (FIRST_TARGET + (1 - FIRST_TARGET) * progress) * availability
 
 
-def _highest_first(snapshot: Snapshot, ids: np.ndarray) -> np.ndarray:
-    return ids[np.lexsort((ids, -snapshot.scores[ids]))]
-
-
 def _longest_unseen(snapshot: Snapshot, ids: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
     """At least one, or the only suspects of a small dataset would never be looked at again."""
     rows = math.ceil(share * ids.size - 1e-9)
@@ -173,6 +150,15 @@ def _cap_notes(suspects: int, cap: int, rows: int, epoch: int) -> tuple[str, ...
         f"epoch {epoch}: {suspects} of {rows} rows look noisy, but noise_guard excludes {cap} at most; the other "
         f"{suspects - cap}, those with the lowest loss, stay in. So many suspects may mean that the model has not "
         "learned yet, or that the labels are wrong throughout",
+    )
+
+
+def _spared_notes(spared: int, epoch: int) -> tuple[str, ...]:
+    if not spared:
+        return ()
+    return (
+        f"epoch {epoch}: {spared} rows that look noisy stay in, because half of their class is already left out: look "
+        "at the labels of that class",
     )
 
 

@@ -98,12 +98,14 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         except ValueError as error:
             raise DataError(f"epoch {epoch} has nothing to train on: {error}") from error
 
-    def update(self, ids: numpy.ndarray, losses: numpy.ndarray, epoch: int) -> None:
-        """Losses (nats) of the samples ``ids``, both of shape (k,), in the order in which they were seen."""
-        self.difficulty.update(ids, losses, epoch)
+    def update(
+        self, ids: numpy.ndarray, losses: numpy.ndarray, epoch: int, labels: Optional[numpy.ndarray] = None
+    ) -> None:
+        """Losses (nats) and, in a classification, labels of the samples ``ids``, shape (k,) each, as they were seen."""
+        self.difficulty.update(ids, losses, epoch, labels)
 
     def suspects(self) -> numpy.ndarray:
-        """Samples that the noise guard would leave out as things stand now, highest loss first."""
+        """Samples that the noise guard would leave out as things stand now, worst first."""
         snapshot = self.difficulty.snapshot()
         ids = without_quarantined(snapshot, numpy.arange(len(self.lengths))).ids
         return noise_guard(snapshot, ids, self.law, self._plan.epoch + 1, numpy.random.default_rng(0)).suspects
@@ -141,7 +143,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
             "epoch": plan.epoch,
             "micro_batches": plan.micro_batches,
             "rows_per_batch": self.law.rows_per_batch,
-            "chance_loss": self.law.chance_loss,
+            "classes": self.law.classes,
             "world": self.world,
             "seed": self.seed,
             "samples": len(self.lengths),
@@ -158,9 +160,9 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         self._require_same_data(state)
         self.difficulty.load_state_dict(_under("difficulty", arrays))
         self._snapshot = Snapshot.from_arrays(_under("snapshot", arrays))
-        self.law = replace(self.law, chance_loss=state["chance_loss"])
+        self.law = replace(self.law, classes=state["classes"])
         old_law = replace(
-            law_of(CurriculumSettings(**state["settings"]), state["rows_per_batch"]), chance_loss=state["chance_loss"]
+            law_of(CurriculumSettings(**state["settings"]), state["rows_per_batch"]), classes=state["classes"]
         )
         old = self._made(state["epoch"], old_law, state["world"])
         if "rest.order" in arrays:

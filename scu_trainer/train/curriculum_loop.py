@@ -34,7 +34,7 @@ from scu_trainer.run_files import write_json
 from scu_trainer.settings import CurriculumSettings
 from scu_trainer.train.curriculum_rules import refuse, require_enough_epochs
 from scu_trainer.train.deliveries import Counts, Deliveries
-from scu_trainer.train.row_readings import Reading
+from scu_trainer.train.row_readings import Reading, RowLosses
 from scu_trainer.train.seen_losses import SeenLosses
 from scu_trainer.train.suspects import write_suspects
 
@@ -69,6 +69,7 @@ class CurriculumLoop:
         self._steps = 0
         self._progress_before = 0.0  # epochs done before this plan's first step
         self._total_steps = 0
+        self._classes: Optional[int] = None  # known from the first batch of the first training on
         self._resumed: Optional[tuple[int, float]] = None
 
     @property
@@ -97,7 +98,9 @@ class CurriculumLoop:
             rank=args.process_index,
             world=args.world_size,
         )
+        self.counts, self.totals, self.owes_row, self._resumed = Counts(), Counts(), False, None
         self.sampler.set_epochs(self._epochs())
+        self._tell_classes()
         require_enough_epochs(self.settings, self.sampler.epochs)
         if hasattr(rows, "column_names"):
             rows = trainer._remove_unused_columns(rows, description="training")
@@ -226,13 +229,17 @@ class CurriculumLoop:
         if not reading.exact:
             logger.warning("difficulty is each row's cross-entropy; the loss that is trained has other parts as well")
         if reading.classes is not None and reading.classes > 1:
-            self.sampler.law = replace(self.sampler.law, chance_loss=math.log(reading.classes))
+            self._classes = reading.classes
+            self._tell_classes()
+
+    def _tell_classes(self) -> None:
+        self.sampler.law = replace(self.sampler.law, classes=self._classes)
 
     def weights_of(self, ids: torch.Tensor) -> Optional[torch.Tensor]:
         return None if self._weights is None else self._weights[ids]
 
-    def record(self, ids: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor) -> None:
-        self._seen.record(self.trainer.state.global_step, ids, sums, counts)
+    def record(self, ids: torch.Tensor, losses: RowLosses) -> None:
+        self._seen.record(self.trainer.state.global_step, ids, losses)
 
     def quarantine(self, ids: torch.Tensor) -> None:
         """Rows without a finite loss: out of this step and out of every later epoch."""
@@ -241,10 +248,10 @@ class CurriculumLoop:
     def gather(self) -> None:
         """Put the losses and counts of all ranks together; every rank calls it at the same place."""
         parts = self._from_all([(*self._seen.drain(), self._deliveries.drain())])
-        self.counts = sum((part[3] for part in parts), self.counts)
-        steps, ids, losses = (numpy.concatenate([part[i] for part in parts]) for i in range(3))
+        self.counts = sum((part[-1] for part in parts), self.counts)
+        steps, ids, losses, labels = (numpy.concatenate([part[i] for part in parts]) for i in range(4))
         order = numpy.argsort(steps, kind="stable")
-        self.sampler.update(ids[order], losses[order], self.sampler.current.epoch)
+        self.sampler.update(ids[order], losses[order], self.sampler.current.epoch, labels[order])
 
     # -- books ---------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional, Protocol
 
 import torch
@@ -22,7 +21,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from scu_trainer.errors import ControlError, SettingsError
 from scu_trainer.train.losses import chunked_linear_cross_entropy, row_losses
 from scu_trainer.train.reduction import tolerance, untouched
-from scu_trainer.train.row_readings import Reading, find_reading, shifted
+from scu_trainer.train.row_readings import Reading, RowLosses, find_reading, shifted
 from scu_trainer.train.rows import PADDING, has_time
 
 if TYPE_CHECKING:
@@ -44,19 +43,11 @@ class Rows(Protocol):
     def weights_of(self, ids: torch.Tensor) -> Optional[torch.Tensor]:
         """Factor of each row's loss; None where all are 1."""
 
-    def record(self, ids: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor) -> None: ...
+    def record(self, ids: torch.Tensor, losses: RowLosses) -> None: ...
 
     def quarantine(self, ids: torch.Tensor) -> None: ...
 
     def found(self, reading: Optional[Reading]) -> None: ...
-
-
-@dataclass
-class RowLosses:
-    """``sums`` in nats and the ``counts`` they run over, both (rows,), without gradient."""
-
-    sums: torch.Tensor
-    counts: torch.Tensor
 
 
 class LossPath:
@@ -83,12 +74,13 @@ class LossPath:
         bad = ~torch.isfinite(losses.sums)
         if bool(bad.any()):
             return self._without(model, inputs, num_items, stock, ids, bad)
-        self.rows.record(ids, losses.sums, losses.counts)
+        self.rows.record(ids, losses)
         return loss
 
     def _without(self, model, inputs, num_items, stock, ids, bad: torch.Tensor) -> torch.Tensor:
         """The loss of the rows whose loss is a number; the others are set aside, and said."""
         self.rows.quarantine(ids[bad])
+        model = self.trainer.model  # not DDP's: a forward that other ranks do not run must not speak to them
         good = (~bad).nonzero().flatten()
         if len(good):
             kept = {name: _only(value, good, len(ids)) for name, value in inputs.items()}
@@ -112,19 +104,20 @@ class LossPath:
             self._find_reading(outputs, labels, loss, num_items)
         if self.reading is None:
             return loss, None
-        sums, counts = self.reading.rows(outputs, labels)
+        losses = self.reading.rows(outputs, labels)
         if weights is not None:
             # The model's loss is its rows' sum times one factor, whatever it is divided by.
-            factor = loss.detach() / sums.sum()
+            total = losses.sums.sum()
+            factor = torch.where(total == 0, 0.0, loss.detach() / total)  # nothing left to learn: 0 / 0
             loss = factor * (weights * self.reading.sums_with_gradient(outputs, labels)).sum()
-        return loss, RowLosses(sums, counts)
+        return loss, losses
 
     def _find_reading(self, outputs, labels, loss, num_items) -> None:
-        if not bool(torch.isfinite(loss)):
-            return  # ask again: this batch tells nothing
         self.reading = find_reading(
             outputs, labels, float(loss.detach()), num_items, self.trainer.accelerator.num_processes
         )
+        if not bool(torch.isfinite(loss)):
+            return  # ask again: this batch tells nothing, but which of its rows are to be set aside
         self._asked_reading = True
         self.rows.found(self.reading)
 

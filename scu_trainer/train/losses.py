@@ -112,7 +112,7 @@ class _Work:
         learned = self.order[: self.learned]
         chosen = losses.index_select(0, learned)
         weights = self.weights_of(learned)
-        return chosen.sum() if weights is None else chosen.dot(weights.squeeze(1))
+        return chosen.sum() if weights is None else (chosen * weights.squeeze(1)).sum()
 
     def divided(self, value: Tensor) -> Tensor:
         divisor = len(self.order) if self.divisor is None else self.divisor
@@ -176,7 +176,7 @@ def _losses_and_gradients(
 ) -> tuple[Tensor, list[Optional[Tensor]]]:
     """Losses (tokens,), and the gradients of sum(token_weights · losses) that are ``wanted``, in the losses' dtype."""
     losses = hidden.new_zeros(len(hidden), dtype=work.loss_dtype)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):  # what is float32 here stays it
         layer = _OutputLayer(weight, bias, work)
         sums = _Gradients(
             *(

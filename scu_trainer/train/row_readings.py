@@ -22,6 +22,15 @@ percents away."""
 
 
 @dataclass(frozen=True)
+class RowLosses:
+    """``sums`` in nats, the ``counts`` of what they run over, and in a classification the ``labels``; (rows,) each."""
+
+    sums: torch.Tensor
+    counts: torch.Tensor
+    labels: Optional[torch.Tensor] = None
+
+
+@dataclass(frozen=True)
 class Reading:
     """``kind``: "shifted" (logits (rows, time, words) predict the next label), "tokens" (the label at their place),
     "classes" (logits (rows, classes)), "numbers" (regression), "several" (one yes or no per class), "own" (the model
@@ -32,10 +41,11 @@ class Reading:
     exact: bool
     classes: Optional[int] = None
 
-    def rows(self, outputs: Any, labels: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sums, counts) per row, float32, without gradient: nats (squares for "numbers"), and how many were summed."""
+    def rows(self, outputs: Any, labels: Any) -> RowLosses:
+        """Without gradient; squares instead of nats for "numbers"."""
         with torch.no_grad():
-            return _rows(self.kind, outputs, labels)
+            sums, counts = _rows(self.kind, outputs, labels)
+        return RowLosses(sums, counts, labels.reshape(-1) if self.kind == "classes" else None)
 
     def sums_with_gradient(self, outputs: Any, labels: Any) -> torch.Tensor:
         """The sums alone, differentiable."""

@@ -108,6 +108,21 @@ def test_without_a_divisor_it_is_the_mean_over_valid_targets():
     assert apart([loss, *case.gradients(loss)], [mean, *case.gradients(mean)]) < 1e-6
 
 
+def test_large_logits_do_not_overflow():
+    case = Case(scale=10.0)
+    loss, stock = case.chunked_loss(), case.stock_loss()
+    assert linear(*case.head).max() > 100
+    assert apart([loss, *case.gradients(loss)], [stock, *case.gradients(stock)]) < 1e-6
+
+
+def test_a_token_of_weight_zero_counts_in_the_mean():
+    case = Case()
+    weights = (torch.arange(TOKENS) % 3 > 0).float()
+    valid = int((case.targets != IGNORED).sum())
+    mean, total = (case.chunked_loss(token_weights=weights, divisor=divisor) for divisor in (None, valid))
+    assert torch.equal(mean, total)
+
+
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
 def test_softcap(softcap):
     case = Case(torch.float64)
@@ -185,6 +200,13 @@ def test_autocast_multiplies_in_its_dtype_and_keeps_float32_gradients():
         for mine, its, true in zip(case.gradients(loss), case.gradients(stock), exact, strict=True):
             assert mine.dtype == torch.float32
             assert apart([mine], [true]) < 1.5 * apart([its], [true])
+
+
+def test_autocast_leaves_double_precision_alone():
+    case = Case(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = case.chunked_loss()
+    assert torch.equal(loss, case.chunked_loss())
 
 
 def test_a_large_divisor_does_not_drown_a_half_precision_gradient():
@@ -421,6 +443,16 @@ def test_row_losses_keep_rows_apart():
     assert counts.tolist() == [2, 0, 3]
     assert sums[:2].tolist() == [3.0, 0.0]
     assert sums[2].isnan()
+
+
+def test_losses_from_logits_ignore_the_index_that_they_are_told():
+    logits, targets = torch.zeros(2, 3, 4), torch.tensor([[1, 2, 0], [0, 0, 0]])
+    losses = token_losses_of_logits(logits, targets, ignore_index=0)
+    assert (losses > 0).tolist() == [True, True, False, False, False, False]
+    sums, counts = row_losses(losses, 2, targets, ignore_index=0)
+    assert counts.tolist() == [2, 0]
+    assert torch.equal(weighted_row_sums(logits, targets, ignore_index=0), sums)
+    assert torch.equal(weighted_row_sums(logits, targets, torch.tensor([0.0, 1.0]), ignore_index=0), torch.zeros(2))
 
 
 @pytest.mark.parametrize("shape", [(4, 6, 10), (4, 10)])
