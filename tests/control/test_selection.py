@@ -86,7 +86,7 @@ CHANCE = replace(LAW, classes=8)
 
 def test_rows_above_the_bar_are_out_but_some_come_back():
     selection = guard(noisy(), CHANCE)
-    assert selection.suspects.tolist() == list(range(99, 79, -1))
+    assert sorted(selection.suspects) == list(range(80, 100))
     assert selection.readmitted.size == 2
     assert set(selection.skipped["noise_guard"]) == set(range(80, 100)) - set(selection.readmitted)
     assert set(selection.readmitted) <= set(selection.ids)
