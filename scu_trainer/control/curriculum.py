@@ -101,6 +101,21 @@ class Plan:
         """Rows over all ranks, repeated ones included."""
         return self.batches.order.size
 
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """All of it but ``epoch`` and ``notes``, for a checkpoint."""
+        arrays = {"order": self.batches.order, "ends": self.batches.ends}
+        arrays |= {name: getattr(self, name) for name in ("suspects", "readmitted", "repeated")}
+        arrays |= {f"skipped.{reason}": ids for reason, ids in self.skipped.items()}
+        return arrays if self.weights is None else {**arrays, "weights": self.weights}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], epoch: int, notes: Iterable[str]) -> Plan:
+        """The plan that ``to_arrays`` wrote. Raises KeyError if an array is missing."""
+        skipped = {name.removeprefix("skipped."): ids for name, ids in arrays.items() if name.startswith("skipped.")}
+        named = {name: arrays[name] for name in ("suspects", "readmitted", "repeated")}
+        batches = Batches(arrays["order"], arrays["ends"])
+        return cls(epoch, batches, arrays.get("weights"), skipped, **named, notes=tuple(notes))
+
     def batches_of(self, rank: int, world: int) -> list[np.ndarray]:
         """Sample numbers of each micro-batch of one rank."""
         return [self.batches[batch] for batch in range(rank, self.micro_batches, world)]

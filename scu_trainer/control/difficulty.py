@@ -115,9 +115,13 @@ class Difficulty:
         for part in _without_repeats(ids, self.scores.size):
             self._book(ids[part], losses[part], epoch)
 
+    def see(self, ids: np.ndarray, epoch: int) -> None:
+        """Rows that were trained on without a loss that is known: only when they were seen is noted."""
+        self.last_epoch[ids] = np.maximum(self.last_epoch[ids], epoch)
+
     def stale(self, epoch: int) -> np.ndarray:
         """Mask, shape (samples,): seen, in use, but not seen for more than ``window_epochs`` epochs."""
-        return (self.observations > 0) & (epoch - self.last_epoch > self.window_epochs) & ~self.quarantined
+        return (self.last_epoch >= 0) & (epoch - self.last_epoch > self.window_epochs) & ~self.quarantined
 
     def quantiles(self) -> dict[str, Optional[float]]:
         """Quantiles p0 to p100 of the known scores, in nats; None where nothing is known."""
@@ -128,7 +132,7 @@ class Difficulty:
     def counts(self, epoch: int) -> dict[str, int]:
         """Samples that are never seen, stale, or quarantined; nothing is counted twice."""
         return {
-            "unseen": int(np.count_nonzero((self.observations == 0) & ~self.quarantined)),
+            "unseen": int(np.count_nonzero((self.last_epoch < 0) & ~self.quarantined)),
             "stale": int(np.count_nonzero(self.stale(epoch))),
             "quarantined": int(np.count_nonzero(self.quarantined)),
         }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import numpy
 import torch
@@ -12,6 +14,7 @@ from scu_trainer.errors import DataError
 
 SAMPLE_INDEX = "sample_index"
 ROWS_PER_READ = 10_000
+ROWS_TO_CHECK = 16
 
 
 class Numbered(torch.utils.data.Dataset):
@@ -71,6 +74,33 @@ def lengths_of(rows: Any, length_column: str = "length") -> numpy.ndarray:
     if not (isinstance(first, Mapping) and "input_ids" in first):
         return numpy.ones(len(rows), dtype=numpy.int64)
     return numpy.fromiter((len(rows[i]["input_ids"]) for i in range(len(rows))), dtype=numpy.int64, count=len(rows))
+
+
+def content_crc32(rows: Any) -> Optional[int]:
+    """Checksum of a few rows, so that other data of the same size are noticed; None where reading a row twice gives
+    two different ones (random augmentation). RNG is left as it was.
+    """
+    if not len(rows):
+        return None
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        numbers = numpy.linspace(0, len(rows) - 1, num=min(ROWS_TO_CHECK, len(rows)), dtype=int).tolist()
+        first, again = (_crc32_of([rows[number] for number in part]) for part in (numbers[:2], numbers[:2]))
+        return _crc32_of([rows[number] for number in numbers]) if first == again else None
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def _crc32_of(rows: Sequence[Any]) -> int:
+    checksum = 0
+    for row in rows:
+        for name in sorted(row) if isinstance(row, Mapping) else ():
+            values = row[name] if torch.is_tensor(row[name]) else numpy.asarray(row[name])
+            content = numpy.asarray(values)
+            checksum = zlib.crc32(content.tobytes() if content.dtype != object else repr(values).encode(), checksum)
+    return checksum
 
 
 def _arrow_lengths(rows: Any) -> numpy.ndarray:

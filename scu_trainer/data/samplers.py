@@ -22,8 +22,7 @@ import torch
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from scu_trainer.control import curriculum as control
-from scu_trainer.control.batches import Batches
-from scu_trainer.control.difficulty import Difficulty, Snapshot
+from scu_trainer.control.difficulty import Difficulty
 from scu_trainer.control.selection import noise_guard, without_quarantined
 from scu_trainer.errors import CheckpointError, DataError
 from scu_trainer.settings import CurriculumSettings
@@ -33,7 +32,8 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
     """``lengths``: tokens of every sample. ``rows_per_batch``: of a uniform micro-batch. ``epochs``: of the whole run.
 
     ``difficulty``: what is known of every sample. ``availability``: free share of memory, for the next plan.
-    ``costs``: memory of every sample in any unit; default its length.
+    ``costs``: memory of every sample in any unit; default its length. ``content``: a checksum of the data, if there is
+    one; a checkpoint with another is refused.
     Raises DataError for an empty dataset.
     """
 
@@ -47,18 +47,18 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
+        content: Optional[int] = None,
     ) -> None:
         self.lengths = numpy.asarray(lengths, dtype=numpy.int64)
         if not len(self.lengths):
             raise DataError("the training dataset is empty: there is nothing to plan; check the path and the filters")
         self.settings, self.epochs, self.seed, self.rank, self.world = settings, epochs, seed, rank, world
+        self.content = content
         self.law = law_of(settings, rows_per_batch)
         self.difficulty = Difficulty(len(self.lengths), settings.difficulty_alpha, settings.difficulty_window)
         self.availability = 1.0
         self.costs: Optional[numpy.ndarray] = None
         self._plan: Optional[control.Plan] = None
-        self._snapshot: Optional[Snapshot] = None
-        self._is_rest = False  # of an epoch whose beginning was cut otherwise
         self.nominal_batches = self.plan(0).micro_batches // world
 
     def set_epochs(self, epochs: float) -> None:
@@ -84,17 +84,17 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
     def plan(self, epoch: int) -> control.Plan:
         """The plan of ``epoch``; made from the present difficulties when it is first asked for."""
         if self._plan is None or self._plan.epoch != epoch:
-            self._is_rest = False
-            self._snapshot = self.difficulty.snapshot(self.availability, self.costs)
             self._plan = self._made(epoch)
         return self._plan
 
-    def _made(self, epoch: int, law: Optional[control.Law] = None, world: Optional[int] = None) -> control.Plan:
+    def _made(self, epoch: int) -> control.Plan:
         generator = torch.Generator().manual_seed(self.seed + epoch)  # the stock Trainer's order of the epoch
         permutation = torch.randperm(len(self.lengths), generator=generator).numpy()
-        law, world = law or self.law, world or self.world
+        snapshot = self.difficulty.snapshot(self.availability, self.costs)
         try:
-            return control.plan(law, self._snapshot, epoch, self.epochs, permutation, self.lengths, world, self.seed)
+            return control.plan(
+                self.law, snapshot, epoch, self.epochs, permutation, self.lengths, self.world, self.seed
+            )
         except ValueError as error:
             raise DataError(f"epoch {epoch} has nothing to train on: {error}") from error
 
@@ -116,7 +116,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         weights = None if plan.weights is None else plan.weights[plan.batches.order]
         return {
             "samples": len(self.lengths),
-            "planned": len(numpy.unique(plan.batches.order)),
+            "seen": int((self.difficulty.last_epoch == plan.epoch).sum()),
             "skipped": {reason: len(ids) for reason, ids in plan.skipped.items()},
             "readmitted": len(plan.readmitted),
             "repeated": len(plan.repeated),
@@ -133,65 +133,77 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, numpy.ndarray]]:
         """(JSON-safe part, arrays). The same on every rank, if ``update`` was."""
-        plan = self._plan
         arrays = {f"difficulty.{name}": array for name, array in self.difficulty.state_dict().items()}
-        arrays |= {f"snapshot.{name}": array for name, array in self._snapshot.to_arrays().items()}
-        if self._is_rest:
-            arrays |= {"rest.order": plan.batches.order, "rest.ends": plan.batches.ends}
+        arrays |= {f"plan.{name}": array for name, array in self._plan.to_arrays().items()}
         return {
-            "settings": asdict(self.settings),
-            "epoch": plan.epoch,
-            "micro_batches": plan.micro_batches,
-            "rows_per_batch": self.law.rows_per_batch,
+            **self._identity(),
+            "epoch": self._plan.epoch,
+            "notes": list(self._plan.notes),
+            "micro_batches": self._plan.micro_batches,
             "classes": self.law.classes,
-            "world": self.world,
-            "seed": self.seed,
             "samples": len(self.lengths),
             "lengths_crc32": zlib.crc32(self.lengths.tobytes()),
+            "content": self.content,
         }, arrays
 
-    def load_state_dict(self, state: dict[str, Any], arrays: dict[str, numpy.ndarray], done: int) -> list[str]:
+    def _identity(self) -> dict[str, Any]:
+        """What plans depend on besides losses."""
+        epochs = None if self.epochs is None else float(self.epochs)
+        return {
+            **asdict(self.settings),
+            "rows_per_batch": self.law.rows_per_batch,
+            "processes": self.world,
+            "seed": self.seed,
+            "epochs": epochs,
+        }
+
+    def load_state_dict(
+        self, state: dict[str, Any], arrays: dict[str, numpy.ndarray], done: int, cut_anew: bool = False
+    ) -> list[str]:
         """Go on where ``state_dict`` was taken, ``done`` micro-batches (of all ranks) into its epoch.
 
-        Returns sentences about what is not as it was. With another number of ranks or rows per batch the rows of the
-        epoch that were not seen yet are cut anew, and the epoch goes on with them from its first micro-batch.
-        Raises CheckpointError where the data are not the same.
+        Returns sentences about what is not as it was. The interrupted epoch ends as it was planned; with another number
+        of ranks or rows per batch, or ``cut_anew``, the rows that it has not seen yet are cut anew, and it goes on with
+        them from their first micro-batch. Raises CheckpointError where the data are not the same.
         """
         self._require_same_data(state)
         self.difficulty.load_state_dict(_under("difficulty", arrays))
-        self._snapshot = Snapshot.from_arrays(_under("snapshot", arrays))
         self.law = replace(self.law, classes=state["classes"])
-        old_law = replace(
-            law_of(CurriculumSettings(**state["settings"]), state["rows_per_batch"]), classes=state["classes"]
-        )
-        old = self._made(state["epoch"], old_law, state["world"])
-        if "rest.order" in arrays:
-            old = replace(old, batches=Batches(arrays["rest.order"], arrays["rest.ends"]))
-        self._plan, self._is_rest = old, "rest.order" in arrays
-        if (old_law, state["world"]) == (self.law, self.world):
-            return []
-        if done < old.micro_batches:
-            self._plan = control.rest_of(old, done, self.world, self.law, self.lengths, self.seed)
-            self._is_rest = True
-        return [self._what_changed(state, done, old)]
+        self._plan = control.Plan.from_arrays(_under("plan", arrays), state["epoch"], state["notes"])
+        now = self._identity()
+        changes = {name: (state[name], value) for name, value in now.items() if state[name] != value}
+        left = len(self._plan.batches.order) - int(self._plan.batches.ends[done - 1] if done else 0)
+        cut_anew = cut_anew or not changes.keys().isdisjoint({"rows_per_batch", "processes"})
+        if cut_anew and left:
+            self._plan = control.rest_of(self._plan, done, self.world, self.law, self.lengths, self.seed)
+        return _what_changed(changes, state["epoch"], left if cut_anew else 0)
 
     def _require_same_data(self, state: dict[str, Any]) -> None:
         same = (len(self.lengths), zlib.crc32(self.lengths.tobytes())) == (state["samples"], state["lengths_crc32"])
-        if not same:
+        same_content = None in (self.content, state["content"]) or self.content == state["content"]
+        if not (same and same_content):
+            difference = "with other content" if same else "or of other lengths"
             raise CheckpointError(
                 f"the checkpoint was written with {state['samples']:,} training rows, now there are "
-                f"{len(self.lengths):,}, or of other lengths: its scores, order and weights would go to other rows. "
-                "Use the same data, or start anew from its weights with model_name_or_path"
+                f"{len(self.lengths):,}, {difference}: its scores, order and weights would go to other rows. Use the "
+                "same data, or start anew from its weights with model_name_or_path"
             )
 
-    def _what_changed(self, state: dict[str, Any], done: int, old: control.Plan) -> str:
-        rows = len(old.batches.order) - int(old.batches.ends[done - 1] if done else 0)
-        return (
-            f"the checkpoint was written with {state['world']} processes and {state['rows_per_batch']} rows per batch "
-            f"(curriculum {state['settings']['curriculum']}), now it is {self.world} and {self.law.rows_per_batch} "
-            f"({self.settings.curriculum}): the {rows:,} rows that epoch {state['epoch']} has not seen yet are cut "
-            "anew; no row is lost or repeated, but the run is no longer the one that was begun"
+
+def _what_changed(changes: dict[str, tuple[Any, Any]], epoch: int, rows_cut_anew: int) -> list[str]:
+    sentences = []
+    if changes:
+        was_is = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in changes.items())
+        sentences.append(
+            f"the checkpoint was written with other settings ({was_is}): epoch {epoch + 1} ends as it was planned, "
+            "later ones follow the new settings; the run is no longer the one that was begun"
         )
+    if rows_cut_anew:
+        sentences.append(
+            f"the {rows_cut_anew:,} rows that epoch {epoch + 1} has not seen yet are cut anew: none is lost, none "
+            "comes twice"
+        )
+    return sentences
 
 
 def _under(prefix: str, arrays: dict[str, numpy.ndarray]) -> dict[str, numpy.ndarray]:

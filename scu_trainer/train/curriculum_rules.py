@@ -13,9 +13,13 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
+    from scu_trainer.train.row_readings import Reading
     from scu_trainer.train.trainer import SCUTrainer
 
 FEWEST_EPOCHS_TO_PRUNE = 4
+
+BY_LOSS = ("noise_guard", "acmds", "infobatch")
+"""Methods that choose rows by their losses."""
 
 NEEDED = {
     "train_sampling_strategy": ("random", "it would choose the samples as well"),
@@ -32,6 +36,9 @@ def obstacle(args: TrainingArguments, memory: Optional[MemorySettings]) -> Optio
         found = getattr(args, name)
         if found != needed:
             return f"{name}: {found} with a curriculum: {reason}; set {name}: {str(needed).lower()}"
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(args.accelerator_config, name, None):
+            return f"accelerator_config {name} deals batches out by itself; with a curriculum leave it out"
     if args.n_gpu > 1:
         return "a curriculum does not work under DataParallel; start one process per GPU with torchrun"
     if memory is not None and memory.batch_mode == "logical":
@@ -51,6 +58,29 @@ def refuse(trainer: SCUTrainer) -> None:
             f"a curriculum chooses samples by number, and a {type(rows).__name__} is a stream; use a dataset with a "
             "length, or leave the curriculum out"
         )
+
+
+def check_reading(settings: CurriculumSettings, reading: Optional[Reading]) -> Optional[str]:
+    """What to say of how the losses of rows are read. Raises ControlError where the curriculum cannot act on it."""
+    methods = settings.methods
+    by_loss = [name for name in BY_LOSS if name in methods]
+    advice = 'let its forward return {"loss": ..., "losses": ...} with losses of shape (rows,)'
+    if reading is None:
+        if by_loss:
+            raise ControlError(
+                f"curriculum {by_loss[0]} needs the loss of each row, and this model returns neither logits beside "
+                f"labels nor losses; {advice}"
+            )
+        return "the model returns no logits: difficulties stay unknown"
+    if reading.exact:
+        return None
+    weighs = "infobatch" in methods or ("token_budget" in methods and reading.counts_rows)
+    if weighs:
+        raise ControlError(
+            f"curriculum {settings.curriculum} weighs rows, and this model's loss is not the sum of its rows' losses "
+            f"as far as its logits tell (label smoothing and losses of one's own are not); {advice}"
+        )
+    return "difficulty is each row's plain loss as its logits tell; the loss that is trained has other parts as well"
 
 
 def require_enough_epochs(settings: CurriculumSettings, epochs: float) -> None:

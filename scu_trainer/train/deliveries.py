@@ -7,14 +7,16 @@ from typing import Any, Optional
 
 import torch
 
-from scu_trainer.train.rows import NOT_LEARNED, Batch, follows_time, layout_for
+from scu_trainer.errors import ControlError
+from scu_trainer.train.rows import NOT_LEARNED, PADDING, has_time
 
 
 @dataclass
 class Counts:
-    """What was delivered. ``padded_tokens``: as the batches came; ``cut_tokens``: taken from rows by length warm-up.
+    """What was delivered. ``real_tokens``: of the rows as they are in the dataset; ``padded_tokens``: of the batches
+    that were made of them; ``cut_tokens``: taken away by length warm-up.
 
-    Tokens are rows for inputs without a length.
+    Tokens are those of ``input_ids``, and rows for inputs without a length.
     """
 
     rows: int = 0
@@ -30,57 +32,57 @@ class Deliveries:
     """Of this rank, since ``drain`` was last called."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+        config = getattr(model, "config", None)
+        self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self._counts = Counts()
-        self._real_tokens: Optional[torch.Tensor] = None
 
     def drain(self) -> Counts:
-        """Waits for the device once."""
         counts, self._counts = self._counts, Counts()
-        if self._real_tokens is not None:
-            counts.real_tokens += int(self._real_tokens)
-            self._real_tokens = None
         return counts
 
     def pass_on(self, inputs: Any, limit: Optional[int]) -> Any:
         """The batch, with rows of at most ``limit`` tokens."""
-        if limit is not None:
+        if limit is not None and _width(inputs) > limit:
             inputs = self._cut(inputs, limit)
-        mask, rows = inputs.get("attention_mask"), len(inputs["sample_index"])
-        padded = rows * _width(inputs, mask)
+        rows = len(inputs["sample_index"])
         self._counts.rows += rows
-        self._counts.padded_tokens += padded
-        if torch.is_tensor(mask) and mask.dim() == 2:
-            real = mask.sum()  # stays on the device
-            self._real_tokens = real if self._real_tokens is None else self._real_tokens + real
-        else:
-            self._counts.real_tokens += padded
+        self._counts.padded_tokens += rows * _width(inputs)
         return inputs
 
     def _cut(self, inputs: Any, limit: int) -> Any:
-        batch = layout_for(self._model, inputs)
-        if not batch.trimmable or batch.is_encoder_decoder or batch.width <= limit:
-            return inputs
-        cut = {
-            name: value[:, :limit].contiguous() if follows_time(name, value, batch) else value
-            for name, value in inputs.items()
-        }
-        if not _has_targets(cut, batch):
+        """Raises ControlError for batches whose columns are not tokens that can be cut off on the right."""
+        self._require_text(inputs)
+        timed = {name: value for name, value in inputs.items() if name in PADDING and has_time(name, value)}
+        cut = {**inputs, **{name: value[:, :limit].contiguous() for name, value in timed.items()}}
+        labels = cut.get("labels")
+        if has_time("labels", labels) and not bool((labels[:, 1:] != NOT_LEARNED).any()):
             return inputs  # cut there, nothing would be left to learn
-        self._counts.cut_tokens += sum(max(0, length - limit) for length in batch.needed)
+        mask = inputs.get("attention_mask")
+        rest = torch.ones_like(inputs["input_ids"])[:, limit:] if mask is None else mask[:, limit:]
+        self._counts.cut_tokens += int(rest.sum())
         return type(inputs)(cut)
 
+    def _require_text(self, inputs: Any) -> None:
+        mask, width = inputs.get("attention_mask"), _width(inputs)
+        others = [
+            name
+            for name, value in inputs.items()
+            if torch.is_tensor(value) and value.dim() > 1 and (name not in PADDING or value.size(1) != width)
+        ]
+        reason = None
+        if self._is_encoder_decoder:
+            reason = "an encoder-decoder has two lengths"
+        elif "input_ids" not in inputs or others:
+            reason = f"batches hold {', '.join(others) or 'no input_ids'}, whose columns are no tokens"
+        elif mask is not None and not bool(mask[:, 0].all()):
+            reason = "rows are padded on the left, where cutting would leave the padding"
+        if reason is not None:
+            raise ControlError(f"curriculum length_warmup: {reason}; leave length_warmup out")
 
-def _width(inputs: Any, mask: Any) -> int:
+
+def _width(inputs: Any) -> int:
     """Columns of the time axis; 1 without one."""
-    for value in (mask, inputs.get("input_ids")):
+    for value in (inputs.get("attention_mask"), inputs.get("input_ids")):
         if torch.is_tensor(value) and value.dim() == 2:
             return value.size(1)
     return 1
-
-
-def _has_targets(inputs: dict[str, Any], batch: Batch) -> bool:
-    labels = inputs.get("labels")
-    if not torch.is_tensor(labels) or labels.dim() != 2:
-        return True
-    return bool((labels[:, 1:] != NOT_LEARNED).any())

@@ -1,27 +1,27 @@
 """The loss of a training forward, and in the same forward the loss of each of its rows.
 
-    stock      the model computes its loss; the rows' losses are read from its logits
-    chunked    a causal language model's head is left out of its forward, and its loss is taken from the hidden states,
-               some rows at a time: the logits never exist as a whole (``train/losses.py``)
+    causal language models   their loss is opened, or taken without their output head (``model_loss.py``)
+    all others               compute their loss themselves; the rows' losses are read from what they return
+                             (``row_readings.py``)
 
-The chunked path leaves the model's own code in place: while its forward runs, its output head hands the hidden states
-through and its ``loss_function`` is ours. Whether that gives the model's loss is asked of the model itself, once.
+Rows whose loss is no number are taken out of the batch, which then runs again without them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Optional, Protocol
 
 import torch
-from transformers.loss.loss_utils import LOSS_MAPPING
 
 from scu_trainer.errors import ControlError, SettingsError
-from scu_trainer.train.losses import chunked_linear_cross_entropy, row_losses
-from scu_trainer.train.reduction import tolerance, untouched
-from scu_trainer.train.row_readings import Reading, RowLosses, find_reading, shifted
+from scu_trainer.train.memory import forget_traceback, is_out_of_memory
+from scu_trainer.train.model_loss import has_causal_loss, head_of, headless, obstacle_to_headless, opened
+from scu_trainer.train.reduction import mixing_modules, tolerance, untouched
+from scu_trainer.train.row_readings import CAUSAL, Reading, RowLosses, find_reading
 from scu_trainer.train.rows import PADDING, has_time
 
 if TYPE_CHECKING:
@@ -38,27 +38,37 @@ COLUMNS_TO_ASK = 32
 class Rows(Protocol):
     """Who wants to know of rows: the curriculum."""
 
-    needs_losses: bool
-
-    def weights_of(self, ids: torch.Tensor) -> Optional[torch.Tensor]:
+    def weights_of(self, ids: torch.Tensor, reading: Optional[Reading]) -> Optional[torch.Tensor]:
         """Factor of each row's loss; None where all are 1."""
 
-    def record(self, ids: torch.Tensor, losses: RowLosses) -> None: ...
+    def record(self, ids: torch.Tensor, losses: Optional[RowLosses]) -> None: ...
 
     def quarantine(self, ids: torch.Tensor) -> None: ...
 
     def found(self, reading: Optional[Reading]) -> None: ...
 
 
+Forward = tuple[torch.Tensor, Optional[RowLosses]]
+"""(loss, losses of the rows if they are known)"""
+
+
 class LossPath:
-    """The training loss of one ``SCUTrainer``. ``rows``: None where nobody asks for the losses of rows."""
+    """The training loss of one ``SCUTrainer``. ``rows``: None where nobody asks for the losses of rows.
+
+    ``chunked``: "always", "never" or "auto" (``MemorySettings.chunked_loss``).
+    """
 
     def __init__(self, trainer: SCUTrainer, chunked: str, rows: Optional[Rows] = None) -> None:
         self.trainer, self.rows = trainer, rows
         self.reading: Optional[Reading] = None
-        self._asked_reading = False
-        self._chunked: Optional[bool] = None  # not known yet
+        self._has_reading = False
+        self._kind: Optional[str] = None
         self._wanted = chunked
+        self._mixes: Optional[bool] = None
+
+    @property
+    def is_chunked(self) -> bool:
+        return self._kind == "headless"
 
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any, stock: Callable) -> torch.Tensor:
         """``stock(model, inputs, return_outputs, num_items)``: the Trainer's ``compute_loss``."""
@@ -67,44 +77,37 @@ class LossPath:
         ids, inputs = inputs.get("sample_index"), without_index(inputs)
         if ids is None:
             raise ControlError("a batch came without sample_index: it is not from this trainer's own data loader")
-        weights = self.rows.weights_of(ids)
-        loss, losses = self._forward(model, inputs, num_items, stock, weights)
-        if losses is None:
-            return loss
-        bad = ~torch.isfinite(losses.sums)
-        if bool(bad.any()):
-            return self._without(model, inputs, num_items, stock, ids, bad)
+        with self._statistics() as restore_statistics:
+            loss, losses = self._forward(model, inputs, num_items, stock, ids)
+            bad = None if losses is None else ~torch.isfinite(losses.sums)
+            if bad is not None and bool(bad.any()):
+                restore_statistics()
+                return self._without(inputs, num_items, stock, ids, bad)
         self.rows.record(ids, losses)
         return loss
 
-    def _without(self, model, inputs, num_items, stock, ids, bad: torch.Tensor) -> torch.Tensor:
-        """The loss of the rows whose loss is a number; the others are set aside, and said."""
-        self.rows.quarantine(ids[bad])
-        model = self.trainer.model  # not DDP's: a forward that other ranks do not run must not speak to them
-        good = (~bad).nonzero().flatten()
-        if len(good):
-            kept = {name: _only(value, good, len(ids)) for name, value in inputs.items()}
-            return self.loss(model, type(inputs)({**kept, "sample_index": ids[good]}), num_items, stock)
-        # Every trained weight gets a gradient of zero: ranks wait for each of them.
-        return sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros((), device=ids.device))
+    def _forward(self, model, inputs, num_items, stock, ids: Optional[torch.Tensor]) -> Forward:
+        kind = self._kind or self._choose(inputs)
+        if kind == "returned":
+            if self.rows is None:
+                return stock(model, inputs, False, num_items), None
+            return self._returned(model, inputs, num_items, stock, ids)
+        seen: list[RowLosses] = []
+        weights = None if ids is None else self.rows.weights_of(ids, CAUSAL)
+        context = headless if kind == "headless" else opened
+        with context(self.trainer.model, weights, seen.append):
+            return stock(model, inputs, False, num_items), seen[-1] if seen else None
 
-    def _forward(self, model, inputs, num_items, stock, weights) -> tuple[torch.Tensor, Optional[RowLosses]]:
-        if self._use_chunked(inputs):
-            return self._chunked_forward(model, inputs, num_items, stock, weights)
-        if self.rows is None:
-            return stock(model, inputs, False, num_items), None
-        return self._stock_forward(model, inputs, num_items, stock, weights)
+    # -- losses that the model returns ---------------------------------------------------------------------------------
 
-    # -- the stock loss ------------------------------------------------------------------------------------------------
-
-    def _stock_forward(self, model, inputs, num_items, stock, weights):
+    def _returned(self, model, inputs, num_items, stock, ids) -> Forward:
         labels = inputs.get("labels")
-        loss, outputs = stock(model, inputs, True, num_items)
-        if not self._asked_reading:
+        loss, outputs = stock(model, type(inputs)(inputs), True, num_items)  # it may take the labels out
+        if not self._has_reading:
             self._find_reading(outputs, labels, loss, num_items)
         if self.reading is None:
             return loss, None
-        losses = self.reading.rows(outputs, labels)
+        losses, weights = self.reading.rows(outputs, labels), self.rows.weights_of(ids, self.reading)
         if weights is not None:
             # The model's loss is its rows' sum times one factor, whatever it is divided by.
             total = losses.sums.sum()
@@ -113,63 +116,121 @@ class LossPath:
         return loss, losses
 
     def _find_reading(self, outputs, labels, loss, num_items) -> None:
+        trainer = self.trainer
         self.reading = find_reading(
-            outputs, labels, float(loss.detach()), num_items, self.trainer.accelerator.num_processes
+            outputs,
+            labels,
+            float(loss.detach()),
+            num_items,
+            trainer.accelerator.num_processes,
+            shifts=trainer._loss_shifts_labels,
+            rough=tolerance(trainer.model, trainer.accelerator.mixed_precision != "no"),
+            is_changed=trainer.compute_loss_func is not None or trainer.label_smoother is not None,
         )
-        if not bool(torch.isfinite(loss)):
-            return  # ask again: this batch tells nothing, but which of its rows are to be set aside
-        self._asked_reading = True
-        self.rows.found(self.reading)
+        if bool(torch.isfinite(loss)):  # else this batch tells nothing, but which of its rows are to be set aside
+            self._has_reading = True
+            self.rows.found(self.reading)
 
-    # -- the chunked loss ----------------------------------------------------------------------------------------------
+    # -- rows that give no number --------------------------------------------------------------------------------------
 
-    def _use_chunked(self, inputs: Any) -> bool:
-        if self._chunked is None:
-            self._chunked = self._wanted != "never" and self._may_chunk(inputs)
-            if self._chunked and self.rows is not None:
-                self._asked_reading, self.reading = True, Reading("shifted", True)
-                self.rows.found(self.reading)
-        return self._chunked
+    @property
+    def _rows_mix(self) -> bool:
+        if self._mixes is None:
+            self._mixes = mixing_modules(self.trainer.model) is not None
+        return self._mixes
 
-    def _may_chunk(self, inputs: Any) -> bool:
-        obstacle = _obstacle(self.trainer)
-        head = None if obstacle else _head_of(_inner(self.trainer.model))
-        if self._wanted == "auto" and (obstacle or head.out_features < LARGE_VOCABULARY):
+    @contextlib.contextmanager
+    def _statistics(self) -> Iterator[Callable[[], None]]:
+        """What puts running statistics back that a batch with a bad row has spoilt; only BatchNorm has such."""
+        model = self.trainer.model
+        kept = {name: b.clone() for name, b in model.named_buffers()} if self._rows_mix else {}
+
+        def restore() -> None:
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    if name in kept:
+                        buffer.copy_(kept[name])
+
+        yield restore
+
+    def _without(self, inputs, num_items, stock, ids, bad: torch.Tensor) -> torch.Tensor:
+        """The loss of the rows whose loss is a number; the others are set aside, and said."""
+        model = self.trainer.model  # not DDP's: a forward that other ranks do not run must not speak to them
+        if self._rows_mix:
+            bad = self._bad_alone(model, inputs, num_items, stock, bad)
+        self.rows.quarantine(ids[bad])
+        good = (~bad).nonzero().flatten()
+        if len(good):
+            kept = {name: _only(value, good, len(ids)) for name, value in inputs.items()}
+            return self.loss(model, type(inputs)({**kept, "sample_index": ids[good]}), num_items, stock)
+        # Every trained weight gets a gradient of zero: ranks wait for each of them.
+        return sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros((), device=ids.device))
+
+    def _bad_alone(self, model, inputs, num_items, stock, bad: torch.Tensor) -> torch.Tensor:
+        """Where rows act on each other one of them spoils all: which it is shows without batch statistics."""
+        labels = inputs.get("labels")
+        with untouched(model), torch.no_grad():
+            _, outputs = stock(model, type(inputs)(inputs), True, num_items)
+            alone = ~torch.isfinite(self.reading.rows(outputs, labels).sums)
+        return alone if bool(alone.any()) else bad
+
+    # -- which way -----------------------------------------------------------------------------------------------------
+
+    def _choose(self, inputs: Any) -> str:
+        """ "headless", "opened" or "returned"; asked again while the first rows do not tell."""
+        may_go_headless = self._may_go_headless(inputs)
+        if may_go_headless:
+            kind = "headless"
+        else:
+            kind = "opened" if self.rows is not None and has_causal_loss(self.trainer) else "returned"
+        if may_go_headless is not None:
+            self._kind = kind
+            if kind != "returned" and self.rows is not None:
+                self.reading, self._has_reading = CAUSAL, True
+                self.rows.found(CAUSAL)
+        return kind
+
+    def _may_go_headless(self, inputs: Any) -> Optional[bool]:
+        """None: this batch does not tell."""
+        if self._wanted == "never":
             return False
-        if not obstacle and not self._agrees(inputs):
-            obstacle = "it does not give this model's loss"
+        obstacle = obstacle_to_headless(self.trainer)
+        if self._wanted == "auto" and (obstacle or head_of(self.trainer.model).out_features < LARGE_VOCABULARY):
+            return False
+        agrees = None
+        if not obstacle:
+            agrees, obstacle = self._agrees(inputs)
         if obstacle and self._wanted == "always":
             raise SettingsError(f"chunked_loss: always, but {obstacle}; use chunked_loss: auto or never")
         if obstacle:
             logger.warning("the chunked loss is not used: %s", obstacle)
-        return not obstacle
-
-    def _agrees(self, inputs: Any) -> bool:
-        """Whether both paths give the same loss on one short row."""
-        trainer = self.trainer
-        short = _short(inputs, _head_of(_inner(trainer.model)).out_features)
-        if short is None:
             return False
+        return agrees
+
+    def _agrees(self, inputs: Any) -> tuple[Optional[bool], Optional[str]]:
+        """(whether both ways give the same loss on one short row or None if it is no number, why not)."""
+        model = self.trainer.model
+        short = _short(inputs, head_of(model).out_features)
+        if short is None:
+            return False, "a batch has no input_ids of shape (rows, time) with labels beside them to compare it on"
 
         def asked(context) -> float:
-            with context, trainer.compute_loss_context_manager():
-                return float(trainer.model(**short)["loss"])
+            with context, self.trainer.compute_loss_context_manager():
+                return float(model(**short)["loss"])
 
-        with untouched(trainer.model), torch.no_grad():
-            stock = asked(contextlib.nullcontext())
-            ours = asked(_headless(trainer.model, None, None, lambda tokens: None))
-        bound = tolerance(trainer.model, trainer.accelerator.mixed_precision != "no")
-        return abs(stock - ours) <= bound * max(abs(stock), 1e-6)
-
-    def _chunked_forward(self, model, inputs, num_items, stock, weights):
-        tokens: list[torch.Tensor] = []
-        labels = inputs["labels"]
-        with _headless(self.trainer.model, weights, labels.size(1), tokens.append):
-            loss = stock(model, inputs, False, num_items)
-        if self.rows is None:
-            return loss, None
-        targets = inputs["shift_labels"] if "shift_labels" in inputs else shifted(labels)
-        return loss, RowLosses(*row_losses(tokens[-1], len(labels), targets))
+        try:
+            with untouched(model), torch.no_grad():
+                stock, ours = asked(contextlib.nullcontext()), asked(headless(model, None, lambda losses: None))
+        except Exception as error:  # whatever a model says to so short a row: training shall go on
+            if is_out_of_memory(error):
+                raise
+            forget_traceback(error)
+            return False, f"the model fails on a short row without its output head: {error}"
+        if not math.isfinite(stock):
+            return None, None
+        bound = tolerance(model, self.trainer.accelerator.mixed_precision != "no")
+        same = abs(stock - ours) <= bound * max(abs(stock), 1e-6)
+        return same, None if same else f"it gives {ours:.6g} where this model's own loss is {stock:.6g}"
 
 
 def without_index(inputs: Any) -> Any:
@@ -183,70 +244,6 @@ def _only(value: Any, rows: torch.Tensor, count: int) -> Any:
     if isinstance(value, (list, tuple)) and len(value) == count:
         return type(value)([value[row] for row in rows.tolist()])
     return value
-
-
-# -- the model's head --------------------------------------------------------------------------------------------------
-
-
-def _inner(model: torch.nn.Module) -> torch.nn.Module:
-    """The model itself, without adapters' wrapper."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
-def _head_of(inner: torch.nn.Module) -> Optional[torch.nn.Module]:
-    output = getattr(inner, "get_output_embeddings", None)
-    return output() if callable(output) else None
-
-
-def _obstacle(trainer: SCUTrainer) -> Optional[str]:
-    """Why this trainer's model must compute its loss itself; None if it need not."""
-    inner, args = _inner(trainer.model), trainer.args
-    head = _head_of(inner)
-    if getattr(inner, "loss_function", None) is not LOSS_MAPPING["ForCausalLM"]:
-        return f"{type(inner).__name__} has no causal language model's loss"
-    if type(head) is not torch.nn.Linear or hasattr(head, "_hf_hook") or hasattr(head.weight, "ds_id"):
-        return f"the output head is a {type(head).__name__} that others change or shard"
-    if trainer.is_fsdp_enabled or args.torch_compile or args.use_liger_kernel:
-        return "FSDP, torch_compile and use_liger_kernel bring their own forward"
-    if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
-        return "compute_loss_func and label_smoothing_factor need the logits"
-    if any(name.endswith("softcapping") and value for name, value in vars(inner.config).items() if "logit" in name):
-        return "the logits are soft-capped"
-    return None
-
-
-@contextlib.contextmanager
-def _headless(
-    model: torch.nn.Module, weights: Optional[torch.Tensor], width: Optional[int], seen: Callable[[torch.Tensor], None]
-) -> Iterator[None]:
-    """Inside, the model's forward computes its loss by chunks. ``seen`` gets the token losses, shape (rows * time,)."""
-    inner = _inner(model)
-    head = _head_of(inner)
-
-    def loss_function(logits, labels, vocab_size=None, num_items_in_batch=None, shift_labels=None, **kwargs):
-        targets = (shifted(labels) if shift_labels is None else shift_labels).to(logits.device)
-        loss, tokens = chunked_linear_cross_entropy(
-            logits.reshape(-1, logits.size(-1)),
-            head.weight,
-            head.bias,
-            targets.reshape(-1),
-            token_weights=None if weights is None else weights.repeat_interleave(width),
-            divisor=num_items_in_batch,
-        )
-        seen(tokens)
-        return loss
-
-    own_loss = inner.__dict__.get("_loss_function")
-    head.forward = lambda hidden: hidden
-    inner.loss_function = loss_function
-    try:
-        yield
-    finally:
-        del head.forward
-        if own_loss is None:
-            inner.__dict__.pop("_loss_function", None)
-        else:
-            inner.loss_function = own_loss
 
 
 def _short(inputs: Any, words: int) -> Optional[Mapping[str, Any]]:

@@ -35,11 +35,18 @@ class Reading:
     """``kind``: "shifted" (logits (rows, time, words) predict the next label), "tokens" (the label at their place),
     "classes" (logits (rows, classes)), "numbers" (regression), "several" (one yes or no per class), "own" (the model
     returns ``losses``, shape (rows,)). ``exact``: the returned loss follows from it. ``classes``: for "classes".
+    ``divides_by``: "items" (num_items_in_batch), "counts" (tokens or rows of the batch), "rows", "nothing".
     """
 
     kind: str
     exact: bool
     classes: Optional[int] = None
+    divides_by: str = "items"
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether each row counts once, however long it is."""
+        return self.kind in ("classes", "numbers", "several", "own") or self.divides_by == "rows"
 
     def rows(self, outputs: Any, labels: Any) -> RowLosses:
         """Without gradient; squares instead of nats for "numbers"."""
@@ -54,30 +61,49 @@ class Reading:
         return _rows(self.kind, outputs, labels)[0]
 
 
-def find_reading(outputs: Any, labels: Any, loss: float, num_items: Any, processes: int) -> Optional[Reading]:
-    """None where the outputs hold nothing that a row's loss could be read from."""
-    found = list(_candidates(outputs, labels))
-    for kind in found:
+CAUSAL = Reading("shifted", True, divides_by="items")
+"""Where the loss was opened: nothing is left to guess."""
+
+
+def find_reading(
+    outputs: Any,
+    labels: Any,
+    loss: float,
+    num_items: Any,
+    processes: int,
+    shifts: bool = False,
+    rough: float = CLOSE,
+    is_changed: bool = False,
+) -> Optional[Reading]:
+    """None where the outputs hold nothing that a row's loss could be read from.
+
+    ``shifts``: the stock Trainer takes the loss for one over next tokens; near a random start all readings give about
+    the same number, so what is known decides first. ``rough``: relative rounding of the model's matrices.
+    ``is_changed``: the loss is label-smoothed or not the model's: a reading is then only likely.
+    """
+    found = list(_candidates(outputs, labels, shifts))
+    for kind in found if not is_changed else ():
         with torch.no_grad():
             sums, counts = _rows(kind, outputs, labels)
-        total, bound = float(sums.sum()), CLOSE * max(abs(loss), 1e-6)
-        if any(abs(total / by - loss) <= bound for by in _divisors(sums, counts, num_items, processes)):
-            return Reading(kind, True, _classes(kind, outputs))
+        total, bound = float(sums.sum()), max(CLOSE, rough) * max(abs(loss), 1e-6)
+        for name, divisor in _divisors(sums, counts, num_items, processes):
+            if abs(total / divisor - loss) <= bound:
+                return Reading(kind, True, _classes(kind, outputs), name)
     return Reading(found[0], False, _classes(found[0], outputs)) if found else None
 
 
-def _divisors(sums: torch.Tensor, counts: torch.Tensor, num_items: Any, processes: int) -> Iterator[float]:
+def _divisors(sums: torch.Tensor, counts: torch.Tensor, num_items: Any, processes: int) -> Iterator[tuple[str, float]]:
     if num_items is not None:
         items = float(torch.as_tensor(num_items).float().mean())
         if items:
-            yield items
-            yield items / processes  # the stock Trainer multiplies by the number of ranks
-    yield max(1.0, float(counts.sum()))
-    yield float(len(sums))
-    yield 1.0
+            yield "items", items
+            yield "items", items / processes  # the stock Trainer multiplies by the number of ranks
+    yield "counts", max(1.0, float(counts.sum()))
+    yield "rows", float(len(sums))
+    yield "nothing", 1.0
 
 
-def _candidates(outputs: Any, labels: Any) -> Iterator[str]:
+def _candidates(outputs: Any, labels: Any, shifts: bool) -> Iterator[str]:
     if isinstance(outputs, Mapping) and torch.is_tensor(outputs.get("losses")):
         yield "own"
     logits = _logits(outputs)
@@ -88,8 +114,7 @@ def _candidates(outputs: Any, labels: Any) -> Iterator[str]:
             yield "numbers"
             yield "several"
     elif logits.dim() == 3 and labels.dim() == 2 and logits.shape[:2] == labels.shape:
-        yield "shifted"
-        yield "tokens"
+        yield from ("shifted", "tokens") if shifts else ("tokens", "shifted")
     elif logits.dim() == 2 and labels.reshape(-1).shape == logits.shape[:1]:
         yield "classes"
 
@@ -120,6 +145,7 @@ def _targets(kind: str, labels: torch.Tensor) -> torch.Tensor:
 def _rows(kind: str, outputs: Any, labels: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if kind == "own":
         losses = outputs["losses"].float()
+        losses = losses if torch.is_grad_enabled() else losses.detach()
         return losses, torch.ones_like(losses)
     logits = _logits(outputs)
     if kind in ("numbers", "several"):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
 
 import numpy
 import torch
@@ -16,59 +19,105 @@ logger = logging.getLogger("scu_trainer")
 MOST_BAD_ROWS = 16
 """Rows one after the other without a finite loss from which on it is the model and not the data."""
 
-Losses = tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]
-"""(optimizer step, sample, mean loss in nats, class or -1), shape (k,) each; in the order in which they were seen."""
+PENDING_BATCHES = 256
+"""Batches whose losses stay on the device; then they move to the host together."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Arrays of shape (k,), in the order in which rows were seen, each row once per optimizer step.
+
+    ``losses``: mean, nats; NaN where nothing in the row is learned or its loss cannot be read (``known`` is False
+    there), and where it is no number. ``labels``: class, or -1.
+    """
+
+    steps: numpy.ndarray
+    ids: numpy.ndarray
+    losses: numpy.ndarray
+    labels: numpy.ndarray
+    known: numpy.ndarray
+
+    @classmethod
+    def join(cls, parts: Sequence[Losses]) -> Losses:
+        """In the order of steps; of one step, in the order of ``parts``."""
+        joined = {name: numpy.concatenate([getattr(part, name) for part in parts]) for name in cls.__annotations__}
+        order = numpy.argsort(joined["steps"], kind="stable")
+        return cls(**{name: values[order] for name, values in joined.items()})
+
+    def take(self, which: numpy.ndarray) -> Losses:
+        return Losses(*(getattr(self, name)[which] for name in type(self).__annotations__))
+
+
+NOTHING = Losses(*(numpy.zeros(0, kind) for kind in (numpy.int64, numpy.int64, numpy.float64, numpy.int64, bool)))
 
 
 class SeenLosses:
     """Keeps them on the device: nothing waits for it before ``drain``."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[int, torch.Tensor, RowLosses]] = []
-        self._bad_in_a_row = 0
+        self._pending: list[tuple[int, torch.Tensor, Optional[RowLosses]]] = []
+        self._on_host: list[Losses] = []
+        self._bad_in_a_row = self._bad_batches = 0
 
-    def record(self, step: int, ids: torch.Tensor, losses: RowLosses) -> None:
-        self._bad_in_a_row = 0
+    def record(self, step: int, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:
+        """``losses``: None where the model does not tell."""
+        self._bad_in_a_row = self._bad_batches = 0
+        self._add(step, ids, losses)
+
+    def _add(self, step: int, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:
         self._pending.append((step, ids, losses))
+        if len(self._pending) >= PENDING_BATCHES:
+            self._to_host()
 
     def quarantine(self, step: int, ids: torch.Tensor) -> None:
         """Rows whose loss is no finite number. Raises NonFiniteLoss where it is not single rows any more."""
         self._bad_in_a_row += len(ids)
+        self._bad_batches += 1
         nothing = torch.full(ids.shape, math.nan, device=ids.device)
-        self._pending.append((step, ids, RowLosses(nothing, torch.ones_like(nothing))))
+        self._add(step, ids, RowLosses(nothing, torch.ones_like(nothing)))
         logger.warning(
             "step %d: the loss of sample %s is not a finite number; set aside, not trained on again",
             step + 1,
             ", ".join(map(str, ids.tolist())),
         )
-        if self._bad_in_a_row >= MOST_BAD_ROWS:
+        if self._bad_in_a_row >= MOST_BAD_ROWS and self._bad_batches > 1:
             raise NonFiniteLoss(
                 f"step {step + 1}: {self._bad_in_a_row} rows one after the other gave no finite loss: it is the model "
                 "and not its data. Lower learning_rate, use bf16 instead of fp16, or resume from the newest checkpoint"
             )
 
     def drain(self) -> Losses:
-        """All since the last call. A row counts once per step: what ran again after an out-of-memory comes several
-        times, and its last time holds. A row of which nothing is learned has no loss."""
+        """All since the last call. What ran again after an out-of-memory comes several times, its last time holds."""
+        self._to_host()
+        parts, self._on_host = self._on_host, []
+        found = Losses.join(parts) if parts else NOTHING
+        return found.take(_last_of_each(found.steps, found.ids)) if len(found.ids) else found
+
+    def _to_host(self) -> None:
         pending, self._pending = self._pending, []
         if not pending:
-            empty = numpy.zeros(0, numpy.int64)
-            return empty, empty, numpy.zeros(0), empty
-        steps = numpy.repeat([entry[0] for entry in pending], [len(entry[1]) for entry in pending])
-        ids = _joined([entry[1] for entry in pending])
-        sums, counts = (_joined([getattr(entry[2], name) for entry in pending]) for name in ("sums", "counts"))
-        labels = _joined([_labels(entry[2]) for entry in pending])
-        keep = _last_of_each(steps, ids)
-        keep = keep[counts[keep] > 0]
-        return steps[keep], ids[keep], sums[keep].astype(numpy.float64) / counts[keep], labels[keep]
+            return
+        steps = numpy.repeat([step for step, _, _ in pending], [len(ids) for _, ids, _ in pending])
+        ids = _joined([ids for _, ids, _ in pending])
+        columns = zip(*(_parts(ids, losses) for _, ids, losses in pending), strict=True)
+        sums, counts, labels = (_joined(column) for column in columns)
+        known = counts > 0
+        means = numpy.where(known, sums.astype(numpy.float64) / numpy.maximum(counts, 1), numpy.nan)
+        self._on_host.append(Losses(steps.astype(numpy.int64), ids, means, labels, known))
 
 
-def _joined(parts: list[torch.Tensor]) -> numpy.ndarray:
-    return torch.cat(parts).cpu().numpy()
+def _parts(ids: torch.Tensor, losses: Optional[RowLosses]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(sums, counts, labels), shape (rows,) each."""
+    nothing = torch.zeros(ids.shape, device=ids.device)
+    no_label = torch.full_like(ids, -1)
+    if losses is None:
+        return nothing, nothing, no_label
+    labels = no_label if losses.labels is None else losses.labels.to(no_label)
+    return losses.sums, losses.counts, labels
 
 
-def _labels(losses: RowLosses) -> torch.Tensor:
-    return torch.full_like(losses.sums, -1, dtype=torch.int64) if losses.labels is None else losses.labels
+def _joined(parts: Sequence[torch.Tensor]) -> numpy.ndarray:
+    return torch.cat(list(parts)).cpu().numpy()
 
 
 def _last_of_each(steps: numpy.ndarray, ids: numpy.ndarray) -> numpy.ndarray:

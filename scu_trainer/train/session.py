@@ -210,7 +210,8 @@ def score(trainer: SCUTrainer, parts: Parts) -> Optional[DocumentScores]:
 
 
 def _notices(trainer: SCUTrainer) -> list[str]:
-    return [] if trainer.regularizer is None else list(trainer.regularizer.progress.notices)
+    notices = [] if trainer.regularizer is None else list(trainer.regularizer.progress.notices)
+    return notices if trainer.curriculum is None else [*notices, *trainer.curriculum.notices]
 
 
 def _write_results(trainer: SCUTrainer, output_dir: Path, figures: dict[str, Any], train_s: float) -> None:

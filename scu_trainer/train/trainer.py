@@ -116,7 +116,9 @@ class SCUTrainer(Trainer):
     # The curriculum decides which samples an epoch has, and so how many steps.
 
     def get_train_dataloader(self):
-        return super().get_train_dataloader() if self.curriculum is None else self.curriculum.loader()
+        if self.curriculum is None or self.train_dataset is None:
+            return super().get_train_dataloader()
+        return self.curriculum.loader()
 
     def set_initial_training_values(self, args, dataloader):
         values = super().set_initial_training_values(args, dataloader)
@@ -127,7 +129,7 @@ class SCUTrainer(Trainer):
         position = super()._init_training_state(*arguments)
         if self.curriculum is None or resume_from_checkpoint is None:
             return position
-        return self.curriculum.resume(resume_from_checkpoint)
+        return self.curriculum.resume(resume_from_checkpoint, position)
 
     def _run_epoch(self, **kwargs):
         if self.curriculum is not None:
@@ -135,6 +137,12 @@ class SCUTrainer(Trainer):
             skipped = kwargs["steps_trained_in_current_epoch"] if is_resumed else 0
             kwargs |= self.curriculum.begin_epoch(kwargs["epoch"], skipped)
         return super()._run_epoch(**kwargs)
+
+    def _finalize_training(self, trial, num_train_samples, start_time):
+        if self.curriculum is not None:  # the stock loop takes the share of its own plan that the steps make
+            share = (self.state.global_step - self._initial_global_step) / max(self.state.max_steps, 1)
+            num_train_samples = self.curriculum.rows_trained / share if share else 0
+        return super()._finalize_training(trial, num_train_samples, start_time)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if self.curriculum is not None:
