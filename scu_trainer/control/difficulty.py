@@ -64,21 +64,6 @@ class Snapshot:
         if self.costs is not None:
             object.__setattr__(self, "costs", _frozen(self.costs, np.float32))
 
-    def to_arrays(self) -> dict[str, np.ndarray]:
-        """All of it as arrays, for a checkpoint. Without ``costs`` where there are none."""
-        arrays = {name: getattr(self, name).copy() for name in STATE_TYPES if getattr(self, name) is not None}
-        arrays["availability"] = np.array(self.availability, dtype=np.float64)
-        if self.costs is not None:
-            arrays["costs"] = self.costs.copy()
-        return arrays
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Snapshot:
-        """The snapshot that ``to_arrays`` wrote, bit for bit. Raises KeyError if an array is missing."""
-        optional = {name: arrays.get(name) for name in ("means", "labels")}
-        state = {name: arrays[name] for name in STATE_TYPES if name not in optional}
-        return cls(**state, **optional, availability=float(arrays["availability"]), costs=arrays.get("costs"))
-
 
 class Difficulty:
     """Moving average of each sample's loss: the first loss as it is, then ``score += alpha * (loss - score)``.

@@ -58,6 +58,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         self.difficulty = Difficulty(len(self.lengths), settings.difficulty_alpha, settings.difficulty_window)
         self.availability = 1.0
         self.costs: Optional[numpy.ndarray] = None
+        self.was_cut_anew = False  # the rest of an epoch that was begun otherwise
         self._plan: Optional[control.Plan] = None
         self.nominal_batches = self.plan(0).micro_batches // world
 
@@ -117,7 +118,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         return {
             "samples": len(self.lengths),
             "seen": int((self.difficulty.last_epoch == plan.epoch).sum()),
-            "skipped": {reason: len(ids) for reason, ids in plan.skipped.items()},
+            "skipped": {reason: len(plan.skipped[reason]) for reason in sorted(plan.skipped)},
             "readmitted": len(plan.readmitted),
             "repeated": len(plan.repeated),
             "suspects": len(plan.suspects),
@@ -174,7 +175,8 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         changes = {name: (state[name], value) for name, value in now.items() if state[name] != value}
         left = len(self._plan.batches.order) - int(self._plan.batches.ends[done - 1] if done else 0)
         cut_anew = cut_anew or not changes.keys().isdisjoint({"rows_per_batch", "processes"})
-        if cut_anew and left:
+        self.was_cut_anew = cut_anew and left > 0
+        if self.was_cut_anew:
             self._plan = control.rest_of(self._plan, done, self.world, self.law, self.lengths, self.seed)
         return _what_changed(changes, state["epoch"], left if cut_anew else 0)
 

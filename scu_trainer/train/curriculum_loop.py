@@ -296,10 +296,9 @@ class CurriculumLoop:
         if steps_done >= state["steps"]:
             self.owes_row = self.counts.rows > 0
             return epoch + 1, 0
-        was_cut_anew = self.sampler.current.micro_batches != state["micro_batches"] or other_steps
-        was_cut_anew = was_cut_anew or state["processes"] != self.sampler.world
-        self._resumed_at = (epoch, state["progress"] if was_cut_anew else state["progress_before"])
-        return epoch, 0 if was_cut_anew else done // self.sampler.world
+        cut_anew = self.sampler.was_cut_anew
+        self._resumed_at = (epoch, state["progress"] if cut_anew else state["progress_before"])
+        return epoch, 0 if cut_anew else done // self.sampler.world
 
     def _resume_blindly(self, checkpoint: str, stock_position: tuple[int, int]) -> tuple[int, int]:
         """From a checkpoint that a run without a curriculum has written: only the stock order can go on."""

@@ -288,3 +288,21 @@ def test_a_million_samples_are_planned_without_a_loop_over_rows(methods):
     # 0.3 s where it was written; the room is for slower machines, a loop over rows takes several seconds.
     assert time.process_time() - started < 1.5
     assert len(for_one_rank) * 8 == one.micro_batches
+
+
+@pytest.mark.parametrize("method", ["noise_guard", "infobatch", "acmds", "token_budget"])
+def test_a_plan_survives_a_checkpoint(method):
+    state = Difficulty(100, 0.3, 3)
+    for epoch in range(3):
+        state.update(np.arange(100), np.where(np.arange(100) < 90, np.linspace(1, 2, 100), 9.0), epoch)
+    before = planned([method], 100, snapshot=state.snapshot())
+    after = Plan.from_arrays(before.to_arrays(), before.epoch, before.notes)
+    assert [ids.tolist() for ids in after.batches_of(0, 1)] == [ids.tolist() for ids in before.batches_of(0, 1)]
+    assert {reason: ids.tolist() for reason, ids in after.skipped.items()} == {
+        reason: ids.tolist() for reason, ids in before.skipped.items()
+    }
+    for name in ("suspects", "readmitted", "repeated"):
+        assert getattr(after, name).tolist() == getattr(before, name).tolist()
+    assert (after.weights is None) == (before.weights is None)
+    assert after.weights is None or after.weights.tobytes() == before.weights.tobytes()
+    assert (after.epoch, after.notes) == (before.epoch, before.notes)

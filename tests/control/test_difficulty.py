@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scu_trainer.control import difficulty
-from scu_trainer.control.difficulty import Difficulty, Snapshot
+from scu_trainer.control.difficulty import Difficulty
 
 FIELDS = ("scores", "observations", "last_epoch", "quarantined")
 
@@ -136,18 +136,6 @@ def test_costs_stay_the_callers_own():
     assert snapshot.costs[0] == 1.0
 
 
-@pytest.mark.parametrize("costs", [None, np.arange(5.0)])
-def test_a_snapshot_survives_a_checkpoint_bit_for_bit(costs):
-    state = known()
-    update(state, {0: 1.1, 4: np.nan}, epoch=2)
-    before = state.snapshot(availability=1 / 3, costs=costs)
-    after = Snapshot.from_arrays(before.to_arrays())
-    assert_same(after, before)
-    assert after.availability == before.availability
-    assert (after.costs is None) == (costs is None)
-    assert costs is None or after.costs.tolist() == costs.tolist()
-
-
 def test_state_survives_a_checkpoint_bit_for_bit():
     before, after = known(), known()
     update(before, {0: 1.1, 4: np.nan}, epoch=2)
@@ -165,3 +153,11 @@ def test_state_of_another_dataset_is_refused_and_nothing_is_changed():
     with pytest.raises(ValueError, match="missing"):
         state.load_state_dict({name: value for name, value in known().state_dict().items() if name != "quarantined"})
     assert_same(state, known())
+
+
+def test_rows_that_were_trained_on_without_a_known_loss_are_seen():
+    state = known()
+    unseen = state.counts(epoch=5)["unseen"]
+    state.see(np.flatnonzero(state.last_epoch < 0)[:1], epoch=5)
+    assert state.counts(epoch=5)["unseen"] == unseen - 1
+    assert np.isnan(state.scores).sum() == unseen

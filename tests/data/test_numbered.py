@@ -1,0 +1,89 @@
+"""Rows that know their number."""
+
+from __future__ import annotations
+
+import datasets
+import numpy
+import pytest
+import torch
+
+from scu_trainer.data.numbered import SAMPLE_INDEX, Numbered, NumberedCollator, lengths_of
+from scu_trainer.errors import DataError
+from tests.tiny import Rows, UnevenRows, images, pad
+
+TOKENS = [[5, 6, 7], [8], [], [9, 10]]
+
+
+class Once(torch.utils.data.Dataset):
+    """Reads many rows at once, as ``datasets`` does; alone a row cannot be had."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitems__(self, indices):
+        return [f"row {index}" for index in indices]
+
+
+def test_rows_come_with_their_numbers_in_any_order():
+    rows = Numbered(UnevenRows(8))
+    assert len(rows) == 8
+    number, row = rows[5]
+    assert number == 5 and torch.equal(row["input_ids"], UnevenRows(8)[5]["input_ids"])
+    assert [number for number, _ in rows.__getitems__([6, 1, 1])] == [6, 1, 1]
+
+
+def test_many_rows_are_read_at_once_where_the_dataset_can():
+    assert Numbered(Once()).__getitems__([4, 2]) == [(4, "row 4"), (2, "row 2")]
+
+
+def test_a_batch_gains_the_numbers_and_keeps_all_else():
+    rows = UnevenRows(8)
+    batch = NumberedCollator(pad)([(number, rows[number]) for number in (7, 0, 3)])
+    numbers = batch.pop(SAMPLE_INDEX)
+    assert numbers.dtype == torch.int64 and numbers.tolist() == [7, 0, 3]
+    expected = pad([rows[7], rows[0], rows[3]])
+    assert batch.keys() == expected.keys()
+    assert all(torch.equal(batch[name], expected[name]) for name in expected)
+
+
+def merged(rows):
+    return {"input_ids": torch.cat([row["input_ids"] for row in rows]).unsqueeze(0)}
+
+
+@pytest.mark.parametrize(
+    ("collator", "expected"),
+    [
+        (merged, "makes 1 rows of 3 samples; a curriculum needs one row per sample: use a collator that pads"),
+        (lambda rows: tuple(rows), "gives a tuple; a curriculum needs a mapping of tensors"),
+        (lambda rows: {"n": 3, "text": ["a", "b", "c"]}, "makes no tensor with rows of 3 samples"),
+        (lambda rows: {"n": torch.tensor(3)}, "makes no tensor with rows of 3 samples"),
+    ],
+)
+def test_batches_without_a_row_per_sample_are_refused(collator, expected):
+    rows = Rows(4)
+    with pytest.raises(DataError, match=expected):
+        NumberedCollator(collator)([(number, rows[number]) for number in (0, 1, 2)])
+
+
+@pytest.mark.parametrize("columns", [{"input_ids": TOKENS}, {"input_ids": TOKENS, "length": [3, 1, 0, 2]}])
+def test_lengths_of_a_table(columns):
+    found = lengths_of(datasets.Dataset.from_dict(columns))
+    assert found.dtype == numpy.int64 and found.tolist() == [3, 1, 0, 2]
+
+
+def test_lengths_of_a_table_whose_rows_were_chosen_and_shown_as_tensors():
+    table = datasets.Dataset.from_dict({"input_ids": TOKENS * 5000}).select([0, 19_999, 2]).with_format("torch")
+    assert lengths_of(table).tolist() == [3, 2, 0]
+
+
+def test_the_length_column_has_the_name_that_it_is_given():
+    table = datasets.Dataset.from_dict({"input_ids": TOKENS, "length": [9, 9, 9, 9], "tokens": [3, 1, 0, 2]})
+    assert lengths_of(table, "tokens").tolist() == [3, 1, 0, 2]
+
+
+def test_lengths_of_other_rows():
+    rows = UnevenRows(9)
+    assert lengths_of(rows).tolist() == [len(rows[number]["input_ids"]) for number in range(9)]
+    assert lengths_of(images(5)).tolist() == [1] * 5
+    assert lengths_of([(1, 2), (3, 4)]).tolist() == [1, 1]
+    assert lengths_of([]).shape == (0,)

@@ -1,0 +1,168 @@
+"""What a curriculum does not go together with, and what is said about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+
+from scu_trainer.cli import train
+from scu_trainer.cli.configuration import read_job
+from scu_trainer.errors import ControlError, SettingsError
+from scu_trainer.settings import CurriculumSettings, MemorySettings
+from scu_trainer.train.curriculum_rules import NEEDED, obstacle
+from scu_trainer.train.rehearsal import replace_training
+from scu_trainer.train.trainer import SCUTrainer
+from tests.tiny import UnevenRows, arguments, llama, pad
+from tests.train.curricula import EPOCHS, curriculum_run
+
+WRONG = {
+    "train_sampling_strategy": ("group_by_length", "random"),
+    "dataloader_drop_last": (True, "false"),
+    "auto_find_batch_size": (True, "false"),
+    "ignore_data_skip": (True, "false"),
+}
+
+
+def made(folder, curriculum="none", data=None, memory=None, **changes) -> SCUTrainer:
+    args = arguments(folder, **{**EPOCHS, **changes})
+    own = {"train_dataset": UnevenRows(8) if data is None else data, "data_collator": pad, "memory": memory}
+    return SCUTrainer(llama(layers=1), args, curriculum=CurriculumSettings(curriculum), **own)
+
+
+def test_every_rule_is_tested():
+    assert WRONG.keys() == NEEDED.keys()
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("curriculum", ["none", "acmds"])
+def test_arguments_that_choose_samples_as_well_are_refused(tmp_path, name, curriculum):
+    value, needed = WRONG[name]
+    with pytest.raises(SettingsError, match=rf"{name}: {value} with a curriculum: .*; set {name}: {needed}$"):
+        made(tmp_path, curriculum, **{name: value})
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path):
+    args = arguments(tmp_path)
+    assert obstacle(args, None) is None
+    args._n_gpu = 2
+    assert "start one process per GPU with torchrun" in obstacle(args, None)
+
+
+def test_logical_batches_are_refused(tmp_path):
+    with pytest.raises(SettingsError, match=r"batch_mode: logical .*; use batch_mode: chunk"):
+        made(tmp_path, memory=MemorySettings(batch_mode="logical"))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(UnevenRows(8))
+
+
+@pytest.mark.parametrize(
+    "data", [Stream(), Dataset.from_dict({"input_ids": [[1, 2]]}).to_iterable_dataset()], ids=["torch", "datasets"]
+)
+def test_streams_are_refused(tmp_path, data):
+    with pytest.raises(ControlError, match="is a stream; use a dataset with a length, or leave the curriculum out"):
+        made(tmp_path, data=data, max_steps=2)
+
+
+def test_pruning_needs_epochs(tmp_path):
+    with pytest.raises(SettingsError, match=r"infobatch over 3 epochs: .* raise num_train_epochs or use another"):
+        curriculum_run(tmp_path, "infobatch", num_train_epochs=3)
+    with pytest.raises(SettingsError, match=r"infobatch over 3.67 epochs"):
+        curriculum_run(tmp_path, "infobatch", max_steps=11)
+    assert curriculum_run(tmp_path, "infobatch", max_steps=12).state.global_step == 12
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("nois_guard", "curriculum is 'nois_guard'; allowed: none, .*did you mean 'noise_guard'"),
+        ("token_budget+acmd", "did you mean 'acmds'"),
+        ("acmds+infobatch", "both choose samples by difficulty: .*; keep one of them"),
+        ("none+acmds", "'none' switches the curriculum off, but 'acmds' stands beside it; remove one"),
+        ("acmds+acmds", "'acmds' is named 2 times; name it once"),
+    ],
+)
+def test_names_that_make_no_sense_are_refused(names, expected):
+    with pytest.raises(SettingsError, match=expected):
+        CurriculumSettings(names)
+
+
+def test_difficulties_are_not_known_before_training(tmp_path):
+    with pytest.raises(ControlError, match="call train"):
+        _ = made(tmp_path).difficulty
+    assert SCUTrainer(llama(layers=1), arguments(tmp_path), train_dataset=UnevenRows(4)).difficulty is None
+
+
+def test_batches_of_another_loader_are_refused(tmp_path):
+    trainer = made(tmp_path)
+    with pytest.raises(ControlError, match="came without sample_index"):
+        trainer.compute_loss(trainer.model.train(), pad([UnevenRows(4)[0]]))
+
+
+# -- command line ------------------------------------------------------------------------------------------------------
+
+FLAGS = {
+    "curriculum": "noise_guard+token_budget",
+    "token_budget": 256,
+    "difficulty_alpha": 0.5,
+    "difficulty_window": 2,
+    "noise_guard_max_fraction": 0.25,
+    "length_warmup_start": 32,
+}
+
+
+def test_flags_are_read_and_printed_and_read_back(tmp_path, capsys):
+    flags = [part for name, value in FLAGS.items() for part in (f"--{name}", str(value))]
+    assert train.main([*flags, "--print_config"]) == 0
+    printed = capsys.readouterr().out
+    resolved = yaml.safe_load(printed)
+    assert {name: resolved[name] for name in FLAGS} == FLAGS
+    (tmp_path / "again.yaml").write_text(printed)
+    assert train.main(["--config", str(tmp_path / "again.yaml"), "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == resolved
+    job = read_job(str(tmp_path / "again.yaml"), [])
+    assert job.acting_curriculum == job.curriculum == CurriculumSettings(**FLAGS)
+
+
+CPU = ["--use_cpu", "true"]
+
+
+def test_losses_are_tracked_without_being_asked():
+    assert read_job(None, CPU).acting_curriculum == CurriculumSettings()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--train_sampling_strategy", "group_by_length"],
+        ["--streaming", "--max_steps", "5"],
+        ["--batch_mode", "logical"],
+        ["--auto_find_batch_size"],
+    ],
+)
+def test_none_steps_aside_and_methods_are_refused(flags):
+    job = read_job(None, [*CPU, *flags])
+    job.check()
+    assert job.acting_curriculum is None
+    with pytest.raises(SettingsError, match="curriculum"):
+        read_job(None, [*CPU, *flags, "--curriculum", "token_budget"]).check()
+
+
+def test_too_few_epochs_are_found_before_anything_is_loaded():
+    flags = [*CPU, "--curriculum", "infobatch", "--num_train_epochs"]
+    with pytest.raises(SettingsError, match=r"infobatch over 3 epochs"):
+        read_job(None, [*flags, "3"]).check()
+    read_job(None, [*flags, "4"]).check()
+
+
+@pytest.mark.parametrize(
+    ("asked", "rehearsed"),
+    [("infobatch", "none"), ("token_budget+infobatch", "token_budget"), ("none", "none"), ("acmds", "acmds")],
+)
+def test_a_rehearsal_is_too_short_to_prune(tmp_path, asked, rehearsed):
+    job = read_job(None, [*CPU, "--curriculum", asked, "--num_train_epochs", "8"])
+    assert replace_training(job, str(tmp_path)).curriculum.curriculum == rehearsed

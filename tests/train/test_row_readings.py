@@ -1,0 +1,129 @@
+"""How the loss of each row is read from what a model returns."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from scu_trainer.errors import ControlError
+from scu_trainer.train.row_readings import Reading, find_reading
+from tests.tiny import conv_net, images
+from tests.train.curricula import curriculum_run
+
+ROWS, TIME, WORDS = 4, 6, 9
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+LOGITS = drawn(ROWS, TIME, WORDS)
+LABELS = torch.randint(0, WORDS, (ROWS, TIME), generator=torch.Generator().manual_seed(1))
+LABELS[:, 0] = -100
+LABELS[2, 3:] = -100
+
+
+def shifted_sums() -> torch.Tensor:
+    return cross_entropy(LOGITS[:, :-1].transpose(1, 2), LABELS[:, 1:], reduction="none").sum(1)
+
+
+def own_sums() -> torch.Tensor:
+    return cross_entropy(LOGITS.transpose(1, 2), LABELS, reduction="none").sum(1)
+
+
+CLASSES = torch.tensor([1, 0, 2, 2])
+CLASS_SUMS = cross_entropy(drawn(ROWS, 3), CLASSES, reduction="none")
+WANTED = drawn(ROWS, 5) * 2
+YES_NO = (drawn(ROWS, 5) > 0).float()
+TOKENS = float((LABELS[:, 1:] != -100).sum())
+
+CASES = {
+    "shifted": (LOGITS, LABELS, shifted_sums(), TOKENS),
+    "tokens": (LOGITS, LABELS, own_sums(), TOKENS),
+    "classes": (drawn(ROWS, 3), CLASSES, CLASS_SUMS, ROWS),
+    "numbers": (drawn(ROWS, 5), WANTED, (drawn(ROWS, 5) - WANTED).square().sum(1), 5 * ROWS),
+    "several": (
+        drawn(ROWS, 5),
+        YES_NO,
+        binary_cross_entropy_with_logits(drawn(ROWS, 5), YES_NO, reduction="none").sum(1),
+        5 * ROWS,
+    ),
+}
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("divided", ["mean", "num_items", "num_items per rank"])
+def test_the_reading_whose_sum_is_the_loss_is_found(kind, divided):
+    logits, labels, sums, count = CASES[kind]
+    items, processes = {"mean": (None, 1), "num_items": (torch.tensor(37), 1), "num_items per rank": (37, 4)}[divided]
+    loss = float(sums.sum()) / (count if items is None else 37 / processes)
+    reading = find_reading({"logits": logits}, labels, loss, items, processes)
+    assert (reading.kind, reading.exact) == (kind, True)
+    assert reading.classes == (3 if kind == "classes" else None)
+    found = reading.rows({"logits": logits}, labels)
+    assert close(found.sums, sums) and not found.sums.requires_grad
+    assert float(found.counts.sum()) == count
+    assert close(reading.sums_with_gradient({"logits": logits}, labels), sums)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_its_sums_have_the_losses_gradient(kind):
+    logits, labels, sums, _ = CASES[kind]
+    leaf = logits.clone().requires_grad_()
+    weights = torch.tensor([1.0, 0.0, 2.5, 0.5])
+    (weights * Reading(kind, True).sums_with_gradient({"logits": leaf}, labels)).sum().backward()
+    nudge = 1e-3 * torch.sign(leaf.grad)
+    moved = Reading(kind, True).rows({"logits": logits + nudge}, labels).sums
+    expected = float((leaf.grad * nudge).sum())
+    assert float((weights * (moved - sums)).sum()) == pytest.approx(expected, rel=2e-2)
+
+
+def test_losses_of_its_own_go_first():
+    outputs = {"losses": torch.arange(4.0), "logits": LOGITS}
+    reading = find_reading(outputs, LABELS, 6.0 / 4, None, 1)
+    assert (reading.kind, reading.exact) == ("own", True)
+    assert reading.rows(outputs, LABELS).sums.tolist() == [0, 1, 2, 3]
+
+
+def test_a_tuple_has_its_logits_second():
+    logits, labels, sums, _ = CASES["classes"]
+    assert find_reading((float(sums.mean()), logits), labels, float(sums.mean()), None, 1).exact
+
+
+def test_a_loss_with_other_parts_is_said_to_be_inexact():
+    loss = float(shifted_sums().sum()) / TOKENS
+    reading = find_reading({"logits": LOGITS}, LABELS, loss * 1.01, None, 1, shifts=True)
+    assert (reading.kind, reading.exact) == ("shifted", False)
+
+
+def test_a_loss_that_is_no_number_leaves_the_likeliest_reading():
+    reading = find_reading({"logits": LOGITS}, LABELS, math.nan, None, 1, shifts=True)
+    assert (reading.kind, reading.exact) == ("shifted", False)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "labels"),
+    [({"loss": 1.0}, LABELS), ({"logits": LOGITS}, None), ({"logits": LOGITS[:, :2]}, LABELS), (LOGITS, LABELS)],
+)
+def test_without_anything_to_read_there_is_no_reading(outputs, labels):
+    assert find_reading(outputs, labels, 1.0, None, 1) is None
+
+
+def test_a_model_that_tells_nothing_of_rows_trains_on_and_says_so(tmp_path, caplog):
+    trainer = curriculum_run(tmp_path, "token_budget", model=conv_net(), data=images(12), data_collator=None)
+    assert "the model returns no logits: difficulties stay unknown" in caplog.text
+    assert not trainer.difficulty.observations.any() and trainer.state.global_step == 9
+
+
+@pytest.mark.parametrize("name", ["noise_guard", "acmds", "infobatch"])
+def test_methods_that_need_losses_refuse_it(tmp_path, name):
+    changes = {"model": conv_net(), "data": images(12), "data_collator": None, "num_train_epochs": 4}
+    with pytest.raises(ControlError, match=r'let its forward return \{"loss": ..., "losses": ...\}'):
+        curriculum_run(tmp_path, name, **changes)
