@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -138,8 +139,16 @@ def gradients(module: nn.Module, subject: Subject, side: str) -> dict[str, Tenso
 
 
 def apart(ours: dict[str, Tensor], others: dict[str, Tensor]) -> float:
-    """Of the worst parameter: largest difference over largest entry."""
+    """Length of the difference over length of the gradient, all parameters together."""
     assert ours.keys() == others.keys()
+    squares = [
+        (float((ours[name] - others[name]).square().sum()), float(others[name].square().sum())) for name in others
+    ]
+    return math.sqrt(sum(difference for difference, _ in squares) / sum(length for _, length in squares))
+
+
+def worst_entry(ours: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    """Of the worst parameter: largest difference over largest entry."""
     return max(float((ours[name] - others[name]).abs().max() / others[name].abs().max()) for name in others)
 
 
@@ -151,7 +160,10 @@ def times(subjects: list[Subject], rounds: int) -> list[dict[str, Any]]:
 def times_of(subject: Subject, rounds: int) -> dict[str, Any]:
     module = subject.build()
     made = {side: gradients(module, subject, side) for side in ("stock", "chunked")}
-    result = {"gradient_difference": apart(made["chunked"], made["stock"])}
+    result = {
+        "gradient_difference": apart(made["chunked"], made["stock"]),
+        "worst_entry_difference": worst_entry(made["chunked"], made["stock"]),
+    }
     if not subject.model and subject.hidden == 256:
         exact = gradients(module.double(), subject, "chunked")
         result |= {f"{side}_from_float64": apart(made[side], exact) for side in made}
