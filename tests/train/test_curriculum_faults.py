@@ -15,7 +15,7 @@ from scu_trainer.errors import DataError, NonFiniteLoss
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings
 from tests.faults import FakeGauge, fail_in_backward, fail_in_forward
-from tests.tiny import Examples, UnevenRows, bert, labelled, llama, same, weights_of
+from tests.tiny import Examples, UnevenRows, bert, images, labelled, llama, pairs, same, t5, weights_of
 from tests.train.curricula import NAN_TOKEN, SGD, PoisonedRows, Watched, curriculum_run, poisoned
 from tests.train.stepwise import ENDLESS_BYTES, error_of
 from tests.train.test_loss_path import CHUNKED, batch_of, class_losses, learned, token_sums, with_weights
@@ -178,3 +178,53 @@ def test_a_chunk_that_runs_again_counts_once(tmp_path, name, place):
     numpy.testing.assert_allclose(faulty.difficulty.scores, calm.difficulty.scores, rtol=1e-4)
     assert faulty.curriculum.figures() == calm.curriculum.figures()
     torch.testing.assert_close(weights_of(faulty.model), weights_of(calm.model), rtol=1e-3, atol=1e-5)
+
+
+# -- what one bad row must not spoil -----------------------------------------------------------------------------------
+
+
+class NormalizedNet(nn.Module):
+    """A classifier of pictures with BatchNorm: one picture that is no number makes all losses of its batch none."""
+
+    main_input_name = "pixel_values"
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, pixel_values, labels):
+        logits = self.head(self.norm(self.conv(pixel_values)).relu().mean(dim=(2, 3)))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("memory", [None, MemorySettings()], ids=["stock", "memory"])
+@pytest.mark.parametrize("rows", [4, 24])
+def test_one_bad_picture_spoils_neither_its_batch_nor_the_running_statistics(tmp_path, caplog, memory, rows):
+    data = images(24)
+    data.rows[7]["pixel_values"][0, 0, 0] = math.nan
+    trainer = curriculum_run(
+        tmp_path, "none", model=NormalizedNet(), data=data, memory=memory, per_device_train_batch_size=rows
+    )
+    assert trainer.difficulty.quarantined.nonzero()[0].tolist() == [7]
+    assert all(torch.isfinite(tensor).all() for tensor in trainer.model.state_dict().values())
+
+
+def test_label_smoothing_takes_the_labels_and_a_bad_row_still_goes_alone(tmp_path, caplog):
+    trainer = curriculum_run(
+        tmp_path,
+        "none",
+        model=poisoned(llama(layers=1)),
+        data=PoisonedRows(12, [3]),
+        label_smoothing_factor=0.1,
+    )
+    assert trainer.difficulty.quarantined.nonzero()[0].tolist() == [3]
+    assert "the loss that is trained has other parts as well" in caplog.text
+    assert all(torch.isfinite(weight).all() for weight in weights_of(trainer.model).values())
+
+
+def test_encoder_decoders_with_a_large_vocabulary_keep_their_own_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr("scu_trainer.train.loss_path.LARGE_VOCABULARY", 16)
+    trainer = curriculum_run(tmp_path, "none", model=t5(), data=pairs(12), memory=MemorySettings(), num_train_epochs=1)
+    assert not trainer.loss_path.is_chunked
+    assert numpy.isfinite(trainer.difficulty.scores).all()
