@@ -1,7 +1,7 @@
 """``suspects.jsonl``: the rows that the noise guard holds for wrong, one JSON object per line, worst first.
 
-Written for a person who reads the rows and mends them: the number of the row, its loss against the bar, its label, the
-documents that are in it, and its beginning as text.
+Written for a person who reads the rows and mends them: the number of the row, its running loss and its mean since the
+start, its label, the documents that are in it, and its beginning as text.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def _lines(ids: numpy.ndarray, difficulty: Difficulty, rows: Any, tokenizer: Any
         line = {
             "sample_index": sample,
             "loss": round(float(difficulty.scores[sample]), 4),
+            "mean_loss": round(float(difficulty.means[sample]), 4),
             "observations": int(difficulty.observations[sample]),
         }
         if isinstance(row, Mapping):

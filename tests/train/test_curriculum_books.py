@@ -180,6 +180,7 @@ def test_suspects_can_be_read_by_a_person(tmp_path):
     )
     worst, other = written(tmp_path, [2, 1], [0.1, 2.0, 3.14159], rows, word_tokenizer())
     assert (worst["sample_index"], worst["loss"], worst["observations"], worst["documents"]) == (2, 3.1416, 2, [9])
+    assert worst["mean_loss"] == pytest.approx(3.1416, abs=0.01)
     assert worst["text"].split() == ["w5"] * PREVIEW_TOKENS and "label" not in worst
     assert (other["sample_index"], other["text"], other["documents"]) == (1, "w3 w4", [0, 7])
 
