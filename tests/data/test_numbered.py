@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import datasets
 import numpy
 import pytest
 import torch
 
-from scu_trainer.data.numbered import SAMPLE_INDEX, Numbered, NumberedCollator, lengths_of
+from scu_trainer.data.numbered import SAMPLE_INDEX, Numbered, NumberedCollator, content_crc32, lengths_of
 from scu_trainer.errors import DataError
 from tests.tiny import Rows, UnevenRows, images, pad
 
@@ -87,3 +89,32 @@ def test_lengths_of_other_rows():
     assert lengths_of(images(5)).tolist() == [1] * 5
     assert lengths_of([(1, 2), (3, 4)]).tolist() == [1, 1]
     assert lengths_of([]).shape == (0,)
+
+
+# -- other data of the same size ---------------------------------------------------------------------------------------
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Rows that are different at every reading."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"pixel_values": torch.rand(3) + random.random() + numpy.random.rand()}
+
+
+def test_other_rows_of_the_same_size_have_another_checksum():
+    assert content_crc32(Rows(40)) == content_crc32(Rows(40)) != content_crc32(Rows(40, seed=1))
+    columns = {"input_ids": [[1, 2], [3]], "text": ["a", "b"]}
+    first, again = (datasets.Dataset.from_dict(columns) for _ in range(2))
+    other = datasets.Dataset.from_dict({**columns, "text": ["a", "c"]})
+    assert content_crc32(first) == content_crc32(again) != content_crc32(other)
+
+
+def test_rows_that_are_never_the_same_have_none_and_random_numbers_stay():
+    states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state()
+    assert content_crc32(Augmented()) is None
+    assert random.getstate() == states[0] and numpy.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+    assert content_crc32([]) is None

@@ -151,6 +151,21 @@ def test_other_data_are_refused(begun, tmp_path, data):
         curriculum_run(tmp_path, settings("infobatch"), **options)
 
 
+def test_other_rows_of_the_same_lengths_are_refused(begun, tmp_path):
+    options = {**SAVED, "resume": begun[1], "model": gpt2(), "data": UnevenRows(11, seed=3)}
+    with pytest.raises(CheckpointError, match="now there are 11, with other content"):
+        curriculum_run(tmp_path, settings("infobatch"), **options)
+
+
+def test_none_goes_on_from_a_checkpoint_without_a_curriculum(begun, tmp_path, caplog):
+    bare = tmp_path / begun[1].name
+    shutil.copytree(begun[1], bare)
+    (bare / STATE_FILE).unlink()
+    later = run(tmp_path, "none", resume=bare, save_strategy="no")
+    assert "losses of samples are tracked from here on" in caplog.text
+    assert later.state.global_step == later.state.max_steps == 12
+
+
 def test_a_checkpoint_without_a_curriculum_is_refused(begun, tmp_path):
     bare = tmp_path / begun[1].name
     shutil.copytree(begun[1], bare)
