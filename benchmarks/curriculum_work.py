@@ -338,10 +338,7 @@ def _text_trainer(one: Run, scratch: str) -> tuple[Counted, Watch, numpy.ndarray
     data = text_rows(one.seed, one.noise)
     arguments = _arguments(
         scratch,
-        seed=one.seed,
-        num_train_epochs=one.budget * TEXT["epochs"],
-        per_device_train_batch_size=TEXT["batch"],
-        learning_rate=TEXT["rate"],
+        **_of_recipe(one, TEXT),
         lr_scheduler_type="linear",
         warmup_steps=0.05,
         train_sampling_strategy="group_by_length" if one.method == GROUPED else "random",
@@ -358,10 +355,7 @@ def _digit_trainer(one: Run, scratch: str) -> tuple[Counted, Watch, numpy.ndarra
     data, test = digit_rows(one.seed, one.noise)
     arguments = _arguments(
         scratch,
-        seed=one.seed,
-        num_train_epochs=one.budget * DIGITS["epochs"],
-        per_device_train_batch_size=DIGITS["batch"],
-        learning_rate=DIGITS["rate"],
+        **_of_recipe(one, DIGITS),
         lr_scheduler_type="cosine",
         warmup_steps=20,
         weight_decay=5e-4,
@@ -378,6 +372,15 @@ def _digit_trainer(one: Run, scratch: str) -> tuple[Counted, Watch, numpy.ndarra
     )
     parts = {"held_out": test, "validation": data.validation}
     return trainer, Watch(lambda model: {n: percent_right(model, rows) for n, rows in parts.items()}), data.is_spoiled
+
+
+def _of_recipe(one: Run, recipe: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "seed": one.seed,
+        "num_train_epochs": one.budget * recipe["epochs"],
+        "per_device_train_batch_size": recipe["batch"],
+        "learning_rate": recipe["rate"],
+    }
 
 
 def _arguments(scratch: str, **changes: Any) -> TrainingArguments:

@@ -1,6 +1,6 @@
 """The plan of an epoch: which samples, how much each counts, in which micro-batches, on which rank.
 
-A plan follows from its arguments alone, bit for bit: every rank makes the same one, and a resumed run makes it again.
+A plan follows from its arguments alone, bit for bit: every rank makes the same one.
 A selection in a loop of one's own:
 
 >>> import numpy as np

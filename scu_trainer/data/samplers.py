@@ -7,7 +7,7 @@
         for batch in loader: ...; sampler.update(ids, losses, epoch)
 
 The plan of an epoch is a pure function of (seed, epoch, snapshot of the difficulties when it was first asked for), so
-every rank makes the same one, and a resumed run makes it again.
+every rank makes the same one. A checkpoint holds the plan that was begun.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ import torch
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from scu_trainer.control import curriculum as control
+from scu_trainer.control import noise
 from scu_trainer.control.difficulty import Difficulty
-from scu_trainer.control.selection import noise_guard, without_quarantined
+from scu_trainer.control.selection import without_quarantined
 from scu_trainer.errors import CheckpointError, DataError
 from scu_trainer.settings import CurriculumSettings
 
 
 class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this class for a rank-aware batch sampler
-    """``lengths``: tokens of every sample. ``rows_per_batch``: of a uniform micro-batch. ``epochs``: of the whole run.
+    """``lengths``: tokens of every sample. ``rows_per_batch``: of a uniform micro-batch. ``epochs``: of the whole run;
+    may be set later, for the first epoch is planned without it.
 
     ``difficulty``: what is known of every sample. ``availability``: free share of memory, for the next plan.
     ``costs``: memory of every sample in any unit; default its length. ``content``: a checksum of the data, if there is
@@ -61,11 +63,6 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         self.was_cut_anew = False  # the rest of an epoch that was begun otherwise
         self._plan: Optional[control.Plan] = None
         self.nominal_batches = self.plan(0).micro_batches // world
-
-    def set_epochs(self, epochs: float) -> None:
-        """Number of epochs of the run, where it was not known from the start."""
-        self.epochs, self._plan = epochs, None
-        self.plan(0)
 
     def __len__(self) -> int:
         """Micro-batches of a rank in the first epoch: what the length of a run is estimated from."""
@@ -106,10 +103,10 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         self.difficulty.update(ids, losses, epoch, labels)
 
     def suspects(self) -> numpy.ndarray:
-        """Samples that the noise guard would leave out as things stand now, worst first."""
+        """Samples that look wrong to the noise guard as things stand now, worst first."""
         snapshot = self.difficulty.snapshot()
         ids = without_quarantined(snapshot, numpy.arange(len(self.lengths))).ids
-        return noise_guard(snapshot, ids, self.law, self._plan.epoch + 1, numpy.random.default_rng(0)).suspects
+        return noise.suspects(snapshot, ids, self.law)[0]
 
     def report(self) -> dict[str, Any]:
         """What the books say of the present plan and of the difficulties now."""

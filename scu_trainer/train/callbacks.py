@@ -145,40 +145,49 @@ class RegularizationCallback(TrainerCallback):
         return {f"scu/{name}": row[name] for name in names if row.get(name) is not None}
 
 
-class MemoryCallback(TrainerCallback):
-    """Begins and ends the memory loop with training; writes ``memory_history.json``."""
+class _HistoryCallback(TrainerCallback):
+    """Hands what ``writer.on_row`` gets to a history file while training goes on."""
 
-    def __init__(self, chunked: ChunkedStep) -> None:
-        self.chunked = chunked
+    def __init__(self, writer: Any, name: str) -> None:
+        self._writer, self._name = writer, name
         self.history: Optional[History] = None
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def _begin(self, args, after_step: int) -> None:
         if args.should_save:
-            self.history = _opened(args.output_dir, MEMORY_FILE, state.global_step)
-            self.chunked.loop.on_row = self.history.append
-        self.chunked.start()
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        _scale_rates(kwargs["optimizer"], kwargs["lr_scheduler"], self.chunked.trainer.rate_factor)
+            self.history = _opened(args.output_dir, self._name, after_step)
+            self._writer.on_row = self.history.append
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.chunked.loop.on_row = lambda row: None
+        self._writer.on_row = lambda row: None
         if self.history is not None:
             self.history.close()
             self.history = None
 
 
-class CurriculumCallback(TrainerCallback):
+class MemoryCallback(_HistoryCallback):
+    """Begins and ends the memory loop with training; writes ``memory_history.json``."""
+
+    def __init__(self, chunked: ChunkedStep) -> None:
+        super().__init__(chunked.loop, MEMORY_FILE)
+        self.chunked = chunked
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._begin(args, state.global_step)
+        self.chunked.start()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        _scale_rates(kwargs["optimizer"], kwargs["lr_scheduler"], self.chunked.trainer.rate_factor)
+
+
+class CurriculumCallback(_HistoryCallback):
     """Tells the curriculum of steps and epochs; writes ``curriculum.json``."""
 
     def __init__(self, curriculum: CurriculumLoop) -> None:
+        super().__init__(curriculum, CURRICULUM_FILE)
         self.curriculum = curriculum
-        self.history: Optional[History] = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if args.should_save:
-            self.history = _opened(args.output_dir, CURRICULUM_FILE, state.global_step - self.curriculum.owes_row)
-            self.curriculum.on_row = self.history.append
+        self._begin(args, state.global_step - self.curriculum.owes_row)
         if self.curriculum.owes_row:
             self.curriculum.end_epoch()
 
@@ -187,12 +196,6 @@ class CurriculumCallback(TrainerCallback):
 
     def on_epoch_end(self, args, state, control, **kwargs):
         self.curriculum.end_epoch()
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.curriculum.on_row = lambda row: None
-        if self.history is not None:
-            self.history.close()
-            self.history = None
 
 
 def _scale_rates(optimizer, scheduler, factor: float) -> None:

@@ -87,7 +87,7 @@ class CurriculumLoop:
             content=content_crc32(rows),
         )
         self.length = RunLength(args, self.sampler.nominal_batches)
-        self.sampler.set_epochs(self.length.epochs)
+        self.sampler.epochs = self.length.epochs
         self._tell_classes()
         require_enough_epochs(self.settings, self.length.epochs)
         self.counts, self.totals, self._totals_before = Counts(), Counts(), Counts()
@@ -95,6 +95,7 @@ class CurriculumLoop:
         self._resumed_at: Optional[tuple[int, float]] = None
         self._seen, self._deliveries = SeenLosses(), Deliveries(trainer.model)
         self._plan_weights()
+        self._warmup, self._longest = self._warmup_law(), int(self.sampler.lengths.max())
         return self._stock_loader(rows)
 
     def _stock_loader(self, rows: Any) -> torch.utils.data.DataLoader:
@@ -172,12 +173,17 @@ class CurriculumLoop:
 
     def _limit(self) -> Optional[int]:
         """Tokens per row while the length warms up."""
+        if self._warmup is None:
+            return None
+        step, total = self.trainer.state.global_step, self.length.total_steps
+        return control.warmup_limit(self._warmup, step, total, self._longest)
+
+    def _warmup_law(self) -> Optional[control.Law]:
         if "length_warmup" not in self.settings.methods:
             return None
-        wanted, total = self.settings.length_warmup_steps, self.length.total_steps
-        share = min(1.0, wanted if wanted < 1 else wanted / total)
-        law, longest = replace(self.sampler.law, warmup_share=share), int(self.sampler.lengths.max())
-        return control.warmup_limit(law, self.trainer.state.global_step, total, longest)
+        wanted = self.settings.length_warmup_steps
+        share = min(1.0, wanted if wanted < 1 else wanted / self.length.total_steps)
+        return replace(self.sampler.law, warmup_share=share)
 
     def before_scheduler(self, step: int, scheduler: Any) -> None:
         """``step``: of the run, counted from 1."""

@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 import torch
 
+from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.errors import ControlError
 from scu_trainer.train.rows import NOT_LEARNED, PADDING, has_time
 
@@ -44,7 +45,7 @@ class Deliveries:
         """The batch, with rows of at most ``limit`` tokens."""
         if limit is not None and _width(inputs) > limit:
             inputs = self._cut(inputs, limit)
-        rows = len(inputs["sample_index"])
+        rows = len(inputs[SAMPLE_INDEX])
         self._counts.rows += rows
         self._counts.padded_tokens += rows * _width(inputs)
         return inputs

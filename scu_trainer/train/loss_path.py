@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Optional, Protocol
 
 import torch
 
+from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.errors import ControlError, SettingsError
 from scu_trainer.train.memory import forget_traceback, is_out_of_memory
 from scu_trainer.train.model_loss import has_causal_loss, head_of, headless, obstacle_to_headless, opened
 from scu_trainer.train.reduction import mixing_modules, tolerance, untouched
 from scu_trainer.train.row_readings import CAUSAL, Reading, RowLosses, find_reading
-from scu_trainer.train.rows import PADDING, has_time
+from scu_trainer.train.rows import PADDING, has_time, pick
 
 if TYPE_CHECKING:
     from scu_trainer.train.trainer import SCUTrainer
@@ -74,7 +75,7 @@ class LossPath:
         """``stock(model, inputs, return_outputs, num_items)``: the Trainer's ``compute_loss``."""
         if self.rows is None:
             return self._forward(model, inputs, num_items, stock, None)[0]
-        ids, inputs = inputs.get("sample_index"), without_index(inputs)
+        ids, inputs = inputs.get(SAMPLE_INDEX), without_index(inputs)
         if ids is None:
             raise ControlError("a batch came without sample_index: it is not from this trainer's own data loader")
         with self._statistics() as restore_statistics:
@@ -161,8 +162,8 @@ class LossPath:
         self.rows.quarantine(ids[bad])
         good = (~bad).nonzero().flatten()
         if len(good):
-            kept = {name: _only(value, good, len(ids)) for name, value in inputs.items()}
-            return self.loss(model, type(inputs)({**kept, "sample_index": ids[good]}), num_items, stock)
+            kept = pick(type(inputs)({**inputs, SAMPLE_INDEX: ids}), good, len(ids))
+            return self.loss(model, kept, num_items, stock)
         # Every trained weight gets a gradient of zero: ranks wait for each of them.
         return sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros((), device=ids.device))
 
@@ -235,15 +236,7 @@ class LossPath:
 
 def without_index(inputs: Any) -> Any:
     """What the model is to see of a batch."""
-    return type(inputs)({name: value for name, value in inputs.items() if name != "sample_index"})
-
-
-def _only(value: Any, rows: torch.Tensor, count: int) -> Any:
-    if torch.is_tensor(value) and value.dim() > 0 and value.size(0) == count:
-        return value[rows.to(value.device)]
-    if isinstance(value, (list, tuple)) and len(value) == count:
-        return type(value)([value[row] for row in rows.tolist()])
-    return value
+    return type(inputs)({name: value for name, value in inputs.items() if name != SAMPLE_INDEX})
 
 
 def _short(inputs: Any, words: int) -> Optional[Mapping[str, Any]]:

@@ -18,6 +18,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from scu_trainer.train.losses import chunked_linear_cross_entropy, row_losses
 from scu_trainer.train.row_readings import RowLosses, shifted
+from scu_trainer.train.rows import NOT_LEARNED
 
 if TYPE_CHECKING:
     from scu_trainer.train.trainer import SCUTrainer
@@ -70,15 +71,14 @@ def opened(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen) 
 
     def loss_of(logits: torch.Tensor, targets: torch.Tensor, num_items: Any) -> tuple[torch.Tensor, torch.Tensor]:
         log_shares, flat = log_softmax(logits.float().flatten(0, -2), dim=-1), targets.flatten()
-        with torch.no_grad():
-            tokens = nll_loss(log_shares, flat, ignore_index=-100, reduction="none")
+        with torch.set_grad_enabled(weights is not None and torch.is_grad_enabled()):
+            tokens = nll_loss(log_shares, flat, ignore_index=NOT_LEARNED, reduction="none")
         if weights is None:
             reduction = "mean" if num_items is None else "sum"
-            loss = nll_loss(log_shares, flat, ignore_index=-100, reduction=reduction)
+            loss = nll_loss(log_shares, flat, ignore_index=NOT_LEARNED, reduction=reduction)
         else:
-            each = nll_loss(log_shares, flat, ignore_index=-100, reduction="none")
-            loss = (each * _of_tokens(weights, targets)).sum()
-            num_items = (flat != -100).sum() if num_items is None else num_items
+            loss = (tokens * _of_tokens(weights, targets)).sum()
+            num_items = (flat != NOT_LEARNED).sum() if num_items is None else num_items
         if num_items is not None:
             loss = loss / (num_items.to(loss.device) if torch.is_tensor(num_items) else num_items)
         return loss, tokens

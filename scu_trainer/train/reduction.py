@@ -24,6 +24,7 @@ from scu_trainer.train.rows import (
     Batch,
     Row,
     has_time,
+    pick,
     signature,
     take,
 )
@@ -160,9 +161,9 @@ class _Question:
         both = take(self.batches, self.rows, self.pad_token_id, trim=trim)
         number, row = self.rows[0]
         is_their_batch = both is self.batches[number].inputs  # then its rows stand in its own order
-        trims = self._trims(_narrow(both, row if is_their_batch else 0)) if trim else False
+        trims = self._trims(pick(both, torch.tensor([row if is_their_batch else 0]), 2)) if trim else False
         both = _uneven(both)
-        alone = [_narrow(both, i) for i in range(2)]
+        alone = [pick(both, torch.tensor([i]), 2) for i in range(2)]
         whole, parts = self.loss(both), [self.loss(one) for one in alone]
         scale = max(abs(whole), *map(abs, parts))
         if not math.isfinite(whole + sum(parts)) or scale == 0.0:
@@ -282,16 +283,6 @@ def _uneven(inputs: Any) -> Any:
     keep = learned.cumsum(0).flatten()[-1] // 2 + 1
     labels[0] = torch.where(learned & (learned.cumsum(0) >= keep), labels[0], NOT_LEARNED)
     return type(inputs)({**inputs, "labels": labels})
-
-
-def _narrow(inputs: Any, row: int) -> Any:
-    narrow = {
-        name: value[row : row + 1]
-        if (torch.is_tensor(value) and value.dim() > 0) or isinstance(value, (list, tuple))
-        else value
-        for name, value in inputs.items()
-    }
-    return type(inputs)(narrow)
 
 
 # -- leaving no trace --------------------------------------------------------------------------------------------------

@@ -246,6 +246,19 @@ def take(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int = 0, t
     return type(first.inputs)(made)  # a loss may read a BatchEncoding by attributes
 
 
+def pick(inputs: Any, rows: torch.Tensor, count: int) -> Any:
+    """A batch of some rows of ``inputs``, as they are padded. What has not ``count`` entries is kept whole."""
+
+    def of(value: Any) -> Any:
+        if torch.is_tensor(value) and value.dim() > 0 and value.size(0) == count:
+            return value[rows.to(value.device)]
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            return type(value)([value[row] for row in rows.tolist()])
+        return value
+
+    return type(inputs)({name: of(value) for name, value in inputs.items()})
+
+
 def _is_whole(batch: Batch, rows: list[int]) -> bool:
     return sorted(rows) == list(range(batch.rows))
 
