@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -97,10 +98,21 @@ def _crc32_of(rows: Sequence[Any]) -> int:
     checksum = 0
     for row in rows:
         for name in sorted(row) if isinstance(row, Mapping) else ():
-            values = row[name] if torch.is_tensor(row[name]) else numpy.asarray(row[name])
-            content = numpy.asarray(values)
-            checksum = zlib.crc32(content.tobytes() if content.dtype != object else repr(values).encode(), checksum)
+            checksum = zlib.crc32(_bytes_of(row[name]), checksum)
     return checksum
+
+
+def _bytes_of(value: Any) -> bytes:
+    """The same in every process; nothing for objects that do not say what they hold."""
+    if torch.is_tensor(value):
+        return value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if hasattr(value, "__array_interface__"):  # arrays and pictures
+        array = numpy.asarray(value)
+        return array.tobytes() if array.dtype != object else _bytes_of(array.tolist())
+    try:
+        return json.dumps(value, sort_keys=True).encode()
+    except TypeError:
+        return b""
 
 
 def _arrow_lengths(rows: Any) -> numpy.ndarray:

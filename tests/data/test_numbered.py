@@ -118,3 +118,27 @@ def test_rows_that_are_never_the_same_have_none_and_random_numbers_stay():
     assert random.getstate() == states[0] and numpy.random.get_state()[1].tolist() == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])
     assert content_crc32([]) is None
+
+
+class Opaque:
+    """Says nothing but where it lies in memory, which is elsewhere in the next process."""
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        ([[1, 2], [3]], [[1, 2], [4]]),
+        ([{"role": "user"}], [{"role": "system"}]),
+        (torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)),
+        (numpy.array(["a", [1]], dtype=object), numpy.array(["a", [2]], dtype=object)),
+        (None, 1.5),
+    ],
+    ids=["ragged", "messages", "bfloat16", "objects", "nothing"],
+)
+def test_rows_of_any_kind_have_a_checksum(value, other):
+    assert content_crc32([{"x": value}]) == content_crc32([{"x": value}]) != content_crc32([{"x": other}])
+
+
+def test_what_an_object_does_not_say_is_left_out():
+    assert content_crc32([{"x": Opaque(), "y": 1}]) == content_crc32([{"x": Opaque(), "y": 1}])
+    assert content_crc32([{"x": Opaque(), "y": 1}]) != content_crc32([{"x": Opaque(), "y": 2}])
