@@ -7,11 +7,13 @@ composes both. On the command line the fields of ``RegularizationSettings`` carr
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from typing import Literal, Optional, Union, get_args, get_type_hints
 
 from scu_trainer.errors import SettingsError, nearest
 
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 EMBEDDED_DATASETS = ("python_docs", "stdlib_docstrings", "stdlib_source")
 
 
@@ -232,10 +234,29 @@ class MemorySettings:
         "causal language models: cross-entropy straight from the hidden states, some tokens at a time, so that logits "
         "never exist as a whole; same loss and gradient up to rounding. auto: from a vocabulary of 16,384 on",
     )
+    memory_limit_gb: Optional[float] = _option(
+        None, "GiB of the training device that this run may use at most; default: all that is there"
+    )
+    max_gpu_mem: Optional[Union[float, str]] = _option(
+        None, "device_map: weights on each GPU, in GiB or as '4GB'; default: what accelerate finds free"
+    )
+    cpu_mem: Optional[Union[float, str]] = _option(
+        None, "device_map: weights in main memory, in GiB or as '16GB'; the rest goes to offload_folder"
+    )
+    offload_folder: Optional[str] = _option(
+        None, "device_map: folder for weights that fit neither on a GPU nor in main memory"
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_cap", _token_cap(self.token_cap))
         object.__setattr__(self, "target_headroom_gb", _headroom(self.target_headroom_gb))
+        for name in ("max_gpu_mem", "cpu_mem"):
+            object.__setattr__(self, name, _gib(name, getattr(self, name)))
+        limit = self.memory_limit_gb
+        _require(
+            limit is None or (math.isfinite(limit) and limit > 0),
+            f"memory_limit_gb is {limit}; it must be above 0, for instance 3.5",
+        )
         _check_choices(self)
         _require(self.min_batch_size >= 1, f"min_batch_size is {self.min_batch_size}; it must be 1 or more")
         highest = self.max_batch_size
@@ -295,6 +316,19 @@ def _headroom(value) -> Union[float, str]:
         return text
     _require(math.isfinite(number) and number >= 0, f"target_headroom_gb is {number}; it must be 0 or more")
     return number
+
+
+BYTES = {"": 2**30, "GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
+"""Units as accelerate's ``max_memory`` knows them; a bare number counts GiB."""
+
+
+def _gib(name: str, value) -> Optional[float]:
+    """GiB of a number of GiB, or of a text such as '4GB' or '900MiB'."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(value).strip().upper())
+    _require(match is not None, f"{name} is {value!r}; allowed: GiB such as 3.5, or a size such as 4GB or 900MiB")
+    return float(match[1]) * BYTES[match[2] or ""] / 2**30
 
 
 METHODS = ("token_budget", "noise_guard", "acmds", "infobatch", "length_warmup")
@@ -392,8 +426,28 @@ class ModelSettings:
     model_revision: Optional[str] = _option(None, "branch, tag or commit on the Hub")
     trust_remote_code: bool = _option(False, "run Python code that comes with the model")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("auto", "type of the frozen weights")
-    attn_implementation: Optional[str] = _option(None, "sdpa, eager, flash_attention_2, ...; default: the model's best")
-    tuning: Literal["full", "lora"] = _option("lora", "train all weights, or low-rank adapters")
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = _option(
+        "auto",
+        "arithmetic of training: bf16 or fp16 autocast, or no: that of the weights. auto: what bf16, fp16 or the "
+        "launcher say, else the fastest safe one of the device",
+    )
+    attn_implementation: Optional[str] = _option(
+        None, "sdpa, eager, flash_attention_2, ...; default: flash attention where it is installed and runs, else sdpa"
+    )
+    checkpoint_every_layer: bool = _option(
+        False, "keep only the inputs of each layer and compute its inside again in backward: less memory, more time"
+    )
+    tuning: Literal["full", "lora", "qlora"] = _option(
+        "lora", "train all weights; low-rank adapters; or adapters over weights that are stored in 4 or 8 bits"
+    )
+    load_in_8bit: bool = _option(False, "qlora: store frozen weights in 8 bits (LLM.int8) instead of 4 (NF4)")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = _option("nf4", "qlora: the 16 values that 4 bits stand for")
+    bnb_4bit_use_double_quant: bool = _option(True, "qlora: quantize the scales of 4-bit weights too")
+    device_map: Optional[str] = _option(
+        None,
+        "auto, balanced, balanced_low_0 or sequential: spread the weights over the GPUs, main memory and disk of one "
+        "process, as far as max_gpu_mem, cpu_mem and offload_folder allow",
+    )
     lora_r: int = _option(8, "rank of the adapters")
     lora_alpha: float = _option(16.0, "scale of the adapters is lora_alpha / lora_r")
     lora_dropout: float = _option(0.0, "dropout in front of the adapters")
@@ -408,6 +462,15 @@ class ModelSettings:
         _require(self.lora_alpha > 0, f"lora_alpha is {self.lora_alpha}; it must be above 0")
         _require(0 <= self.lora_dropout < 1, f"lora_dropout is {self.lora_dropout}; allowed: 0 to below 1")
         _require(self.embedded_base_steps >= 1, f"embedded_base_steps is {self.embedded_base_steps}; 1 or more")
+        maps = DEVICE_MAPS
+        _require(
+            self.device_map is None or self.device_map in maps,
+            f"device_map is {self.device_map!r}; allowed: {', '.join(maps)}{nearest(str(self.device_map), maps)}",
+        )
+        _require(
+            not (self.load_in_8bit and self.tuning != "qlora"),
+            f"load_in_8bit stores weights that are not trained; it needs tuning: qlora, and tuning is {self.tuning}",
+        )
 
 
 @dataclass(frozen=True)

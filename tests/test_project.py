@@ -31,7 +31,7 @@ def setup_lines(section: str, option: str) -> list[str]:
 
 
 def all_declared() -> list[Requirement]:
-    extras = ("qlora", "deepspeed", "report", "dev")
+    extras = ("qlora", "optimizers", "deepspeed", "report", "dev")
     lines = setup_lines("options", "install_requires")
     lines += [line for extra in extras for line in setup_lines("options.extras_require", extra)]
     return [Requirement(line) for line in lines]

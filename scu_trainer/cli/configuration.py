@@ -63,6 +63,7 @@ def regularization_flags() -> type:
 def memory_flags() -> type:
     """``MemorySettings`` as flags; numbers that may also be a word are read as text, the settings tell them apart."""
     texts = {"token_cap": Optional[str], "target_headroom_gb": str}
+    texts |= {"max_gpu_mem": Optional[str], "cpu_mem": Optional[str]}
     hints = {**get_type_hints(MemorySettings), **texts}
     fields = [
         (item.name, hints[item.name], dataclasses.field(default=item.default, metadata=dict(item.metadata)))

@@ -24,7 +24,7 @@ PROJECT = "scu-trainer"
 OLDEST_PYTHON = (3, 11)
 NEEDED_RAM_BYTES = 2 * 2**30
 NEEDED_DISK_BYTES = 2 * 2**30
-OPTIONAL_EXTRAS = ("qlora", "deepspeed", "report", "dev")
+OPTIONAL_EXTRAS = ("qlora", "optimizers", "deepspeed", "report", "dev")
 INSTALL_ALL = "make deps, or pip install -e '.[all]' -c constraints.txt"
 
 # without these there is nothing to check or print the rest with
