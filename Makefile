@@ -1,4 +1,4 @@
-# Everything starts here: `make train` and `make test` work from a bare clone with Python 3.11, make and gcc.
+# Everything starts here: each target works from a bare clone with Python 3.11, make and gcc, and installs what it needs.
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -11,25 +11,58 @@ IS_NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11
 PYTHON ?= $(shell for python in $(CANDIDATES); do \
 	$$python -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 
+# Processes of a launcher: one per GPU, or one on a CPU. `make train-accelerate PROCESSES=2` starts two.
+PROCESSES ?=
+
 # Tokenizers warn once per fork otherwise; data loading forks after tokenizing.
 export TOKENIZERS_PARALLELISM = false
+# Operators that DeepSpeed compiles go with the environment that they were compiled for.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help deps verify-install train test lint
+.PHONY: help deps verify-install check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora \
+	train-device-map test test-cpu test-smoke lint
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 deps: $(STAMP) ## install everything into .venv, once (about 2 minutes)
 
 verify-install: $(STAMP) ## check Python, packages, memory and disk, and say what to do about each gap
 	$(BIN)/scu-trainer train --check_requirements $(ARGS)
 
+check-gpu: $(STAMP) ## say which GPUs torch can use, what they can do, or why there is none
+	@$(BIN)/scu-trainer hardware check --gpu $(ARGS)
+
+monitor-memory: $(STAMP) ## memory of this machine and its GPUs, live; ARGS="--duration 60" ends by itself
+	@$(BIN)/scu-trainer hardware monitor $(ARGS)
+
 train: $(STAMP) ## fine-tune with recipes/scu_lora.yaml; ARGS="--max_steps 20" adds flags
 	$(BIN)/python scripts/train.py --config recipes/scu_lora.yaml $(ARGS)
 
+train-cpu: $(STAMP) ## the same on the CPU, also where there is a GPU
+	$(BIN)/python scripts/train.py --config recipes/scu_lora.yaml --use_cpu true $(ARGS)
+
+train-accelerate: $(STAMP) ## one process per GPU, or two on a CPU, started by accelerate
+	$(BIN)/scu-trainer launch accelerate --processes '$(PROCESSES)' --config recipes/scu_lora.yaml $(ARGS)
+
+train-deepspeed: $(STAMP) ## ZeRO-2 with the optimizer in main memory, started by deepspeed; all weights are trained
+	$(BIN)/scu-trainer launch deepspeed --processes '$(PROCESSES)' --config recipes/deepspeed.yaml $(ARGS)
+
+train-qlora: $(STAMP) ## adapters over weights stored in 4 bits
+	$(BIN)/python scripts/train.py --config recipes/qlora.yaml $(ARGS)
+
+train-device-map: $(STAMP) ## adapters over weights that lie on GPU, main memory and disk
+	$(BIN)/python scripts/train.py --config recipes/device_map.yaml $(ARGS)
+
 test: $(STAMP) ## run the tests; ARGS="-k resume" adds pytest flags
 	$(BIN)/python -m pytest $(ARGS)
+
+test-cpu: $(STAMP) ## run the tests as on a machine without a GPU
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(ARGS)
+
+test-smoke: $(STAMP) ## every memory-efficient path for a few real steps: peak memory, step time, loss (about 10 minutes)
+	$(BIN)/scu-trainer variants $(ARGS)
 
 lint: $(STAMP) ## check style and formatting with ruff
 	$(BIN)/ruff check .

@@ -251,11 +251,15 @@ class MemorySettings:
         object.__setattr__(self, "token_cap", _token_cap(self.token_cap))
         object.__setattr__(self, "target_headroom_gb", _headroom(self.target_headroom_gb))
         for name in ("max_gpu_mem", "cpu_mem"):
-            object.__setattr__(self, name, _gib(name, getattr(self, name)))
+            object.__setattr__(self, name, size_in_gib(name, getattr(self, name)))
         limit = self.memory_limit_gb
         _require(
             limit is None or (math.isfinite(limit) and limit > 0),
             f"memory_limit_gb is {limit}; it must be above 0, for instance 3.5",
+        )
+        _require(
+            limit is None or self.memory_control,
+            "memory_limit_gb is what memory control keeps to; set memory_control: true, or drop it",
         )
         _check_choices(self)
         _require(self.min_batch_size >= 1, f"min_batch_size is {self.min_batch_size}; it must be 1 or more")
@@ -322,7 +326,7 @@ BYTES = {"": 2**30, "GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB":
 """Units as accelerate's ``max_memory`` knows them; a bare number counts GiB."""
 
 
-def _gib(name: str, value) -> Optional[float]:
+def size_in_gib(name: str, value) -> Optional[float]:
     """GiB of a number of GiB, or of a text such as '4GB' or '900MiB'."""
     if value is None:
         return None

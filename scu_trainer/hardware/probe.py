@@ -56,7 +56,7 @@ class Machine:
 
 def probe(paths: Iterable[Path] = (), packages: Iterable[str] = (), cgroup_root: Path = cgroup.ROOT) -> Machine:
     """Look at this machine. ``paths`` need not exist yet; ``packages`` are distribution names."""
-    total_bytes, available_bytes = _system_ram_bytes()
+    total_bytes, available_bytes = ram_bytes()
     limit_bytes = cgroup.memory_limit_bytes(cgroup_root)
     below_limit_bytes = cgroup.memory_available_bytes(cgroup_root)
     return Machine(
@@ -86,7 +86,7 @@ def accelerators() -> tuple[Accelerator, ...]:
     if torch.cuda.is_available():
         return tuple(_cuda_device(torch, index) for index in range(torch.cuda.device_count()))
     if torch.backends.mps.is_available():
-        return (Accelerator("mps", 0, platform.processor() or "Apple", *_system_ram_bytes()),)
+        return (Accelerator("mps", 0, platform.processor() or "Apple", *ram_bytes()),)
     return ()
 
 
@@ -98,12 +98,21 @@ def installed_version(name: str) -> Optional[str]:
         return None
 
 
+def anonymous_bytes(process: Path) -> Optional[int]:
+    """Resident memory that no file backs, of the process with the folder ``process`` in /proc. None where there is no
+    such file system (macOS) and OSError where the process has ended."""
+    if not process.parent.is_dir():
+        return None
+    _, resident, shared, *_ = map(int, (process / "statm").read_bytes().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _cuda_device(torch, index: int) -> Accelerator:
     free, total = torch.cuda.mem_get_info(index)
     return Accelerator("cuda", index, torch.cuda.get_device_name(index), total, free)
 
 
-def _system_ram_bytes() -> tuple[int, int]:
+def ram_bytes() -> tuple[int, int]:
     """(total, available) of the whole system."""
     import psutil
 

@@ -23,7 +23,8 @@ from scu_trainer.settings import MemorySettings
 from scu_trainer.train import step as steps
 from scu_trainer.train.logical_batch import LogicalBatches
 from scu_trainer.train.marks import ChangingBuffers
-from scu_trainer.train.memory import Gauge, forget_traceback, free_memory, gauge_for, is_out_of_memory
+from scu_trainer.train.memory import Gauge, forget_traceback, free_memory, is_out_of_memory
+from scu_trainer.train.memory_limit import limited_gauge
 from scu_trainer.train.memory_loop import MemoryLoop
 from scu_trainer.train.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
 from scu_trainer.train.ranks import Ranks, ranks_for
@@ -46,7 +47,7 @@ class ChunkedStep:
     def __init__(self, trainer: SCUTrainer, settings: MemorySettings, gauge: Optional[Gauge] = None) -> None:
         device = trainer.args.device
         if settings.memory_control and gauge is None:
-            gauge = gauge_for(device)
+            gauge = limited_gauge(device, settings.memory_limit_gb)
         self.trainer = trainer
         self.settings = settings
         self.loop = MemoryLoop(settings, gauge if settings.memory_control else None, device)

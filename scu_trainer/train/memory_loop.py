@@ -46,10 +46,12 @@ class Books:
 
     ``real_tokens``: without padding. ``processed_tokens``: with the padding that was left. ``stock_tokens``: what the
     stock loop would have processed. ``failed_tokens``: in chunks that ran out of memory. ``predicted``: pieces cut
-    because they were predicted not to fit.
+    because they were predicted not to fit. ``chunks``: forward and backward passes that were kept. ``peak_bytes``: the
+    most that this process used in a step.
     """
 
     windows: int = 0
+    chunks: int = 0
     real_tokens: int = 0
     processed_tokens: int = 0
     stock_tokens: int = 0
@@ -57,6 +59,7 @@ class Books:
     failed_tokens: int = 0
     predicted: int = 0
     changes: int = 0
+    peak_bytes: int = 0
 
 
 class MemoryLoop:
@@ -152,6 +155,7 @@ class MemoryLoop:
         """Take stock and decide. ``agree``: element-wise maximum over ranks."""
         window, books = self._window, self.books
         books.windows += 1
+        books.chunks += len(done)
         books.real_tokens += window.real_tokens
         books.stock_tokens += window.padded_tokens
         books.processed_tokens += sum(piece.tokens for piece, _ in done)
@@ -242,6 +246,7 @@ class MemoryLoop:
         reading = self.gauge.read()
         # As a fraction: on a CPU the tightest limit may be another one than before.
         self._peak_fraction = max(self._peak_fraction, reading.peak_bytes / reading.limit_bytes)
+        self.books.peak_bytes = max(self.books.peak_bytes, reading.own_peak_bytes)
         return reading
 
     def failed(self, failure: steps.Failure) -> Sequence[Piece]:

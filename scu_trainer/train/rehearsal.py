@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any, Optional
 
 import psutil
 from rich.console import Console
-from transformers import TrainerCallback
 
 from scu_trainer.run_files import free_bytes
+from scu_trainer.train.costs import StepTimes
 from scu_trainer.train.job import Job, is_leader
 from scu_trainer.train.logs import RunLog
 from scu_trainer.train.session import Parts, build_trainer, load_parts, score
@@ -22,21 +21,6 @@ from scu_trainer.train.session import Parts, build_trainer, load_parts, score
 STEPS = 6
 SAVE_AT = 3
 EVALUATION_ROWS = 16
-
-
-@dataclass
-class StepTimes(TrainerCallback):
-    """Seconds of each optimizer step, without what happens between steps."""
-
-    def __post_init__(self) -> None:
-        self.seconds: list[float] = []
-        self._begun_s = 0.0
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._begun_s = time.perf_counter()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.seconds.append(time.perf_counter() - self._begun_s)
 
 
 def rehearse(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = None) -> dict[str, float]:
@@ -71,8 +55,7 @@ def _measure(job: Job, parts: Parts, scratch: str, console: Console) -> dict[str
     resumed = build_trainer(short, parts, None, Console(quiet=True))
     resumed.train(resume_from_checkpoint=str(checkpoint))
     return {
-        # The first steps also allocate and choose kernels.
-        "seconds_per_step": median(times.seconds[STEPS // 2 :]),
+        "seconds_per_step": times.typical_s,
         "evaluation_s": evaluation_s,
         "checkpoint_bytes": sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()),
         "peak_rss_bytes": _peak_rss_bytes(),

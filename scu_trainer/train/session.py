@@ -24,6 +24,7 @@ from scu_trainer.run_files import RunStatus, require_room, require_writable, wri
 from scu_trainer.settings import ModelSettings
 from scu_trainer.train.base_model import embedded_base, is_cached
 from scu_trainer.train.console import ConsoleCallback
+from scu_trainer.train.costs import StepTimes, bytes_before_model, cost_figures
 from scu_trainer.train.evaluate import DocumentScores, bpt_metrics, preprocess_logits, score_documents
 from scu_trainer.train.job import Job, checkpoint_bytes, claim, is_leader
 from scu_trainer.train.logs import RunLog, run_log
@@ -46,6 +47,7 @@ class Parts:
     data: PreparedData
     model: torch.nn.Module
     collator: Collator
+    before_model_bytes: Optional[int] = None
 
 
 def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = None) -> dict[str, Any]:
@@ -87,6 +89,7 @@ def load_parts(job: Job, console: Console) -> Parts:
     for line in data.books.lines():
         console.print(line, soft_wrap=True)
     set_seed(job.training.seed)
+    before_model_bytes = bytes_before_model(job.training.device)
     model = load_model(settings)
     require_fit(model, settings.model_name_or_path, len(tokenizer), job.data.block_size)
     if job.data.isolate_documents:
@@ -96,7 +99,7 @@ def load_parts(job: Job, console: Console) -> Parts:
     total = sum(p.numel() for p in model.parameters())
     console.print(f"model: {total:,} weights, {trainable:,} trained ({settings.tuning})", soft_wrap=True)
     require_room(job.training.output_dir, checkpoint_bytes(model, job.training))
-    return Parts(tokenizer, data, model, Collator.of(tokenizer))
+    return Parts(tokenizer, data, model, Collator.of(tokenizer), before_model_bytes)
 
 
 def _with_base(settings: ModelSettings, cache_dir: Path, console: Console):
@@ -179,7 +182,8 @@ def build_trainer(job: Job, parts: Parts, status: Optional[RunStatus], console: 
 
 def _train(job: Job, parts: Parts, status: Optional[RunStatus], console: Console) -> dict[str, Any]:
     output_dir = Path(job.training.output_dir)
-    trainer = build_trainer(job, parts, status, console)
+    trainer, times = build_trainer(job, parts, status, console), StepTimes()
+    trainer.add_callback(times)
     before = score(trainer, parts)
     outcome = trainer.train(resume_from_checkpoint=job.checkpoint)
     after = score(trainer, parts)
@@ -190,6 +194,7 @@ def _train(job: Job, parts: Parts, status: Optional[RunStatus], console: Console
         "train_s": outcome.metrics["train_runtime"],
         **held_out_figures(before, after),
         "best_held_out": best_held_out(trainer.state.log_history),
+        "costs": cost_figures(job.training.device, times, parts.before_model_bytes, trainer),
     }
     if is_leader():
         _write_results(trainer, output_dir, figures, outcome.metrics["train_runtime"])

@@ -1,0 +1,68 @@
+"""``scu-trainer launch LAUNCHER ...``: starts scripts/train.py by accelerate, deepspeed or torchrun, as fits here.
+
+It prints the launcher's own command first: nothing here cannot be typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer.cli.main import guarded
+from scu_trainer.errors import SettingsError
+from scu_trainer.hardware.probe import accelerators
+from scu_trainer.runs.launch import command, environment, processes_here
+
+LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise SettingsError(message)
+
+
+def _main(argv: list[str]) -> int:
+    parser = _Parser(prog="scu-trainer launch", allow_abbrev=False, description=__doc__.split("\n\n")[0])
+    parser.add_argument("launcher", choices=LAUNCHERS)
+    parser.add_argument(
+        "--processes", type=_count, help="default: one per GPU; without one two for accelerate, else one"
+    )
+    options, words = parser.parse_known_args(argv)
+    gpus = sum(item.kind == "cuda" for item in accelerators())
+    processes = processes_here(options.launcher, gpus, options.processes)
+    if gpus == 0 and not any(word.split("=")[0] in ("--use_cpu", "--use-cpu") for word in words):
+        words = [*words, "--use_cpu", "true"]
+    line = command(options.launcher, words, processes, gpus > 0)
+    print(_shown(line, gpus > 0), flush=True)
+    os.execve(line[0], line, environment(processes, gpus > 0))  # the launcher takes this process's place and signals
+
+
+def _count(text: str) -> Optional[int]:
+    """An empty word, as a Makefile hands on a variable that is not set, counts as not given."""
+    if not text:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes; give 1 or more")
+    return int(text)
+
+
+def _shown(line: Sequence[str], has_gpu: bool) -> str:
+    here, tools = Path.cwd(), Path(sys.executable).parent
+    words = [_relative(word, tools, here) for word in line]
+    return ("" if has_gpu else "DS_ACCELERATOR=cpu " if "deepspeed" in line[0] else "") + shlex.join(words)
+
+
+def _relative(word: str, tools: Path, here: Path) -> str:
+    path = Path(word)
+    if path.is_absolute() and path.parent == tools:
+        return path.name
+    return str(path.relative_to(here)) if path.is_absolute() and path.is_relative_to(here) else word

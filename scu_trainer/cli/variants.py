@@ -1,0 +1,254 @@
+"""``scu-trainer variants``: memory-efficient paths, run for a few real steps: what each costs, and that it learns."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.cli.main import guarded
+from scu_trainer.errors import ModelError, SettingsError, nearest
+from scu_trainer.run_files import write_json
+from scu_trainer.runs.budget import Attempt, Sizes, first_that_fits
+from scu_trainer.runs.launch import require_checkout
+from scu_trainer.runs.variant_table import BASELINE, BY_NAME, LOOPS, VARIANTS, Variant
+from scu_trainer.runs.variants import Outcome, Plan, broken_promises, missing, run
+from scu_trainer.settings import size_in_gib
+
+OURS = 1
+"""Exit code where a path does not keep what the table promises."""
+
+DESCRIPTION = """\
+Trains each path in fresh processes with the real libraries and all three loops, and prints what it cost beside what it
+learned. Without names: all. With --limit: tries them in order of speed and stops at the first that fits."""
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise SettingsError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="scu-trainer variants", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="paths to run; default: all")
+    parser.add_argument("--list", action="store_true", help="say what each path is and needs, and stop")
+    parser.add_argument("--limit", help="memory of the device that may be used, such as 4GB or 39GiB")
+    parser.add_argument("--tuning", choices=("lora", "full"), default="lora", help="with --limit: what is trained")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each path")
+    parser.add_argument("--config", help="a job of your own; default: a Llama of 30 million weights on docstrings")
+    parser.add_argument("--model_name_or_path", "--model-name-or-path", help="train this model instead")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    from rich.console import Console
+
+    options = _parser().parse_args(argv)
+    console = Console(highlight=False)
+    chosen = _chosen(options)
+    has_gpu = _has_gpu()
+    if options.list:
+        console.print(_list(chosen, has_gpu))
+        return 0
+    require_checkout()
+    if options.steps < 2:
+        raise SettingsError(f"steps is {options.steps}; it must be 2 or more: the first step is not timed")
+    with tempfile.TemporaryDirectory(prefix="scu-variants-") as scratch:
+        plan = _plan(options, Path(scratch))
+        if options.limit is not None:
+            return _search(options, chosen, plan, has_gpu, console)
+        return _run_all(options, chosen, plan, has_gpu, console)
+
+
+def _chosen(options: argparse.Namespace) -> list[Variant]:
+    for name in options.names:
+        if name not in BY_NAME:
+            raise SettingsError(f"unknown variant {name!r}{nearest(name, BY_NAME)}; known: {', '.join(BY_NAME)}")
+    return [variant for variant in VARIANTS if not options.names or variant.name in options.names]
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _plan(options: argparse.Namespace, scratch: Path) -> Plan:
+    config = None if options.config is None else Path(options.config)
+    if config is not None and not config.is_file():
+        raise SettingsError(f"cannot read the configuration {config}: it is no file; give a YAML or JSON file")
+    extra = () if options.model_name_or_path is None else ("--model_name_or_path", options.model_name_or_path)
+    model = None if config is not None or extra else _yardstick()
+    if model is None and config is None:
+        model = Path(options.model_name_or_path)
+    return Plan(model, scratch, options.steps, config=config, extra=extra)
+
+
+def _yardstick() -> Path:
+    return Path(_child("scu_trainer.train.yardstick").splitlines()[-1])
+
+
+def _child(module: str, *arguments: str) -> str:
+    """What a module prints, run in a process of its own: its memory and imports must not be this process's."""
+    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ModelError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"{module} failed")
+    return done.stdout.strip()
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def _run_all(options, chosen: Sequence[Variant], plan: Plan, has_gpu: bool, console) -> int:
+    outcomes = []
+    for variant in chosen:
+        with console.status(f"{variant.name} ({len(outcomes) + 1} of {len(chosen)})"):
+            outcomes.append(run(variant, plan, has_gpu))
+        console.print(_line(outcomes[-1]), soft_wrap=True)
+    console.print(_table(outcomes))
+    broken = broken_promises(outcomes)
+    for line in broken:
+        console.print(f"broken: {line}", soft_wrap=True)
+    if options.json:
+        write_json(options.json, record(outcomes, broken, plan))
+        console.print(f"written: {options.json}", soft_wrap=True)
+    return OURS if broken else 0
+
+
+def _line(outcome: Outcome) -> str:
+    if outcome.status == "missing":
+        return f"{outcome.name}: {outcome.message}"
+    return f"{outcome.name}: {outcome.status}"
+
+
+def _table(outcomes: Sequence[Outcome]):
+    from rich.table import Table
+
+    table = Table(title="paths", title_justify="left", pad_edge=False)
+    for title in ("variant", "peak memory", "step", "held-out bits per token", "loops"):
+        table.add_column(title, justify="left" if title in ("variant", "loops") else "right")
+    for row in rows_of(outcomes):
+        table.add_row(*row)
+    return table
+
+
+def rows_of(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+    """Of those that ran: name, peak in MiB and as a ratio, step time as a ratio, held-out loss, loops."""
+    baseline = next((outcome for outcome in outcomes if outcome.name == BASELINE and outcome.status == "ran"), None)
+    return [_row(outcome, baseline) for outcome in outcomes if outcome.status == "ran"]
+
+
+def _row(outcome: Outcome, baseline: Optional[Outcome]) -> tuple[str, ...]:
+    peak = "-" if outcome.peak_bytes is None else f"{outcome.peak_bytes / 2**20:.0f} MiB"
+    if outcome.peak_bytes and baseline is not None and baseline.peak_bytes:
+        peak += f" ({outcome.peak_bytes / baseline.peak_bytes:.2f})"
+    ratio = "-" if baseline is None else f"{outcome.step_s / baseline.step_s:.2f}"
+    bpt = "-" if outcome.bpt is None else f"{outcome.bpt[0]:.2f} -> {outcome.bpt[1]:.2f}"
+    return outcome.name, peak, ratio, bpt, _loops(outcome)
+
+
+def _loops(outcome: Outcome) -> str:
+    if all(outcome.loops.get(loop) == "acts" for loop in LOOPS):
+        return "all act"
+    return ", ".join(f"{loop} {state}" for loop, state in outcome.loops.items() if state != "acts")
+
+
+def record(outcomes: Sequence[Outcome], broken: Sequence[str], plan: Plan) -> dict[str, Any]:
+    """For the results file: every outcome beside the machine and versions that gave it."""
+    import platform
+
+    import psutil
+
+    from scu_trainer.hardware.probe import installed_version
+
+    packages = ("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "torchao")
+    return {
+        "benchmark": "variants",
+        "command": " ".join(["scu-trainer", "variants", *sys.argv[2:]]),
+        "date": datetime.date.today().isoformat(),
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": psutil.cpu_count(),
+            "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        },
+        "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in packages}},
+        "steps": plan.steps,
+        "outcomes": [asdict(outcome) for outcome in outcomes],
+        "broken": list(broken),
+    }
+
+
+def _list(chosen: Sequence[Variant], has_gpu: bool):
+    from rich.table import Table
+
+    table = Table(pad_edge=False)
+    for title in ("variant", "what it saves or is for", "here"):
+        table.add_column(title)
+    for variant in chosen:
+        table.add_row(variant.name, variant.saves, missing(variant, has_gpu) or "can run")
+    return table
+
+
+# -- the first that fits -----------------------------------------------------------------------------------------------
+
+
+def _search(options, chosen: Sequence[Variant], plan: Plan, has_gpu: bool, console) -> int:
+    limit_gb = size_in_gib("limit", options.limit)
+    wanted = [variant for variant in chosen if options.names or _is_candidate(variant, options.tuning)]
+    limited = replace(plan, extra=(*plan.extra, "--memory_limit_gb", f"{limit_gb:.6g}"))
+    console.print(f"limit {limit_gb:.2f} GiB, {len(wanted)} paths in order of speed", soft_wrap=True)
+    found, attempts = first_that_fits(
+        wanted,
+        int(limit_gb * 2**30),
+        _sizes(options, plan),
+        lambda variant: run(variant, limited, has_gpu),
+        lambda attempt: console.print(_attempt_line(attempt), soft_wrap=True),
+    )
+    if options.json:
+        write_json(options.json, {"limit_gib": limit_gb, "attempts": [asdict(attempt) for attempt in attempts]})
+    if found is None:
+        console.print(
+            f"none of these paths fits {limit_gb:.2f} GiB; raise the limit, lower block_size, or take a smaller model",
+            soft_wrap=True,
+        )
+        return 2
+    flags = " ".join(BY_NAME[found.name].flags)
+    console.print(
+        f"first that fits: {found.name} ({found.reason} of {limit_gb:.2f} GiB): add {flags or 'nothing'}",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _is_candidate(variant: Variant, tuning: str) -> bool:
+    return variant.tuning == tuning and variant.processes == 1
+
+
+def _attempt_line(attempt: Attempt) -> str:
+    return f"{attempt.name}: {attempt.verdict}: {attempt.reason}"
+
+
+def _sizes(options: argparse.Namespace, plan: Plan) -> Sizes:
+    name = options.model_name_or_path or plan.model or _model_in(plan.config)
+    return Sizes(**json.loads(_child("scu_trainer.models.sizes", str(name)).splitlines()[-1]))
+
+
+def _model_in(config: Path) -> str:
+    from scu_trainer.cli.configuration import read_file
+
+    name = read_file(config).get("model_name_or_path")
+    if name is None:
+        raise SettingsError(f"{config} names no model_name_or_path; add it, or give --model_name_or_path")
+    return name
