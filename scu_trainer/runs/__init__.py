@@ -1,0 +1,1 @@
+"""Processes of runs: started, watched, read through their run directories. Knows no torch."""

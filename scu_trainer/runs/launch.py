@@ -1,0 +1,65 @@
+"""How a launcher is called on this machine: the command that a person would type, and its environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Optional
+
+from scu_trainer.errors import RequirementError
+
+Launcher = Literal["python", "torchrun", "accelerate", "deepspeed"]
+ROOT = Path(__file__).parents[2]
+ON_CPU, ON_GPUS = "accelerate_configs/cpu_2_processes.yaml", "accelerate_configs/multi_gpu_bf16.yaml"
+
+
+def command(launcher: Launcher, words: Sequence[str], processes: int, has_gpu: bool) -> list[str]:
+    """Words to start scripts/train.py with ``words``, in ``processes`` processes of this machine. Raises
+    RequirementError."""
+    require_checkout()
+    script, here = [str(ROOT / "scripts" / "train.py"), *words], Path(sys.executable).parent
+    if launcher == "python":
+        return [sys.executable, *script]
+    if importlib.util.find_spec("torch" if launcher == "torchrun" else launcher) is None:
+        raise RequirementError(f"{launcher} is not installed; type make deps, or pip install -e '.[{launcher}]'")
+    count = str(processes)
+    if launcher == "torchrun":
+        return [str(here / "torchrun"), "--standalone", "--nproc_per_node", count, *script]
+    if launcher == "accelerate":
+        launch_file = str(ROOT / (ON_GPUS if has_gpu else ON_CPU))
+        return [str(here / "accelerate"), "launch", "--config_file", launch_file, "--num_processes", count, *script]
+    return [str(here / "deepspeed"), "--num_gpus", count, "--master_port", "0", *script]
+
+
+def environment(processes: int, has_gpu: bool) -> dict[str, str]:
+    """This process's own, with what launchers do not find out by themselves on a machine without a GPU."""
+    found = dict(os.environ)
+    found.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))
+    found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found.get('PATH', '')}"
+    if not has_gpu:
+        found["DS_ACCELERATOR"] = "cpu"
+    return found
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processes_here(launcher: Launcher, gpus: int, asked: Optional[int] = None) -> int:
+    """One per GPU; without one two under accelerate, which is there for several, and one under the others.
+
+    Raises RequirementError for more processes than GPUs.
+    """
+    if asked is not None and gpus and asked > gpus:
+        raise RequirementError(f"{asked} processes were asked for, and there are {gpus} GPUs; ask for {gpus} or less")
+    return asked or gpus or (2 if launcher == "accelerate" else 1)
+
+
+def require_checkout() -> None:
+    if not (ROOT / "scripts" / "train.py").is_file() or not (ROOT / "ds_configs").is_dir():
+        raise RequirementError(
+            f"this starts scripts/train.py of a checkout, and {ROOT} is none; clone the repository and run it there"
+        )

@@ -1,0 +1,172 @@
+"""The paths that a person can pick: what each is for, how it is started, what it needs, and what it must not exceed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Optional
+
+from scu_trainer.runs.launch import Launcher
+
+LOOPS = ("regularization", "memory", "curriculum")
+
+CHECKPOINTED = ("--checkpoint_every_layer", "true")
+FULL = ("--tuning", "full")
+QLORA = ("--tuning", "qlora")
+NO_SHARDED_PULL = "the regularization loop works under ZeRO stage 1 and 2"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One path.
+
+    Fields:
+        saves: in a few words, what it saves or is for.
+        flags: of the training command, on top of the recipe.
+        launcher, processes: how it is started.
+        needs: "gpu", "processes" (more than one), or an extra of this package.
+        peak_at_most: another variant, and the largest share of its peak memory (both above an empty process).
+        measured_on: "any" device, or "gpu" where a CPU has the same memory for both sides.
+        refused: by loop, words of the message that refuses it; the loop is off when the variant is measured.
+        gpu_check: for a path that needs a GPU: what running it there has to show.
+    """
+
+    name: str
+    saves: str
+    flags: tuple[str, ...] = ()
+    launcher: Launcher = "python"
+    processes: int = 1
+    needs: tuple[str, ...] = ()
+    peak_at_most: Optional[tuple[str, float]] = None
+    measured_on: Literal["any", "gpu"] = "any"
+    refused: Mapping[str, str] = field(default_factory=dict)
+    gpu_check: str = ""
+
+    @property
+    def tuning(self) -> str:
+        return "full" if FULL == self.flags[:2] else "lora"
+
+
+def _zero(stage: str, *flags: str) -> tuple[str, ...]:
+    return (*flags, "--deepspeed", f"ds_configs/{stage}.json")
+
+
+SHARDED = {"regularization": NO_SHARDED_PULL}
+
+VARIANTS = (
+    Variant("lora", "the default: adapters on frozen float32 weights"),
+    Variant("lora_bf16", "autocast: arithmetic in half precision", ("--mixed_precision", "bf16")),
+    Variant(
+        "lora_bf16_weights",
+        "frozen weights in half the bytes",
+        ("--dtype", "bfloat16", "--mixed_precision", "bf16"),
+        peak_at_most=("lora_bf16", 0.9),
+    ),
+    Variant("lora_checkpointing", "activations of one layer at a time", CHECKPOINTED, peak_at_most=("lora", 0.9)),
+    Variant(
+        "qlora_8bit",
+        "frozen weights in 8 bits",
+        (*QLORA, "--load_in_8bit", "true"),
+        needs=("qlora",),
+        peak_at_most=("lora", 1.0),
+    ),
+    Variant("qlora", "frozen weights in 4 bits", QLORA, needs=("qlora",), peak_at_most=("lora", 0.9)),
+    Variant(
+        "qlora_checkpointing",
+        "4 bits and activations of one layer",
+        (*QLORA, *CHECKPOINTED),
+        needs=("qlora",),
+        peak_at_most=("qlora", 0.9),
+    ),
+    Variant(
+        "device_map_disk",
+        "frozen weights on disk, read layer by layer",
+        ("--device_map", "auto", "--cpu_mem", "30MB", "--offload_folder", "{scratch}/offload", *CHECKPOINTED),
+        peak_at_most=("lora_checkpointing", 0.9),
+    ),
+    Variant("full", "all weights are trained", FULL),
+    Variant(
+        "full_8bit_adam",
+        "optimizer state in 8 bits",
+        (*FULL, "--optim", "adamw_bnb_8bit"),
+        needs=("qlora",),
+        peak_at_most=("full", 0.9),
+    ),
+    Variant("full_adafactor", "optimizer state of rows and columns", (*FULL, "--optim", "adafactor")),
+    Variant(
+        "full_checkpointing", "activations of one layer at a time", (*FULL, *CHECKPOINTED), peak_at_most=("full", 0.9)
+    ),
+    Variant("ddp_2", "two processes, each with the whole model", FULL, "torchrun", 2, needs=("processes",)),
+    Variant("accelerate_2", "the same, started by accelerate", FULL, "accelerate", 2, needs=("processes",)),
+    Variant(
+        "zero2", "gradients and optimizer state shared out", _zero("zero2", *FULL), "deepspeed", needs=("deepspeed",)
+    ),
+    Variant(
+        "zero2_2",
+        "the same over two processes",
+        _zero("zero2", *FULL),
+        "deepspeed",
+        2,
+        needs=("deepspeed", "processes"),
+    ),
+    Variant(
+        "zero2_offload",
+        "optimizer state in main memory",
+        _zero("zero2_offload", *FULL),
+        "deepspeed",
+        needs=("deepspeed",),
+        peak_at_most=("zero2", 0.8),
+        measured_on="gpu",
+    ),
+    Variant(
+        "zero2_qlora",
+        "4-bit weights under ZeRO-2",
+        _zero("zero2", *QLORA),
+        "deepspeed",
+        needs=("deepspeed", "qlora"),
+    ),
+    Variant(
+        "zero3_2",
+        "weights shared out too, over two processes",
+        _zero("zero3", *FULL),
+        "deepspeed",
+        2,
+        needs=("deepspeed", "processes"),
+        refused=SHARDED,
+    ),
+    Variant(
+        "zero3_offload",
+        "weights and optimizer state in main memory",
+        _zero("zero3_offload", *FULL),
+        "deepspeed",
+        needs=("deepspeed",),
+        peak_at_most=("zero2_offload", 0.8),
+        measured_on="gpu",
+        refused=SHARDED,
+    ),
+    Variant(
+        "full_paged_8bit_adam",
+        "8-bit optimizer state that moves to main memory under pressure",
+        (*FULL, "--optim", "paged_adamw_8bit"),
+        needs=("gpu", "qlora"),
+        gpu_check="peak at most 0.9 of full_8bit_adam's under a limit that full_8bit_adam exceeds; same loss",
+    ),
+    Variant(
+        "lora_fp16",
+        "autocast on GPUs older than Ampere",
+        ("--mixed_precision", "fp16"),
+        needs=("gpu",),
+        gpu_check="gradients are scaled, skipped steps counted, the loss falls as in float32",
+    ),
+    Variant(
+        "device_map_gpu_cpu",
+        "frozen weights partly in main memory, the GPU computes",
+        ("--device_map", "auto", "--max_gpu_mem", "60MB", "--cpu_mem", "4GB", *CHECKPOINTED),
+        needs=("gpu",),
+        gpu_check="peak GPU memory at most 0.8 of lora_checkpointing's, the same losses",
+    ),
+)
+"""Fastest first among those that train the same weights, as benchmarks/results/variants.json has them."""
+
+BY_NAME = {variant.name: variant for variant in VARIANTS}
+BASELINE = "lora"
