@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -103,12 +104,33 @@ def read_job(config: str | None, flags: Sequence[str]) -> Job:
     names = field_names(parser)
     arguments = [*_file_as_flags(config, names), *flags]
     check_names(arguments, names)
+    precision = _set_precision(parser, arguments)
     try:
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except (ValueError, ImportError) as error:  # what TrainingArguments finds wrong with its own fields
         raise SettingsError(str(error)) from error
     model, data, scu, memory, curriculum, training = parts
-    return Job(model, data, _regularization(scu), training, MemorySettings(**vars(memory)), curriculum)
+    job = Job(model, data, _regularization(scu), training, MemorySettings(**vars(memory)), curriculum)
+    return dataclasses.replace(job, notes=(f"precision: {precision}",))
+
+
+def _set_precision(parser: HfArgumentParser, arguments: Sequence[str]) -> str:
+    """Give bf16, fp16 and tf32 the values that fit the device, where nobody gave them one; in words, for the user.
+
+    TrainingArguments need them when they are made, so what was typed is looked at before.
+    """
+    from scu_trainer.hardware.precision import choose_precision, device_facts, tf32_default
+
+    parser.set_defaults(bf16=None, fp16=None)
+    typed = parser.parse_args(list(arguments))
+    wanted, said_no = typed.mixed_precision, False in (typed.bf16, typed.fp16)
+    if wanted == "auto" and said_no and not (typed.bf16 or typed.fp16):
+        wanted = "no"
+    facts = device_facts(typed.use_cpu)
+    launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    choice = choose_precision(wanted, bool(typed.bf16), bool(typed.fp16), launcher, facts)
+    parser.set_defaults(bf16=choice.name == "bf16", fp16=choice.name == "fp16", tf32=tf32_default(facts, typed.tf32))
+    return choice.reason
 
 
 def _has_accelerator() -> bool:

@@ -155,7 +155,7 @@ def _evaluate(subjects: list[Subject], typed: dict[str, Any], options: EvalOptio
     data = prepare(settings, tokenizer, seed=seed, cache_dir=cache_dir, model_name=owner.name)
     if data.eval is None:
         raise DataError(f"no document of {settings.dataset} is held out; add --eval_dataset NAME_OR_PATH")
-    scores = [_scores(subject, tokenizer, data, options.batch_tokens) for subject in subjects]
+    scores = [_scores(subject, owner, tokenizer, data, options.batch_tokens) for subject in subjects]
     notes = [*_notes_on_data(data), *_notes_on_training(subjects, settings, seed)]
     if owner.run and not typed and data.fingerprint != owner.run["data"]["fingerprint"]:
         notes.append(f"the data have another fingerprint than when {owner.name} was trained: {MAY_HAVE_LEARNED}")
@@ -182,17 +182,21 @@ def _require_same_tokens(subjects: list[Subject], tokenizers: list[Any]) -> None
     )
 
 
-def _scores(subject: Subject, tokenizer: Any, data: PreparedData, batch_tokens: int) -> DocumentScores:
+def _scores(subject: Subject, owner: Subject, tokenizer: Any, data: PreparedData, batch_tokens: int) -> DocumentScores:
+    """In the precision of the run of ``owner``: both sides of a comparison round alike, and as the run's own figures."""
     import numpy
-    import torch
+    """In the precision of the run of ``owner``: both sides of a comparison round alike, as the figures of the run did."""
 
     from scu_trainer.data import Collator
     from scu_trainer.train.evaluate import score_documents
 
     model = load_for_evaluation(subject.source, subject.model)
     require_fit(model, subject.name, len(tokenizer), max(data.eval["length"]))
+    precision = owner.mixed_precision
+    dtype = None if precision is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     try:
-        scores = score_documents(model, data.eval, Collator.of(tokenizer), batch_tokens)
+        with torch.autocast(next(model.parameters()).device.type, dtype, enabled=dtype is not None):
+            scores = score_documents(model, data.eval, Collator.of(tokenizer), batch_tokens)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"out of GPU memory at batch_tokens {batch_tokens}; give a smaller --batch_tokens") from error
     broken = int((~numpy.isfinite(scores.nats)).sum())

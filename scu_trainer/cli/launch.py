@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional
+from typing import NoReturn, Optional
 
 from scu_trainer.cli.main import guarded
 from scu_trainer.errors import SettingsError
@@ -30,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(message)
 
 
-def _main(argv: list[str]) -> int:
+def _main(argv: list[str]) -> NoReturn:
     parser = _Parser(prog="scu-trainer launch", allow_abbrev=False, description=__doc__.split("\n\n")[0])
     parser.add_argument("launcher", choices=LAUNCHERS)
     parser.add_argument(

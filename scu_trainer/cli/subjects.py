@@ -45,6 +45,12 @@ class Subject:
         return self.model.model_name_or_path
 
     @property
+    def mixed_precision(self) -> Optional[str]:
+        """In which its run computed: bf16, fp16, or None for that of the weights."""
+        configuration = self.run["configuration"] if self.run else {}
+        return next((name for name in ("bf16", "fp16") if configuration.get(name)), None)
+
+    @property
     def data(self) -> DataSettings:
         """Data settings of its run."""
         return _settings_in(DataSettings, self.run)

@@ -77,7 +77,7 @@ class RegularizationCallback(TrainerCallback):
         with self.timed():
             row = self._regularizer.after_optimizer_step(
                 step=state.global_step + 1,
-                learning_rate=kwargs["optimizer"].param_groups[0]["lr"],
+                learning_rate=float(kwargs["optimizer"].param_groups[0]["lr"]),  # torchao keeps a tensor
                 items=self._items_over_ranks(),
                 reduce=lambda tensor: _sum_over_ranks(accelerator, tensor),
                 processes=accelerator.num_processes,

@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
+import torch
 from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError, SettingsError
+from scu_trainer.hardware.optimizers import check_optimizer
 from scu_trainer.settings import (
     CurriculumSettings,
     DataSettings,
@@ -26,7 +28,8 @@ from scu_trainer.train.run_directory import free_name
 class Job:
     """``regularization``: None trains without that loop. ``memory``: with its ``acts`` False, as the stock Trainer.
 
-    ``curriculum``: what was asked for; ``acting_curriculum`` is what runs.
+    ``curriculum``: what was asked for; ``acting_curriculum`` is what runs. ``notes``: lines for the user about what was
+    chosen for this machine.
     """
 
     model: ModelSettings
@@ -35,6 +38,7 @@ class Job:
     training: TrainingArguments
     memory: MemorySettings = field(default_factory=MemorySettings)
     curriculum: CurriculumSettings = field(default_factory=CurriculumSettings)
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, under the names of the command line; can be read back as a configuration file."""
@@ -67,6 +71,7 @@ class Job:
             f"the launcher started {launched} processes, but training would use {training.world_size}: each would "
             "train alone; add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
         )
+        self._check_optimizer()
         self._check_evaluation()
         self._check_memory()
         self._check_curriculum()
@@ -95,6 +100,12 @@ class Job:
             not auto or evaluates,
             "scu_target_s: auto watches the held-out loss; set eval_strategy: steps and eval_steps, for instance 20",
         )
+
+    def _check_optimizer(self) -> None:
+        optim, device = getattr(self.training.optim, "value", self.training.optim), self.training.device
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        zero = getattr(self.training, "hf_deepspeed_config", None)
+        check_optimizer(optim, device.type, capability, deepspeed_offload=zero is not None and zero.is_offload())
 
     def _check_memory(self) -> None:
         rows = self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps

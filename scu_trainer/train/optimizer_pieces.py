@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Weights per piece. Its copies take about three times this, the update's own working memory once or twice. On the CPU
 # small pieces are reused by the C library instead of being mapped anew (2 times as fast), elsewhere launches count.
@@ -63,7 +64,7 @@ class SavedPiece:
         self._state = optimizer.state
         self._parameters = [parameter for parameter, _ in piece.pairs]
         self._entries = {p: dict(self._state[p]) for p in self._parameters if p in self._state}
-        state = (v for entry in self._entries.values() for v in entry.values() if isinstance(v, torch.Tensor))
+        state = (part for entry in self._entries.values() for value in entry.values() for part in stored(value))
         gradients = (gradient for _, gradient in piece.pairs if _writes_gradients(optimizer))
         alike = _alike((*self._parameters, *state, *gradients))
         self._copies = [copy for tensors in alike for copy in _copies(tensors, piece.copy_to_host)]
@@ -75,6 +76,15 @@ class SavedPiece:
             # An entry that the failed update had begun would pass for a complete one.
             self._state.pop(parameter, None)
         self._state.update(self._entries)
+
+
+def stored(value: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors that ``value`` consists of: itself, or the codes and scales of a quantized one; else none."""
+    if is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from stored(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
 
 
 def _alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from scu_trainer.errors import OutOfMemory
+from scu_trainer.train.optimizer_pieces import stored
 from scu_trainer.train.out_of_memory import forget_traceback
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 # Modules whose step() treats each parameter by itself and keeps no other state, so that pieces give the whole.
 ONE_BY_ONE = frozenset(
     {f"torch.optim.{name}" for name in ("adadelta", "adagrad", "adam", "adamax", "nadam", "radam", "rmsprop", "sgd")}
-    | {"torch.optim._adafactor", "torch.optim._muon", "transformers.optimization", "bitsandbytes.optim.optimizer"}
+    | {"torch.optim._adafactor", "torch.optim._muon", "transformers.optimization"}
+    | {"bitsandbytes.optim.optimizer", "torchao.optim.adam"}
 )
 
 
@@ -147,7 +149,7 @@ class _StopAtFirstWrite(TorchDispatchMode):
 
 def _storages(values: Iterable[Any]) -> set[int]:
     """Addresses, by which views of one tensor are known as the same."""
-    return {value.untyped_storage().data_ptr() for value in values if isinstance(value, torch.Tensor)}
+    return {part.untyped_storage().data_ptr() for value in values for part in stored(value)}
 
 
 @contextlib.contextmanager
@@ -164,5 +166,5 @@ def _gradients_hidden(parameters: list[torch.Tensor]) -> Iterator[None]:
 
 def _state_bytes(optimizer: Optimizer) -> int:
     """Bytes of all tensors in the state; one that several parameters share counts once."""
-    tensors = {id(v): v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, torch.Tensor)}
+    tensors = {id(v): v for entry in optimizer.state.values() for value in entry.values() for v in stored(value)}
     return sum(tensor.nbytes for tensor in tensors.values())

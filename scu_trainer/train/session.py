@@ -66,6 +66,8 @@ def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = Non
 
 def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
     job.check()
+    for note in job.notes:
+        console.print(note, soft_wrap=True)
     require_writable(job.training.output_dir)
     parts = load_parts(job, console)
     output_dir = claim(job.training.output_dir, resuming=job.checkpoint is not None)

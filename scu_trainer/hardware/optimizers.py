@@ -1,0 +1,183 @@
+"""Which ``optim`` of transformers runs on which device, and what comes nearest where it does not.
+
+Without this check a run begins and then fails in its first step, asks for a package after the model was loaded, or
+(paged optimizers on a CPU) goes on with another optimizer and a warning. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Optional
+
+from scu_trainer.errors import RequirementError
+from scu_trainer.hardware.probe import installed_version
+
+OLDEST_TRITON_CAPABILITY = (7, 0)
+"""torch.compile writes no code for older CUDA cards."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an optimizer needs, and what to use instead.
+
+    devices: torch device types that it runs on; None: all. packages: distributions that must be installed.
+    compiles: its update goes through torch.compile. in_backward: it updates weights while gradients are computed.
+    instead: nearest first; each is checked in turn, ``LAST_RESORT`` comes last.
+    """
+
+    devices: Optional[frozenset[str]] = None
+    packages: tuple[str, ...] = ()
+    compiles: bool = False
+    in_backward: bool = False
+    instead: tuple[str, ...] = ()
+
+
+LAST_RESORT = ("adamw_torch_fused", "adamw_torch")
+_FUSED = frozenset({"cpu", "cuda", "xpu", "mps", "hpu"})
+_CUDA = frozenset({"cuda"})
+
+_TORCH = Needs()
+# Kernels of bitsandbytes' optimizers; its mps and hpu parts have those of 4-bit weights alone.
+_BNB = Needs(frozenset({"cpu", "cuda", "xpu"}), ("bitsandbytes",))
+# Paged state is CUDA's (and SYCL's) unified memory. On a CPU bitsandbytes warns and does not page.
+_PAGED = Needs(frozenset({"cuda", "xpu"}), ("bitsandbytes",))
+_TORCHAO = Needs(frozenset({"cpu", "cuda", "xpu", "mps"}), ("torchao",), compiles=True)
+_GALORE = Needs(packages=("galore-torch",))
+_APOLLO = Needs(packages=("apollo-torch",))
+_SCHEDULE_FREE = Needs(packages=("schedulefree",))
+
+_SMALL_ADAMW = ("adamw_bnb_8bit", "adamw_torch_8bit", "adafactor")
+_LOW_RANK = ("galore_adamw", "apollo_adamw", *_SMALL_ADAMW)
+
+
+def _like(needs: Needs, *instead: str, **changes) -> Needs:
+    return replace(needs, instead=instead, **changes)
+
+
+OPTIMIZERS: dict[str, Needs] = {
+    "adamw_torch": _TORCH,
+    "adamw_torch_fused": Needs(_FUSED, instead=("adamw_torch",)),
+    "adamw_torch_xla": Needs(frozenset({"xla"}), ("torch_xla",)),
+    "adamw_torch_npu_fused": Needs(frozenset({"npu"}), ("torch_npu",)),
+    "adamw_anyprecision": Needs(packages=("torchdistx",), instead=("adamw_torch_8bit", "adamw_bnb_8bit")),
+    "adamw_torch_8bit": _like(_TORCHAO, "adamw_bnb_8bit", "adafactor"),
+    "adamw_torch_4bit": _like(_TORCHAO, *_SMALL_ADAMW),
+    "adamw_bnb_8bit": _like(_BNB, "adamw_torch_8bit", "adafactor"),
+    "adamw_8bit": _like(_BNB, "adamw_torch_8bit", "adafactor"),
+    "adafactor": _TORCH,
+    "sgd": _TORCH,
+    "adagrad": _TORCH,
+    "rmsprop": _TORCH,
+    "ademamix": _like(_BNB, *LAST_RESORT),
+    "ademamix_8bit": _like(_BNB, *_SMALL_ADAMW),
+    "lion_8bit": _like(_BNB, *_SMALL_ADAMW),
+    "lion_32bit": _like(_BNB, *LAST_RESORT),
+    "rmsprop_bnb": _like(_BNB, "rmsprop"),
+    "rmsprop_bnb_8bit": _like(_BNB, "rmsprop"),
+    "rmsprop_bnb_32bit": _like(_BNB, "rmsprop"),
+    "paged_adamw_32bit": _like(_PAGED, *LAST_RESORT),
+    "paged_adamw_8bit": _like(_PAGED, *_SMALL_ADAMW),
+    "paged_ademamix_32bit": _like(_PAGED, "ademamix"),
+    "paged_ademamix_8bit": _like(_PAGED, "ademamix_8bit", *_SMALL_ADAMW),
+    "paged_lion_32bit": _like(_PAGED, "lion_32bit"),
+    "paged_lion_8bit": _like(_PAGED, "lion_8bit", *_SMALL_ADAMW),
+    "galore_adamw": _like(_GALORE, "apollo_adamw", *_SMALL_ADAMW),
+    # its projections are made by bitsandbytes' older calls, which ask for CUDA
+    "galore_adamw_8bit": Needs(_CUDA, ("galore-torch", "bitsandbytes"), instead=_LOW_RANK),
+    "galore_adafactor": _like(_GALORE, "adafactor"),
+    "galore_adamw_layerwise": _like(_GALORE, *_LOW_RANK, in_backward=True),
+    "galore_adamw_8bit_layerwise": Needs(
+        _CUDA, ("galore-torch", "bitsandbytes"), in_backward=True, instead=("galore_adamw_layerwise", *_LOW_RANK)
+    ),
+    "galore_adafactor_layerwise": _like(_GALORE, "galore_adafactor", "adafactor", in_backward=True),
+    "apollo_adamw": _like(_APOLLO, "galore_adamw", *_SMALL_ADAMW),
+    "apollo_adamw_layerwise": _like(_APOLLO, "apollo_adamw", *_LOW_RANK, in_backward=True),
+    "lomo": Needs(packages=("lomo-optim",), in_backward=True, instead=("sgd",)),
+    "adalomo": Needs(_CUDA, ("lomo-optim",), in_backward=True, instead=("adafactor",)),
+    "grokadamw": Needs(packages=("grokadamw",)),
+    "stable_adamw": Needs(packages=("torch-optimi",)),
+    "schedule_free_radam": _SCHEDULE_FREE,
+    "schedule_free_adamw": _SCHEDULE_FREE,
+    "schedule_free_sgd": _like(_SCHEDULE_FREE, "sgd"),
+}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where weights are updated, and what is there. ``has_compiler``: for code that torch.compile makes for a CPU."""
+
+    device: str
+    capability: Optional[tuple[int, int]]
+    installed: Callable[[str], Optional[str]]
+    has_compiler: bool
+
+
+def check_optimizer(
+    optim: str,
+    device: str,
+    capability: Optional[tuple[int, int]] = None,
+    installed: Callable[[str], Optional[str]] = installed_version,
+    deepspeed_offload: bool = False,
+    find_program: Callable[[str], Optional[str]] = shutil.which,
+) -> None:
+    """Raise RequirementError, with the nearest optimizer that runs, if ``optim`` cannot run as it is meant.
+
+    Args:
+        optim: a value of transformers' ``OptimizerNames``; what is none passes, transformers lists its choices.
+        device: torch device type of the training: "cpu", "cuda", "mps", ...
+        capability: of the CUDA card, such as (8, 0); None: not CUDA, or not known.
+        installed: version of a distribution, None if it is absent.
+        deepspeed_offload: DeepSpeed keeps the optimizer's state in main memory and updates on the CPU.
+        find_program: path of a program, None if there is none.
+    """
+    needs = OPTIMIZERS.get(optim)
+    if needs is None:
+        return
+    where = "cpu" if deepspeed_offload else device
+    place = _Place(where, None if deepspeed_offload else capability, installed, _has_compiler(find_program))
+    obstacle = next(_obstacles(needs, place), None)
+    if obstacle is None:
+        return
+    moved = "; with DeepSpeed's optimizer offload weights are updated on the CPU" if where != device else ""
+    raise RequirementError(f"optim: {optim} {obstacle}{moved}. Nearest that runs here: optim: {_nearest(needs, place)}")
+
+
+def updates_in_backward(optim: str) -> bool:
+    """Whether weights change while gradients are still being computed, so that there is no step to repeat or steer."""
+    needs = OPTIMIZERS.get(optim)
+    return needs is not None and needs.in_backward
+
+
+def _obstacles(needs: Needs, place: _Place) -> Iterator[str]:
+    """What stands in the way; what cannot be installed away comes first."""
+    if needs.devices is not None and place.device not in needs.devices:
+        yield f"does not run on {place.device}, only on {', '.join(sorted(needs.devices))}"
+    if needs.compiles and place.capability is not None and place.capability < OLDEST_TRITON_CAPABILITY:
+        found, wanted = (".".join(map(str, version)) for version in (place.capability, OLDEST_TRITON_CAPABILITY))
+        yield f"compiles its update, which takes a CUDA card of capability {wanted}; this one has {found}"
+    missing = [package for package in needs.packages if place.installed(package) is None]
+    if missing:
+        yield f"needs {' and '.join(missing)}, not installed here ({_how_to_install(missing)})"
+    if needs.compiles and place.device == "cpu" and not place.has_compiler:
+        yield "compiles its update, which takes a C++ compiler, and none was found; install g++, or set CXX to one"
+
+
+def _how_to_install(packages: list[str]) -> str:
+    if "torchdistx" in packages:
+        return "it is no longer made: github.com/pytorch/torchdistx"
+    return f"pip install {' '.join(packages)}"
+
+
+def _nearest(needs: Needs, place: _Place) -> str:
+    """``adamw_torch`` needs nothing, so there is always one."""
+    candidates = (*needs.instead, *LAST_RESORT)
+    return next(name for name in candidates if next(_obstacles(OPTIMIZERS[name], place), None) is None)
+
+
+def _has_compiler(find_program: Callable[[str], Optional[str]]) -> bool:
+    default = "clang++" if sys.platform == "darwin" else "g++"
+    return find_program(os.environ.get("CXX", default)) is not None

@@ -1,0 +1,82 @@
+"""``scu-trainer hardware`` and ``launch``: what a person reads, and the exit codes of what is lacking."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from scu_trainer.cli import hardware, launch
+from scu_trainer.hardware.probe import Accelerator
+
+CARD = Accelerator("cuda", 0, "Card", 24 * 2**30, 20 * 2**30)
+
+
+def test_no_gpu_is_one_line_and_2(monkeypatch, capsys):
+    monkeypatch.setattr(hardware, "accelerators", lambda: ())
+    assert hardware.main(["check", "--gpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: no GPU that torch can use: torch ") and line.endswith("make train-cpu")
+
+
+def test_the_monitor_ends_by_itself_with_a_line_per_reading(monkeypatch, capsys):
+    monkeypatch.setattr(hardware, "accelerators", lambda: (CARD,))
+    assert hardware.main(["monitor", "--duration", "0.02", "--interval", "0.01"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all("RAM " in line and "cuda:0 Card 4.00 GiB of 24.00 GiB" in line for line in lines)
+
+
+def test_readings_keep_the_highest(monkeypatch):
+    readings = iter([[("RAM", 5, 10)], [("RAM", 3, 10)]])
+    monkeypatch.setattr(hardware, "_memories", lambda: next(readings))
+    now_s = [0.0]
+    found = list(hardware.levels(1.0, 1.0, clock=lambda: now_s[0], sleep=lambda s: now_s.__setitem__(0, now_s[0] + s)))
+    assert [(level.used_bytes, level.highest_bytes) for (level,) in found] == [(5, 5), (3, 5)]
+
+
+@pytest.mark.parametrize("arguments", [["monitor", "--interval", "0"], ["monitor", "--duration", "-1"], ["look"], []])
+def test_wrong_words_end_with_2(capsys, arguments):
+    assert hardware.main(arguments) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_launch_prints_the_command_and_becomes_it(monkeypatch, capsys):
+    became = []
+    monkeypatch.setattr(os, "execve", lambda *words: became.append(words))
+    monkeypatch.setattr(launch, "accelerators", lambda: ())
+    launch.main(["deepspeed", "--processes", "", "--config", "recipes/deepspeed.yaml"])
+    ((program, words, environment),) = became
+    assert program == words[0] and program.endswith("bin/deepspeed")
+    assert words[-4:] == ["--config", "recipes/deepspeed.yaml", "--use_cpu", "true"]
+    assert environment["DS_ACCELERATOR"] == "cpu"
+    shown = capsys.readouterr().out.strip()
+    assert shown.startswith("DS_ACCELERATOR=cpu deepspeed --num_gpus 1 ") and "scripts/train.py --config" in shown
+
+
+def test_launch_on_gpus_starts_one_process_each(monkeypatch, capsys):
+    became = []
+    monkeypatch.setattr(os, "execve", lambda *words: became.append(words))
+    monkeypatch.setattr(launch, "accelerators", lambda: (CARD, CARD))
+    launch.main(["torchrun", "--config", "x.yaml"])
+    assert became[0][1][2:4] == ["--nproc_per_node", "2"] and "--use_cpu" not in became[0][1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["deepsped"], "invalid choice: 'deepsped'"),
+        (["deepspeed", "--processes", "0"], "'0' is no number of processes"),
+        (["deepspeed", "--processes", "3"], "3 processes were asked for, and there are 1 GPUs"),
+    ],
+)
+def test_launch_mistakes(monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(launch, "accelerators", lambda: (CARD,))
+    assert launch.main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_scripts_are_the_commands():
+    from tests.test_project import ROOT
+
+    for name in ("hardware", "variants"):
+        assert f"from scu_trainer.cli.{name} import main" in (ROOT / "scripts" / f"{name}.py").read_text()

@@ -1,0 +1,53 @@
+"""The tables of docs/paths.md are those of the results file, which is what the runs of every path gave."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from scu_trainer.runs.variant_table import BY_NAME, LOOPS
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    spec = importlib.util.spec_from_file_location("write_tables", ROOT / "docs" / "write_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def record(tables):
+    return json.loads(tables.RESULTS.read_text())
+
+
+def test_the_page_holds_the_results(tables, record):
+    page = tables.PAGE.read_text()
+    assert page.count("<!-- table ") == 3
+    assert tables.written(page, tables.tables(record)) == page, "run: python docs/write_tables.py"
+
+
+def test_a_changed_result_changes_the_page(tables, record):
+    changed = json.loads(json.dumps(record))
+    ran = next(outcome for outcome in changed["outcomes"] if outcome["status"] == "ran")
+    ran["loops"]["memory"] = "idle"
+    page = tables.PAGE.read_text()
+    assert tables.written(page, tables.tables(changed)) != page
+
+
+def test_every_path_is_in_the_results_and_kept_its_promises(record):
+    assert [outcome["name"] for outcome in record["outcomes"]] == list(BY_NAME)
+    assert record["broken"] == []
+    for outcome in record["outcomes"]:
+        variant = BY_NAME[outcome["name"]]
+        if outcome["status"] == "missing":
+            assert variant.needs
+            continue
+        expected = {loop: "refused" if loop in variant.refused else "acts" for loop in LOOPS}
+        assert (outcome["status"], outcome["loops"]) == ("ran", expected)
+        assert outcome["bpt"][1] < outcome["bpt"][0]

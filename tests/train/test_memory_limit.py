@@ -1,0 +1,88 @@
+"""A limit of one's own on top of the device's, and what a run says that it cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scu_trainer.errors import SettingsError
+from scu_trainer.settings import MemorySettings
+from scu_trainer.train.costs import StepTimes, bytes_before_model
+from scu_trainer.train.memory import Gauge, Reading
+from scu_trainer.train.memory_limit import LimitedGauge, limited_gauge
+
+
+class Fixed(Gauge):
+    def __init__(self, reading: Reading) -> None:
+        self.reading, self.resets = reading, []
+
+    def reset(self, exact: bool = False) -> None:
+        self.resets.append(exact)
+
+    def read(self) -> Reading:
+        return self.reading
+
+
+SHARED = Reading(
+    limit_bytes=100, used_bytes=60, peak_bytes=70, limit_name="card", allocation_retries=1, process_bytes=20
+)
+
+
+def test_the_limit_counts_this_process_alone():
+    reading = LimitedGauge(Fixed(SHARED), 50).read()
+    assert (reading.limit_bytes, reading.used_bytes, reading.peak_bytes) == (50, 20, 30)
+    assert (reading.limit_name, reading.own_bytes, reading.own_peak_bytes) == ("memory_limit_gb", 20, 30)
+    assert reading.allocation_retries == 1
+
+
+def test_the_device_counts_where_it_leaves_less():
+    assert LimitedGauge(Fixed(SHARED), 61).read() is SHARED
+
+
+def test_a_reset_reaches_the_gauge():
+    gauge = Fixed(SHARED)
+    LimitedGauge(gauge, 50).reset(exact=True)
+    assert gauge.resets == [True]
+
+
+def test_the_limit_of_the_settings_is_in_gib():
+    reading = limited_gauge(torch.device("cpu"), 1024.0).read()
+    assert reading.limit_name != "memory_limit_gb"  # this machine has less
+    resident = limited_gauge(torch.device("cpu"), None).read().own_bytes
+    reading = limited_gauge(torch.device("cpu"), (resident + 2**20) / 2**30).read()
+    assert reading.limit_name == "memory_limit_gb"
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_a_limit_is_above_0(limit):
+    with pytest.raises(SettingsError, match=r"memory_limit_gb is .*; it must be above 0"):
+        MemorySettings(memory_limit_gb=limit)
+
+
+def test_a_limit_needs_memory_control():
+    with pytest.raises(SettingsError, match="set memory_control: true, or drop it"):
+        MemorySettings(memory_limit_gb=1.0, memory_control=False)
+
+
+@pytest.mark.parametrize(("text", "gib"), [("4", 4.0), ("4GiB", 4.0), ("4GB", 4e9 / 2**30), (" 900 mib", 900 / 1024)])
+def test_sizes(text, gib):
+    assert MemorySettings(max_gpu_mem=text, cpu_mem=text).cpu_mem == pytest.approx(gib)
+
+
+@pytest.mark.parametrize("text", ["", "4TB", "-1", "GB", "4 4"])
+def test_wrong_sizes(text):
+    with pytest.raises(SettingsError, match=r"cpu_mem is .*; allowed: GiB such as 3.5, or a size such as 4GB"):
+        MemorySettings(cpu_mem=text)
+
+
+def test_the_step_that_counts_is_a_later_one():
+    times = StepTimes()
+    assert times.typical_s is None
+    times.seconds = [9.0, 9.0, 1.0, 2.0, 3.0]
+    assert times.typical_s == 2.0
+
+
+def test_memory_before_a_model_is_this_processes_own():
+    held = bytes_before_model(torch.device("cpu"))
+    block = torch.ones(16 * 2**20)
+    assert bytes_before_model(torch.device("cpu")) - held > 0.9 * block.nbytes
