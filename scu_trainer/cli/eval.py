@@ -183,9 +183,9 @@ def _require_same_tokens(subjects: list[Subject], tokenizers: list[Any]) -> None
 
 
 def _scores(subject: Subject, owner: Subject, tokenizer: Any, data: PreparedData, batch_tokens: int) -> DocumentScores:
-    """In the precision of the run of ``owner``: both sides of a comparison round alike, and as the run's own figures."""
+    """In the precision of the run of ``owner``: both sides round alike, as the figures of the run did."""
     import numpy
-    """In the precision of the run of ``owner``: both sides of a comparison round alike, as the figures of the run did."""
+    import torch
 
     from scu_trainer.data import Collator
     from scu_trainer.train.evaluate import score_documents

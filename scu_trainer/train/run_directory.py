@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -25,6 +26,13 @@ def free_name(output_dir: Path) -> Path:
     while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
         candidate, number = output_dir.with_name(f"{output_dir.name}-{number}"), number + 1
     return candidate
+
+
+def names_in_use(output_dir: Path) -> list[Path]:
+    """Those of output_dir, output_dir-2, output_dir-3, ... that are there, gaps between them or not."""
+    pattern = re.compile(re.escape(output_dir.name) + r"(-[1-9]\d*)?")
+    siblings = output_dir.parent.iterdir() if output_dir.parent.is_dir() else ()
+    return [path for path in siblings if pattern.fullmatch(path.name) and path.is_dir()]
 
 
 def versions() -> dict[str, Optional[str]]:
@@ -60,11 +68,17 @@ class RunStatusCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self._started_s, self._first_step = time.monotonic(), state.global_step
         self.status.update(status="running", pid=os.getpid(), step=state.global_step, max_steps=state.max_steps)
+        self.status.flush()  # a run that was taken back must not be seen at the step where it was before
 
     def on_step_end(self, args, state, control, **kwargs):
         done, remaining = state.global_step - self._first_step, state.max_steps - state.global_step
         eta_s = seconds_left(done, remaining, time.monotonic() - self._started_s)
         self.status.update(step=state.global_step, max_steps=state.max_steps, eta_s=eta_s)
+
+    def on_save(self, args, state, control, **kwargs):
+        # A checkpoint past the step of run.json counts as one of an earlier start.
+        self.status.update(step=state.global_step)
+        self.status.flush()
 
     def on_log(self, args, state, control, logs: Optional[dict[str, Any]] = None, **kwargs):
         if logs and "loss" in logs:

@@ -34,14 +34,17 @@ class ZeroPrior(Prior):
 
 
 def check_stage(trainer, actuator: str) -> None:
+    """``refuse_stage`` for a trainer that is made."""
+    refuse_stage(trainer.accelerator.state.deepspeed_plugin.zero_stage, actuator)
+
+
+def refuse_stage(stage: int, actuator: str) -> None:
     """Raise ControlError for what cannot be regularized under DeepSpeed: ZeRO-3's shards, and gradients inside the
     engine."""
-    stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
     if not 1 <= stage <= LARGEST_STAGE:
         raise ControlError(
             f"the regularization loop works under ZeRO stage 1 and 2, this is stage {stage}, whose trained weights "
-            "lambda "
-            "cannot reach; change zero_optimization.stage, or set scu: false"
+            "lambda cannot reach; change zero_optimization.stage, or set scu: false"
         )
     if actuator == "penalty":
         raise ControlError(

@@ -1,0 +1,213 @@
+"""Which kernels attention and mamba layers run: the best choice before a model is loaded, the truth afterwards.
+
+What a library was asked for and what runs are two things: a mask, dropout, or a missing package sends attention down
+another path without a word. So one forward is run and watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scu_trainer.errors import ModelError, nearest
+from scu_trainer.models.checkpointing import StatisticsKept
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+FLASH = "flash_attention"
+ATTENTION_KERNELS = {
+    "_scaled_dot_product_flash_attention_for_cpu": "sdpa, the flash kernel for CPU",
+    "_scaled_dot_product_flash_attention": "sdpa, the flash kernel",
+    "_scaled_dot_product_efficient_attention": "sdpa, the memory-efficient kernel",
+    "_scaled_dot_product_cudnn_attention": "sdpa, the cuDNN kernel",
+    "_scaled_dot_product_fused_attention_overrideable": "sdpa, the fused kernel of the device",
+    "_safe_softmax": "sdpa without a fused kernel (attention matrices are held whole)",
+}
+EAGER = "eager (attention matrices are held whole)"
+MAMBA_REFERENCE = ("convolution", "cumsum")
+"""Operations that the reference path runs in a mamba layer, and the fused kernels replace."""
+MAMBA_PACKAGES = ("mamba_ssm", "causal_conv1d")
+
+
+# -- before loading ----------------------------------------------------------------------------------------------------
+
+
+def best_attention(wanted: Optional[str], device: torch.device | str, half_precision: bool) -> Optional[str]:
+    """What to load a model with as ``attn_implementation``; None: the library's own choice, sdpa.
+
+    ``half_precision``: whether attention is computed in bf16 or fp16. Raises ModelError for a ``wanted`` that does not
+    exist or cannot run.
+    """
+    from transformers.utils import is_flash_attn_2_available
+
+    on_cuda = torch.device(device).type == "cuda"
+    if wanted is None:
+        return f"{FLASH}_2" if on_cuda and half_precision and is_flash_attn_2_available() else None
+    _require_known(wanted)
+    if wanted.startswith(FLASH):
+        _require_flash(wanted, device, on_cuda, half_precision)
+    return wanted
+
+
+def _require_known(wanted: str) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    allowed = ["eager", *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name)]
+    if wanted not in allowed and "/" not in wanted:  # a slash: a kernel on the Hub
+        raise ModelError(
+            f"attn_implementation is {wanted!r}; allowed: {', '.join(sorted(allowed))}, or a kernel on the Hub"
+            f"{nearest(wanted, allowed)}"
+        )
+
+
+def _require_flash(wanted: str, device: torch.device | str, on_cuda: bool, half_precision: bool) -> None:
+    instead = "use attn_implementation: sdpa, whose own flash kernel needs no package"
+    if not on_cuda:
+        raise ModelError(f"attn_implementation: {wanted} runs on CUDA only, and this run is on {device}; {instead}")
+    if not half_precision:
+        raise ModelError(
+            f"attn_implementation: {wanted} computes in bf16 or fp16 only, and this run in float32; set "
+            f"mixed_precision: bf16, or {instead}"
+        )
+    if not _flash_is_installed(wanted):
+        raise ModelError(
+            f"attn_implementation: {wanted} needs its package, which is not installed; `pip install flash-attn "
+            f"--no-build-isolation` (flash_attention_2), or {instead}"
+        )
+
+
+def _flash_is_installed(wanted: str) -> bool:
+    """Also true with the package ``kernels``, through which transformers fetches what is missing."""
+    from transformers.utils import (
+        is_flash_attn_2_available,
+        is_flash_attn_3_available,
+        is_flash_attn_4_available,
+        is_kernels_available,
+    )
+
+    checks = {"2": is_flash_attn_2_available, "3": is_flash_attn_3_available, "4": is_flash_attn_4_available}
+    return is_kernels_available() or checks[wanted.rpartition("_")[-1]]()
+
+
+# -- after loading -----------------------------------------------------------------------------------------------------
+
+
+def kernel_line(model: nn.Module, inputs: dict[str, Any], autocast: Optional[AbstractContextManager] = None) -> str:
+    """``kernels_in_use`` in one line: "attention: sdpa, the flash kernel for CPU; mamba: reference path (...)"."""
+    return "; ".join(kernels_in_use(model, inputs, autocast))
+
+
+def kernels_in_use(
+    model: nn.Module, inputs: dict[str, Any], autocast: Optional[AbstractContextManager] = None
+) -> list[str]:
+    """One phrase for attention and, where there are mamba layers, one for them; measured by one forward of ``inputs``.
+
+    It runs as training does, in training mode with gradients enabled: dropout and gradients decide about kernels.
+    ``inputs``: on the device of ``model``, of few tokens. ``autocast``: the context of the training's forward. Mode,
+    RNG and running statistics of ``model`` are left as they were. Give the model itself, not its compiled form.
+    """
+    with _training_mode(model), _rng_kept(model), StatisticsKept(model), _Watch(model) as watch, torch.enable_grad():
+        with autocast or contextlib.nullcontext():
+            model(**inputs)
+    phrases = [f"attention: {watch.attention()}" if watch.attention() else "no attention layers"]
+    return [*phrases, f"mamba: {watch.mamba()}"] if watch.calls["mamba"] else phrases
+
+
+@contextlib.contextmanager
+def _training_mode(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _rng_kept(model: nn.Module) -> AbstractContextManager:
+    devices = sorted({str(p.device) for p in model.parameters() if p.device.type not in ("cpu", "meta")})
+    kind = torch.device(devices[0]).type if devices else "cuda"
+    return torch.random.fork_rng(devices=devices, device_type=kind)
+
+
+class _Watch(TorchDispatchMode):
+    """Counts the kernels that run inside attention and mamba layers. ``calls``: of such layers, by kind."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.inside: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.attention_kernels: Counter[str] = Counter()
+        self.mamba_operations: Counter[str] = Counter()
+        self._hooks: list = []
+
+    def __enter__(self) -> _Watch:
+        for module in self.model.modules():
+            if kind := _kind(module):
+                self._hooks.append(module.register_forward_pre_hook(functools.partial(self._begin, kind)))
+                self._hooks.append(module.register_forward_hook(functools.partial(self._end, kind), always_call=True))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, kind: str, *_: Any) -> None:
+        self.inside[kind] += 1
+        self.calls[kind] += 1
+
+    def _end(self, kind: str, *_: Any) -> None:
+        self.inside[kind] -= 1
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self._note(str(function))
+        return function(*arguments, **(keywords or {}))
+
+    def _note(self, full_name: str) -> None:
+        """``full_name``: for instance "aten._softmax.default"."""
+        space, _, rest = full_name.partition(".")
+        name = rest.partition(".")[0]
+        if space == "aten" and name in ATTENTION_KERNELS:
+            self.attention_kernels[ATTENTION_KERNELS[name]] += 1
+        elif space.startswith("flash_attn"):
+            self.attention_kernels["flash-attn, the package's own kernel"] += 1
+        elif self.inside["attention"] and name == "_softmax":
+            self.attention_kernels[EAGER] += 1
+        elif self.inside["mamba"] and name in MAMBA_REFERENCE:
+            self.mamba_operations[name] += 1
+
+    def attention(self) -> str:
+        if not self.attention_kernels and self.calls["attention"]:
+            return "a kernel that does not go through torch's dispatcher"
+        return " and ".join(name for name, _ in self.attention_kernels.most_common())
+
+    def mamba(self) -> str:
+        if not self.mamba_operations:
+            return "fused kernels"
+        missing = [name for name in MAMBA_PACKAGES if importlib.util.find_spec(name) is None]
+        return f"reference path ({_not_installed(missing)})"
+
+
+def _kind(module: nn.Module) -> str:
+    if hasattr(module, "A_log") and hasattr(module, "conv1d"):
+        return "mamba"
+    return "attention" if "attention" in type(module).__name__.lower() else ""
+
+
+def _not_installed(packages: Sequence[str]) -> str:
+    if not packages:
+        return f"although {' and '.join(MAMBA_PACKAGES)} are installed"
+    return f"{' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed"

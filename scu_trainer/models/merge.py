@@ -1,0 +1,183 @@
+"""Adapters into weights: a plain model that gives what base and adapter gave together.
+
+A quantized base is dequantized first and never packed again: rounding the sum back to 4 bits would lose most of what
+the adapter learned. All sums are made in float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from scu_trainer.errors import ModelError
+from scu_trainer.models.quantize import stored_bits
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
+    from torch import nn
+    from transformers import PreTrainedModel
+
+MERGE_TOLERANCE = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.05, "8-bit": 0.1}
+"""Largest difference of logits between adapter and merged model, relative to the largest logit, by the coarsest
+arithmetic in either. Measured 1e-6, 0.002, 0.016 and 0.04; deeper models add up more. "8-bit": bitsandbytes rounds the
+activations too, and the merged model does not."""
+
+
+def merge_adapter(model: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A new model on the CPU with the adapter in its weights, in ``dtype``; ``model`` stays as it is.
+
+    Needs memory for two float32 copies of the weights. Raises ModelError for several active adapters, for weights that
+    are no numbers, and for weights that an evaluation outside of this project has repacked.
+    """
+    import torch
+    from peft import get_peft_model_state_dict
+
+    name = _only_adapter(model)
+    base = model.get_base_model()
+    full = _from_state(base, dict(_full_state(base)), torch.float32)
+    adapter = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    merged = _merged(full, model.peft_config[name], adapter)
+    merged = merged if dtype == torch.float32 else _from_state(merged, merged.state_dict(), dtype)
+    merged.generation_config = copy.deepcopy(getattr(base, "generation_config", None))
+    return merged.train(model.training)
+
+
+def _only_adapter(model: PeftModel) -> str:
+    active = list(model.active_adapters)
+    if len(active) != 1:
+        raise ModelError(f"merging takes one adapter, and {len(active)} are active: {', '.join(active)}; activate one")
+    return active[0]
+
+
+def _merged(full: PreTrainedModel, config, adapter: dict[str, torch.Tensor]) -> PreTrainedModel:
+    from peft import PeftModel, set_peft_model_state_dict
+
+    with warnings.catch_warnings():
+        # Packed layers all lie one way round; peft finds out that some full ones do not, and corrects it.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
+        wrapped = PeftModel(full, copy.deepcopy(config))
+    report = set_peft_model_state_dict(wrapped, adapter)
+    if report.unexpected_keys:
+        raise ModelError(f"the adapter does not fit its base: {report.unexpected_keys[0]} is not in it")
+    try:
+        return wrapped.merge_and_unload(safe_merge=True)
+    except ValueError as error:  # NaN or infinite
+        raise ModelError(f"the adapter cannot be merged: {error}; take an earlier checkpoint") from error
+
+
+def _from_state(like: PreTrainedModel, state: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the class and config of ``like`` with these weights, by the rules of ``from_pretrained``: tied weights
+    are tied, and what the architecture keeps in float32 (buffers of positions, some layers) stays there."""
+    config = copy.deepcopy(like.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model, report = type(like).from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+    )
+    wrong = sorted({*report["missing_keys"], *report["unexpected_keys"], *map(str, report["mismatched_keys"])})
+    if wrong:
+        raise ModelError(f"{type(like).__name__} cannot be written as full weights: {wrong[0]} has no counterpart")
+    return model
+
+
+# -- the base without adapters and without packing ---------------------------------------------------------------------
+
+
+def _full_state(base: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and float32 copy of every weight of the base, as if it had never been wrapped or quantized."""
+    import torch
+
+    with torch.device("meta"):
+        names = list(type(base)(copy.deepcopy(base.config)).state_dict())
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        tensor = _full_tensor(name, _inner(base, path), leaf)
+        yield name, tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+
+def _inner(base: nn.Module, path: str) -> nn.Module:
+    """The module at ``path`` that peft has put inside its wrappers."""
+    module = base
+    for part in filter(None, path.split(".")):
+        module = _unwrapped(getattr(module, part))
+    return module
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if isinstance(module, BaseTunerLayer):
+        return module.get_base_layer()
+    return module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else module
+
+
+def _full_tensor(name: str, module: nn.Module, leaf: str) -> torch.Tensor:
+    bits = stored_bits(module) if leaf == "weight" else None
+    if bits is None:
+        return getattr(module, leaf)
+    from transformers.pytorch_utils import Conv1D
+
+    weight = _unpacked_4bit(name, module.weight) if bits == 4 else _unpacked_8bit(module)
+    # GPT-2's layers lie the other way round on disk.
+    return weight.T if getattr(module, "source_cls", None) is Conv1D else weight
+
+
+def _unpacked_4bit(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """In float32, whatever type the weight had before it was packed."""
+    import torch
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = copy.copy(weight.quant_state)
+    if getattr(state, "packing_format_for_cpu", False):
+        raise ModelError(
+            f"{name} was repacked by bitsandbytes when the model was evaluated on this CPU, and cannot be read back "
+            "exactly; load the model again with load_for_evaluation, which prevents that"
+        )
+    state.dtype = torch.float32
+    return dequantize_4bit(weight.data, state)
+
+
+def _unpacked_8bit(module: nn.Module) -> torch.Tensor:
+    from bitsandbytes.functional import int8_vectorwise_dequant
+
+    scales = module.state.SCB if module.state.SCB is not None else module.weight.SCB
+    return int8_vectorwise_dequant(module.weight.data, scales)
+
+
+# -- is it the same model ----------------------------------------------------------------------------------------------
+
+
+def merge_tolerance(adapter_model: nn.Module, dtype: torch.dtype) -> float:
+    """What ``check_merge`` may give for a model merged into ``dtype``."""
+    layers = [module for module in adapter_model.modules() if stored_bits(module) is not None]
+    if any(stored_bits(layer) == 8 for layer in layers):
+        return MERGE_TOLERANCE["8-bit"]
+    weights = {parameter.dtype for parameter in adapter_model.parameters()}
+    types = {dtype, *weights, *(layer.compute_dtype for layer in layers)}
+    names = {str(item).removeprefix("torch.") for item in types}
+    return max(MERGE_TOLERANCE[name] for name in names if name in MERGE_TOLERANCE)
+
+
+def check_merge(adapter_model: nn.Module, merged: nn.Module, input_ids: torch.Tensor) -> float:
+    """Largest difference of the logits, divided by the largest logit, both models in evaluation mode.
+
+    input_ids: (rows, time). To be held against ``merge_tolerance``.
+    """
+    expected, found = _logits(adapter_model, input_ids), _logits(merged, input_ids)
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _logits(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    was_training = model.training
+    device = next(model.parameters()).device
+    try:
+        with torch.no_grad():
+            return model.eval()(input_ids=input_ids.to(device)).logits.float().cpu()
+    finally:
+        model.train(was_training)

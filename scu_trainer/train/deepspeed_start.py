@@ -1,0 +1,88 @@
+"""What must hold before DeepSpeed starts, and how its processes part."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer.errors import RequirementError, SettingsError
+
+FILE_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+"""Where ``accelerate launch`` says which configuration it was given."""
+
+BY_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+"""Set by mpirun of Open MPI, of MPICH and Intel, of MVAPICH: there DeepSpeed finds rank and address itself."""
+
+
+def prepare_environment(deepspeed: Optional[str], use_cpu: bool) -> None:
+    """Make the process ready for DeepSpeed; does nothing without it. Call it before ``TrainingArguments`` are made.
+
+    deepspeed: value of ``--deepspeed``; ``accelerate launch`` asks through the environment. use_cpu: no GPU is used.
+    Raises RequirementError where DeepSpeed is not installed.
+    """
+    if not (deepspeed or _asked_by_accelerate()):
+        return
+    if find_spec("deepspeed") is None:
+        raise RequirementError("DeepSpeed is asked for and not installed; pip install 'scu-trainer[deepspeed]'")
+    _require_file(deepspeed or os.environ.get(FILE_VARIABLE))
+    _stand_alone()
+    _keep_builds_with_the_environment()
+    if use_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that there is none
+        _build_nothing_for_communication()
+
+
+def _asked_by_accelerate() -> bool:
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def _require_file(deepspeed: Optional[str]) -> None:
+    """A path that leads nowhere. What is no path (the JSON itself, or nothing) is left to transformers."""
+    if deepspeed and deepspeed.endswith(".json") and not Path(deepspeed).is_file():
+        raise SettingsError(
+            f"the DeepSpeed configuration {deepspeed!r} is not there, seen from {Path.cwd()}; start in the folder that "
+            "holds ds_configs, or give a full path"
+        )
+
+
+def _stand_alone() -> None:
+    """Without a launcher: be the only process. DeepSpeed would ask mpi4py, which few have."""
+    if "RANK" in os.environ or any(name in os.environ for name in BY_MPI):
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def _keep_builds_with_the_environment() -> None:
+    """What DeepSpeed compiles (only where its file names an optimizer) belongs to one torch: not into the home."""
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+
+
+def _build_nothing_for_communication() -> None:
+    """DeepSpeed compiles its shared-memory communication for a minute at the first start on a CPU, and an interrupted
+    build leaves a lock that the next start waits for forever. Without it gloo is used. There is no public switch."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def leave_process_group(succeeded: bool) -> None:
+    """The last thing that a launched process does.
+
+    After success the ranks wait for each other: the first holds the store that the others still talk to while they
+    close their connections. After a failure none may wait, a rank that failed alone would wait forever.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if succeeded:
+        dist.barrier()
+    dist.destroy_process_group()

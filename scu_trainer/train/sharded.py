@@ -1,0 +1,49 @@
+"""Models whose weights lie in shards over the ranks (ZeRO-3): a parameter is empty until its layer runs, and every
+forward pass is work for all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Generic, Optional, TypeVar
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+T = TypeVar("T")
+
+
+def weight_count(parameter: nn.Parameter) -> int:
+    """Numbers in a parameter, also where this process holds a shard of it."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def is_sharded(trainer: Trainer) -> bool:
+    """Whether a forward pass gathers weights from all ranks (ZeRO-3)."""
+    return trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
+
+
+class Beforehand(TrainerCallback, Generic[T]):
+    """A measurement of the model before its first step: at once, or under ZeRO-3, whose shards cannot run before that,
+    on all ranks when training begins. A run that resumes under ZeRO-3 then has the checkpoint's weights already."""
+
+    def __init__(self, trainer: Trainer, measure: Callable[[], T]) -> None:
+        self.value: Optional[T] = None
+        self._measure = measure
+        if is_sharded(trainer):
+            trainer.add_callback(self)
+        else:
+            self.value = measure()
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.value = self._measure()
+
+
+def training_precision(trainer: Trainer) -> AbstractContextManager:
+    """The arithmetic of training for a forward pass outside of it: autocast, but DeepSpeed converts the weights
+    themselves, and only when training begins."""
+    if not trainer.is_deepspeed_enabled:
+        return trainer.accelerator.autocast()
+    dtype = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.dtype()
+    return torch.autocast(trainer.args.device.type, dtype, enabled=dtype != torch.float32)

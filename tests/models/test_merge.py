@@ -1,0 +1,176 @@
+"""Merged weights are the base and its adapter: in float32 to the last digits, and never packed again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from scu_trainer.errors import ModelError
+from scu_trainer.models.load import adapter_targets, load_model
+from scu_trainer.models.merge import MERGE_TOLERANCE, check_merge, merge_adapter, merge_tolerance
+from scu_trainer.settings import ModelSettings
+from tests import tiny
+
+
+def biased():
+    model = tiny.llama(hidden=64, attention_bias=True, mlp_bias=True)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(weight, std=0.1)
+    return model
+
+
+FAMILIES = {
+    "llama": lambda: tiny.llama(hidden=64),
+    "biased": biased,
+    "granite": tiny.granite_hybrid,  # tied head, convolutions, mamba
+    "gpt2": lambda: tiny.gpt2(n_embd=64),  # layers that lie the other way round on disk
+}
+IDS = torch.randint(3, tiny.VOCAB, (4, 24), generator=torch.Generator().manual_seed(0))
+
+
+def adapted(make, folder, is_quantized: bool = True, adapter=None, **changes):
+    """A model of ``make`` with an adapter whose effect is as large as the base's own."""
+    if not (folder / "config.json").is_file():
+        make().save_pretrained(folder)
+    tuning = "qlora" if is_quantized else "lora"
+    model = load_model(ModelSettings(model_name_or_path=str(folder), tuning=tuning, **changes))
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=adapter_targets(model), **(adapter or {}))
+    model = get_peft_model(model, config)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.1)
+        elif "bias" in name and weight.requires_grad:
+            nn.init.normal_(weight)
+    return model
+
+
+# -- the same logits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.parametrize("is_quantized", [True, False], ids=["qlora", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_in_float32_is_the_adapter_in_float32(tmp_path, family, is_quantized):
+    model = adapted(FAMILIES[family], tmp_path, is_quantized, mixed_precision="no")
+    merged = merge_adapter(model, torch.float32)
+    assert check_merge(model, merged, IDS) <= merge_tolerance(model, torch.float32) == 1e-5
+    with model.disable_adapter():
+        assert check_merge(model, merged, IDS) > 0.1, "the adapter changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "dtype", "key"),
+    [
+        ("llama", {"mixed_precision": "bf16"}, torch.float32, "bfloat16"),
+        ("llama", {"mixed_precision": "no"}, torch.bfloat16, "bfloat16"),
+        ("granite", {"mixed_precision": "bf16", "dtype": "bfloat16"}, torch.bfloat16, "bfloat16"),
+        ("llama", {"mixed_precision": "fp16"}, torch.float16, "float16"),
+        ("granite", {"load_in_8bit": True}, torch.float32, "8-bit"),
+        ("llama", {"load_in_8bit": True}, torch.bfloat16, "8-bit"),
+    ],
+)
+def test_coarser_arithmetic_within_its_tolerance(tmp_path, family, changes, dtype, key):
+    model = adapted(FAMILIES[family], tmp_path, **changes)
+    merged = merge_adapter(model, dtype)
+    assert merge_tolerance(model, dtype) == MERGE_TOLERANCE[key]
+    assert MERGE_TOLERANCE["float32"] < check_merge(model, merged, IDS) <= MERGE_TOLERANCE[key]
+    assert {p.dtype for p in merged.parameters()} == {dtype} == {merged.config.dtype}
+
+
+@pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit linear")
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_why_it_is_not_packed_again(tmp_path, family):
+    """What peft's own merge does to a 4-bit model."""
+    model = adapted(FAMILIES[family], tmp_path, mixed_precision="no")
+    ours = check_merge(model, merge_adapter(model, torch.float32), IDS)
+    again = adapted(FAMILIES[family], tmp_path, mixed_precision="no")
+    assert check_merge(model, again, IDS) == 0.0
+    assert check_merge(model, again.merge_and_unload(), IDS) > max(0.05, 1e4 * ours)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [{"use_rslora": True}, {"use_dora": True}, {"bias": "lora_only"}, {"modules_to_save": ["lm_head", "embed_tokens"]}],
+    ids=str,
+)
+def test_other_kinds_of_adapters(tmp_path, adapter):
+    model = adapted(FAMILIES["biased"], tmp_path, adapter=adapter, mixed_precision="no")
+    if "modules_to_save" in adapter:
+        with torch.no_grad():
+            model.base_model.model.lm_head.weight.mul_(1.5)
+    assert check_merge(model, merge_adapter(model, torch.float32), IDS) <= 1e-5
+
+
+# -- what is left behind -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", torch.bfloat16), ("biased", torch.float32), ("granite", torch.bfloat16), ("gpt2", torch.float32)],
+)
+def test_saved_it_is_a_stock_model(tmp_path, family, dtype):
+    model = adapted(FAMILIES[family], tmp_path / "base", mixed_precision="no")
+    merged = merge_adapter(model, dtype)
+    merged.save_pretrained(tmp_path / "merged")
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == str(dtype).removeprefix("torch.")
+
+    stock, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(report.values())
+    assert tiny.same(stock.state_dict(), merged.state_dict())
+    assert stock.state_dict().keys() == FAMILIES[family]().state_dict().keys()
+    assert {p.dtype for p in stock.parameters()} == {dtype}
+    assert torch.equal(stock.eval()(input_ids=IDS).logits, merged.eval()(input_ids=IDS).logits)
+    is_tied = FAMILIES[family]().config.tie_word_embeddings
+    for one in (merged, stock):
+        assert (one.get_input_embeddings().weight is one.get_output_embeddings().weight) == is_tied
+
+
+def test_the_adapter_model_stays_as_it_was(tmp_path):
+    model = adapted(FAMILIES["llama"], tmp_path)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.train()
+    merged = merge_adapter(model, torch.bfloat16)
+    check_merge(model, merged, IDS)
+    assert tiny.same(model.state_dict(), before) and model.training
+    assert model.get_base_model().config.quantization_config is not None
+
+
+def test_positions_keep_their_precision(tmp_path):
+    """Rounded to bfloat16, the rotation of far positions is another one."""
+    model = adapted(FAMILIES["llama"], tmp_path)
+    assert merge_adapter(model, torch.bfloat16).model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_two_active_adapters(tmp_path):
+    model = adapted(FAMILIES["llama"], tmp_path)
+    model.add_adapter("second", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ModelError, match="2 are active: default, second; activate one"):
+        merge_adapter(model, torch.float32)
+
+
+def test_weights_that_are_no_numbers(tmp_path):
+    model = adapted(FAMILIES["llama"], tmp_path)
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "lora_B" in n)[0, 0] = float("nan")
+    with pytest.raises(ModelError, match=r"cannot be merged: .*; take an earlier checkpoint"):
+        merge_adapter(model, torch.float32)
+
+
+def test_weights_that_bitsandbytes_has_repacked(tmp_path):
+    model = adapted(FAMILIES["llama"], tmp_path)
+    layer = model.get_base_model().model.layers[0].mlp.up_proj.base_layer
+    layer.weight.quant_state.packing_format_for_cpu = True  # what its CPU kernel leaves behind
+    with pytest.raises(ModelError, match=r"up_proj\.weight was repacked by bitsandbytes"):
+        merge_adapter(model, torch.float32)

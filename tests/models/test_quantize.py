@@ -1,0 +1,324 @@
+"""Which weights are packed, which are not, what is refused, and that no forward pass changes a frozen weight."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GraniteMoeConfig,
+    MambaConfig,
+    MixtralConfig,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from scu_trainer.errors import ModelError, RequirementError
+from scu_trainer.models.load import adapter_targets, load_for_evaluation, load_model, prepare_for_tuning
+from scu_trainer.models.quantize import (
+    compute_dtype_of,
+    prepare_quantized,
+    quantizable_layers,
+    quantization_config,
+    quantized_line,
+    quantized_modules,
+    require_quantization,
+    skeleton_of,
+    stored_bits,
+    stored_bytes,
+    weight_count,
+)
+from scu_trainer.settings import ModelSettings
+from tests import tiny
+
+CPU = torch.device("cpu")
+IDS = torch.arange(32).reshape(2, 16)
+
+
+@pytest.fixture(scope="module")
+def llama_dir(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    tiny.llama(hidden=64).save_pretrained(folder)
+    return folder
+
+
+def qlora(name: object = None, **changes) -> ModelSettings:
+    return ModelSettings(model_name_or_path=str(name), tuning="qlora", **changes)
+
+
+def on_meta(kind: type, config) -> nn.Module:
+    with torch.device("meta"):
+        return kind(config)
+
+
+def packed(model: nn.Module) -> set[str]:
+    return {name for name, _ in quantized_modules(model)}
+
+
+def leaves(names) -> set[str]:
+    return {name.rsplit(".", 1)[-1] for name in names}
+
+
+# -- which layers ------------------------------------------------------------------------------------------------------
+
+
+def test_attention_and_mlp_of_a_transformer(llama_dir):
+    projections = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    names = quantizable_layers(tiny.llama(hidden=64))
+    assert leaves(names) == projections and len(names) == 2 * len(projections)
+    model = load_model(qlora(llama_dir))
+    assert packed(model) == {*names}
+    assert type(model.lm_head) is nn.Linear and model.lm_head.weight.dtype == torch.float32
+
+
+def test_what_a_mamba_kernel_reads_is_not_packed():
+    model = tiny.granite_hybrid()
+    names = quantizable_layers(model)
+    assert sum(name.endswith("mamba.in_proj") for name in names) == 3
+    assert not any(name.endswith("mamba.out_proj") for name in names)
+    assert leaves(names) == {"in_proj", "input_linear", "output_linear", "q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_of_the_first_mamba_only_the_input_projection_is_called():
+    config = MambaConfig(vocab_size=64, hidden_size=64, state_size=16, num_hidden_layers=1, time_step_rank=32)
+    assert quantizable_layers(skeleton_of(config)) == ["backbone.layers.0.mixer.in_proj"]
+
+
+def test_routers_and_stacked_experts_stay():
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    mixtral = skeleton_of(MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=16, **sizes))
+    assert leaves(quantizable_layers(mixtral)) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    granite = skeleton_of(GraniteMoeConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=16, **sizes))
+    assert granite.model.layers[0].block_sparse_moe.router.layer.weight.numel() >= 1024, "it is not its size"
+    assert leaves(quantizable_layers(granite)) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_of_a_vision_transformer_the_classifier_and_the_patches_stay():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    model = on_meta(ViTForImageClassification, ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=32))
+    names = quantizable_layers(model)
+    assert names and "classifier" not in names and all(".0." in name or ".1." in name for name in names)
+    assert model.classifier.weight.numel() >= 1024, "it is not its size that keeps it"
+
+
+def test_gpt2_layers_count_as_linear(tmp_path):
+    tiny.gpt2(n_embd=64).save_pretrained(tmp_path)
+    assert leaves(packed(load_model(qlora(tmp_path)))) == {"c_attn", "c_proj", "c_fc"}
+
+
+def test_tiny_layers_stay():
+    """Keys and values of this model have 512 weights."""
+    names = leaves(quantizable_layers(tiny.llama(hidden=32)))
+    assert "q_proj" in names and not names & {"k_proj", "v_proj"}
+
+
+def test_adapters_find_packed_layers(tmp_path):
+    tiny.granite_hybrid().save_pretrained(tmp_path)
+    settings = qlora(tmp_path)
+    model = load_model(settings)
+    assert adapter_targets(model) == adapter_targets(tiny.granite_hybrid())
+    adapted = prepare_for_tuning(model, settings)
+    wrapped = {name for name, _ in adapted.named_modules() if name.endswith("lora_A.default")}
+    assert len(wrapped) == len(quantizable_layers(tiny.granite_hybrid()))
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    assert trained and all(p.dtype == torch.float32 for p in trained)
+
+
+# -- how they are stored -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ("nf4", True)),
+        ({"bnb_4bit_quant_type": "fp4"}, ("fp4", True)),
+        ({"bnb_4bit_use_double_quant": False}, ("nf4", False)),
+    ],
+)
+def test_four_bits_as_asked_for(llama_dir, changes, expected):
+    model = load_model(qlora(llama_dir, mixed_precision="bf16", **changes))
+    for _, module in quantized_modules(model):
+        assert stored_bits(module) == 4 and module.compute_dtype == torch.bfloat16
+        assert (module.weight.quant_state.quant_type, module.weight.quant_state.nested) == expected
+
+
+def test_eight_bits(llama_dir):
+    model = load_model(qlora(llama_dir, load_in_8bit=True))
+    assert {stored_bits(module) for _, module in quantized_modules(model)} == {8}
+    assert len(packed(model)) == 14
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"mixed_precision": "bf16"}, torch.bfloat16),
+        ({"mixed_precision": "fp16"}, torch.float16),
+        ({"mixed_precision": "no"}, torch.float32),
+        ({"mixed_precision": "no", "dtype": "bfloat16"}, torch.bfloat16),
+    ],
+)
+def test_arithmetic_is_that_of_training(changes, expected):
+    assert compute_dtype_of(qlora(**changes), CPU) == expected
+
+
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_arithmetic_that_the_device_has(monkeypatch, has_bfloat16):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bfloat16)
+    assert compute_dtype_of(qlora(), CPU) == (torch.bfloat16 if has_bfloat16 else torch.float32)
+    cuda = compute_dtype_of(qlora(), torch.device("cuda"))
+    assert cuda == (torch.bfloat16 if has_bfloat16 else torch.float16)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")])
+def test_what_is_not_packed_keeps_its_type_but_for_float16(llama_dir, dtype, expected):
+    model = load_model(qlora(llama_dir, dtype=dtype))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    for part in (model.lm_head, model.model.norm, model.model.embed_tokens):
+        assert part.weight.dtype == getattr(torch, expected)
+
+
+# -- no forward pass changes a weight ----------------------------------------------------------------------------------
+
+
+def gradients(model) -> list[torch.Tensor]:
+    model.train().zero_grad()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("eight", [False, True], ids=["nf4", "int8"])
+def test_an_evaluation_changes_neither_weights_nor_gradients(llama_dir, eight):
+    settings = qlora(llama_dir, load_in_8bit=eight)
+    model = tiny.lora(load_model(settings))
+    expected, before = gradients(model), {name: t.clone() for name, t in model.state_dict().items()}
+    with torch.no_grad():
+        model.eval()(input_ids=IDS)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), expected, strict=True))
+    assert tiny.same(model.state_dict(), before)
+
+
+def test_a_bias_has_the_type_of_the_arithmetic_from_the_start(tmp_path):
+    full = tiny.llama(hidden=64, attention_bias=True)
+    for layer in full.model.layers:
+        nn.init.normal_(layer.self_attn.q_proj.bias)
+    full.save_pretrained(tmp_path)
+    model = load_model(qlora(tmp_path, mixed_precision="bf16"))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(input_ids=IDS)
+    assert tiny.same({name: p.detach() for name, p in model.named_parameters()}, before)
+
+
+def test_evaluation_and_training_give_the_same_logits(llama_dir):
+    model = load_model(qlora(llama_dir))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=IDS).logits, model.train()(input_ids=IDS).logits)
+
+
+def test_an_adapter_is_scored_on_the_base_it_was_trained_on(llama_dir, tmp_path):
+    settings = qlora(llama_dir)
+    model = prepare_for_tuning(load_model(settings), settings)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight)
+    model.save_pretrained(tmp_path)
+    again = load_for_evaluation(str(tmp_path), settings)
+    assert packed(again) and torch.equal(again(input_ids=IDS).logits, model.eval()(input_ids=IDS).logits)
+
+
+# -- what the user sees ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("eight", "bits", "share"), [(False, 4, 0.16), (True, 8, 0.28)])
+def test_the_line_counts_every_weight_once(tmp_path, eight, bits, share):
+    full = tiny.granite_hybrid()
+    full.save_pretrained(tmp_path)
+    model = load_model(qlora(tmp_path, load_in_8bit=eight))
+    total = sum(p.numel() for p in full.parameters())
+    inside = sum(full.get_submodule(name).weight.numel() for name in packed(model))
+    assert weight_count(model) == total
+    line = quantized_line(model)
+    assert line.startswith(f"quantized: {inside:,} weights in {bits} bits; {total - inside:,} as they were (")
+    kinds = re.search(r"\((.*?)\)", line)[1]
+    assert {"linear", "embeddings", "convolutions", "norms"} <= {*re.findall(r"[a-z]+", kinds)}
+    assert sum(int(n.replace(",", "")) for n in re.findall(r"[\d,]*\d", kinds)) == total - inside
+    assert line.endswith(f"instead of {4 * total / 2**20:,.1f} in float32")
+    in_full = sum(p.nbytes for p in full.parameters()) - 4 * inside
+    assert inside * bits / 8 < stored_bytes(model) - in_full <= share * 4 * inside, "scales are part of it"
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_bitsandbytes(monkeypatch, llama_dir):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else found(name)
+    )
+    with pytest.raises(RequirementError, match="needs bitsandbytes, which is not installed; run make deps"):
+        load_model(qlora(llama_dir))
+    require_quantization(ModelSettings(), CPU)
+
+
+def test_a_device_that_is_neither_cuda_nor_cpu():
+    with pytest.raises(RequirementError, match="the device here is mps; use tuning: lora, or use_cpu: true"):
+        require_quantization(qlora(), torch.device("mps"))
+
+
+def test_nothing_to_quantize():
+    skeleton = skeleton_of(tiny.llama(hidden=8, head_dim=2).config)
+    with pytest.raises(ModelError, match=r"would quantize nothing in LlamaForCausalLM.*; use tuning: lora or full"):
+        quantization_config(qlora(), skeleton, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        (
+            {"quant_method": "gptq", "bits": 4},
+            r"quantized \(gptq\).*; give the folder or Hub id of the full model$",
+        ),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"8 bits of bitsandbytes.*set load_in_8bit: true$"),
+    ],
+)
+def test_a_model_that_is_quantized_in_another_way(llama_dir, tmp_path, stored, message):
+    config = json.loads((llama_dir / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
+    with pytest.raises(ModelError, match=message):
+        load_model(qlora(tmp_path))
+
+
+def test_a_model_that_is_stored_in_the_bits_asked_for(llama_dir, tmp_path):
+    settings = qlora(llama_dir)
+    model = load_model(settings)
+    model.save_pretrained(tmp_path)
+    again = load_model(qlora(tmp_path))
+    assert packed(again) == packed(model)
+    assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_a_stored_model_whose_mamba_projections_are_packed(tmp_path):
+    tiny.granite_hybrid().save_pretrained(tmp_path / "full")
+    packing = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["lm_head"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "full", quantization_config=packing)
+    with pytest.raises(ModelError, match=r"mamba\.out_proj quantized, a weight that mamba kernels read"):
+        prepare_quantized(model)
+
+
+def test_weights_that_are_missing_are_found_in_quantized_loading_too(llama_dir, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(llama_dir / "model.safetensors")
+    gone = weights.pop("model.layers.1.mlp.up_proj.weight")
+    assert gone.numel()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((llama_dir / "config.json").read_text())
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight missing or of another shape"):
+        load_model(qlora(tmp_path))

@@ -1,0 +1,26 @@
+"""Weights counted from a config alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from scu_trainer.errors import ModelError
+from scu_trainer.models.sizes import weight_counts
+from tests.tiny import llama
+
+
+def test_counts_are_those_of_the_loaded_model(tmp_path):
+    model = llama()
+    model.config.save_pretrained(tmp_path)
+    layers = [model.get_submodule(f"model.layers.{i}") for i in range(2)]
+    linear = sum(
+        weight.numel() for layer in layers for name, weight in layer.named_parameters() if "norm" not in name
+    )
+    counts = weight_counts(str(tmp_path))
+    assert counts["weights"] == sum(weight.numel() for weight in model.parameters())
+    assert 0 < counts["linear_weights"] <= linear
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(ModelError, match=r"without config.json"):
+        weight_counts(str(tmp_path))

@@ -1,0 +1,335 @@
+"""What is refused together with DeepSpeed before a model is loaded, and what is made ready before it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from scu_trainer.errors import ControlError, RequirementError, SettingsError
+from scu_trainer.settings import MemorySettings, ModelSettings, RegularizationSettings
+from scu_trainer.train import deepspeed_start
+from scu_trainer.train.deepspeed_rules import check_deepspeed, uses_deepspeed, zero_stage
+from scu_trainer.train.sharded import weight_count
+from tests import tiny
+
+pytest.importorskip("deepspeed")
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+LAUNCH_FILES = sorted((ROOT / "accelerate_configs").glob("deepspeed_*.yaml"))
+OFF = MemorySettings(memory_control=False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_behind(monkeypatch):
+    """Both libraries keep what they were told in the environment and in modules."""
+    from accelerate.state import AcceleratorState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    yield
+    unset_hf_deepspeed_config()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def read(name: str) -> dict:
+    return json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())
+
+
+def changed(tmp_path, name: str = "zero2", **changes) -> str:
+    """A file of ours with other entries; "a.b" sets an entry of a section, None removes it."""
+    config = read(name)
+    for key, value in changes.items():
+        *sections, last = key.split("__")
+        place = config
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+        if value is None:
+            del place[last]
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def check(tmp_path, deepspeed, model=None, memory=OFF, regularization=None, **training):
+    arguments = tiny.arguments(tmp_path, deepspeed=deepspeed, **training)
+    check_deepspeed(arguments, model or ModelSettings(), memory, regularization)
+    return arguments
+
+
+# -- the files that come with the project ------------------------------------------------------------------------------
+
+
+def test_there_are_four_paths():
+    names = ["zero2", "zero2_offload", "zero3", "zero3_offload"]
+    assert [path.stem for path in CONFIGS] == names
+    assert [path.stem for path in LAUNCH_FILES] == [f"deepspeed_{name}" for name in names]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_files_are_filled_from_the_settings(tmp_path, path):
+    training = check(
+        tmp_path, str(path), per_device_train_batch_size=3, gradient_accumulation_steps=5, max_grad_norm=0.7, bf16=True
+    )
+    config = training.hf_deepspeed_config.config
+    assert zero_stage(training) == config["zero_optimization"]["stage"] == int(path.stem[4])
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (3, 5)
+    assert (config["train_batch_size"], config["gradient_clipping"]) == (15, 0.7)
+    assert config["bf16"]["enabled"] is True and config["fp16"]["enabled"] is False
+    offloaded = [name for name in ("offload_optimizer", "offload_param") if name in config["zero_optimization"]]
+    assert len(offloaded) == (int(path.stem[4]) - 1 if "offload" in path.stem else 0)
+
+
+@pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.stem)
+def test_launch_files_name_their_configuration(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    assert path.read_text().startswith("# When to use: ")
+    config = load_config_from_file(str(path))
+    assert config.distributed_type == "DEEPSPEED" and config.num_processes == 1
+    file = ROOT / config.deepspeed_config["deepspeed_config_file"]
+    assert file in CONFIGS and file.stem == path.stem.removeprefix("deepspeed_")
+    assert config.deepspeed_config["zero3_init_flag"] is ("zero3" in path.stem)
+
+
+def test_a_run_without_deepspeed_is_left_alone(tmp_path):
+    assert not uses_deepspeed(check(tmp_path, None))
+    assert zero_stage(check(tmp_path, None)) is None
+
+
+def test_the_launchers_configuration_is_filled_as_early(tmp_path):
+    """``accelerate launch`` hands the file over in the environment, and transformers fills it only in the Trainer."""
+    os.environ.update(
+        ACCELERATE_USE_DEEPSPEED="true",
+        ACCELERATE_DEEPSPEED_CONFIG_FILE=changed(tmp_path, gradient_accumulation_steps=4),
+    )
+    with pytest.raises(SettingsError, match=r"gradient_accumulation_steps 4, the configuration says .* 2"):
+        check(tmp_path, None, gradient_accumulation_steps=2)
+    training = check(tmp_path, None, gradient_accumulation_steps=4, per_device_train_batch_size=3)
+    assert training.deepspeed_plugin.deepspeed_config["train_batch_size"] == 12
+    assert training.deepspeed_plugin.hf_ds_config is training.hf_deepspeed_config
+
+
+# -- contradictions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "training", "expected"),
+    [
+        (
+            {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 2.0},
+            {"per_device_train_batch_size": 8},
+            "says train_micro_batch_size_per_gpu 4, the configuration says per_device_train_batch_size 8; and "
+            'gradient_clipping 2.0, the configuration says max_grad_norm 1.0; set "auto" there',
+        ),
+        ({"train_batch_size": 7}, {}, r"train_batch_size 7, the configuration says train_batch_size \(calculated\) 4"),
+        ({"bf16__enabled": True}, {}, r"bf16.enabled True, the configuration says bf16\|bf16_full_eval False"),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
+            {"lr_scheduler_type": "linear", "max_steps": 6},
+            "scheduler.params.total_num_steps 9, the configuration says 6",
+        ),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
+            {"lr_scheduler_type": "linear", "max_steps": -1, "num_train_epochs": 1},
+            "scheduler.params.total_num_steps 9, the number of steps follows from the data",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}},
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2},
+            "scheduler.params.warmup_num_steps 3, the configuration says 2",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            {"lr_scheduler_type": "cosine"},
+            "scheduler WarmupLR, .* lr_scheduler_type cosine; .* lr_scheduler_type: constant_with_warmup",
+        ),
+        ({"scheduler": {"type": "OneCycle"}}, {}, "for WarmupLR or WarmupDecayLR or WarmupCosineLR"),
+        ({"optimizer": {"type": "Lamb"}}, {}, "says optimizer Lamb, the configuration says optim adamw_torch_fused"),
+        ({"optimizer": {"type": "AdamW"}}, {"optim": "sgd"}, "optimizer AdamW, the configuration says optim sgd"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}},
+            {"learning_rate": 1e-4},
+            "optimizer.params.lr 0.0003, the configuration says learning_rate 0.0001",
+        ),
+    ],
+)
+def test_contradictions_name_both_sides(tmp_path, changes, training, expected):
+    with pytest.raises(SettingsError, match=f"changed.json .*{expected}"):
+        check(tmp_path, changed(tmp_path, **changes), **training)
+
+
+def test_what_agrees_with_the_settings_passes(tmp_path):
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 6, "warmup_num_steps": 2}}
+    file = changed(tmp_path, scheduler=schedule, optimizer={"type": "AdamW"}, train_micro_batch_size_per_gpu=4)
+    check(tmp_path, file, lr_scheduler_type="linear", max_steps=6, warmup_steps=2, per_device_train_batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"gradient_cliping": 1.0}, r"unknown key 'gradient_cliping' \(did you mean 'gradient_clipping'\?\)"),
+        ({"zero_optimisation": {}}, r"unknown key 'zero_optimisation' \(did you mean 'zero_optimization'\?\)"),
+        ({"zero_optimization__reduce_bucket_sise": 1}, r"'reduce_bucket_sise' \(did you mean 'reduce_bucket_size'\?\)"),
+        (
+            {"zero_optimization__offload_optimizer": {"device": "cpu", "pin_memry": True}},
+            r"'offload_optimizer.pin_memry' \(did you mean 'pin_memory'\?\)",
+        ),
+        ({"zero_optimization__offload_optimizer": {"device": "gpu"}}, "device is 'gpu': input should be"),
+        ({"fp16__los_scale": 1}, r"'los_scale' \(did you mean 'loss_scale'\?\)"),
+        ({"zero_optimization__stage": 7}, "zero_optimization.stage is 7; allowed: 0, 1, 2, 3"),
+        ({"zero_optimization__stage": None}, "zero_optimization.stage is missing"),
+    ],
+)
+def test_unknown_and_wrong_entries_are_errors(tmp_path, changes, expected):
+    with pytest.raises(SettingsError, match=expected):
+        check(tmp_path, changed(tmp_path, **changes))
+
+
+def test_sections_that_deepspeed_knows_pass(tmp_path):
+    sections = {"wall_clock_breakdown": False, "activation_checkpointing": {}, "flops_profiler": {"enabled": False}}
+    check(tmp_path, changed(tmp_path, **sections, aio={}, comms_logger={"enabled": False}, steps_per_print=10))
+
+
+def test_zero_3_that_would_save_no_model_is_refused(tmp_path):
+    gather = "stage3_gather_16bit_weights_on_model_save"
+    with pytest.raises(SettingsError, match=f"set zero_optimization.{gather} to true"):
+        check(tmp_path, changed(tmp_path, "zero3", **{f"zero_optimization__{gather}": False}))
+
+
+def test_fp16_on_a_cpu_is_refused(tmp_path):
+    with pytest.raises(SettingsError, match="fp16, which DeepSpeed refuses on a CPU; use bf16"):
+        check(tmp_path, str(CONFIGS[0]), fp16=True)
+
+
+# -- models, optimizers, loops -----------------------------------------------------------------------------------------
+
+
+def test_device_map_is_refused(tmp_path):
+    with pytest.raises(SettingsError, match="device_map: auto and DeepSpeed both decide"):
+        check(tmp_path, str(CONFIGS[0]), model=ModelSettings(device_map="auto"))
+
+
+@pytest.mark.parametrize(
+    ("name", "optim", "expected"),
+    [
+        ("zero2", "adafactor", "one flat row"),
+        ("zero3", "galore_adamw", "one flat row"),
+        ("zero2_offload", "apollo_adamw", "use adamw_torch_fused"),
+    ],
+)
+def test_optimizers_that_zero_would_change_are_refused(tmp_path, name, optim, expected):
+    with pytest.raises(SettingsError, match=f"optim {optim} .*{expected}"):
+        check(tmp_path, str(ROOT / "ds_configs" / f"{name}.json"), optim=optim, optim_target_modules="all-linear")
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "sgd"])
+def test_optimizers_that_work_on_single_numbers_pass(tmp_path, optim):
+    check(tmp_path, str(ROOT / "ds_configs" / "zero2.json"), optim=optim)
+
+
+@pytest.mark.parametrize(("stage", "refused"), [(0, True), (1, False), (2, False), (3, True)])
+def test_regularization_needs_whole_weights(tmp_path, stage, refused):
+    gather = {"zero_optimization__stage3_gather_16bit_weights_on_model_save": True}
+    file = changed(tmp_path, zero_optimization__stage=stage, **gather)
+    expected = pytest.raises(ControlError, match=f"this is stage {stage}, .* set scu: false")
+    with expected if refused else contextlib.nullcontext():
+        check(tmp_path, file, regularization=RegularizationSettings())
+
+
+def test_the_penalty_is_refused(tmp_path):
+    with pytest.raises(ControlError, match="gradients inside its engine"):
+        check(tmp_path, str(CONFIGS[0]), regularization=RegularizationSettings(law="original"))
+
+
+def test_memory_control_needs_a_stage(tmp_path):
+    file = changed(tmp_path, zero_optimization__stage=0)
+    check(tmp_path, file)
+    with pytest.raises(ControlError, match=r"this is stage 0; .* set memory_control: false"):
+        check(tmp_path, file, memory=MemorySettings())
+
+
+def test_shards_are_counted_as_what_they_are_part_of():
+    whole, shard = torch.nn.Parameter(torch.ones(3, 4)), torch.nn.Parameter(torch.empty(0))
+    shard.ds_numel = 12
+    assert weight_count(whole) == weight_count(shard) == 12
+
+
+# -- before it starts --------------------------------------------------------------------------------------------------
+
+LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def without_launcher() -> None:
+    for name in (*LAUNCH, "DS_ACCELERATOR", "TORCH_EXTENSIONS_DIR", "ACCELERATE_USE_DEEPSPEED"):
+        os.environ.pop(name, None)
+
+
+def test_a_plain_start_is_one_process_that_builds_nothing():
+    import deepspeed
+
+    without_launcher()
+    deepspeed_start.prepare_environment(str(CONFIGS[0]), use_cpu=True)
+    assert [os.environ[name] for name in LAUNCH[:4]] == ["0", "0", "1", "127.0.0.1"]
+    with socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))):
+        pass
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+    assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False
+
+
+def test_a_launchers_word_counts():
+    without_launcher()
+    os.environ.update(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="10.0.0.1", MASTER_PORT="29500")
+    before = {name: os.environ[name] for name in LAUNCH}
+    deepspeed_start.prepare_environment(str(CONFIGS[0]), use_cpu=False)
+    assert {name: os.environ[name] for name in LAUNCH} == before
+    assert "DS_ACCELERATOR" not in os.environ
+
+
+def test_mpirun_is_left_to_deepspeed():
+    without_launcher()
+    os.environ["PMI_RANK"] = "1"
+    deepspeed_start.prepare_environment(str(CONFIGS[0]), use_cpu=False)
+    assert "RANK" not in os.environ
+
+
+def test_without_deepspeed_nothing_is_set():
+    without_launcher()
+    before = dict(os.environ)
+    deepspeed_start.prepare_environment(None, use_cpu=True)
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("by_launcher", [False, True])
+def test_a_missing_file_is_one_message(by_launcher):
+    without_launcher()
+    if by_launcher:
+        os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE="ds_configs/zero9.json")
+    with pytest.raises(SettingsError, match=r"ds_configs/zero9.json' is not there, seen from .*; start in the folder"):
+        deepspeed_start.prepare_environment(None if by_launcher else "ds_configs/zero9.json", use_cpu=True)
+
+
+def test_a_missing_deepspeed_is_one_message(monkeypatch):
+    monkeypatch.setattr(deepspeed_start, "find_spec", lambda name: None)
+    with pytest.raises(RequirementError, match="pip install 'scu-trainer"):
+        deepspeed_start.prepare_environment(str(CONFIGS[0]), use_cpu=True)
+
+
+@pytest.mark.parametrize("succeeded", [True, False])
+def test_ranks_wait_for_each_other_only_after_success(monkeypatch, succeeded):
+    import torch.distributed as dist
+
+    waited = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "barrier", lambda: waited.append(dist.is_initialized()))
+    deepspeed_start.leave_process_group(succeeded)
+    assert waited == ([True] if succeeded else [])
+    assert not dist.is_initialized()
+    deepspeed_start.leave_process_group(succeeded)  # nothing to leave

@@ -1,0 +1,328 @@
+"""What ``resume_from_checkpoint: auto`` and a restart by the launcher go on from, and what they leave alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from scu_trainer.cli import train
+from scu_trainer.errors import CheckpointError
+from scu_trainer.run_files import RunStatus, write_json
+from scu_trainer.train import resume as subject
+from scu_trainer.train import session
+from scu_trainer.train.resume import AUTO, Request, Start, decide, newest_checkpoint
+from scu_trainer.train.trainer import SCUTrainer
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHED_S = 1_000.0
+
+
+def checkpoint(run: Path, step: int, ranks: int = 1) -> Path:
+    """As the stock Trainer writes it, as far as anybody looks."""
+    folder = run / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    torch.save({}, folder / "optimizer.pt")
+    for name in [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]:
+        torch.save({"cpu": torch.zeros(5000)}, folder / name)
+    write_json(folder / "trainer_state.json", {"global_step": step})
+    return folder
+
+
+def run_at(
+    folder: Path, status: str = "running", step: int | None = 100, updated_s: float = 0.0, **description
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    updated = datetime.fromtimestamp(updated_s, UTC).isoformat()
+    write_json(folder / "run.json", {"status": status, "step": step, "updated": updated})
+    if description:
+        write_json(folder / "training_config.json", description)
+    return folder
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def start(output_dir: Path, wanted=AUTO, world_size: int = 1, restarted: bool = False) -> Start:
+    return decide(Request(wanted, output_dir, world_size, LAUNCHED_S if restarted else None))
+
+
+# -- which checkpoint --------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_by_number_is_taken(tmp_path):
+    for step in (9, 100, 20):
+        checkpoint(tmp_path, step)
+    (tmp_path / "checkpoint-best").mkdir()
+    assert newest_checkpoint(tmp_path, 1) == tmp_path / "checkpoint-100"
+    assert newest_checkpoint(tmp_path / "nowhere", 1) is None
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda folder: (folder / "trainer_state.json").unlink(), "no whole trainer_state.json"),
+        (lambda folder: (folder / "trainer_state.json").write_text('{"global_step"'), "no whole trainer_state.json"),
+        (lambda folder: (folder / "rng_state_1.pth").unlink(), "no whole rng_state_1.pth"),
+        (lambda folder: cut(folder / "rng_state_1.pth"), "no whole rng_state_1.pth"),
+        (lambda folder: (folder / "optimizer.pt").unlink(), "no optimizer state"),
+    ],
+    ids=["no state", "torn state", "no rng of rank 1", "torn rng of rank 1", "no optimizer"],
+)
+def test_a_checkpoint_that_is_not_whole_is_skipped_and_named(tmp_path, caplog, harm, reason):
+    older, newer = checkpoint(tmp_path, 4, ranks=2), checkpoint(tmp_path, 8, ranks=2)
+    assert newest_checkpoint(tmp_path, 2) == newer
+    harm(newer)
+    with caplog.at_level(logging.WARNING, logger="scu_trainer"):
+        assert newest_checkpoint(tmp_path, 2) == older
+    assert [record.message for record in caplog.records if str(newer) in record.message and reason in record.message]
+
+
+def test_what_an_earlier_start_left_behind_is_skipped(tmp_path, caplog):
+    """Taken back by hand from step 20 to 5, and killed at 7."""
+    run = run_at(tmp_path / "run", step=7)
+    for step in (5, 20):
+        checkpoint(run, step)
+    assert start(run).checkpoint == str(run / "checkpoint-5")
+    assert "last seen at step 7" in caplog.text
+
+
+# -- which run ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", ["running", "stopped", "failed", "queued"])
+def test_auto_goes_on_with_an_unfinished_run(tmp_path, status):
+    run = run_at(tmp_path / "run", status)
+    newest = checkpoint(run, 4)
+    assert start(run) == Start(run, str(newest), f"going on from {newest}")
+
+
+def test_auto_without_a_run_starts_one(tmp_path):
+    assert start(tmp_path / "run") == Start(tmp_path / "run")
+
+
+def test_auto_starts_in_the_directory_of_a_run_that_saved_nothing_whole(tmp_path):
+    run = run_at(tmp_path / "run")
+    (run / "checkpoint-2").mkdir()
+    begun = start(run)
+    assert (begun.output_dir, begun.checkpoint) == (run, None)
+    assert "without a usable checkpoint" in begun.line
+
+
+def test_auto_leaves_a_finished_run_and_a_foreign_directory_alone(tmp_path):
+    finished = run_at(tmp_path / "run", "finished")
+    checkpoint(finished, 4)
+    foreign = checkpoint(tmp_path / "other", 4).parent
+    for taken in (finished, foreign):
+        begun = start(taken)
+        assert begun == Start(taken.with_name(f"{taken.name}-2"), line=begun.line)
+        assert "already holds a run; this one goes to" in begun.line
+
+
+def test_auto_goes_on_with_the_run_that_made_way(tmp_path):
+    run_at(tmp_path / "run", "finished")
+    second = run_at(tmp_path / "run-2", updated_s=1.0, **{subject.ASKED_FOR: "run"})
+    newest = checkpoint(second, 4)
+    assert start(tmp_path / "run").checkpoint == str(newest)
+
+
+def test_a_run_of_another_job_is_not_taken_for_ours(tmp_path):
+    run_at(tmp_path / "run", "finished")
+    checkpoint(run_at(tmp_path / "run-2", updated_s=2_000.0, **{subject.ASKED_FOR: "run-2"}), 4)
+    for restarted in (False, True):
+        assert start(tmp_path / "run", restarted=restarted).output_dir == tmp_path / "run-3"
+
+
+def test_another_number_of_processes_is_refused(tmp_path):
+    run = run_at(tmp_path / "run", world_size=2)
+    assert start(run).checkpoint is None  # nothing to lose yet
+    checkpoint(run, 4, ranks=2)
+    with pytest.raises(CheckpointError, match="by 2 processes, this launch has 1"):
+        start(run)
+
+
+# -- restarts ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_auto_only_a_restart_goes_on(tmp_path):
+    run = run_at(tmp_path / "run", updated_s=LAUNCHED_S + 5)
+    newest = checkpoint(run, 4)
+    assert start(run, wanted=None).output_dir == tmp_path / "run-2"
+    again = start(run, wanted=None, restarted=True)
+    assert (again.output_dir, again.checkpoint) == (run, str(newest))
+    assert again.line == f"restarted by the launcher: going on from {newest}"
+
+
+def test_a_restart_does_not_take_an_older_run_for_its_own(tmp_path):
+    """The launch failed before it made its directory."""
+    for status in ("stopped", "finished"):
+        run = run_at(tmp_path / status, status, updated_s=LAUNCHED_S - 5)
+        checkpoint(run, 4)
+        begun = start(run, wanted=None, restarted=True)
+        assert (begun.output_dir, begun.is_done) == (run.with_name(f"{status}-2"), False)
+
+
+@pytest.mark.parametrize("wanted", [None, AUTO])
+def test_a_restart_of_a_finished_run_has_nothing_to_do(tmp_path, wanted):
+    run = run_at(tmp_path / "run", "finished", updated_s=LAUNCHED_S + 5)
+    done = start(run, wanted=wanted, restarted=True)
+    assert done.is_done and done.output_dir == run
+    assert "nothing is left to do" in done.line
+
+
+@pytest.mark.parametrize("wanted", [True, "elsewhere/checkpoint-2"])
+def test_a_restart_goes_on_after_the_checkpoint_that_was_named(tmp_path, wanted):
+    run = run_at(tmp_path / "run", updated_s=LAUNCHED_S + 5)
+    assert start(run, wanted, restarted=True).checkpoint == wanted
+    newest = checkpoint(run, 4)
+    assert start(run, wanted).checkpoint == wanted
+    assert start(run, wanted, restarted=True).checkpoint == str(newest)
+
+
+def test_a_checkpoint_that_was_rotated_away_since_is_no_error_at_a_restart(tmp_path, monkeypatch):
+    training = tiny.arguments(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        subject.check_resumable(training)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    subject.check_resumable(training)
+
+
+# -- two ranks ---------------------------------------------------------------------------------------------------------
+
+RANK = """
+import sys
+from pathlib import Path
+import torch
+from transformers import TrainingArguments
+from scu_trainer.errors import CheckpointError
+from scu_trainer.train import resume
+folder, answers = Path(sys.argv[1]), []
+for run in ("agree", "refuse"):
+    training = TrainingArguments(output_dir=str(folder / run), use_cpu=True, resume_from_checkpoint="auto")
+    if training.process_index == 1:
+        resume.decide = None  # it must not look for itself
+    try:
+        answers.append(str(resume.resolve(training).checkpoint))
+    except CheckpointError as error:
+        answers.append(str(error))
+(folder / f"answers-{training.process_index}").write_text("\\n".join(answers))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_ranks_decide_together(tmp_path):
+    newest = checkpoint(run_at(tmp_path / "agree", world_size=2), 4, ranks=2)
+    checkpoint(run_at(tmp_path / "refuse", world_size=3), 4, ranks=3)
+    program = tmp_path / "rank.py"
+    program.write_text(RANK)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [*launcher, str(program), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = ((tmp_path / f"answers-{rank}").read_text().splitlines() for rank in range(2))
+    assert first == second
+    assert first[0] == str(newest) and "by 3 processes" in first[1]
+
+
+def test_a_node_that_was_replaced_learns_of_the_restart(monkeypatch):
+    """It counts no restart itself; the oldest launcher tells since when the launch goes on."""
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda seen: [*seen, (1, 50.0)])
+    monkeypatch.setattr(subject, "_launcher_began_s", lambda: 90.0)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert subject._restarted_since_s(2) == 50.0
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda seen: [*seen, (0, 50.0)])
+    assert subject._restarted_since_s(2) is None
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert subject._restarted_since_s(1) == 90.0
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    assert subject._restarted_since_s(1) is None
+
+
+# -- through the command -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flags(tmp_path) -> list[str]:
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": f"Line {i} of a text. " * 9}) + "\n" for i in range(16)))
+    options = {
+        "model_name_or_path": tiny.saved_llama(tmp_path / "model"),
+        "dataset": documents,
+        "block_size": 32,
+        "validation_split_percentage": 0,
+        "max_steps": 4,
+        "save_steps": 2,
+        "per_device_train_batch_size": 2,
+        "output_dir": tmp_path / "run",
+        "cache_dir": tmp_path / "cache",
+        "report_to": "none",
+        "use_cpu": "true",
+        "resume_from_checkpoint": "auto",
+    }
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def test_the_same_command_starts_goes_on_and_begins_the_next(capsys, flags, tmp_path):
+    run = tmp_path / "run"
+    assert train.main(flags) == 0
+    assert "going on from" not in capsys.readouterr().out
+    whole = {name: (run / name).read_bytes() for name in ("adapter_model.safetensors", "scu_history.json")}
+
+    status = json.loads((run / "run.json").read_text())
+    assert status["step"] == 4
+    write_json(run / "run.json", {**status, "status": "running"})
+    (run / "checkpoint-4" / "trainer_state.json").unlink()
+    (run / "adapter_model.safetensors").unlink()
+    assert train.main(flags) == 0
+    printed = capsys.readouterr()
+    assert f"going on from {run / 'checkpoint-2'}" in printed.out
+    assert f"{run / 'checkpoint-4'} is skipped" in printed.err
+    assert {name: (run / name).read_bytes() for name in whole} == whole
+    described = json.loads((run / "training_config.json").read_text())
+    assert described["configuration"]["resume_from_checkpoint"] == "auto"
+
+    assert train.main(flags) == 0
+    assert "this one goes to" in capsys.readouterr().out
+    assert (tmp_path / "run-2" / "scu_metrics.json").is_file()
+
+
+def test_a_restart_of_a_finished_run_ends_at_once(capsys, flags, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert train.main(flags) == 0
+    kept = (tmp_path / "run" / "run.json").read_bytes()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    capsys.readouterr()
+    assert train.main(flags) == 0
+    assert "nothing is left to do" in capsys.readouterr().out
+    assert (tmp_path / "run" / "run.json").read_bytes() == kept
+    assert not (tmp_path / "run-2").exists()
+
+
+def test_run_json_knows_the_step_of_every_checkpoint(flags, tmp_path, monkeypatch):
+    """A run that dies right after it saved must not take its newest checkpoint for one of an earlier start."""
+    seen, step = [], SCUTrainer.training_step
+
+    def watched(self, *args, **kwargs):
+        seen.append(json.loads((tmp_path / "run" / "run.json").read_text())["step"])
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(SCUTrainer, "training_step", watched)
+    monkeypatch.setattr(session, "RunStatus", partial(RunStatus, min_interval_s=1e9))
+    assert train.main(flags) == 0
+    assert seen == [0, 0, 2, 2]
+
+
+def test_auto_cannot_go_on_from_weights_alone(capsys, flags):
+    assert train.main([*flags, "--save_only_model", "true"]) == 2
+    assert "save_only_model" in capsys.readouterr().err
