@@ -330,6 +330,9 @@ def size_in_gib(name: str, value) -> Optional[float]:
     """GiB of a number of GiB, or of a text such as '4GB' or '900MiB'."""
     if value is None:
         return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        _require(math.isfinite(value) and value > 0, f"{name} is {value}; it must be above 0 GiB")
+        return float(value)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(value).strip().upper())
     _require(match is not None, f"{name} is {value!r}; allowed: GiB such as 3.5, or a size such as 4GB or 900MiB")
     return float(match[1]) * BYTES[match[2] or ""] / 2**30

@@ -97,6 +97,7 @@ def read_job(config: str | None, flags: Sequence[str]) -> Job:
     """Settings from a file and flags. Raises SettingsError."""
     from transformers import TrainingArguments
 
+    from scu_trainer.train.deepspeed_start import prepare_environment
     from scu_trainer.train.job import Job
 
     parser = our_parser(TrainingArguments)
@@ -104,6 +105,8 @@ def read_job(config: str | None, flags: Sequence[str]) -> Job:
     names = field_names(parser)
     arguments = [*_file_as_flags(config, names), *flags]
     check_names(arguments, names)
+    launch = parser.parse_args(arguments)
+    prepare_environment(launch.deepspeed, launch.use_cpu)
     precision = _set_precision(parser, arguments)
     try:
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)

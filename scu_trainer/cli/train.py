@@ -78,18 +78,14 @@ def _check_requirements(config: Optional[str], flags: list[str]) -> int:
 
 
 def _train(job, log, test_run: bool) -> int:
+    from scu_trainer.train.deepspeed_start import leave_process_group
     from scu_trainer.train.rehearsal import rehearse
     from scu_trainer.train.session import run
 
+    succeeded = False
     try:
         rehearse(job, log=log) if test_run else run(job, log=log)
+        succeeded = True
     finally:
-        _leave_process_group()
+        leave_process_group(succeeded)
     return 0
-
-
-def _leave_process_group() -> None:
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()

@@ -98,13 +98,12 @@ def installed_version(name: str) -> Optional[str]:
         return None
 
 
-def anonymous_bytes(process: Path) -> Optional[int]:
-    """Resident memory that no file backs, of the process with the folder ``process`` in /proc. None where there is no
-    such file system (macOS) and OSError where the process has ended."""
+def resident_bytes(process: Path) -> Optional[int]:
+    """Main memory of the process with the folder ``process`` in /proc, with the files that it maps: frozen weights are
+    read from such. None where there is no such file system (macOS), OSError where the process has ended."""
     if not process.parent.is_dir():
         return None
-    _, resident, shared, *_ = map(int, (process / "statm").read_bytes().split())
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    return int((process / "statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cuda_device(torch, index: int) -> Accelerator:

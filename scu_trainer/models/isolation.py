@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scu_trainer.errors import ModelError
+from scu_trainer.models.offloaded import input_device
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +33,7 @@ def leak(model: nn.Module, vocab_size: int) -> float:
     """Largest change of the second document's logits caused by the first one, relative to their largest size."""
     import torch
 
-    device = next(model.parameters()).device
+    device = input_device(model)
     first = torch.arange(TOKENS, device=device) % vocab_size
     second = (torch.arange(TOKENS, device=device) * 5 + 3) % vocab_size
     positions = torch.arange(TOKENS, device=device)

@@ -8,14 +8,24 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import ModelError, nearest
-from scu_trainer.settings import ModelSettings
+from scu_trainer.models.dispatch import Free, Placement, place
+from scu_trainer.models.offloaded import adapt, adapt_as_saved, has_offloaded_weights
+from scu_trainer.models.quantize import (
+    compute_dtype_of,
+    prepare_quantized,
+    quantization_config,
+    require_quantization,
+    skeleton_of,
+)
+from scu_trainer.settings import MemorySettings, ModelSettings
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger("scu_trainer")
 
@@ -94,18 +104,33 @@ def base_of(adapter: Path) -> str:
     return base
 
 
-def load_model(settings: ModelSettings) -> PreTrainedModel:
+def load_model(
+    settings: ModelSettings, device: Optional[torch.device] = None, placement: Optional[Placement] = None
+) -> PreTrainedModel:
     """Base weights only (of an adapter: those it was trained on), on the CPU, in ``settings.dtype``. Full tuning in
-    ``auto`` loads float32: AdamW's small steps vanish in bfloat16 weights. Raises ModelError."""
+    ``auto`` loads float32: AdamW's small steps vanish in bfloat16 weights. ``tuning: qlora``: packed into 4 or 8 bits
+    on ``device`` (default: the CPU) as the files are read, and frozen. ``placement``: where else weights go.
+
+    Raises ModelError, and RequirementError where the machine cannot quantize.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
+    device = device or torch.device("cpu")
     name = base_of(Path(_located(settings.model_name_or_path)))
     check_source(settings.model_name_or_path)
+    require_quantization(settings, device)
     dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if settings.dtype == "auto" and settings.tuning == "full":
         dtype = torch.float32
+    folder = None if placement is None else placement.private_folder()
     with _as_model_error(name, "model"):
+        packing = _packing(name, settings, device)
+        told: dict[str, Any] = {} if packing is None else {"quantization_config": packing}
+        if settings.tuning == "qlora":
+            told["device_map"] = {"": device}
+        if placement is not None:
+            told |= placement.arguments(folder)
         model, report = AutoModelForCausalLM.from_pretrained(
             _located(name),
             dtype=dtype,
@@ -114,9 +139,38 @@ def load_model(settings: ModelSettings) -> PreTrainedModel:
             attn_implementation=settings.attn_implementation,
             ignore_mismatched_sizes=True,  # they are in the report, with their names
             output_loading_info=True,
+            **told,
         )
+    model.offload_folder = folder  # there as long as the model is
     _require_complete(name, report)
-    return model
+    return prepare_quantized(model) if settings.tuning == "qlora" else model
+
+
+def _packing(name: str, settings: ModelSettings, device: torch.device) -> Optional[BitsAndBytesConfig]:
+    """How weights are packed into 4 or 8 bits as they are read; None where they are not, or lie packed in the files."""
+    if settings.tuning != "qlora":
+        return None
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(
+        _located(name), revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
+    )
+    skeleton = skeleton_of(config, settings.trust_remote_code)
+    return quantization_config(settings, skeleton, compute_dtype_of(settings, device))
+
+
+def plan_placement(
+    settings: ModelSettings, memory: MemorySettings, free: Free, device: torch.device
+) -> Optional[Placement]:
+    """Where ``device_map`` puts the weights, known before any is loaded; None without it. Raises a UserError where they
+    do not fit or could not be trained there."""
+    if settings.device_map is None:
+        return None
+    check_source(settings.model_name_or_path)
+    name = base_of(Path(_located(settings.model_name_or_path)))
+    with _as_model_error(name, "model"):
+        located = replace(settings, model_name_or_path=_located(name))
+        return place(located, memory, free, _packing(name, settings, device))
 
 
 def _require_complete(name: str, report: dict) -> None:
@@ -174,8 +228,11 @@ def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings) -> nn.Mo
             )
         return model
     if is_adapter(adapter):
+        if has_offloaded_weights(model):
+            with _as_model_error(str(adapter), "adapter"):
+                return adapt_as_saved(model, adapter)
         return _with_adapter(model, adapter, is_trainable=True)
-    from peft import LoraConfig, TaskType, get_peft_model
+    from peft import LoraConfig, TaskType
 
     targets = _checked_targets(model, settings.lora_target_modules) or adapter_targets(model)
     config = LoraConfig(
@@ -188,7 +245,7 @@ def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings) -> nn.Mo
     with warnings.catch_warnings():
         # peft finds out layer by layer which way round a weight lies, and warns each time that it did.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
-        return get_peft_model(model, config)
+        return adapt(model, config)
 
 
 def adapter_targets(model: nn.Module) -> list[str]:
@@ -259,10 +316,12 @@ def load_for_evaluation(path_or_id: str, settings: ModelSettings) -> PreTrainedM
     import torch
 
     path = Path(path_or_id).expanduser()
-    model = load_model(replace(settings, model_name_or_path=path_or_id))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(replace(settings, model_name_or_path=path_or_id), device)
     if is_adapter(path):
         model = _with_adapter(model, path, is_trainable=False)
-    return model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.eval().requires_grad_(False)
+    return model if settings.tuning == "qlora" else model.to(device)  # 8-bit weights cannot be moved
 
 
 def _with_adapter(model: PreTrainedModel, adapter: Path, is_trainable: bool) -> nn.Module:

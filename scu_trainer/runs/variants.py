@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.hardware.probe import anonymous_bytes
+from scu_trainer.hardware.probe import resident_bytes
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.runs.launch import ROOT, command, environment
 from scu_trainer.runs.variant_table import BY_NAME, LOOPS, Variant
@@ -74,9 +74,9 @@ class Plan:
 class Outcome:
     """What became of one variant. ``status``: ran, failed (``message``: its last words), or missing (what to do).
 
-    ``peak_bytes``: the most that one process held above what it held before there was a model; on a CPU without
-    memory that files back. ``total_bytes``: with what was there before. ``bpt``: held-out bits per token before and
-    after, None where nothing was held out. ``loops``: acts, idle, off, or refused.
+    ``peak_bytes``: the most that one process held above what it held before there was a model. ``total_bytes``: with
+    what was there before. ``bpt``: held-out bits per token before and after, None where nothing was held out.
+    ``loops``: acts, idle, off, or refused.
     """
 
     name: str
@@ -162,7 +162,7 @@ def _refuses(variant, plan: Plan, loop: str, words: str, allowed, has_gpu: bool,
 
 
 def _watch(variant: Variant, plan: Plan, flags: Sequence[str], has_gpu: bool) -> tuple[int, str, Optional[int]]:
-    """Exit code, last words and the highest anonymous memory of any process, in bytes."""
+    """Exit code, last words and the most memory that any process held, in bytes."""
     own = [word.replace("{scratch}", str(plan.scratch)) for word in variant.flags]
     flags = [*plan.flags(variant.processes), *own, *flags, *([] if has_gpu else ["--use_cpu", "true"])]
     words = command(variant.launcher, flags, variant.processes, has_gpu)
@@ -184,22 +184,22 @@ def _watch(variant: Variant, plan: Plan, flags: Sequence[str], has_gpu: bool) ->
 
 
 def _highest_bytes(process: subprocess.Popen) -> Optional[int]:
-    """Wait for ``process``; the highest anonymous memory that one process of its tree held meanwhile."""
+    """Wait for ``process``; the most memory that one process of its tree held meanwhile."""
     highest_bytes, folders, looked_s = None, [], -math.inf
     deadline_s = time.monotonic() + LONGEST_S
     while process.poll() is None and time.monotonic() < deadline_s:
         if time.monotonic() - looked_s > LOOK_FOR_CHILDREN_EVERY_S:
             folders, looked_s = list(_tree(process.pid)), time.monotonic()
-        for found_bytes in map(_anonymous, folders):
+        for found_bytes in map(_resident, folders):
             if found_bytes is not None:
                 highest_bytes = max(found_bytes, highest_bytes or 0)
         time.sleep(SAMPLE_EVERY_S)
     return highest_bytes
 
 
-def _anonymous(folder: Path) -> Optional[int]:
+def _resident(folder: Path) -> Optional[int]:
     try:
-        return anonymous_bytes(folder)
+        return resident_bytes(folder)
     except (OSError, ValueError):  # it has ended
         return None
 

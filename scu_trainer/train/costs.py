@@ -10,7 +10,7 @@ from typing import Any, Optional
 import torch
 from transformers import TrainerCallback
 
-from scu_trainer.hardware.probe import anonymous_bytes
+from scu_trainer.hardware.probe import resident_bytes
 
 
 class StepTimes(TrainerCallback):
@@ -33,13 +33,10 @@ class StepTimes(TrainerCallback):
 
 
 def bytes_before_model(device: torch.device) -> Optional[int]:
-    """Memory that this process has on the training device before there is a model: what libraries need. None unknown.
-
-    On a CPU it counts anonymous memory only: files that are mapped, such as weights on disk, can be dropped any time.
-    """
+    """Memory that this process has on the training device before there is a model. None where that is unknown."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return anonymous_bytes(Path("/proc/self")) if device.type == "cpu" else None
+    return resident_bytes(Path("/proc/self")) if device.type == "cpu" else None
 
 
 def cost_figures(device: torch.device, times: StepTimes, before_bytes: Optional[int], trainer) -> dict[str, Any]:

@@ -103,8 +103,9 @@ def check_keys(config: dict[str, Any], source: str) -> None:
     if config["zero_optimization"].get("stage") not in (0, 1, 2, 3):
         stage = config["zero_optimization"].get("stage", "missing")
         raise SettingsError(f"{source}: zero_optimization.stage is {stage}; allowed: 0, 1, 2, 3")
-    # Batch sizes are checked elsewhere; what is still "auto" waits for the model.
-    recorder = Recorder({**config, **dict.fromkeys(BATCH_KEYS, 1)})
+    # Batch sizes are compared with the settings already; here DeepSpeed multiplies them for itself.
+    others = {name: value for name, value in config.items() if name not in BATCH_KEYS}
+    recorder = Recorder({**others, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1})
     try:
         DeepSpeedConfig(recorder)
     except ValidationError as error:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from scu_trainer.models.offloaded import input_device
 from scu_trainer.train.prediction import Halving
 
 IGNORED = -100
@@ -100,16 +101,16 @@ def score_documents(
 
 
 def _scores(model: nn.Module, rows, collate: Callable, batch_tokens: int) -> DocumentScores:
-    parameters = next(model.parameters())
+    device = input_device(model)
     documents = np.asarray(rows["document"])
     nats, tokens = np.zeros(documents.max() + 1), np.zeros(documents.max() + 1, dtype=np.int64)
     batch_tokens = min(batch_tokens, max(1, LARGEST_LOGITS // _vocabulary(model)))
-    halving = Halving(parameters.device)
+    halving = Halving(device)
     for indices in _batches(rows["length"], batch_tokens):
 
         def score(part: range, indices=indices) -> np.ndarray:
             batch = collate([rows[int(i)] for i in indices[part.start : part.stop]])
-            return _batch_scores(model, batch, parameters.device)
+            return _batch_scores(model, batch, device)
 
         for part, scores in halving.run(len(indices), score):
             seen_documents = documents[indices[part.start : part.stop]]

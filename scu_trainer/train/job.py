@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from transformers import TrainingArguments
 
-from scu_trainer.errors import CheckpointError, SettingsError
+from scu_trainer.errors import SettingsError
 from scu_trainer.hardware.optimizers import check_optimizer
+from scu_trainer.hardware.probe import accelerators, probe
+from scu_trainer.models.dispatch import Free, check_limits, refuse_unsound
 from scu_trainer.settings import (
     CurriculumSettings,
     DataSettings,
@@ -21,7 +22,9 @@ from scu_trainer.settings import (
     RegularizationSettings,
 )
 from scu_trainer.train.curriculum_rules import obstacle, require_enough_epochs
-from scu_trainer.train.run_directory import free_name
+from scu_trainer.train.deepspeed_rules import check_deepspeed, uses_deepspeed
+from scu_trainer.train.resume import check_resumable
+from scu_trainer.train.sharded import weight_count
 
 
 @dataclass
@@ -65,26 +68,25 @@ class Job:
             not (training.fp16 and training.use_cpu),
             "fp16 has no effect on a CPU (training would silently run in float32); use bf16: true or drop fp16",
         )
+        _require(
+            not (training.use_cpu and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"),
+            "FSDP has no effect on a CPU (accelerate would silently train data parallel); use "
+            "accelerate_configs/cpu_2_processes.yaml, or drop use_cpu",
+        )
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         _require(
             launched == training.world_size,
             f"the launcher started {launched} processes, but training would use {training.world_size}: each would "
             "train alone; add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
         )
+        check_deepspeed(training, self.model, self.memory, self.regularization)
         self._check_optimizer()
         self._check_evaluation()
         self._check_memory()
         self._check_curriculum()
-        if self.checkpoint is not None:
-            check_resumable(self.checkpoint, Path(training.output_dir))
-
-    @property
-    def checkpoint(self) -> Optional[str | bool]:
-        """What the stock ``train(resume_from_checkpoint=...)`` takes: a path, True for the newest, or None."""
-        wanted = self.training.resume_from_checkpoint
-        if not wanted:
-            return None
-        return True if str(wanted).lower() == "true" else str(wanted)
+        refuse_unsound(self.model, training)
+        check_limits(self.model, self.memory, len(cuda_bytes(training)))
+        check_resumable(training)
 
     def _check_evaluation(self) -> None:
         training, data = self.training, self.data
@@ -147,21 +149,6 @@ class Job:
         return math.ceil(per_epoch * training.num_train_epochs)
 
 
-def check_resumable(wanted: str | bool, output_dir: Path) -> None:
-    """Raise CheckpointError unless ``wanted``, a path or True for the newest in ``output_dir``, is a checkpoint."""
-    if wanted is True:
-        if not any(output_dir.glob("checkpoint-*")):
-            raise CheckpointError(
-                f"{output_dir} holds no checkpoint-N; give the path of one to resume_from_checkpoint, or drop it to "
-                "start anew"
-            )
-    elif not (Path(wanted) / "trainer_state.json").is_file():
-        raise CheckpointError(
-            f"resume_from_checkpoint {wanted!r} is no checkpoint (no trainer_state.json there); give a checkpoint-N "
-            "folder or true"
-        )
-
-
 def _training_as_dict(training: TrainingArguments) -> dict[str, Any]:
     # What the launcher decides is no part of a configuration.
     left_out = {"local_rank", "deepspeed_plugin", "distributed_state"}
@@ -175,24 +162,24 @@ def _require(condition: bool, message: str) -> None:
 
 def checkpoint_bytes(model, training: TrainingArguments) -> int:
     """Room for the checkpoints that this run will hold at once, beside the final model: weights, two Adam moments and
-    w0 of what is trained; full tuning saves all weights as well."""
-    trainable = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    w0 of what is trained; full tuning saves all weights as well. DeepSpeed keeps the weights twice more, for its engine
+    and as float32 masters."""
+    trainable = sum(weight_count(p) * p.element_size() for p in model.parameters() if p.requires_grad)
     kept = 1 if training.save_total_limit is None else training.save_total_limit + 1
     saves = 0 if training.save_strategy == "no" else kept
-    return trainable * (4 * saves + 1)
+    copies = 6 if uses_deepspeed(training) else 4
+    return trainable * (copies * saves + 1)
+
+
+def free_memory(training: TrainingArguments) -> Free:
+    return Free(cuda_bytes(training), int(probe().ram_available_bytes))
+
+
+def cuda_bytes(training: TrainingArguments) -> tuple[int, ...]:
+    """Free bytes of each CUDA GPU that training uses."""
+    return () if training.use_cpu else tuple(gpu.free_bytes for gpu in accelerators() if gpu.kind == "cuda")
 
 
 def is_leader() -> bool:
     """Whether this process is the one of all ranks that prints and writes."""
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def claim(output_dir: str, resuming: bool) -> Path:
-    """The directory of this run, the same on every rank: rank 0 looks, the others are told."""
-    from accelerate.utils import broadcast_object_list
-
-    path = Path(output_dir)
-    names = [str(path if resuming else free_name(path)) if is_leader() else ""]
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        broadcast_object_list(names)
-    return Path(names[0])

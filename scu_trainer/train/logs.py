@@ -12,8 +12,34 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-LIBRARIES = ("transformers", "datasets", "accelerate", "peft", "bitsandbytes", "DeepSpeed", "py.warnings")
+LIBRARIES = (
+    "transformers",
+    "datasets",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "torch",
+    "torchao",
+    "DeepSpeed",
+    "py.warnings",
+)
 KEPT_RECORDS = 10_000
+
+
+class _OncePerRun(logging.Filter):
+    """bitsandbytes says of each 8-bit layer at each forward that it rounds the input; once is enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith("bitsandbytes"):
+            return True
+        said, text = self._said, record.getMessage()
+        is_new = text not in said
+        said.add(text)
+        return is_new
 
 
 class RunLog:
@@ -21,6 +47,7 @@ class RunLog:
 
     def __init__(self) -> None:
         self._buffer = logging.handlers.MemoryHandler(KEPT_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+        self._buffer.addFilter(_OncePerRun())
         self._handlers: list[logging.Handler] = [self._buffer]
 
     def open(self, output_dir: Path) -> None:

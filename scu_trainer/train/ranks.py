@@ -271,8 +271,12 @@ def _refuse_split_models(trainer) -> None:
 
 
 def _is_fsdp(trainer) -> bool:
-    # Not `is_fsdp_enabled`: FSDP asked for on a CPU becomes DDP.
-    return trainer.accelerator.distributed_type.value == "FSDP" or trainer.is_distributed_loading_by_transformers
+    # Not `is_fsdp_enabled`: FSDP asked for on a CPU becomes DDP. And accelerate forgets its FSDP once it has prepared
+    # an optimizer (it takes MULTI_GPU, that of the processes), so the wrapped model is asked too.
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    named = trainer.accelerator.distributed_type.value == "FSDP" or trainer.is_distributed_loading_by_transformers
+    return named or isinstance(trainer.model_wrapped, FSDPModule | FullyShardedDataParallel)
 
 
 def _refuse_unusable_ddp(ddp: DistributedDataParallel) -> None:

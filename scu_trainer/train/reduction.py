@@ -17,6 +17,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
+from scu_trainer.models.offloaded import input_device
 from scu_trainer.train.memory import forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.optimizer_guard import retry_unchanged
 from scu_trainer.train.rows import (
@@ -97,7 +98,7 @@ def probe(
     rows = _two_rows(batches)
     if rows is None:
         return None
-    device = next(model.parameters()).device
+    device = input_device(model)
     question = _Question(
         loss_of, tolerance(model, low_precision), num_items, batches, rows, pad_token_id, device, shifts
     )

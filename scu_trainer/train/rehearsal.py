@@ -16,7 +16,8 @@ from scu_trainer.run_files import free_bytes
 from scu_trainer.train.costs import StepTimes
 from scu_trainer.train.job import Job, is_leader
 from scu_trainer.train.logs import RunLog
-from scu_trainer.train.session import Parts, build_trainer, load_parts, score
+from scu_trainer.train.parts import Parts, load_parts
+from scu_trainer.train.session import build_trainer, score
 
 STEPS = 6
 SAVE_AT = 3

@@ -8,27 +8,23 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
-import torch
 from rich.console import Console
-from transformers import PrinterCallback, set_seed
+from transformers import PrinterCallback
 
-from scu_trainer.data import Collator, PreparedData, default_cache_dir, embedded_tokenizer, prepare
-from scu_trainer.models.fit import require_fit
-from scu_trainer.models.isolation import require_isolation
-from scu_trainer.models.load import load_model, load_tokenizer, prepare_for_tuning
-from scu_trainer.run_files import RunStatus, require_room, require_writable, write_json
-from scu_trainer.settings import ModelSettings
-from scu_trainer.train.base_model import embedded_base, is_cached
+from scu_trainer.models.kernels import kernel_line
+from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
 from scu_trainer.train.console import ConsoleCallback
-from scu_trainer.train.costs import StepTimes, bytes_before_model, cost_figures
-from scu_trainer.train.evaluate import DocumentScores, bpt_metrics, preprocess_logits, score_documents
-from scu_trainer.train.job import Job, checkpoint_bytes, claim, is_leader
+from scu_trainer.train.costs import StepTimes, cost_figures
+from scu_trainer.train.evaluate import MODEL_INPUTS, DocumentScores, bpt_metrics, preprocess_logits, score_documents
+from scu_trainer.train.job import Job, is_leader
 from scu_trainer.train.logs import RunLog, run_log
+from scu_trainer.train.parts import Parts, load_parts
+from scu_trainer.train.resume import ASKED_FOR, Start, resolve
 from scu_trainer.train.run_directory import RunStatusCallback, git_commit, versions
+from scu_trainer.train.sharded import Beforehand, is_sharded, training_precision
 from scu_trainer.train.summary import (
     best_held_out,
     held_out_figures,
@@ -37,17 +33,6 @@ from scu_trainer.train.summary import (
     regularization_figures,
 )
 from scu_trainer.train.trainer import SCUTrainer
-
-
-@dataclass
-class Parts:
-    """What a job needs before its first step: everything loaded and checked, nothing written to the run directory."""
-
-    tokenizer: Any
-    data: PreparedData
-    model: torch.nn.Module
-    collator: Collator
-    before_model_bytes: Optional[int] = None
 
 
 def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = None) -> dict[str, Any]:
@@ -70,57 +55,21 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         console.print(note, soft_wrap=True)
     require_writable(job.training.output_dir)
     parts = load_parts(job, console)
-    output_dir = claim(job.training.output_dir, resuming=job.checkpoint is not None)
-    if str(output_dir) != job.training.output_dir:
-        console.print(f"{job.training.output_dir} already holds a run; this one goes to {output_dir}", soft_wrap=True)
-        job.training.output_dir = str(output_dir)
-    with _run_directory(job, parts, log) as status:
-        return _train(job, parts, status, console)
-
-
-# -- loading -----------------------------------------------------------------------------------------------------------
-
-
-def load_parts(job: Job, console: Console) -> Parts:
-    """Tokenizer, rows, model with adapters; each checked against the others."""
-    cache_dir = default_cache_dir(job.data.cache_dir)
-    settings, tokenizer = _with_base(job.model, cache_dir, console)
-    data = prepare(
-        job.data, tokenizer, seed=job.training.seed, cache_dir=cache_dir, model_name=settings.model_name_or_path
-    )
-    for line in data.books.lines():
-        console.print(line, soft_wrap=True)
-    set_seed(job.training.seed)
-    before_model_bytes = bytes_before_model(job.training.device)
-    model = load_model(settings)
-    require_fit(model, settings.model_name_or_path, len(tokenizer), job.data.block_size)
-    if job.data.isolate_documents:
-        require_isolation(model, len(tokenizer))
-    model = prepare_for_tuning(model, settings)
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in model.parameters())
-    console.print(f"model: {total:,} weights, {trainable:,} trained ({settings.tuning})", soft_wrap=True)
-    require_room(job.training.output_dir, checkpoint_bytes(model, job.training))
-    return Parts(tokenizer, data, model, Collator.of(tokenizer), before_model_bytes)
-
-
-def _with_base(settings: ModelSettings, cache_dir: Path, console: Console):
-    """The settings with a model name filled in, and the tokenizer of that model."""
-    if settings.model_name_or_path is not None:
-        return settings, load_tokenizer(settings)
-    if not is_cached(cache_dir, settings.embedded_base_steps):
-        console.print(
-            "making the embedded base model, once: a Granite hybrid on Python's documentation", soft_wrap=True
-        )
-    folder = embedded_base(cache_dir, settings.embedded_base_steps)
-    return replace(settings, model_name_or_path=str(folder)), embedded_tokenizer(cache_dir)
+    start = resolve(job.training)
+    if start.line:
+        console.print(start.line, soft_wrap=True)
+    if start.is_done:
+        return read_json(start.output_dir / "scu_metrics.json")
+    asked_for, job.training.output_dir = Path(job.training.output_dir).name, str(start.output_dir)
+    with _run_directory(job, parts, asked_for, log) as status:
+        return _train(job, parts, start, status, console)
 
 
 # -- the run directory -------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _run_directory(job: Job, parts: Parts, log: RunLog) -> Iterator[Optional[RunStatus]]:
+def _run_directory(job: Job, parts: Parts, asked_for: str, log: RunLog) -> Iterator[Optional[RunStatus]]:
     """Make it, describe the run in it, and leave its status true however the run ends. None on all ranks but the
     first."""
     output_dir = Path(job.training.output_dir)
@@ -133,7 +82,7 @@ def _run_directory(job: Job, parts: Parts, log: RunLog) -> Iterator[Optional[Run
     status.update(status="running", pid=os.getpid(), error=None)
     log.open(output_dir)
     try:
-        write_json(output_dir / "training_config.json", _description(job, parts))
+        write_json(output_dir / "training_config.json", _description(job, parts, asked_for))
         yield status
         status.update(status="finished", eta_s=0.0)
     except KeyboardInterrupt:
@@ -146,9 +95,10 @@ def _run_directory(job: Job, parts: Parts, log: RunLog) -> Iterator[Optional[Run
         raise
 
 
-def _description(job: Job, parts: Parts) -> dict[str, Any]:
+def _description(job: Job, parts: Parts, asked_for: str) -> dict[str, Any]:
     return {
         "configuration": job.as_dict(),
+        ASKED_FOR: asked_for,
         "versions": versions(),
         "git_commit": git_commit(),
         "seed": job.training.seed,
@@ -182,19 +132,20 @@ def build_trainer(job: Job, parts: Parts, status: Optional[RunStatus], console: 
     return trainer
 
 
-def _train(job: Job, parts: Parts, status: Optional[RunStatus], console: Console) -> dict[str, Any]:
+def _train(job: Job, parts: Parts, start: Start, status: Optional[RunStatus], console: Console) -> dict[str, Any]:
     output_dir = Path(job.training.output_dir)
     trainer, times = build_trainer(job, parts, status, console), StepTimes()
     trainer.add_callback(times)
-    before = score(trainer, parts)
-    outcome = trainer.train(resume_from_checkpoint=job.checkpoint)
+    console.print(_kernels(trainer, parts), soft_wrap=True)
+    before = Beforehand(trainer, lambda: score(trainer, parts))
+    outcome = trainer.train(resume_from_checkpoint=start.checkpoint)
     after = score(trainer, parts)
     trainer.save_model()
     trainer.save_state()
     figures = {
         "steps": trainer.state.global_step,
         "train_s": outcome.metrics["train_runtime"],
-        **held_out_figures(before, after),
+        **held_out_figures(before.value, after),
         "best_held_out": best_held_out(trainer.state.log_history),
         "costs": cost_figures(job.training.device, times, parts.before_model_bytes, trainer),
     }
@@ -206,14 +157,31 @@ def _train(job: Job, parts: Parts, status: Optional[RunStatus], console: Console
     return figures
 
 
+def _kernels(trainer: SCUTrainer, parts: Parts) -> str:
+    """Which kernels really run, found by one forward on a training row."""
+    if is_sharded(trainer):
+        return "attention: not looked at, the weights are sharded"
+    rows = parts.data.train
+    row = next(iter(rows)) if not hasattr(rows, "__getitem__") else rows[0]
+    batch = parts.collator([row])
+    inputs = {name: batch[name].to(trainer.args.device) for name in MODEL_INPUTS if name in batch}
+    return kernel_line(trainer.model, inputs, training_precision(trainer))
+
+
 def score(trainer: SCUTrainer, parts: Parts) -> Optional[DocumentScores]:
-    """Held-out scores by document; the other ranks wait for the first, which has the figures to report."""
+    """Held-out scores by document. The other ranks wait for the first, which has the figures to report; where weights
+    are sharded all of them do the same work."""
+    if parts.data.eval is None:
+        return None
+    if is_sharded(trainer):
+        return _scores(trainer, parts)
     with trainer.accelerator.main_process_first():
-        if parts.data.eval is None or not is_leader():
-            return None
-        # The precision of training: before ``train()`` the model's forward is not yet wrapped in it.
-        with trainer.accelerator.autocast():
-            return score_documents(trainer.model, parts.data.eval, parts.collator)
+        return _scores(trainer, parts) if is_leader() else None
+
+
+def _scores(trainer: SCUTrainer, parts: Parts) -> DocumentScores:
+    with training_precision(trainer):
+        return score_documents(trainer.model, parts.data.eval, parts.collator)
 
 
 def _notices(trainer: SCUTrainer) -> list[str]:

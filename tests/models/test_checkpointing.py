@@ -157,6 +157,7 @@ FAMILIES = {
     "bert": Family(lambda: tiny.bert(BertForMaskedLM, num_hidden_layers=2, **DROPPING), tokens, 2, 0.4),
     "vit": Family(tiny.vit, lambda: pixels(4, 3, 8, 8), 1, 0.4),
     "videomae": Family(videomae, lambda: pixels(2, 4, 3, 16, 16), 2, 0.3),
+    # Not 0 with more layers: its position bias asks for a gradient when checkpointed, and so takes another kernel
     "t5": Family(t5, tokens, 4, 0.2, rounding=1e-6),
     "bart": Family(lambda: tiny.bart(dropout=0.2, encoder_layers=2, decoder_layers=2), tokens, 4, 0.4),
     "resnet-18": Family(resnet, lambda: pixels(4, 3, 32, 32), 8, 0.7),
@@ -481,7 +482,7 @@ def test_out_of_memory_in_backward_is_recovered(tmp_path, name, fault):
     pieces, model = [], make()
     assert checkpoint_every_layer(model) == 2
     fault(model, part)
-    changes = {"max_steps": 3, "dataset": rows(), "gradient_accumulation_steps": 2}
+    changes = {"max_steps": 2, "dataset": rows(), "gradient_accumulation_steps": 2}
     faulty, found = compared(
         model,
         tmp_path / "a",

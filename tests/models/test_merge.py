@@ -143,6 +143,14 @@ def test_the_adapter_model_stays_as_it_was(tmp_path):
     assert model.get_base_model().config.quantization_config is not None
 
 
+def test_unpacked_weights_are_float32_whatever_they_were_loaded_in(tmp_path):
+    model = adapted(FAMILIES["llama"], tmp_path, dtype="bfloat16")
+    with torch.no_grad():
+        [p.zero_() for n, p in model.named_parameters() if "lora_B" in n]
+    weight = merge_adapter(model, torch.float32).model.layers[0].mlp.up_proj.weight
+    assert not torch.equal(weight, weight.bfloat16().float())
+
+
 def test_positions_keep_their_precision(tmp_path):
     """Rounded to bfloat16, the rotation of far positions is another one."""
     model = adapted(FAMILIES["llama"], tmp_path)
