@@ -28,6 +28,7 @@ from scu_trainer.settings import (
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
 
+    from scu_trainer.hardware.precision import Choice
     from scu_trainer.train.job import Job
 
 PREFIX = "scu_"
@@ -107,18 +108,19 @@ def read_job(config: str | None, flags: Sequence[str]) -> Job:
     check_names(arguments, names)
     launch = parser.parse_args(arguments)
     prepare_environment(launch.deepspeed, launch.use_cpu)
-    precision = _set_precision(parser, arguments)
+    precision = _choose_precision(parser, arguments)
     try:
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except (ValueError, ImportError) as error:  # what TrainingArguments finds wrong with its own fields
         raise SettingsError(str(error)) from error
     model, data, scu, memory, curriculum, training = parts
+    model = dataclasses.replace(model, mixed_precision=precision.name)
     job = Job(model, data, _regularization(scu), training, MemorySettings(**vars(memory)), curriculum)
-    return dataclasses.replace(job, notes=(f"precision: {precision}",))
+    return dataclasses.replace(job, notes=(f"precision: {precision.reason}",))
 
 
-def _set_precision(parser: HfArgumentParser, arguments: Sequence[str]) -> str:
-    """Give bf16, fp16 and tf32 the values that fit the device, where nobody gave them one; in words, for the user.
+def _choose_precision(parser: HfArgumentParser, arguments: Sequence[str]) -> Choice:
+    """Give bf16, fp16 and tf32 the values that fit the device, where nobody gave them one.
 
     TrainingArguments need them when they are made, so what was typed is looked at before.
     """
@@ -133,7 +135,7 @@ def _set_precision(parser: HfArgumentParser, arguments: Sequence[str]) -> str:
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
     choice = choose_precision(wanted, bool(typed.bf16), bool(typed.fp16), launcher, facts)
     parser.set_defaults(bf16=choice.name == "bf16", fp16=choice.name == "fp16", tf32=tf32_default(facts, typed.tf32))
-    return choice.reason
+    return choice
 
 
 def _has_accelerator() -> bool:

@@ -263,11 +263,12 @@ def adapter_targets(model: nn.Module) -> list[str]:
 
 
 def bypassed_projections(model: nn.Module) -> Iterator[str]:
-    """Full names of mamba output projections. The fused mamba kernels take ``out_proj.weight`` as an argument; peft
-    refuses LoRA on it for the mamba families it knows, and Granite's hybrid is not yet among them."""
+    """Full names of mamba projections whose weights the fused kernels take as arguments: the output projection, and in
+    the first mamba those of the state. peft refuses LoRA on the former for the families it knows, and Granite's hybrid
+    is not yet among them."""
     for name, module in model.named_modules():
-        if hasattr(module, "A_log") and hasattr(module, "conv1d") and hasattr(module, "out_proj"):
-            yield f"{name}.out_proj"
+        if hasattr(module, "A_log") and hasattr(module, "conv1d"):
+            yield from (f"{name}.{leaf}" for leaf in ("out_proj", "x_proj", "dt_proj") if hasattr(module, leaf))
 
 
 def _linear_names(model: nn.Module) -> list[str]:
@@ -302,7 +303,7 @@ def _checked_targets(model: nn.Module, wanted: Optional[Iterable[str]]) -> Optio
     ineffective = [n for n in bypassed_projections(model) if any(n == t or n.endswith(f".{t}") for t in wanted)]
     if ineffective:
         logger.warning(
-            "lora_target_modules names %d mamba output projections (for instance %s): the fused GPU kernels read "
+            "lora_target_modules names %d mamba projections (for instance %s): the fused GPU kernels read "
             "that weight "
             "directly and ignore adapters on it",
             len(ineffective),

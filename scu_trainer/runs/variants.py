@@ -67,6 +67,7 @@ class Plan:
             "scu_target_s": 0.001,
             "token_cap": 256,
             "curriculum": "token_budget",
+            "mixed_precision": "no",
         }
 
 

@@ -95,7 +95,8 @@ class Prior:
         for a, b, scale in pairs:
             left, right = self.weights[b], self.weights[a]
             by_shape[(left.shape, right.shape, left.dtype, right.dtype, left.device)].append((a, b, scale))
-        self._groups = [self._low_rank_group(members) for members in by_shape.values()]
+        self._members = list(by_shape.values())
+        self._groups = [self._low_rank_group(members) for members in self._members]
 
     def _low_rank_group(self, members: list[tuple[int, int, float]]) -> LowRankGroup:
         a_prior = [self._start(a) for a, _, _ in members]
@@ -144,11 +145,16 @@ class Prior:
         """||w - w0||^2 over all trainable weights, float64 scalar on the CPU (one device synchronization)."""
         return self._total(self._distances())
 
+    def _value(self, index: int) -> torch.Tensor:
+        """The weight as training keeps it; where that is not the model's own tensor, a copy."""
+        return self.weights[index]
+
     def _distances(self) -> Iterator[torch.Tensor]:
-        for group in self._groups:
-            yield group.squared_distance()
+        for group, members in zip(self._groups, self._members, strict=True):
+            a, b = [self._value(a) for a, _, _ in members], [self._value(b) for _, b, _ in members]
+            yield group.squared_distance(a=a, b=b)
         for i in self._plain:
-            yield _squared_norm(self.weights[i] - self.starts[i] if self.starts else self.weights[i])
+            yield _squared_norm(self._value(i) - self.starts[i] if self.starts else self._value(i))
 
     @staticmethod
     def _total(parts: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -170,13 +176,13 @@ class Prior:
         return -math.log(max(after, 1e-300) / before) / -math.log1p(-shrink)
 
     def _distances_after(self, shrink: float) -> Iterator[torch.Tensor]:
-        for group in self._groups:
+        for group, members in zip(self._groups, self._members, strict=True):
             yield group.squared_distance(
-                a=[_pulled_copy(w, w0, shrink) for w, w0 in zip(group.a, group.a_prior, strict=True)],
-                b=[_pulled_copy(w, w0, shrink) for w, w0 in zip(group.b, group.b_prior, strict=True)],
+                a=[_pulled_copy(self._value(a), self._start(a), shrink) for a, _, _ in members],
+                b=[_pulled_copy(self._value(b), self._start(b), shrink) for _, b, _ in members],
             )
         for i in self._plain:
-            moved = _pulled_copy(self.weights[i], self._start(i), shrink)
+            moved = _pulled_copy(self._value(i), self._start(i), shrink)
             yield _squared_norm(moved - self.starts[i] if self.starts else moved)
 
     # -- acting --------------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ T = TypeVar("T")
 
 
 def weight_count(parameter: nn.Parameter) -> int:
-    """Numbers in a parameter, also where this process holds a shard of it."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+    """Numbers in a parameter, also where this process holds a shard of it, or where two share a byte (4 bits)."""
+    packed = getattr(parameter, "quant_state", None)
+    return packed.shape.numel() if packed is not None else getattr(parameter, "ds_numel", parameter.numel())
 
 
 def is_sharded(trainer: Trainer) -> bool:

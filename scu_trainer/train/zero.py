@@ -18,6 +18,16 @@ class ZeroPrior(Prior):
     forgotten. Costs one all-reduce per trainable tensor and step. Every rank must call it at the same time.
     """
 
+    def _value(self, index: int) -> torch.Tensor:
+        """The fp32 master, where the model holds it rounded: the rounding alone would look like a distance from w0."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        weight = self.weights[index]
+        if weight.dtype == torch.float32:
+            return weight
+        master = safe_get_full_fp32_param(weight)
+        return weight if master is None else master  # None before the engine exists
+
     @torch.no_grad()
     def pull(self, shrink: float, seed: int = 0) -> None:
         from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
