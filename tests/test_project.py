@@ -160,9 +160,24 @@ def test_the_version_is_written_once():
     assert len(values) == 1 and re.fullmatch(r"\d+\.\d+\.\d+", values[0])
 
 
+# Precision and processes by file; None: DeepSpeed's own file and the run's settings decide about precision.
+LAUNCHES = {
+    "cpu": ("no", 1),
+    "cpu_2_processes": ("no", 2),
+    "deepspeed_zero2": (None, 1),
+    "deepspeed_zero2_offload": (None, 1),
+    "deepspeed_zero3": (None, 1),
+    "deepspeed_zero3_offload": (None, 1),
+    "fsdp2": ("bf16", 2),
+    "multi_gpu_bf16": ("bf16", 2),
+    "multi_node_cpu": ("no", 2),
+    "multi_node_gpu": ("bf16", 16),
+    "single_gpu_bf16": ("bf16", 1),
+}
+
+
 def test_there_are_launch_files():
-    names = [path.stem for path in LAUNCH_FILES]
-    assert names == ["cpu", "cpu_2_processes", "multi_gpu_bf16", "single_gpu_bf16"]
+    assert [path.stem for path in LAUNCH_FILES] == [*LAUNCHES]
 
 
 @pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.stem)
@@ -172,9 +187,11 @@ def test_launch_file_loads_in_accelerate(path):
     assert path.read_text().startswith("# When to use: ")
     content = yaml.safe_load(path.read_text())
     config = load_config_from_file(str(path))
-    assert config.use_cpu is path.stem.startswith("cpu")
-    assert config.mixed_precision == ("bf16" if path.stem.endswith("bf16") else "no")
-    assert config.num_processes == content["num_processes"] == (2 if "2_" in path.stem or "multi" in path.stem else 1)
+    precision, processes = LAUNCHES[path.stem]
+    assert config.use_cpu is path.stem.endswith(("cpu", "cpu_2_processes"))
+    assert content.get("mixed_precision") == precision
+    assert precision is None or config.mixed_precision == precision
+    assert config.num_processes == content["num_processes"] == processes
 
 
 # Each process writes a file of its own: lines of two processes on one pipe can run into each other.

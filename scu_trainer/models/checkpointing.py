@@ -163,14 +163,12 @@ def _enable(unit: nn.Module) -> int:
 
 
 def _enable_library(model: PreTrainedModel) -> int:
-    asked_before = getattr(model, "_require_grads_hook", None) is not None
     model.activation_checkpointing_enable({"use_reentrant": False, **_context(model)})
-    if not asked_before:
-        # For reentrant checkpoints only: under a frozen base it would make backward run down to the embeddings.
-        model.disable_input_require_grads()
+    # For reentrant checkpoints only: under a frozen base it would make backward run down to the embeddings.
+    model.disable_input_require_grads()
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and getattr(part.config, "use_cache", False):
-            part.config.use_cache = False  # as the Trainer does: each layer would drop its cache with a warning
+            part.config.use_cache = False  # as the Trainer does; the library would drop the cache with a warning
     return sum(isinstance(layer, GradientCheckpointingLayer) for layer in model.modules())
 
 

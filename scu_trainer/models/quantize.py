@@ -224,10 +224,11 @@ def _keep_as_loaded(module: nn.Module) -> None:
 
 def weight_count(module: nn.Module) -> int:
     """Weights of a model as its author counts them: two 4-bit weights share a byte, and ``numel`` counts bytes."""
-    return sum(_logical_numel(parameter) for parameter in module.parameters())
+    return sum(numbers_in(parameter) for parameter in module.parameters())
 
 
-def _logical_numel(parameter: torch.Tensor) -> int:
+def numbers_in(parameter: torch.Tensor) -> int:
+    """Weights in a parameter: two 4-bit ones share a byte."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
 
@@ -253,7 +254,7 @@ def quantized_line(model: PreTrainedModel) -> str:
     quantized, full = Counter(), Counter()
     for parameter, module in _parameters_once(model):
         if parameter is module._parameters.get("weight") and stored_bits(module):
-            quantized[stored_bits(module)] += _logical_numel(parameter)
+            quantized[stored_bits(module)] += numbers_in(parameter)
         else:
             full[_kind(module)] += parameter.numel()
     stored = " and ".join(f"{count:,} weights in {bits} bits" for bits, count in sorted(quantized.items()))

@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from scu_trainer.errors import ControlError, SettingsError
 from scu_trainer.settings import MemorySettings, ModelSettings, RegularizationSettings
 from scu_trainer.train.deepspeed_config import check_keys, check_schedule, fill, source_of
+from scu_trainer.train.deepspeed_start import share_process_group
 from scu_trainer.train.zero import refuse_stage
 
 WANT_SHAPES = ("adafactor", "galore", "apollo", "lomo", "adalomo", "stable_adamw")
@@ -38,6 +39,7 @@ def check_deepspeed(
     """
     if not uses_deepspeed(training):
         return
+    share_process_group()
     source = source_of(training)
     config = fill(training)
     check_keys(config, source)

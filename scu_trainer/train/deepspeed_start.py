@@ -73,6 +73,16 @@ def _build_nothing_for_communication() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def share_process_group() -> None:
+    """Let DeepSpeed know the processes that ``TrainingArguments`` have connected on a CPU. It would find out when
+    training begins: too late for ZeRO-3, which cuts weights for as many ranks as it knows while a model is loaded."""
+    import deepspeed
+    import torch.distributed as dist
+
+    if dist.is_initialized() and not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
 def leave_process_group(succeeded: bool) -> None:
     """The last thing that a launched process does.
 

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from scu_trainer.models.quantize import numbers_in
+
 T = TypeVar("T")
 
 
 def weight_count(parameter: nn.Parameter) -> int:
     """Numbers in a parameter, also where this process holds a shard of it, or where two share a byte (4 bits)."""
-    packed = getattr(parameter, "quant_state", None)
-    return packed.shape.numel() if packed is not None else getattr(parameter, "ds_numel", parameter.numel())
+    return getattr(parameter, "ds_numel", numbers_in(parameter))
 
 
 def is_sharded(trainer: Trainer) -> bool:

@@ -250,8 +250,24 @@ def test_no_cache_is_kept_and_frozen_embeddings_ask_for_no_gradient():
     model = tiny.lora(tiny.llama())
     checkpoint_every_layer(model)
     output = model.train()(**tokens())
-    assert output.past_key_values is None
+    assert output.past_key_values is None and not model.config.use_cache
     assert not model.get_input_embeddings()(tokens()["input_ids"]).requires_grad
+
+
+def test_every_part_of_an_encoder_decoder_goes_without_cache():
+    model = tiny.t5()
+    checkpoint_every_layer(model)
+    assert not any(part.config.use_cache for part in (model, model.encoder, model.decoder))
+
+
+@pytest.mark.parametrize("name", ["resnet-18", "3D CNN, one list"])
+def test_a_second_call_wraps_nothing_again(name):
+    model = FAMILIES[name].make()
+    checkpoint_every_layer(model)
+    before = [vars(module).get("forward") for module in model.modules()]
+    checkpoint_every_layer(model)
+    assert any(before)
+    assert all(old is vars(module).get("forward") for old, module in zip(before, model.modules(), strict=True))
 
 
 def test_embeddings_that_were_asked_for_gradients_keep_them():

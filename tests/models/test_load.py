@@ -331,7 +331,7 @@ def test_unknown_targets_name_the_nearest_layer():
 def test_targets_that_a_fused_kernel_bypasses_are_said(caplog):
     with caplog.at_level(logging.WARNING, "scu_trainer"):
         prepare_for_tuning(tiny.granite_hybrid(), ModelSettings(lora_target_modules=["out_proj"]))
-    assert "3 mamba output projections (for instance model.layers.0.mamba.out_proj)" in caplog.text
+    assert "3 mamba projections (for instance model.layers.0.mamba.out_proj)" in caplog.text
 
 
 def test_a_model_without_linear_layers():

@@ -13,9 +13,7 @@ def test_counts_are_those_of_the_loaded_model(tmp_path):
     model = llama()
     model.config.save_pretrained(tmp_path)
     layers = [model.get_submodule(f"model.layers.{i}") for i in range(2)]
-    linear = sum(
-        weight.numel() for layer in layers for name, weight in layer.named_parameters() if "norm" not in name
-    )
+    linear = sum(weight.numel() for layer in layers for name, weight in layer.named_parameters() if "norm" not in name)
     counts = weight_counts(str(tmp_path))
     assert counts["weights"] == sum(weight.numel() for weight in model.parameters())
     assert 0 < counts["linear_weights"] <= linear
