@@ -20,8 +20,7 @@ export TOKENIZERS_PARALLELISM = false
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help deps verify-install check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora \
-	train-device-map test test-cpu test-smoke lint
+.PHONY: help deps verify-install check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map test test-cpu test-smoke lint
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -74,6 +74,21 @@ def test_make_lists_every_target():
         ("train", ".venv/bin/python scripts/train.py --config recipes/scu_lora.yaml --x 1"),
         ("test", ".venv/bin/python -m pytest --x 1"),
         ("verify-install", ".venv/bin/scu-trainer train --check_requirements --x 1"),
+        ("check-gpu", ".venv/bin/scu-trainer hardware check --gpu --x 1"),
+        ("monitor-memory", ".venv/bin/scu-trainer hardware monitor --x 1"),
+        ("train-cpu", ".venv/bin/python scripts/train.py --config recipes/scu_lora.yaml --use_cpu true --x 1"),
+        (
+            "train-accelerate",
+            ".venv/bin/scu-trainer launch accelerate --processes '' --config recipes/scu_lora.yaml --x 1",
+        ),
+        (
+            "train-deepspeed",
+            ".venv/bin/scu-trainer launch deepspeed --processes '' --config recipes/deepspeed.yaml --x 1",
+        ),
+        ("train-qlora", ".venv/bin/python scripts/train.py --config recipes/qlora.yaml --x 1"),
+        ("train-device-map", ".venv/bin/python scripts/train.py --config recipes/device_map.yaml --x 1"),
+        ("test-cpu", "CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest --x 1"),
+        ("test-smoke", ".venv/bin/scu-trainer variants --x 1"),
     ],
 )
 def test_targets_install_first_and_then_run(tmp_path, target, command):

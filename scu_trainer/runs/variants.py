@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import math
-import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.hardware.probe import resident_bytes
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.runs.launch import ROOT, command, environment
 from scu_trainer.runs.variant_table import BY_NAME, LOOPS, Variant
 
-SAMPLE_EVERY_S = 0.004
-LOOK_FOR_CHILDREN_EVERY_S = 0.25
 LONGEST_S = 900.0
 PACKAGES = {"qlora": "bitsandbytes", "deepspeed": "deepspeed"}
 LAST_WORDS = 1500
@@ -75,8 +70,8 @@ class Plan:
 class Outcome:
     """What became of one variant. ``status``: ran, failed (``message``: its last words), or missing (what to do).
 
-    ``peak_bytes``: the most that one process held above what it held before there was a model. ``total_bytes``: with
-    what was there before. ``bpt``: held-out bits per token before and after, None where nothing was held out.
+    ``peak_bytes``: the most that the first process held during a step, above what it held before there was a model.
+    ``total_bytes``: with that. ``bpt``: held-out bits per token before and after, None where nothing was held out.
     ``loops``: acts, idle, off, or refused.
     """
 
@@ -126,14 +121,12 @@ def run(variant: Variant, plan: Plan, has_gpu: bool, progress: Callable[[str], N
 def _measured(variant: Variant, plan: Plan, off: Sequence[str], has_gpu: bool) -> Outcome:
     folder = plan.scratch / variant.name
     shutil.rmtree(folder, ignore_errors=True)
-    code, words, sampled_bytes = _watch(variant, plan, [*off, "--output_dir", str(folder)], has_gpu)
+    code, words = _started(variant, plan, [*off, "--output_dir", str(folder)], has_gpu)
     if code != 0:
         return Outcome(variant.name, "failed", f"exit code {code}: {words}")
     metrics = read_json(folder / "scu_metrics.json")
     costs = metrics["costs"]
-    on_device = costs["device"].split(":")[0] != "cpu"
-    highest = costs["peak_bytes"] if on_device else sampled_bytes
-    before = costs["before_model_bytes"]
+    highest, before = costs["peak_bytes"], costs["before_model_bytes"]
     return Outcome(
         variant.name,
         "ran",
@@ -154,7 +147,7 @@ def _held_out(metrics: dict[str, Any]) -> Optional[tuple[float, float]]:
 
 def _refuses(variant, plan: Plan, loop: str, words: str, allowed, has_gpu: bool, outcome: Outcome) -> Outcome:
     folder = plan.scratch / f"{variant.name}-refused"
-    code, said, _ = _watch(variant, plan, [*allowed, "--output_dir", str(folder)], has_gpu)
+    code, said = _started(variant, plan, [*allowed, "--output_dir", str(folder)], has_gpu)
     if code == 0 or words not in " ".join(said.split()):
         return replace(
             outcome, status="failed", message=f"{loop} should be refused ({words!r}), exit code {code}: {said}"
@@ -162,8 +155,8 @@ def _refuses(variant, plan: Plan, loop: str, words: str, allowed, has_gpu: bool,
     return replace(outcome, loops={**outcome.loops, loop: "refused"})
 
 
-def _watch(variant: Variant, plan: Plan, flags: Sequence[str], has_gpu: bool) -> tuple[int, str, Optional[int]]:
-    """Exit code, last words and the most memory that any process held, in bytes."""
+def _started(variant: Variant, plan: Plan, flags: Sequence[str], has_gpu: bool) -> tuple[int, str]:
+    """Run the command to its end. Exit code and last words."""
     own = [word.replace("{scratch}", str(plan.scratch)) for word in variant.flags]
     flags = [*plan.flags(variant.processes), *own, *flags, *([] if has_gpu else ["--use_cpu", "true"])]
     words = command(variant.launcher, flags, variant.processes, has_gpu)
@@ -178,52 +171,27 @@ def _watch(variant: Variant, plan: Plan, flags: Sequence[str], has_gpu: bool) ->
             start_new_session=True,
         )
         try:
-            highest_bytes = _highest_bytes(process)
+            process.wait(LONGEST_S)
+        except subprocess.TimeoutExpired:
+            pass  # told by the exit code of the process that is killed now
         finally:
             _end(process)
-    return process.returncode, log.read_text(errors="replace")[-LAST_WORDS:].strip(), highest_bytes
-
-
-def _highest_bytes(process: subprocess.Popen) -> Optional[int]:
-    """Wait for ``process``; the most memory that one process of its tree held meanwhile."""
-    highest_bytes, folders, looked_s = None, [], -math.inf
-    deadline_s = time.monotonic() + LONGEST_S
-    while process.poll() is None and time.monotonic() < deadline_s:
-        if time.monotonic() - looked_s > LOOK_FOR_CHILDREN_EVERY_S:
-            folders, looked_s = list(_tree(process.pid)), time.monotonic()
-        for found_bytes in map(_resident, folders):
-            if found_bytes is not None:
-                highest_bytes = max(found_bytes, highest_bytes or 0)
-        time.sleep(SAMPLE_EVERY_S)
-    return highest_bytes
-
-
-def _resident(folder: Path) -> Optional[int]:
-    try:
-        return resident_bytes(folder)
-    except (OSError, ValueError):  # it has ended
-        return None
-
-
-def _tree(pid: int) -> Iterator[Path]:
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        found = [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    yield from (Path("/proc") / str(one.pid) for one in found)
+    return process.returncode, log.read_text(errors="replace")[-LAST_WORDS:].strip()
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Whatever is left of its session, also after Ctrl-C here: ranks must not outlive the one who waits for them."""
-    import signal
+    """It and all that it started, also after Ctrl-C here: ranks must not outlive the one who waits for them, and
+    torchrun gives each a session of its own."""
+    import psutil
 
     try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+        launcher = psutil.Process(process.pid)
+        tree = [*launcher.children(recursive=True), launcher]
+    except psutil.NoSuchProcess:
+        tree = []
+    for one in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
     process.wait()
 
 

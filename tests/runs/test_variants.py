@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -85,19 +84,10 @@ def test_flags_of_a_job_of_ones_own_only_shorten_it(tmp_path):
     assert "--max_steps" in flags and "--dataset" not in flags
 
 
-def test_memory_of_a_process_tree_is_seen_while_it_runs():
-    child = "import time; block = bytearray(80 * 2**20); time.sleep(1)"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
-    highest = variants._highest_bytes(process)
-    variants._end(process)
-    assert 80 * 2**20 < highest < 140 * 2**20
-
-
 def test_nothing_of_a_tree_outlives_its_end():
     import psutil
 
-    process = subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"], start_new_session=True)
+    process = subprocess.Popen(["sh", "-c", "setsid sleep 600 & sleep 600"], start_new_session=True)
     try:
         while len(psutil.Process(process.pid).children()) < 2:
             pass
@@ -108,12 +98,8 @@ def test_nothing_of_a_tree_outlives_its_end():
     assert not alive
 
 
-def fake_watch(results: list[tuple[int, str]]):
-    def watch(variant, plan, flags, has_gpu):
-        code, words = results.pop(0)
-        return code, words, 1
-
-    return watch
+def finished(code: int, words: str):
+    return lambda variant, plan, flags, has_gpu: (code, words)
 
 
 REFUSING = Variant("zero3_2", "x", refused={"regularization": "works under ZeRO stage 1 and 2"})
@@ -128,7 +114,7 @@ REFUSING = Variant("zero3_2", "x", refused={"regularization": "works under ZeRO 
     ],
 )
 def test_a_refusal_is_tried_for_real(monkeypatch, tmp_path, code, words, status):
-    monkeypatch.setattr(variants, "_watch", fake_watch([(code, words)]))
+    monkeypatch.setattr(variants, "_started", finished(code, words))
     ((loop, expected),) = REFUSING.refused.items()
     outcome = variants._refuses(REFUSING, Plan(tmp_path, tmp_path), loop, expected, [], False, ran("x"))
     assert outcome.status == status
@@ -136,6 +122,6 @@ def test_a_refusal_is_tried_for_real(monkeypatch, tmp_path, code, words, status)
 
 
 def test_a_process_that_fails_is_a_failure_with_its_last_words(monkeypatch, tmp_path):
-    monkeypatch.setattr(variants, "_watch", fake_watch([(2, "error: no room")]))
+    monkeypatch.setattr(variants, "_started", finished(2, "error: no room"))
     outcome = variants.run(VARIANTS[0], Plan(tmp_path, tmp_path), has_gpu=False)
     assert (outcome.status, outcome.message) == ("failed", "exit code 2: error: no room")
