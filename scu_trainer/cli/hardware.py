@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Optional
 
 from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import RequirementError, SettingsError
 from scu_trainer.hardware import cgroup
 from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version, ram_bytes
@@ -22,17 +23,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return guarded(_main, list(sys.argv[1:] if argv is None else argv))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise SettingsError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="scu-trainer hardware", allow_abbrev=False)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="check|monitor", parser_class=_Parser)
-    check = actions.add_parser("check", help="versions, devices, memory, disk", allow_abbrev=False)
+    parser = Parser(prog="scu-trainer hardware")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="check|monitor", parser_class=Parser)
+    check = actions.add_parser("check", help="versions, devices, memory, disk")
     check.add_argument("--gpu", action="store_true", help="only: is there a GPU that torch can use; exit code 2 if not")
-    monitor = actions.add_parser("monitor", help="memory of the machine and its GPUs, live", allow_abbrev=False)
+    monitor = actions.add_parser("monitor", help="memory of the machine and its GPUs, live")
     monitor.add_argument("--duration", type=float, help="seconds; default: until Ctrl-C")
     monitor.add_argument("--interval", type=float, default=1.0, help="seconds between two readings")
     return parser

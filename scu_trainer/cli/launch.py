@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn, Optional
 
 from scu_trainer.cli.main import guarded
-from scu_trainer.errors import SettingsError
+from scu_trainer.cli.parsing import Parser
 from scu_trainer.hardware.probe import accelerators
 from scu_trainer.runs.launch import command, environment, processes_here
 
@@ -25,13 +25,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return guarded(_main, list(sys.argv[1:] if argv is None else argv))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise SettingsError(message)
-
-
 def _main(argv: list[str]) -> NoReturn:
-    parser = _Parser(prog="scu-trainer launch", allow_abbrev=False, description=__doc__.split("\n\n")[0])
+    parser = Parser(prog="scu-trainer launch", description=__doc__.split("\n\n")[0])
     parser.add_argument("launcher", choices=LAUNCHERS)
     parser.add_argument(
         "--processes", type=_count, help="default: one per GPU; without one two for accelerate, else one"

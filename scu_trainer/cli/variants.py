@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import ModelError, SettingsError, nearest
 from scu_trainer.run_files import write_json
 from scu_trainer.runs.budget import Attempt, Sizes, first_that_fits
@@ -34,13 +35,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return guarded(_main, list(sys.argv[1:] if argv is None else argv))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise SettingsError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="scu-trainer variants", description=DESCRIPTION, allow_abbrev=False)
+    parser = Parser(prog="scu-trainer variants", description=DESCRIPTION)
     parser.add_argument("names", nargs="*", metavar="NAME", help="paths to run; default: all")
     parser.add_argument("--list", action="store_true", help="say what each path is and needs, and stop")
     parser.add_argument("--limit", help="memory of the device that may be used, such as 4GB or 39GiB")

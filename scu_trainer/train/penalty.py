@@ -110,6 +110,13 @@ class Prior:
             b_starts_at_zero=self.kind == "zero" or not any(bool(w.any()) for w in b_prior),
         )
 
+    def _follow_weights(self) -> None:
+        """Bring w0 to where the weights are: DeepSpeed moves a model after this was made."""
+        if not self.starts or self.starts[0].device == self.weights[0].device:
+            return
+        self.starts = [start.to(weight.device) for start, weight in zip(self.starts, self.weights, strict=True)]
+        self._groups = [self._low_rank_group(members) for members in self._members]
+
     def _start(self, index: int) -> torch.Tensor:
         return self.starts[index] if self.starts else torch.zeros((), device=self.weights[index].device)
 
@@ -143,6 +150,7 @@ class Prior:
     @torch.no_grad()
     def squared_distance(self) -> torch.Tensor:
         """||w - w0||^2 over all trainable weights, float64 scalar on the CPU (one device synchronization)."""
+        self._follow_weights()
         return self._total(self._distances())
 
     def _value(self, index: int) -> torch.Tensor:

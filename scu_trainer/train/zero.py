@@ -32,6 +32,7 @@ class ZeroPrior(Prior):
     def pull(self, shrink: float, seed: int = 0) -> None:
         from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
+        self._follow_weights()
         for i, weight in enumerate(self.weights):
             master = safe_get_full_fp32_param(weight)
             if master is None:

@@ -455,3 +455,16 @@ def test_fingerprint_against_float64():
     model = llama()
     expected = sum(float(p.detach().double().square().sum()) for p in model.parameters())
     assert Prior(model).fingerprint() == pytest.approx(expected, rel=1e-12)
+
+
+def test_w0_follows_a_model_that_is_moved():
+    """DeepSpeed places a model after the trainer was made."""
+    model = llama().to("meta")
+    prior = Prior(lora(llama()))
+    moved = Prior(model)
+    moved.starts = [torch.zeros(start.shape) for start in moved.starts]
+    moved._follow_weights()
+    assert {start.device.type for start in moved.starts} == {"meta"}
+    before = prior.starts
+    prior._follow_weights()
+    assert prior.starts is before

@@ -16,6 +16,7 @@ pytest.importorskip("deepspeed")
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
+import os
 import sys
 import deepspeed
 import torch
@@ -34,10 +35,11 @@ config = {
     "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}},
     "zero_force_ds_cpu_optimizer": False,
     "zero_allow_untested_optimizer": True,
+    "bf16": {"enabled": "auto"},
 }
 changes = {"deepspeed": config} if stage else {}
 arguments = tiny.arguments(
-    folder, max_steps=8, gradient_accumulation_steps=2, save_strategy="steps", save_steps=4, **changes
+    folder, max_steps=8, gradient_accumulation_steps=2, save_strategy="steps", save_steps=4, bf16="BF16" in os.environ, **changes
 )
 trainer = SCUTrainer(
     model=tiny.lora(tiny.llama()),
@@ -48,7 +50,8 @@ trainer = SCUTrainer(
 trainer.train(resume_from_checkpoint=resume[0] if resume else None)
 assert not stage or type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
 trained = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-torch.save({"weights": trained, "lambda": trainer.regularizer.state.lam}, f"{folder}/result.pt")
+gain = trainer.regularizer.prior.measured_gain()
+torch.save({"weights": trained, "lambda": trainer.regularizer.state.lam, "gain": gain}, f"{folder}/result.pt")
 """
 
 
@@ -75,6 +78,14 @@ def test_zero_2_ends_with_the_weights_of_one_plain_process(tmp_path):
     plain, zero = result(tmp_path, "plain", 0, "fixed"), result(tmp_path, "zero", 2, "fixed")
     for name, weight in plain["weights"].items():
         torch.testing.assert_close(zero["weights"][name], weight, rtol=1e-5, atol=1e-7)
+
+
+def test_a_pull_is_measured_where_it_acts(tmp_path, monkeypatch):
+    """In bf16 the model holds rounded copies, on which a pull of 1 % hardly shows: S has to be read off the masters."""
+    monkeypatch.setenv("BF16", "1")
+    outcome = result(tmp_path, "bf16", 2, "fixed")
+    assert {weight.dtype for weight in outcome["weights"].values()} == {torch.bfloat16}
+    assert outcome["gain"] > 1.9
 
 
 def test_zero_2_resumes_bit_for_bit(tmp_path):
