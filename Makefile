@@ -14,6 +14,9 @@ PYTHON ?= $(shell for python in $(CANDIDATES); do \
 # Processes of a launcher: one per GPU, or one on a CPU. `make train-accelerate PROCESSES=2` starts two.
 PROCESSES ?=
 
+# Tests run in so many processes, a file of tests in one of them; `make test WORKERS=0` runs them in one.
+WORKERS ?= 2
+
 # Tokenizers warn once per fork otherwise; data loading forks after tokenizing.
 export TOKENIZERS_PARALLELISM = false
 # Operators that DeepSpeed compiles go with the environment that they were compiled for.
@@ -55,10 +58,10 @@ train-device-map: $(STAMP) ## adapters over weights that lie on GPU, main memory
 	$(BIN)/python scripts/train.py --config recipes/device_map.yaml $(ARGS)
 
 test: $(STAMP) ## run the tests; ARGS="-k resume" adds pytest flags
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-cpu: $(STAMP) ## run the tests as on a machine without a GPU
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(ARGS)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-smoke: $(STAMP) ## every memory-efficient path for a few real steps: peak memory, step time, loss (about 10 minutes)
 	$(BIN)/scu-trainer variants $(ARGS)

@@ -235,7 +235,7 @@ class MemorySettings:
         "never exist as a whole; same loss and gradient up to rounding. auto: from a vocabulary of 16,384 on",
     )
     memory_limit_gb: Optional[float] = _option(
-        None, "GiB of the training device that this run may use at most; default: all that is there"
+        None, "GiB of the training device that each process may use at most; default: all that is there"
     )
     max_gpu_mem: Optional[Union[float, str]] = _option(
         None, "device_map: weights on each GPU, in GiB or as '4GB'; default: what accelerate finds free"

@@ -36,13 +36,13 @@ def settings_of(folder: Path, **changes) -> ModelSettings:
 def planned(folder: Path, share: float, free: Free = ENOUGH, **changes) -> Optional[Placement]:
     """``share`` of the weights may lie in main memory."""
     limits = MemorySettings(cpu_mem=mebibytes(share * size_bytes(folder)), offload_folder=str(folder / "offload"))
-    return plan_placement(settings_of(folder, **changes), limits, free)
+    return plan_placement(settings_of(folder, **changes), limits, free, device=torch.device("cpu"))
 
 
 def with_adapters(folder: Path, share: Optional[float], seed: int = 1, name: Optional[Path] = None):
     """``share`` None: all weights in main memory. ``name``: an adapter of the model in ``folder``, to go on with."""
     placement = None if share is None else planned(folder, share)
     settings = settings_of(name or folder)
-    model = load_model(settings, placement)
+    model = load_model(settings, placement=placement)
     torch.manual_seed(seed)
     return prepare_for_tuning(model, settings)

@@ -72,7 +72,7 @@ def test_make_lists_every_target():
     ("target", "command"),
     [
         ("train", ".venv/bin/python scripts/train.py --config recipes/scu_lora.yaml --x 1"),
-        ("test", ".venv/bin/python -m pytest --x 1"),
+        ("test", ".venv/bin/python -m pytest -n 2 --dist loadfile --x 1"),
         ("verify-install", ".venv/bin/scu-trainer train --check_requirements --x 1"),
         ("check-gpu", ".venv/bin/scu-trainer hardware check --gpu --x 1"),
         ("monitor-memory", ".venv/bin/scu-trainer hardware monitor --x 1"),
@@ -87,7 +87,7 @@ def test_make_lists_every_target():
         ),
         ("train-qlora", ".venv/bin/python scripts/train.py --config recipes/qlora.yaml --x 1"),
         ("train-device-map", ".venv/bin/python scripts/train.py --config recipes/device_map.yaml --x 1"),
-        ("test-cpu", "CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest --x 1"),
+        ("test-cpu", "CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n 2 --dist loadfile --x 1"),
         ("test-smoke", ".venv/bin/scu-trainer variants --x 1"),
     ],
 )

@@ -128,7 +128,10 @@ def _choose_precision(parser: HfArgumentParser, arguments: Sequence[str]) -> Cho
 
     parser.set_defaults(bf16=None, fp16=None)
     typed = parser.parse_args(list(arguments))
-    wanted, said_no = typed.mixed_precision, False in (typed.bf16, typed.fp16)
+    said_no = [name for name in ("bf16", "fp16") if getattr(typed, name) is False]
+    wanted = typed.mixed_precision
+    if wanted in said_no:
+        raise SettingsError(f"mixed_precision: {wanted} and {wanted}: false contradict each other; keep one of them")
     if wanted == "auto" and said_no and not (typed.bf16 or typed.fp16):
         wanted = "no"
     facts = device_facts(typed.use_cpu)

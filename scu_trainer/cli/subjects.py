@@ -47,8 +47,8 @@ class Subject:
     @property
     def mixed_precision(self) -> Optional[str]:
         """In which its run computed: bf16, fp16, or None for that of the weights."""
-        configuration = self.run["configuration"] if self.run else {}
-        return next((name for name in ("bf16", "fp16") if configuration.get(name)), None)
+        found = self.run["configuration"].get("mixed_precision") if self.run else None
+        return found if found in ("bf16", "fp16") else None
 
     @property
     def data(self) -> DataSettings:

@@ -23,6 +23,7 @@ from scu_trainer.runs.variant_table import BASELINE, BY_NAME, LOOPS, VARIANTS, V
 from scu_trainer.runs.variants import Outcome, Plan, broken_promises, missing, run
 from scu_trainer.settings import size_in_gib
 
+BYTES_OF = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 OURS = 1
 """Exit code where a path does not keep what the table promises."""
 
@@ -65,7 +66,7 @@ def _main(argv: list[str]) -> int:
         plan = _plan(options, Path(scratch))
         if options.limit is not None:
             return _search(options, chosen, plan, has_gpu, console)
-        return _run_all(options, chosen, plan, has_gpu, console)
+        return _run_all(options, chosen, plan, has_gpu, console, argv)
 
 
 def _chosen(options: argparse.Namespace) -> list[Variant]:
@@ -107,18 +108,18 @@ def _child(module: str, *arguments: str) -> str:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def _run_all(options, chosen: Sequence[Variant], plan: Plan, has_gpu: bool, console) -> int:
+def _run_all(options, chosen: Sequence[Variant], plan: Plan, has_gpu: bool, console, argv: list[str]) -> int:
     outcomes = []
     for variant in chosen:
         with console.status(f"{variant.name} ({len(outcomes) + 1} of {len(chosen)})"):
             outcomes.append(run(variant, plan, has_gpu))
         console.print(_line(outcomes[-1]), soft_wrap=True)
     console.print(_table(outcomes))
-    broken = broken_promises(outcomes)
+    broken = broken_promises(outcomes, loops_are_on=plan.config is None)
     for line in broken:
         console.print(f"broken: {line}", soft_wrap=True)
     if options.json:
-        write_json(options.json, record(outcomes, broken, plan))
+        write_json(options.json, record(outcomes, broken, plan, argv))
         console.print(f"written: {options.json}", soft_wrap=True)
     return OURS if broken else 0
 
@@ -161,7 +162,7 @@ def _loops(outcome: Outcome) -> str:
     return ", ".join(f"{loop} {state}" for loop, state in outcome.loops.items() if state != "acts")
 
 
-def record(outcomes: Sequence[Outcome], broken: Sequence[str], plan: Plan) -> dict[str, Any]:
+def record(outcomes: Sequence[Outcome], broken: Sequence[str], plan: Plan, argv: Sequence[str]) -> dict[str, Any]:
     """For the results file: every outcome beside the machine and versions that gave it."""
     import platform
 
@@ -172,7 +173,7 @@ def record(outcomes: Sequence[Outcome], broken: Sequence[str], plan: Plan) -> di
     packages = ("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "torchao")
     return {
         "benchmark": "variants",
-        "command": " ".join(["scu-trainer", "variants", *sys.argv[2:]]),
+        "command": " ".join(["scu-trainer", "variants", *argv]),
         "date": datetime.date.today().isoformat(),
         "machine": {
             "processor": platform.processor() or platform.machine(),
@@ -215,10 +216,7 @@ def _search(options, chosen: Sequence[Variant], plan: Plan, has_gpu: bool, conso
     if options.json:
         write_json(options.json, {"limit_gib": limit_gb, "attempts": [asdict(attempt) for attempt in attempts]})
     if found is None:
-        console.print(
-            f"none of these paths fits {limit_gb:.2f} GiB; raise the limit, lower block_size, or take a smaller model",
-            soft_wrap=True,
-        )
+        console.print(_nothing_fits(attempts, limit_gb), soft_wrap=True)
         return 2
     flags = " ".join(BY_NAME[found.name].flags)
     console.print(
@@ -226,6 +224,14 @@ def _search(options, chosen: Sequence[Variant], plan: Plan, has_gpu: bool, conso
         soft_wrap=True,
     )
     return 0
+
+
+def _nothing_fits(attempts: Sequence[Attempt], limit_gb: float) -> str:
+    failed = [attempt.name for attempt in attempts if attempt.verdict == "failed"]
+    if failed:
+        others = ", ".join(failed)
+        return f"none of these paths was found to fit {limit_gb:.2f} GiB, but {others} failed for another reason"
+    return f"none of these paths fits {limit_gb:.2f} GiB; raise the limit, lower block_size, or take a smaller model"
 
 
 def _is_candidate(variant: Variant, tuning: str) -> bool:
@@ -238,13 +244,21 @@ def _attempt_line(attempt: Attempt) -> str:
 
 def _sizes(options: argparse.Namespace, plan: Plan) -> Sizes:
     name = options.model_name_or_path or plan.model or _model_in(plan.config)
-    return Sizes(**json.loads(_child("scu_trainer.models.sizes", str(name)).splitlines()[-1]))
+    sizes = json.loads(_child("scu_trainer.models.sizes", str(name)).splitlines()[-1])
+    dtype = None if plan.config is None else _entry(plan.config, "dtype")
+    if dtype in BYTES_OF:
+        sizes |= {"stored_bytes": BYTES_OF[dtype], "trained_bytes": BYTES_OF[dtype]}
+    return Sizes(**sizes)
 
 
 def _model_in(config: Path) -> str:
-    from scu_trainer.cli.configuration import read_file
-
-    name = read_file(config).get("model_name_or_path")
+    name = _entry(config, "model_name_or_path")
     if name is None:
         raise SettingsError(f"{config} names no model_name_or_path; add it, or give --model_name_or_path")
     return name
+
+
+def _entry(config: Path, name: str) -> Optional[str]:
+    from scu_trainer.cli.configuration import read_file
+
+    return read_file(config).get(name)

@@ -102,7 +102,7 @@ def base_of(adapter: Path) -> str:
 
 
 def load_model(
-    settings: ModelSettings, device: Optional[torch.device] = None, placement: Optional[Placement] = None
+    settings: ModelSettings, *, device: Optional[torch.device] = None, placement: Optional[Placement] = None
 ) -> PreTrainedModel:
     """Base weights only (of an adapter: those it was trained on), on the CPU, in ``settings.dtype``. Full tuning in
     ``auto`` loads float32: AdamW's small steps vanish in bfloat16 weights. ``tuning: qlora``: packed into 4 or 8 bits
@@ -157,7 +157,7 @@ def _packing(name: str, settings: ModelSettings, device: torch.device) -> Option
 
 
 def plan_placement(
-    settings: ModelSettings, memory: MemorySettings, free: Free, device: torch.device
+    settings: ModelSettings, memory: MemorySettings, free: Free, *, device: torch.device
 ) -> Optional[Placement]:
     """Where ``device_map`` puts the weights, known before any is loaded; None without it. Raises a UserError where they
     do not fit or could not be trained there."""
@@ -250,7 +250,7 @@ def load_for_evaluation(path_or_id: str, settings: ModelSettings) -> PreTrainedM
 
     path = Path(path_or_id).expanduser()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(replace(settings, model_name_or_path=path_or_id), device)
+    model = load_model(replace(settings, model_name_or_path=path_or_id), device=device)
     if is_adapter(path):
         model = _with_adapter(model, path, is_trainable=False)
     model = model.eval().requires_grad_(False)

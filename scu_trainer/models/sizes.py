@@ -10,13 +10,17 @@ from scu_trainer.models.load import base_of, check_source
 from scu_trainer.models.quantize import quantizable_layers, skeleton_of
 
 
-def weight_counts(name_or_path: str) -> dict[str, int]:
-    """``weights`` of all, ``linear_weights`` of the layers that quantization packs. Raises ModelError."""
+def weight_counts(name_or_path: str) -> dict[str, float]:
+    """``weights`` of all, ``linear_weights`` of the layers that quantization packs, ``stored_bytes`` of a weight in its
+    file by what the config says, 2 where it says nothing. Raises ModelError."""
+    import torch
     from transformers import AutoConfig
 
     check_source(name_or_path)
-    model = skeleton_of(AutoConfig.from_pretrained(base_of(Path(name_or_path).expanduser())))
+    config = AutoConfig.from_pretrained(base_of(Path(name_or_path).expanduser()))
+    model, dtype = skeleton_of(config), config.dtype or torch.float16
     return {
+        "stored_bytes": float(dtype.itemsize),
         "weights": sum(weight.numel() for weight in model.parameters()),
         "linear_weights": sum(model.get_submodule(name).weight.numel() for name in quantizable_layers(model)),
     }

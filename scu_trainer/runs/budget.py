@@ -10,16 +10,18 @@ from scu_trainer.runs.variant_table import Variant
 from scu_trainer.runs.variants import Outcome
 
 FLOAT32, HALF, BYTE, NIBBLE = 4.0, 2.0, 1.0, 0.5
-ADAM = 2 * FLOAT32
 BYTE_ADAM = 2 * BYTE
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Weights of a model, counted: all, and those in linear layers that can be quantized."""
+    """Weights of a model, counted: all, and those in linear layers that can be quantized. ``stored_bytes``: of a weight
+    that is loaded as it lies in its file; ``trained_bytes``: of one that is trained whole."""
 
     weights: int
     linear_weights: int
+    stored_bytes: float = HALF
+    trained_bytes: float = FLOAT32
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,13 @@ def least_bytes(variant: Variant, sizes: Sizes) -> float:
     if "--device_map" in flags or "--deepspeed" in flags or variant.processes > 1:
         return 0.0  # weights or state may lie elsewhere
     if variant.tuning == "full":
-        state = {"adamw_bnb_8bit": BYTE_ADAM, "adafactor": 0.0}.get(_after("--optim", flags), ADAM)
-        return sizes.weights * (2 * FLOAT32 + state)
+        state = {"adamw_bnb_8bit": BYTE_ADAM, "adafactor": 0.0}.get(_after("--optim", flags), 2 * sizes.trained_bytes)
+        return sizes.weights * (2 * sizes.trained_bytes + state)  # with a gradient
+    stored = min(sizes.stored_bytes, HALF) if _after("--dtype", flags) == "bfloat16" else sizes.stored_bytes
     if "qlora" in flags:
         packed = BYTE if "--load_in_8bit" in flags else NIBBLE
-        return sizes.linear_weights * packed + (sizes.weights - sizes.linear_weights) * HALF
-    return sizes.weights * (HALF if _after("--dtype", flags) == "bfloat16" else FLOAT32)
+        return sizes.linear_weights * packed + (sizes.weights - sizes.linear_weights) * min(stored, HALF)
+    return sizes.weights * stored
 
 
 def _after(flag: str, flags: Sequence[str]) -> Optional[str]:

@@ -30,7 +30,9 @@ def command(launcher: Launcher, words: Sequence[str], processes: int, has_gpu: b
         return [str(here / "torchrun"), "--standalone", "--nproc_per_node", count, *script]
     if launcher == "accelerate":
         launch_file = str(ROOT / (ON_GPUS if has_gpu else ON_CPU))
-        return [str(here / "accelerate"), "launch", "--config_file", launch_file, "--num_processes", count, *script]
+        # "no": the run chooses the precision of this device itself, not every card has bf16.
+        options = ["--config_file", launch_file, "--num_processes", count, "--mixed_precision", "no"]
+        return [str(here / "accelerate"), "launch", *options, *script]
     return [str(here / "deepspeed"), "--num_gpus", count, "--master_port", "0", *script]
 
 

@@ -70,6 +70,11 @@ def _check_model(model: ModelSettings, training: TrainingArguments) -> None:
             f"device_map: {model.device_map} and DeepSpeed both decide where weights lie; drop DeepSpeed, or drop "
             "device_map: ds_configs/zero3_offload.json puts weights into main memory, too"
         )
+    if model.tuning == "qlora" and zero_stage(training) == 3:
+        raise SettingsError(
+            "tuning: qlora packs weights while they are read, and ZeRO-3 cuts them while they are read: they do not go "
+            "together; use ds_configs/zero2.json or zero2_offload.json, or tuning: lora"
+        )
 
 
 def _check_optimizer(config: dict[str, Any], training: TrainingArguments) -> None:

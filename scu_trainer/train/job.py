@@ -150,8 +150,8 @@ class Job:
 
 
 def _training_as_dict(training: TrainingArguments) -> dict[str, Any]:
-    # What the launcher decides is no part of a configuration.
-    left_out = {"local_rank", "deepspeed_plugin", "distributed_state"}
+    # What the launcher decides is no part of a configuration, and mixed_precision says what bf16 and fp16 say.
+    left_out = {"local_rank", "deepspeed_plugin", "distributed_state", "bf16", "fp16", "tf32"}
     return {name: value for name, value in training.to_dict().items() if name not in left_out}
 
 

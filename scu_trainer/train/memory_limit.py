@@ -1,4 +1,4 @@
-"""A limit of one's own: what this run may use of its device, however much more there is (``memory_limit_gb``)."""
+"""A limit of one's own: what this process may use of its device, however much more there is (``memory_limit_gb``)."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def load_parts(job: Job, console: Console) -> Parts:
     settings = replace(
         settings, attn_implementation=best_attention(settings.attn_implementation, device, _is_half(job, settings))
     )
-    placement = plan_placement(settings, job.memory, free_memory(job.training), device)
+    placement = plan_placement(settings, job.memory, free_memory(job.training), device=device)
     if placement is not None:
         console.print(placement.line(_checkpoints(job)), soft_wrap=True)
     data = prepare(
@@ -54,7 +54,7 @@ def load_parts(job: Job, console: Console) -> Parts:
         console.print(line, soft_wrap=True)
     set_seed(job.training.seed)
     before_model_bytes = bytes_before_model(device)
-    model = load_model(settings, device, placement)
+    model = load_model(settings, device=device, placement=placement)
     require_fit(model, settings.model_name_or_path, len(tokenizer), job.data.block_size)
     if job.data.isolate_documents:
         require_isolation(model, len(tokenizer))

@@ -15,6 +15,7 @@ from rich.console import Console
 from transformers import PrinterCallback
 
 from scu_trainer.models.kernels import kernel_line
+from scu_trainer.models.offloaded import input_device
 from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
 from scu_trainer.train.console import ConsoleCallback
 from scu_trainer.train.costs import StepTimes, cost_figures
@@ -33,6 +34,9 @@ from scu_trainer.train.summary import (
     regularization_figures,
 )
 from scu_trainer.train.trainer import SCUTrainer
+
+PROBED_TOKENS = 32
+"""Enough to see which kernels run; whole rows with their logits belong to the memory loop."""
 
 
 def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = None) -> dict[str, Any]:
@@ -54,12 +58,12 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
     for note in job.notes:
         console.print(note, soft_wrap=True)
     require_writable(job.training.output_dir)
-    parts = load_parts(job, console)
     start = resolve(job.training)
     if start.line:
         console.print(start.line, soft_wrap=True)
     if start.is_done:
         return read_json(start.output_dir / "scu_metrics.json")
+    parts = load_parts(job, console)
     asked_for, job.training.output_dir = Path(job.training.output_dir).name, str(start.output_dir)
     with _run_directory(job, parts, asked_for, log) as status:
         return _train(job, parts, start, status, console)
@@ -136,8 +140,9 @@ def _train(job: Job, parts: Parts, start: Start, status: Optional[RunStatus], co
     output_dir = Path(job.training.output_dir)
     trainer, times = build_trainer(job, parts, status, console), StepTimes()
     trainer.add_callback(times)
-    console.print(_kernels(trainer, parts), soft_wrap=True)
-    before = Beforehand(trainer, lambda: score(trainer, parts))
+    before = Beforehand(trainer, lambda: _before(trainer, parts, console))
+    if before.is_late and start.checkpoint is not None:
+        console.print("the figures before training will be those of the checkpoint", soft_wrap=True)
     outcome = trainer.train(resume_from_checkpoint=start.checkpoint)
     after = score(trainer, parts)
     trainer.save_model()
@@ -157,14 +162,20 @@ def _train(job: Job, parts: Parts, start: Start, status: Optional[RunStatus], co
     return figures
 
 
+def _before(trainer: SCUTrainer, parts: Parts, console: Console) -> Optional[DocumentScores]:
+    console.print(_kernels(trainer, parts), soft_wrap=True)
+    return score(trainer, parts)
+
+
 def _kernels(trainer: SCUTrainer, parts: Parts) -> str:
-    """Which kernels really run, found by one forward on a training row."""
+    """Which kernels really run, found by one forward on the start of a training row."""
     if is_sharded(trainer):
         return "attention: not looked at, the weights are sharded"
     rows = parts.data.train
-    row = next(iter(rows)) if not hasattr(rows, "__getitem__") else rows[0]
-    batch = parts.collator([row])
-    inputs = {name: batch[name].to(trainer.args.device) for name in MODEL_INPUTS if name in batch}
+    batch = parts.collator([next(iter(rows))])
+    inputs = {name: batch[name][:, :PROBED_TOKENS] for name in MODEL_INPUTS if name in batch}
+    device = input_device(trainer.model)
+    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     return kernel_line(trainer.model, inputs, training_precision(trainer))
 
 

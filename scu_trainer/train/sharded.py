@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from scu_trainer.models.offloaded import input_device
 from scu_trainer.models.quantize import numbers_in
 
 T = TypeVar("T")
@@ -26,14 +27,21 @@ def is_sharded(trainer: Trainer) -> bool:
     return trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
 
 
+def is_ready(trainer: Trainer) -> bool:
+    """Whether the model can run as training will run it, before training has begun. DeepSpeed and FSDP place a model
+    only then, and so does the stock Trainer for evaluation in half precision."""
+    return not is_sharded(trainer) and input_device(trainer.model).type == trainer.args.device.type
+
+
 class Beforehand(TrainerCallback, Generic[T]):
-    """A measurement of the model before its first step: at once, or under ZeRO-3, whose shards cannot run before that,
-    on all ranks when training begins. A run that resumes under ZeRO-3 then has the checkpoint's weights already."""
+    """A measurement of the model before its first step: at once, or where it is not ready, on all ranks when training
+    begins. A run that resumes then has the checkpoint's weights already: ``is_late``."""
 
     def __init__(self, trainer: Trainer, measure: Callable[[], T]) -> None:
         self.value: Optional[T] = None
         self._measure = measure
-        if is_sharded(trainer):
+        self.is_late = not is_ready(trainer)
+        if self.is_late:
             trainer.add_callback(self)
         else:
             self.value = measure()

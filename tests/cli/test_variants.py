@@ -68,7 +68,7 @@ def test_the_limit_reaches_every_run_and_the_first_that_fits_is_named(no_trainin
     assert variants.main(["--limit", "0.5"]) == 0
     shown = capsys.readouterr().out
     assert "first that fits: lora_checkpointing (measured peak 0.49 GiB of 0.50 GiB)" in shown
-    assert "add --checkpoint_every_layer true" in shown
+    assert "add --tuning lora --checkpoint_every_layer true" in shown
     assert [name for name, _ in started] == names[: names.index("lora_checkpointing") + 1]
     assert all(extra[-2:] == ("--memory_limit_gb", "0.5") for _, extra in started)
 
@@ -78,6 +78,13 @@ def test_nothing_fits_ends_with_2(no_training, capsys):
     assert variants.main(["--limit", "1GiB", "--tuning", "full"]) == 2
     assert "none of these paths fits 1.00 GiB" in capsys.readouterr().out
     assert {BY_NAME[name].tuning for name, _ in started} == {"full"}
+
+
+def test_a_failure_is_not_told_as_too_little_memory(no_training, capsys, monkeypatch):
+    no_training({})
+    monkeypatch.setattr(variants, "run", lambda variant, plan, has_gpu: Outcome(variant.name, "failed", "no such file"))
+    assert variants.main(["--limit", "1", "lora"]) == 2
+    assert "but lora failed for another reason" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

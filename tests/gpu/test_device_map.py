@@ -36,8 +36,8 @@ def with_adapters(folder, gpu, main=4.0):
         max_gpu_mem=mebibytes(gpu * weights), cpu_mem=mebibytes(main * weights), offload_folder=str(folder / "offload")
     )
     settings = settings_of(folder)
-    placement = plan_placement(settings, limits, Free((2**34,), 2**34))
-    model = load_model(settings, placement)
+    placement = plan_placement(settings, limits, Free((2**34,), 2**34), device=torch.device("cuda"))
+    model = load_model(settings, placement=placement)
     torch.manual_seed(1)
     return prepare_for_tuning(model, settings)
 

@@ -25,7 +25,7 @@ def adapted(folder, make=FAMILIES["llama"], **changes):
     make().save_pretrained(folder)
     settings = ModelSettings(str(folder), tuning="qlora", **changes)
     torch.manual_seed(0)
-    return prepare_for_tuning(load_model(settings, CUDA), settings), settings
+    return prepare_for_tuning(load_model(settings, device=CUDA), settings), settings
 
 
 def base_of(model) -> dict[str, torch.Tensor]:
@@ -88,7 +88,7 @@ def test_the_full_weights_are_never_on_the_device(tmp_path, bits, share):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before_bytes = torch.cuda.memory_allocated()
-    model = load_model(ModelSettings(str(tmp_path), tuning="qlora", **BITS[bits]), CUDA)
+    model = load_model(ModelSettings(str(tmp_path), tuning="qlora", **BITS[bits]), device=CUDA)
     in_float32 = sum(p.numel() for p in tiny.llama(hidden=1024, layers=4).parameters()) * 4
     assert torch.cuda.memory_allocated() - before_bytes <= 1.05 * stored_bytes(model) <= share * in_float32
     largest_layer_bytes = 2 * 1024 * 1024 * 4

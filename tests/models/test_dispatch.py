@@ -96,7 +96,7 @@ def test_tied_weights_stay_together(tmp_path):
 
 def test_the_plan_is_what_is_loaded(folder):
     placement = placed(folder, main=0.8)
-    model = load_model(settings_of(folder), placement)
+    model = load_model(settings_of(folder), placement=placement)
     assert model.hf_device_map == placement.device_map
     on_disk = sum(weight.nbytes for weight in model.parameters() if weight.is_meta)
     assert on_disk == pytest.approx(placement.weight_bytes["disk"], abs=64)
@@ -111,7 +111,7 @@ def test_weights_in_other_files_are_written_into_the_folder_and_need_room(tmp_pa
     folder = saved(MixtralForCausalLM(config), tmp_path / "base")
     placement = planned(folder, share=0.8)
     assert placement.rewritten_bytes == placement.weight_bytes["disk"] > 0
-    model = load_model(settings_of(folder), placement)
+    model = load_model(settings_of(folder), placement=placement)
     (inside,) = (folder / "offload").iterdir()
     assert any(inside.glob("*experts*.safetensors"))
     expected = MixtralForCausalLM.from_pretrained(folder)(input_ids=torch.arange(9)[None]).logits
@@ -254,7 +254,7 @@ def test_the_folder_is_ours_alone_and_goes_with_its_owner(tmp_path):
 
 
 def test_a_model_keeps_its_folder(folder):
-    model = load_model(settings_of(folder), placed(folder, main=0.8))
+    model = load_model(settings_of(folder), placement=placed(folder, main=0.8))
     model = prepare_for_tuning(model, settings_of(folder))
     inside = model.get_base_model().offload_folder.path
     assert inside.is_dir()
@@ -291,7 +291,7 @@ def test_adapters_start_as_without_offloading(folder):
 
 
 def test_stand_ins_take_no_memory_and_leave_no_trace(folder):
-    model = load_model(settings_of(folder), planned(folder, 0.7))
+    model = load_model(settings_of(folder), placement=planned(folder, 0.7))
     before = dict(model.named_parameters())
     with stand_ins(model):
         shown = model.model.layers[3].mlp.up_proj.weight
@@ -302,7 +302,7 @@ def test_stand_ins_take_no_memory_and_leave_no_trace(folder):
 
 
 def test_inputs_go_where_the_first_layer_is_computed(folder):
-    wholly = load_model(settings_of(folder), planned(folder, 0.24))
+    wholly = load_model(settings_of(folder), placement=planned(folder, 0.24))
     assert next(wholly.parameters()).is_meta
     assert input_device(wholly) == torch.device("cpu")
     assert input_device(tiny.llama()) == torch.device("cpu")

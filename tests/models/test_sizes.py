@@ -9,14 +9,17 @@ from scu_trainer.models.sizes import weight_counts
 from tests.tiny import llama
 
 
-def test_counts_are_those_of_the_loaded_model(tmp_path):
+@pytest.mark.parametrize(("dtype", "stored"), [("float32", 4.0), ("bfloat16", 2.0), (None, 2.0)])
+def test_counts_are_those_of_the_loaded_model(tmp_path, dtype, stored):
     model = llama()
+    model.config.dtype = dtype
     model.config.save_pretrained(tmp_path)
     layers = [model.get_submodule(f"model.layers.{i}") for i in range(2)]
     linear = sum(weight.numel() for layer in layers for name, weight in layer.named_parameters() if "norm" not in name)
     counts = weight_counts(str(tmp_path))
     assert counts["weights"] == sum(weight.numel() for weight in model.parameters())
     assert 0 < counts["linear_weights"] <= linear
+    assert counts["stored_bytes"] == stored
 
 
 def test_a_folder_without_a_model(tmp_path):

@@ -39,6 +39,12 @@ def test_a_broken_promise_is_named(outcomes, words):
     assert words in found
 
 
+def test_a_job_of_ones_own_may_hold_nothing_out_and_have_loops_off():
+    outcome = ran("lora", bpt=None, loops={**ALL_ACT, "curriculum": "off"})
+    assert broken_promises([outcome], loops_are_on=False) == []
+    assert broken_promises([outcome]) == ["lora: curriculum is off"]
+
+
 def test_offload_to_main_memory_promises_nothing_where_the_device_is_main_memory():
     assert broken_promises([ran("zero2", 100), ran("zero2_offload", 130)]) == []
 

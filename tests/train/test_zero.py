@@ -38,9 +38,8 @@ config = {
     "bf16": {"enabled": "auto"},
 }
 changes = {"deepspeed": config} if stage else {}
-arguments = tiny.arguments(
-    folder, max_steps=8, gradient_accumulation_steps=2, save_strategy="steps", save_steps=4, bf16="BF16" in os.environ, **changes
-)
+changes |= {"save_strategy": "steps", "save_steps": 4, "bf16": "BF16" in os.environ}
+arguments = tiny.arguments(folder, max_steps=8, gradient_accumulation_steps=2, **changes)
 trainer = SCUTrainer(
     model=tiny.llama() if arguments.bf16 else tiny.lora(tiny.llama()),
     args=arguments,
