@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from scu_trainer.cli import configuration
 from scu_trainer.cli.main import guarded
@@ -55,6 +55,9 @@ class EvalOptions:
     confidence: float = _option(0.95, "level of the intervals, above 0 and below 1")
     resamples: int = _option(2000, "resamples of the documents behind each interval")
     seed: int = _option(0, "seed of the resampling; where no run tells one, also of the held-out split")
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = _option(
+        "auto", "arithmetic: bf16 or fp16 autocast, or no: that of the weights. auto: that of the run, no without one"
+    )
     trust_remote_code: bool = _option(False, "run Python code that comes with a model")
 
     def __post_init__(self) -> None:
@@ -155,7 +158,8 @@ def _evaluate(subjects: list[Subject], typed: dict[str, Any], options: EvalOptio
     data = prepare(settings, tokenizer, seed=seed, cache_dir=cache_dir, model_name=owner.name)
     if data.eval is None:
         raise DataError(f"no document of {settings.dataset} is held out; add --eval_dataset NAME_OR_PATH")
-    scores = [_scores(subject, owner, tokenizer, data, options.batch_tokens) for subject in subjects]
+    precision = (owner.mixed_precision or "no") if options.mixed_precision == "auto" else options.mixed_precision
+    scores = [_scores(subject, precision, tokenizer, data, options.batch_tokens) for subject in subjects]
     notes = [*_notes_on_data(data), *_notes_on_training(subjects, settings, seed)]
     if owner.run and not typed and data.fingerprint != owner.run["data"]["fingerprint"]:
         notes.append(f"the data have another fingerprint than when {owner.name} was trained: {MAY_HAVE_LEARNED}")
@@ -165,6 +169,7 @@ def _evaluate(subjects: list[Subject], typed: dict[str, Any], options: EvalOptio
         "split_seed": seed,
         "documents": len(scores[0].tokens),
         "tokens": int(scores[0].tokens.sum()),
+        "mixed_precision": precision,
         "resamples": options.resamples,
         "seed": options.seed,
         **_figures(subjects, scores, options),
@@ -182,8 +187,8 @@ def _require_same_tokens(subjects: list[Subject], tokenizers: list[Any]) -> None
     )
 
 
-def _scores(subject: Subject, owner: Subject, tokenizer: Any, data: PreparedData, batch_tokens: int) -> DocumentScores:
-    """In the precision of the run of ``owner``: both sides round alike, as the figures of the run did."""
+def _scores(subject: Subject, precision: str, tokenizer: Any, data: PreparedData, batch_tokens: int) -> DocumentScores:
+    """All sides of a comparison in one ``precision``: they round alike, as the figures of the run did."""
     import numpy
     import torch
 
@@ -192,8 +197,7 @@ def _scores(subject: Subject, owner: Subject, tokenizer: Any, data: PreparedData
 
     model = load_for_evaluation(subject.source, subject.model)
     require_fit(model, subject.name, len(tokenizer), max(data.eval["length"]))
-    precision = owner.mixed_precision
-    dtype = None if precision is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    dtype = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     try:
         with torch.autocast(next(model.parameters()).device.type, dtype, enabled=dtype is not None):
             scores = score_documents(model, data.eval, Collator.of(tokenizer), batch_tokens)
@@ -255,7 +259,7 @@ def as_text(report: dict[str, Any]) -> str:
     level = f"{100 * models[0]['bpt']['confidence']:g} % interval"
     lines = [
         f"held out: {_documents(report['documents'])} of {report['dataset']}, {report['tokens']:,} tokens predicted",
-        "",
+        "" if report["mixed_precision"] == "no" else f"computed in {report['mixed_precision']} autocast",
         f"{'bits per token':>14}  {level:^20}  {'perplexity':>10}",
     ]
     for model in models:

@@ -51,7 +51,7 @@ def test_a_recipe_trains(name, model_dir, documents, tmp_path, monkeypatch, caps
         "use_cpu": "true",
     }
     if name == "device_map.yaml":
-        changes["cpu_mem"] = "60KB"
+        changes["cpu_mem"] = "300KB"
     flags = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
     assert train.main(["--config", str(ROOT / "recipes" / name), *flags]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
