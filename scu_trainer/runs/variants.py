@@ -47,8 +47,8 @@ class Plan:
     def _small_job(self, processes: int) -> dict[str, Any]:
         return {
             "model_name_or_path": self.model,
-            "dataset": "stdlib_docstrings",
-            "dataset_size": 60,
+            "dataset": "python_docs",
+            "dataset_size": 40,
             "validation_split_percentage": 40,
             "max_eval_documents": 4,
             "block_size": 128,
