@@ -30,12 +30,13 @@ def merge_adapter(model: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
     """A new model on the CPU with the adapter in its weights, in ``dtype``; ``model`` stays as it is.
 
     Needs memory for two float32 copies of the weights. Raises ModelError for several active adapters, for weights that
-    are no numbers, and for weights that an evaluation outside of this project has repacked.
+    are no numbers, that ``device_map`` has put elsewhere, or that an evaluation outside of this project has repacked.
     """
     import torch
     from peft import get_peft_model_state_dict
 
     name = _only_adapter(model)
+    _require_here(model)
     base = model.get_base_model()
     full = _from_state(base, dict(_full_state(base)), torch.float32)
     adapter = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
@@ -50,6 +51,15 @@ def _only_adapter(model: PeftModel) -> str:
     if len(active) != 1:
         raise ModelError(f"merging takes one adapter, and {len(active)} are active: {', '.join(active)}; activate one")
     return active[0]
+
+
+def _require_here(model: PeftModel) -> None:
+    away = [weight for weight in model.parameters() if weight.is_meta]
+    if away:
+        raise ModelError(
+            f"merging reads all weights, and {len(away)} of this model are offloaded by device_map; load base and "
+            "adapter without device_map and merge there"
+        )
 
 
 def _merged(full: PreTrainedModel, config, adapter: dict[str, torch.Tensor]) -> PreTrainedModel:

@@ -30,6 +30,7 @@ from scu_trainer.train.optimizer_guard import OptimizerGuard, preallocate, retry
 from scu_trainer.train.ranks import Ranks, ranks_for
 from scu_trainer.train.reduction import Reduction, probe
 from scu_trainer.train.rows import Batch, layout_for
+from scu_trainer.train.sharded import reshard
 from scu_trainer.train.window import Piece, Window
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class ChunkedStep:
         """When training begins: the model is wrapped and placed."""
         model = self.trainer.model
         self.ranks = ranks_for(self.trainer)
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        parameters = self._trained()
         self._place = steps.Place(
             self.trainer.args.device, ChangingBuffers(model), parameters, self.ranks.drop_gradients
         )
@@ -84,9 +85,13 @@ class ChunkedStep:
         if self.settings.memory_control and self.ranks.recoverable and not self.trainer.is_deepspeed_enabled:
             self._guard_optimizer(model)
 
+    def _trained(self) -> list[torch.nn.Parameter]:
+        reshard(self.trainer.model)  # an evaluation may lie between
+        return [p for p in self.trainer.model.parameters() if p.requires_grad]
+
     def _follow_parameters(self) -> None:
         """What is trained may change on the way: gradual unfreezing."""
-        parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
+        parameters = self._trained()
         self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
         known = self._place.parameters
         if len(parameters) == len(known) and all(map(operator.is_, parameters, known)):

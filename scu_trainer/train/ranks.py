@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scu_trainer.errors import ControlError
+from scu_trainer.train.sharded import is_fsdp
 
 BUCKET_BYTES = 25 * 2**20
 """Small gradients travel together: what the reduction itself needs of memory. DDP's default."""
@@ -209,7 +210,7 @@ def ranks_for(trainer) -> Ranks:
         from scu_trainer.train.ranks_deepspeed import deepspeed_ranks
 
         return deepspeed_ranks(trainer)
-    if _is_fsdp(trainer):
+    if is_fsdp(trainer):
         return ShardedRanks(trainer)
     # torch.compile wraps what accelerate has wrapped.
     wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
@@ -244,7 +245,7 @@ def refuse_arguments(trainer) -> None:
             f"with a step of its own (adamw_torch, galore_adamw, apollo_adamw, ...), or {OFF}"
         )
     _refuse_split_models(trainer)
-    if _is_fsdp(trainer) and args.gradient_accumulation_steps > 1:
+    if is_fsdp(trainer) and args.gradient_accumulation_steps > 1:
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
         raise ControlError(
             f"gradient_accumulation_steps is {args.gradient_accumulation_steps} under FSDP; memory control cuts "
@@ -268,15 +269,6 @@ def _refuse_split_models(trainer) -> None:
     kind = trainer.accelerator.distributed_type.value
     if kind in ("MEGATRON_LM", "XLA"):
         raise ControlError(f"memory control does not work under {kind}; use DDP, FSDP or DeepSpeed, or {OFF}")
-
-
-def _is_fsdp(trainer) -> bool:
-    # Not `is_fsdp_enabled`: FSDP asked for on a CPU becomes DDP. And accelerate forgets its FSDP once it has prepared
-    # an optimizer (it takes MULTI_GPU, that of the processes), so the wrapped model is asked too.
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-    named = trainer.accelerator.distributed_type.value == "FSDP" or trainer.is_distributed_loading_by_transformers
-    return named or isinstance(trainer.model_wrapped, FSDPModule | FullyShardedDataParallel)
 
 
 def _refuse_unusable_ddp(ddp: DistributedDataParallel) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
 import psutil
+from accelerate.utils import broadcast_object_list, wait_for_everyone
 from rich.console import Console
 
 from scu_trainer.run_files import free_bytes
@@ -18,24 +21,28 @@ from scu_trainer.train.job import Job, is_leader
 from scu_trainer.train.logs import RunLog
 from scu_trainer.train.parts import Parts, load_parts
 from scu_trainer.train.session import build_trainer, score
+from scu_trainer.train.sharded import is_sharded
 
 STEPS = 6
 SAVE_AT = 3
 EVALUATION_ROWS = 16
+PREFIX = "scu-test-run-"
+NOT_RESUMED = "resuming was not rehearsed: DeepSpeed and FSDP take a model once in a process"
 
 
 def rehearse(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = None) -> dict[str, float]:
     """Load, train STEPS steps, evaluate, save, resume from the checkpoint, and print an estimate of the full run.
 
-    Nothing is left behind but caches. Returns seconds_per_step, steps, total_s, checkpoint_bytes, peak_rss_bytes.
+    Nothing is left behind but caches. Where weights are handed to DeepSpeed or FSDP nothing is resumed, and the line
+    says so. Returns seconds_per_step, steps, total_s, checkpoint_bytes, peak_rss_bytes, is_resumed.
     """
     console = console or Console(highlight=False, quiet=not is_leader())
     job.check()
     started_s = time.perf_counter()
     parts = load_parts(job, console)
     load_s = time.perf_counter() - started_s
-    with tempfile.TemporaryDirectory(prefix="scu-test-run-") as scratch:
-        if log is not None:
+    with _shared_scratch() as scratch:
+        if log is not None and is_leader():
             log.open(Path(scratch))
         figures = _measure(job, parts, scratch, console)
     figures["steps"] = job.planned_steps(len(parts.data.train)) if not job.data.streaming else job.training.max_steps
@@ -43,6 +50,16 @@ def rehearse(job: Job, console: Optional[Console] = None, log: Optional[RunLog] 
     figures["total_s"] = load_s + figures["steps"] * figures["seconds_per_step"] + evaluations * figures["evaluation_s"]
     _say(console, figures, evaluations, Path(job.training.output_dir))
     return figures
+
+
+@contextlib.contextmanager
+def _shared_scratch() -> Iterator[str]:
+    """One folder for all ranks, as checkpoints need it. It goes when all have left it; after a failure none waits."""
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)) if is_leader() else ""
+        (scratch,) = broadcast_object_list([own])
+        yield scratch
+        wait_for_everyone()
 
 
 def _measure(job: Job, parts: Parts, scratch: str, console: Console) -> dict[str, Any]:
@@ -53,9 +70,13 @@ def _measure(job: Job, parts: Parts, scratch: str, console: Console) -> dict[str
     trainer.train()
     evaluation_s = _evaluation_seconds(trainer, parts)
     checkpoint = Path(scratch) / f"checkpoint-{SAVE_AT}"
-    resumed = build_trainer(short, parts, None, Console(quiet=True))
-    resumed.train(resume_from_checkpoint=str(checkpoint))
+    # The model is DeepSpeed's or FSDP's now, and both start once in a process.
+    resumes = not (trainer.is_deepspeed_enabled or is_sharded(trainer))
+    if resumes:
+        resumed = build_trainer(short, parts, None, Console(quiet=True))
+        resumed.train(resume_from_checkpoint=str(checkpoint))
     return {
+        "is_resumed": resumes,
         "seconds_per_step": times.typical_s,
         "evaluation_s": evaluation_s,
         "checkpoint_bytes": sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()),
@@ -108,8 +129,9 @@ def _peak_rss_bytes() -> int:
 
 def _say(console: Console, figures: dict[str, Any], evaluations: int, output_dir: Path) -> None:
     minutes = figures["total_s"] / 60
+    done = "saved and resumed" if figures["is_resumed"] else f"saved ({NOT_RESUMED})"
     console.print(
-        f"test run passed: trained, evaluated, saved and resumed. The full run: {figures['steps']:,} steps of "
+        f"test run passed: trained, evaluated, {done}. The full run: {figures['steps']:,} steps of "
         f"{figures['seconds_per_step']:.2f} s and {evaluations} evaluations of {figures['evaluation_s']:.1f} s, "
         f"about {minutes:.1f} minutes; {figures['checkpoint_bytes'] / 2**20:.1f} MiB per checkpoint, "
         f"{free_bytes(output_dir) / 2**30:.1f} GiB free at {output_dir}; "

@@ -1,5 +1,5 @@
-"""Models whose weights lie in shards over the ranks (ZeRO-3): a parameter is empty until its layer runs, and every
-forward pass is work for all ranks together."""
+"""Models whose weights lie in shards over the ranks (ZeRO-3, FSDP): a parameter is empty or a part until its layer
+runs, and every forward pass is work for all ranks together."""
 
 from __future__ import annotations
 
@@ -23,8 +23,28 @@ def weight_count(parameter: nn.Parameter) -> int:
 
 
 def is_sharded(trainer: Trainer) -> bool:
-    """Whether a forward pass gathers weights from all ranks (ZeRO-3)."""
-    return trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
+    """Whether a forward pass needs all ranks, or will once training begins: FSDP wraps the model only then."""
+    if trainer.is_deepspeed_enabled:
+        return trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
+    return is_fsdp(trainer)
+
+
+def is_fsdp(trainer: Trainer) -> bool:
+    # Not `is_fsdp_enabled`: FSDP asked for on a CPU becomes DDP. A model may come wrapped by its maker, so it is asked.
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    named = trainer.accelerator.distributed_type.value == "FSDP" or trainer.is_distributed_loading_by_transformers
+    return named or isinstance(trainer.model_wrapped, FSDPModule | FullyShardedDataParallel)
+
+
+def reshard(model: nn.Module) -> None:
+    """Give back what FSDP2 keeps gathered after a forward pass without backward: its outermost weights, which are other
+    objects as long as they are gathered. Does nothing to other models."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def is_ready(trainer: Trainer) -> bool:

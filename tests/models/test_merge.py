@@ -15,6 +15,7 @@ from scu_trainer.models.load import adapter_targets, load_model
 from scu_trainer.models.merge import MERGE_TOLERANCE, check_merge, merge_adapter, merge_tolerance
 from scu_trainer.settings import ModelSettings
 from tests import tiny
+from tests.offloading import saved, with_adapters
 
 
 def biased():
@@ -165,6 +166,12 @@ def test_two_active_adapters(tmp_path):
     model.add_adapter("second", model.peft_config["default"])
     model.base_model.set_adapter(["default", "second"])
     with pytest.raises(ModelError, match="2 are active: default, second; activate one"):
+        merge_adapter(model, torch.float32)
+
+
+def test_weights_that_lie_on_disk(tmp_path):
+    model = with_adapters(saved(tiny.llama(layers=4), tmp_path), share=0.7)
+    with pytest.raises(ModelError, match=r"of this model are offloaded by device_map; load base and adapter without"):
         merge_adapter(model, torch.float32)
 
 

@@ -1,4 +1,5 @@
-"""FSDP2 on two processes with the fields of accelerate_configs/fsdp2.yaml: which loops train, and which are refused.
+"""FSDP2 on two processes with the fields of accelerate_configs/fsdp2.yaml: which loops train, which are refused, what
+is scored and saved.
 
 This file is also the program that two processes execute. accelerate makes data parallelism of FSDP on a CPU; it is told
 here that it is FSDP all the same. All that follows (sharding, collectives, DTensor weights) is the real thing.
@@ -10,18 +11,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 
 from scu_trainer import SCUTrainer
 from scu_trainer.errors import ControlError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
+from scu_trainer.train.session import score
+from scu_trainer.train.sharded import Beforehand, is_sharded
 from tests.tiny import UnevenRows, arguments, llama, pad
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,20 +47,47 @@ def shard_on_cpu() -> None:
         begin(self, *args, **kwargs)
         shared = AcceleratorState._shared_state
         shared["distributed_type"], shared["fsdp_plugin"] = DistributedType.FSDP, FullyShardedDataParallelPlugin()
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # as accelerate does on GPUs
 
     Accelerator.__init__ = begin_sharded
 
 
-def train(folder: Path, loop: dict) -> SCUTrainer:
+class HeldOut(UnevenRows):
+    """One document per row, as ``score`` reads them."""
+
+    def __getitem__(self, key):
+        if key == "document":
+            return list(range(len(self)))
+        return [len(self[i]["input_ids"]) for i in range(len(self))] if key == "length" else super().__getitem__(key)
+
+
+PARTS = SimpleNamespace(data=SimpleNamespace(eval=HeldOut(6)), collator=pad)
+
+
+def train(folder: Path, loop: dict) -> tuple[SCUTrainer, dict]:
+    """And what the command does around it: held-out figures before and after, the model in a file."""
     args = arguments(folder, per_device_train_batch_size=4, max_steps=3, optim="sgd", learning_rate=0.3)
     trainer = SCUTrainer(llama(), args, train_dataset=UnevenRows(64), data_collator=pad, **loop)
+    sharded_before = is_sharded(trainer)
+    before = Beforehand(trainer, lambda: bits_per_token(trainer))
     trainer.train()
-    return trainer
+    holds_parts = isinstance(next(trainer.model.parameters()), DTensor)
+    assert is_sharded(trainer) == holds_parts, "one rank would score alone and wait for the others without end"
+    around = {"is_sharded": [sharded_before, is_sharded(trainer)], "bpt": [before.value, bits_per_token(trainer)]}
+    trainer.save_model()
+    return trainer, around
 
 
-def outcome(trainer: SCUTrainer) -> dict:
+def bits_per_token(trainer: SCUTrainer) -> float | None:
+    """None on a rank that has nothing to report."""
+    scores = score(trainer, PARTS)
+    return None if scores is None else scores.bpt
+
+
+def outcome(trainer: SCUTrainer, around: dict) -> dict:
     weights = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
     return {
+        **around,
         "sharded": all(isinstance(weight, DTensor) for weight in weights.values()),
         "weights": {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in weights.items()},
         "steps": trainer.state.global_step,
@@ -64,12 +95,12 @@ def outcome(trainer: SCUTrainer) -> dict:
 
 
 def main(folder: Path) -> None:
-    found = {"data parallel": outcome(train(folder, {}))}
+    found = {"data parallel": outcome(*train(folder / "data parallel", {}))}
     AcceleratorState._reset_state()
     shard_on_cpu()
     for name, loop in LOOPS.items():
         try:
-            found[name] = outcome(train(folder, loop))
+            found[name] = outcome(*train(folder / name, loop))
         except ControlError as error:
             found[name] = {"refused": str(error)}
     torch.save(found, folder / f"rank{os.environ['RANK']}.pt")
@@ -81,8 +112,13 @@ def main(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("fsdp2")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("fsdp2")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder) -> list[dict]:
+    """What each rank found."""
     config = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())["fsdp_config"]
     fields = {name.upper(): str(value) for name, value in config.items()}
     environment = {**os.environ, **fields, "ACCELERATE_USE_FSDP": "true", "PYTHONPATH": str(ROOT)}
@@ -90,7 +126,12 @@ def found(tmp_path_factory) -> dict:
     command = [*launcher, str(Path(__file__).resolve()), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(folder / "rank0.pt", weights_only=True)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def found(ranks) -> dict:
+    return ranks[0]
 
 
 @pytest.mark.parametrize("loop", ["none", "memory"])
@@ -103,6 +144,24 @@ def test_sharded_training_is_data_parallel_training(found, loop):
 
 def test_a_curriculum_trains(found):
     assert found["curriculum"]["sharded"] and found["curriculum"]["steps"] == 3
+
+
+def test_all_ranks_score_a_sharded_model_together(ranks):
+    """The leader alone would wait in a forward pass for the others, who wait for the leader."""
+    leader, other = ranks
+    assert leader["none"]["is_sharded"] == [True, True] and leader["data parallel"]["is_sharded"] == [False, False]
+    assert leader["none"]["bpt"] == other["none"]["bpt"] == pytest.approx(leader["data parallel"]["bpt"], abs=1e-5)
+    assert other["data parallel"]["bpt"] == [None, None]
+    before, after = leader["none"]["bpt"]
+    assert before > after
+
+
+def test_the_whole_model_is_saved(found, folder):
+    from transformers import AutoModelForCausalLM
+
+    saved = dict(AutoModelForCausalLM.from_pretrained(folder / "none").named_parameters())
+    for name, weight in found["none"]["weights"].items():
+        assert torch.equal(saved[name], weight)
 
 
 def test_regularization_is_refused(found):

@@ -1,0 +1,69 @@
+"""``--test_run`` under launchers: one scratch folder for all ranks, and DeepSpeed, which starts once in a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+SENTENCES = ["The cat sat on the mat and looked at the door.", "A list is a sequence that can be changed in place."]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("rehearsal")
+    tiny.saved_llama(folder / "model")
+    rows = [{"text": f"{SENTENCES[i % 2]} Number {i}. " * 6} for i in range(24)]
+    (folder / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "scratch").mkdir()
+    return folder
+
+
+def rehearsed(folder: Path, launcher: list[str], **changes) -> str:
+    """What the leader printed. Nothing is left: neither a run nor a scratch folder."""
+    options = {
+        "model_name_or_path": folder / "model",
+        "dataset": folder / "documents.jsonl",
+        "block_size": 64,
+        "validation_split_percentage": 25,
+        "max_steps": 1000,
+        "per_device_train_batch_size": 2,
+        "output_dir": folder / "run",
+        "cache_dir": folder / "cache",
+        "use_cpu": "true",
+        **changes,
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    environment = {**os.environ, "TMPDIR": str(folder / "scratch")}
+    done = subprocess.run(
+        [*launcher, "scripts/train.py", "--test_run", *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+    assert not (folder / "run").exists()
+    assert not list((folder / "scratch").glob("scu-test-run-*"))
+    assert done.stdout.count("test run passed") == 1 and "1,000 steps" in done.stdout
+    return done.stdout
+
+
+def test_two_ranks_go_on_from_one_checkpoint(folder):
+    assert "trained, evaluated, saved and resumed." in rehearsed(folder, TORCHRUN)
+
+
+def test_deepspeed_resumes_nothing_and_says_so(folder):
+    pytest.importorskip("deepspeed")
+    printed = rehearsed(folder, [sys.executable], deepspeed="ds_configs/zero2.json", mixed_precision="no")
+    assert "trained, evaluated, saved (resuming was not rehearsed: DeepSpeed" in printed
