@@ -60,7 +60,7 @@ class Plan:
             "seed": 0,
             # So low that lambda acts within these few steps; a cap so low that every window is cut.
             "scu_target_s": 0.001,
-            "token_cap": 256,
+            "token_cap": 256 // processes,
             "curriculum": "token_budget",
             "mixed_precision": "no",
         }

@@ -114,7 +114,9 @@ class MemoryLoop:
         return pieces
 
     def _even(self, window: Window, agree: Agree) -> list[Piece]:
-        self._ceiling = max(window.largest_batch_tokens, 1)
+        self._ceiling, wished = max(window.largest_batch_tokens, 1), self.settings.resolved_token_cap
+        if isinstance(wished, int):
+            self._ceiling = min(self._ceiling, wished)
         largest = max(window.whole_batches(), key=lambda piece: piece.tokens)
         room = self._predicted_limit(largest)
         cap = max(1, min(self._cap, self._ceiling if room is None else room))
@@ -246,7 +248,8 @@ class MemoryLoop:
         reading = self.gauge.read()
         # As a fraction: on a CPU the tightest limit may be another one than before.
         self._peak_fraction = max(self._peak_fraction, reading.peak_bytes / reading.limit_bytes)
-        self.books.peak_bytes = max(self.books.peak_bytes, reading.own_peak_bytes)
+        if self._before is not None:  # else the peak is that of loading the model
+            self.books.peak_bytes = max(self.books.peak_bytes, reading.own_peak_bytes)
         return reading
 
     def failed(self, failure: steps.Failure) -> Sequence[Piece]:
