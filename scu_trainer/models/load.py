@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.errors import ModelError
 from scu_trainer.models.adapters import adapter_targets, checked_targets
 from scu_trainer.models.dispatch import Free, Placement, place
+from scu_trainer.models.mapped_files import release_mapped_files
 from scu_trainer.models.offloaded import adapt, adapt_as_saved, has_offloaded_weights
 from scu_trainer.models.quantize import (
     compute_dtype_of,
@@ -140,7 +141,10 @@ def load_model(
         )
     model.offload_folder = folder  # there as long as the model is
     _require_complete(name, report)
-    return prepare_quantized(model) if settings.tuning == "qlora" else model
+    if settings.tuning != "qlora":
+        return model
+    release_mapped_files()  # what was packed is not read again
+    return prepare_quantized(model)
 
 
 def _packing(name: str, settings: ModelSettings, device: torch.device) -> Optional[BitsAndBytesConfig]:
