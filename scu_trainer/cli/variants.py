@@ -119,7 +119,7 @@ def _run_all(options, chosen: Sequence[Variant], plan: Plan, has_gpu: bool, cons
     for line in broken:
         console.print(f"broken: {line}", soft_wrap=True)
     if options.json:
-        write_json(options.json, record(outcomes, broken, plan, argv))
+        write_json(options.json, record(outcomes, plan, argv))
         console.print(f"written: {options.json}", soft_wrap=True)
     return OURS if broken else 0
 
@@ -162,7 +162,7 @@ def _loops(outcome: Outcome) -> str:
     return ", ".join(f"{loop} {state}" for loop, state in outcome.loops.items() if state != "acts")
 
 
-def record(outcomes: Sequence[Outcome], broken: Sequence[str], plan: Plan, argv: Sequence[str]) -> dict[str, Any]:
+def record(outcomes: Sequence[Outcome], plan: Plan, argv: Sequence[str]) -> dict[str, Any]:
     """For the results file: every outcome beside the machine and versions that gave it."""
     import platform
 
@@ -183,7 +183,6 @@ def record(outcomes: Sequence[Outcome], broken: Sequence[str], plan: Plan, argv:
         "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in packages}},
         "steps": plan.steps,
         "outcomes": [asdict(outcome) for outcome in outcomes],
-        "broken": list(broken),
     }
 
 

@@ -1,4 +1,4 @@
-"""Weight files that are mapped into memory: their pages count as this process's own until the system wants them back."""
+"""Weight files that are mapped into memory: their pages count as this process's until the system wants them back."""
 
 from __future__ import annotations
 
