@@ -101,15 +101,15 @@ VARIANTS = (
         peak_at_most=("full", 0.9),
     ),
     Variant("full_adafactor", "optimizer state of rows and columns", (*FULL, "--optim", "adafactor")),
-    Variant("full_checkpointing", "the same; pays where activations fill the memory", (*FULL, *CHECKPOINTED)),
+    Variant("full_checkpointing", "activations of one layer; pays where they fill the memory", (*FULL, *CHECKPOINTED)),
     Variant("ddp_2", "two processes, each with the whole model", FULL, "torchrun", 2, needs=("processes",)),
-    Variant("accelerate_2", "the same, started by accelerate", FULL, "accelerate", 2, needs=("processes",)),
+    Variant("accelerate_2", "two processes, started by accelerate", FULL, "accelerate", 2, needs=("processes",)),
     Variant(
         "zero2", "gradients and optimizer state shared out", _zero("zero2", *FULL), "deepspeed", needs=("deepspeed",)
     ),
     Variant(
         "zero2_2",
-        "the same over two processes",
+        "ZeRO-2 over two processes",
         _zero("zero2", *FULL),
         "deepspeed",
         2,
