@@ -106,9 +106,10 @@ def read_job(config: str | None, flags: Sequence[str]) -> Job:
     names = field_names(parser)
     arguments = [*_file_as_flags(config, names), *flags]
     check_names(arguments, names)
-    launch = parser.parse_args(arguments)
-    prepare_environment(launch.deepspeed, launch.use_cpu)
-    precision = _choose_precision(parser, arguments)
+    parser.set_defaults(bf16=None, fp16=None)  # None: nobody said anything
+    typed = parser.parse_args(arguments)
+    prepare_environment(typed.deepspeed, typed.use_cpu)
+    precision = _choose_precision(parser, typed)
     try:
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except (ValueError, ImportError) as error:  # what TrainingArguments finds wrong with its own fields
@@ -119,15 +120,13 @@ def read_job(config: str | None, flags: Sequence[str]) -> Job:
     return dataclasses.replace(job, notes=(f"precision: {precision.reason}",))
 
 
-def _choose_precision(parser: HfArgumentParser, arguments: Sequence[str]) -> Choice:
+def _choose_precision(parser: HfArgumentParser, typed: Any) -> Choice:
     """Give bf16, fp16 and tf32 the values that fit the device, where nobody gave them one.
 
     TrainingArguments need them when they are made, so what was typed is looked at before.
     """
     from scu_trainer.hardware.precision import choose_precision, device_facts, tf32_default
 
-    parser.set_defaults(bf16=None, fp16=None)
-    typed = parser.parse_args(list(arguments))
     said_no = [name for name in ("bf16", "fp16") if getattr(typed, name) is False]
     wanted = typed.mixed_precision
     if wanted in said_no:

@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import socket
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -104,6 +105,13 @@ def resident_bytes(process: Path) -> Optional[int]:
     if not process.parent.is_dir():
         return None
     return int((process / "statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on, for ranks to meet at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
 def _cuda_device(torch, index: int) -> Accelerator:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Optional
 
 from scu_trainer.errors import RequirementError
+from scu_trainer.hardware.probe import free_port
 
 Launcher = Literal["python", "torchrun", "accelerate", "deepspeed"]
 ROOT = Path(__file__).parents[2]
@@ -34,15 +34,8 @@ def command(launcher: Launcher, words: Sequence[str], processes: int, has_gpu: b
         # "no": the run chooses the precision of this device itself, not every card has bf16.
         options = ["--config_file", launch_file, "--num_processes", count, "--mixed_precision", "no"]
         return [str(here / "accelerate"), "launch", *options, *script]
+    # DeepSpeed takes port 0 for a number of its own: each rank would wait at another place.
     return [str(here / "deepspeed"), "--num_gpus", count, "--master_port", str(free_port()), *script]
-
-
-def free_port() -> int:
-    """A port for the ranks to meet at, so that two runs fit on one machine. DeepSpeed takes 0 for a number of its own:
-    each rank would wait at another place."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def environment(processes: int, has_gpu: bool) -> dict[str, str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Optional
 
 from scu_trainer.errors import RequirementError, SettingsError
+from scu_trainer.hardware.probe import free_port
 
 FILE_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 """Where ``accelerate launch`` says which configuration it was given."""
@@ -53,10 +53,8 @@ def _stand_alone() -> None:
     """Without a launcher: be the only process. DeepSpeed would ask mpi4py, which few have."""
     if "RANK" in os.environ or any(name in os.environ for name in BY_MPI):
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", **address)
 
 
 def _keep_builds_with_the_environment() -> None:
