@@ -1,0 +1,24 @@
+"""Settings: one small dataclass per concern. Everything is checked when it is made, before any work is spent.
+
+Stock training options are not repeated here: they stay in ``transformers.TrainingArguments``, and the command line
+composes both. On the command line the fields of ``RegularizationSettings`` carry the prefix ``scu_``.
+"""
+
+from scu_trainer.settings.curriculum import METHODS, CurriculumSettings
+from scu_trainer.settings.data import EMBEDDED_DATASETS, DataSettings
+from scu_trainer.settings.memory import BYTES, MemorySettings, size_in_gib
+from scu_trainer.settings.model import DEVICE_MAPS, ModelSettings
+from scu_trainer.settings.regularization import RegularizationSettings
+
+__all__ = [
+    "BYTES",
+    "DEVICE_MAPS",
+    "EMBEDDED_DATASETS",
+    "METHODS",
+    "CurriculumSettings",
+    "DataSettings",
+    "MemorySettings",
+    "ModelSettings",
+    "RegularizationSettings",
+    "size_in_gib",
+]

@@ -1,0 +1,94 @@
+"""Which samples a step sees."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Optional
+
+from scu_trainer.errors import nearest
+from scu_trainer.settings.base import option, require
+
+METHODS = ("token_budget", "noise_guard", "acmds", "infobatch", "length_warmup")
+"""Curricula that can be joined with "+"; "none" stands alone."""
+
+
+@dataclass(frozen=True)
+class CurriculumSettings:
+    """Which samples a step sees. Whatever is chosen, each sample's loss is tracked and the books are kept."""
+
+    curriculum: str = option(
+        "none",
+        "none: uniform; token_budget: batches of equal tokens and similar lengths; noise_guard: leaves out rows whose "
+        "loss says that they are wrong, and lists them; acmds: difficulty follows memory and epoch; infobatch: "
+        "unbiased pruning of easy rows; length_warmup: rows are cut short at first. Several: joined with '+'",
+    )
+    token_budget: Optional[int] = option(
+        None, "padded tokens per batch and device; default: as many batches as per_device_train_batch_size makes"
+    )
+    difficulty_alpha: float = option(0.3, "weight of the newest loss in a sample's running average")
+    difficulty_window: int = option(
+        3, "epochs after which a score counts as stale; acmds shows every sample at least once in it"
+    )
+    noise_guard_max_fraction: float = option(0.5, "noise_guard: never leaves out more than this share of the rows")
+    noise_guard_readmit_fraction: float = option(
+        0.1, "noise_guard: share of the rows left out that is trained on again each epoch, so that scores are renewed"
+    )
+    infobatch_prune_ratio: float = option(0.5, "infobatch: probability that a row below the mean loss is left out")
+    infobatch_final_fraction: float = option(0.125, "infobatch: share of the epochs, the last ones, that see all rows")
+    acmds_fraction: float = option(0.75, "acmds: share of the rows that an epoch sees")
+    length_warmup_steps: float = option(0.3, "length_warmup: steps, or below 1 their share of the run")
+    length_warmup_start: int = option(64, "length_warmup: tokens per row in the first step")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "curriculum", _curriculum(self.curriculum))
+        require(
+            self.token_budget is None or self.token_budget >= 1,
+            f"token_budget is {self.token_budget}; it must be 1 token or more",
+        )
+        require(
+            self.token_budget is None or "token_budget" in self.methods,
+            f"token_budget has an effect only with curriculum: token_budget; curriculum is {self.curriculum}",
+        )
+        require(
+            0 < self.difficulty_alpha <= 1,
+            f"difficulty_alpha is {self.difficulty_alpha}; it must be above 0 and at most 1",
+        )
+        require(self.difficulty_window >= 1, f"difficulty_window is {self.difficulty_window}; it must be 1 or more")
+        for name in ("noise_guard_max_fraction", "noise_guard_readmit_fraction", "infobatch_final_fraction"):
+            require(0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; allowed: 0 to 1")
+        require(
+            0 <= self.infobatch_prune_ratio < 1,
+            f"infobatch_prune_ratio is {self.infobatch_prune_ratio}; allowed: 0 to below 1",
+        )
+        require(
+            0 < self.acmds_fraction <= 1, f"acmds_fraction is {self.acmds_fraction}; it must be above 0 and at most 1"
+        )
+        require(
+            math.isfinite(self.length_warmup_steps) and self.length_warmup_steps >= 0,
+            f"length_warmup_steps is {self.length_warmup_steps}; it must be 0 or more",
+        )
+        require(
+            self.length_warmup_start >= 1, f"length_warmup_start is {self.length_warmup_start}; it must be 1 or more"
+        )
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What is joined, () for none."""
+        return () if self.curriculum == "none" else tuple(self.curriculum.split("+"))
+
+
+def _curriculum(value) -> str:
+    """Methods joined with "+", checked for those that do not go together."""
+    from scu_trainer.control.curriculum import check_methods  # numpy: only for those who ask for a curriculum
+
+    names = [str(name).strip() for name in (value.split("+") if isinstance(value, str) else value)]
+    for name in names:
+        require(
+            name in METHODS or name == "none",
+            f"curriculum is {name!r}; allowed: none, {', '.join(METHODS)}, joined with '+'"
+            f"{nearest(name, (*METHODS, 'none'))}",
+        )
+    reason = check_methods(names) if names != ["none"] else None
+    require(reason is None, f"curriculum {'+'.join(names)}: {reason}")
+    return "+".join(names)

@@ -1,0 +1,53 @@
+"""Where documents come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from scu_trainer.settings.base import check_choices, option, require
+
+EMBEDDED_DATASETS = ("python_docs", "stdlib_docstrings", "stdlib_source")
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Where documents come from and how they become rows of tokens."""
+
+    dataset: str = option(
+        "stdlib_docstrings",
+        "embedded name (python_docs, stdlib_docstrings, stdlib_source), a .txt/.jsonl/.csv/.parquet file, a folder of "
+        "such files or of `datasets.save_to_disk`, or a Hub id",
+    )
+    dataset_config_name: Optional[str] = option(None, "configuration of a Hub dataset")
+    dataset_split: str = option("train", "split to train on")
+    eval_dataset: Optional[str] = option(None, "held-out data of its own, same kinds as dataset; default: a split")
+    validation_split_percentage: float = option(5.0, "share of the documents held out when eval_dataset is not given")
+    max_eval_documents: Optional[int] = option(None, "cap on held-out documents")
+    streaming: bool = option(False, "read a Hub dataset or large files as they come; needs max_steps")
+    text_column: str = option("text", "column with plain text")
+    dataset_size: Optional[int] = option(None, "cap on documents, taken before the split")
+    block_size: int = option(512, "tokens per training row")
+    packing: bool = option(True, "fill rows with several documents, one after the other")
+    isolate_documents: bool = option(False, "packed documents do not attend to each other")
+    completion_only_loss: bool = option(True, "prompt/completion rows: learn the completion's tokens only")
+    assistant_only_loss: bool = option(True, "chat rows: learn the assistant's tokens only")
+    chat_template: Optional[str] = option(None, "file with a Jinja chat template; default: the tokenizer's own")
+    skip_bad_rows: bool = option(False, "count and skip unreadable rows instead of stopping at the first")
+    preprocessing_num_workers: int = option(1, "processes that tokenize")
+    cache_dir: Optional[str] = option(None, "where tokenized data and the embedded base are kept")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        require(bool(self.dataset), "dataset is empty; give an embedded name, a path or a Hub id")
+        require(self.block_size >= 8, f"block_size is {self.block_size}; it must be 8 tokens or more")
+        for name in ("dataset_size", "max_eval_documents"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} is {value}; it must be 1 or more")
+        require(self.preprocessing_num_workers >= 1, "preprocessing_num_workers must be 1 or more")
+        percentage = self.validation_split_percentage
+        require(0 <= percentage < 100, f"validation_split_percentage is {percentage}; allowed: 0 to below 100")
+        require(
+            not (self.isolate_documents and not self.packing),
+            "isolate_documents has an effect only with packing; set packing: true or drop it",
+        )

@@ -1,0 +1,159 @@
+"""How memory is shared out."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal, Optional, Union
+
+from scu_trainer.errors import SettingsError
+from scu_trainer.settings.base import check_choices, option, require
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """How the rows of an optimizer step are cut into chunks, and how live memory moves the size of a chunk.
+
+    A chunk is what one forward and backward sees. The logical batch, what the optimizer sees, stays what
+    ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` say (but for ``batch_mode: logical``).
+    """
+
+    memory_control: bool = option(
+        True, "size chunks from live memory and recover from out-of-memory; false with no token_cap: the stock Trainer"
+    )
+    token_cap: Optional[Union[int, str]] = option(
+        None,
+        "padded tokens per chunk (rows, for inputs without a length); auto: the longest row, or what keeps the device "
+        "busy; default: auto with memory_control, no splitting without",
+    )
+    min_batch_size: int = option(1, "rows per chunk: never fewer, whatever memory says")
+    max_batch_size: Optional[int] = option(None, "rows per chunk: never more; default: bounded by token_cap alone")
+    target_headroom_gb: Union[float, str] = option(
+        "8%", "memory that stays free, in GiB, or as a share of the limit ('8%%')"
+    )
+    gc_threshold_gb: Optional[float] = option(
+        None,
+        "below this many GiB free at the peak of a step, memory is collected at once; default: a quarter of "
+        "target_headroom_gb",
+    )
+    pid_kp: float = option(1.0, "proportional gain: ln(chunk size) per unit of used fraction below the target")
+    pid_ki: float = option(0.1, "integral gain, per optimizer step")
+    pid_kd: float = option(0.2, "derivative gain, optimizer steps")
+    batch_mode: Literal["chunk", "logical"] = option(
+        "chunk",
+        "chunk: memory moves the chunk, the logical batch stays; logical: memory moves the logical batch itself, "
+        "between min_batch_size and max_batch_size rows per device, which changes the optimization",
+    )
+    batch_size_lr_rule: Literal["sqrt", "linear", "none"] = option(
+        "sqrt",
+        "batch_mode logical: learning rate times (rows / nominal rows) to the power 1/2 (adaptive optimizers), "
+        "1 (SGD) or 0",
+    )
+    chunked_loss: Literal["auto", "always", "never"] = option(
+        "auto",
+        "causal language models: cross-entropy straight from the hidden states, some tokens at a time, so that logits "
+        "never exist as a whole; same loss and gradient up to rounding. auto: from a vocabulary of 16,384 on",
+    )
+    memory_limit_gb: Optional[float] = option(
+        None, "GiB of the training device that each process may use at most; default: all that is there"
+    )
+    max_gpu_mem: Optional[Union[float, str]] = option(
+        None, "device_map: weights on each GPU, in GiB or as '4GB'; default: what accelerate finds free"
+    )
+    cpu_mem: Optional[Union[float, str]] = option(
+        None, "device_map: weights in main memory, in GiB or as '16GB'; the rest goes to offload_folder"
+    )
+    offload_folder: Optional[str] = option(
+        None, "device_map: folder for weights that fit neither on a GPU nor in main memory"
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_cap", _token_cap(self.token_cap))
+        object.__setattr__(self, "target_headroom_gb", _headroom(self.target_headroom_gb))
+        for name in ("max_gpu_mem", "cpu_mem"):
+            object.__setattr__(self, name, size_in_gib(name, getattr(self, name)))
+        limit = self.memory_limit_gb
+        require(
+            limit is None or (math.isfinite(limit) and limit > 0),
+            f"memory_limit_gb is {limit}; it must be above 0, for instance 3.5",
+        )
+        require(
+            limit is None or self.memory_control,
+            "memory_limit_gb is what memory control keeps to; set memory_control: true, or drop it",
+        )
+        check_choices(self)
+        require(self.min_batch_size >= 1, f"min_batch_size is {self.min_batch_size}; it must be 1 or more")
+        highest = self.max_batch_size
+        require(highest is None or highest >= 1, f"max_batch_size is {highest}; it must be 1 or more")
+        require(
+            highest is None or self.min_batch_size <= highest,
+            f"min_batch_size {self.min_batch_size} exceeds max_batch_size {highest}; lower min_batch_size",
+        )
+        for name in ("pid_kp", "pid_ki", "pid_kd", "gc_threshold_gb"):
+            value = getattr(self, name)
+            require(value is None or (math.isfinite(value) and value >= 0), f"{name} is {value}; it must be 0 or more")
+        require(
+            self.batch_mode == "chunk" or self.memory_control,
+            "batch_mode: logical lets memory choose the batch; it needs memory_control: true",
+        )
+
+    @property
+    def resolved_token_cap(self) -> Optional[Union[int, str]]:
+        """A number, "auto", or None for no splitting by length."""
+        return "auto" if self.token_cap is None and self.memory_control else self.token_cap
+
+    @property
+    def acts(self) -> bool:
+        return self.memory_control or self.token_cap is not None
+
+    @property
+    def resolved_chunked_loss(self) -> str:
+        """With memory control and splitting off the stock loss stays, unless asked otherwise."""
+        return "never" if self.chunked_loss == "auto" and not self.acts else self.chunked_loss
+
+    @property
+    def headroom_share(self) -> Optional[float]:
+        """Share of the limit that stays free; None where it is given in GiB."""
+        return float(self.target_headroom_gb[:-1]) / 100 if isinstance(self.target_headroom_gb, str) else None
+
+
+def _token_cap(value) -> Optional[Union[int, str]]:
+    if value is None or value == "auto":
+        return value
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        raise SettingsError(f"token_cap is {value!r}; allowed: a number of tokens, or auto") from None
+    require(number >= 1, f"token_cap is {number}; it must be 1 token or more, or auto")
+    return number
+
+
+def _headroom(value) -> Union[float, str]:
+    """A float in GiB, or a share such as '8%'."""
+    text = str(value).strip()
+    try:
+        number = float(text.removesuffix("%"))
+    except ValueError:
+        raise SettingsError(f"target_headroom_gb is {value!r}; allowed: GiB such as 1.5, or a share '8%'") from None
+    if text.endswith("%"):
+        require(0 <= number < 100, f"target_headroom_gb is {text}; a share lies between 0% and below 100%")
+        return text
+    require(math.isfinite(number) and number >= 0, f"target_headroom_gb is {number}; it must be 0 or more")
+    return number
+
+
+BYTES = {"": 2**30, "GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
+"""Units as accelerate's ``max_memory`` knows them; a bare number counts GiB."""
+
+
+def size_in_gib(name: str, value) -> Optional[float]:
+    """GiB of a number of GiB, or of a text such as '4GB' or '900MiB'."""
+    if value is None:
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        require(math.isfinite(value) and value > 0, f"{name} is {value}; it must be above 0 GiB")
+        return float(value)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(value).strip().upper())
+    require(match is not None, f"{name} is {value!r}; allowed: GiB such as 3.5, or a size such as 4GB or 900MiB")
+    return float(match[1]) * BYTES[match[2] or ""] / 2**30

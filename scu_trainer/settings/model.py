@@ -1,0 +1,68 @@
+"""Which model is tuned, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from scu_trainer.errors import nearest
+from scu_trainer.settings.base import check_choices, option, require
+
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which model is tuned, and which of its weights."""
+
+    model_name_or_path: Optional[str] = option(
+        None, "folder with a config.json, or a Hub id; default: a small Granite hybrid, made once and cached"
+    )
+    model_revision: Optional[str] = option(None, "branch, tag or commit on the Hub")
+    trust_remote_code: bool = option(False, "run Python code that comes with the model")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "type of the frozen weights")
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
+        "auto",
+        "arithmetic of training: bf16 or fp16 autocast, or no: that of the weights. auto: what bf16, fp16 or the "
+        "launcher say, else the fastest safe one of the device",
+    )
+    attn_implementation: Optional[str] = option(
+        None, "sdpa, eager, flash_attention_2, ...; default: flash attention where it is installed and runs, else sdpa"
+    )
+    checkpoint_every_layer: bool = option(
+        False, "keep only the inputs of each layer and compute its inside again in backward: less memory, more time"
+    )
+    tuning: Literal["full", "lora", "qlora"] = option(
+        "lora", "train all weights; low-rank adapters; or adapters over weights that are stored in 4 or 8 bits"
+    )
+    load_in_8bit: bool = option(False, "qlora: store frozen weights in 8 bits (LLM.int8) instead of 4 (NF4)")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "qlora: the 16 values that 4 bits stand for")
+    bnb_4bit_use_double_quant: bool = option(True, "qlora: quantize the scales of 4-bit weights too")
+    device_map: Optional[str] = option(
+        None,
+        "auto, balanced, balanced_low_0 or sequential: spread the weights over the GPUs, main memory and disk of one "
+        "process, as far as max_gpu_mem, cpu_mem and offload_folder allow",
+    )
+    lora_r: int = option(8, "rank of the adapters")
+    lora_alpha: float = option(16.0, "scale of the adapters is lora_alpha / lora_r")
+    lora_dropout: float = option(0.0, "dropout in front of the adapters")
+    lora_target_modules: Optional[list[str]] = option(
+        None, "names of the modules to adapt; default: every linear layer that the architecture really calls"
+    )
+    embedded_base_steps: int = option(240, "optimizer steps that make the embedded base model, once")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        require(self.lora_r >= 1, f"lora_r is {self.lora_r}; it must be 1 or more")
+        require(self.lora_alpha > 0, f"lora_alpha is {self.lora_alpha}; it must be above 0")
+        require(0 <= self.lora_dropout < 1, f"lora_dropout is {self.lora_dropout}; allowed: 0 to below 1")
+        require(self.embedded_base_steps >= 1, f"embedded_base_steps is {self.embedded_base_steps}; 1 or more")
+        maps = DEVICE_MAPS
+        require(
+            self.device_map is None or self.device_map in maps,
+            f"device_map is {self.device_map!r}; allowed: {', '.join(maps)}{nearest(str(self.device_map), maps)}",
+        )
+        require(
+            not (self.load_in_8bit and self.tuning != "qlora"),
+            f"load_in_8bit stores weights that are not trained; it needs tuning: qlora, and tuning is {self.tuning}",
+        )

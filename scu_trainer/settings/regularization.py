@@ -1,0 +1,160 @@
+"""How lambda is controlled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Optional, Union
+
+from scu_trainer.errors import SettingsError
+from scu_trainer.settings.base import check_choices, option, require
+
+
+@dataclass(frozen=True)
+class RegularizationSettings:
+    """The Shannon Control Unit: hold S = ParamBPT / (DataBPT + ParamBPT) at a target by moving lambda.
+
+    Units: ParamBPT and DataBPT are bits per token, sigma has the unit of a weight, lambda is the shrink per unit of
+    learning rate (decoupled actuator) or the factor of the penalty in nats per token (penalty actuator).
+    """
+
+    law: Literal["model", "original", "fixed", "schedule"] = option(
+        "model",
+        "model: known plant gain, estimated growth; original: the published PI law with an acting penalty; "
+        "fixed: constant lambda; schedule: lambda ramps from lambda_init to lambda_final",
+    )
+    target_s: Union[float, str] = option(0.1, "target of S, between 0 and 1, or 'auto' (needs held-out data)")
+    measure: Literal["effective", "factors"] = option(
+        "effective", "LoRA: squared norm of the effective update scale*B*A, or of the factors A and B themselves"
+    )
+    prior: Literal["init", "zero"] = option("init", "weights toward which lambda shrinks: the start of training, or 0")
+    sigma: float = option(0.1, "standard deviation of the Gaussian prior around w0, in units of a weight")
+    tokens: Optional[int] = option(
+        None, "N, the tokens that the description of the weights is spread over; default: supervised training tokens"
+    )
+    stop_at_target: bool = option(False, "end training when S reaches target_s (early stop without held-out data)")
+    hold_steps: int = option(
+        0, "with stop_at_target: instead of ending at once hold S for this many steps while the rate decays to 0"
+    )
+    control_frequency: int = option(1, "optimizer steps between two decisions of the controller")
+    ema_alpha: Optional[float] = option(
+        None, "weight of the newest value: in the average of DataBPT (model law, 0.05) or of S (original law, 0.1)"
+    )
+    time_constant: float = option(10.0, "model law: steps in which an error of logit(S) is taken back")
+    growth_alpha: float = option(0.2, "model law: weight of the newest growth of logit(S) in its running average")
+    max_shrink: float = option(0.1, "largest fraction of (w - w0) removed by one optimizer step, decoupled actuator")
+    kp: float = option(0.8, "original law: proportional gain on S - target")
+    ki: float = option(0.15, "original law: integral gain on S - target")
+    deadband: Optional[float] = option(
+        None, "errors of S smaller than this change nothing (original law 0.002, model law 0)"
+    )
+    integral_clamp: float = option(0.2, "original law: bound on the absolute value of the integral term")
+    integral_leak: float = option(0.995, "original law: factor on the integral per control step")
+    lambda_init: float = option(1.0, "lambda at the start (original, fixed and schedule laws)")
+    lambda_min: Optional[float] = option(None, "lower bound of lambda (original law 1e-4, else 0)")
+    lambda_max: Optional[float] = option(None, "upper bound of lambda (original law 10, else none but max_shrink)")
+    lambda_final: float = option(0.0, "schedule law: lambda at the last step")
+    schedule: Literal["linear", "cosine"] = option("linear", "schedule law: shape of the ramp of lambda")
+    actuator: Literal["auto", "decoupled", "penalty"] = option(
+        "auto",
+        "decoupled: w += lr*lambda*(w0 - w) after the optimizer step; penalty: lambda*(w - w0)/(sigma^2 N) is added "
+        "to the gradient before clipping; auto: penalty for the original law, decoupled for all others",
+    )
+    auto_patience: int = option(2, "target_s auto: evaluations in a row above the best before S is held")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target_s", _target(self.target_s))
+        check_choices(self)
+        for name in ("sigma", "time_constant", "max_shrink"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value > 0, f"scu_{name} is {value}; it must be above 0")
+        for name in ("control_frequency", "auto_patience"):
+            require(getattr(self, name) >= 1, f"scu_{name} is {getattr(self, name)}; it must be 1 or more")
+        for name in ("growth_alpha", "ema_alpha", "max_shrink"):
+            value = getattr(self, name)
+            require(value is None or 0 < value <= 1, f"scu_{name} is {value}; it must be above 0 and at most 1")
+        require(0 <= self.integral_leak <= 1, f"scu_integral_leak is {self.integral_leak}; allowed: 0 to 1")
+        require(self.tokens is None or self.tokens > 0, f"scu_tokens is {self.tokens}; it must be 1 or more")
+        require(self.hold_steps >= 0, f"scu_hold_steps is {self.hold_steps}; it must be 0 or more")
+        for name in (
+            "kp",
+            "ki",
+            "integral_clamp",
+            "lambda_init",
+            "lambda_final",
+            "lambda_min",
+            "lambda_max",
+            "deadband",
+        ):
+            value = getattr(self, name)
+            require(
+                value is None or (math.isfinite(value) and value >= 0), f"scu_{name} is {value}; it must be 0 or more"
+            )
+        low, high = self.lambda_bounds
+        require(low <= high, f"scu_lambda_min {low} exceeds scu_lambda_max {high}; lower scu_lambda_min")
+        if self.law == "original":
+            require(
+                low <= self.lambda_init <= high,
+                f"scu_lambda_init {self.lambda_init} is outside [{low}, {high}]; change it or scu_lambda_min/max",
+            )
+            require(
+                low > 0, "scu_lambda_min is 0; the original law multiplies lambda and cannot leave 0, use 1e-4 or more"
+            )
+        require(
+            not (self.stop_at_target and self.target_s == "auto"),
+            "scu_stop_at_target needs a number as scu_target_s; 'auto' already finds its own turning point",
+        )
+        require(
+            not (self.hold_steps and not self.stop_at_target),
+            "scu_hold_steps has an effect only with scu_stop_at_target; set scu_stop_at_target: true or drop it",
+        )
+        require(
+            not (self.stop_at_target and self.law in ("fixed", "schedule") and self.hold_steps),
+            f"scu_hold_steps needs a law that can hold S (model or original); scu_law is {self.law}",
+        )
+        require(
+            not (self.target_s == "auto" and self.law != "model"),
+            f"scu_target_s: auto works with scu_law: model; scu_law is {self.law}, give a number",
+        )
+        require(
+            not (self.law == "model" and self.actuator == "penalty"),
+            "scu_law: model knows the gain of the decoupled actuator only; use scu_actuator: auto or scu_law: original",
+        )
+
+    @property
+    def resolved_actuator(self) -> str:
+        if self.actuator != "auto":
+            return self.actuator
+        return "penalty" if self.law == "original" else "decoupled"
+
+    @property
+    def lambda_bounds(self) -> tuple[float, float]:
+        """Smallest and largest lambda, with the defaults of the law filled in."""
+        low, high = (1e-4, 10.0) if self.law == "original" else (0.0, math.inf)
+        return (
+            low if self.lambda_min is None else self.lambda_min,
+            high if self.lambda_max is None else self.lambda_max,
+        )
+
+    @property
+    def resolved_ema_alpha(self) -> float:
+        if self.ema_alpha is not None:
+            return self.ema_alpha
+        return 0.1 if self.law == "original" else 0.05
+
+    @property
+    def resolved_deadband(self) -> float:
+        if self.deadband is not None:
+            return self.deadband
+        return 0.002 if self.law == "original" else 0.0
+
+
+def _target(value) -> Union[float, str]:
+    if value == "auto":
+        return "auto"
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise SettingsError(f"scu_target_s is {value!r}; allowed: a number between 0 and 1, or auto") from None
+    require(0 < number < 1, f"scu_target_s is {number}; it must lie between 0 and 1, for instance 0.1")
+    return number
