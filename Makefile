@@ -23,7 +23,7 @@ export TOKENIZERS_PARALLELISM = false
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help deps verify-install check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map test test-cpu test-smoke lint
+.PHONY: help deps verify-install check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map train-resnet train-efficientnet train-gru train-sensors test test-cpu test-smoke lint
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,18 @@ train-qlora: $(STAMP) ## adapters over weights stored in 4 bits
 
 train-device-map: $(STAMP) ## adapters over weights that lie on GPU, main memory and disk
 	$(BIN)/python scripts/train.py --config recipes/device_map.yaml $(ARGS)
+
+train-resnet: $(STAMP) ## an image classifier (ResNet-18) on scikit-learn's digits
+	$(BIN)/python scripts/train.py --config recipes/resnet.yaml $(ARGS)
+
+train-efficientnet: $(STAMP) ## EfficientNet-B0 on the same pictures
+	$(BIN)/python scripts/train.py --config recipes/efficientnet.yaml $(ARGS)
+
+train-gru: $(STAMP) ## CADENCE, a GRU language model over words and their category, on Python's documentation
+	$(BIN)/python scripts/train.py --config recipes/gru.yaml $(ARGS)
+
+train-sensors: $(STAMP) ## TRIDENT, a classifier of video, infrared and motion, on generated recordings
+	$(BIN)/python scripts/train.py --config recipes/sensors.yaml $(ARGS)
 
 test: $(STAMP) ## run the tests; ARGS="-k resume" adds pytest flags
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from scu_trainer.train.trainer import SCUTrainer
+    from scu_trainer.train.wrap import wrap
 
 __version__ = "0.1.0"
-__all__ = ["SCUTrainer", "__version__"]
+__all__ = ["SCUTrainer", "__version__", "wrap"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,4 +18,8 @@ def __getattr__(name: str) -> Any:
         from scu_trainer.train.trainer import SCUTrainer
 
         return SCUTrainer
+    if name == "wrap":
+        from scu_trainer.train.wrap import wrap
+
+        return wrap
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, get_type_hints
 
@@ -24,6 +24,8 @@ from scu_trainer.settings import (
     ModelSettings,
     RegularizationSettings,
 )
+from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.settings.tasks import KINDS, TaskSettings
 
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
@@ -81,9 +83,11 @@ def our_parser(*more: type) -> HfArgumentParser:
         def error(self, message: str):
             raise SettingsError(_plain(message))
 
-    kinds = [_grouped(ModelSettings, "model"), _grouped(DataSettings, "data")]
+    kinds = [_grouped(TaskSettings, "task"), _grouped(ModelSettings, "model"), _grouped(DataSettings, "data")]
     kinds += [_grouped(regularization_flags(), "regularization"), _grouped(memory_flags(), "memory")]
-    kinds += [_grouped(CurriculumSettings, "curriculum"), *more]
+    kinds += [_grouped(CurriculumSettings, "curriculum"), _grouped(EfficiencySettings, "efficiency")]
+    kinds += [_grouped(kind.settings, f"task {name}") for name, kind in KINDS.items() if kind.settings is not None]
+    kinds += more
     return Parser(
         kinds, prog="scu-trainer train", allow_abbrev=False, usage="%(prog)s [--config FILE] [--FIELD VALUE ...]"
     )
@@ -106,6 +110,7 @@ def read_job(config: str | None, flags: Sequence[str]) -> Job:
     names = field_names(parser)
     arguments = [*_file_as_flags(config, names), *flags]
     check_names(arguments, names)
+    task = _task(parser, arguments)
     parser.set_defaults(bf16=None, fp16=None)  # None: nobody said anything
     typed = parser.parse_args(arguments)
     prepare_environment(typed.deepspeed, typed.use_cpu)
@@ -114,10 +119,34 @@ def read_job(config: str | None, flags: Sequence[str]) -> Job:
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except (ValueError, ImportError) as error:  # what TrainingArguments finds wrong with its own fields
         raise SettingsError(str(error)) from error
-    model, data, scu, memory, curriculum, training = parts
-    model = dataclasses.replace(model, mixed_precision=precision.name)
-    job = Job(model, data, _regularization(scu), training, MemorySettings(**vars(memory)), curriculum)
-    return dataclasses.replace(job, notes=(f"precision: {precision.reason}",))
+    _, model, data, scu, memory, curriculum, efficiency, *own, training = parts
+    return Job(
+        dataclasses.replace(model, mixed_precision=precision.name),
+        data,
+        _regularization(scu),
+        training,
+        MemorySettings(**vars(memory)),
+        curriculum,
+        task=task,
+        own=next((settings for settings in own if type(settings) is task.kind.settings), None),
+        efficiency=efficiency,
+        notes=(f"precision: {precision.reason}",),
+    )
+
+
+def _task(parser: HfArgumentParser, arguments: Sequence[str]) -> TaskSettings:
+    """The task, whose defaults, preset and mode stand in for everybody's defaults of ``parser``."""
+    typed = parser.parse_args(arguments)
+    task = TaskSettings(typed.task, typed.preset, typed.mode)
+    task.check_typed(_given(arguments, field_names(parser)))
+    parser.set_defaults(**task.defaults)
+    return task
+
+
+def _given(arguments: Iterable[str], names: Collection[str]) -> list[str]:
+    """Fields that were given a value; ``--no_scu`` gives one to ``scu``."""
+    given = [_name(word) for word in arguments if word.startswith("--")]
+    return [name.removeprefix("no_") if name.startswith("no_") and name[3:] in names else name for name in given]
 
 
 def _choose_precision(parser: HfArgumentParser, typed: Any) -> Choice:

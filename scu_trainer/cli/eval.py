@@ -1,4 +1,5 @@
-"""``scu-trainer eval``: held-out bits per token of a run, a checkpoint, an adapter or a model, alone or beside another.
+"""``scu-trainer eval``: held-out bits per token, or accuracy, of a run, a checkpoint, an adapter or a model, alone or
+beside another.
 
 A run says itself which documents it held out. Two models are scored on the same rows, and each resample of the
 documents is drawn for both alike: what makes a document hard cancels in the difference.
@@ -17,15 +18,16 @@ from scu_trainer.cli import configuration
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.subjects import Subject, base_subject, held_out_settings, may_have_learned, subject_of
 from scu_trainer.errors import DataError, ModelError, SettingsError
-from scu_trainer.models.fit import require_fit
-from scu_trainer.models.load import load_for_evaluation, load_tokenizer
+from scu_trainer.models.load import load_tokenizer
 from scu_trainer.settings import DataSettings
+from scu_trainer.settings.tasks import KINDS, TEXT, TaskSettings
 
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
 
-    from scu_trainer.data import PreparedData
     from scu_trainer.train.evaluate import DocumentScores, Interval
+    from scu_trainer.train.parts import Parts
+    from scu_trainer.train.tasks.task import Task
 
 BASE = "base"
 
@@ -50,6 +52,7 @@ class EvalOptions:
 
     _argument_group_name = "evaluation"
 
+    task: Optional[str] = _option(None, f"of {', '.join(KINDS)}; default: that of the run, {TEXT} without one")
     against: Optional[str] = _option(None, "a second model, or the word base: what RUN_OR_MODEL was tuned from")
     batch_tokens: int = _option(8192, "padded tokens per forward pass")
     confidence: float = _option(0.95, "level of the intervals, above 0 and below 1")
@@ -64,6 +67,8 @@ class EvalOptions:
         for name, least in (("batch_tokens", 1), ("resamples", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise SettingsError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        if self.task is not None:
+            TaskSettings(self.task)
         if not 0 < self.confidence < 1:
             raise SettingsError(f"confidence is {self.confidence}; it must lie between 0 and 1, for instance 0.95")
 
@@ -148,24 +153,26 @@ def _quiet_stdout() -> Iterator[None]:
 
 def _evaluate(subjects: list[Subject], typed: dict[str, Any], options: EvalOptions) -> dict[str, Any]:
     """Everything that is reported, JSON-like."""
-    from scu_trainer.data import default_cache_dir, prepare
+    from scu_trainer.train.tasks import task_of
 
     owner = next((subject for subject in subjects if subject.run), subjects[0])
+    task = task_of(options.task or owner.task)
+    TaskSettings(task.name).check_typed(typed)
     settings, seed = held_out_settings(owner, typed, options.seed)
-    tokenizers = [load_tokenizer(subject.model) for subject in subjects]
-    _require_same_tokens(subjects, tokenizers)
-    tokenizer, cache_dir = tokenizers[subjects.index(owner)], default_cache_dir(settings.cache_dir)
-    data = prepare(settings, tokenizer, seed=seed, cache_dir=cache_dir, model_name=owner.name)
-    if data.eval is None:
-        raise DataError(f"no document of {settings.dataset} is held out; add --eval_dataset NAME_OR_PATH")
+    if task.name == TEXT:
+        _require_same_tokens(subjects, [load_tokenizer(subject.model) for subject in subjects])
     precision = (owner.mixed_precision or "no") if options.mixed_precision == "auto" else options.mixed_precision
-    scores = [_scores(subject, precision, tokenizer, data, options.batch_tokens) for subject in subjects]
-    notes = [*_notes_on_data(data), *_notes_on_training(subjects, settings, seed)]
-    if owner.run and not typed and data.fingerprint != owner.run["data"]["fingerprint"]:
+    ask = _Question(task, settings, owner, seed, precision, options.batch_tokens)
+    scores = [ask.scores(subject) for subject in subjects]
+    notes = [*_notes_on_data(ask.data, task.item), *_notes_on_training(subjects, settings, seed)]
+    if owner.run and not typed and ask.data.fingerprint != owner.run["data"]["fingerprint"]:
         notes.append(f"the data have another fingerprint than when {owner.name} was trained: {MAY_HAVE_LEARNED}")
     return {
+        "task": task.name,
+        "item": task.item,
+        "unit": task.unit,
         "dataset": settings.eval_dataset or settings.dataset,
-        "fingerprint": data.fingerprint,
+        "fingerprint": ask.data.fingerprint,
         "split_seed": seed,
         "documents": len(scores[0].tokens),
         "tokens": int(scores[0].tokens.sum()),
@@ -187,44 +194,77 @@ def _require_same_tokens(subjects: list[Subject], tokenizers: list[Any]) -> None
     )
 
 
-def _scores(subject: Subject, precision: str, tokenizer: Any, data: PreparedData, batch_tokens: int) -> DocumentScores:
-    """All sides of a comparison in one ``precision``: they round alike, as the figures of the run did."""
-    import numpy
-    import torch
+@dataclass
+class _Question:
+    """What all models of a comparison are asked. One ``precision``: they round alike, as the figures of the run did.
 
-    from scu_trainer.data import Collator
-    from scu_trainer.train.evaluate import score_documents
+    ``data``: the rows of the ``owner``, once it was asked.
+    """
 
-    model = load_for_evaluation(subject.source, subject.model)
-    require_fit(model, subject.name, len(tokenizer), max(data.eval["length"]))
-    dtype = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    try:
-        with torch.autocast(next(model.parameters()).device.type, dtype, enabled=dtype is not None):
-            scores = score_documents(model, data.eval, Collator.of(tokenizer), batch_tokens)
-    except torch.OutOfMemoryError as error:
-        raise ModelError(f"out of GPU memory at batch_tokens {batch_tokens}; give a smaller --batch_tokens") from error
-    broken = int((~numpy.isfinite(scores.nats)).sum())
-    if broken:
-        raise ModelError(f"{subject.name}: no finite loss on {broken} of {len(scores.nats)} documents, broken weights")
-    return scores
+    task: Task
+    settings: DataSettings
+    owner: Subject
+    seed: int
+    precision: str
+    batch_tokens: int
+    data: Any = None
+
+    def scores(self, subject: Subject) -> DocumentScores:
+        """One model is in memory at a time."""
+        import numpy
+        import torch
+
+        parts = self._parts(subject)
+        dtype = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+        try:
+            with torch.autocast(next(parts.model.parameters()).device.type, dtype, enabled=dtype is not None):
+                scores = self.task.score(parts.model, parts)
+        except torch.OutOfMemoryError as error:
+            advice = f"out of GPU memory at batch_tokens {self.batch_tokens}; give a smaller --batch_tokens"
+            raise ModelError(advice) from error
+        broken = int((~numpy.isfinite(scores.nats)).sum())
+        if broken:
+            found = f"no finite loss on {broken} of {len(scores.nats)} {self.task.item}s"
+            raise ModelError(f"{subject.name}: {found}, broken weights")
+        return scores
+
+    def _parts(self, subject: Subject) -> Parts:
+        from scu_trainer.train.tasks.task import Source
+
+        source = Source(subject.model, self.settings, self.owner.own(self.task.name), self.seed)
+        parts = replace(self.task.load_scored(source), batch_tokens=self.batch_tokens)
+        if parts.data.eval is None:
+            raise DataError(
+                f"no {self.task.item} of {self.settings.dataset} is held out; add --eval_dataset NAME_OR_PATH"
+            )
+        if self.data is None or subject is self.owner:
+            self.data = parts.data
+        return parts
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
 def _figures(subjects: list[Subject], scores: list[DocumentScores], options: EvalOptions) -> dict[str, Any]:
-    from scu_trainer.train.evaluate import bootstrap_bpt, bootstrap_difference
+    from scu_trainer.train.evaluate import bootstrap_accuracy_difference, bootstrap_difference
 
     how = {"resamples": options.resamples, "confidence": options.confidence, "seed": options.seed}
-    rows = [
-        {"name": subject.name, "bpt": _bounds(bootstrap_bpt(score, **how), score), "perplexity": score.perplexity}
-        for subject, score in zip(subjects, scores, strict=True)
-    ]
+    rows = [_figures_of(subject, score, how) for subject, score in zip(subjects, scores, strict=True)]
     if len(scores) == 1:
         return {"model": rows[0]}
-    difference = bootstrap_difference(scores[1], scores[0], **how)
+    is_classifier = scores[0].correct is not None
+    difference = (bootstrap_accuracy_difference if is_classifier else bootstrap_difference)(scores[1], scores[0], **how)
     found = {**_bounds(difference, scores[0]), "verdict": verdict(difference, len(scores[0].tokens))}
     return {"model": rows[0], "against": rows[1], "difference": found}
+
+
+def _figures_of(subject: Subject, scores: DocumentScores, how: dict[str, Any]) -> dict[str, Any]:
+    from scu_trainer.train.evaluate import bootstrap_accuracy, bootstrap_bpt
+
+    bits = {"name": subject.name, "bpt": _bounds(bootstrap_bpt(scores, **how), scores)}
+    if scores.correct is None:
+        return {**bits, "perplexity": scores.perplexity}
+    return {**bits, "accuracy": _bounds(bootstrap_accuracy(scores, **how), scores)}
 
 
 def _bounds(interval: Interval, scores: DocumentScores) -> dict[str, Any]:
@@ -241,11 +281,11 @@ def verdict(difference: Interval, documents: int) -> str:
     return "higher" if difference.low > 0 else "no difference found"
 
 
-def _notes_on_data(data: PreparedData) -> list[str]:
-    count = len(data.eval_documents)
-    notes = [] if count >= FEW_DOCUMENTS else [f"{_documents(count)} held out: too few to trust an interval"]
-    if data.books.rows_dropped:
-        notes.append(f"left out while reading: {data.books.dropped_in_words()}")
+def _notes_on_data(data: Any, item: str) -> list[str]:
+    count, books = len(data.eval_documents) if item == "document" else len(data.eval), data.books
+    notes = [] if count >= FEW_DOCUMENTS else [f"{_count(count, item)} held out: too few to trust an interval"]
+    if books.is_anything_dropped:
+        notes.append(f"left out while reading: {books.dropped_in_words()}")
     return notes
 
 
@@ -257,27 +297,36 @@ def _notes_on_training(subjects: list[Subject], settings: DataSettings, seed: in
 def as_text(report: dict[str, Any]) -> str:
     models = [report[key] for key in ("model", "against") if key in report]
     level = f"{100 * models[0]['bpt']['confidence']:g} % interval"
-    lines = [
-        f"held out: {_documents(report['documents'])} of {report['dataset']}, {report['tokens']:,} tokens predicted",
-        "" if report["mixed_precision"] == "no" else f"computed in {report['mixed_precision']} autocast",
-        f"{'bits per token':>14}  {level:^20}  {'perplexity':>10}",
-    ]
-    for model in models:
-        bpt = model["bpt"]
-        lines.append(f"{bpt['value']:>14.4f}  {_range(bpt):^20}  {model['perplexity']:>10.4g}  {model['name']}")
+    held_out = f"held out: {_count(report['documents'], report['item'])} of {report['dataset']}"
+    per = f"bits per {report['unit']}"
+    if "accuracy" in models[0]:
+        rows = [f"{'accuracy':>14}  {level:^20}  {per:>14}"]
+        rows += [
+            f"{m['accuracy']['value']:>14.4f}  {_range(m['accuracy']):^20}  {m['bpt']['value']:>14.4f}  {m['name']}"
+            for m in models
+        ]
+    else:
+        held_out += f", {report['tokens']:,} {report['unit']}s predicted"
+        rows = [f"{per:>14}  {level:^20}  {'perplexity':>10}"]
+        rows += [
+            f"{m['bpt']['value']:>14.4f}  {_range(m['bpt']):^20}  {m['perplexity']:>10.4g}  {m['name']}" for m in models
+        ]
+    computed = "" if report["mixed_precision"] == "no" else f"computed in {report['mixed_precision']} autocast"
+    lines = [held_out, computed, *rows]
     if "difference" in report:
-        lines += ["", _difference_line(report["difference"], level, *(model["name"] for model in models))]
+        what = "accuracy" if "accuracy" in models[0] else per
+        lines += ["", _difference_line(report["difference"], level, what, *(model["name"] for model in models))]
     return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
 
 
-def _difference_line(difference: dict[str, Any], level: str, name: str, other: str) -> str:
+def _difference_line(difference: dict[str, Any], level: str, what: str, name: str, other: str) -> str:
     found = difference["verdict"]
     summary = f"{name} is {found} than {other}" if found in ("lower", "higher") else found
-    return f"{summary}: {difference['value']:+.4f} bits per token ({level} {_range(difference, '+')})"
+    return f"{summary}: {difference['value']:+.4f} {what} ({level} {_range(difference, '+')})"
 
 
-def _documents(count: int) -> str:
-    return f"{count:,} document{'s' if count != 1 else ''}"
+def _count(count: int, item: str) -> str:
+    return f"{count:,} {item}{'s' if count != 1 else ''}"
 
 
 def _range(interval: dict[str, Any], sign: str = "") -> str:

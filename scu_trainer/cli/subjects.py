@@ -10,6 +10,7 @@ from scu_trainer.errors import DataError, ModelError
 from scu_trainer.models.load import base_of, check_source, is_adapter
 from scu_trainer.run_files import read_json
 from scu_trainer.settings import DataSettings, ModelSettings
+from scu_trainer.settings.tasks import KINDS, TEXT
 
 CONFIG_FILE, STATUS_FILE = "training_config.json", "run.json"
 
@@ -49,6 +50,15 @@ class Subject:
         """In which its run computed: bf16, fp16, or None for that of the weights."""
         found = self.run["configuration"].get("mixed_precision") if self.run else None
         return found if found in ("bf16", "fp16") else None
+
+    @property
+    def task(self) -> str:
+        return self.run["configuration"].get("task", TEXT) if self.run else TEXT
+
+    def own(self, task: str) -> Any:
+        """Settings of its run that only ``task`` has; their defaults without a run."""
+        kind = KINDS[task].settings
+        return None if kind is None else _settings_in(kind, self.run or {"configuration": {}})
 
     @property
     def data(self) -> DataSettings:
@@ -107,7 +117,10 @@ def base_subject(subject: Subject) -> Subject:
     if is_adapter(Path(subject.source)):
         name = base_of(Path(subject.source))
     elif subject.run:
-        name = _settings_in(ModelSettings, subject.run).model_name_or_path or _embedded_base(subject)
+        name = _settings_in(ModelSettings, subject.run).model_name_or_path
+        if name is None and subject.task != TEXT:
+            raise ModelError(f"{subject.name} was trained from scratch, so it has no base; drop --against base")
+        name = name or _embedded_base(subject)
     else:
         raise ModelError(f"{subject.name} is neither an adapter nor of a run, so its base is unknown; give its path")
     check_source(name)

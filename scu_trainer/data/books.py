@@ -67,6 +67,10 @@ class DataBooks:
             lines.append(f"{self.heldout_duplicates:,} held-out documents are also in the training data, word for word")
         return [*lines, *self.notes]
 
+    @property
+    def is_anything_dropped(self) -> bool:
+        return bool(self.rows_dropped)
+
     def dropped_in_words(self) -> str:
         """Phrase for an error message, for instance "2 × empty text (notes.jsonl row 3)", or "nothing"."""
         parts = [f"{count:,} × {reason} ({self.examples[reason][0]})" for reason, count in self.rows_dropped.items()]

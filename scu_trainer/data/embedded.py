@@ -57,15 +57,15 @@ def python_docs() -> Iterator[tuple[str, str]]:
 
 def stdlib_source() -> Iterator[tuple[str, str]]:
     """Source files of the standard library, one document each."""
-    for name, source in _stdlib_modules():
+    for name, source in stdlib_modules():
         if len(source) >= SMALLEST_DOCUMENT:
             yield name, source
 
 
 def stdlib_docstrings() -> Iterator[tuple[str, str]]:
     """Docstrings of each module of the standard library with its classes and functions, one document per module."""
-    for name, source in _stdlib_modules():
-        text = "\n\n".join(_docstrings(source)) + "\n"
+    for name, source in stdlib_modules():
+        text = "\n\n".join(docstrings_of(source)) + "\n"
         if len(text) >= SMALLEST_DOCUMENT:
             yield name, text
 
@@ -73,7 +73,8 @@ def stdlib_docstrings() -> Iterator[tuple[str, str]]:
 EXTRACTORS = {"python_docs": python_docs, "stdlib_docstrings": stdlib_docstrings, "stdlib_source": stdlib_source}
 
 
-def _stdlib_modules() -> Iterator[tuple[str, str]]:
+def stdlib_modules() -> Iterator[tuple[str, str]]:
+    """Path and source of each module of the standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -82,7 +83,8 @@ def _stdlib_modules() -> Iterator[tuple[str, str]]:
                 yield relative.as_posix(), file.read()
 
 
-def _docstrings(source: str) -> Iterator[str]:
+def docstrings_of(source: str) -> Iterator[str]:
+    """Docstrings of a module, its classes and functions, each under its name."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(source)):
         text = ast.get_docstring(node) if isinstance(node, documented) else None

@@ -45,33 +45,44 @@ class Source:
     notes: tuple[str, ...] = ()
 
 
-def training_source(settings: DataSettings, cache_dir: Path) -> Source:
-    """The source of ``settings.dataset``, with its own held-out split if it has one."""
+def training_source(settings: DataSettings, cache_dir: Path, columns: tuple[str, ...] = ()) -> Source:
+    """The source of ``settings.dataset``, with its own held-out split if it has one.
+
+    ``columns``: wanted beside the text; a dataset of the datasets library is read without all others.
+    """
     wanted = (settings.dataset_split,)
     will_split = settings.eval_dataset is None and settings.validation_split_percentage > 0
-    return _resolve(settings.dataset, wanted, settings, cache_dir, will_split)
+    return _resolve(settings.dataset, wanted, settings, cache_dir, will_split, columns)
 
 
-def held_out_source(settings: DataSettings, cache_dir: Path) -> Source:
+def held_out_source(settings: DataSettings, cache_dir: Path, columns: tuple[str, ...] = ()) -> Source:
     """The source of ``settings.eval_dataset``; of one with splits the first of validation, test and train."""
     wanted = (*HELD_OUT_SPLITS, "train")
-    return replace(_resolve(settings.eval_dataset, wanted, settings, cache_dir, will_split=False), held_out=None)
+    source = _resolve(settings.eval_dataset, wanted, settings, cache_dir, will_split=False, columns=columns)
+    return replace(source, held_out=None)
 
 
-def _resolve(name: str, wanted: tuple[str, ...], settings: DataSettings, cache_dir: Path, will_split: bool) -> Source:
+def _resolve(
+    name: str,
+    wanted: tuple[str, ...],
+    settings: DataSettings,
+    cache_dir: Path,
+    will_split: bool,
+    columns: tuple[str, ...],
+) -> Source:
     if name in EMBEDDED_DATASETS:
         _refuse_hub_settings(name, wanted, settings)
         read = partial(read_embedded, name, cache_dir, settings.text_column)
         return Source(name, embedded_identity(name), read)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _from_folder(path, wanted, settings, will_split)
+        return _from_folder(path, wanted, settings, will_split, columns)
     if path.is_file():
         _refuse_hub_settings(name, wanted, settings)
         return _from_files(name, [path], settings, will_split)
     if _looks_like_a_path(name):
         raise DataError(f"{name} does not exist{_nearest_in_folder(path)}; looked at {path.absolute()}")
-    return _from_hub(name, wanted, settings, cache_dir)
+    return _from_hub(name, wanted, settings, cache_dir, columns)
 
 
 def _refuse_hub_settings(name: str, wanted: tuple[str, ...], settings: DataSettings) -> None:
@@ -94,9 +105,11 @@ def _nearest_in_folder(path: Path) -> str:
 # Files
 
 
-def _from_folder(folder: Path, wanted: tuple[str, ...], settings: DataSettings, will_split: bool) -> Source:
+def _from_folder(
+    folder: Path, wanted: tuple[str, ...], settings: DataSettings, will_split: bool, columns: tuple[str, ...]
+) -> Source:
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return _from_saved(folder, wanted, settings)
+        return _from_saved(folder, wanted, settings, columns)
     visible = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path, folder))
     files = [path for path in visible if path.suffix in SUFFIXES]
     if not files:
@@ -164,7 +177,7 @@ def _file_identity(path: Path) -> list:
 # Datasets of the datasets library
 
 
-def _from_saved(folder: Path, wanted: tuple[str, ...], settings: DataSettings) -> Source:
+def _from_saved(folder: Path, wanted: tuple[str, ...], settings: DataSettings, columns: tuple[str, ...]) -> Source:
     import datasets
     import pyarrow
 
@@ -173,19 +186,21 @@ def _from_saved(folder: Path, wanted: tuple[str, ...], settings: DataSettings) -
     except (OSError, ValueError, pyarrow.ArrowInvalid) as error:
         raise DataError(f"{folder} looks like a folder of save_to_disk but cannot be read: {error}") from error
     identity = ["saved", [_file_identity(path) for path in sorted(folder.rglob("*")) if path.is_file()]]
-    return _from_loaded(str(folder), loaded, wanted, settings, lambda split: [*identity, split])
+    return _from_loaded(str(folder), loaded, wanted, settings, lambda split: [*identity, split], columns)
 
 
-def _from_hub(name: str, wanted: tuple[str, ...], settings: DataSettings, cache_dir: Path) -> Source:
+def _from_hub(
+    name: str, wanted: tuple[str, ...], settings: DataSettings, cache_dir: Path, columns: tuple[str, ...]
+) -> Source:
     loaded = _load_from_hub(name, wanted[-1], settings, cache_dir)
     if settings.streaming:  # nothing is cached then, so the content needs no name
-        return _from_loaded(name, loaded, wanted, settings, lambda split: ["hub", name, split])
+        return _from_loaded(name, loaded, wanted, settings, lambda split: ["hub", name, split], columns)
 
     def identity(split: str) -> list:
         part = loaded[split] if isinstance(loaded, Mapping) else loaded
         return ["hub", name, split, part._fingerprint]  # what datasets itself keys its cache by
 
-    return _from_loaded(name, loaded, wanted, settings, identity)
+    return _from_loaded(name, loaded, wanted, settings, identity, columns)
 
 
 def _load_from_hub(name: str, split: str, settings: DataSettings, cache_dir: Path):
@@ -204,10 +219,12 @@ def _load_from_hub(name: str, split: str, settings: DataSettings, cache_dir: Pat
         ) from error
 
 
-def _from_loaded(name: str, loaded, wanted: tuple[str, ...], settings: DataSettings, identity) -> Source:
+def _from_loaded(
+    name: str, loaded, wanted: tuple[str, ...], settings: DataSettings, identity, columns: tuple[str, ...]
+) -> Source:
     def build(label: str, split: str) -> Source:
         rows = loaded[split] if isinstance(loaded, Mapping) else loaded
-        return Source(label, identity(split), partial(_read_rows, label, rows, settings.text_column))
+        return Source(label, identity(split), partial(_read_rows, label, rows, (settings.text_column, *columns)))
 
     if isinstance(loaded, Mapping):
         return _from_splits(name, {split: split for split in loaded}, wanted, settings, build)
@@ -216,8 +233,8 @@ def _from_loaded(name: str, loaded, wanted: tuple[str, ...], settings: DataSetti
     return build(name, wanted[-1])
 
 
-def _read_rows(name: str, rows, text_column: str) -> Iterator[Record]:
-    known = [column for column in rows.column_names or () if column in (*KNOWN_COLUMNS, text_column)]
+def _read_rows(name: str, rows, wanted: tuple[str, ...]) -> Iterator[Record]:
+    known = [column for column in rows.column_names or () if column in (*KNOWN_COLUMNS, *wanted)]
     if known:  # other columns may hold images or audio, which cost time to decode
         rows = rows.select_columns(known)
     for number, row in enumerate(rows, start=1):

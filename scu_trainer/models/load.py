@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -26,6 +26,19 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """What LoRA means for a kind of model. ``task_type``: peft's name of it. ``targets``: the layers to adapt where
+    nobody names any; None: those of ``adapter_targets``. ``modules_to_save``: trained as they are, beside adapters."""
+
+    task_type: Optional[str] = "CAUSAL_LM"
+    targets: Optional[list[str]] = None
+    modules_to_save: Optional[list[str]] = None
+
+
+CAUSAL = AdapterPlan()
 
 
 def check_source(name_or_path: str) -> None:
@@ -217,8 +230,8 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError)
 
 
-def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings) -> nn.Module:
-    """Full: every weight trainable. LoRA: adapters on ``lora_target_modules`` or on ``adapter_targets``, base frozen;
+def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters: AdapterPlan = CAUSAL) -> nn.Module:
+    """Full: every weight trainable. LoRA: adapters on ``lora_target_modules`` or on those of the plan, base frozen;
     where ``model_name_or_path`` is an adapter, training goes on with it, and its own configuration counts."""
     adapter = Path(settings.model_name_or_path or "").expanduser()
     if settings.tuning == "full":
@@ -232,11 +245,12 @@ def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings) -> nn.Mo
             with _as_model_error(str(adapter), "adapter"):
                 return adapt_as_saved(model, adapter)
         return _with_adapter(model, adapter, is_trainable=True)
-    from peft import LoraConfig, TaskType
+    from peft import LoraConfig
 
-    targets = checked_targets(model, settings.lora_target_modules) or adapter_targets(model)
+    targets = checked_targets(model, settings.lora_target_modules) or adapters.targets or adapter_targets(model)
     config = LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
+        task_type=adapters.task_type,
+        modules_to_save=adapters.modules_to_save,
         r=settings.lora_r,
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,

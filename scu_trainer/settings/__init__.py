@@ -6,6 +6,7 @@ composes both. On the command line the fields of ``RegularizationSettings`` carr
 
 from scu_trainer.settings.curriculum import METHODS, CurriculumSettings
 from scu_trainer.settings.data import EMBEDDED_DATASETS, DataSettings
+from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.settings.memory import BYTES, MemorySettings, size_in_gib
 from scu_trainer.settings.model import DEVICE_MAPS, ModelSettings
 from scu_trainer.settings.regularization import RegularizationSettings
@@ -17,6 +18,7 @@ __all__ = [
     "METHODS",
     "CurriculumSettings",
     "DataSettings",
+    "EfficiencySettings",
     "MemorySettings",
     "ModelSettings",
     "RegularizationSettings",

@@ -9,6 +9,9 @@ from scu_trainer.errors import SettingsError, nearest
 
 
 def option(default, help: str):
+    """A dataclass field; a default of several values becomes a list, as HfArgumentParser reads it."""
+    if isinstance(default, (list, tuple)):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
     return field(default=default, metadata={"help": help})
 
 

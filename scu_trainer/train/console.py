@@ -37,7 +37,11 @@ class ConsoleCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs:
             return
-        if "eval_bpt" in logs:
+        if "eval_accuracy" in logs:
+            self._print(
+                f"step {_of(state)}  held-out {logs['eval_accuracy']:.1%} right, {logs['eval_bpt']:.3f} bits per label"
+            )
+        elif "eval_bpt" in logs:
             self._print(f"step {_of(state)}  held-out {logs['eval_bpt']:.3f} bits per token")
         elif "loss" in logs:
             self._print(self._line(state, logs))

@@ -1,10 +1,12 @@
-"""Held-out bits per token: by document, with a bootstrap interval, and paired between two models."""
+"""Held-out bits per token, and accuracy of classifiers: by document or sample, with a bootstrap interval, and paired
+between two models."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Optional
 
 import numpy as np
 import torch
@@ -20,15 +22,17 @@ DRAWS_AT_ONCE = 2**20
 LARGEST_LOGITS = 2**28
 """Numbers in the logits of one forward pass: 1 GiB in float32."""
 
-MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
+MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "category_ids")
 
 
 @dataclass(frozen=True)
 class DocumentScores:
-    """Per held-out document: summed negative log-likelihood in nats, and predicted tokens. Shapes (documents,)."""
+    """Per held-out document or sample: summed negative log-likelihood in nats, predicted tokens or labels, and of
+    classifiers how many of these had the largest logit. Shapes (documents,)."""
 
     nats: np.ndarray
     tokens: np.ndarray
+    correct: Optional[np.ndarray] = None
 
     @property
     def bpt(self) -> float:
@@ -38,6 +42,11 @@ class DocumentScores:
     @property
     def perplexity(self) -> float:
         return 2.0**self.bpt
+
+    @property
+    def accuracy(self) -> float:
+        """Of a classifier: the share of all labels that were named right."""
+        return float(self.correct.sum() / self.tokens.sum())
 
 
 @dataclass(frozen=True)
@@ -144,30 +153,50 @@ def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[np.ndarray]:
 
 def bootstrap_bpt(scores: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0) -> Interval:
     """Percentile bootstrap over documents (Efron, 1979) of token-weighted bits per token."""
-    (drawn,) = _resampled_bpt([scores], resamples, seed)
-    return _interval(scores.bpt, drawn, confidence)
+    (drawn,) = _resampled([scores.nats], scores.tokens, resamples, seed)
+    return _interval(scores.bpt, drawn / math.log(2.0), confidence)
+
+
+def bootstrap_accuracy(
+    scores: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
+) -> Interval:
+    """The same of the share of labels that a classifier named right."""
+    (drawn,) = _resampled([scores.correct], scores.tokens, resamples, seed)
+    return _interval(scores.accuracy, drawn, confidence)
 
 
 def bootstrap_difference(
     first: DocumentScores, second: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
 ) -> Interval:
     """Bits per token of ``second`` minus ``first`` on the same documents, each resample drawn for both alike."""
+    _require_same(first, second)
+    before, after = _resampled([first.nats, second.nats], first.tokens, resamples, seed) / math.log(2.0)
+    return _interval(second.bpt - first.bpt, after - before, confidence)
+
+
+def bootstrap_accuracy_difference(
+    first: DocumentScores, second: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
+) -> Interval:
+    """Accuracy of ``second`` minus that of ``first`` on the same samples."""
+    _require_same(first, second)
+    before, after = _resampled([first.correct, second.correct], first.tokens, resamples, seed)
+    return _interval(second.accuracy - first.accuracy, after - before, confidence)
+
+
+def _require_same(first: DocumentScores, second: DocumentScores) -> None:
     if not np.array_equal(first.tokens, second.tokens):
         raise ValueError("both models must be scored on the same documents with the same tokenizer")
-    drawn_first, drawn_second = _resampled_bpt([first, second], resamples, seed)
-    return _interval(second.bpt - first.bpt, drawn_second - drawn_first, confidence)
 
 
-def _resampled_bpt(models: Sequence[DocumentScores], resamples: int, seed: int) -> np.ndarray:
-    """Bits per token of every resample, shape (models, resamples); the same documents are drawn for all models."""
-    generator, documents = np.random.default_rng(seed), len(models[0].tokens)
+def _resampled(models: Sequence[np.ndarray], tokens: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    """Amount per token of every resample, shape (models, resamples); the same documents are drawn for all models."""
+    generator, documents = np.random.default_rng(seed), len(tokens)
     drawn = np.empty((len(models), resamples))
     rows = max(1, DRAWS_AT_ONCE // documents)
     for start in range(0, resamples, rows):
         draws = generator.integers(0, documents, size=(min(rows, resamples - start), documents))
-        for of_model, scores in zip(drawn, models, strict=True):
-            nats, tokens = scores.nats[draws].sum(axis=1), scores.tokens[draws].sum(axis=1)
-            of_model[start : start + len(draws)] = nats / tokens / math.log(2.0)
+        for of_model, amounts in zip(drawn, models, strict=True):
+            of_model[start : start + len(draws)] = amounts[draws].sum(axis=1) / tokens[draws].sum(axis=1)
     return drawn
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import asdict, dataclass, field
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from transformers import TrainingArguments
@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from scu_trainer.errors import SettingsError
 from scu_trainer.hardware.optimizers import check_optimizer
 from scu_trainer.hardware.probe import accelerators, probe
-from scu_trainer.models.dispatch import Free, check_limits, refuse_unsound
+from scu_trainer.models.dispatch import Free
 from scu_trainer.settings import (
     CurriculumSettings,
     DataSettings,
@@ -21,15 +21,22 @@ from scu_trainer.settings import (
     ModelSettings,
     RegularizationSettings,
 )
+from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
+from scu_trainer.settings.tasks import TaskSettings
 from scu_trainer.train.curriculum_rules import obstacle, require_enough_epochs
 from scu_trainer.train.deepspeed_rules import check_deepspeed, uses_deepspeed
 from scu_trainer.train.resume import check_resumable
 from scu_trainer.train.sharded import weight_count
+from scu_trainer.train.tasks import task_of
+
+if TYPE_CHECKING:
+    from scu_trainer.train.tasks.task import Task
 
 
 @dataclass
 class Job:
-    """``regularization``: None trains without that loop. ``memory``: with its ``acts`` False, as the stock Trainer.
+    """``own``: the settings that only its task has. ``regularization``: None trains without that loop. ``memory``: with
+    its ``acts`` False, as the stock Trainer.
 
     ``curriculum``: what was asked for; ``acting_curriculum`` is what runs. ``notes``: lines for the user about what was
     chosen for this machine.
@@ -41,21 +48,32 @@ class Job:
     training: TrainingArguments
     memory: MemorySettings = field(default_factory=MemorySettings)
     curriculum: CurriculumSettings = field(default_factory=CurriculumSettings)
+    task: TaskSettings = field(default_factory=TaskSettings)
+    own: Optional[Any] = None
+    efficiency: EfficiencySettings = field(default_factory=EfficiencySettings)
     notes: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Task:
+        return task_of(self.task.task)
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, under the names of the command line; can be read back as a configuration file."""
         scu: dict[str, Any] = {"scu": self.regularization is not None}
         if self.regularization is not None:
             scu.update({f"scu_{name}": value for name, value in asdict(self.regularization).items()})
-        return {
+        found = {
+            **asdict(self.task),
             **asdict(self.model),
             **asdict(self.data),
+            **(asdict(self.own) if self.own is not None else {}),
             **scu,
             **asdict(self.memory),
             **asdict(self.curriculum),
+            **asdict(self.efficiency),
             **_training_as_dict(self.training),
         }
+        return {name: value for name, value in found.items() if name not in self.task.kind.unused}
 
     def check(self) -> None:
         """Raise SettingsError for settings that contradict each other."""
@@ -84,8 +102,8 @@ class Job:
         self._check_evaluation()
         self._check_memory()
         self._check_curriculum()
-        refuse_unsound(self.model, training)
-        check_limits(self.model, self.memory, len(cuda_bytes(training)))
+        check_efficiency(self.efficiency, training)
+        self.kind.check(self)
         check_resumable(training)
 
     def _check_evaluation(self) -> None:
@@ -160,14 +178,15 @@ def _require(condition: bool, message: str) -> None:
         raise SettingsError(message)
 
 
-def checkpoint_bytes(model, training: TrainingArguments) -> int:
+def checkpoint_bytes(model, training: TrainingArguments, averaged: bool = False) -> int:
     """Room for the checkpoints that this run will hold at once, beside the final model: weights, two Adam moments and
     w0 of what is trained; full tuning saves all weights as well. DeepSpeed keeps the weights twice more, for its engine
-    and as float32 masters."""
+    and as float32 masters. ``averaged``: with moving averages of the weights beside them."""
     trainable = sum(weight_count(p) * p.element_size() for p in model.parameters() if p.requires_grad)
     kept = 1 if training.save_total_limit is None else training.save_total_limit + 1
     saves = 0 if training.save_strategy == "no" else kept
     copies = 6 if uses_deepspeed(training) else 4
+    copies += averaged
     return trainable * (copies * saves + 1)
 
 

@@ -14,12 +14,13 @@ from typing import Any, Optional
 import psutil
 from accelerate.utils import broadcast_object_list, wait_for_everyone
 from rich.console import Console
+from torch.utils.data import Subset
 
 from scu_trainer.run_files import free_bytes
 from scu_trainer.train.costs import StepTimes
 from scu_trainer.train.job import Job, is_leader
 from scu_trainer.train.logs import RunLog
-from scu_trainer.train.parts import Parts, load_parts
+from scu_trainer.train.parts import Parts
 from scu_trainer.train.session import build_trainer, score
 from scu_trainer.train.sharded import is_sharded
 
@@ -39,7 +40,7 @@ def rehearse(job: Job, console: Optional[Console] = None, log: Optional[RunLog] 
     console = console or Console(highlight=False, quiet=not is_leader())
     job.check()
     started_s = time.perf_counter()
-    parts = load_parts(job, console)
+    parts = job.kind.load(job, console)
     load_s = time.perf_counter() - started_s
     with _shared_scratch() as scratch:
         if log is not None and is_leader():
@@ -68,7 +69,7 @@ def _measure(job: Job, parts: Parts, scratch: str, console: Console) -> dict[str
     trainer = build_trainer(short, parts, None, console)
     trainer.add_callback(times)
     trainer.train()
-    evaluation_s = _evaluation_seconds(trainer, parts)
+    evaluation_s = _evaluation_seconds(job, trainer, parts)
     checkpoint = Path(scratch) / f"checkpoint-{SAVE_AT}"
     # The model is DeepSpeed's or FSDP's now, and both start once in a process.
     resumes = not (trainer.is_deepspeed_enabled or is_sharded(trainer))
@@ -101,14 +102,18 @@ def replace_training(job: Job, scratch: str) -> Job:
     return replace(job, training=training, curriculum=curriculum)
 
 
-def _evaluation_seconds(trainer, parts: Parts) -> float:
+def _evaluation_seconds(job: Job, trainer, parts: Parts) -> float:
     """Seconds to score all held-out rows, extrapolated from the first ones."""
     if parts.data.eval is None:
         return 0.0
     few = min(EVALUATION_ROWS, len(parts.data.eval))
     begun_s = time.perf_counter()
-    score(trainer, replace(parts, data=replace(parts.data, eval=parts.data.eval.select(range(few)))))
+    score(job, trainer, replace(parts, data=replace(parts.data, eval=_first(parts.data.eval, few))))
     return (time.perf_counter() - begun_s) * len(parts.data.eval) / few
+
+
+def _first(rows: Any, count: int) -> Any:
+    return rows.select(range(count)) if hasattr(rows, "select") else Subset(rows, range(count))
 
 
 def _evaluations(job: Job, steps: int) -> int:

@@ -17,12 +17,13 @@ from transformers import PrinterCallback
 from scu_trainer.models.kernels import kernel_line
 from scu_trainer.models.offloaded import input_device
 from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
+from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.console import ConsoleCallback
 from scu_trainer.train.costs import StepTimes, cost_figures
-from scu_trainer.train.evaluate import MODEL_INPUTS, DocumentScores, bpt_metrics, preprocess_logits, score_documents
+from scu_trainer.train.evaluate import DocumentScores
 from scu_trainer.train.job import Job, is_leader
 from scu_trainer.train.logs import RunLog, run_log
-from scu_trainer.train.parts import Parts, load_parts
+from scu_trainer.train.parts import Parts
 from scu_trainer.train.resume import ASKED_FOR, Start, resolve
 from scu_trainer.train.run_directory import RunStatusCallback, git_commit, versions
 from scu_trainer.train.sharded import Beforehand, is_sharded, training_precision
@@ -34,9 +35,6 @@ from scu_trainer.train.summary import (
     regularization_figures,
 )
 from scu_trainer.train.trainer import SCUTrainer
-
-PROBED_TOKENS = 32
-"""Enough to see which kernels run; whole rows with their logits belong to the memory loop."""
 
 
 def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = None) -> dict[str, Any]:
@@ -63,7 +61,7 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         console.print(start.line, soft_wrap=True)
     if start.is_done:
         return read_json(start.output_dir / "scu_metrics.json")
-    parts = load_parts(job, console)
+    parts = job.kind.load(job, console)
     asked_for, job.training.output_dir = Path(job.training.output_dir).name, str(start.output_dir)
     with _run_directory(job, parts, asked_for, log) as status:
         return _train(job, parts, start, status, console)
@@ -121,14 +119,17 @@ def build_trainer(job: Job, parts: Parts, status: Optional[RunStatus], console: 
         data_collator=parts.collator,
         train_dataset=parts.data.train,
         eval_dataset=parts.data.eval,
-        processing_class=parts.tokenizer,
-        compute_metrics=bpt_metrics,
-        preprocess_logits_for_metrics=preprocess_logits,
+        processing_class=parts.processor,
+        compute_metrics=job.kind.compute_metrics,
+        preprocess_logits_for_metrics=job.kind.preprocess_logits,
         regularization=job.regularization,
         regularization_tokens=parts.data.books.supervised_tokens or None,
         memory=job.memory,
         curriculum=job.acting_curriculum,
+        efficiency=job.efficiency,
     )
+    for line in trainer.efficiency.lines:
+        console.print(line, soft_wrap=True)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ConsoleCallback(console))
     if status is not None:
@@ -140,16 +141,19 @@ def _train(job: Job, parts: Parts, start: Start, status: Optional[RunStatus], co
     output_dir = Path(job.training.output_dir)
     trainer, times = build_trainer(job, parts, status, console), StepTimes()
     trainer.add_callback(times)
-    before = Beforehand(trainer, lambda: _before(trainer, parts, console))
+    before = Beforehand(trainer, lambda: _before(job, trainer, parts, console))
     if before.is_late and start.checkpoint is not None:
         console.print("the figures before training will be those of the checkpoint", soft_wrap=True)
     outcome = trainer.train(resume_from_checkpoint=start.checkpoint)
-    after = score(trainer, parts)
+    after = score(job, trainer, parts)
     trainer.save_model()
     trainer.save_state()
     figures = {
         "steps": trainer.state.global_step,
         "train_s": outcome.metrics["train_runtime"],
+        "item": job.kind.item,
+        "unit": job.kind.unit,
+        "has_base": job.task.task == TEXT or job.model.model_name_or_path is not None,
         **held_out_figures(before.value, after),
         "best_held_out": best_held_out(trainer.state.log_history),
         "costs": cost_figures(job.training.device, times, parts.before_model_bytes, trainer),
@@ -162,37 +166,34 @@ def _train(job: Job, parts: Parts, start: Start, status: Optional[RunStatus], co
     return figures
 
 
-def _before(trainer: SCUTrainer, parts: Parts, console: Console) -> Optional[DocumentScores]:
-    console.print(_kernels(trainer, parts), soft_wrap=True)
-    return score(trainer, parts)
+def _before(job: Job, trainer: SCUTrainer, parts: Parts, console: Console) -> Optional[DocumentScores]:
+    console.print(_kernels(job, trainer, parts), soft_wrap=True)
+    return score(job, trainer, parts)
 
 
-def _kernels(trainer: SCUTrainer, parts: Parts) -> str:
-    """Which kernels really run, found by one forward on the start of a training row."""
+def _kernels(job: Job, trainer: SCUTrainer, parts: Parts) -> str:
+    """Which kernels really run, found by one forward on a training row."""
     if is_sharded(trainer):
         return "attention: not looked at, the weights are sharded"
-    rows = parts.data.train
-    batch = parts.collator([next(iter(rows))])
-    inputs = {name: batch[name][:, :PROBED_TOKENS] for name in MODEL_INPUTS if name in batch}
     device = input_device(trainer.model)
-    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+    inputs = {name: value.to(device) for name, value in job.kind.probe(parts).items()}
     return kernel_line(trainer.model, inputs, training_precision(trainer))
 
 
-def score(trainer: SCUTrainer, parts: Parts) -> Optional[DocumentScores]:
-    """Held-out scores by document. The other ranks wait for the first, which has the figures to report; where weights
-    are sharded all of them do the same work."""
+def score(job: Job, trainer: SCUTrainer, parts: Parts) -> Optional[DocumentScores]:
+    """Held-out scores. The other ranks wait for the first, which has the figures to report; where weights are sharded
+    all of them do the same work."""
     if parts.data.eval is None:
         return None
     if is_sharded(trainer):
-        return _scores(trainer, parts)
+        return _scores(job, trainer, parts)
     with trainer.accelerator.main_process_first():
-        return _scores(trainer, parts) if is_leader() else None
+        return _scores(job, trainer, parts) if is_leader() else None
 
 
-def _scores(trainer: SCUTrainer, parts: Parts) -> DocumentScores:
+def _scores(job: Job, trainer: SCUTrainer, parts: Parts) -> DocumentScores:
     with training_precision(trainer):
-        return score_documents(trainer.model, parts.data.eval, parts.collator)
+        return job.kind.score(trainer.model, parts)
 
 
 def _notices(trainer: SCUTrainer) -> list[str]:
@@ -209,4 +210,6 @@ def _write_results(trainer: SCUTrainer, output_dir: Path, figures: dict[str, Any
         figures["memory"] = memory_figures(trainer.chunked.loop)
     if trainer.curriculum is not None:
         figures["curriculum"] = trainer.curriculum.figures()
+    if (throughput := trainer.efficiency.figures()) is not None:
+        figures["throughput"] = throughput
     write_json(output_dir / "scu_metrics.json", figures)

@@ -12,16 +12,32 @@ from rich.table import Table
 from scu_trainer.control.tracking import assess
 from scu_trainer.run_files import read_rows
 from scu_trainer.train.callbacks import HISTORY_FILE
-from scu_trainer.train.evaluate import DocumentScores, bootstrap_bpt, bootstrap_difference
+from scu_trainer.train.evaluate import (
+    DocumentScores,
+    bootstrap_accuracy,
+    bootstrap_accuracy_difference,
+    bootstrap_bpt,
+    bootstrap_difference,
+)
 from scu_trainer.train.memory_loop import MemoryLoop
 from scu_trainer.train.suspects import SUSPECTS_FILE
+from scu_trainer.train.throughput import throughput_lines
 
 
 def held_out_figures(before: Optional[DocumentScores], after: Optional[DocumentScores]) -> dict[str, Any]:
-    """Bits per token before and after with 95 % bootstrap intervals over documents, and their paired difference."""
+    """Bits per token before and after with 95 % bootstrap intervals over documents, and their paired difference; of
+    classifiers (bits per label, over samples) the accuracy too."""
     if before is None or after is None:
         return {"held_out_documents": 0}
+    accuracy = {}
+    if after.correct is not None:
+        accuracy = {
+            "held_out_accuracy_before": asdict(bootstrap_accuracy(before)),
+            "held_out_accuracy_after": asdict(bootstrap_accuracy(after)),
+            "held_out_accuracy_change": asdict(bootstrap_accuracy_difference(before, after)),
+        }
     return {
+        **accuracy,
         "held_out_documents": len(before.tokens),
         "held_out_tokens": int(before.tokens.sum()),
         "held_out_bpt_before": asdict(bootstrap_bpt(before)),
@@ -31,12 +47,13 @@ def held_out_figures(before: Optional[DocumentScores], after: Optional[DocumentS
 
 
 def best_held_out(log_history: list[dict[str, Any]]) -> Optional[dict[str, Any]]:
-    """The lowest held-out bits per token among the evaluations of the run, with its step."""
+    """The best of the evaluations of the run, with its step: the highest accuracy, else the lowest bits per token."""
     evaluations = [entry for entry in log_history if "eval_bpt" in entry]
     if not evaluations:
         return None
-    best = min(evaluations, key=lambda entry: entry["eval_bpt"])
-    return {"step": best["step"], "bpt": best["eval_bpt"]}
+    best = min(evaluations, key=lambda entry: (-entry.get("eval_accuracy", 0.0), entry["eval_bpt"]))
+    accuracy = {"accuracy": best["eval_accuracy"]} if "eval_accuracy" in best else {}
+    return {"step": best["step"], "bpt": best["eval_bpt"], **accuracy}
 
 
 def regularization_figures(output_dir: Path, regularizer, seconds_in_loop: float, train_s: float) -> dict[str, Any]:
@@ -94,28 +111,51 @@ def print_table(console: Console, figures: dict[str, Any], output_dir: Path, tra
         *_control_lines(figures.get("regularization")),
         *_memory_lines(figures.get("memory")),
         *_curriculum_lines(figures.get("curriculum")),
+        *throughput_lines(figures.get("throughput")),
     ]:
         table.add_row(name, value)
     table.add_row("files", str(output_dir))
     console.print(table)
-    console.print(f"next: scu-trainer eval {output_dir} --against base", soft_wrap=True)
+    against = " --against base" if figures["has_base"] else ""
+    console.print(f"next: scu-trainer eval {output_dir}{against}", soft_wrap=True)
     if (output_dir / "logs" / "tensorboard").is_dir():
         console.print(f"      tensorboard --logdir {output_dir}/logs/tensorboard", soft_wrap=True)
 
 
 def _held_out_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    unit = figures.get("unit", "token")
     if not figures["held_out_documents"]:
-        return [("held-out bits per token", "nothing was held out")]
-    before, after, change = (figures[f"held_out_bpt_{name}"] for name in ("before", "after", "change"))
+        return [(f"held-out bits per {unit}", "nothing was held out")]
+    documents, tokens = figures["held_out_documents"], figures["held_out_tokens"]
+    held_out = f"{documents:,} {figures.get('item', 'document')}s"
+    if "held_out_accuracy_after" in figures:
+        return [*_accuracy_lines(figures), _bits_line(figures, unit), ("held out", held_out)]
+    lines = [_bits_line(figures, unit), ("change, 95 % interval", _change(figures["held_out_bpt_change"], "+.3f"))]
+    best = figures.get("best_held_out")
+    if best and best["bpt"] < figures["held_out_bpt_after"]["value"] - 1e-4:
+        lines.append(("best on the way", f"{best['bpt']:.3f} at step {best['step']}"))
+    return [*lines, ("held out", f"{held_out}, {tokens:,} {unit}s")]
+
+
+def _bits_line(figures: dict[str, Any], unit: str) -> tuple[str, str]:
+    before, after = (figures[f"held_out_bpt_{when}"]["value"] for when in ("before", "after"))
+    return f"held-out bits per {unit}", f"{before:.3f} before, {after:.3f} after"
+
+
+def _accuracy_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    before, after = (figures[f"held_out_accuracy_{when}"] for when in ("before", "after"))
     lines = [
-        ("held-out bits per token", f"{before['value']:.3f} before, {after['value']:.3f} after"),
-        ("change, 95 % interval", f"{change['value']:+.3f} ({change['low']:+.3f} to {change['high']:+.3f})"),
+        ("held-out accuracy", f"{before['value']:.1%} before, {after['value']:.1%} after"),
+        ("95 % interval", f"{after['low']:.1%} to {after['high']:.1%}"),
     ]
     best = figures.get("best_held_out")
-    if best and best["bpt"] < after["value"] - 1e-4:
-        lines.append(("best on the way", f"{best['bpt']:.3f} at step {best['step']}"))
-    lines.append(("held out", f"{figures['held_out_documents']} documents, {figures['held_out_tokens']:,} tokens"))
+    if best and best["accuracy"] > after["value"] + 1e-9:
+        lines.append(("best on the way", f"{best['accuracy']:.1%} at step {best['step']}"))
     return lines
+
+
+def _change(change: dict[str, float], style: str) -> str:
+    return f"{change['value']:{style}} ({change['low']:{style}} to {change['high']:{style}})"
 
 
 def _memory_lines(memory: Optional[dict[str, Any]]) -> list[tuple[str, str]]:

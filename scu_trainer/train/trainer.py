@@ -33,15 +33,18 @@ from transformers import PreTrainedModel, Trainer
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import write_json
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
+from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.callbacks import CurriculumCallback, MemoryCallback, RegularizationCallback
 from scu_trainer.train.chunked_step import ChunkedStep
 from scu_trainer.train.curriculum_loop import CurriculumLoop
+from scu_trainer.train.efficiency import Efficiency
 from scu_trainer.train.loss_path import LossPath, without_index
 from scu_trainer.train.memory import Gauge, is_out_of_memory
 from scu_trainer.train.optimizer_guard import retry_unchanged
 from scu_trainer.train.prediction import Prediction
 from scu_trainer.train.ranks import refuse_arguments
 from scu_trainer.train.regularizer import Regularizer, prior_class_for
+from scu_trainer.train.wrap import adopt, countable
 
 STATE_FILE = "scu_state.json"
 PRIOR_FILE = "scu_prior.safetensors"
@@ -60,11 +63,13 @@ class SCUTrainer(Trainer):
     memory: ``MemorySettings``, or None for the stock order of operations without recovery.
     memory_gauge: where used memory is read; None: the device's own.
     curriculum: ``CurriculumSettings``, or None for the stock order of samples without their losses.
+    efficiency: ``EfficiencySettings``, or None: averages of the weights, layout, schedules in steps, throughput.
 
     Raises ControlError where lambda could not reach the trained weights (FSDP, ZeRO-3, float16 weights).
     """
 
     _in_loss = False
+    _steps_per_epoch: Optional[int] = None
 
     def __init__(
         self,
@@ -74,10 +79,12 @@ class SCUTrainer(Trainer):
         memory: Optional[MemorySettings] = None,
         memory_gauge: Optional[Gauge] = None,
         curriculum: Optional[CurriculumSettings] = None,
+        efficiency: Optional[EfficiencySettings] = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._accept_bare_loss(self.model)
+        adopt(self)
         self.chunked: Optional[ChunkedStep] = None
         self.prediction: Optional[Prediction] = None
         if memory is not None and memory.acts:
@@ -100,6 +107,7 @@ class SCUTrainer(Trainer):
             self.regularizer = Regularizer(regularization, self.model, regularization_tokens, prior_class)
             self.regularization_callback = RegularizationCallback(self)
             self.add_callback(self.regularization_callback)
+        self.efficiency = Efficiency(self, efficiency or EfficiencySettings())
 
     def train(self, *args, **kwargs):
         try:
@@ -122,7 +130,15 @@ class SCUTrainer(Trainer):
 
     def set_initial_training_values(self, args, dataloader):
         values = super().set_initial_training_values(args, dataloader)
+        self._steps_per_epoch = values[1]
         return values if self.curriculum is None else self.curriculum.training_values(values)
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        if self.lr_scheduler is None:
+            optimizer = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = self.efficiency.scheduler(optimizer, num_training_steps, self._steps_per_epoch)
+            self._created_lr_scheduler = self.lr_scheduler is not None
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial):
         arguments = (max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
@@ -159,6 +175,7 @@ class SCUTrainer(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        self.efficiency.observe(inputs, num_items_in_batch)
         step = self.stock_training_step if self.chunked is None else self.chunked.loss
         loss = step(model, inputs, num_items_in_batch)
         if self.regularizer is not None:
@@ -207,6 +224,8 @@ class SCUTrainer(Trainer):
     # Evaluation is protected in the same way, with sizes of its own.
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        ignore_keys = getattr(self.model, "keys_to_ignore_at_inference", None) if ignore_keys is None else ignore_keys
+
         def predict(part):
             return super(SCUTrainer, self).prediction_step(model, part, prediction_loss_only, ignore_keys)
 
@@ -217,9 +236,13 @@ class SCUTrainer(Trainer):
     def _get_num_items_in_batch(self, batch_samples, device):
         if self.prediction is not None and self.prediction.items is not None:
             return self.prediction.items[0]
-        return super()._get_num_items_in_batch(batch_samples, device)
+        return super()._get_num_items_in_batch(countable(self, batch_samples), device)
 
-    def evaluation_loop(self, dataloader, description, prediction_loss_only=None, *args, **kwargs):
+    def evaluation_loop(self, *args, **kwargs):
+        with self.efficiency.evaluation():
+            return self._evaluation_loop(*args, **kwargs)
+
+    def _evaluation_loop(self, dataloader, description, prediction_loss_only=None, *args, **kwargs):
         args = (dataloader, description, prediction_loss_only, *args)
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         if self.prediction is None or loss_only or self.args.eval_accumulation_steps is not None:
@@ -233,6 +256,8 @@ class SCUTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: Optional[float] = None) -> None:
         if self.regularizer is not None and "loss" in logs:
             logs.update(self.regularization_callback.scalars())
+        if "loss" in logs:
+            logs.update(self.efficiency.scalars())
         super().log(logs, start_time)
 
     def _loss_scale(self) -> float:
@@ -256,6 +281,7 @@ class SCUTrainer(Trainer):
             self.regularization_callback.before_checkpoint()
         if self.curriculum is not None:
             self.curriculum.save(output_dir)
+        self.efficiency.save(output_dir)
         if self.chunked is not None and self.args.should_save:
             write_json(Path(output_dir) / MEMORY_STATE_FILE, self.chunked.loop.state_dict())
         if self.regularizer is not None and self.args.should_save:
@@ -269,6 +295,8 @@ class SCUTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.regularizer is not None and checkpoint is not None:
             self.regularizer.load_state_dict(*_read_controller_state(Path(checkpoint)))
+        if checkpoint is not None:
+            self.efficiency.load(checkpoint)
         if self.chunked is not None and checkpoint is not None:
             saved = Path(checkpoint) / MEMORY_STATE_FILE
             if saved.is_file():  # without it chunks start anew: no result depends on them but in rounding

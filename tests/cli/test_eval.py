@@ -19,6 +19,7 @@ from scu_trainer.cli import train
 from scu_trainer.cli.eval import as_text, verdict
 from scu_trainer.run_files import read_json, write_json
 from scu_trainer.train.evaluate import Interval
+from scu_trainer.train.tasks import text
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -266,13 +267,13 @@ def test_the_script_prints_one_json_object_and_nothing_else(work):
 
 
 def test_what_a_library_prints_stays_out_of_the_result(evaluate, work, monkeypatch):
-    load = command.load_for_evaluation
+    load = text.load_for_evaluation
 
     def talkative(*arguments):
         print("loading checkpoint shards")
         return load(*arguments)
 
-    monkeypatch.setattr(command, "load_for_evaluation", talkative)
+    monkeypatch.setattr(text, "load_for_evaluation", talkative)
     assert evaluate(work.lora)["documents"] == HELD_OUT
 
 
@@ -406,5 +407,5 @@ def test_too_little_gpu_memory(refused, work, monkeypatch):
     def full(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("scu_trainer.train.evaluate.score_documents", full)
+    monkeypatch.setattr(text, "score_documents", full)
     assert "out of GPU memory at batch_tokens 8192; give a smaller --batch_tokens" in refused(work.lora)

@@ -1,0 +1,43 @@
+"""What a source of images is: its classes, the label of every image, and the images themselves one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Optional, Union
+
+import numpy
+
+NO_LABEL = -1
+
+Content = Union[bytes, Path, numpy.ndarray]
+"""A file as bytes or by its path, or pixels: uint8 of shape (height, width) or (height, width, channels)."""
+
+
+class ImageRecord(NamedTuple):
+    """One image as it was found. ``place`` names it for a person ("pets/cat/3.png", "digits row 4"; rows count from 1).
+
+    ``content`` is None, or ``label`` NO_LABEL, where ``problem`` says what is wrong.
+    """
+
+    place: str
+    content: Optional[Content]
+    label: int
+    problem: Optional[str] = None
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """``labels``: int64 of shape (images,), NO_LABEL for those without a usable one. ``read(numbers)``: these images,
+    in this order. ``identity`` is JSON-like and changes with the content. ``dropped``: (reason, place) of what is no
+    image but had to be left out. ``held_out``: the split that comes with the source."""
+
+    name: str
+    identity: list
+    label_names: tuple[str, ...]
+    labels: numpy.ndarray
+    read: Callable[[Sequence[int]], Iterable[ImageRecord]]
+    held_out: Optional[ImageSource] = None
+    notes: tuple[str, ...] = ()
+    dropped: tuple[tuple[str, str], ...] = ()

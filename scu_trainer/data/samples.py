@@ -1,0 +1,81 @@
+"""Labelled samples (pictures, recordings) that are ready for a Trainer, and the books of what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Optional
+
+MOST_EXAMPLES = 3  # per reason
+
+
+@dataclass
+class SampleBooks:
+    """Counts of one preparation. ``item``: what a sample is called, in the singular.
+
+    read: samples that were looked at. train, eval: samples of each. per_class: training samples by name of the class, a
+    class without any included. dropped: by reason; examples: the first places of each. heldout_duplicates: held-out
+    samples whose content is also a training sample.
+    """
+
+    item: str = "sample"
+    read: int = 0
+    train: int = 0
+    eval: int = 0
+    per_class: dict[str, int] = field(default_factory=dict)
+    heldout_duplicates: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def drop(self, reason: str, place: str) -> None:
+        """Count what is left out; the first few places are kept as examples."""
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        if len(self.examples.setdefault(reason, [])) < MOST_EXAMPLES:
+            self.examples[reason].append(place)
+
+    @property
+    def supervised_tokens(self) -> int:
+        """Labels of one pass over the training samples: one each."""
+        return self.train
+
+    @property
+    def is_anything_dropped(self) -> bool:
+        return bool(self.dropped)
+
+    def dropped_in_words(self) -> str:
+        """Phrase for a message, for instance "2 × cannot be read (digits/3/7.png)", or "nothing"."""
+        parts = [f"{count:,} × {reason} ({self.examples[reason][0]})" for reason, count in self.dropped.items()]
+        return "; ".join(parts) or "nothing"
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-like."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """A few lines for a person."""
+        lines = [f"{self.item}s: {self.read:,} read, {self.train:,} for training, {self.eval:,} held out"]
+        if self.per_class:
+            counts = self.per_class.values()
+            lines.append(f"classes: {len(counts)}, {min(counts):,} to {max(counts):,} {self.item}s each")
+        lines += [
+            f"dropped: {count:,} × {reason}, first: {self.examples[reason][0]}"
+            for reason, count in sorted(self.dropped.items())
+        ]
+        if self.heldout_duplicates:
+            lines.append(f"{self.heldout_duplicates:,} held-out {self.item}s are also in the training data")
+        return [*lines, *self.notes]
+
+
+@dataclass(frozen=True)
+class PreparedSamples:
+    """``train``, ``eval``: map-style datasets of rows with ``labels``; ``eval`` is None if nothing is held out.
+
+    ``label_names``: by label, from 0. ``fingerprint`` names data and settings together.
+    """
+
+    train: Any
+    eval: Optional[Any]
+    books: SampleBooks
+    fingerprint: str
+    label_names: Sequence[str]

@@ -1,0 +1,203 @@
+"""Recordings on disk: a folder with a manifest, and one .npz file per recording.
+
+    FOLDER/manifest.jsonl     one JSON object per line (or manifest.csv, with a header)
+    FOLDER/.../NAME.npz       arrays of one recording; nothing in it is ever unpickled
+
+Columns of the manifest:
+
+    file      path of the .npz, relative to the folder and inside it
+    label     class of the recording: a name, or a whole number from 0 on
+    split     optional: "train" (or what dataset_split says) and "eval"; without "eval", a share is held out by chance
+    missing   optional: branches that the recording lacks, a list (in CSV: separated by ";"); declared branches are not
+              read, and a branch that is neither there nor declared is an error
+
+Arrays of a .npz, by name. Lengths (frames, points, time) may differ between recordings and between the arrays of one;
+height, width and channels are the same in all recordings. A branch that is not missing has all of its arrays.
+
+    branch      array          shape                       dtype          unit                       nominal rate
+    visible     visible        (frames, height, width, 3)  uint8          red, green, blue; 0 to 255   30 per second
+    infrared    infrared       (frames, height, width)     float, uint16  see below                     9 per second
+                cooling_curve  (points,)                   float, uint16  see below                     1 per second
+    kinematics  kinematics     (time, channels)            float          any, the same in all files  100 per second
+
+Temperatures: float16, float32 or float64 are degrees Celsius, uint16 are hundredths of a kelvin (29315 is 20 °C).
+Infrared frames are kept in float16: 0.03 °C below 64 °C, 0.06 °C below 128 °C. Channels of kinematics are by convention
+accelerations x, y, z in m/s² and rates of turn x, y, z in rad/s. The model has no clock: other rates are fine if all
+recordings share them.
+
+``write_recordings`` writes this format; ``sensor_synthetic.export_synthetic`` writes generated recordings in it.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import numpy
+
+from scu_trainer.data.records import BadRow
+
+MANIFEST = "manifest.jsonl"
+ABSOLUTE_ZERO_CELSIUS = -273.15
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an array must look like. ``axes``: names of its dimensions, time first. ``kinds``: of numpy's dtypes that
+    are allowed, beside uint16 for temperatures. ``kept_as``: dtype in memory and in the cache."""
+
+    branch: str
+    axes: tuple[str, ...]
+    allowed: tuple[str, ...]
+    kept_as: str
+    is_temperature: bool = False
+
+
+FLOATS = ("float16", "float32", "float64")
+FORMS = {
+    "visible": Form("visible", ("frames", "height", "width", "3"), ("uint8",), "uint8"),
+    "infrared": Form("infrared", ("frames", "height", "width"), (*FLOATS, "uint16"), "float16", True),
+    "cooling_curve": Form("infrared", ("points",), (*FLOATS, "uint16"), "float32", True),
+    "kinematics": Form("kinematics", ("time", "channels"), FLOATS, "float32"),
+}
+
+
+@dataclass(frozen=True)
+class Recording:
+    """``arrays``: by name, as in the file. ``missing``: branches that it lacks. ``split``: None where nobody said."""
+
+    arrays: dict[str, numpy.ndarray]
+    label: Union[int, str]
+    missing: tuple[str, ...] = ()
+    split: Optional[str] = None
+
+
+class BadRecording(BadRow):
+    """``reason`` is the same for all recordings with this fault; the message has the details."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+def array_names(branches: Sequence[str]) -> list[str]:
+    return [name for name, form in FORMS.items() if form.branch in branches]
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
+    """The arrays of a .npz, checked and as they are kept: visible (frames, 3, height, width), temperatures in degrees
+    Celsius. Raises BadRecording, which does not name the file."""
+    try:
+        # Opened here: numpy leaves its own file open when the archive is torn.
+        with open(path, "rb") as file:
+            found = _named(numpy.load(file, allow_pickle=False), names)
+    except FileNotFoundError:
+        raise BadRecording("missing file", "the file does not exist") from None
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        raise BadRecording("unreadable file", f"not a readable .npz: {error}") from error
+    absent = [name for name in names if name not in found]
+    if absent:
+        branch = FORMS[absent[0]].branch
+        raise BadRecording(
+            "missing branch",
+            f"it has no array {absent[0]!r}, and the manifest does not declare it; "
+            f'write "missing": ["{branch}"] in its row if the recording lacks {branch}',
+        )
+    return {name: _kept(name, array) for name, array in found.items()}
+
+
+def _named(archive: Any, names: Sequence[str]) -> dict[str, numpy.ndarray]:
+    if not isinstance(archive, numpy.lib.npyio.NpzFile):
+        raise BadRecording("no .npz file", "it is a single .npy array; give a .npz with named arrays")
+    with archive:
+        return {name: archive[name] for name in names if name in archive.files}
+
+
+def _kept(name: str, array: numpy.ndarray) -> numpy.ndarray:
+    """``array`` checked, in the unit, dtype and order of axes that the rest of the project uses."""
+    form = FORMS[name]
+    wanted = f"({', '.join(form.axes)}{',' if len(form.axes) == 1 else ''})"
+    if array.dtype.name not in form.allowed:
+        raise BadRecording("wrong dtype", f"{name} is {array.dtype.name}; allowed: {', '.join(form.allowed)}")
+    channels_fit = form.axes[-1] != "3" or array.shape[-1:] == (3,)
+    if array.ndim != len(form.axes) or not channels_fit:
+        raise BadRecording("wrong shape", f"{name} has shape {array.shape}; it must be {wanted}")
+    if 0 in array.shape:
+        raise BadRecording("no content", f"{name} has shape {array.shape}, nothing in it; declare the branch missing")
+    if array.dtype.name == "uint8":
+        return numpy.ascontiguousarray(array.transpose(0, 3, 1, 2))
+    return _numbers(name, array, form)
+
+
+def _numbers(name: str, array: numpy.ndarray, form: Form) -> numpy.ndarray:
+    if array.dtype.name == "uint16":
+        array = array.astype("float32") / 100 + ABSOLUTE_ZERO_CELSIUS
+    with numpy.errstate(over="ignore"):  # told apart from a number right below
+        kept = array.astype(form.kept_as)
+    wrong = ~numpy.isfinite(kept)
+    if wrong.any():
+        place = tuple(int(index) for index in numpy.argwhere(wrong)[0])
+        raise BadRecording("no number", f"{name}{list(place)} is {array[place]}; all values must be finite numbers")
+    if form.is_temperature and float(array.min()) < ABSOLUTE_ZERO_CELSIUS:
+        raise BadRecording(
+            "wrong unit", f"{name} has {float(array.min()):g} °C, below absolute zero; floats are degrees Celsius"
+        )
+    return kept
+
+
+@dataclass
+class Shapes:
+    """What all recordings must share: per array the shape behind its time axis, learned from the first recording."""
+
+    of: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    learned_from: dict[str, str] = field(default_factory=dict)
+
+    def check(self, arrays: dict[str, numpy.ndarray], place: str) -> None:
+        """Raise BadRecording for an array of another shape than the first of its name."""
+        for name, array in arrays.items():
+            shape = array.shape[1:]
+            first = self.of.get(name, shape)
+            if shape != first:
+                raise BadRecording(
+                    "another shape",
+                    f"{name} has {_axes(name, shape)}, and {self.learned_from[name]} has {_axes(name, first)}; all "
+                    "recordings must agree",
+                )
+        for name, array in arrays.items():  # only of a recording that is used
+            self.of.setdefault(name, array.shape[1:])
+            self.learned_from.setdefault(name, place)
+
+
+def _axes(name: str, shape: tuple[int, ...]) -> str:
+    return f"{shape[0]} channels" if name == "kinematics" else f"frames of {shape[-2]} x {shape[-1]}"
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_recordings(folder: Path, recordings: Iterable[Recording]) -> int:
+    """Write ``recordings`` as they come, in the format of this module; how many there were.
+
+    Arrays are written as they are given: uint8 frames have their colours last.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    count = 0
+    with open(folder / MANIFEST, "w", encoding="utf-8") as manifest:
+        for count, recording in enumerate(recordings, start=1):
+            name = f"{count - 1:06d}.npz"
+            numpy.savez_compressed(folder / name, **recording.arrays)
+            manifest.write(json.dumps(_row(name, recording)) + "\n")
+    return count
+
+
+def _row(name: str, recording: Recording) -> dict:
+    row = {"file": name, "label": recording.label, "split": recording.split, "missing": list(recording.missing)}
+    return {key: value for key, value in row.items() if value not in (None, [])}

@@ -1,0 +1,35 @@
+"""Sizes of TRIDENT. This file is copied beside saved models, so it names nothing of this project."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from transformers import PreTrainedConfig
+
+
+class TridentConfig(PreTrainedConfig):
+    """Three sensor branches and their fusion.
+
+    branches: those that the model has, of visible, infrared, kinematics. hidden_size: width of all tokens.
+    stem_channels: of the first convolution of visible and infrared, twice as many in the second. patch: points of time
+    that make one token of kinematics. kinematics_channels: of its input. fusion_queries: learned queries that collect
+    what the branches say. infrared_center, infrared_scale: degrees Celsius that become 0, and that become 1 above it.
+    """
+
+    model_type: ClassVar[str] = "trident"
+    ALL_BRANCHES: ClassVar[tuple[str, ...]] = ("visible", "infrared", "kinematics")
+
+    branches: list[str] | tuple[str, ...] = ALL_BRANCHES
+    hidden_size: int = 64
+    intermediate_size: int = 128
+    num_hidden_layers: int = 2
+    num_fusion_layers: int = 2
+    num_attention_heads: int = 4
+    fusion_queries: int = 4
+    stem_channels: int = 16
+    patch: int = 4
+    kinematics_channels: int = 6
+    dropout: float = 0.0
+    infrared_center: float = 25.0
+    infrared_scale: float = 10.0
+    initializer_range: float = 0.02

@@ -1,0 +1,182 @@
+"""From settings to a TRIDENT that can be tuned or scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.errors import ModelError
+from scu_trainer.models.load import (
+    AdapterPlan,
+    _as_model_error,
+    _located,
+    _with_adapter,
+    base_of,
+    check_source,
+    is_adapter,
+)
+from scu_trainer.models.quantize import compute_dtype_of, prepare_quantized, quantization_config
+from scu_trainer.models.sensors.configuration_trident import TridentConfig
+from scu_trainer.models.sensors.modeling_trident import TridentForSensorClassification
+from scu_trainer.settings import ModelSettings
+from scu_trainer.settings.sensors import BRANCHES, SensorSettings
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+HEAD = "classifier"
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Per array of the recordings, the shape behind its time axis."""
+
+
+def stored_config(settings: ModelSettings) -> Optional[TridentConfig]:
+    """Of ``model_name_or_path``, or of the base of an adapter; None for a model from scratch. Raises ModelError for a
+    model of another kind."""
+    if settings.model_name_or_path is None:
+        return None
+    check_source(settings.model_name_or_path)
+    name = base_of(Path(_located(settings.model_name_or_path)))
+    from transformers import AutoConfig
+
+    with _as_model_error(name, "configuration"):
+        config = AutoConfig.from_pretrained(_located(name), revision=settings.model_revision)
+    if not isinstance(config, TridentConfig):
+        raise ModelError(
+            f"{name!r} is a {config.model_type} model; task: sensor-classification takes models that it has trained "
+            f"itself (model_type {TridentConfig.model_type})"
+        )
+    return config
+
+
+def branches_of(config: Optional[TridentConfig], own: SensorSettings) -> list[str]:
+    """Those of a stored model. Raises ModelError where the settings ask for others."""
+    if config is None or own.branches == list(config.branches):
+        return list(own.branches)
+    if own.branches == list(BRANCHES):  # as good as not set
+        return list(config.branches)
+    raise ModelError(
+        f"branches is {', '.join(own.branches)}, and the model has {', '.join(config.branches)}; drop branches, or "
+        "train a model of these from scratch"
+    )
+
+
+def label_names_of(config: TridentConfig) -> list[str]:
+    return [config.id2label[number] for number in range(config.num_labels)]
+
+
+def make_trident(
+    settings: ModelSettings, own: SensorSettings, label_names: Sequence[str], shapes: Shapes, device: torch.device
+) -> tuple[TridentForSensorClassification, list[str]]:
+    """From scratch, or loaded with a head for ``label_names``; on the CPU but for ``tuning: qlora``. Beside it
+    lines for a person.
+
+    Raises ModelError where the files do not hold such a model, or where it takes other recordings.
+    """
+    config = stored_config(settings)
+    if config is None:
+        return TridentForSensorClassification(_new_config(own, label_names, shapes)), ["TRIDENT, from scratch"]
+    _require_takes(config, shapes)
+    model = _loaded(settings, config, label_names, device)
+    lines = [f"{settings.model_name_or_path}: TRIDENT with {', '.join(config.branches)}"]
+    if label_names_of(config) != list(label_names):
+        lines.append(f"the head is made anew: {len(label_names)} classes that are not the model's {config.num_labels}")
+    return model, lines
+
+
+def load_scored_trident(settings: ModelSettings, label_names: Sequence[str], shapes: Shapes) -> nn.Module:
+    """A trained model in evaluation mode, with its adapter if it is one. Raises ModelError where its classes are not
+    ``label_names``."""
+    import torch
+
+    config, path = stored_config(settings), Path(settings.model_name_or_path).expanduser()
+    _require_takes(config, shapes)
+    if not is_adapter(path) and label_names_of(config) != list(label_names):
+        raise ModelError(
+            f"the classes of {settings.model_name_or_path} ({', '.join(label_names_of(config)[:5])}) are not those of "
+            f"the recordings ({', '.join(label_names[:5])}); give recordings that it was trained for"
+        )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model: nn.Module = _loaded(settings, config, label_names, device)
+    if is_adapter(path):
+        model = _with_adapter(model, path, is_trainable=False)
+    model = model.eval().requires_grad_(False)
+    return model if settings.tuning == "qlora" else model.to(device)
+
+
+def adapter_plan(model: TridentForSensorClassification) -> AdapterPlan:
+    """Adapters on the transformer blocks only; the head is trained whole. peft has no name for this kind of task."""
+    return AdapterPlan(task_type=None, targets=model.transformer_linears(), modules_to_save=[HEAD])
+
+
+def _new_config(own: SensorSettings, label_names: Sequence[str], shapes: Shapes) -> TridentConfig:
+    channels = {"kinematics_channels": shapes["kinematics"][0]} if "kinematics" in shapes else {}
+    return TridentConfig(
+        branches=list(own.branches),
+        hidden_size=own.sensor_hidden_size,
+        intermediate_size=2 * own.sensor_hidden_size,
+        num_hidden_layers=own.sensor_layers,
+        num_fusion_layers=own.sensor_fusion_layers,
+        num_attention_heads=own.sensor_heads,
+        stem_channels=own.sensor_channels,
+        patch=own.sensor_patch,
+        dropout=own.sensor_dropout,
+        **channels,
+        **_classes(label_names),
+    )
+
+
+def _classes(label_names: Sequence[str]) -> dict[str, Any]:
+    return {
+        "id2label": dict(enumerate(label_names)),
+        "label2id": {name: number for number, name in enumerate(label_names)},
+    }
+
+
+def _require_takes(config: TridentConfig, shapes: Shapes) -> None:
+    channels = shapes["kinematics"][0] if "kinematics" in shapes else config.kinematics_channels
+    if channels != config.kinematics_channels:
+        raise ModelError(
+            f"the recordings have {channels} channels of kinematics, and the model takes {config.kinematics_channels}; "
+            "give recordings of the same sensors"
+        )
+
+
+def _loaded(
+    settings: ModelSettings, config: TridentConfig, label_names: Sequence[str], device: torch.device
+) -> TridentForSensorClassification:
+    import torch
+
+    name = base_of(Path(_located(settings.model_name_or_path)))
+    dtype = torch.float32 if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    with _as_model_error(name, "model"):
+        model, report = TridentForSensorClassification.from_pretrained(
+            _located(name),
+            dtype=dtype,
+            revision=settings.model_revision,
+            ignore_mismatched_sizes=True,  # they are in the report, with their names
+            output_loading_info=True,
+            **_packing(settings, config, device),
+            **_classes(label_names),
+        )
+    lacking = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
+    inside = [key for key in lacking if not key.startswith(f"{HEAD}.")]
+    if inside:
+        raise ModelError(f"{name!r} lacks weights of a TRIDENT: {inside[0]}; give the folder of a complete model")
+    if label_names_of(config) != list(label_names) and not lacking:
+        model.classifier.reset_parameters()  # as many classes, but other ones
+    return prepare_quantized(model) if settings.tuning == "qlora" else model
+
+
+def _packing(settings: ModelSettings, config: TridentConfig, device: torch.device) -> dict[str, Any]:
+    """What makes ``from_pretrained`` store the linear layers of the transformer blocks in 4 or 8 bits."""
+    import torch
+
+    if settings.tuning != "qlora":
+        return {}
+    with torch.device("meta"):
+        skeleton = TridentForSensorClassification(config)
+    packing = quantization_config(settings, skeleton, compute_dtype_of(settings, device))
+    return {"device_map": {"": device}, **({} if packing is None else {"quantization_config": packing})}

@@ -1,0 +1,184 @@
+"""TRIDENT: a classifier of recordings by up to three sensors, any of which may be missing.
+
+    visible    (frames)  3D CNN ─▶ transformer ──┐
+    infrared   (frames)  detection CNN ──────────┤   tokens that     cross-attention of
+               (curve)   MLP ────────────────────┼─▶ count      ──▶  learned queries   ──▶ head ──▶ logits
+    kinematics (time)    patches ─▶ transformer ─┘
+
+Nothing mixes rows, and what a mask hides has weight 0 in every sum: a row's logits do not depend on the padding, on
+the other rows, or on what stands in a branch that it lacks.
+
+This file is copied beside saved models, so it names nothing of this project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from .configuration_trident import TridentConfig
+from .trident_branches import BRANCHES, transformer
+
+
+class TridentPreTrainedModel(PreTrainedModel):
+    """Weights and how they begin."""
+
+    config_class = TridentConfig
+    base_model_prefix = "trident"
+    _no_split_modules = ("TransformerLayer", "FrameConvolution")
+    _supports_sdpa = True
+    accepts_loss_kwargs = True  # the Trainer looks for **kwargs only, and this forward names what it takes
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            init.kaiming_normal_(module.weight, nonlinearity="relu")
+        elif isinstance(module, Fusion):
+            init.normal_(module.queries, std=1.0)
+            init.normal_(module.kinds, std=self.config.initializer_range)
+
+
+class Fusion(nn.Module):
+    """Learned queries attend to the tokens of all branches, layer by layer."""
+
+    def __init__(self, config: TridentConfig) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.empty(config.fusion_queries, config.hidden_size))
+        self.kinds = nn.Parameter(torch.empty(len(config.branches), config.hidden_size))
+        self.norm, self.layers = nn.LayerNorm(config.hidden_size), transformer(config, config.num_fusion_layers)
+
+    def forward(self, tokens: list[Tensor], masks: list[Tensor]) -> Tensor:
+        """Per branch (rows, tokens, width) and bool (rows, tokens) -> (rows, queries, width)."""
+        told = torch.cat([branch + kind for branch, kind in zip(tokens, self.kinds, strict=True)], dim=1)
+        told, mask = self.norm(told), torch.cat(masks, dim=1)
+        collected = self.queries.expand(told.size(0), -1, -1)
+        for layer in self.layers:
+            collected = layer(collected, mask, told)
+        return collected
+
+
+class TridentModel(TridentPreTrainedModel):
+    """What the sensors say together: (rows, fusion_queries, hidden_size)."""
+
+    def __init__(self, config: TridentConfig) -> None:
+        super().__init__(config)
+        self.branches = nn.ModuleDict({name: BRANCHES[name](config) for name in config.branches})
+        self.fusion = Fusion(config)
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.post_init()
+
+    def forward(self, branch_mask: Optional[Tensor] = None, **inputs: Optional[Tensor]) -> Tensor:
+        """See ``TridentForSensorClassification``."""
+        tokens, masks = [], []
+        for name, branch in self.branches.items():
+            branch_tokens, mask = branch(*_arguments(branch, name, inputs, branch_mask))
+            tokens.append(branch_tokens)
+            masks.append(mask)
+        return self.norm(self.fusion(tokens, masks))
+
+
+def _arguments(branch: Any, name: str, inputs: dict[str, Optional[Tensor]], branch_mask: Optional[Tensor]) -> list[Any]:
+    """Values and mask of everything that a branch reads; a mask that is not given is all True."""
+    arguments = []
+    for item in branch.inputs:
+        values, mask = inputs.get(item), inputs.get(mask_name(item))
+        if values is None:
+            raise ValueError(
+                f"the branch {name} reads {item}, which is not in the batch; for rows without it give zeros "
+                "and a mask that is False"
+            )
+        if mask is None:
+            mask = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
+        if branch_mask is not None:
+            column = TridentConfig.ALL_BRANCHES.index(name)
+            mask = mask & branch_mask[:, column : column + 1]
+        shown = values.masked_fill(~mask.reshape(*mask.shape, *[1] * (values.dim() - 2)), 0)
+        arguments += [shown, mask]
+    return arguments
+
+
+def mask_name(item: str) -> str:
+    return "cooling_mask" if item == "cooling_curve" else f"{item}_mask"
+
+
+class TridentForSensorClassification(TridentPreTrainedModel):
+    """Logits of classes. See the top of this file."""
+
+    def __init__(self, config: TridentConfig) -> None:
+        super().__init__(config)
+        self.main_input_name = config.branches[0]
+        self.loss_type = "ForSequenceClassification"  # else the Trainer takes labels for tokens and counts one too few
+        self.trident = TridentModel(config)
+        self.classifier = nn.Linear(config.fusion_queries * config.hidden_size, config.num_labels)
+        self.checkpointed: Optional[tuple[str, ...]] = None
+        """Which branches, or "fusion", ``checkpoint_blocks`` names; None: all."""
+        self.post_init()
+
+    def forward(
+        self,
+        visible: Optional[Tensor] = None,
+        visible_mask: Optional[Tensor] = None,
+        infrared: Optional[Tensor] = None,
+        infrared_mask: Optional[Tensor] = None,
+        cooling_curve: Optional[Tensor] = None,
+        cooling_mask: Optional[Tensor] = None,
+        kinematics: Optional[Tensor] = None,
+        kinematics_mask: Optional[Tensor] = None,
+        branch_mask: Optional[Tensor] = None,
+        labels: Optional[Tensor] = None,
+        num_items_in_batch: Optional[Tensor] = None,
+        return_dict: Optional[bool] = None,
+    ) -> SequenceClassifierOutput:
+        """
+        visible: (rows, frames, 3, height, width), 0 to 255. infrared: (rows, frames, height, width) and cooling_curve:
+        (rows, points), degrees Celsius. kinematics: (rows, time, channels). Lengths may differ between them. Masks:
+        bool, (rows, length), True where a recording has content. branch_mask: bool (rows, 3), True where a row has the
+        branch; columns visible, infrared, kinematics, whichever of them the model has. labels: (rows,).
+
+        The loss is the mean cross-entropy in nats, or the sum over ``num_items_in_batch``. ``logits``: (rows, classes).
+        """
+        collected = self.trident(
+            branch_mask,
+            visible=visible,
+            visible_mask=visible_mask,
+            infrared=infrared,
+            infrared_mask=infrared_mask,
+            cooling_curve=cooling_curve,
+            cooling_mask=cooling_mask,
+            kinematics=kinematics,
+            kinematics_mask=kinematics_mask,
+        )
+        logits = self.classifier(collected.flatten(1))
+        loss = None if labels is None else _loss(logits, labels, num_items_in_batch)
+        output = SequenceClassifierOutput(loss=loss, logits=logits)
+        return output.to_tuple() if return_dict is False else output
+
+    def checkpoint_blocks(self) -> Iterator[nn.Module]:
+        """Parts of the chosen branches that keep their inputs only."""
+        for name, branch in self.trident.branches.items():
+            if self.checkpointed is None or name in self.checkpointed:
+                yield from branch.blocks()
+        if self.checkpointed is None or "fusion" in self.checkpointed:
+            yield from self.trident.fusion.layers
+
+    def transformer_linears(self) -> list[str]:
+        """Names of the linear layers of all transformer blocks: what adapters go on, and what 4 or 8 bits may hold."""
+        return [name for name, module in self.named_modules() if isinstance(module, nn.Linear) and ".layers." in name]
+
+
+def _loss(logits: Tensor, labels: Tensor, num_items_in_batch: Optional[Tensor]) -> Tensor:
+    if num_items_in_batch is None:
+        return functional.cross_entropy(logits.float(), labels)
+    return functional.cross_entropy(logits.float(), labels, reduction="sum") / num_items_in_batch
+
+
+TridentConfig.register_for_auto_class()
+TridentForSensorClassification.register_for_auto_class("AutoModel")

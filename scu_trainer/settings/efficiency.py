@@ -1,0 +1,109 @@
+"""What makes a training cheaper or its cost visible; all of it off by default."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Optional
+
+from scu_trainer.settings.base import option, require
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+GIVES_WAY = ("linear", "constant", "constant_with_warmup")
+"""Values of ``lr_scheduler_type`` beside steps of the learning rate: the default, and what such a schedule is before
+its first step."""
+
+
+@dataclass(frozen=True)
+class EfficiencySettings:
+    """Averages of the weights, memory layout, steps of the learning rate, and what a step costs."""
+
+    ema_decay: Optional[float] = option(
+        None,
+        "keep an exponential moving average of the trained weights with this decay, for instance 0.999; evaluations "
+        "and the final model use it, checkpoints keep the weights themselves as well",
+    )
+    channels_last: bool = option(False, "keep pictures and filters of convolutions with their channels last in memory")
+    lr_step_size: Optional[int] = option(
+        None, "epochs after which the learning rate is multiplied by lr_gamma, again and again (torch's StepLR)"
+    )
+    lr_milestones: Optional[list[float]] = option(
+        None,
+        "where the learning rate is multiplied by lr_gamma (torch's MultiStepLR): epochs such as 30 60 80, or, all of "
+        "them below 1, shares of the run such as 0.5 0.75",
+    )
+    lr_gamma: float = option(0.1, "factor of lr_step_size and lr_milestones")
+    throughput: bool = option(
+        False,
+        "log samples and tokens per second, and count the operations of a training step: achieved FLOP/s and their "
+        "share of the device's peak",
+    )
+    peak_tflops: Optional[float] = option(
+        None,
+        "peak of one device in TFLOP/s that throughput is compared with; default: the maker's figure for a known GPU, "
+        "a measured matrix product on a CPU",
+    )
+    profile_steps: int = option(
+        0, "record this many optimizer steps, after a short warm-up, with the PyTorch profiler: logs/profile/"
+    )
+
+    def __post_init__(self) -> None:
+        decay, peak = self.ema_decay, self.peak_tflops
+        require(decay is None or 0 < decay < 1, f"ema_decay is {decay}; allowed: above 0 and below 1, such as 0.999")
+        require(
+            peak is None or (math.isfinite(peak) and peak > 0),
+            f"peak_tflops is {peak}; it must be above 0, such as 312",
+        )
+        require(
+            peak is None or self.throughput, "peak_tflops is what throughput is compared with; add throughput: true"
+        )
+        require(self.profile_steps >= 0, f"profile_steps is {self.profile_steps}; it must be 0 or more")
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        size, milestones, gamma = self.lr_step_size, self.lr_milestones, self.lr_gamma
+        require(size is None or size >= 1, f"lr_step_size is {size}; it must be 1 epoch or more")
+        require(math.isfinite(gamma) and gamma > 0, f"lr_gamma is {gamma}; it must be above 0, such as 0.1")
+        require(gamma == 0.1 or self.has_lr_steps, "lr_gamma needs lr_step_size or lr_milestones; give one of them")
+        require(
+            size is None or milestones is None, "lr_step_size and lr_milestones are two schedules; keep one of them"
+        )
+        if milestones is None:
+            return
+        require(bool(milestones), "lr_milestones is empty; give epochs such as 30 60 80, or leave it out")
+        require(
+            all(math.isfinite(m) and m > 0 for m in milestones) and sorted(set(milestones)) == list(milestones),
+            f"lr_milestones are {milestones}; they must be above 0 and rise, such as 30 60 80",
+        )
+        require(
+            self.milestones_are_shares or min(milestones) >= 1,
+            f"lr_milestones are {milestones}; give epochs (1 or more) or shares of the run (below 1), not both",
+        )
+
+    @property
+    def has_lr_steps(self) -> bool:
+        return self.lr_step_size is not None or self.lr_milestones is not None
+
+    @property
+    def milestones_are_shares(self) -> bool:
+        return self.lr_milestones is not None and max(self.lr_milestones) < 1
+
+
+def check_efficiency(efficiency: EfficiencySettings, training: TrainingArguments) -> None:
+    """Raise SettingsError for settings that contradict the stock arguments."""
+    if not efficiency.has_lr_steps:
+        return
+    name = "lr_step_size" if efficiency.lr_step_size is not None else "lr_milestones"
+    kind = getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type)
+    require(
+        kind in GIVES_WAY,
+        f"{name} and lr_scheduler_type: {kind} are two schedules of the learning rate; leave one of them out",
+    )
+    require(not training.lr_scheduler_kwargs, f"lr_scheduler_kwargs have no effect beside {name}; leave them out")
+    deepspeed = getattr(training, "hf_deepspeed_config", None)
+    require(
+        deepspeed is None or deepspeed.get_value("scheduler") is None,
+        f"{name} and the scheduler of the DeepSpeed configuration are two schedules; take scheduler out of the file",
+    )

@@ -1,0 +1,98 @@
+"""Image classifiers: which one, the size of its pictures, and what is done to them in training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from scu_trainer.settings.base import check_choices, option, require
+
+EMBEDDED_IMAGES = ("digits", "generated")
+SMALLEST_IMAGE = 8  # pixels
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """Which classifier of images, and what it sees."""
+
+    architecture: Literal["resnet18", "resnet50", "resnet101", "efficientnet_b0"] = option(
+        "resnet18", "image classifier that is made from scratch; model_name_or_path wins"
+    )
+    image_size: Optional[int] = option(
+        None,
+        "pixels per side; default: what a loaded model was trained with, else the size of the first image, rounded up "
+        "to 32, 64, 96, 128 or 224",
+    )
+    image_channels: Optional[int] = option(
+        None, "1: images become gray, 3: RGB; default: what a loaded model takes, else 3"
+    )
+    image_column_name: Optional[str] = option(None, "column with images; default: image, img, or the only such column")
+    label_column_name: Optional[str] = option(
+        None, "column with classes; default: label, labels, fine_label, or the only column of classes"
+    )
+    augmentation: Literal["none", "light", "standard", "strong"] = option(
+        "light",
+        "random changes of training images. light: shifted, turned and scaled a little, never mirrored (digits, text); "
+        "standard: cropped and mirrored; strong: also other colours, and a part erased",
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        size, channels = self.image_size, self.image_channels
+        require(
+            size is None or size >= SMALLEST_IMAGE,
+            f"image_size is {size}; it must be {SMALLEST_IMAGE} pixels or more, for instance 32 or 224",
+        )
+        require(channels in (None, 1, 3), f"image_channels is {channels}; allowed: 1 (gray), 3 (RGB)")
+
+
+DEFAULTS: dict[str, object] = {
+    "dataset": "digits",
+    "tuning": "full",
+    "validation_split_percentage": 20.0,
+    "num_train_epochs": 10.0,
+    "per_device_train_batch_size": 32,
+    "per_device_eval_batch_size": 128,
+    "min_batch_size": 4,  # of fewer images BatchNorm makes gradients that have little to do with those of the batch
+    "learning_rate": 2.0e-3,
+    "weight_decay": 0.05,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.1,
+}
+
+PRESETS: dict[str, dict[str, object]] = {
+    "gpu": {
+        "per_device_train_batch_size": 256,
+        "dataloader_num_workers": 4,
+        "dataloader_pin_memory": True,
+        "dataloader_persistent_workers": True,
+        "optim": "adamw_torch_fused",
+        "mixed_precision": "auto",
+        "torch_compile": True,
+        "channels_last": True,
+    },
+    "cpu": {
+        "per_device_train_batch_size": 32,
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": False,
+        "dataloader_persistent_workers": False,
+        "optim": "adamw_torch_fused",
+        "mixed_precision": "auto",
+        "torch_compile": False,
+        "channels_last": False,
+    },
+    "memory_efficient": {
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "dataloader_num_workers": 1,
+        "dataloader_pin_memory": False,
+        "dataloader_persistent_workers": False,
+        "optim": "adamw_bnb_8bit",
+        "mixed_precision": "auto",
+        "checkpoint_every_layer": True,
+        "torch_compile": False,
+        "channels_last": True,
+    },
+}
+"""gpu: compiled, pictures fetched ahead. cpu: compiling and other memory layouts gain nothing there, reading from the
+cache costs less than a second process. memory_efficient: few activations and a small optimizer state, paid in time."""

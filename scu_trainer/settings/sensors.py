@@ -1,0 +1,105 @@
+"""Recordings of several sensors, and the size of the model that classifies them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from scu_trainer.errors import nearest
+from scu_trainer.settings.base import check_choices, option, require
+
+BRANCHES = ("visible", "infrared", "kinematics")
+"""In the order of the columns of a branch mask."""
+
+SYNTHETIC = "synthetic_sensors"
+
+DEFAULTS: dict[str, Any] = {
+    "dataset": SYNTHETIC,
+    "tuning": "full",
+    "validation_split_percentage": 20.0,
+    "output_dir": "runs/sensors",
+}
+
+
+@dataclass(frozen=True)
+class SensorSettings:
+    """Which recordings, which of their branches, and how large the model is."""
+
+    synthetic: bool = option(
+        False,
+        f"train on generated recordings in which no branch alone tells the class; the same as dataset: {SYNTHETIC}",
+    )
+    num_classes: Optional[int] = option(
+        None, "number of classes; default: those found in the manifest, 9 for synthetic recordings (a square number)"
+    )
+    branches: Optional[list[str]] = option(
+        None, f"sensors that the model looks at, of {', '.join(BRANCHES)}; default: all of them"
+    )
+    sensor_samples: int = option(1500, "synthetic recordings that are generated, before the split")
+    sensor_missing_share: float = option(0.1, "synthetic recordings: share that lacks one of its branches")
+    sensor_hidden_size: int = option(64, "width of the transformers")
+    sensor_layers: int = option(2, "transformer layers of the visible and of the kinematics branch")
+    sensor_fusion_layers: int = option(2, "cross-attention layers that join the branches")
+    sensor_heads: int = option(4, "attention heads")
+    sensor_channels: int = option(16, "channels of the first convolution of visible and infrared")
+    sensor_patch: int = option(4, "kinematics: points of time that make one token")
+    sensor_dropout: float = option(0.0, "dropout inside the transformers")
+    checkpoint_branches: Optional[list[str]] = option(
+        None, "branches (and fusion) whose blocks keep only their inputs and compute the rest again in backward"
+    )
+    offload_linears_mb: Optional[float] = option(
+        None,
+        "tuning: lora: frozen linear layers of at least this many MiB lie in main memory, or in "
+        "offload_linears_folder, and are fetched whenever they run",
+    )
+    offload_linears_folder: Optional[str] = option(None, "folder on a fast disk for the offloaded linear layers")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        wanted = BRANCHES if self.branches is None else self.branches
+        object.__setattr__(self, "branches", _ordered("branches", wanted, BRANCHES))
+        if self.checkpoint_branches is not None:
+            allowed = (*self.branches, "fusion")
+            object.__setattr__(
+                self, "checkpoint_branches", _ordered("checkpoint_branches", self.checkpoint_branches, allowed)
+            )
+        self._check_sizes()
+        self._check_offloading()
+
+    def _check_sizes(self) -> None:
+        require(self.num_classes is None or self.num_classes >= 2, f"num_classes is {self.num_classes}; 2 or more")
+        for name in ("hidden_size", "layers", "fusion_layers", "heads", "channels", "patch", "samples"):
+            value = getattr(self, f"sensor_{name}")
+            require(value >= 1, f"sensor_{name} is {value}; it must be 1 or more")
+        width, heads = self.sensor_hidden_size, self.sensor_heads
+        require(
+            width % (2 * heads) == 0,
+            f"sensor_hidden_size {width} must be a multiple of twice sensor_heads ({heads}); "
+            f"for instance {max(1, width // (2 * heads)) * 2 * heads}",
+        )
+        for name in ("sensor_dropout", "sensor_missing_share"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"{name} is {value}; allowed: 0 to below 1")
+
+    def _check_offloading(self) -> None:
+        smallest = self.offload_linears_mb
+        require(
+            smallest is None or (math.isfinite(smallest) and smallest >= 0),
+            f"offload_linears_mb is {smallest}; it must be 0 or more",
+        )
+        require(
+            self.offload_linears_folder is None or smallest is not None,
+            "offload_linears_folder is where offload_linears_mb puts linear layers, and that is not set; "
+            "add offload_linears_mb, for instance 16",
+        )
+
+
+def _ordered(name: str, found: Any, allowed: tuple[str, ...]) -> list[str]:
+    """``found`` in the order of ``allowed``, each once."""
+    found = [found] if isinstance(found, str) else list(found)
+    for item in found:
+        require(item in allowed, f"{name} has {item!r}; allowed: {', '.join(allowed)}{nearest(str(item), allowed)}")
+    require(bool(found), f"{name} is empty; give at least one of {', '.join(allowed)}")
+    require(len(set(found)) == len(found), f"{name} names a branch twice: {', '.join(found)}")
+    return [item for item in allowed if item in found]

@@ -1,0 +1,104 @@
+"""What kind of model is trained, and the named groups of values that go with it.
+
+Each task has settings of its own (``images.py``, ``words.py``, ``sensors.py``), defaults that differ from everybody's,
+and groups of values: a preset fits a job to a machine, a mode says how large the job is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Optional
+
+from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.settings import images, sensors, words
+from scu_trainer.settings.base import check_choices, option
+
+TEXT = "text-generation"
+
+ONLY_TEXT = (
+    "packing",
+    "isolate_documents",
+    "completion_only_loss",
+    "assistant_only_loss",
+    "chat_template",
+    "streaming",
+    "embedded_base_steps",
+    "chunked_loss",
+)
+LANGUAGE = ("text_column", "block_size", "preprocessing_num_workers")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``settings``: dataclass of the task's own fields. ``unused``: shared fields that have no effect on it."""
+
+    settings: Optional[type] = None
+    unused: tuple[str, ...] = ()
+    defaults: Optional[dict[str, Any]] = None
+    modes: Optional[dict[str, dict[str, Any]]] = None
+    presets: Optional[dict[str, dict[str, Any]]] = None
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        return () if self.settings is None else tuple(item.name for item in fields(self.settings))
+
+
+def _kind(settings: type, module: Any, unused: tuple[str, ...]) -> Kind:
+    groups = {name.lower(): getattr(module, name, {}) for name in ("MODES", "PRESETS")}
+    return Kind(settings, unused, module.DEFAULTS, **groups)
+
+
+KINDS = {
+    TEXT: Kind(),
+    "image-classification": _kind(images.ImageSettings, images, (*ONLY_TEXT, *LANGUAGE)),
+    "word-generation": _kind(words.WordSettings, words, ONLY_TEXT),
+    "sensor-classification": _kind(sensors.SensorSettings, sensors, (*ONLY_TEXT, *LANGUAGE)),
+}
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """Which of the tasks, on what scale."""
+
+    task: Literal["text-generation", "image-classification", "word-generation", "sensor-classification"] = option(
+        TEXT, "what is trained: a causal language model, an image classifier, a GRU over words, a classifier of sensors"
+    )
+    preset: Optional[str] = option(
+        None, "values for a kind of machine, which file and flags override; images: gpu, cpu, memory_efficient"
+    )
+    mode: Optional[str] = option(
+        None, "values for a size of job, which file and flags override; words: tiny, standard, extended"
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        for name in ("preset", "mode"):
+            self._group(name)
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.task]
+
+    def _group(self, name: str) -> dict[str, Any]:
+        wanted, known = getattr(self, name), getattr(self.kind, f"{name}s") or {}
+        if wanted is None or wanted in known:
+            return known.get(wanted, {})
+        allowed = f"allowed: {', '.join(known)}{nearest(wanted, known)}" if known else f"drop it: {self.task} has none"
+        raise SettingsError(f"{name} is {wanted!r}; {allowed}")
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Values of fields, of whatever dataclass, that stand in for everybody's defaults."""
+        return {**(self.kind.defaults or {}), **self._group("preset"), **self._group("mode")}
+
+    def check_typed(self, names: Collection[str]) -> None:
+        """Raise SettingsError for a field that was given and has no effect on this task."""
+        others = {name: task for task, kind in KINDS.items() if task != self.task for name in kind.own_names}
+        for name in names:
+            if name in others and name not in self.kind.own_names:
+                raise SettingsError(
+                    f"{name} has an effect on task: {others[name]} only, and task is {self.task}; drop one of them"
+                )
+            if name in self.kind.unused:
+                raise SettingsError(f"{name} has no effect on task: {self.task}; drop it")

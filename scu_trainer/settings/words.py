@@ -1,0 +1,90 @@
+"""A recurrent language model over words that knows the category of its text: sizes, vocabulary, categories."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from scu_trainer.settings.base import check_choices, option, require
+
+EMBEDDED_WORD_DATASET = "python_doc_sections"
+SPECIAL_WORDS = 4  # padding, unknown, begin, end
+
+
+@dataclass(frozen=True)
+class WordSettings:
+    """What a word is, which words are known, and how large the model over them is."""
+
+    category_column: Optional[str] = option(
+        "category", "column with the category of a text; empty: the model knows no categories"
+    )
+    lowercase: bool = option(True, "words are the same in capital and small letters")
+    vocabulary_size: int = option(10_000, "most words that are known; the rarest others become <unk>")
+    min_word_count: int = option(2, "times that a word stands in the training texts before it is known")
+    embedding_size: int = option(128, "size of the word embedding")
+    category_embedding_size: int = option(64, "size of the category embedding")
+    gru_hidden_size: int = option(256, "size of the recurrent state")
+    gru_layers: int = option(1, "recurrent layers, one above the other")
+    gru_dropout: float = option(0.2, "dropout before, between and after the recurrent layers")
+    category_dropout: float = option(0.1, "share of the training rows whose category is hidden from the model")
+    tie_embeddings: bool = option(True, "the word embedding is the output matrix too")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        require(
+            self.vocabulary_size > SPECIAL_WORDS,
+            f"vocabulary_size is {self.vocabulary_size}; it must exceed the {SPECIAL_WORDS} special words",
+        )
+        sizes = ("min_word_count", "embedding_size", "category_embedding_size", "gru_hidden_size", "gru_layers")
+        for name in sizes:
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be 1 or more")
+        for name in ("gru_dropout", "category_dropout"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"{name} is {value}; allowed: 0 to below 1")
+
+
+DEFAULTS: dict[str, object] = {
+    "dataset": EMBEDDED_WORD_DATASET,
+    "tuning": "full",
+    "block_size": 128,
+    "per_device_train_batch_size": 12,
+    "learning_rate": 5e-3,
+    "num_train_epochs": 2,
+    "max_steps": -1,
+}
+"""What differs from the text models: a small model from scratch, one text per row."""
+
+MODES: dict[str, dict[str, object]] = {
+    "tiny": {
+        "vocabulary_size": 2000,
+        "embedding_size": 32,
+        "category_embedding_size": 16,
+        "gru_hidden_size": 64,
+        "gru_dropout": 0.0,
+        "block_size": 64,
+        "dataset_size": 2000,
+        "num_train_epochs": 1,
+    },
+    "standard": {
+        "vocabulary_size": 10_000,
+        "embedding_size": 128,
+        "category_embedding_size": 64,
+        "gru_hidden_size": 256,
+        "gru_layers": 1,
+        "gru_dropout": 0.2,
+        "block_size": 128,
+        "num_train_epochs": 2,
+    },
+    "extended": {
+        "vocabulary_size": 30_000,
+        "min_word_count": 1,
+        "embedding_size": 256,
+        "category_embedding_size": 128,
+        "gru_hidden_size": 512,
+        "gru_layers": 2,
+        "gru_dropout": 0.4,
+        "block_size": 256,
+        "num_train_epochs": 8,
+    },
+}
+"""Groups of values under one name, from seconds to an hour on two CPU cores."""

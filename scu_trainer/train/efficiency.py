@@ -1,0 +1,90 @@
+"""The parts of ``EfficiencySettings`` that act in a training, put together for the trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Optional
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from scu_trainer.models.memory_format import apply_channels_last
+from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
+from scu_trainer.train.ema import WeightAverage
+from scu_trainer.train.profiling import ProfileCallback
+from scu_trainer.train.schedules import falling_in_steps
+from scu_trainer.train.throughput import Throughput
+
+if TYPE_CHECKING:
+    from scu_trainer.train.trainer import SCUTrainer
+
+logger = logging.getLogger("scu_trainer")
+
+
+class Efficiency:
+    """Attached to one ``SCUTrainer``, after its controllers: averages see the weights as these leave them.
+
+    Raises SettingsError for settings that contradict the trainer's arguments, ControlError where weights cannot be
+    averaged.
+    """
+
+    def __init__(self, trainer: SCUTrainer, settings: EfficiencySettings) -> None:
+        check_efficiency(settings, trainer.args)
+        self.trainer, self.settings = trainer, settings
+        self.average: Optional[WeightAverage] = None
+        self.throughput: Optional[Throughput] = None
+        if settings.channels_last and not apply_channels_last(trainer.model):
+            logger.warning("channels_last: the model has no convolution over pictures; nothing is changed")
+        if settings.ema_decay is not None:
+            self.average = WeightAverage(trainer, settings.ema_decay)
+            trainer.add_callback(self.average)
+        if settings.throughput:
+            self.throughput = Throughput(trainer, settings.peak_tflops)
+            trainer.add_callback(self.throughput)
+        if settings.profile_steps:
+            trainer.add_callback(ProfileCallback(settings.profile_steps))
+
+    @property
+    def lines(self) -> list[str]:
+        """What a person should know before training."""
+        return [] if self.average is None else [self.average.line]
+
+    def scheduler(self, optimizer: Optimizer, total_steps: int, steps_per_epoch: int) -> Optional[LambdaLR]:
+        """None where the stock schedule stays."""
+        if not self.settings.has_lr_steps:
+            return None
+        warmup_steps = self.trainer.args.get_warmup_steps(total_steps)
+        return falling_in_steps(
+            self.settings,
+            optimizer,
+            steps_per_epoch=steps_per_epoch,
+            total_steps=total_steps,
+            warmup_steps=warmup_steps,
+        )
+
+    def observe(self, inputs: Any, num_items: Any) -> None:
+        """An accumulation batch that is about to train."""
+        if self.throughput is not None:
+            self.throughput.observe(inputs, num_items)
+
+    def evaluation(self) -> AbstractContextManager:
+        """Around an evaluation."""
+        return contextlib.nullcontext() if self.average is None else self.average.in_use()
+
+    def scalars(self) -> dict[str, float]:
+        """For a log of a training step."""
+        return {} if self.throughput is None else self.throughput.scalars()
+
+    def figures(self) -> Optional[dict[str, Any]]:
+        """What stands under "throughput" in scu_metrics.json; None where it was off."""
+        return None if self.throughput is None else self.throughput.figures()
+
+    def save(self, folder: str) -> None:
+        if self.average is not None:
+            self.average.save(folder)
+
+    def load(self, checkpoint: str) -> None:
+        if self.average is not None:
+            self.average.load(checkpoint)

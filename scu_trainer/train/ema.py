@@ -1,0 +1,184 @@
+"""An exponential moving average of the trained weights: what evaluations and the final model use.
+
+The average is taken after each optimizer step and whatever the regularization loop pulls behind it. Training itself
+never sees it: the weights of every step are those of a training without it, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import TrainerCallback
+
+from scu_trainer.errors import CheckpointError, ControlError
+from scu_trainer.train.sharded import is_sharded
+
+if TYPE_CHECKING:
+    from scu_trainer.train.trainer import SCUTrainer
+
+EMA_FILE = "ema.safetensors"
+
+
+class WeightAverage(TrainerCallback):
+    """Keeps the average of one ``SCUTrainer``'s trained weights and BatchNorm statistics, in float32.
+
+    Frozen weights have no second copy. ``line``: what a person should know of it.
+
+    Raises ControlError where no process has whole weights (ZeRO-3, FSDP).
+    """
+
+    def __init__(self, trainer: SCUTrainer, decay: float) -> None:
+        if is_sharded(trainer):
+            raise ControlError(
+                "ema_decay averages whole weights, and under ZeRO-3 and FSDP no process has them; leave ema_decay out, "
+                "or use ZeRO stage 1 or 2"
+            )
+        self.trainer, self.decay = trainer, decay
+        self._average: Optional[AveragedModel] = None
+        self._names: list[str] = []
+        self._checkpoint: Optional[Path] = None
+
+    @property
+    def line(self) -> str:
+        return f"evaluations and the final model use the moving average of the weights (ema_decay {self.decay:g})"
+
+    # -- events of the stock loop --------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        tensors = self._tensors()
+        self._names = list(tensors)
+        self._average = AveragedModel(_Tensors(tensors.values()), multi_avg_fn=_update(self.decay))
+        if self._checkpoint is not None:
+            self._read(self._checkpoint)
+            self._checkpoint = None
+
+    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
+        if self.trainer.accelerator.optimizer_step_was_skipped:
+            return
+        tensors = self._tensors()
+        if list(tensors) != self._names:
+            raise ControlError(
+                "the set of trained weights changed during training, and ema_decay averages those that it began with; "
+                "leave ema_decay out"
+            )
+        self._average.update_parameters(_Tensors(tensors.values()))
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        """The model that training leaves behind is the average: with load_best_model_at_end that of the best step."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._read(Path(state.best_model_checkpoint))
+        self._put_in()
+
+    # -- use -----------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, the model has the averages. Outside of training, and before its first step, nothing changes."""
+        if self._average is None or not self.trainer.is_in_train or not self._average.n_averaged:
+            yield
+            return
+        weights = {name: tensor.clone() for name, tensor in self._tensors().items()}
+        self._put_in()
+        try:
+            yield
+        finally:
+            for name, tensor in self._tensors().items():
+                tensor.copy_(weights[name])
+
+    def _put_in(self) -> None:
+        if not self._average.n_averaged:
+            return
+        self._share_statistics()
+        averages = dict(zip(self._names, self._averaged(), strict=True))
+        for name, tensor in self._tensors().items():
+            tensor.copy_(averages[name])
+
+    def _share_statistics(self) -> None:
+        """BatchNorm's statistics are each rank's own after a step; all ranks shall evaluate the model that is saved."""
+        if self.trainer.accelerator.num_processes == 1:
+            return
+        buffers = {name for name, _ in self.trainer.model.named_buffers()}
+        for name, average in zip(self._names, self._averaged(), strict=True):
+            if name in buffers:
+                dist.broadcast(average, src=0)
+
+    def _averaged(self) -> list[torch.Tensor]:
+        return [average.detach() for average in self._average.module.parameters()]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Of the model as it is: placing a model puts other tensors behind its weights."""
+        model = self.trainer.model
+        trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        return trained | _statistics(model)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        if not self.trainer.args.should_save:
+            return
+        tensors = dict(zip(self._names, self._averaged(), strict=True))
+        count = {"n_averaged": str(int(self._average.n_averaged))}
+        save_file({name: t.contiguous() for name, t in tensors.items()}, Path(folder) / EMA_FILE, metadata=count)
+
+    def load(self, checkpoint: str) -> None:
+        """Go on with the averages of ``checkpoint`` once training begins. Raises CheckpointError if it has none."""
+        self._checkpoint = Path(checkpoint)
+        if not (self._checkpoint / EMA_FILE).is_file():
+            raise CheckpointError(
+                f"{checkpoint} holds no {EMA_FILE}: it was written without ema_decay or with save_only_model; resume "
+                "without ema_decay, or start anew from its weights with model_name_or_path"
+            )
+
+    def _read(self, checkpoint: Path) -> None:
+        with safe_open(checkpoint / EMA_FILE, framework="pt") as saved:
+            if sorted(saved.keys()) != sorted(self._names):
+                raise CheckpointError(
+                    f"{checkpoint / EMA_FILE} averages other weights than those that are trained now; resume with the "
+                    "same model and tuning"
+                )
+            for name, average in zip(self._names, self._averaged(), strict=True):
+                average.copy_(saved.get_tensor(name))
+            self._average.n_averaged.fill_(int(saved.metadata()["n_averaged"]))
+
+
+class _Tensors(nn.ParameterList):
+    """What ``AveragedModel`` walks over and copies: tensors as float32 parameters, the very memory where they are
+    float32 already."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__(nn.Parameter(tensor.float(), requires_grad=False) for tensor in tensors)
+
+
+def _update(decay: float):
+    """The average's next value, with the decay growing from 2/11 to ``decay``: (1 + n) / (10 + n) after n updates.
+
+    So that a short run's average forgets where it began; the rule of TensorFlow's ``ExponentialMovingAverage``
+    (argument ``num_updates``).
+    """
+
+    def update(averages: Any, weights: Any, count: torch.Tensor) -> None:
+        n = int(count)
+        get_ema_multi_avg_fn(min(decay, (1 + n) / (10 + n)))(averages, weights, count)
+
+    return update
+
+
+def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Running means and variances of BatchNorm by name."""
+    batch_norm = nn.modules.batchnorm._BatchNorm
+    return {
+        f"{name}.{key}" if name else key: buffer
+        for name, module in model.named_modules()
+        if isinstance(module, batch_norm)
+        for key, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point()
+    }

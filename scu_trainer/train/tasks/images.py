@@ -1,0 +1,126 @@
+"""Image classifiers: pictures, labels, accuracy and bits per label."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from scu_trainer.data import default_cache_dir
+from scu_trainer.data.images import find_images, natural_size, prepare_images
+from scu_trainer.data.images_store import Kind, collate_images, pixel_statistics
+from scu_trainer.data.samples import PreparedSamples
+from scu_trainer.errors import SettingsError
+from scu_trainer.models.load import AdapterPlan
+from scu_trainer.models.vision import (
+    changes_for,
+    inner_targets,
+    load_scored_classifier,
+    make_classifier,
+    needs_several_rows,
+    trained_whole,
+    watch_pixels,
+)
+from scu_trainer.models.vision_view import View, view_of
+from scu_trainer.settings import DataSettings, ModelSettings
+from scu_trainer.settings.images import ImageSettings
+from scu_trainer.train.classification import class_metrics, preprocess_class_logits, score_samples
+from scu_trainer.train.evaluate import DocumentScores
+from scu_trainer.train.job import Job
+from scu_trainer.train.parts import Parts, begin_model, finish, say_data
+from scu_trainer.train.tasks.task import Source
+
+HEADS = ("classifier", "score", "head", "fc")
+"""What classifiers of images call their last layer."""
+
+
+class ImageTask:
+    """See ``task.Task``."""
+
+    name, item, unit = "image-classification", "image", "label"
+    compute_metrics = staticmethod(class_metrics)
+    preprocess_logits = staticmethod(preprocess_class_logits)
+
+    def check(self, job: Job) -> None:
+        model = job.model
+        if model.tuning == "qlora":
+            raise SettingsError("tuning: qlora stores language models in 4 bits; for images use tuning: lora or full")
+        if model.tuning == "lora" and model.model_name_or_path is None:
+            raise SettingsError(
+                f"tuning: lora adapts a trained model, and {job.own.architecture} starts from scratch; use tuning: "
+                "full, or give model_name_or_path"
+            )
+        if model.device_map is not None:
+            raise SettingsError("device_map places language models; for images drop it")
+
+    def load(self, job: Job, console: Console) -> Parts:
+        data, view = _prepared(job.model, job.data, job.own, job.training.seed)
+        say_data(console, data)
+        before_model_bytes = begin_model(job)
+        model, lines = make_classifier(job.model, job.own, data.label_names, view)
+        for line in lines:
+            console.print(line, soft_wrap=True)
+        _require_rows_for_statistics(model, view, len(data.train), job)
+        watch_pixels(model, view.processor, changes_for(job.own, view))
+        return finish(
+            job,
+            console,
+            settings=job.model,
+            processor=view.processor,
+            data=data,
+            model=model,
+            collator=collate_images,
+            before_model_bytes=before_model_bytes,
+            adapters=_adapters(model),
+        )
+
+    def load_scored(self, source: Source) -> Parts:
+        data, view = _prepared(source.model, source.data, source.own, source.seed)
+        model = load_scored_classifier(source.model, data.label_names, view)
+        return Parts(view.processor, data, model, collate_images)
+
+    def score(self, model: torch.nn.Module, parts: Parts) -> DocumentScores:
+        return score_samples(model, parts.data.eval, parts.collator)
+
+    def probe(self, parts: Parts) -> Mapping[str, Any]:
+        """Two images: it runs in training mode, where BatchNorm cannot do with one."""
+        rows = [parts.data.train[number] for number in range(min(2, len(parts.data.train)))]
+        return {"pixel_values": parts.collator(rows)["pixel_values"]}
+
+
+def _prepared(model: ModelSettings, data: DataSettings, own: ImageSettings, seed: int) -> tuple[PreparedSamples, View]:
+    """Rows, and what the model sees of them; a processor that was made here has their mean and deviation."""
+    cache_dir = default_cache_dir(data.cache_dir)
+    source = find_images(data, own, cache_dir)
+    view = view_of(model, own, lambda: natural_size(source))
+    kind = Kind(view.processor, view.channels, view.size)
+    prepared = prepare_images(source, kind, data, seed=seed, cache_dir=cache_dir)
+    if view.is_new:
+        view.processor.image_mean, view.processor.image_std = pixel_statistics(prepared.train)
+    return prepared, view
+
+
+def _adapters(model: torch.nn.Module) -> AdapterPlan:
+    """peft has no name for this kind of task."""
+    heads = [name for name, _ in model.named_children() if name in HEADS]
+    return AdapterPlan(task_type=None, targets=inner_targets(model, heads), modules_to_save=trained_whole(model, heads))
+
+
+def _require_rows_for_statistics(model: torch.nn.Module, view: View, rows: int, job: Job) -> None:
+    """BatchNorm on a map of one place has no deviation in a batch of one image, and torch stops there."""
+    at_once = job.training.per_device_train_batch_size
+    if not needs_several_rows(model, view):
+        return
+    is_alone = at_once == 1 or (rows % at_once == 1 and not job.training.dataloader_drop_last)
+    if is_alone and job.training.world_size == 1:
+        raise SettingsError(
+            f"{rows:,} images in batches of {at_once} leave one image alone, and BatchNorm on maps of one place needs "
+            f"two; set per_device_train_batch_size to {at_once + 1}, or image_size to {2 * max(view.size)}"
+        )
+    if job.memory.acts and job.memory.min_batch_size == 1:
+        raise SettingsError(
+            "min_batch_size is 1, and BatchNorm on maps of one place needs two images at once; set it to 2 or more, or "
+            f"image_size to {2 * max(view.size)}"
+        )

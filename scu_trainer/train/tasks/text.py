@@ -1,0 +1,108 @@
+"""Causal language models: documents, tokens, bits per token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer, prepare
+from scu_trainer.models.dispatch import check_limits, refuse_unsound
+from scu_trainer.models.fit import require_fit
+from scu_trainer.models.isolation import require_isolation
+from scu_trainer.models.kernels import best_attention
+from scu_trainer.models.load import load_for_evaluation, load_model, load_tokenizer, plan_placement
+from scu_trainer.models.quantize import require_quantization
+from scu_trainer.settings import ModelSettings
+from scu_trainer.train.base_model import embedded_base, is_cached
+from scu_trainer.train.evaluate import (
+    MODEL_INPUTS,
+    DocumentScores,
+    bpt_metrics,
+    preprocess_logits,
+    score_documents,
+)
+from scu_trainer.train.job import Job, cuda_bytes, free_memory
+from scu_trainer.train.parts import Parts, begin_model, checkpoints, finish, say_data
+from scu_trainer.train.tasks.task import Source
+
+PROBED_TOKENS = 32
+"""Enough to see which kernels run; whole rows with their logits belong to the memory loop."""
+
+
+class TextTask:
+    """See ``task.Task``."""
+
+    name, item, unit = "text-generation", "document", "token"
+    compute_metrics = staticmethod(bpt_metrics)
+    preprocess_logits = staticmethod(preprocess_logits)
+
+    def check(self, job: Job) -> None:
+        refuse_unsound(job.model, job.training)
+        check_limits(job.model, job.memory, len(cuda_bytes(job.training)))
+
+    def load(self, job: Job, console: Console) -> Parts:
+        cache_dir, device = default_cache_dir(job.data.cache_dir), job.training.device
+        require_quantization(job.model, device)
+        settings, tokenizer = _with_base(job.model, cache_dir, console)
+        settings = replace(
+            settings, attn_implementation=best_attention(settings.attn_implementation, device, _is_half(job, settings))
+        )
+        placement = plan_placement(settings, job.memory, free_memory(job.training), device=device)
+        if placement is not None:
+            console.print(placement.line(checkpoints(job)), soft_wrap=True)
+        data = prepare(
+            job.data, tokenizer, seed=job.training.seed, cache_dir=cache_dir, model_name=settings.model_name_or_path
+        )
+        say_data(console, data)
+        before_model_bytes = begin_model(job)
+        model = load_model(settings, device=device, placement=placement)
+        require_fit(model, settings.model_name_or_path, len(tokenizer), job.data.block_size)
+        if job.data.isolate_documents:
+            require_isolation(model, len(tokenizer))
+        return finish(
+            job,
+            console,
+            settings=settings,
+            processor=tokenizer,
+            data=data,
+            model=model,
+            collator=Collator.of(tokenizer),
+            before_model_bytes=before_model_bytes,
+        )
+
+    def load_scored(self, source: Source) -> Parts:
+        tokenizer, cache_dir = load_tokenizer(source.model), default_cache_dir(source.data.cache_dir)
+        name = source.model.model_name_or_path
+        data = prepare(source.data, tokenizer, seed=source.seed, cache_dir=cache_dir, model_name=name)
+        model = load_for_evaluation(name, source.model)
+        if data.eval is not None:
+            require_fit(model, name, len(tokenizer), max(data.eval["length"]))
+        return Parts(tokenizer, data, model, Collator.of(tokenizer))
+
+    def score(self, model: torch.nn.Module, parts: Parts) -> DocumentScores:
+        return score_documents(model, parts.data.eval, parts.collator, parts.batch_tokens)
+
+    def probe(self, parts: Parts) -> Mapping[str, Any]:
+        batch = parts.collator([next(iter(parts.data.train))])
+        return {name: batch[name][:, :PROBED_TOKENS] for name in MODEL_INPUTS if name in batch}
+
+
+def _with_base(settings: ModelSettings, cache_dir: Path, console: Console):
+    """The settings with a model name filled in, and the tokenizer of that model."""
+    if settings.model_name_or_path is not None:
+        return settings, load_tokenizer(settings)
+    if not is_cached(cache_dir, settings.embedded_base_steps):
+        console.print(
+            "making the embedded base model, once: a Granite hybrid on Python's documentation", soft_wrap=True
+        )
+    folder = embedded_base(cache_dir, settings.embedded_base_steps)
+    return replace(settings, model_name_or_path=str(folder)), embedded_tokenizer(cache_dir)
+
+
+def _is_half(job: Job, settings: ModelSettings) -> bool:
+    return job.training.bf16 or job.training.fp16 or settings.dtype in ("bfloat16", "float16")

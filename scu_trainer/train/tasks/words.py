@@ -1,0 +1,152 @@
+"""The GRU over words: texts with a category, words, bits per word."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoConfig
+
+from scu_trainer.data import Collator, default_cache_dir
+from scu_trainer.data.words import PreparedWords, prepare_words
+from scu_trainer.errors import ModelError, SettingsError
+from scu_trainer.models.gru import CadenceConfig, CadenceForCausalLM
+from scu_trainer.models.load import AdapterPlan, base_of, load_for_evaluation, load_model, load_tokenizer
+from scu_trainer.settings import ModelSettings
+from scu_trainer.settings.words import WordSettings
+from scu_trainer.train.evaluate import MODEL_INPUTS, DocumentScores, bpt_metrics, preprocess_logits, score_documents
+from scu_trainer.train.job import Job
+from scu_trainer.train.parts import Parts, begin_model, finish, say_data
+from scu_trainer.train.tasks.task import Source
+
+ADAPTED = ("projection", "categories")
+"""What LoRA can act on. The GRU's weights go to a fused kernel that would pass adapters by, and the word embedding is
+the output matrix too: an adapter on one of both would be merged into the other."""
+
+PROBED_WORDS = 32
+
+
+class WordTask:
+    """See ``task.Task``."""
+
+    name, item, unit = "word-generation", "document", "word"
+    compute_metrics = staticmethod(bpt_metrics)
+    preprocess_logits = staticmethod(preprocess_logits)
+
+    def check(self, job: Job) -> None:
+        model = job.model
+        _require(
+            model.tuning != "qlora",
+            "tuning: qlora stores linear layers in 4 or 8 bits, and a GRU has next to none; use tuning: full or lora",
+        )
+        _require(
+            model.tuning == "full" or model.model_name_or_path is not None,
+            "tuning: lora adapts a trained model, and this one starts from scratch; use tuning: full, or give "
+            "model_name_or_path",
+        )
+        others = set(model.lora_target_modules or ()) - {*ADAPTED, "all-linear"}
+        _require(
+            model.tuning != "lora" or not others,
+            f"lora_target_modules names {', '.join(sorted(others))}; of a GRU model adapters act on "
+            f"{' and '.join(ADAPTED)} only: its recurrent weights go to a fused kernel that passes them by, and its "
+            "word embedding is the output matrix too",
+        )
+        _require(model.device_map is None, "device_map places large language models; for a GRU drop it")
+
+    def load(self, job: Job, console: Console) -> Parts:
+        data = _prepared(job)
+        say_data(console, data)
+        before_model_bytes = begin_model(job)
+        if job.model.model_name_or_path is None:
+            model = new_model(data, job.own)
+        else:
+            model = load_model(job.model, device=job.training.device)
+            console.print(f"words, categories and sizes: those of {job.model.model_name_or_path}", soft_wrap=True)
+        return finish(
+            job,
+            console,
+            settings=job.model,
+            processor=data.tokenizer,
+            data=data,
+            model=model,
+            collator=collator_of(data),
+            before_model_bytes=before_model_bytes,
+            adapters=AdapterPlan(targets=list(ADAPTED)),
+        )
+
+    def load_scored(self, source: Source) -> Parts:
+        tokenizer, names = _known(source.model)
+        data = prepare_words(
+            source.data,
+            source.own,
+            seed=source.seed,
+            cache_dir=default_cache_dir(source.data.cache_dir),
+            tokenizer=tokenizer,
+            category_names=names,
+        )
+        model = load_for_evaluation(source.model.model_name_or_path, source.model)
+        return Parts(tokenizer, data, model, collator_of(data))
+
+    def score(self, model: torch.nn.Module, parts: Parts) -> DocumentScores:
+        return score_documents(model, parts.data.eval, parts.collator, parts.batch_tokens)
+
+    def probe(self, parts: Parts) -> Mapping[str, Any]:
+        batch = parts.collator([parts.data.train[0]])
+        inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch}
+        return {name: value[:, :PROBED_WORDS] if value.dim() == 2 else value for name, value in inputs.items()}
+
+
+def new_model(data: PreparedWords, own: WordSettings) -> CadenceForCausalLM:
+    """A model with random weights for the words and categories of ``data``."""
+    tokenizer = data.tokenizer
+    config = CadenceConfig(
+        vocab_size=len(tokenizer),
+        category_names=list(data.category_names),
+        embedding_size=own.embedding_size,
+        category_embedding_size=own.category_embedding_size,
+        hidden_size=own.gru_hidden_size,
+        num_hidden_layers=own.gru_layers,
+        dropout=own.gru_dropout,
+        category_dropout=own.category_dropout,
+        tie_word_embeddings=own.tie_embeddings,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return CadenceForCausalLM(config)
+
+
+def collator_of(data: PreparedWords) -> Collator:
+    return replace(Collator.of(data.tokenizer), carry=("sample_index", "category_ids"))
+
+
+def _prepared(job: Job) -> PreparedWords:
+    known: dict[str, Any] = {}
+    if job.model.model_name_or_path is not None:
+        known["tokenizer"], known["category_names"] = _known(job.model)
+    cache_dir = default_cache_dir(job.data.cache_dir)
+    return prepare_words(job.data, job.own, seed=job.training.seed, cache_dir=cache_dir, **known)
+
+
+def _known(settings: ModelSettings) -> tuple[Any, list[str]]:
+    """Tokenizer and category names of a trained model. Raises ModelError for a model of another kind."""
+    tokenizer = load_tokenizer(settings)
+    name = base_of(Path(settings.model_name_or_path).expanduser())
+    config = AutoConfig.from_pretrained(
+        name, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
+    )
+    if not isinstance(config, CadenceConfig):
+        raise ModelError(
+            f"{settings.model_name_or_path!r} is a {config.model_type} model, and task: word-generation trains "
+            f"{CadenceConfig.model_type} models; leave model_name_or_path out to start a new one"
+        )
+    return tokenizer, config.category_names
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise SettingsError(message)

@@ -1,0 +1,167 @@
+"""Samples and tokens per second of a training, and the share of its device's peak that its arithmetic reaches.
+
+Model FLOPs utilization as in PaLM (arXiv:2204.02311, appendix B): what the model needs, per second, over the peak;
+padding and recomputed activations are no need. Operations are counted once, on a few rows of the first batch, and
+scaled by rows, or by tokens where the input is tokens. Evaluations and checkpoints are no part of the time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+from transformers import TrainerCallback
+
+from scu_trainer.train.flops import COUNTED, Count, Peak, count_flops, find_peak, tokens_of
+from scu_trainer.train.rows import rows_of
+from scu_trainer.train.sharded import is_sharded
+
+if TYPE_CHECKING:
+    from scu_trainer.train.trainer import SCUTrainer
+
+
+@dataclass
+class Interval:
+    """What one rank did: ``tokens`` without padding, numbers of the device that nobody has waited for yet."""
+
+    seconds: float = 0.0
+    rows: int = 0
+    tokens: list[Any] = field(default_factory=list)
+
+    def take_tokens(self) -> Optional[float]:
+        """Their sum, and nothing else is kept; None for rows that are no tokens."""
+        if not self.tokens:
+            return None
+        total = float(sum(self.tokens))
+        self.tokens = [total]
+        return total
+
+
+class Throughput(TrainerCallback):
+    """Measures one ``SCUTrainer``. ``peak_tflops``: None finds the device's own.
+
+    The first step of a ``train`` call is left out: in it kernels are chosen, and operations counted.
+    """
+
+    def __init__(self, trainer: SCUTrainer, peak_tflops: Optional[float] = None) -> None:
+        self.trainer, self._stated = trainer, peak_tflops
+        self.count: Optional[Count] = None
+        self.peak: Optional[Peak] = None
+        self.reasons: list[str] = []
+        self._asked = False
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self._now, self._logged, self._total = Interval(), Interval(), Interval()
+        self._is_first = True
+
+    def observe(self, inputs: Any, num_items: Any) -> None:
+        """An accumulation batch that is about to train."""
+        model = self.trainer.model
+        if not self._asked:
+            self._asked = True
+            self._ask(inputs, num_items)
+        self._now.rows += rows_of(model, inputs).rows
+        tokens = tokens_of(model, inputs, padding=False)
+        if tokens is not None:
+            self._now.tokens.append(tokens)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if control.should_log or control.should_evaluate or control.should_save or self._is_first:
+            _wait_for(args.device)  # work that is still under way belongs to the steps, not to what comes next
+        if not self._is_first:
+            self._now.seconds = time.perf_counter() - self._begun_s
+            for interval in (self._logged, self._total):
+                _add(interval, self._now)
+        self._is_first = False
+        self._begin()
+
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
+        self._begin()
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._now, self._begun_s = Interval(), time.perf_counter()
+
+    def _ask(self, inputs: Any, num_items: Any) -> None:
+        if is_sharded(self.trainer):
+            self.reasons.append("the weights are sharded: operations are not counted")
+            return
+        self.count, no_count = count_flops(self.trainer, inputs, num_items)
+        self.peak, no_peak = find_peak(self.trainer, self._stated)
+        self.reasons += [reason for reason in (no_count, no_peak) if reason]
+
+    # -- figures -------------------------------------------------------------------------------------------------------
+
+    def scalars(self) -> dict[str, float]:
+        """Since the last call, for the logs; empty where no step was timed."""
+        figures, self._logged = self._rates(self._logged), Interval()
+        return {f"throughput/{name}": value for name, value in figures.items() if value is not None}
+
+    def figures(self) -> dict[str, Any]:
+        """Of this ``train`` call, for scu_metrics.json. ``mfu``: a fraction; rates are those of all ranks together."""
+        peak, count = self.peak, self.count
+        return {
+            **self._rates(self._total),
+            "devices": self.trainer.accelerator.num_processes,
+            "peak_tflops": None if peak is None else peak.tflops,
+            "peak_source": None if peak is None else peak.source,
+            "flops_per_sample": None if count is None else count.flops / count.rows,
+            "flops_per_token": None if count is None or not count.tokens else count.flops / count.tokens,
+            "counted": COUNTED,
+            "notices": list(self.reasons),
+        }
+
+    def _rates(self, interval: Interval) -> dict[str, Optional[float]]:
+        if not interval.seconds:
+            return {"samples_per_second": None, "tokens_per_second": None, "tflops": None, "mfu": None}
+        seconds, ranks, tokens = interval.seconds, self.trainer.accelerator.num_processes, interval.take_tokens()
+        tflops = None if self.count is None else self.count.of(interval.rows, tokens) / seconds / 1e12
+        return {
+            "samples_per_second": interval.rows * ranks / seconds,
+            "tokens_per_second": None if tokens is None else tokens * ranks / seconds,
+            "tflops": None if tflops is None else tflops * ranks,
+            "mfu": None if tflops is None or self.peak is None else tflops / self.peak.tflops,
+        }
+
+
+def _add(interval: Interval, part: Interval) -> None:
+    interval.seconds += part.seconds
+    interval.rows += part.rows
+    interval.tokens += part.tokens
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def throughput_lines(figures: Optional[dict[str, Any]]) -> list[tuple[str, str]]:
+    """For the table at the end of a run. ``figures``: of ``Throughput.figures``, None where it was off."""
+    if figures is None:
+        return []
+    if figures["samples_per_second"] is None:
+        return [("throughput", "not measured: a run of one step")]
+    rates = f"{figures['samples_per_second']:,.1f} samples per second"
+    if figures["tokens_per_second"] is not None:
+        rates += f", {figures['tokens_per_second']:,.0f} tokens per second"
+    return [("throughput", rates), ("model FLOPs utilization", _utilization(figures))]
+
+
+def _utilization(figures: dict[str, Any]) -> str:
+    if figures["tflops"] is None:
+        return "; ".join(figures["notices"])
+    reached = f"{_rate(figures['tflops'])} ({figures['flops_per_sample']:.3g} operations per sample)"
+    if figures["mfu"] is None:
+        return f"{reached}; {'; '.join(figures['notices'])}"
+    devices = f"{figures['devices']} x " if figures["devices"] > 1 else ""
+    return f"{figures['mfu']:.1%}: {reached} of {devices}{_rate(figures['peak_tflops'])} ({figures['peak_source']})"
+
+
+def _rate(tflops: float) -> str:
+    return f"{tflops:.4g} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:.3g} GFLOP/s"

@@ -1,0 +1,384 @@
+"""Images: sources, what is refused or counted, the split, and the pixels that are kept."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import zlib
+from pathlib import Path
+
+import numpy
+import PIL.Image
+import pytest
+import torch
+from transformers import ViTImageProcessorPil
+
+from scu_trainer.data.images import evenly_by_class, find_images, natural_size, prepare_images
+from scu_trainer.data.images_embedded import generated
+from scu_trainer.data.images_store import ImageRows, Kind, collate_images, pixel_statistics
+from scu_trainer.errors import DataError, StorageError
+from scu_trainer.settings import DataSettings
+from scu_trainer.settings.images import ImageSettings
+
+
+def kind(size: int = 16, channels: int = 3) -> Kind:
+    processor = ViTImageProcessorPil(size={"height": size, "width": size}, do_convert_rgb=channels == 3)
+    return Kind(processor, channels, (size, size))
+
+
+def prepared(dataset, cache: Path, *, seed: int = 0, own: ImageSettings | None = None, channels: int = 3, **changes):
+    data = DataSettings(dataset=str(dataset), **{"validation_split_percentage": 25.0, **changes})
+    source = find_images(data, own or ImageSettings(), cache)
+    return prepare_images(source, kind(channels=channels), data, seed=seed, cache_dir=cache)
+
+
+def picture(path: Path, seed: int, mode: str = "RGB", size: tuple[int, int] = (12, 10)) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = numpy.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=numpy.uint8)
+    PIL.Image.fromarray(pixels).convert(mode).save(path)
+    return path
+
+
+@pytest.fixture
+def pets(tmp_path) -> Path:
+    """Two classes, eight images each."""
+    folder = tmp_path / "pets"
+    for number, name in enumerate(("cat", "dog")):
+        for k in range(8):
+            picture(folder / name / f"{k}.png", seed=100 * number + k)
+    return folder
+
+
+def truncate(path: Path) -> Path:
+    path.write_bytes(path.read_bytes()[:-40])
+    return path
+
+
+# -- what can be read --------------------------------------------------------------------------------------------------
+
+
+def test_digits_are_enlarged_once_and_mapped(tmp_path):
+    pytest.importorskip("sklearn")
+    data = prepared("digits", tmp_path)
+    assert (data.books.read, data.books.train, data.books.eval) == (1797, 1348, 449)
+    assert data.label_names == tuple("0123456789") and data.books.dropped == {}
+    row = data.train[0]
+    assert row["pixel_values"].shape == (3, 16, 16) and row["pixel_values"].dtype == numpy.uint8
+    assert isinstance(data.train.pixels.base, numpy.memmap) or isinstance(data.train.pixels, numpy.memmap)
+    said = " ".join(data.books.lines())
+    assert "8 x 8 pixels became 16 x 16 x 3" in said and "1,797 × L" in said
+
+
+def test_without_scikit_learn_digits_name_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match="pip install scikit-learn"):
+        prepared("digits", tmp_path)
+
+
+def test_generated_images_do_not_depend_on_how_many_there_are(tmp_path):
+    few, many = prepared("generated", tmp_path, dataset_size=20), generated(40)
+    assert few.books.read == 20
+    first = [record.content for record in generated(20).read(range(20))]
+    assert all(numpy.array_equal(a, b.content) for a, b in zip(first, many.read(range(20)), strict=True))
+
+
+def test_generated_classes_differ_in_colour():
+    source = generated(200)
+    colours = numpy.array([record.content.reshape(-1, 3).mean(axis=0) for record in source.read(range(200))])
+    centres = numpy.array([colours[source.labels == label].mean(axis=0) for label in range(10)])
+    nearest = ((colours[:, None] - centres) ** 2).sum(axis=-1).argmin(axis=1)
+    assert (nearest == source.labels).mean() > 0.5
+
+
+def test_class_folders(pets, tmp_path):
+    (pets / "cat" / "notes.txt").write_text("no image")
+    data = prepared(pets, tmp_path)
+    assert data.label_names == ("cat", "dog") and data.books.per_class == {"cat": 6, "dog": 6}
+    assert data.books.eval == 4 and "1 files of other kinds" in " ".join(data.books.notes)
+
+
+def test_class_called_train_is_no_split(pets, tmp_path):
+    (pets / "cat").rename(pets / "train")
+    assert prepared(pets, tmp_path).label_names == ("dog", "train")
+
+
+def test_split_folders(tmp_path):
+    folder = tmp_path / "birds"
+    for split, count in (("train", 4), ("val", 2)):
+        for name in ("owl", "wren"):
+            for k in range(count):
+                picture(folder / split / name / f"{k}.png", seed=zlib.crc32(f"{split}{name}{k}".encode()))
+    data = prepared(folder, tmp_path)
+    assert (data.books.train, data.books.eval) == (8, 4) and any("birds/val" in note for note in data.books.notes)
+    with pytest.raises(DataError, match="dataset_split"):
+        prepared(folder, tmp_path, dataset_split="test")
+
+
+def table(tmp_path: Path, labels, names=None, column: str = "img", label_column: str = "fine_label"):
+    import datasets
+
+    paths = [str(picture(tmp_path / "raw" / f"{k}.png", seed=k)) for k in range(len(labels))]
+    kinds = {
+        column: datasets.Image(),
+        label_column: datasets.ClassLabel(names=names) if names else datasets.Value("int64"),
+    }
+    rows = {column: paths, label_column: labels}
+    features = datasets.Features(kinds)
+    saved = datasets.Dataset.from_dict(rows, features=features)
+    saved.save_to_disk(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def test_saved_tables_with_other_names_of_columns(tmp_path):
+    data = prepared(table(tmp_path, [0, 1] * 6, ["no", "yes"]), tmp_path)
+    assert data.label_names == ("no", "yes") and (data.books.train, data.books.eval) == (9, 3)
+
+
+def test_columns_can_be_named_and_wrong_names_are_answered(tmp_path):
+    saved = table(tmp_path, [0, 1] * 6, ["no", "yes"], column="picture", label_column="kind")
+    assert prepared(saved, tmp_path).books.train == 9  # the only ones of their type
+    with pytest.raises(DataError, match=r"image_column_name is 'pictures'.*did you mean 'picture'"):
+        prepared(saved, tmp_path, own=ImageSettings(image_column_name="pictures"))
+    with pytest.raises(DataError, match=r"label_column_name is 'kinds'.*did you mean 'kind'"):
+        prepared(saved, tmp_path, own=ImageSettings(label_column_name="kinds"))
+
+
+def test_paths_that_are_none(tmp_path, pets):
+    with pytest.raises(DataError, match=r"does not exist.*did you mean 'pets'"):
+        prepared(tmp_path / "pet", tmp_path)
+    with pytest.raises(DataError, match="is a file"):
+        prepared(pets / "cat" / "0.png", tmp_path)
+
+
+# -- what is bad -------------------------------------------------------------------------------------------------------
+
+
+def refused_then_counted(dataset, tmp_path, place: str, reason: str, **changes):
+    """The first bad image is named; with skip_bad_rows it is counted. Returns the second preparation."""
+    with pytest.raises(DataError, match=f"{place}.*{reason}.*skip_bad_rows"):
+        prepared(dataset, tmp_path, **changes)
+    data = prepared(dataset, tmp_path, skip_bad_rows=True, **changes)
+    assert sum(data.books.dropped.values()) == 1
+    (found, examples), *_ = data.books.examples.items()
+    assert reason in found and place.replace("\\", "") in examples[0]
+    return data
+
+
+@pytest.mark.parametrize(
+    "spoil", [truncate, lambda path: path.write_bytes(b"no image at all"), lambda path: path.write_bytes(b"")]
+)
+def test_unreadable_image(pets, tmp_path, spoil):
+    spoil(pets / "dog" / "3.png")
+    data = refused_then_counted(pets, tmp_path, "dog/3.png", "cannot be read")
+    assert data.books.train + data.books.eval == 15 and data.books.read == 16
+
+
+def test_truncated_jpeg(pets, tmp_path):
+    truncate(picture(pets / "dog" / "8.jpg", seed=1, size=(60, 60)))
+    refused_then_counted(pets, tmp_path, "dog/8.jpg", "cannot be read")
+
+
+def test_deep_pixels(pets, tmp_path):
+    pixels = numpy.full((8, 8), 40_000, dtype=numpy.uint16)
+    PIL.Image.fromarray(pixels).save(pets / "cat" / "deep.png")
+    refused_then_counted(pets, tmp_path, "cat/deep.png", "unusable channels")
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix"), [("L", "png"), ("RGBA", "png"), ("LA", "png"), ("P", "png"), ("CMYK", "jpg")]
+)
+def test_other_channels_are_converted_as_stock_processors_do_it_and_counted(pets, tmp_path, mode, suffix):
+    path = picture(pets / "cat" / f"9.{suffix}", seed=9, mode=mode)
+    data = prepared(pets, tmp_path, validation_split_percentage=0.0)
+    assert any(f"1 × {mode}" in note for note in data.books.notes)
+    with PIL.Image.open(path) as image:
+        wanted = kind().processor(image, do_rescale=False, do_normalize=False)["pixel_values"][0]
+    assert any(numpy.array_equal(data.train[k]["pixel_values"], wanted) for k in range(len(data.train)))
+
+
+def test_transparent_palette_warns_nobody(pets, tmp_path):
+    image = PIL.Image.fromarray(numpy.zeros((8, 8), dtype=numpy.uint8)).convert("P")
+    image.save(pets / "cat" / "9.png", transparency=bytes([0, 128, 255]))
+    assert prepared(pets, tmp_path).books.read == 17
+
+
+def test_gray_models_get_gray_images(pets, tmp_path):
+    data = prepared(pets, tmp_path, channels=1)
+    assert data.train[0]["pixel_values"].shape == (1, 16, 16)
+    assert any("turned into gray: 16 × RGB" in note for note in data.books.notes)
+
+
+def test_arrays_with_too_many_channels_are_refused():
+    from scu_trainer.data.images_decode import BadImage, open_image
+
+    with pytest.raises(BadImage, match="1, 3 or 4 channels"):
+        open_image(numpy.zeros((4, 4, 5), dtype=numpy.uint8))
+
+
+def test_missing_label(tmp_path):
+    refused_then_counted(table(tmp_path, [0, 1, -1, 1, 0, 1, 0, 1], ["no", "yes"]), tmp_path, "row 3", "usable label")
+
+
+def test_label_without_a_name_that_leaves_a_gap_is_out_of_range(tmp_path):
+    with pytest.raises(DataError, match="row 5: label 7 is out of range"):
+        prepared(table(tmp_path, [0, 1, 0, 1, 7, 1]), tmp_path)
+
+
+def test_label_above_the_named_classes(tmp_path):
+    import datasets
+
+    from scu_trainer.data.images_tables import _numbers
+
+    found = _numbers([0, 5, None], datasets.ClassLabel(names=["a", "b"]), ("a", "b"), ("a", "b"))
+    assert found.tolist() == [0, -1, -1]
+
+
+def test_image_outside_of_all_classes(pets, tmp_path):
+    picture(pets / "loose.png", seed=5)
+    refused_then_counted(pets, tmp_path, "loose.png", "usable label")
+
+
+def test_empty_class(pets, tmp_path):
+    (pets / "fox").mkdir()
+    with pytest.raises(DataError, match=r"pets/fox holds no image.*skip_bad_rows"):
+        prepared(pets, tmp_path)
+    data = prepared(pets, tmp_path, skip_bad_rows=True)
+    assert data.books.dropped == {"class folder without an image": 1} and data.label_names == ("cat", "dog")
+
+
+def test_one_class_is_refused(tmp_path):
+    picture(tmp_path / "one" / "cat" / "0.png", seed=0)
+    with pytest.raises(DataError, match="one class, 'cat'"):
+        prepared(tmp_path / "one", tmp_path)
+
+
+def test_folder_without_classes(tmp_path):
+    picture(tmp_path / "flat" / "0.png", seed=0)
+    with pytest.raises(DataError, match="no class folder with images"):
+        prepared(tmp_path / "flat", tmp_path)
+
+
+def test_held_out_class_that_training_lacks(pets, tmp_path):
+    for name in ("cat", "dog", "fox"):
+        picture(tmp_path / "more" / name / "0.png", seed=zlib.crc32(name.encode()))
+    changes = {"eval_dataset": str(tmp_path / "more")}
+    with pytest.raises(DataError, match=r"fox/0.png.*training data have no class 'fox'"):
+        prepared(pets, tmp_path, **changes)
+    data = prepared(pets, tmp_path, skip_bad_rows=True, **changes)
+    assert data.books.eval == 2 and sum(data.books.dropped.values()) == 1
+
+
+def test_named_class_without_training_images_is_refused_in_held_out_ones(tmp_path):
+    saved = table(tmp_path / "a", [0, 1] * 4, ["no", "yes", "maybe"])
+    other = table(tmp_path / "b", [0, 1, 2], ["no", "yes", "maybe"])
+    assert any("no training image of 1 classes: maybe" in note for note in prepared(saved, tmp_path).books.notes)
+    with pytest.raises(DataError, match=r"row 3: held-out image of a class that training lacks.*'maybe'"):
+        prepared(saved, tmp_path, eval_dataset=str(other))
+    data = prepared(saved, tmp_path, eval_dataset=str(other), skip_bad_rows=True)
+    assert data.books.eval == 2 and data.books.dropped == {"held-out image of a class that training lacks": 1}
+
+
+def test_nothing_left(pets, tmp_path):
+    for path in pets.rglob("*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match="no image to learn from; dropped: 16"):
+        prepared(pets, tmp_path, skip_bad_rows=True)
+
+
+def test_cache_that_cannot_be_written_is_named(pets, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("scu_trainer.data.images_store._digest", full)
+    with pytest.raises(StorageError, match="cache_dir"):
+        prepared(pets, tmp_path)
+    assert not list((tmp_path / "images").glob("*.part"))
+
+
+# -- the split ---------------------------------------------------------------------------------------------------------
+
+
+def numbers(data) -> tuple[list[int], list[int]]:
+    return data.train.numbers.tolist(), data.eval.numbers.tolist()
+
+
+def test_split_is_fixed_by_the_seed_and_keeps_shares_of_classes(tmp_path):
+    first = prepared("generated", tmp_path, dataset_size=200)
+    assert numbers(first) == numbers(prepared("generated", tmp_path, dataset_size=200))
+    other = prepared("generated", tmp_path, dataset_size=200, seed=1)
+    assert numbers(first) != numbers(other) and first.fingerprint != other.fingerprint
+    train, held_out = map(set, numbers(first))
+    assert not train & held_out and len(train | held_out) == 200
+    assert numpy.bincount(first.eval.labels).tolist() == [5] * 10
+
+
+def test_each_class_keeps_an_image_for_training(pets, tmp_path):
+    picture(pets / "ant" / "0.png", seed=77)
+    for seed in range(5):
+        data = prepared(pets, tmp_path, seed=seed, validation_split_percentage=90.0)
+        assert min(data.books.per_class.values()) >= 1
+
+
+def test_cap_takes_of_every_class(pets, tmp_path):
+    data = prepared(pets, tmp_path, dataset_size=6, validation_split_percentage=0.0)
+    assert data.books.per_class == {"cat": 3, "dog": 3} and data.eval is None
+    assert prepared(pets, tmp_path, max_eval_documents=2).books.eval == 2
+    assert evenly_by_class(numpy.array([0] * 90 + [1] * 10), 20, seed=0).searchsorted(90) == 18
+
+
+def test_another_seed_decodes_nothing(pets, tmp_path, monkeypatch):
+    prepared(pets, tmp_path)
+    monkeypatch.setattr("scu_trainer.data.images_store.decode_all", None)
+    assert prepared(pets, tmp_path, seed=3).books.train == 12
+
+
+def test_changed_file_is_decoded_again(pets, tmp_path):
+    before = prepared(pets, tmp_path)
+    picture(pets / "cat" / "0.png", seed=999, size=(13, 13))
+    assert prepared(pets, tmp_path).fingerprint != before.fingerprint
+
+
+def test_duplicates_of_held_out_images_are_counted(pets, tmp_path):
+    for name in ("cat", "dog"):
+        (tmp_path / "same" / name).mkdir(parents=True)
+        (tmp_path / "same" / name / "a.png").write_bytes((pets / name / "0.png").read_bytes())
+    data = prepared(pets, tmp_path, eval_dataset=str(tmp_path / "same"))
+    assert data.books.heldout_duplicates == 2
+    assert prepared(pets, tmp_path).books.heldout_duplicates == 0
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_and_batches(pets, tmp_path):
+    rows = prepared(pets, tmp_path).train
+    batch = collate_images([rows[0], rows[11]])
+    assert batch["pixel_values"].dtype == torch.uint8 and batch["pixel_values"].shape == (2, 3, 16, 16)
+    assert batch["labels"].tolist() == [0, 1] and batch["labels"].dtype == torch.int64
+
+
+def test_pixels_are_not_sent_to_workers(pets, tmp_path):
+    rows = prepared(pets, tmp_path).train
+    first = rows[0]["pixel_values"].copy()
+    sent = pickle.dumps(rows)
+    assert len(sent) < rows.pixels.nbytes and numpy.array_equal(pickle.loads(sent)[0]["pixel_values"], first)
+
+
+def test_statistics_are_those_of_the_pixels(pets, tmp_path):
+    rows = prepared(pets, tmp_path).train
+    stack = numpy.stack([rows[k]["pixel_values"] for k in range(len(rows))]).transpose(1, 0, 2, 3).reshape(3, -1) / 255
+    means, deviations = pixel_statistics(rows)
+    assert means == pytest.approx(stack.mean(axis=1), abs=1e-4) and deviations == pytest.approx(
+        stack.std(axis=1), abs=1e-4
+    )
+
+
+def test_one_colour_has_a_deviation_that_divides(tmp_path):
+    numpy.zeros((2, 3, 4, 4), dtype=numpy.uint8).tofile(tmp_path / "pixels.u8")
+    rows = ImageRows(tmp_path / "pixels.u8", (3, 4, 4), numpy.zeros(2, dtype=numpy.int64), numpy.arange(2))
+    assert min(pixel_statistics(rows)[1]) > 0
+
+
+def test_natural_size_skips_what_cannot_be_read(pets, tmp_path):
+    truncate(pets / "cat" / "0.png")
+    assert natural_size(find_images(DataSettings(dataset=str(pets)), ImageSettings(), tmp_path)) == 10

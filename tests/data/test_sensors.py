@@ -1,0 +1,448 @@
+"""Recordings of several sensors: generated, read from a folder, refused or counted, and put into batches."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import numpy
+import pytest
+import torch
+
+from scu_trainer.data.sensor_collate import SensorCollator
+from scu_trainer.data.sensor_format import MANIFEST, Recording, write_recordings
+from scu_trainer.data.sensor_manifest import CSV_MANIFEST
+from scu_trainer.data.sensor_synthetic import ceiling_alone, export_synthetic, synthetic
+from scu_trainer.errors import DataError, SettingsError, StorageError
+from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
+from scu_trainer.train.rows import read_layout, take
+from tests.recordings import SHAPES, edit_manifest, folder_of, prepared, rows_of
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return folder_of(tmp_path / "recordings")
+
+
+def change_arrays(path, **changes) -> None:
+    """Write a .npz again with other arrays; None removes one."""
+    with numpy.load(path) as archive:
+        arrays = {**archive, **changes}
+    numpy.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+
+
+# -- generated ---------------------------------------------------------------------------------------------------------
+
+
+def test_generated_recordings_depend_on_the_seed_alone():
+    first, again, other = (next(synthetic(1, 9, seed)) for seed in (0, 0, 1))
+    assert all(numpy.array_equal(first.arrays[name], again.arrays[name]) for name in first.arrays)
+    assert not numpy.array_equal(first.arrays["infrared"][:1], other.arrays["infrared"][:1])
+
+
+def test_any_two_branches_tell_the_class_and_none_alone_does():
+    side = 3
+    shown = [divmod(label, side) for label in range(side**2)]
+    shown = [(row, column, (row + column) % side) for row, column in shown]
+    for one in range(3):
+        groups = [sum(other[one] == level for other in shown) for level in range(side)]
+        assert groups == [side] * side  # each level leaves three classes equally likely
+        for two in range(one + 1, 3):
+            assert len({(levels[one], levels[two]) for levels in shown}) == side**2
+    assert ceiling_alone(9) == pytest.approx(1 / 3)
+
+
+def test_a_share_of_generated_recordings_lacks_one_branch():
+    found = [recording.missing for recording in synthetic(300, 4, 0, missing_share=0.3)]
+    assert 60 <= sum(map(bool, found)) <= 120 and max(map(len, found)) == 1
+    assert {name for missing in found for name in missing} == {"visible", "infrared", "kinematics"}
+
+
+def test_classes_that_are_no_square_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"num_classes is 10.*set num_classes: 9"):
+        prepared(SYNTHETIC, tmp_path, own={"num_classes": 10})
+
+
+def test_exported_recordings_are_read_as_they_were_generated(tmp_path):
+    export_synthetic(tmp_path / "out", samples=24, classes=4, seed=3)
+    data = prepared(tmp_path / "out", tmp_path / "cache", validation_split_percentage=0)
+    expected = rows_of(synthetic(24, 4, 3, missing_share=0.1))
+    for number, row in enumerate(expected):
+        found = data.train[number]
+        assert found.keys() == row.keys() and found["labels"] == row["labels"]
+        assert all(numpy.array_equal(found[name], row[name]) for name in row)
+
+
+# -- the split and the books -------------------------------------------------------------------------------------------
+
+
+def test_a_share_of_each_class_is_held_out_and_the_books_say_so(tmp_path):
+    data = prepared(SYNTHETIC, tmp_path)
+    assert (len(data.train), len(data.eval)) == (24, 8)
+    assert numpy.bincount(data.eval.labels).tolist() == [2, 2, 2, 2]
+    assert data.books.per_class == {"0": 6, "1": 6, "2": 6, "3": 6}
+    assert not {*data.train.numbers} & {*data.eval.numbers}
+    assert any("no branch alone" in line for line in data.books.lines())
+
+
+def test_the_cache_is_found_again_and_the_seed_moves_the_split(folder, tmp_path):
+    first, again = (prepared(folder, tmp_path / "cache") for _ in range(2))
+    assert first.fingerprint == again.fingerprint and first.books == again.books
+    assert len([*(tmp_path / "cache" / "sensors").glob("*/index.npz")]) == 1
+    assert prepared(folder, tmp_path / "cache", seed=1).fingerprint != first.fingerprint
+
+
+def test_a_changed_file_is_read_again(folder, tmp_path):
+    before = prepared(folder, tmp_path / "cache", validation_split_percentage=0)
+    change_arrays(folder / "000000.npz", kinematics=numpy.full((32, 6), 7, dtype="float32"))
+    after = prepared(folder, tmp_path / "cache", validation_split_percentage=0)
+    assert before.fingerprint != after.fingerprint and (after.train[0]["kinematics"] == 7).all()
+
+
+def test_the_manifest_says_what_is_held_out(folder, tmp_path):
+    for number in (1, 2, 3, 4):
+        edit_manifest(folder, number, split="eval")
+    edit_manifest(folder, 5, split="spare")
+    for number in range(6, 17):
+        edit_manifest(folder, number, split="train")
+    data = prepared(folder, tmp_path / "cache")
+    assert (len(data.train), len(data.eval)) == (11, 4)
+    assert data.books.dropped == {"split spare is not used": 1}
+    assert data.books.examples["split spare is not used"] == ["manifest.jsonl row 5 (000004.npz)"]
+
+
+def test_held_out_data_of_their_own(folder, tmp_path):
+    other = folder_of(tmp_path / "other", samples=9)
+    data = prepared(folder, tmp_path / "cache", eval_dataset=str(other), max_eval_documents=6)
+    assert (len(data.train), len(data.eval)) == (16, 6)
+    assert data.books.heldout_duplicates == 6  # the same seed made both
+    assert data.books.read == 25
+
+
+def test_held_out_recordings_of_other_shapes_are_refused(folder, tmp_path):
+    other = folder_of(tmp_path / "other", samples=4)
+    change_arrays(other / "000002.npz", kinematics=numpy.zeros((9, 5), dtype="float32"))
+    with pytest.raises(
+        DataError, match=r"row 3 \(000002.npz\): kinematics has 5 channels, and the training data has 6"
+    ):
+        prepared(folder, tmp_path / "cache", eval_dataset=str(other))
+
+
+def test_a_cap_keeps_recordings_of_every_class(folder, tmp_path):
+    data = prepared(folder, tmp_path / "cache", dataset_size=12, validation_split_percentage=0)
+    assert len(data.train) == 12 and set(data.train.labels) == {0, 1, 2, 3}
+
+
+def test_classes_may_have_names(folder, tmp_path):
+    for number in range(16):
+        edit_manifest(folder, number + 1, label=["north", "east", "south", "west"][number % 4])
+    data = prepared(folder, tmp_path / "cache")
+    assert data.label_names == ["east", "north", "south", "west"]
+    assert data.books.per_class == {"east": 3, "north": 3, "south": 3, "west": 3}
+
+
+def test_a_trained_model_decides_the_order_of_the_classes(folder, tmp_path):
+    data = prepared(folder, tmp_path / "cache", label_names=["3", "2", "1", "0"], validation_split_percentage=0)
+    assert data.train.labels[:4].tolist() == [3, 2, 1, 0]
+
+
+def test_a_csv_manifest(folder, tmp_path):
+    rows = [json.loads(line) for line in (folder / MANIFEST).read_text().splitlines()]
+    rows[0]["missing"] = ["infrared", "visible"]
+    lines = [f"{row['file']},{row['label']},{';'.join(row.get('missing', []))}" for row in rows]
+    (folder / CSV_MANIFEST).write_text("\n".join(["file,label,missing", *lines]))
+    (folder / MANIFEST).unlink()
+    data = prepared(folder, tmp_path / "cache", validation_split_percentage=0)
+    assert len(data.train) == 16 and data.train[0].keys() == {"kinematics", "labels"}
+
+
+def test_branches_that_are_not_asked_for_are_not_read(folder, tmp_path):
+    change_arrays(folder / "000003.npz", visible=numpy.zeros(3))
+    data = prepared(folder, tmp_path / "cache", own={"branches": ["kinematics"]})
+    assert data.train[0].keys() == {"kinematics", "labels"}
+
+
+def test_recordings_without_a_branch_in_use_are_counted(folder, tmp_path):
+    edit_manifest(folder, 2, missing=["kinematics"])
+    data = prepared(folder, tmp_path / "cache", own={"branches": ["kinematics"]})
+    assert data.books.dropped == {"without any branch in use": 1}
+    assert data.books.train + data.books.eval == 15
+
+
+def test_a_branch_that_no_recording_has_is_refused(folder, tmp_path):
+    for number in range(1, 17):
+        edit_manifest(folder, number, missing=["infrared"])
+    with pytest.raises(DataError, match=r"no recording of .* has the branch infrared; set branches: \[visible, kin"):
+        prepared(folder, tmp_path / "cache")
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def torn(path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flipped(path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 255
+    path.write_bytes(bytes(content))
+
+
+def pickled(path) -> None:
+    change_arrays(path, infrared=numpy.array([{"a": 1}], dtype=object))
+
+
+def single_array(path) -> None:
+    with open(path, "wb") as file:
+        numpy.save(file, numpy.zeros(3))
+
+
+def with_nan(path) -> None:
+    values = numpy.zeros((20, 6), dtype="float32")
+    values[4, 2] = numpy.nan
+    change_arrays(path, kinematics=values)
+
+
+BAD_FILES = {
+    "torn": (torn, "unreadable file", "not a readable .npz"),
+    "flipped": (flipped, "unreadable file", "not a readable .npz"),
+    "pickled": (pickled, "unreadable file", "Object arrays cannot be loaded"),
+    "text": (lambda path: path.write_text("hello"), "unreadable file", "not a readable .npz"),
+    "empty file": (lambda path: path.write_bytes(b""), "unreadable file", "not a readable .npz"),
+    "npy": (single_array, "no .npz file", "single .npy"),
+    "gone": (lambda path: path.unlink(), "missing file", "does not exist"),
+    "no branch": (
+        lambda path: change_arrays(path, infrared=None, cooling_curve=None),
+        "missing branch",
+        '"missing": \\["infrared"\\]',
+    ),
+    "half a branch": (lambda path: change_arrays(path, cooling_curve=None), "missing branch", "'cooling_curve'"),
+    "nan": (with_nan, "no number", r"kinematics\[4, 2\] is nan"),
+    "too hot": (
+        lambda path: change_arrays(path, infrared=numpy.full((2, 12, 12), 1e6)),
+        "no number",
+        r"infrared\[0, 0, 0\] is 1000000.0",
+    ),
+    "too cold": (
+        lambda path: change_arrays(path, cooling_curve=numpy.full(4, -300.0)),
+        "wrong unit",
+        "-300 °C, below absolute zero",
+    ),
+    "no frames": (
+        lambda path: change_arrays(path, visible=numpy.zeros((0, 16, 16, 3), dtype="uint8")),
+        "no content",
+        r"shape \(0, 16, 16, 3\)",
+    ),
+    "gray": (
+        lambda path: change_arrays(path, visible=numpy.zeros((4, 16, 16), dtype="uint8")),
+        "wrong shape",
+        r"must be \(frames, height, width, 3\)",
+    ),
+    "four colours": (
+        lambda path: change_arrays(path, visible=numpy.zeros((4, 16, 16, 4), dtype="uint8")),
+        "wrong shape",
+        r"\(4, 16, 16, 4\)",
+    ),
+    "real colours": (
+        lambda path: change_arrays(path, visible=numpy.zeros((4, 16, 16, 3))),
+        "wrong dtype",
+        "visible is float64; allowed: uint8",
+    ),
+    "whole numbers": (
+        lambda path: change_arrays(path, kinematics=numpy.zeros((4, 6), dtype="int64")),
+        "wrong dtype",
+        "kinematics is int64",
+    ),
+    "five channels": (
+        lambda path: change_arrays(path, kinematics=numpy.zeros((40, 5), dtype="float32")),
+        "another shape",
+        r"5 channels, and manifest.jsonl row 1 \(000000.npz\) has 6 channels",
+    ),
+    "larger frames": (
+        lambda path: change_arrays(path, visible=numpy.zeros((4, 20, 16, 3), dtype="uint8")),
+        "another shape",
+        "frames of 20 x 16",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_a_bad_file_is_named_or_counted(folder, tmp_path, kind):
+    spoil, reason, message = BAD_FILES[kind]
+    spoil(folder / "000006.npz")
+    with pytest.raises(DataError, match=rf"manifest.jsonl row 7 \(000006.npz\): .*{message}") as caught:
+        prepared(folder, tmp_path / "cache")
+    assert "skip_bad_rows: true" in str(caught.value)
+    data = prepared(folder, tmp_path / "cache", skip_bad_rows=True)
+    assert data.books.dropped == {reason: 1} and data.books.train + data.books.eval == 15
+    assert data.books.examples[reason] == ["manifest.jsonl row 7 (000006.npz)"]
+
+
+BAD_ROWS = {
+    "negative": ({"label": -1}, "label out of range", "label -1 is none of the 4 classes"),
+    "too high": ({"label": 4}, "label out of range", "label 4 is none of the 4 classes"),
+    "fraction": ({"label": 1.5}, "no label", "label is 1.5"),
+    "truth": ({"label": True}, "no label", "label is True"),
+    "no label": ({"label": None}, "no label", "label is None"),
+    "no file": ({"file": None}, "no file", "names no file"),
+    "outside": ({"file": "../000001.npz"}, "file outside", "lies outside of"),
+    "absolute": ({"file": "/etc/passwd"}, "file outside", "lies outside of"),
+    "unknown branch": ({"missing": ["radar"]}, "unknown branch", "missing is .*'radar'.*allowed: visible"),
+    "unknown column": ({"lable": 3}, "unknown column", "'lable'.*did you mean 'label'"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_a_bad_row_of_the_manifest_is_named_or_counted(folder, tmp_path, kind):
+    changes, reason, message = BAD_ROWS[kind]
+    edit_manifest(folder, 6, **changes)
+    with pytest.raises(DataError, match=rf"manifest.jsonl row 6.*: .*{message}"):
+        prepared(folder, tmp_path / "cache")
+    data = prepared(folder, tmp_path / "cache", skip_bad_rows=True)
+    assert data.books.dropped == {reason: 1} and data.books.train + data.books.eval == 15
+
+
+def test_a_line_that_is_no_json_is_named(folder, tmp_path):
+    lines = (folder / MANIFEST).read_text().splitlines()
+    (folder / MANIFEST).write_text("\n".join([*lines[:2], lines[2][:-4], *lines[3:]]))
+    with pytest.raises(DataError, match=r"manifest.jsonl row 3: not JSON"):
+        prepared(folder, tmp_path / "cache")
+    assert prepared(folder, tmp_path / "cache", skip_bad_rows=True).books.dropped == {"unreadable row": 1}
+
+
+def test_books_from_the_cache_are_those_of_this_manifest(folder, tmp_path):
+    """Two manifests with the same good rows and other bad ones do not share a cache."""
+    with open(folder / MANIFEST, "a") as manifest:
+        manifest.write("{\n")
+    assert prepared(folder, tmp_path / "cache", skip_bad_rows=True).books.dropped == {"unreadable row": 1}
+    with open(folder / MANIFEST, "a") as manifest:
+        manifest.write("{\n")
+    assert prepared(folder, tmp_path / "cache", skip_bad_rows=True).books.dropped == {"unreadable row": 2}
+
+
+def test_an_empty_class_is_refused_or_told(folder, tmp_path):
+    with pytest.raises(DataError, match=r"1 of 5 classes have no training recording: 4; .*lower num_classes"):
+        prepared(folder, tmp_path / "cache", own={"num_classes": 5})
+    data = prepared(folder, tmp_path / "cache", own={"num_classes": 5}, skip_bad_rows=True)
+    assert data.books.per_class["4"] == 0 and "1 of 5 classes" in data.books.lines()[-1]
+
+
+def test_names_that_are_not_num_classes_are_refused(folder, tmp_path):
+    edit_manifest(folder, 1, label="north")
+    with pytest.raises(DataError, match="num_classes is 4, and the manifest has 5 labels"):
+        prepared(folder, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"), [("nowhere", "'nowhere' is no folder"), ("empty", "has no manifest.jsonl or manifest.csv")]
+)
+def test_what_is_no_folder_of_recordings_is_refused(tmp_path, dataset, message):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=message):
+        prepared(tmp_path / dataset if dataset == "empty" else dataset, tmp_path / "cache")
+
+
+def test_a_manifest_without_rows_is_refused(tmp_path):
+    (tmp_path / MANIFEST).write_text("\n")
+    with pytest.raises(DataError, match="no usable row: 0 read"):
+        prepared(tmp_path, tmp_path / "cache")
+
+
+# -- units and memory --------------------------------------------------------------------------------------------------
+
+
+def test_hundredths_of_a_kelvin_become_degrees_celsius(tmp_path):
+    arrays = {
+        "infrared": numpy.full((2, 4, 4), 29315, dtype="uint16"),
+        "cooling_curve": numpy.array([30315, 29315], dtype="uint16"),
+    }
+    write_recordings(tmp_path / "in", (Recording(arrays, label) for label in (0, 1)))
+    own = {"branches": ["infrared"], "num_classes": 2}
+    row = prepared(tmp_path / "in", tmp_path / "cache", own=own, validation_split_percentage=0).train[0]
+    assert row["infrared"].dtype == "float16" and row["infrared"] == pytest.approx(20, abs=0.01)
+    assert row["cooling_curve"] == pytest.approx([30, 20], abs=1e-3)
+
+
+def test_rows_are_views_of_mapped_files_and_survive_a_worker(folder, tmp_path):
+    train = prepared(folder, tmp_path / "cache").train
+    row = train[0]
+    base = row["visible"]
+    while isinstance(base, numpy.ndarray) and base.base is not None:
+        base = base.base
+    assert isinstance(row["visible"], numpy.memmap) and type(base).__name__ == "mmap"
+    sent = pickle.dumps(train)
+    assert len(sent) < 20_000
+    assert numpy.array_equal(pickle.loads(sent)[0]["visible"], row["visible"])
+
+
+@pytest.mark.parametrize("name", ["kinematics.bin", "index.npz", "shapes.json"])
+def test_a_torn_cache_is_named(folder, tmp_path, name):
+    prepared(folder, tmp_path / "cache")
+    (path,) = (tmp_path / "cache" / "sensors").glob(f"*/{name}")
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(StorageError, match=rf"{path.parent} cannot be read .*; delete that folder"):
+        prepared(folder, tmp_path / "cache")
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_collator_pads_on_the_right_and_says_where():
+    rows = rows_of(synthetic(6, 4, 0, missing_share=0.9))
+    batch = SensorCollator(SHAPES)(rows)
+    for name, shape in SHAPES.items():
+        values, mask = batch[name], batch["cooling_mask" if name == "cooling_curve" else f"{name}_mask"]
+        assert values.shape == (6, mask.shape[1], *shape) and mask.dtype == torch.bool
+        for row, value, valid in zip(rows, values, mask, strict=True):
+            length = len(row.get(name, ()))
+            assert valid.tolist() == [step < length for step in range(len(valid))]
+            assert numpy.array_equal(value[:length].numpy(), row.get(name, value[:0]))
+            assert not value[length:].any()
+    assert batch["branch_mask"].tolist() == [["visible" in row, "infrared" in row, "kinematics" in row] for row in rows]
+    assert batch["labels"].dtype == torch.int64 and batch["visible"].dtype == torch.uint8
+    assert batch["infrared"].dtype == torch.float16
+
+
+def test_a_branch_that_a_whole_batch_lacks_still_takes_part():
+    rows = [{name: value for name, value in row.items() if name != "visible"} for row in rows_of(synthetic(2, 4))]
+    batch = SensorCollator(SHAPES)(rows)
+    assert batch["visible"].shape == (2, 1, 3, 16, 16) and not batch["visible_mask"].any()
+
+
+def test_batches_can_be_cut_by_rows():
+    batch = SensorCollator(SHAPES)(rows_of(synthetic(5, 4, 0, missing_share=0.5)))
+    layout = read_layout(batch, "visible")
+    assert layout.rows == 5 and layout.obstacle is None
+    part = take([layout], [(0, 3), (0, 1)])
+    assert all(torch.equal(part[name], batch[name][[3, 1]]) for name in batch)
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"branches": ["radar"]}, "branches has 'radar'; allowed: visible, infrared, kinematics"),
+        ({"branches": ["visibel"]}, "did you mean 'visible'"),
+        ({"branches": []}, "branches is empty"),
+        ({"branches": ["visible", "visible"]}, "names a branch twice"),
+        ({"branches": ["visible"], "checkpoint_branches": ["infrared"]}, "checkpoint_branches has 'infrared'"),
+        ({"num_classes": 1}, "num_classes is 1"),
+        ({"sensor_hidden_size": 20, "sensor_heads": 4}, "multiple of twice sensor_heads .*for instance 16"),
+        ({"sensor_layers": 0}, "sensor_layers is 0"),
+        ({"sensor_dropout": 1.0}, "sensor_dropout is 1.0"),
+        ({"sensor_missing_share": -0.1}, "sensor_missing_share is -0.1"),
+        ({"offload_linears_mb": -1}, "offload_linears_mb is -1"),
+        ({"offload_linears_folder": "x"}, "offload_linears_folder is where offload_linears_mb puts"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(changes, message):
+    with pytest.raises(SettingsError, match=message):
+        SensorSettings(**changes)
+
+
+def test_branches_come_in_one_order():
+    assert SensorSettings(branches=["kinematics", "visible"]).branches == ["visible", "kinematics"]
+    assert SensorSettings().branches == ["visible", "infrared", "kinematics"]

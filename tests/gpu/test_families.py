@@ -1,0 +1,54 @@
+"""What only a GPU shows of the image, word and sensor models: half precision, channels last, memory on the card.
+
+pytest tests/gpu/test_families.py        # about 5 minutes on one card
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from scu_trainer.cli import train
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+STEPS = 40
+LARGE = ("--per_device_train_batch_size", "256")
+
+
+def run(tmp_path: Path, recipe: str, *flags: str) -> dict:
+    out = tmp_path / "run"
+    words = ["--config", str(RECIPES / f"{recipe}.yaml"), "--max_steps", str(STEPS), "--output_dir", str(out), *flags]
+    assert train.main(words) == 0
+    return json.loads((out / "scu_metrics.json").read_text())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("recipe", ["resnet", "efficientnet", "gru", "sensors"])
+def test_a_recipe_learns_on_the_card(recipe, tmp_path, capsys):
+    figures = run(tmp_path, recipe)
+    assert figures["costs"]["device"].startswith("cuda") and figures["costs"]["peak_bytes"] > 0
+    assert figures["held_out_bpt_after"]["value"] < figures["held_out_bpt_before"]["value"]
+    assert "precision: bf16" in capsys.readouterr().out or torch.cuda.get_device_capability()[0] < 8
+
+
+@pytest.mark.timeout(900)
+def test_the_preset_for_gpus(tmp_path):
+    """Compiled, channels last, workers with pinned memory."""
+    figures = run(tmp_path, "resnet", "--preset", "gpu")
+    assert figures["held_out_bpt_after"]["value"] < figures["held_out_bpt_before"]["value"]
+
+
+@pytest.mark.timeout(900)
+def test_the_preset_that_saves_memory_does(tmp_path):
+    peaks = [
+        run(tmp_path / preset, "resnet", "--preset", preset, "--per_device_train_batch_size", "256")["costs"][
+            "peak_bytes"
+        ]
+        for preset in ("gpu", "memory_efficient")
+    ]
+    assert peaks[1] < 0.8 * peaks[0]

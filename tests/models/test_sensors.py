@@ -1,0 +1,422 @@
+"""TRIDENT: masks, branches, files, adapters on its blocks, blocks that are computed again, layers that lie on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from scu_trainer.data.sensor_collate import SensorCollator
+from scu_trainer.data.sensor_synthetic import synthetic
+from scu_trainer.errors import ModelError
+from scu_trainer.models.checkpointing import checkpoint_every_layer
+from scu_trainer.models.load import prepare_for_tuning
+from scu_trainer.models.offload_linears import offload_linears
+from scu_trainer.models.offloaded import has_offloaded_weights
+from scu_trainer.models.quantize import quantizable_layers, quantized_modules
+from scu_trainer.models.sensors import TridentConfig, TridentForSensorClassification
+from scu_trainer.models.sensors.loading import (
+    adapter_plan,
+    branches_of,
+    load_scored_trident,
+    make_trident,
+    stored_config,
+)
+from scu_trainer.settings import ModelSettings
+from scu_trainer.settings.sensors import BRANCHES, SensorSettings
+from tests.recordings import SHAPES, TINY, rows_of, trident
+
+CPU = torch.device("cpu")
+NAMES = ["0", "1", "2", "3"]
+
+
+def batch_of(count: int = 6, missing_share: float = 0.5) -> dict[str, torch.Tensor]:
+    return SensorCollator(SHAPES)(rows_of(synthetic(count, 4, 0, missing_share)))
+
+
+@pytest.fixture
+def batch():
+    return batch_of()
+
+
+@torch.no_grad()
+def logits(model, batch) -> torch.Tensor:
+    return model.eval()(**{name: value for name, value in batch.items() if name != "labels"}).logits
+
+
+def own(**changes) -> SensorSettings:
+    return SensorSettings(**{"sensor_hidden_size": 16, "sensor_heads": 2, "sensor_channels": 4, **changes})
+
+
+# -- masks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("branch", range(3))
+def test_what_stands_in_a_missing_branch_does_not_count(batch, branch):
+    model, reads = trident(), (["visible"], ["infrared", "cooling_curve"], ["kinematics"])[branch]
+    batch["branch_mask"][:, branch] = False
+    before = logits(model, batch)
+    for name in reads:
+        filling = 200 if name == "visible" else float("nan")
+        batch[name] = torch.full_like(batch[name], filling)
+    assert torch.equal(logits(model, batch), before)
+    batch["branch_mask"][:, branch] = True
+    assert not torch.equal(logits(model, batch), before)
+
+
+def test_a_missing_branch_has_exactly_no_gradient(batch):
+    model = trident()
+    batch["branch_mask"][:, 0] = False
+    model(**batch).loss.backward()
+    gradients = [weight.grad for weight in model.trident.branches["visible"].parameters()]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+def test_padding_does_not_count(batch):
+    model = trident()
+    before = logits(model, batch)
+    for name in SHAPES:
+        mask = "cooling_mask" if name == "cooling_curve" else f"{name}_mask"
+        fill = 77 if name == "visible" else float("inf")
+        padding = torch.full((len(batch[name]), 5, *batch[name].shape[2:]), fill).to(batch[name].dtype)
+        batch[name] = torch.cat([batch[name], padding], dim=1)
+        batch[mask] = torch.cat([batch[mask], torch.zeros(len(padding), 5, dtype=torch.bool)], dim=1)
+    assert (logits(model, batch) - before).abs().max() < 1e-6
+
+
+def test_a_row_does_not_depend_on_the_others():
+    model, rows = trident(), rows_of(synthetic(6, 4, 0, 0.5))
+    collate = SensorCollator(SHAPES)
+    together = logits(model, collate(rows))
+    assert (logits(model, collate(rows[::-1])).flip(0) - together).abs().max() < 1e-6
+    alone = torch.cat([logits(model, collate([row])) for row in rows])
+    assert (alone - together).abs().max() < 1e-6
+
+
+def test_the_order_of_frames_counts(batch):
+    """Motion is seen: the same frames backwards are another recording."""
+    model = trident(branches=["visible"])
+    full = {name: value for name, value in batch_of(4, 0.0).items() if name.startswith("visible")}
+    frames = int(full["visible_mask"].sum(dim=1).min())
+    forwards = {"visible": full["visible"][:, :frames]}
+    backwards = {"visible": forwards["visible"].flip(1)}
+    assert (logits(model, forwards) - logits(model, backwards)).abs().max() > 1e-4
+
+
+def test_without_masks_everything_counts(batch):
+    model = trident()
+    plain = {name: torch.nan_to_num(batch[name]) for name in SHAPES}
+    masks = {name: torch.ones_like(value) for name, value in batch.items() if name.endswith("_mask")}
+    assert torch.equal(logits(model, plain), logits(model, {**plain, **masks}))
+
+
+def test_a_row_without_any_branch_is_a_number(batch):
+    batch["branch_mask"][:] = False
+    found = logits(trident(), batch)
+    assert torch.isfinite(found).all() and torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_each_branch_is_a_model_of_its_own(batch, branch):
+    model = trident(branches=[branch])
+    assert list(model.trident.branches) == [branch] and model.main_input_name == branch
+    needed = {name: value for name, value in batch.items() if name in ("labels", "branch_mask") or branch in name}
+    if branch == "infrared":
+        needed |= {"cooling_curve": batch["cooling_curve"], "cooling_mask": batch["cooling_mask"]}
+    model(**needed).loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_an_input_that_is_not_there_is_named(batch):
+    with pytest.raises(ValueError, match="the branch infrared reads cooling_curve"):
+        trident()(visible=batch["visible"], infrared=batch["infrared"], kinematics=batch["kinematics"])
+
+
+def test_the_loss_is_a_mean_or_a_sum_over_the_items(batch):
+    model = trident().eval()
+    mean, part = model(**batch).loss, model(**batch, num_items_in_batch=torch.tensor(12)).loss
+    assert part.item() == pytest.approx(mean.item() / 2, rel=1e-6)
+
+
+def test_attention_goes_through_sdpa(batch, monkeypatch):
+    calls = []
+    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        "torch.nn.functional.scaled_dot_product_attention", lambda *a, **k: calls.append(1) or real(*a, **k)
+    )
+    logits(trident(), batch)
+    assert len(calls) == 3  # visible, kinematics, fusion
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_known_to_the_auto_classes(tmp_path, batch):
+    model = trident()
+    model.save_pretrained(tmp_path)
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), TridentConfig)
+    for auto in (AutoModel, AutoModelForSequenceClassification):
+        loaded = auto.from_pretrained(tmp_path)
+        assert isinstance(loaded, TridentForSensorClassification)
+        assert torch.equal(logits(loaded, batch), logits(model, batch))
+
+
+def test_loads_where_this_project_is_not_installed(tmp_path, batch):
+    model = trident()
+    model.save_pretrained(tmp_path / "model")
+    expected = logits(model, batch)
+    torch.save({name: value for name, value in batch.items() if name != "labels"}, tmp_path / "batch.pt")
+    code = f"""
+import sys; sys.modules["scu_trainer"] = None
+import torch; from transformers import AutoModel
+model = AutoModel.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True).eval()
+with torch.no_grad():
+    torch.save(model(**torch.load({str(tmp_path / "batch.pt")!r})).logits, {str(tmp_path / "logits.pt")!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
+
+
+def test_made_from_settings(tmp_path):
+    settings = own(branches=["visible", "kinematics"], sensor_layers=3, sensor_dropout=0.1)
+    model, lines = make_trident(ModelSettings(tuning="full"), settings, NAMES, {**SHAPES, "kinematics": (9,)}, CPU)
+    assert model.config.kinematics_channels == 9 and model.config.dropout == 0.1
+    assert len(model.trident.branches["visible"].layers) == 3 and "infrared" not in model.trident.branches
+    assert model.config.id2label == dict(enumerate(NAMES)) and "from scratch" in lines[0]
+
+
+def test_a_model_gets_a_new_head_for_other_classes(tmp_path):
+    stored = trident()
+    stored.config.id2label = dict(enumerate(NAMES))
+    stored.save_pretrained(tmp_path)
+    settings = ModelSettings(model_name_or_path=str(tmp_path), tuning="full")
+    same, lines = make_trident(settings, own(), NAMES, SHAPES, CPU)
+    assert torch.equal(same.classifier.weight, stored.classifier.weight) and len(lines) == 1
+    for names in (["a", "b", "c"], ["a", "b", "c", "d"]):
+        other, lines = make_trident(settings, own(), names, SHAPES, CPU)
+        assert other.classifier.weight.shape[0] == len(names) and "head is made anew" in lines[1]
+        assert not torch.equal(other.classifier.weight[:3], stored.classifier.weight[:3])
+        kept = other.trident.fusion.queries, stored.trident.fusion.queries
+        assert torch.equal(*kept) and other.config.id2label[0] == "a"
+
+
+def test_a_model_that_does_not_fit_is_refused(tmp_path):
+    trident(branches=["visible"]).save_pretrained(tmp_path / "one")
+    settings = ModelSettings(model_name_or_path=str(tmp_path / "one"), tuning="full")
+    config = stored_config(settings)
+    assert branches_of(config, own()) == ["visible"]
+    with pytest.raises(ModelError, match="branches is infrared, and the model has visible"):
+        branches_of(config, own(branches=["infrared"]))
+    trident().save_pretrained(tmp_path / "all")
+    settings = ModelSettings(model_name_or_path=str(tmp_path / "all"), tuning="full")
+    with pytest.raises(ModelError, match="9 channels of kinematics, and the model takes 6"):
+        make_trident(settings, own(), NAMES, {**SHAPES, "kinematics": (9,)}, CPU)
+    with pytest.raises(ModelError, match="are not those of the recordings"):
+        load_scored_trident(settings, NAMES, SHAPES)
+    config = json.loads((tmp_path / "all" / "config.json").read_text())
+    (tmp_path / "all" / "config.json").write_text(json.dumps({**config, "num_fusion_layers": 2}))
+    with pytest.raises(ModelError, match=r"lacks weights of a TRIDENT: trident.fusion.layers.1"):
+        make_trident(settings, own(), NAMES, SHAPES, CPU)
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path):
+    from tests.tiny import vit
+
+    vit().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="is a vit model"):
+        stored_config(ModelSettings(model_name_or_path=str(tmp_path)))
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def saved(folder: Path, **changes) -> ModelSettings:
+    model = trident(**changes)
+    model.config.id2label = dict(enumerate(NAMES))
+    model.save_pretrained(folder)
+    return ModelSettings(model_name_or_path=str(folder), tuning="lora", lora_r=2)
+
+
+def tuned(settings: ModelSettings):
+    model, _ = make_trident(settings, own(), NAMES, SHAPES, CPU)
+    torch.manual_seed(1)
+    return prepare_for_tuning(model, settings, adapter_plan(model))
+
+
+def trained(model, batch, steps: int = 3) -> list[float]:
+    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.1)
+    losses = []
+    for _ in range(steps):
+        loss = model.train()(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_adapters_lie_on_the_transformer_blocks_only(tmp_path, batch):
+    model = tuned(saved(tmp_path))
+    adapted = {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name}
+    assert len(adapted) == 3 * 6 and all(".layers." in name for name in adapted)
+    trains = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert all("lora_" in name or ".classifier.modules_to_save." in name for name in trains)
+    assert any(".classifier.modules_to_save." in name for name in trains)
+    losses = trained(model, batch)
+    assert losses[-1] < losses[0]
+
+
+def test_an_adapter_is_saved_with_its_head_and_scored(tmp_path, batch):
+    settings = saved(tmp_path / "base")
+    model = tuned(settings)
+    trained(model, batch)
+    model.save_pretrained(tmp_path / "adapter")
+    assert any("classifier" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    again = load_scored_trident(
+        ModelSettings(model_name_or_path=str(tmp_path / "adapter"), tuning="lora"), NAMES, SHAPES
+    )
+    assert torch.equal(logits(again, batch), logits(model, batch))
+
+
+def test_qlora_packs_the_linear_layers_of_the_blocks_only(tmp_path, batch):
+    pytest.importorskip("bitsandbytes")
+    settings = saved(tmp_path, hidden_size=32, intermediate_size=64)
+    settings = ModelSettings(
+        model_name_or_path=settings.model_name_or_path, tuning="qlora", lora_r=2, mixed_precision="no"
+    )
+    model, _ = make_trident(settings, own(), NAMES, SHAPES, CPU)
+    packed = {name for name, _ in quantized_modules(model)}
+    assert packed == {*model.transformer_linears()} and len(packed) == 3 * 6
+    assert {weight.dtype for name, weight in model.named_parameters() if ".layers." not in name} == {torch.float32}
+    adapted = prepare_for_tuning(model, settings, adapter_plan(model))
+    losses = trained(adapted, batch)
+    assert losses[-1] < losses[0]
+
+
+def test_what_may_be_packed_is_what_gets_adapters():
+    model = trident(hidden_size=32, intermediate_size=64)
+    assert quantizable_layers(model) == model.transformer_linears()
+
+
+# -- less memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("branches", [None, ("visible",), ("infrared", "fusion")])
+def test_checkpointed_branches_give_the_same_gradients(batch, branches):
+    plain, checkpointed = trident(), trident()
+    checkpointed.checkpointed = branches
+    parts = [*plain.trident.branches.items(), ("fusion", None)]
+    expected = {"visible": 3, "infrared": 3, "kinematics": 1, "fusion": 1}
+    wanted = [name for name, _ in parts if branches is None or name in branches]
+    assert checkpoint_every_layer(checkpointed) == sum(expected[name] for name in wanted)
+    for model in (plain, checkpointed):
+        model.train()(**batch).loss.backward()
+    pairs = zip(plain.parameters(), checkpointed.parameters(), strict=True)
+    assert all(torch.equal(one.grad, two.grad) for one, two in pairs)
+
+
+def test_a_checkpointed_branch_keeps_less(batch):
+    def kept_bytes(branches) -> int:
+        model, kept = trident(), {}
+        model.checkpointed = branches
+        if branches:
+            checkpoint_every_layer(model)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.update({t.data_ptr(): t.nbytes}) or t, lambda t: t
+        ):
+            model.train()(**batch)
+        return sum(kept.values())
+
+    none, kinematics, both = (kept_bytes(branches) for branches in (None, ("kinematics",), ("kinematics", "visible")))
+    assert both < 0.8 * kinematics < 0.8 * none
+
+
+def test_offloaded_linear_layers_train_to_the_same_losses(tmp_path, batch):
+    settings = saved(tmp_path / "base")
+
+    def losses(folder, smallest: int):
+        model, _ = make_trident(settings, own(), NAMES, SHAPES, CPU)
+        moved = offload_linears(model, model.transformer_linears(), smallest, CPU, folder)
+        torch.manual_seed(1)
+        adapted = prepare_for_tuning(model, settings, adapter_plan(model))
+        return moved, adapted, trained(adapted, batch)
+
+    none, plain, expected = losses(None, 10**9)
+    assert none.names == () and not has_offloaded_weights(plain)
+    for folder, place in ((str(tmp_path / "disk"), "disk"), (None, "cpu")):
+        moved, adapted, found = losses(folder, 16 * 32 * 4)
+        assert moved.place == place and len(moved.names) == 3 * 2  # the two of each MLP
+        assert all(name.endswith((".up", ".down")) for name in moved.names)
+        assert has_offloaded_weights(adapted) and found == expected
+        assert torch.equal(logits(adapted, batch), logits(plain, batch))
+    del adapted
+
+
+def test_the_folder_of_offloaded_layers_goes_with_the_model(tmp_path):
+    model = trident()
+    moved = offload_linears(model, model.transformer_linears(), 0, CPU, str(tmp_path))
+    assert len([*tmp_path.glob("*/*/weight.dat")]) == len(moved.names) == 18
+    assert "18 linear layers" in moved.line(checkpoints=True) and "on disk" in moved.line(True)
+    assert "without checkpoint_every_layer" in moved.line(checkpoints=False)
+    del model
+    assert not [*tmp_path.glob("*/*")]
+
+
+MEASURE = """
+import sys, torch
+from scu_trainer.models.checkpointing import checkpoint_every_layer
+from scu_trainer.models.load import prepare_for_tuning
+from scu_trainer.models.offload_linears import offload_linears
+from scu_trainer.models.sensors.loading import adapter_plan, make_trident
+from scu_trainer.settings import ModelSettings
+from scu_trainer.settings.sensors import SensorSettings
+
+def own_bytes():
+    return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1])
+
+def largest(base, folder):
+    settings, cpu, seen = ModelSettings(model_name_or_path=base, tuning="lora"), torch.device("cpu"), []
+    before = own_bytes()
+    names, shapes = ["0", "1", "2", "3"], {"kinematics": (6,)}
+    model, _ = make_trident(settings, SensorSettings(branches=["kinematics"]), names, shapes, cpu)
+    if folder:
+        offload_linears(model, model.transformer_linears(), 2**20, cpu, folder)
+    model = prepare_for_tuning(model, settings, adapter_plan(model)).train()
+    checkpoint_every_layer(model)
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: seen.append(own_bytes()))
+    for _ in range(2):
+        model(kinematics=torch.ones(2, 8, 6), labels=torch.zeros(2, dtype=torch.int64)).loss.backward()
+    return max(seen) - before
+
+base, folder = sys.argv[1:]
+largest(base, "")  # threads and the like are there from here on
+print(largest(base, folder), largest(base, ""))
+"""
+
+
+def test_offloaded_to_disk_takes_less_memory_of_its_own(tmp_path):
+    """Stored in half precision, so that loading cannot map the weights: then they would not be memory of its own."""
+    model = trident(branches=["kinematics"], hidden_size=256, intermediate_size=2048, num_hidden_layers=6)
+    names = {*model.transformer_linears()}
+    large = [layer.weight.nbytes for name, layer in model.named_modules() if name in names]
+    large_bytes = sum(size for size in large if size >= 2**20)
+    model.half().save_pretrained(tmp_path / "base")
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "base"), str(tmp_path / "disk")]
+    exact = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=exact)
+    assert done.returncode == 0, done.stderr
+    offloaded_bytes, plain_bytes = map(int, done.stdout.split()[-2:])
+    assert plain_bytes - offloaded_bytes > 0.6 * large_bytes
+
+
+def test_sizes_that_tests_use_are_tiny():
+    assert sum(weight.numel() for weight in trident().parameters()) < 20_000 and TINY["hidden_size"] == 16

@@ -1,0 +1,41 @@
+"""The profiler on request: files with the steps that were asked for, and a training that is the same."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from scu_trainer.settings.efficiency import EfficiencySettings
+from tests.tiny import llama, same, trained, weights_of
+
+
+def test_it_records_the_steps_that_follow_the_warm_up(tmp_path):
+    plain = trained(llama(layers=1), tmp_path / "off")
+    trainer = trained(llama(layers=1), tmp_path / "on", efficiency=EfficiencySettings(profile_steps=2))
+    assert same(weights_of(trainer.model), weights_of(plain.model))
+    assert not (tmp_path / "off" / "logs").exists()
+    folder = tmp_path / "on" / "logs" / "profile"
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    steps = {event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep#")}
+    assert steps == {"ProfilerStep#2", "ProfilerStep#3"}
+    table = (folder / "top_operators.txt").read_text()
+    assert "aten::mm" in table and "Self CPU" in table
+
+
+@pytest.mark.parametrize(("max_steps", "words"), [(2, "no step after"), (4, "only 2 steps follow")])
+def test_short_runs_are_said(tmp_path, caplog, max_steps, words):
+    with caplog.at_level(logging.WARNING, "scu_trainer"):
+        trained(llama(layers=1), tmp_path, efficiency=EfficiencySettings(profile_steps=3), max_steps=max_steps)
+    assert words in caplog.text
+    assert (tmp_path / "logs" / "profile" / "trace.json").exists() == (max_steps == 4)
+
+
+def test_a_run_that_stops_early_is_said(tmp_path, caplog):
+    from tests.train.test_resume import StopAt
+
+    settings = EfficiencySettings(profile_steps=2)
+    with caplog.at_level(logging.WARNING, "scu_trainer"):
+        trained(llama(layers=1), tmp_path, efficiency=settings, callbacks=[StopAt(1)])
+    assert "before the profiler's warm-up" in caplog.text

@@ -1,0 +1,342 @@
+"""The sensor task: what its data can and cannot teach, and the three loops around its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from scu_trainer.cli import configuration, train
+from scu_trainer.data.sensor_collate import SensorCollator
+from scu_trainer.data.sensor_synthetic import ceiling_alone, export_synthetic
+from scu_trainer.errors import SettingsError
+from scu_trainer.models.offloaded import has_offloaded_weights
+from scu_trainer.run_files import read_json, read_rows
+from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
+from scu_trainer.settings.sensors import BRANCHES, SYNTHETIC
+from scu_trainer.train.tasks.sensors import SensorTask
+from scu_trainer.train.trainer import SCUTrainer
+from tests.faults import FakeGauge, fail_above_tokens, fail_in_backward
+from tests.recordings import SHAPES, prepared, trident
+from tests.tiny import arguments, same, weights_of
+from tests.train.stepwise import ENDLESS_BYTES, compared, error_of
+from tests.train.test_resume import StopAt
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "sensors.yaml"
+TINY_SIZES = {"sensor_hidden_size": 16, "sensor_heads": 2, "sensor_channels": 4, "sensor_layers": 1}
+
+
+def collator() -> SensorCollator:
+    return SensorCollator(SHAPES)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """24 recordings of uneven lengths, some of which lack a branch."""
+    own = {"sensor_missing_share": 0.3}
+    return prepared(SYNTHETIC, tmp_path_factory.mktemp("cache"), own=own).train
+
+
+# -- what can be learned -----------------------------------------------------------------------------------------------
+
+
+def accuracy(data, epochs: int) -> float:
+    """Of a small model on held-out recordings, trained by hand."""
+    collate = SensorCollator(data.train.store.shapes)
+    branches = [name for name in BRANCHES if name in data.train.store.shapes]
+    model = trident(hidden_size=32, intermediate_size=64, branches=branches, initializer_range=0.1)
+    loader = torch.utils.data.DataLoader(data.train, 16, shuffle=True, collate_fn=collate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for batch in (batch for _ in range(epochs) for batch in loader):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    batch = collate([data.eval[number] for number in range(len(data.eval))])
+    with torch.no_grad():
+        return (model.eval()(**batch).logits.argmax(dim=1) == batch["labels"]).double().mean().item()
+
+
+def test_one_branch_cannot_reach_what_two_do(tmp_path):
+    """Infrared and kinematics, the cheap ones; by construction one alone is right in half of four classes."""
+
+    def reached(*branches) -> float:
+        own = {"branches": list(branches), "sensor_samples": 720, "sensor_missing_share": 0.0}
+        return accuracy(prepared(SYNTHETIC, tmp_path, own=own, validation_split_percentage=33), epochs=7)
+
+    both = reached("infrared", "kinematics")
+    assert both >= 0.9
+    for branch in ("infrared", "kinematics"):
+        # Held-out recordings are a sample: 240 of them leave the ceiling by more than 0.1 once in a thousand.
+        assert reached(branch) <= ceiling_alone(4) + 0.1 < both
+
+
+# -- the loops ---------------------------------------------------------------------------------------------------------
+
+
+def trainer_of(folder, rows, model=None, **changes) -> SCUTrainer:
+    loops = {name: changes.pop(name, None) for name in ("regularization", "memory", "memory_gauge", "curriculum")}
+    return SCUTrainer(
+        trident() if model is None else model,
+        arguments(folder, **changes),
+        train_dataset=rows,
+        data_collator=collator(),
+        callbacks=changes.pop("callbacks", None),
+        **loops,
+    )
+
+
+def step(folder, rows, memory, prepare=None, **changes):
+    """Gradients and weights of two steps of 8 recordings."""
+    given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2, **changes}
+    return compared(trident(), folder, memory, rows, prepare, data_collator=collator(), **given)
+
+
+def test_chunks_of_a_batch_give_the_gradient_of_the_whole(tmp_path, rows):
+    _, stock = step(tmp_path / "stock", rows, None)
+    for cap in (1, 3):
+        trainer, found = step(tmp_path / str(cap), rows, MemorySettings(max_batch_size=cap))
+        assert trainer.chunked.reduction.is_exact and trainer.chunked.reduction.mixes is None
+        for ours, theirs in zip(found.gradients, stock.gradients, strict=True):
+            assert error_of(ours, theirs) < 2e-5
+
+
+def test_memory_that_does_not_hold_the_batch_changes_no_gradient(tmp_path, rows):
+    _, stock = step(tmp_path / "stock", rows, None)
+    trainer = SCUTrainer(
+        model := trident(),
+        arguments(tmp_path / "ours", max_steps=2, optim="sgd", max_grad_norm=0.0, gradient_accumulation_steps=2),
+        train_dataset=rows,
+        data_collator=collator(),
+        memory=MemorySettings(),
+        memory_gauge=FakeGauge(ENDLESS_BYTES),
+    )
+    with fail_above_tokens(model, 2) as tried:
+        trainer.train()
+    assert max(tried) > 2 and 2 in tried
+    difference = error_of(weights_of(model), stock.weights[-1])
+    assert difference < 1e-5
+
+
+def test_out_of_memory_in_backward_is_survived(tmp_path, rows):
+    model = trident()
+    with fail_in_backward(model.trident.fusion.queries, call=2) as counter:
+        trainer = trainer_of(tmp_path, rows, model, memory=MemorySettings(), memory_gauge=FakeGauge(ENDLESS_BYTES))
+        trainer.train()
+    assert counter.calls > 3 and trainer.state.global_step == 6
+    history = read_rows(tmp_path / "memory_history.json")
+    assert any("out of memory" in str(row) for row in history)
+
+
+def test_every_loop_acts(tmp_path, rows):
+    trainer = trainer_of(
+        tmp_path,
+        rows,
+        regularization=RegularizationSettings(target_s=0.05, sigma=0.1),
+        memory=MemorySettings(max_batch_size=2),
+        memory_gauge=FakeGauge(ENDLESS_BYTES),
+        curriculum=CurriculumSettings("noise_guard"),
+        max_steps=-1,
+        num_train_epochs=4,
+        learning_rate=3e-3,
+    )
+    trainer.train()
+    assert any(row["lambda"] > 0 for row in read_rows(tmp_path / "scu_history.json"))
+    assert all(row["rows_per_chunk"] <= 2 for row in read_rows(tmp_path / "memory_history.json"))
+    difficulty = trainer.difficulty
+    assert (difficulty.observations >= 3).all() and not difficulty.counts(0)["unseen"]
+    model = trainer.model.eval()
+    hard, easy = (int(pick) for pick in (difficulty.scores.argmax(), difficulty.scores.argmin()))
+    with torch.no_grad():
+        losses = [model(**collator()([rows[number]])).loss.item() for number in (hard, easy)]
+    assert losses[0] > losses[1]
+
+
+def test_losses_of_samples_are_those_of_the_model(tmp_path, rows):
+    """One step from the start: what is noted of each recording is its loss alone."""
+    trainer = trainer_of(
+        tmp_path, rows, curriculum=CurriculumSettings(), max_steps=1, per_device_train_batch_size=24, learning_rate=0.0
+    )
+    trainer.train()
+    model = trainer.model.eval()
+    with torch.no_grad():
+        expected = [model(**collator()([rows[number]])).loss.item() for number in range(24)]
+    assert trainer.difficulty.scores.tolist() == pytest.approx(expected, rel=1e-4)
+
+
+ALL_LOOPS = {
+    "regularization": RegularizationSettings(target_s=0.05, sigma=0.1),
+    "memory": MemorySettings(token_cap=3),
+    "curriculum": CurriculumSettings("acmds"),
+}
+
+
+def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, rows):
+    def run(name, resume=False, stop=None):
+        trainer = trainer_of(
+            tmp_path / name,
+            rows,
+            trident(dropout=0.1),
+            **ALL_LOOPS,
+            memory_gauge=FakeGauge(ENDLESS_BYTES),
+            max_steps=-1,
+            num_train_epochs=3,
+            lr_scheduler_type="linear",
+        )
+        if stop is not None:
+            trainer.add_callback(StopAt(stop))
+        trainer.train(resume_from_checkpoint=resume or None)
+        return trainer
+
+    whole = run("whole")
+    run("parts", stop=7)
+    resumed = run("parts", resume=True)
+    assert resumed.state.global_step == whole.state.global_step > 7
+    assert same(weights_of(resumed.model), weights_of(whole.model))
+    assert (resumed.difficulty.scores == whole.difficulty.scores).all()
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "recordings"
+    export_synthetic(folder, samples=32, classes=4)
+    return folder
+
+
+def words_of(folder, recordings, **changes) -> list[str]:
+    given = {
+        "task": SensorTask.name,
+        "dataset": recordings,
+        "output_dir": folder,
+        "cache_dir": folder.parent / "cache",
+        "use_cpu": "true",
+        "mixed_precision": "no",
+        "max_steps": 3,
+        "save_strategy": "no",
+        "per_device_train_batch_size": 4,
+        "scu": "false",
+        **TINY_SIZES,
+        **changes,
+    }
+    return [word for name, value in given.items() for word in (f"--{name}", *str(value).split())]
+
+
+def job_of(folder, recordings, **changes):
+    return configuration.read_job(None, words_of(folder, recordings, **changes))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, recordings):
+    """A trained model, by the command."""
+    folder = tmp_path_factory.mktemp("base") / "run"
+    assert train.main(words_of(folder, recordings)) == 0
+    return folder
+
+
+def test_the_command_trains_and_writes_a_run(base):
+    metrics = read_json(base / "scu_metrics.json")
+    assert metrics["steps"] == 3 and read_json(base / "run.json")["status"] == "finished"
+    assert read_json(base / "training_config.json")["data"]["per_class"] == {"0": 6, "1": 6, "2": 6, "3": 6}
+    assert (base / "config.json").is_file() and (base / "modeling_trident.py").is_file()
+
+
+def test_a_bad_recording_stops_the_command_before_training(tmp_path, recordings, capsys):
+    folder = tmp_path / "recordings"
+    export_synthetic(folder, samples=32, classes=4)
+    (folder / "000004.npz").write_bytes(b"torn")
+    assert train.main(words_of(tmp_path / "run", folder)) == 2
+    assert "manifest.jsonl row 5 (000004.npz)" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert train.main(words_of(tmp_path / "run", folder, skip_bad_rows="true", max_steps=1)) == 0
+    assert read_json(tmp_path / "run" / "training_config.json")["data"]["dropped"] == {"unreadable file": 1}
+
+
+def test_the_trained_model_is_scored_on_what_it_has_not_seen(base, recordings):
+    from scu_trainer.cli.subjects import held_out_settings, subject_of
+    from scu_trainer.train.tasks.task import Source
+
+    subject = subject_of(str(base))
+    data, seed = held_out_settings(subject, {}, 0)
+    task = SensorTask()
+    parts = task.load_scored(Source(subject.model, data, subject.own(task.name), seed))
+    scores = task.score(parts.model, parts)
+    assert len(scores.nats) == 8 and not parts.model.training
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_each_branch_alone_goes_through_the_command(tmp_path, recordings, branch):
+    assert train.main(words_of(tmp_path / "run", recordings, branches=branch, max_steps=1)) == 0
+    assert read_json(tmp_path / "run" / "config.json")["branches"] == [branch]
+
+
+def load(job):
+    return SensorTask().load(job, Console(quiet=True))
+
+
+def test_adapters_over_a_trained_model(tmp_path, recordings, base):
+    changes = {"tuning": "lora", "model_name_or_path": base, "lora_r": 2}
+    plain = load(job_of(tmp_path / "a", recordings, **changes))
+    trains = [name for name, weight in plain.model.named_parameters() if weight.requires_grad]
+    assert trains and all("lora_" in name or "classifier" in name for name in trains)
+    away = load(
+        job_of(tmp_path / "b", recordings, **changes, offload_linears_mb=0, offload_linears_folder=tmp_path / "disk")
+    )
+    assert has_offloaded_weights(away.model)
+    losses = []
+    for name, parts in (("a", plain), ("b", away)):
+        trainer = SCUTrainer(
+            parts.model,
+            arguments(tmp_path / name, logging_steps=1, max_steps=4, save_steps=4, save_strategy="steps"),
+            train_dataset=parts.data.train,
+            data_collator=parts.collator,
+            memory=MemorySettings(),
+            memory_gauge=FakeGauge(ENDLESS_BYTES),
+            curriculum=CurriculumSettings("none"),
+        )
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(losses[0]) == 4 and losses[0] == losses[1]
+
+
+def test_checkpointing_of_chosen_branches(tmp_path, recordings):
+    console = Console(record=True, quiet=False, file=open("/dev/null", "w"), width=200)
+    with console.file:
+        parts = SensorTask().load(job_of(tmp_path / "run", recordings, checkpoint_branches="visible fusion"), console)
+        text = console.export_text()
+    assert "5 blocks of visible, fusion" in text
+    assert parts.model.checkpointed == ("visible", "fusion")
+
+
+REFUSED = [
+    ({"tuning": "lora"}, "tuning: lora adapts a trained model, and there is none"),
+    ({"synthetic": "true"}, "synthetic: true generates recordings, and dataset is"),
+    ({"device_map": "auto"}, "use offload_linears_mb"),
+    (
+        {"checkpoint_every_layer": "true", "checkpoint_branches": "visible"},
+        "checkpoint_every_layer covers all branches",
+    ),
+    ({"offload_linears_mb": 1}, "offload_linears_mb moves frozen layers in full precision, and tuning is full"),
+    (
+        {"offload_linears_mb": 1, "tuning": "lora", "model_name_or_path": "/some/model"},
+        "training on a CPU has them anyway; give offload_linears_folder",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_settings_that_contradict_each_other_are_refused(tmp_path, recordings, changes, message):
+    with pytest.raises(SettingsError, match=message):
+        job_of(tmp_path / "run", recordings, **changes).check()
+
+
+def test_the_recipe_is_for_this_task(tmp_path):
+    recipe = yaml.safe_load(RECIPE.read_text())
+    assert recipe["task"] == SensorTask.name and recipe["synthetic"] is True
+    job = configuration.read_job(str(RECIPE), ["--use_cpu", "true", "--output_dir", str(tmp_path / "run")])
+    job.check()
+    assert job.data.dataset == SYNTHETIC and job.own.branches == list(BRANCHES)

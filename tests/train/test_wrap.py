@@ -1,0 +1,383 @@
+"""Modules of one's own: any loss, any items, all three loops, and files that load into the bare module."""
+
+from __future__ import annotations
+
+import functools
+from collections import namedtuple
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+
+from scu_trainer.errors import DataError, ModelError, SettingsError
+from scu_trainer.run_files import read_rows
+from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
+from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.train.trainer import SCUTrainer
+from scu_trainer.train.wrap import wrap
+from tests.faults import FakeGauge, fail_above_tokens
+from tests.tiny import arguments, same
+from tests.train.stepwise import ENDLESS_BYTES, Recorder, error_of
+from tests.train.test_resume import StopAt
+
+ROWS, WIDTH, CLASSES = 24, 6, 3
+SGD = {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1, "max_steps": 4, "per_device_train_batch_size": 6}
+
+
+def numbers(seed: int = 0) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+X = numbers()
+Y = (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long()
+PAIRS = list(zip(X, Y, strict=True))
+
+
+def net(outputs: int = CLASSES, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def fit(model, folder, rows=PAIRS, memory=None, resume=None, **changes):
+    """(trainer, recorder)"""
+    recorder = Recorder()
+    own = {name: changes.pop(name) for name in ("curriculum", "regularization", "efficiency") if name in changes}
+    parts = {name: changes.pop(name) for name in ("eval_dataset", "compute_metrics") if name in changes}
+    callbacks = [recorder, *changes.pop("callbacks", [])]
+    if memory is not None:
+        own |= {"memory": memory, "memory_gauge": FakeGauge(ENDLESS_BYTES)}
+    args = arguments(folder, **{**SGD, **changes})
+    trainer = SCUTrainer(model, args, train_dataset=rows, callbacks=callbacks, **parts, **own)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, recorder
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+def with_numbers(output, target):
+    """Cannot be mapped over rows: it looks at a number."""
+    return functional.cross_entropy(output, target) * (1.0 if float(output.detach().sum()) < 1e9 else 2.0)
+
+
+LOSSES = {
+    "module": (nn.CrossEntropyLoss(), "labels", "_unreduced"),
+    "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.1), "labels", "_unreduced"),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), "sum", "_unreduced"),
+    "none": (nn.CrossEntropyLoss(reduction="none"), "rows", "_as_it_is"),
+    "function": (functional.cross_entropy, "labels", "_unreduced"),
+    "own function": (lambda o, y: functional.cross_entropy(o, y, label_smoothing=0.1), "labels", "_mapped"),
+    "own sum": (lambda o, y: functional.cross_entropy(o, y, reduction="sum"), "sum", "_mapped"),
+    "looks at numbers": (with_numbers, "labels", "_looped"),
+}
+
+
+def plain_gradients(module, loss, rows, count: int) -> dict[str, torch.Tensor]:
+    """Of the loss over ``rows`` at once, as a loop of one's own takes it."""
+    x, y = zip(*rows, strict=True)
+    value = loss(module(torch.stack(x)), torch.stack(y))
+    (value.sum() / count if value.dim() else value).backward()
+    return {f"module.{name}": p.grad for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_every_kind_of_loss_trains_as_in_a_plain_loop_whole_or_in_chunks(tmp_path, case):
+    """Two accumulation batches of 6 rows: one plain batch of all 12."""
+    loss, kind, way = LOSSES[case]
+    window = {"max_steps": 1, "gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"}
+    expected = plain_gradients(net(), loss, PAIRS[:12], 12)
+    whole, first = fit(wrap(net(), loss), tmp_path, **window)
+    _, chunked = fit(
+        wrap(net(), loss), tmp_path, memory=MemorySettings(memory_control=True, max_batch_size=5), **window
+    )
+    assert (whole.model.row_loss.kind, whole.model.row_loss._way.__name__) == (kind, way)
+    assert error_of(first.gradients[0], expected) < 1e-6
+    assert error_of(chunked.gradients[0], expected) < 1e-6
+
+
+def test_labels_that_are_not_learned_do_not_count(tmp_path):
+    """(rows, time) labels of which 2 to 5 are learned: the mean over labels, not over rows; one row has none."""
+    labels = torch.randint(0, CLASSES, (ROWS, 5), generator=torch.Generator().manual_seed(1))
+    for row in range(ROWS):
+        labels[row, 2 + row % 4 :] = -100
+    labels[3] = -100
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(WIDTH, 5 * CLASSES)
+
+        def forward(self, x):
+            return self.linear(x).view(-1, CLASSES, 5)
+
+    rows = list(zip(X, labels, strict=True))
+    window = {"max_steps": 1, "gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"}
+    memory = MemorySettings(memory_control=True, max_batch_size=4)
+    for loss in (nn.CrossEntropyLoss(), lambda o, y: functional.cross_entropy(o, y)):
+        trainer, recorder = fit(wrap(Steps(), loss), tmp_path, rows, memory=memory, **window)
+        assert trainer.model.row_loss.kind == "labels"
+        assert error_of(recorder.gradients[0], plain_gradients(Steps(), loss, rows[:12], 12)) < 1e-6
+
+
+def test_numbers_of_minus_a_hundred_are_targets_like_others(tmp_path):
+    """-100 marks labels that are not learned; a temperature of -100 does not."""
+    rows = [(x, torch.tensor([-100.0, float(i), 1.0])) for i, x in enumerate(X)]
+    trainer, recorder = fit(
+        wrap(net(3), nn.MSELoss()), tmp_path, rows, max_steps=1, train_sampling_strategy="sequential"
+    )
+    assert trainer.model.row_loss.kind == "rows"
+    assert error_of(recorder.gradients[0], plain_gradients(net(3), nn.MSELoss(), rows[:6], 6)) < 1e-6
+
+
+def contrastive(outputs, targets):
+    """Rows act on each other."""
+    shares = functional.normalize(outputs) @ functional.normalize(outputs).T
+    return functional.cross_entropy(shares, torch.arange(len(outputs)))
+
+
+def test_a_loss_that_mixes_rows_runs_whole_and_is_said(tmp_path, caplog):
+    window = {"max_steps": 1, "gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"}
+    memory = MemorySettings(memory_control=True)
+    trainer, recorder = fit(wrap(net(), contrastive), tmp_path, memory=memory, **window)
+    assert trainer.model.row_loss.kind == "whole" and not trainer.chunked.reduction.is_exact
+    assert "batches are taken whole" in caplog.text
+    halves = [plain_gradients(net(), contrastive, PAIRS[start : start + 6], 6) for start in (0, 6)]
+    mean = {name: (halves[0][name] + halves[1][name]) / 2 for name in halves[0]}
+    assert error_of(recorder.gradients[0], mean) < 1e-6
+
+
+def test_weights_of_classes_mix_rows():
+    """Their mean is divided by the weights of the labels that the batch happens to hold."""
+    weight, order = torch.tensor([1.0, 5.0, 2.0]), Y.argsort(stable=True)
+    for loss in (nn.CrossEntropyLoss(weight=weight), lambda o, y: functional.cross_entropy(o, y, weight=weight)):
+        model = wrap(net(), loss)
+        same_class = model(labels=Y[order[:4]], inputs=X[order[:4]])
+        assert model.row_loss.kind is None and torch.equal(same_class["loss"], same_class["losses"].mean())
+        model(labels=Y[order], inputs=X[order])
+        assert model.row_loss.kind == "whole"
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(ignore_index=0), functools.partial(functional.cross_entropy, ignore_index=0)]
+)
+def test_another_mark_of_what_is_not_learned_is_refused(loss):
+    with pytest.raises(ModelError, match="ignores targets of 0"):
+        wrap(net(), loss)
+
+
+# -- what modules and datasets give ------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """Two inputs; its outputs in the form ``kind``."""
+
+    def __init__(self, kind=lambda a, b: a + b) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.kind = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES), kind
+
+    def forward(self, first, second):
+        return self.kind(self.one(first), self.two(second))
+
+
+def both(outputs, y):
+    a, b = outputs.values() if isinstance(outputs, dict) else outputs
+    return functional.cross_entropy(a, y) + functional.cross_entropy(b, y)
+
+
+OUTPUTS = {"tuple": lambda a, b: (a, b), "list": lambda a, b: [a, b], "dict": lambda a, b: {"a": a, "b": b}}
+Item = namedtuple("Item", "a b y")
+TRIPLES = [Item(x, z, y) for x, z, y in zip(X, numbers(1), Y, strict=True)]
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_modules_with_several_outputs(tmp_path, kind):
+    memory = MemorySettings(memory_control=True, max_batch_size=4)
+    runs = [fit(wrap(Two(OUTPUTS[kind]), both), tmp_path, TRIPLES, memory=m) for m in (None, memory)]
+    (trainer, whole), (_, chunked) = runs
+    assert trainer.model.row_loss._way.__name__ == "_mapped"
+    assert all(error_of(a, b) < 1e-5 for a, b in zip(chunked.weights, whole.weights, strict=True))
+    predictions = trainer.predict(TRIPLES).predictions
+    assert [part.shape for part in predictions] == [(ROWS, CLASSES)] * 2
+
+
+ITEMS = {
+    "triples": (TRIPLES, {}),
+    "order": ([(y, z, x) for x, z, y in TRIPLES], {"targets": 0, "inputs": [2, 1]}),
+    "dicts": ([{"second": z, "label": y, "first": x, "name": "n"} for x, z, y in TRIPLES], {}),
+    "keys": ([{"p": z, "q": x, "t": y} for x, z, y in TRIPLES], {"targets": "t", "inputs": ["q", "p"]}),
+    "lists": ([{"first": x.tolist(), "second": z.numpy(), "label": int(y)} for x, z, y in TRIPLES], {}),
+    "datasets": (
+        Dataset.from_list([{"first": x.tolist(), "second": z.tolist(), "label": int(y)} for x, z, y in TRIPLES]),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ITEMS)
+def test_items_of_every_kind_train_the_same(tmp_path, kind, caplog):
+    _, expected = fit(wrap(Two(), nn.CrossEntropyLoss()), tmp_path, TRIPLES)
+    rows, where = ITEMS[kind]
+    curriculum = CurriculumSettings("noise_guard") if kind in ("dicts", "datasets") else None
+    _, found = fit(wrap(Two(), nn.CrossEntropyLoss(), **where), tmp_path, rows)
+    assert all(error_of(a, b) < 1e-6 for a, b in zip(found.weights, expected.weights, strict=True))
+    assert ("does not take name" in caplog.text) == (kind == "dicts")
+    if curriculum is not None:
+        trainer, _ = fit(wrap(Two(), nn.CrossEntropyLoss(), **where), tmp_path, rows, curriculum=curriculum)
+        assert (trainer.difficulty.observations > 0).all()
+
+
+REFUSED_ITEMS = {
+    "strings": (["a", "b"], {}, "gives a str per item"),
+    "no target": ([{"x": x, "y": y} for x, y in PAIRS], {}, "no target; name its key"),
+    "one part": ([(x,) for x in X], {}, r"no target; let the dataset give \(x, y\)"),
+    "other name": ([{"x": x, "y": y} for x, y in PAIRS], {"targets": "yy"}, "none of them .did you mean 'y'"),
+    "other input": ([{"x": x, "y": y} for x, y in PAIRS], {"targets": "y", "inputs": ["z"]}, "the input 'z' is none"),
+    "which input": ([{"a": x, "b": x, "labels": y} for x, y in PAIRS], {}, r"forward takes input: say which"),
+    "no position": (PAIRS, {"targets": 4}, "4 is no position"),
+    "text": ([{"x": "abc", "labels": y} for _, y in PAIRS], {}, "x is a str that is no tensor"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_ITEMS)
+def test_items_that_cannot_be_trained_on_are_refused_before_training(tmp_path, case):
+    rows, where, words = REFUSED_ITEMS[case]
+    with pytest.raises(DataError, match=words):
+        SCUTrainer(wrap(net(), nn.CrossEntropyLoss(), **where), arguments(tmp_path), train_dataset=rows)
+
+
+def test_items_of_unequal_shapes_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"other shapes from item to item, such as \(3,\) and \(6,\)"):
+        fit(wrap(net(), nn.CrossEntropyLoss()), tmp_path, [(x[: 3 + 3 * (i % 2)], y) for i, (x, y) in enumerate(PAIRS)])
+    collator = wrap(net(), nn.CrossEntropyLoss()).data_collator
+    with pytest.raises(DataError, match="items of one batch differ"):
+        collator([{"x": X[0], "labels": Y[0]}, {"x": X[0]}])
+
+
+def test_a_stream_without_targets_is_refused_at_its_first_batch(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(X)
+
+    with pytest.raises(DataError, match="a training batch has no target"):
+        fit(wrap(net(), nn.CrossEntropyLoss()), tmp_path, Stream())
+
+
+class Learned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+REFUSED_LOSSES = {
+    "float": (lambda o, y: float(functional.cross_entropy(o, y)), "returns a float"),
+    "shape": (lambda o, y: o.sum(dim=0), r"returns shape \(3,\) for"),
+    "no loss": (3, "loss is a int"),
+    "weights": (Learned(), "weights of its own"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_LOSSES)
+def test_losses_that_are_none_are_refused(tmp_path, case):
+    loss, words = REFUSED_LOSSES[case]
+    with pytest.raises(ModelError, match=words):
+        fit(wrap(net(), loss), tmp_path)
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(ModelError, match="this is a function"):
+        wrap(lambda x: x, nn.CrossEntropyLoss())
+
+
+def test_label_smoothing_of_the_trainer_is_refused(tmp_path):
+    with pytest.raises(SettingsError, match="the place of the loss given to wrap"):
+        fit(wrap(net(), nn.CrossEntropyLoss()), tmp_path, label_smoothing_factor=0.1)
+
+
+# -- the loops ---------------------------------------------------------------------------------------------------------
+
+
+def test_all_loops_survive_out_of_memory(tmp_path):
+    """A device of 4 rows, batches of 6: the same run as one of endless memory."""
+    loops = {"regularization": RegularizationSettings(target_s=0.02), "curriculum": CurriculumSettings("noise_guard")}
+    memory, changes = MemorySettings(memory_control=True), {"max_steps": -1, "num_train_epochs": 2}
+    _, expected = fit(wrap(net(), nn.CrossEntropyLoss()), tmp_path / "a", memory=memory, **loops, **changes)
+    model = wrap(net(), nn.CrossEntropyLoss())
+    with fail_above_tokens(model, 4) as tried:
+        trainer, found = fit(model, tmp_path / "b", memory=memory, **loops, **changes)
+    assert max(tried) > 4 and trainer.chunked.loop.books.out_of_memory > 0
+    assert all(error_of(a, b) < 1e-5 for a, b in zip(found.weights, expected.weights, strict=True))
+    assert trainer.regularizer.progress.tokens_n == ROWS
+    assert all(row["s"] is not None for row in read_rows(tmp_path / "b" / "scu_history.json"))
+    assert trainer.loss_path.reading.kind == "classes" and trainer.loss_path.reading.exact
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_noise_guard_finds_wrong_labels(tmp_path, smoothing):
+    """Three clouds, one row in ten with the label of another."""
+    generator = torch.Generator().manual_seed(2)
+    clouds, wrong = torch.arange(120) % CLASSES, set(range(0, 120, 10))
+    x = 5 * functional.one_hot(clouds, WIDTH) + torch.randn(120, WIDTH, generator=generator)
+    rows = [(x[i], (clouds[i] + (i in wrong)) % CLASSES) for i in range(120)]
+    changes = {"max_steps": -1, "num_train_epochs": 6, "optim": "adamw_torch", "learning_rate": 0.02}
+    model = wrap(net(), nn.CrossEntropyLoss(label_smoothing=smoothing))
+    trainer, _ = fit(model, tmp_path, rows, curriculum=CurriculumSettings("noise_guard"), **changes)
+    worst = set(trainer.difficulty.scores.argsort()[-len(wrong) :].tolist())
+    assert len(worst & wrong) >= 10
+    assert trainer.loss_path.reading.kind == ("own" if smoothing else "classes") and trainer.loss_path.reading.exact
+    assert trainer.curriculum.figures()["suspects"] > 0
+
+
+def test_evaluation_gives_logits_and_labels(tmp_path):
+    seen = {}
+
+    def metrics(prediction):
+        seen.update(logits=prediction.predictions, labels=prediction.label_ids)
+        return {"accuracy": float((prediction.predictions.argmax(1) == prediction.label_ids).mean())}
+
+    model = wrap(net(), nn.CrossEntropyLoss(label_smoothing=0.1))
+    trainer, _ = fit(model, tmp_path, eval_dataset=PAIRS, compute_metrics=metrics, per_device_eval_batch_size=5)
+    found = trainer.evaluate()
+    with torch.no_grad():
+        logits = model.module(X)
+    assert torch.allclose(torch.tensor(seen["logits"]), logits) and torch.equal(torch.tensor(seen["labels"]), Y)
+    assert found["eval_accuracy"] == pytest.approx(float((logits.argmax(1) == Y).float().mean()))
+    assert found["eval_loss"] == pytest.approx(float(model.row_loss.loss(logits, Y)), rel=0.2)
+    assert trainer.predict([(x,) for x in X]).predictions.shape == (ROWS, CLASSES)
+
+
+def test_saved_files_are_those_of_the_module(tmp_path):
+    module = net()
+    trainer, _ = fit(wrap(module, nn.CrossEntropyLoss(weight=torch.ones(CLASSES))), tmp_path)
+    trainer.save_model(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert same(saved, dict(net().state_dict()) | dict(module.state_dict()))
+    fresh = net(seed=5)
+    fresh.load_state_dict(saved)
+    assert same(dict(fresh.state_dict()), dict(module.state_dict()))
+
+
+def test_resumed_is_uninterrupted_bit_for_bit_with_everything_on(tmp_path):
+    settings = {
+        "regularization": RegularizationSettings(target_s=0.02),
+        "curriculum": CurriculumSettings("noise_guard"),
+        "efficiency": EfficiencySettings(ema_decay=0.9, lr_milestones=[0.5]),
+    }
+    changes = {"max_steps": -1, "num_train_epochs": 3, "learning_rate": 0.01, "lr_scheduler_type": "linear", **settings}
+    memory = MemorySettings(memory_control=True, max_batch_size=4)
+    model = lambda: wrap(net(), nn.CrossEntropyLoss())  # noqa: E731
+    whole, _ = fit(model(), tmp_path / "whole", memory=memory, **changes)
+    fit(model(), tmp_path / "parts", memory=memory, callbacks=[StopAt(6)], **changes)
+    resumed, _ = fit(model(), tmp_path / "parts", memory=memory, resume=True, **changes)
+    assert same(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
+
+
+def test_batch_norm_is_warned_of(tmp_path, caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+    trainer, _ = fit(wrap(model, nn.CrossEntropyLoss()), tmp_path, memory=MemorySettings(memory_control=True))
+    assert "(BatchNorm)" in trainer.chunked.reduction.mixes and "would not give the gradient" in caplog.text
