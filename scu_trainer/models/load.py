@@ -69,10 +69,10 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
 
     name = settings.model_name_or_path
     check_source(name)
-    source = _located(name)
+    source = located(name)
     if Path(source).is_dir() and not _has_tokenizer(Path(source)):
         source = base_of(Path(source))
-    with _as_model_error(name, "tokenizer"):
+    with as_model_error(name, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
         )
@@ -85,7 +85,7 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _located(name: str) -> str:
+def located(name: str) -> str:
     """A folder with ``~`` written out, which the libraries take for part of a Hub id; Hub ids as they are."""
     path = Path(name).expanduser()
     return str(path) if path.is_dir() else name
@@ -103,7 +103,7 @@ def base_of(adapter: Path) -> str:
     if not is_adapter(adapter):
         return str(adapter)
     config_file = adapter / "adapter_config.json"
-    with _as_model_error(str(adapter), "adapter"):
+    with as_model_error(str(adapter), "adapter"):
         config = json.loads(config_file.read_text())
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base:
@@ -128,14 +128,14 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     device = device or torch.device("cpu")
-    name = base_of(Path(_located(settings.model_name_or_path)))
+    name = base_of(Path(located(settings.model_name_or_path)))
     check_source(settings.model_name_or_path)
     require_quantization(settings, device)
     dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if settings.dtype == "auto" and settings.tuning == "full":
         dtype = torch.float32
     folder = None if placement is None else placement.private_folder()
-    with _as_model_error(name, "model"):
+    with as_model_error(name, "model"):
         packing = _packing(name, settings, device)
         told: dict[str, Any] = {} if packing is None else {"quantization_config": packing}
         if settings.tuning == "qlora":
@@ -143,7 +143,7 @@ def load_model(
         if placement is not None:
             told |= placement.arguments(folder)
         model, report = AutoModelForCausalLM.from_pretrained(
-            _located(name),
+            located(name),
             dtype=dtype,
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
@@ -167,7 +167,7 @@ def _packing(name: str, settings: ModelSettings, device: torch.device) -> Option
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(
-        _located(name), revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
+        located(name), revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
     )
     skeleton = skeleton_of(config, settings.trust_remote_code)
     return quantization_config(settings, skeleton, compute_dtype_of(settings, device))
@@ -181,10 +181,10 @@ def plan_placement(
     if settings.device_map is None:
         return None
     check_source(settings.model_name_or_path)
-    name = base_of(Path(_located(settings.model_name_or_path)))
-    with _as_model_error(name, "model"):
-        located = replace(settings, model_name_or_path=_located(name))
-        return place(located, memory, free, _packing(name, settings, device))
+    name = base_of(Path(located(settings.model_name_or_path)))
+    with as_model_error(name, "model"):
+        there = replace(settings, model_name_or_path=located(name))
+        return place(there, memory, free, _packing(name, settings, device))
 
 
 def _require_complete(name: str, report: dict) -> None:
@@ -198,7 +198,7 @@ def _require_complete(name: str, report: dict) -> None:
         )
 
 
-class _as_model_error:
+class as_model_error:
     """Context manager: what transformers raises for a name it cannot use becomes one ModelError."""
 
     def __init__(self, name: str, what: str) -> None:
@@ -242,9 +242,9 @@ def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters
         return model
     if is_adapter(adapter):
         if has_offloaded_weights(model):
-            with _as_model_error(str(adapter), "adapter"):
+            with as_model_error(str(adapter), "adapter"):
                 return adapt_as_saved(model, adapter)
-        return _with_adapter(model, adapter, is_trainable=True)
+        return with_adapter(model, adapter, is_trainable=True)
     from peft import LoraConfig
 
     targets = checked_targets(model, settings.lora_target_modules) or adapters.targets or adapter_targets(model)
@@ -270,15 +270,15 @@ def load_for_evaluation(path_or_id: str, settings: ModelSettings) -> PreTrainedM
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(replace(settings, model_name_or_path=path_or_id), device=device)
     if is_adapter(path):
-        model = _with_adapter(model, path, is_trainable=False)
+        model = with_adapter(model, path, is_trainable=False)
     model = model.eval().requires_grad_(False)
     return model if settings.tuning == "qlora" else model.to(device)  # 8-bit weights cannot be moved
 
 
-def _with_adapter(model: PreTrainedModel, adapter: Path, is_trainable: bool) -> nn.Module:
+def with_adapter(model: PreTrainedModel, adapter: Path, is_trainable: bool) -> nn.Module:
     from peft import PeftModel
 
-    with _as_model_error(str(adapter), "adapter"), warnings.catch_warnings():
+    with as_model_error(str(adapter), "adapter"), warnings.catch_warnings():
         # An adapter that lacks weights would otherwise pass for its base, with a warning only.
         warnings.filterwarnings("error", "Found missing adapter keys")
         return PeftModel.from_pretrained(model, str(adapter), is_trainable=is_trainable)

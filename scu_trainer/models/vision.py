@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.load import _as_model_error, _located, _with_adapter, base_of, is_adapter
+from scu_trainer.models.load import as_model_error, base_of, is_adapter, located, with_adapter
 from scu_trainer.models.vision_inputs import PixelInputs, attach, augmentation
 from scu_trainer.models.vision_view import View, load_config
 from scu_trainer.settings import ModelSettings
@@ -52,7 +52,7 @@ def load_scored_classifier(settings: ModelSettings, label_names: Sequence[str], 
 
     path = Path(settings.model_name_or_path).expanduser()
     if is_adapter(path):
-        model = _with_adapter(_loaded(settings, label_names)[0], path, is_trainable=False)
+        model = with_adapter(_loaded(settings, label_names)[0], path, is_trainable=False)
     else:
         _require_classes(load_config(settings), label_names, settings.model_name_or_path)
         model = _loaded(settings, label_names)[0]
@@ -126,11 +126,11 @@ def _classes(label_names: Sequence[str]) -> dict[str, Any]:
 def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTrainedModel, list[str]]:
     from transformers import AutoModelForImageClassification
 
-    name = base_of(Path(_located(settings.model_name_or_path)))
+    name = base_of(Path(located(settings.model_name_or_path)))
     before = load_config(settings).num_labels
-    with _as_model_error(name, "image classifier"):
+    with as_model_error(name, "image classifier"):
         model, report = AutoModelForImageClassification.from_pretrained(
-            _located(name),
+            located(name),
             dtype=_dtype(settings),
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,

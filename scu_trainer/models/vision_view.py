@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.load import _as_model_error, _located, base_of, check_source
+from scu_trainer.models.load import as_model_error, base_of, check_source, located
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.images import ImageSettings
 
@@ -62,9 +62,9 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
 
     name = settings.model_name_or_path
     check_source(name)
-    with _as_model_error(name, "configuration"):
+    with as_model_error(name, "configuration"):
         return AutoConfig.from_pretrained(
-            _located(base_of(Path(_located(name)))),
+            located(base_of(Path(located(name)))),
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
         )
@@ -91,10 +91,10 @@ def _stored_processor(settings: ModelSettings) -> BaseImageProcessor | None:
     from transformers import AutoImageProcessor
     from transformers.utils import cached_file
 
-    name = _located(settings.model_name_or_path)
+    name = located(settings.model_name_or_path)
     if Path(name).is_dir() and not (Path(name) / PROCESSOR_FILE).is_file():
-        name = _located(base_of(Path(name)))
-    with _as_model_error(name, "image processor"):
+        name = located(base_of(Path(name)))
+    with as_model_error(name, "image processor"):
         options = {"revision": settings.model_revision}
         if cached_file(name, PROCESSOR_FILE, _raise_exceptions_for_missing_entries=False, **options) is None:
             return None

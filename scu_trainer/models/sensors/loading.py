@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.errors import ModelError
 from scu_trainer.models.load import (
     AdapterPlan,
-    _as_model_error,
-    _located,
-    _with_adapter,
+    as_model_error,
     base_of,
     check_source,
     is_adapter,
+    located,
+    with_adapter,
 )
 from scu_trainer.models.quantize import compute_dtype_of, prepare_quantized, quantization_config
 from scu_trainer.models.sensors.configuration_trident import TridentConfig
@@ -38,11 +38,11 @@ def stored_config(settings: ModelSettings) -> Optional[TridentConfig]:
     if settings.model_name_or_path is None:
         return None
     check_source(settings.model_name_or_path)
-    name = base_of(Path(_located(settings.model_name_or_path)))
+    name = base_of(Path(located(settings.model_name_or_path)))
     from transformers import AutoConfig
 
-    with _as_model_error(name, "configuration"):
-        config = AutoConfig.from_pretrained(_located(name), revision=settings.model_revision)
+    with as_model_error(name, "configuration"):
+        config = AutoConfig.from_pretrained(located(name), revision=settings.model_revision)
     if not isinstance(config, TridentConfig):
         raise ModelError(
             f"{name!r} is a {config.model_type} model; task: sensor-classification takes models that it has trained "
@@ -101,7 +101,7 @@ def load_scored_trident(settings: ModelSettings, label_names: Sequence[str], sha
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model: nn.Module = _loaded(settings, config, label_names, device)
     if is_adapter(path):
-        model = _with_adapter(model, path, is_trainable=False)
+        model = with_adapter(model, path, is_trainable=False)
     model = model.eval().requires_grad_(False)
     return model if settings.tuning == "qlora" else model.to(device)
 
@@ -149,11 +149,11 @@ def _loaded(
 ) -> TridentForSensorClassification:
     import torch
 
-    name = base_of(Path(_located(settings.model_name_or_path)))
+    name = base_of(Path(located(settings.model_name_or_path)))
     dtype = torch.float32 if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    with _as_model_error(name, "model"):
+    with as_model_error(name, "model"):
         model, report = TridentForSensorClassification.from_pretrained(
-            _located(name),
+            located(name),
             dtype=dtype,
             revision=settings.model_revision,
             ignore_mismatched_sizes=True,  # they are in the report, with their names
