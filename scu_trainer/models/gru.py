@@ -32,6 +32,10 @@ UNKNOWN_CATEGORY = "<unknown>"
 """Category 0: of text without a category, and of a category that was not in the training data."""
 
 
+CATEGORY_RANGE = 0.5
+"""Standard deviation of the category embedding at the start."""
+
+
 class CadenceConfig(PretrainedConfig):
     """Sizes of a CADENCE model. ``category_names``: by category id; the first one stands for an unknown category.
 
@@ -71,6 +75,11 @@ class CadenceOutput(ModelOutput):
     last_hidden_state: Optional[Tensor] = None
 
 
+class CategoryEmbedding(nn.Embedding):
+    """A class of its own for its start: words start small because they are output weights too; a category that small
+    would go unheard for long."""
+
+
 class CadencePreTrainedModel(PreTrainedModel):
     config_class = CadenceConfig
     base_model_prefix = "model"
@@ -79,6 +88,9 @@ class CadencePreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, CategoryEmbedding):
+            init.normal_(module.weight, std=CATEGORY_RANGE)
+            return
         super()._init_weights(module)
         if isinstance(module, nn.GRU):
             bound = module.hidden_size**-0.5
@@ -92,7 +104,7 @@ class CadenceModel(CadencePreTrainedModel):
     def __init__(self, config: CadenceConfig) -> None:
         super().__init__(config)
         self.words = nn.Embedding(config.vocab_size, config.embedding_size)
-        self.categories = nn.Embedding(len(config.category_names), config.category_embedding_size)
+        self.categories = CategoryEmbedding(len(config.category_names), config.category_embedding_size)
         sizes = [config.embedding_size + config.category_embedding_size]
         sizes += [config.hidden_size] * config.num_hidden_layers
         # One module per layer: each can be checkpointed alone, and its state at any word of a row is at hand.

@@ -24,7 +24,6 @@ ONLY_TEXT = (
     "chat_template",
     "streaming",
     "embedded_base_steps",
-    "chunked_loss",
 )
 LANGUAGE = ("text_column", "block_size", "preprocessing_num_workers")
 

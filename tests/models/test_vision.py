@@ -111,6 +111,13 @@ def test_from_scratch_names_its_classes_and_passes_a_signal(name):
     assert logits.shape == (8, 3) and logits.std(dim=0).min() > 1e-3  # transformers' own EfficientNet: 1e-32
 
 
+def test_convolutions_from_scratch_start_by_their_fan_out():
+    own = ImageSettings(architecture="efficientnet_b0")
+    model, _ = make_classifier(FULL, own, NAMES, view_of(FULL, own, lambda: 8))
+    stem = model.efficientnet.embeddings.convolution.weight
+    assert stem.std().item() == pytest.approx((2 / (stem.shape[0] * 9)) ** 0.5, rel=0.1)
+
+
 def test_sizes_of_architectures_are_those_of_their_papers():
     view = view_of(FULL, ImageSettings(), lambda: 224)
     names = [str(number) for number in range(1000)]
@@ -276,6 +283,15 @@ def test_light_changes_never_mirror():
     assert bool((left.mean(dim=1) > right.mean(dim=1)).all())
     left, right = seen(augmentation("standard", (16, 16))).train()(pixel_values=pixels).mean(dim=(1, 2)).split(8, dim=1)
     assert 0.3 < (left.mean(dim=1) > right.mean(dim=1)).float().mean() < 0.7
+
+
+def test_pictures_are_the_same_under_autocast():
+    model, pictures = seen(augmentation("light", (64, 64))).train(), []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            pictures.append(model(pixel_values=rows(4, 64)))
+    assert torch.equal(*pictures)
 
 
 def test_no_changes_draw_no_random_numbers():
