@@ -25,7 +25,7 @@ ONLY_TEXT = (
     "streaming",
     "embedded_base_steps",
 )
-LANGUAGE = ("text_column", "block_size", "preprocessing_num_workers")
+LANGUAGE = ("text_column", "block_size", "preprocessing_num_workers", "chunked_loss")
 
 
 @dataclass(frozen=True)

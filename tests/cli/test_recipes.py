@@ -14,6 +14,15 @@ from tests import tiny
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.yaml"))
+TEXT = ("device_map.yaml", "qlora.yaml", "scu_lora.yaml")
+FAMILIES = {
+    "efficientnet.yaml": {"dataset_size": 40},
+    "gru.yaml": {"dataset_size": 200},
+    "resnet.yaml": {"dataset_size": 40},
+    "sensors.yaml": {"sensor_samples": 90},
+}
+"""Recipes of the other tasks, and what makes their embedded data small."""
+
 STEPS = 4
 
 
@@ -31,10 +40,10 @@ def documents(tmp_path_factory) -> Path:
 
 
 def test_recipes_of_every_path_are_there():
-    assert RECIPES == ["deepspeed.yaml", "device_map.yaml", "qlora.yaml", "scu_lora.yaml"]
+    assert RECIPES == sorted(["deepspeed.yaml", *TEXT, *FAMILIES])
 
 
-@pytest.mark.parametrize("name", ["device_map.yaml", "qlora.yaml", "scu_lora.yaml"])
+@pytest.mark.parametrize("name", TEXT)
 def test_a_recipe_trains(name, model_dir, documents, tmp_path, monkeypatch, capsys):
     """Shortened; the model is so small that a little main memory is already enough for it."""
     monkeypatch.chdir(tmp_path)
@@ -52,8 +61,7 @@ def test_a_recipe_trains(name, model_dir, documents, tmp_path, monkeypatch, caps
     }
     if name == "device_map.yaml":
         changes["cpu_mem"] = "300KB"
-    flags = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-    assert train.main(["--config", str(ROOT / "recipes" / name), *flags]) == 0, capsys.readouterr().err
+    run(name, changes, capsys)
     shown = capsys.readouterr().out
     recipe = yaml.safe_load((ROOT / "recipes" / name).read_text())
     assert ("on disk" in shown) == (name == "device_map.yaml")
@@ -64,6 +72,32 @@ def test_a_recipe_trains(name, model_dir, documents, tmp_path, monkeypatch, caps
     metrics = json.loads((tmp_path / "run" / "scu_metrics.json").read_text())
     assert metrics["costs"]["seconds_per_step"] > 0 and metrics["costs"]["peak_bytes"] > 0
     assert metrics["held_out_bpt_after"]["value"] < metrics["held_out_bpt_before"]["value"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_recipe_of_another_task_trains(name, tmp_path, capsys):
+    changes = {
+        **FAMILIES[name],
+        "max_steps": STEPS,
+        "eval_strategy": "no",
+        "output_dir": tmp_path / "run",
+        "cache_dir": tmp_path / "cache",
+        "use_cpu": "true",
+    }
+    run(name, changes, capsys)
+    shown = capsys.readouterr().out
+    recipe = yaml.safe_load((ROOT / "recipes" / name).read_text())
+    metrics = json.loads((tmp_path / "run" / "scu_metrics.json").read_text())
+    assert ("held-out accuracy" in shown) == (recipe["task"] != "word-generation")
+    assert metrics["steps"] == STEPS and metrics["held_out_bpt_after"]["value"] > 0
+    assert (tmp_path / "run" / "scu_history.json").is_file() == recipe["scu"]
+    assert (tmp_path / "run" / "memory_history.json").is_file() and (tmp_path / "run" / "curriculum.json").is_file()
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def run(name, changes, capsys):
+    flags = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
+    assert train.main(["--config", str(ROOT / "recipes" / name), *flags]) == 0, capsys.readouterr().err
 
 
 def test_the_recipe_of_deepspeed_is_started_by_its_launcher():
