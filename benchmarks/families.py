@@ -99,8 +99,7 @@ def read(recipe: str, steps: int, folder: str, is_recipe: bool) -> Any:
 def plain(parts: Any, job: Any, turns: Turns) -> torch.nn.Module:
     """What one would write by hand, with the optimizer and the schedule of the Trainer."""
     args, model = job.training, parts.model.train()
-    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args)
-    optimizer = optimizer_class(Trainer(model, args).get_optimizer_grouped_parameters(model), **options)
+    optimizer = Trainer(model, args).create_optimizer()
     schedule = get_scheduler(
         args.lr_scheduler_type, optimizer, args.get_warmup_steps(args.max_steps), args.max_steps,
         args.lr_scheduler_kwargs,
@@ -160,6 +159,7 @@ def compare(recipe: str, group: str, steps: int) -> dict[str, Any]:
         turns, scores, errors = Turns(names), {}, []
 
         def side(name: str) -> None:
+            turns.begin(name)  # libraries share state that is not made for being set up by two threads at once
             own = copy.copy(parts)
             own.model = copy.deepcopy(parts.model)
             try:

@@ -1,6 +1,9 @@
-"""Writes the tables of docs/paths.md from benchmarks/results/variants.json: what a path costs, which loops act in it.
+"""Writes the tables of docs/paths.md (from benchmarks/results/variants.json: what a path costs, which loops act in it)
+and of docs/families.md (from recipes.json and families.json there: what the recipes reach, and how fast).
 
-    make test-smoke ARGS="--json benchmarks/results/variants.json" && python docs/write_tables.py
+    make test-smoke ARGS="--json benchmarks/results/variants.json"
+    python benchmarks/recipes.py && python benchmarks/families.py
+    python docs/write_tables.py
 
 A table stands between two comments that name it; everything else in the page is left alone.
 """
@@ -18,6 +21,7 @@ from scu_trainer.runs.variants import Outcome
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "paths.md", ROOT / "benchmarks" / "results" / "variants.json"
+FAMILIES_PAGE = ROOT / "docs" / "families.md"
 CELLS = {"acts": "acts", "refused": "refused", "idle": "idle", "off": "off"}
 
 
@@ -44,6 +48,46 @@ def _elsewhere(outcomes: list[Outcome]) -> str:
     return _markdown(("path", "not run here"), rows)
 
 
+def family_tables(recipes: dict[str, Any], families: dict[str, Any]) -> dict[str, str]:
+    """The same for docs/families.md."""
+    return {"recipes": _recipes(recipes["results"]), "speed": _speed(families["results"])}
+
+
+def _recipes(results: list[dict[str, Any]]) -> str:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        alone = f", {result['branch']} alone" if result["branch"] else ""
+        groups.setdefault(f"`{result['recipe']}`{alone}", []).append(result)
+    rows = [
+        (
+            name,
+            _joined(group, "{:.1f} %", "accuracy", 100) or _joined(group, "perplexity {:.1f}", "perplexity"),
+            _joined(group, "{:.1f}", "kneser_ney"),
+            _joined(group, "{:.3f}", "final_s") or "off",
+        )
+        for name, group in ((name, sorted(group, key=lambda r: r["seed"])) for name, group in groups.items())
+    ]
+    return _markdown(("recipe", "held out, by seed", "Kneser-Ney bigrams", "S at the end"), rows)
+
+
+def _joined(group: list[dict[str, Any]], style: str, key: str, factor: float = 1) -> str:
+    return ", ".join(style.format(factor * result[key]) for result in group if result.get(key) is not None)
+
+
+def _speed(results: list[dict[str, Any]]) -> str:
+    rows = []
+    for r in results:
+        scores = r["held_out_accuracy"] or r["held_out_bpt"]
+        style, factor = ("{:.1f} %", 100) if r["held_out_accuracy"] else ("{:.3f} bits", 1)
+        sides = "all sides float32" if r["group"] == "equal" else f"ours as the recipe ({r['mixed_precision']})"
+        ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in r["speed_against"].items())
+        held_out = ", ".join(f"{name} {style.format(factor * score)}" for name, score in scores.items())
+        rows.append((f"`{r['recipe']}`", sides, ratios, held_out))
+    return _markdown(
+        ("recipe", "sides", "steps per second of ours, as a ratio to", "held out after as many steps"), rows
+    )
+
+
 def _markdown(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [heads, tuple("---" for _ in heads), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -60,4 +104,6 @@ def written(page: str, found: dict[str, str]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(written(PAGE.read_text(), tables(json.loads(RESULTS.read_text()))))
-    print(f"written: {PAGE.relative_to(ROOT)}")
+    found = [json.loads((RESULTS.parent / f"{name}.json").read_text()) for name in ("recipes", "families")]
+    FAMILIES_PAGE.write_text(written(FAMILIES_PAGE.read_text(), family_tables(*found)))
+    print(f"written: {PAGE.relative_to(ROOT)}, {FAMILIES_PAGE.relative_to(ROOT)}")

@@ -1,4 +1,4 @@
-"""The tables of docs/paths.md are those of the results file, which is what the runs of every path gave."""
+"""The tables of docs/paths.md and docs/families.md are those of the results files, which is what the runs gave."""
 
 from __future__ import annotations
 
@@ -52,3 +52,10 @@ def test_every_path_is_in_the_results_and_kept_its_promises(record):
         expected = {loop: "refused" if loop in variant.refused else "acts" for loop in LOOPS}
         assert (outcome["status"], outcome["loops"]) == ("ran", expected)
         assert outcome["bpt"][1] < outcome["bpt"][0]
+
+
+def test_the_page_of_families_holds_the_results(tables):
+    found = [json.loads((tables.RESULTS.parent / f"{name}.json").read_text()) for name in ("recipes", "families")]
+    page = tables.FAMILIES_PAGE.read_text()
+    assert page.count("<!-- table ") == 2
+    assert tables.written(page, tables.family_tables(*found)) == page, "run: python docs/write_tables.py"

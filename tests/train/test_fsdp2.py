@@ -25,6 +25,7 @@ from scu_trainer import SCUTrainer
 from scu_trainer.errors import ControlError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
 from scu_trainer.train.session import score
+from scu_trainer.train.tasks.text import TextTask
 from scu_trainer.train.sharded import Beforehand, is_sharded
 from tests.tiny import UnevenRows, arguments, llama, pad
 
@@ -61,7 +62,8 @@ class HeldOut(UnevenRows):
         return [len(self[i]["input_ids"]) for i in range(len(self))] if key == "length" else super().__getitem__(key)
 
 
-PARTS = SimpleNamespace(data=SimpleNamespace(eval=HeldOut(6)), collator=pad)
+JOB = SimpleNamespace(kind=TextTask())
+PARTS = SimpleNamespace(batch_tokens=8192, data=SimpleNamespace(eval=HeldOut(6)), collator=pad)
 
 
 def train(folder: Path, loop: dict) -> tuple[SCUTrainer, dict]:
@@ -80,7 +82,7 @@ def train(folder: Path, loop: dict) -> tuple[SCUTrainer, dict]:
 
 def bits_per_token(trainer: SCUTrainer) -> float | None:
     """None on a rank that has nothing to report."""
-    scores = score(trainer, PARTS)
+    scores = score(JOB, trainer, PARTS)
     return None if scores is None else scores.bpt
 
 
