@@ -12,11 +12,19 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from scu_trainer.cli import configuration
 from scu_trainer.cli.main import guarded
-from scu_trainer.cli.subjects import Subject, base_subject, held_out_settings, may_have_learned, subject_of
+from scu_trainer.cli.subjects import (
+    Subject,
+    base_subject,
+    held_out_settings,
+    may_have_learned,
+    own_split,
+    subject_of,
+)
 from scu_trainer.errors import DataError, ModelError, SettingsError
 from scu_trainer.models.load import load_tokenizer
 from scu_trainer.settings import DataSettings
@@ -38,6 +46,11 @@ by the data settings below) or --eval_dataset (all of it is scored). Flags overr
 
 MAY_HAVE_LEARNED = "it may have learned some of these documents"
 
+AVERAGES = "ema.safetensors"
+"""Beside the weights of a checkpoint, whose run evaluated their averages."""
+
+BATCH_TOKENS = 8192
+
 FEW_DOCUMENTS = 10
 """Below this a percentile bootstrap is clearly too narrow."""
 
@@ -54,7 +67,7 @@ class EvalOptions:
 
     task: Optional[str] = _option(None, f"of {', '.join(KINDS)}; default: that of the run, {TEXT} without one")
     against: Optional[str] = _option(None, "a second model, or the word base: what RUN_OR_MODEL was tuned from")
-    batch_tokens: int = _option(8192, "padded tokens per forward pass")
+    batch_tokens: Optional[int] = _option(None, f"padded tokens per forward pass; default: {BATCH_TOKENS}")
     confidence: float = _option(0.95, "level of the intervals, above 0 and below 1")
     resamples: int = _option(2000, "resamples of the documents behind each interval")
     seed: int = _option(0, "seed of the resampling; where no run tells one, also of the held-out split")
@@ -65,8 +78,9 @@ class EvalOptions:
 
     def __post_init__(self) -> None:
         for name, least in (("batch_tokens", 1), ("resamples", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise SettingsError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise SettingsError(f"{name} is {value}; it must be {least} or more")
         if self.task is not None:
             TaskSettings(self.task)
         if not 0 < self.confidence < 1:
@@ -157,14 +171,14 @@ def _evaluate(subjects: list[Subject], typed: dict[str, Any], options: EvalOptio
 
     owner = next((subject for subject in subjects if subject.run), subjects[0])
     task = task_of(options.task or owner.task)
-    TaskSettings(task.name).check_typed(typed)
+    _require_task(task, subjects, typed, options)
     settings, seed = held_out_settings(owner, typed, options.seed)
     if task.name == TEXT:
         _require_same_tokens(subjects, [load_tokenizer(subject.model) for subject in subjects])
     precision = (owner.mixed_precision or "no") if options.mixed_precision == "auto" else options.mixed_precision
-    ask = _Question(task, settings, owner, seed, precision, options.batch_tokens)
+    ask = _Question(task, settings, owner, seed, precision, options.batch_tokens or BATCH_TOKENS)
     scores = [ask.scores(subject) for subject in subjects]
-    notes = [*_notes_on_data(ask.data, task.item), *_notes_on_training(subjects, settings, seed)]
+    notes = [*_notes_on_data(ask.data, task.item), *_notes_on_training(subjects, settings, seed, owner)]
     if owner.run and not typed and ask.data.fingerprint != owner.run["data"]["fingerprint"]:
         notes.append(f"the data have another fingerprint than when {owner.name} was trained: {MAY_HAVE_LEARNED}")
     return {
@@ -182,6 +196,15 @@ def _evaluate(subjects: list[Subject], typed: dict[str, Any], options: EvalOptio
         **_figures(subjects, scores, options),
         "notes": notes,
     }
+
+
+def _require_task(task: Task, subjects: list[Subject], typed: dict[str, Any], options: EvalOptions) -> None:
+    other = next((subject for subject in subjects if subject.run and subject.task != task.name), None)
+    if other is not None:
+        raise ModelError(f"{other.name} is a run of task: {other.task}, and task is {task.name}; score each by itself")
+    TaskSettings(task.name).check_typed(typed)
+    if options.batch_tokens is not None and task.unit == "label":
+        raise SettingsError(f"batch_tokens has no effect on task: {task.name}; drop it")
 
 
 def _require_same_tokens(subjects: list[Subject], tokenizers: list[Any]) -> None:
@@ -208,6 +231,7 @@ class _Question:
     precision: str
     batch_tokens: int
     data: Any = None
+    held_out: Optional[list[str]] = None
 
     def scores(self, subject: Subject) -> DocumentScores:
         """One model is in memory at a time."""
@@ -220,8 +244,10 @@ class _Question:
             with torch.autocast(next(parts.model.parameters()).device.type, dtype, enabled=dtype is not None):
                 scores = self.task.score(parts.model, parts)
         except torch.OutOfMemoryError as error:
-            advice = f"out of GPU memory at batch_tokens {self.batch_tokens}; give a smaller --batch_tokens"
-            raise ModelError(advice) from error
+            smaller = f"at batch_tokens {self.batch_tokens}; give a smaller --batch_tokens"
+            raise ModelError(
+                f"out of GPU memory {smaller if self.task.unit != 'label' else 'on a single row'}"
+            ) from error
         broken = int((~numpy.isfinite(scores.nats)).sum())
         if broken:
             found = f"no finite loss on {broken} of {len(scores.nats)} {self.task.item}s"
@@ -231,15 +257,28 @@ class _Question:
     def _parts(self, subject: Subject) -> Parts:
         from scu_trainer.train.tasks.task import Source
 
-        source = Source(subject.model, self.settings, self.owner.own(self.task.name), self.seed)
+        source = Source(subject.model, self.settings, self._own(subject), self.seed)
         parts = replace(self.task.load_scored(source), batch_tokens=self.batch_tokens)
         if parts.data.eval is None:
             raise DataError(
                 f"no {self.task.item} of {self.settings.dataset} is held out; add --eval_dataset NAME_OR_PATH"
             )
+        self._require_same_rows(subject, parts.data.eval)
         if self.data is None or subject is self.owner:
             self.data = parts.data
         return parts
+
+    def _own(self, subject: Subject) -> Any:
+        """What the task alone asks about ``subject``; which rows are held out is for the owner to say."""
+        own = subject.own(self.task.name)
+        return own if own is None else replace(own, **own_split(self.owner))
+
+    def _require_same_rows(self, subject: Subject, rows: Any) -> None:
+        keys = list(rows.keys()) if hasattr(rows, "keys") else None
+        if self.held_out not in (None, keys):
+            same = f"on the same {self.task.item}s"
+            raise ModelError(f"{subject.name} and the other model cannot be scored {same}; score each by itself")
+        self.held_out = keys
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -289,9 +328,13 @@ def _notes_on_data(data: Any, item: str) -> list[str]:
     return notes
 
 
-def _notes_on_training(subjects: list[Subject], settings: DataSettings, seed: int) -> list[str]:
-    suspects = [subject for subject in subjects if may_have_learned(subject, settings, seed)]
-    return [f"{s.name} was trained on another split: {MAY_HAVE_LEARNED}" for s in suspects]
+def _notes_on_training(subjects: list[Subject], settings: DataSettings, seed: int, owner: Subject) -> list[str]:
+    suspects = [subject for subject in subjects if may_have_learned(subject, settings, seed, own_split(owner))]
+    averaged = [subject for subject in subjects if (Path(subject.source) / AVERAGES).is_file()]
+    return [
+        *(f"{s.name} was trained on another split: {MAY_HAVE_LEARNED}" for s in suspects),
+        *(f"{s.name}: its weights are scored, not their moving averages ({AVERAGES})" for s in averaged),
+    ]
 
 
 def as_text(report: dict[str, Any]) -> str:

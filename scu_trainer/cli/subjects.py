@@ -26,6 +26,9 @@ WHICH_DOCUMENTS = (
 )
 """Data settings that belong to the dataset they were written for: another ``dataset`` starts from their defaults."""
 
+MODEL_TYPES = {"cadence": "word-generation", "trident": "sensor-classification"}
+"""Tasks of models that are ours."""
+
 SPLIT_RULES = (*WHICH_DOCUMENTS, "skip_bad_rows", "completion_only_loss", "assistant_only_loss")
 """Data settings that decide which documents of a dataset are held out: rows that are dropped move the split too."""
 
@@ -53,7 +56,8 @@ class Subject:
 
     @property
     def task(self) -> str:
-        return self.run["configuration"].get("task", TEXT) if self.run else TEXT
+        """Of its run; without one what its config.json says, where there is one."""
+        return self.run["configuration"].get("task", TEXT) if self.run else _task_in(Path(self.source) / "config.json")
 
     def own(self, task: str) -> Any:
         """Settings of its run that only ``task`` has; their defaults without a run."""
@@ -64,6 +68,14 @@ class Subject:
     def data(self) -> DataSettings:
         """Data settings of its run."""
         return _settings_in(DataSettings, self.run)
+
+
+def _task_in(config_file: Path) -> str:
+    config = read_json(config_file) if config_file.is_file() else {}
+    if config.get("model_type") in MODEL_TYPES:
+        return MODEL_TYPES[config["model_type"]]
+    is_image = any(name.endswith("ForImageClassification") for name in config.get("architectures") or ())
+    return "image-classification" if is_image else TEXT
 
 
 def subject_of(name: str) -> Subject:
@@ -160,16 +172,22 @@ def held_out_settings(subject: Subject, typed: dict[str, Any], seed: int) -> tup
     return DataSettings(**{"dataset": typed.get("eval_dataset"), **typed}), seed
 
 
-def may_have_learned(subject: Subject, settings: DataSettings, seed: int) -> bool:
-    """Whether documents that ``settings`` hold out can be among those that ``subject`` was trained on."""
+def own_split(subject: Subject) -> dict[str, Any]:
+    """Settings of its task alone that decide which rows its run held out."""
+    return {name: getattr(subject.own(subject.task), name) for name in KINDS[subject.task].split_fields}
+
+
+def may_have_learned(subject: Subject, settings: DataSettings, seed: int, own: dict[str, Any]) -> bool:
+    """Whether documents that ``settings`` and ``own`` (see ``own_split``) hold out can be among those that ``subject``
+    was trained on."""
     if subject.run is None or not _is_same(settings.eval_dataset or settings.dataset, subject.data.dataset):
         return False
-    return (_split_rules(subject.data), subject.run["seed"]) != (_split_rules(settings), seed)
+    return (_split_rules(subject.data, own_split(subject)), subject.run["seed"]) != (_split_rules(settings, own), seed)
 
 
 def _is_same(dataset: str, other: str) -> bool:
     return dataset == other or Path(dataset).expanduser().resolve() == Path(other).expanduser().resolve()
 
 
-def _split_rules(settings: DataSettings) -> list[Any]:
-    return [getattr(settings, name) for name in SPLIT_RULES]
+def _split_rules(settings: DataSettings, own: dict[str, Any]) -> list[Any]:
+    return [*(getattr(settings, name) for name in SPLIT_RULES), own]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Optional, Union
 
 import numpy
@@ -17,6 +17,9 @@ TARGET = "labels"
 TARGET_KEYS = ("labels", "label")
 """Keys that are the target when none is named."""
 
+PART = "input #{}"
+"""What a part of a tuple is called in a batch: no name that a forward could have, nor one that a dict would use."""
+
 Place = Union[int, str]
 """Of a part of an item: a position in a tuple, a key of a dict."""
 
@@ -24,8 +27,7 @@ Place = Union[int, str]
 class ItemCollator:
     """Items -> mapping of tensors with one entry per row, the target under ``labels``.
 
-    Parts of a tuple are called ``inputs``, or ``input_0``, ``input_1``, ... where there are several; parts of a dict
-    keep their keys. Tensors, arrays, numbers and lists of numbers are stacked as ``torch.utils.data.default_collate``
+    Parts of a tuple have names of their own (``PART``), in their order; parts of a dict keep their keys. Tensors, arrays, numbers and lists of numbers are stacked as ``torch.utils.data.default_collate``
     does, but that Python's floats become torch's default type.
 
     Args:
@@ -78,7 +80,7 @@ class ItemCollator:
         if isinstance(item, (tuple, list)):
             return self._of_tuple(item)
         if torch.is_tensor(item):
-            return {"inputs": item}
+            return {PART.format(0): item}
         raise DataError(
             f"the dataset gives a {type(item).__name__} per item; allowed: tuples such as (x, y), or dicts of tensors, "
             "arrays and numbers. Let its __getitem__ return one of them, or give the trainer a data_collator"
@@ -92,8 +94,7 @@ class ItemCollator:
         for place in (*places, *([] if target is None else [target])):
             if not isinstance(place, int) or not -len(item) <= place < len(item):
                 raise DataError(f"items are tuples of {len(item)}; {place!r} is no position in them, allowed: integers")
-        names = ["inputs"] if len(places) == 1 else [f"input_{number}" for number in range(len(places))]
-        parts = {name: item[place] for name, place in zip(names, places, strict=True)}
+        parts = {PART.format(number): item[place] for number, place in enumerate(places)}
         return parts if target is None else {**parts, TARGET: item[target]}
 
     def _of_mapping(self, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +128,11 @@ class ItemCollator:
                 "which keys it gets, in its order: wrap(module, loss=..., inputs=['...'])"
             )
         return taken
+
+
+def is_of_tuple(names: Collection[str]) -> bool:
+    """Whether the inputs of a batch have no names but their order."""
+    return bool(names) and set(names) == {PART.format(number) for number in range(len(names))}
 
 
 def _listed(parts: Mapping[str, Any]) -> str:

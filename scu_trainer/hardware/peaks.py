@@ -6,6 +6,7 @@ import re
 from typing import Optional
 
 GPU_TFLOPS: dict[str, dict[str, float]] = {
+    r"H[12]00 NVL": {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60.0},
     r"H200|GH200|H100.*HBM3": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
     r"H100.*PCIe": {"bf16": 756.5, "fp16": 756.5, "tf32": 378.0, "fp32": 51.2},
     r"A100": {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5},
@@ -18,13 +19,16 @@ GPU_TFLOPS: dict[str, dict[str, float]] = {
 }
 """Name as the driver gives it (a pattern) -> format -> TFLOP/s of one device.
 
-NVIDIA's data sheets of these cards (H100 Tensor Core GPU, A100 80GB, A40, A10, L4, T4, V100): matrices without
+NVIDIA's data sheets of these cards (H100 and H200 Tensor Core GPU with their NVL boards, A100 80GB, A40, A10, L4, T4, V100): matrices without
 sparsity, for which the sheets of Hopper and Ada state twice the figure; fp32 is that of the ordinary cores.
 """
 
 
 def known_tflops(device_name: str, precision: str) -> Optional[float]:
-    """The maker's figure for ``precision`` (bf16, fp16, tf32, fp32); None for a card that is not in the table."""
+    """The maker's figure for ``precision`` (bf16, fp16, tf32, fp32); None for a card that is not in the table, and for a part of a card
+    (MIG), whose name does not tell its share of the clock and power."""
+    if "MIG" in device_name:
+        return None
     for pattern, peaks in GPU_TFLOPS.items():
         if re.search(pattern, device_name):
             return peaks.get(precision)

@@ -93,13 +93,23 @@ class EfficiencySettings:
 
 def check_efficiency(efficiency: EfficiencySettings, training: TrainingArguments) -> None:
     """Raise SettingsError for settings that contradict the stock arguments."""
+    require(
+        efficiency.ema_decay is None or not (training.load_best_model_at_end and training.save_only_model),
+        "ema_decay and load_best_model_at_end need the averages of the best checkpoint, and save_only_model keeps none; "
+        "leave save_only_model out",
+    )
+    _check_one_schedule(efficiency, training)
+
+
+def _check_one_schedule(efficiency: EfficiencySettings, training: TrainingArguments) -> None:
     if not efficiency.has_lr_steps:
         return
     name = "lr_step_size" if efficiency.lr_step_size is not None else "lr_milestones"
     kind = getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type)
     require(
         kind in GIVES_WAY,
-        f"{name} and lr_scheduler_type: {kind} are two schedules of the learning rate; leave one of them out",
+        f"{name} and lr_scheduler_type: {kind} are two schedules of the learning rate; add lr_scheduler_type: constant, "
+        f"or leave {name} out",
     )
     require(not training.lr_scheduler_kwargs, f"lr_scheduler_kwargs have no effect beside {name}; leave them out")
     deepspeed = getattr(training, "hf_deepspeed_config", None)

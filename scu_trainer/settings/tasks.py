@@ -26,33 +26,39 @@ ONLY_TEXT = (
     "embedded_base_steps",
 )
 LANGUAGE = ("text_column", "block_size", "preprocessing_num_workers", "chunked_loss")
+IMAGE_COLUMNS = ("image_column_name", "label_column_name")
+RECORDINGS = ("synthetic", "num_classes", "sensor_samples", "sensor_missing_share")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """``settings``: dataclass of the task's own fields. ``unused``: shared fields that have no effect on it."""
+    """``settings``: dataclass of the task's own fields. ``unused``: shared fields that have no effect on it.
+    ``split_fields``: own fields that decide which rows are held out."""
 
     settings: Optional[type] = None
     unused: tuple[str, ...] = ()
     defaults: Optional[dict[str, Any]] = None
     modes: Optional[dict[str, dict[str, Any]]] = None
     presets: Optional[dict[str, dict[str, Any]]] = None
+    split_fields: tuple[str, ...] = ()
 
     @property
     def own_names(self) -> tuple[str, ...]:
         return () if self.settings is None else tuple(item.name for item in fields(self.settings))
 
 
-def _kind(settings: type, module: Any, unused: tuple[str, ...]) -> Kind:
+def _kind(settings: type, module: Any, unused: tuple[str, ...], split_fields: tuple[str, ...]) -> Kind:
     groups = {name.lower(): getattr(module, name, {}) for name in ("MODES", "PRESETS")}
-    return Kind(settings, unused, module.DEFAULTS, **groups)
+    return Kind(settings, unused, module.DEFAULTS, **groups, split_fields=split_fields)
 
 
 KINDS = {
     TEXT: Kind(),
-    "image-classification": _kind(images.ImageSettings, images, (*ONLY_TEXT, *LANGUAGE)),
-    "word-generation": _kind(words.WordSettings, words, ONLY_TEXT),
-    "sensor-classification": _kind(sensors.SensorSettings, sensors, (*ONLY_TEXT, *LANGUAGE)),
+    "image-classification": _kind(images.ImageSettings, images, (*ONLY_TEXT, *LANGUAGE), IMAGE_COLUMNS),
+    "word-generation": _kind(
+        words.WordSettings, words, (*ONLY_TEXT, "preprocessing_num_workers"), ("category_column",)
+    ),
+    "sensor-classification": _kind(sensors.SensorSettings, sensors, (*ONLY_TEXT, *LANGUAGE), RECORDINGS),
 }
 
 

@@ -11,10 +11,10 @@ from transformers import TrainerCallback
 
 
 class ConsoleCallback(TrainerCallback):
-    """Prints step, loss, S, lambda, learning rate and the time that is left; only in the process that leads."""
+    """``unit``: what bits are counted per. Prints step, loss, S, lambda, learning rate and the time that is left; only in the process that leads."""
 
-    def __init__(self, console: Optional[Console] = None) -> None:
-        self.console = console or Console(highlight=False)
+    def __init__(self, console: Optional[Console] = None, unit: str = "token") -> None:
+        self.console, self._unit = console or Console(highlight=False), unit
         self._bar: Optional[Progress] = None
         self._task: Any = None
         self._started_s = 0.0
@@ -39,10 +39,10 @@ class ConsoleCallback(TrainerCallback):
             return
         if "eval_accuracy" in logs:
             self._print(
-                f"step {_of(state)}  held-out {logs['eval_accuracy']:.1%} right, {logs['eval_bpt']:.3f} bits per label"
+                f"step {_of(state)}  held-out {logs['eval_accuracy']:.1%} right, {logs['eval_bpt']:.3f} bits per {self._unit}"
             )
         elif "eval_bpt" in logs:
-            self._print(f"step {_of(state)}  held-out {logs['eval_bpt']:.3f} bits per token")
+            self._print(f"step {_of(state)}  held-out {logs['eval_bpt']:.3f} bits per {self._unit}")
         elif "loss" in logs:
             self._print(self._line(state, logs))
 

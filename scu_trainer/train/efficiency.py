@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from scu_trainer.errors import SettingsError
 from scu_trainer.models.memory_format import apply_channels_last
 from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
 from scu_trainer.train.ema import WeightAverage
@@ -35,6 +36,7 @@ class Efficiency:
         self.trainer, self.settings = trainer, settings
         self.average: Optional[WeightAverage] = None
         self.throughput: Optional[Throughput] = None
+        self.profile: Optional[ProfileCallback] = None
         if settings.channels_last and not apply_channels_last(trainer.model):
             logger.warning("channels_last: the model has no convolution over pictures; nothing is changed")
         if settings.ema_decay is not None:
@@ -44,17 +46,23 @@ class Efficiency:
             self.throughput = Throughput(trainer, settings.peak_tflops)
             trainer.add_callback(self.throughput)
         if settings.profile_steps:
-            trainer.add_callback(ProfileCallback(settings.profile_steps))
+            self.profile = ProfileCallback(settings.profile_steps)
+            trainer.add_callback(self.profile)
 
     @property
     def lines(self) -> list[str]:
         """What a person should know before training."""
         return [] if self.average is None else [self.average.line]
 
-    def scheduler(self, optimizer: Optimizer, total_steps: int, steps_per_epoch: int) -> Optional[LambdaLR]:
-        """None where the stock schedule stays."""
+    def scheduler(self, optimizer: Optimizer, total_steps: int, steps_per_epoch: Optional[int]) -> Optional[LambdaLR]:
+        """None where the stock schedule stays. Raises SettingsError where nobody has said how long an epoch is."""
         if not self.settings.has_lr_steps:
             return None
+        if steps_per_epoch is None:
+            raise SettingsError(
+                "lr_step_size and lr_milestones count epochs, whose length is known once train() has its data; let "
+                "train() make the schedule, or give the trainer one of your own: optimizers=(optimizer, scheduler)"
+            )
         warmup_steps = self.trainer.args.get_warmup_steps(total_steps)
         return falling_in_steps(
             self.settings,
@@ -72,6 +80,11 @@ class Efficiency:
     def evaluation(self) -> AbstractContextManager:
         """Around an evaluation."""
         return contextlib.nullcontext() if self.average is None else self.average.in_use()
+
+    def finish(self) -> None:
+        """After a training, also one that raised."""
+        if self.profile is not None:
+            self.profile.close()
 
     def scalars(self) -> dict[str, float]:
         """For a log of a training step."""

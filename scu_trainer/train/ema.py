@@ -49,7 +49,10 @@ class WeightAverage(TrainerCallback):
 
     @property
     def line(self) -> str:
-        return f"evaluations and the final model use the moving average of the weights (ema_decay {self.decay:g})"
+        said = f"evaluations and the final model use the moving average of the weights (ema_decay {self.decay:g})"
+        if self.trainer.regularizer is None:
+            return said
+        return f"{said}; S is that of the weights in training, not of their average"
 
     # -- events of the stock loop --------------------------------------------------------------------------------------
 
@@ -132,13 +135,10 @@ class WeightAverage(TrainerCallback):
     def load(self, checkpoint: str) -> None:
         """Go on with the averages of ``checkpoint`` once training begins. Raises CheckpointError if it has none."""
         self._checkpoint = Path(checkpoint)
-        if not (self._checkpoint / EMA_FILE).is_file():
-            raise CheckpointError(
-                f"{checkpoint} holds no {EMA_FILE}: it was written without ema_decay or with save_only_model; resume "
-                "without ema_decay, or start anew from its weights with model_name_or_path"
-            )
+        _require_file(self._checkpoint)
 
     def _read(self, checkpoint: Path) -> None:
+        _require_file(checkpoint)
         with safe_open(checkpoint / EMA_FILE, framework="pt") as saved:
             if sorted(saved.keys()) != sorted(self._names):
                 raise CheckpointError(
@@ -148,6 +148,14 @@ class WeightAverage(TrainerCallback):
             for name, average in zip(self._names, self._averaged(), strict=True):
                 average.copy_(saved.get_tensor(name))
             self._average.n_averaged.fill_(int(saved.metadata()["n_averaged"]))
+
+
+def _require_file(checkpoint: Path) -> None:
+    if not (checkpoint / EMA_FILE).is_file():
+        raise CheckpointError(
+            f"{checkpoint} holds no {EMA_FILE}: it was written without ema_decay or with save_only_model; resume "
+            "without ema_decay, or start anew from its weights with model_name_or_path"
+        )
 
 
 class _Tensors(nn.ParameterList):

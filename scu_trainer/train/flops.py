@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
+from torch.nn.modules.conv import _ConvNd
 from torch.utils.flop_counter import FlopCounterMode
 
 from scu_trainer.hardware.peaks import known_tflops
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from scu_trainer.train.trainer import SCUTrainer
 
 ROWS_TO_COUNT = 2
+AMPERE = (8, 0)
+"""Compute capability from which on there is TF32."""
+
 MATRIX_SIDE = 1024
 MEASURE_S = 0.2
 """Long enough for a CPU to leave its idle clock."""
@@ -33,7 +37,8 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class Count:
-    """Operations of forward and backward of ``rows`` rows with ``tokens`` tokens, padding included (None without)."""
+    """Operations of forward and backward of ``rows`` rows. ``tokens``: theirs, padding included; None where the input is
+    none, and then padding under masks of their own is left out."""
 
     flops: float
     rows: int
@@ -74,6 +79,7 @@ def count_flops(trainer: SCUTrainer, inputs: Any, num_items: Any) -> tuple[Optio
     if rows > ROWS_TO_COUNT:
         few = pick(inputs, torch.arange(ROWS_TO_COUNT), rows)
         rows = ROWS_TO_COUNT
+    few = _without_padding(few)
     if not rows:
         return None, "the batch has no rows to count by"
     try:
@@ -85,6 +91,24 @@ def count_flops(trainer: SCUTrainer, inputs: Any, num_items: Any) -> tuple[Optio
         return None, "no matrix product or convolution was seen"
     tokens = tokens_of(model, few, padding=True)
     return Count(flops, rows, tokens), None
+
+
+def _without_padding(inputs: Any) -> Any:
+    """``inputs`` as short as their masks let them be: a bool ``NAME_mask`` (rows, length) beside values ``NAME...``."""
+    widths: dict[str, int] = {}
+    for mask_name, mask in inputs.items():
+        stem = mask_name.removesuffix("_mask")
+        if stem == mask_name or not torch.is_tensor(mask) or mask.dtype != torch.bool or mask.dim() != 2:
+            continue
+        values = [name for name, value in inputs.items() if name.startswith(stem) and _has_length(value, mask.size(1))]
+        if len(values) > 1:  # the mask is one of them
+            used = mask.any(dim=0).nonzero()
+            widths |= dict.fromkeys(values, int(used[-1]) + 1 if len(used) else 1)
+    return type(inputs)({name: v[:, : widths[name]] if name in widths else v for name, v in inputs.items()})
+
+
+def _has_length(value: Any, length: int) -> bool:
+    return torch.is_tensor(value) and value.dim() >= 2 and value.size(1) == length
 
 
 def _flops(trainer: SCUTrainer, inputs: Any, num_items: Any) -> float:
@@ -139,8 +163,18 @@ def precision_of(trainer: SCUTrainer) -> str:
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         if dtype in dtypes:
             return name
-    on_cuda = input_device(trainer.model).type == "cuda"
-    return "tf32" if on_cuda and torch.get_float32_matmul_precision() != "highest" else "fp32"
+    return "tf32" if _allows_tf32(trainer.model) else "fp32"
+
+
+def _allows_tf32(model: torch.nn.Module) -> bool:
+    """Whether some float32 products of ``model`` are rounded to TF32: of convolutions they are by default."""
+    device = input_device(model)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < AMPERE:
+        return False
+    has_convolutions = any(isinstance(module, _ConvNd) for module in model.modules())
+    # Not get_float32_matmul_precision: it raises where torch.backends.fp32_precision was set, as transformers does.
+    of_convolutions = has_convolutions and torch.backends.cudnn.conv.fp32_precision == "tf32"
+    return of_convolutions or torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def measured_tflops(precision: str) -> float:

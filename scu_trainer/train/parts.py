@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from transformers import set_seed
 
+from scu_trainer.errors import DataError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.load import CAUSAL, AdapterPlan, prepare_for_tuning
 from scu_trainer.models.quantize import quantized_line
@@ -64,6 +65,11 @@ def finish(
 
     ``settings``: those of the job, with a name of the model where it had none.
     """
+    if data.eval is None and job.training.eval_strategy != "no":
+        raise DataError(
+            f"eval_strategy is {job.training.eval_strategy.value}, and nothing of {job.data.dataset} is held out; raise "
+            "validation_split_percentage, give eval_dataset, or set eval_strategy: no"
+        )
     model = _tunable(model, settings, job, console, adapters)
     averaged = job.efficiency.ema_decay is not None
     require_room(job.training.output_dir, checkpoint_bytes(model, job.training, averaged))

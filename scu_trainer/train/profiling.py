@@ -33,6 +33,7 @@ class ProfileCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         left = state.max_steps - state.global_step - WARMUP_STEPS
+        self.close()
         if not state.is_world_process_zero:
             return
         if left < 1:
@@ -42,7 +43,7 @@ class ProfileCallback(TrainerCallback):
             return
         if left < self.steps:
             logger.warning("profile_steps is %d, and only %d steps follow the warm-up: these", self.steps, left)
-        self._folder, self._written = Path(args.output_dir) / "logs" / "profile", False
+        self._folder, self._written, self._ended = Path(args.output_dir) / "logs" / "profile", False, 0
         plan = schedule(wait=WARMUP_STEPS - 1, warmup=1, active=min(self.steps, left), repeat=1)
         wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(supported_activities())
         self._profile = profile(activities=sorted(wanted, key=str), schedule=plan, on_trace_ready=self._write)
@@ -50,19 +51,22 @@ class ProfileCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self._profile is not None:
+            self._ended += 1
             self._profile.step()
             if self._written:
-                self._stop()
+                self.close()
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         if self._profile is not None:
-            self._stop()
+            self.close()
             if not self._written:
                 logger.warning("profile_steps: training ended before the profiler's warm-up was over")
 
-    def _stop(self) -> None:
+    def close(self) -> None:
+        """Stop recording; what was recorded is written. Also for a training that raised, which has no last event."""
         running, self._profile = self._profile, None
-        running.stop()
+        if running is not None:
+            running.stop()
 
     def _write(self, finished: profile) -> None:
         if self._written:
@@ -74,4 +78,4 @@ class ProfileCallback(TrainerCallback):
         by = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         table = finished.key_averages().table(sort_by=by, row_limit=OPERATORS)
         (self._folder / TABLE_FILE).write_text(table + "\n", encoding="utf-8")
-        logger.info("profile of %d steps: %s", self.steps, self._folder)
+        logger.info("profile of %d steps: %s", self._ended - WARMUP_STEPS, self._folder)

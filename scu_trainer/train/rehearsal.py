@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 import psutil
+import torch
 from accelerate.utils import broadcast_object_list, wait_for_everyone
 from rich.console import Console
 from torch.utils.data import Subset
@@ -66,6 +67,7 @@ def _shared_scratch() -> Iterator[str]:
 def _measure(job: Job, parts: Parts, scratch: str, console: Console) -> dict[str, Any]:
     short = replace_training(job, scratch)
     times = StepTimes()
+    start = _trained_weights(parts.model)
     trainer = build_trainer(short, parts, None, console)
     trainer.add_callback(times)
     trainer.train()
@@ -74,6 +76,7 @@ def _measure(job: Job, parts: Parts, scratch: str, console: Console) -> dict[str
     # The model is DeepSpeed's or FSDP's now, and both start once in a process.
     resumes = not (trainer.is_deepspeed_enabled or is_sharded(trainer))
     if resumes:
+        parts.model.load_state_dict(start, strict=False)  # lambda pulls toward the start, which a new process would load
         resumed = build_trainer(short, parts, None, Console(quiet=True))
         resumed.train(resume_from_checkpoint=str(checkpoint))
     return {
@@ -90,6 +93,7 @@ def replace_training(job: Job, scratch: str) -> Job:
     training = copy.copy(job.training)
     training.output_dir, training.max_steps = scratch, STEPS
     training.logging_steps, training.save_steps = 1, SAVE_AT
+    training.save_total_limit = None  # the checkpoint that is resumed from must not be rotated away
     training.save_strategy, training.eval_strategy = (
         type(training.save_strategy)("steps"),
         type(training.eval_strategy)("no"),
@@ -110,6 +114,11 @@ def _evaluation_seconds(job: Job, trainer, parts: Parts) -> float:
     begun_s = time.perf_counter()
     score(job, trainer, replace(parts, data=replace(parts.data, eval=_first(parts.data.eval, few))))
     return (time.perf_counter() - begun_s) * len(parts.data.eval) / few
+
+
+def _trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of what training will change."""
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _first(rows: Any, count: int) -> Any:

@@ -131,7 +131,7 @@ def build_trainer(job: Job, parts: Parts, status: Optional[RunStatus], console: 
     for line in trainer.efficiency.lines:
         console.print(line, soft_wrap=True)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(ConsoleCallback(console))
+    trainer.add_callback(ConsoleCallback(console, job.kind.unit))
     if status is not None:
         trainer.add_callback(RunStatusCallback(status))
     return trainer
@@ -153,7 +153,7 @@ def _train(job: Job, parts: Parts, start: Start, status: Optional[RunStatus], co
         "train_s": outcome.metrics["train_runtime"],
         "item": job.kind.item,
         "unit": job.kind.unit,
-        "has_base": job.task.task == TEXT or job.model.model_name_or_path is not None,
+        "has_base": job.task.task == TEXT,  # other models get a new head, or start from nothing
         **held_out_figures(before.value, after),
         "best_held_out": best_held_out(trainer.state.log_history),
         "costs": cost_figures(job.training.device, times, parts.before_model_bytes, trainer),

@@ -2,13 +2,14 @@
 
 Model FLOPs utilization as in PaLM (arXiv:2204.02311, appendix B): what the model needs, per second, over the peak;
 padding and recomputed activations are no need. Operations are counted once, on a few rows of the first batch, and
-scaled by rows, or by tokens where the input is tokens. Evaluations and checkpoints are no part of the time.
+scaled by tokens where the input is tokens, else by rows: where these have several lengths, the counted ones stand for
+all. Evaluations and checkpoints are no part of the time.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -24,19 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Interval:
-    """What one rank did: ``tokens`` without padding, numbers of the device that nobody has waited for yet."""
+    """What one rank did. ``tokens``: without padding, a number of the device that nobody has waited for yet; None for
+    rows that are no tokens."""
 
     seconds: float = 0.0
     rows: int = 0
-    tokens: list[Any] = field(default_factory=list)
+    tokens: Any = None
 
-    def take_tokens(self) -> Optional[float]:
-        """Their sum, and nothing else is kept; None for rows that are no tokens."""
-        if not self.tokens:
-            return None
-        total = float(sum(self.tokens))
-        self.tokens = [total]
-        return total
+    def add(self, seconds: float = 0.0, rows: int = 0, tokens: Any = None) -> None:
+        self.seconds += seconds
+        self.rows += rows
+        if tokens is not None:
+            self.tokens = tokens if self.tokens is None else self.tokens + tokens
 
 
 class Throughput(TrainerCallback):
@@ -64,10 +64,7 @@ class Throughput(TrainerCallback):
         if not self._asked:
             self._asked = True
             self._ask(inputs, num_items)
-        self._now.rows += rows_of(model, inputs).rows
-        tokens = tokens_of(model, inputs, padding=False)
-        if tokens is not None:
-            self._now.tokens.append(tokens)
+        self._now.add(rows=rows_of(model, inputs).rows, tokens=tokens_of(model, inputs, padding=False))
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if control.should_log or control.should_evaluate or control.should_save or self._is_first:
@@ -75,7 +72,7 @@ class Throughput(TrainerCallback):
         if not self._is_first:
             self._now.seconds = time.perf_counter() - self._begun_s
             for interval in (self._logged, self._total):
-                _add(interval, self._now)
+                interval.add(**vars(self._now))
         self._is_first = False
         self._begin()
 
@@ -120,7 +117,8 @@ class Throughput(TrainerCallback):
     def _rates(self, interval: Interval) -> dict[str, Optional[float]]:
         if not interval.seconds:
             return {"samples_per_second": None, "tokens_per_second": None, "tflops": None, "mfu": None}
-        seconds, ranks, tokens = interval.seconds, self.trainer.accelerator.num_processes, interval.take_tokens()
+        seconds, ranks = interval.seconds, self.trainer.accelerator.num_processes
+        tokens = None if interval.tokens is None else float(interval.tokens)
         tflops = None if self.count is None else self.count.of(interval.rows, tokens) / seconds / 1e12
         return {
             "samples_per_second": interval.rows * ranks / seconds,
@@ -128,12 +126,6 @@ class Throughput(TrainerCallback):
             "tflops": None if tflops is None else tflops * ranks,
             "mfu": None if tflops is None or self.peak is None else tflops / self.peak.tflops,
         }
-
-
-def _add(interval: Interval, part: Interval) -> None:
-    interval.seconds += part.seconds
-    interval.rows += part.rows
-    interval.tokens += part.tokens
 
 
 def _wait_for(device: torch.device) -> None:
@@ -156,11 +148,17 @@ def throughput_lines(figures: Optional[dict[str, Any]]) -> list[tuple[str, str]]
 def _utilization(figures: dict[str, Any]) -> str:
     if figures["tflops"] is None:
         return "; ".join(figures["notices"])
-    reached = f"{_rate(figures['tflops'])} ({figures['flops_per_sample']:.3g} operations per sample)"
+    reached = (
+        f"{_rate(figures['tflops'])} ({figures['flops_per_sample']:.3g} operations per sample{_of_which(figures)})"
+    )
     if figures["mfu"] is None:
         return f"{reached}; {'; '.join(figures['notices'])}"
     devices = f"{figures['devices']} x " if figures["devices"] > 1 else ""
     return f"{figures['mfu']:.1%}: {reached} of {devices}{_rate(figures['peak_tflops'])} ({figures['peak_source']})"
+
+
+def _of_which(figures: dict[str, Any]) -> str:
+    return "" if figures["flops_per_token"] else " of the first batch"
 
 
 def _rate(tflops: float) -> str:

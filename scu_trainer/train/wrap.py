@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -20,12 +20,14 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import default_data_collator
 
-from scu_trainer.data.items import TARGET, ItemCollator, Place, first_item
+from scu_trainer.data.items import TARGET, ItemCollator, Place, first_item, is_of_tuple
 from scu_trainer.errors import DataError, ModelError, SettingsError
 from scu_trainer.train.loss_path import without_index
+from scu_trainer.train.memory import is_out_of_memory
 from scu_trainer.train.reduction import untouched
 from scu_trainer.train.rows import pick
-from scu_trainer.train.wrapped_loss import RowLoss, rows_to_ask
+from scu_trainer.train.wrapped_loss import RowLoss
+from scu_trainer.train.wrapped_rows import ROWS_TO_ASK, has_one_entry_per_row, join, rows_to_ask
 
 if TYPE_CHECKING:
     from scu_trainer.train.trainer import SCUTrainer
@@ -78,8 +80,8 @@ class WrappedModule(nn.Module):
     def forward(
         self, labels: Optional[torch.Tensor] = None, num_items_in_batch: Any = None, **inputs: Any
     ) -> dict[str, Any]:
-        """``loss``, ``logits`` (what the module returns) and, in training, ``losses`` of the rows; without ``labels``
-        only ``logits``."""
+        """``loss``, ``logits`` (what the module returns) and ``losses`` of the rows, where logits and labels alone do not
+        tell them; without ``labels`` only ``logits``."""
         outputs = self._outputs(inputs)
         logits = _logits(outputs)
         if labels is None:
@@ -91,24 +93,68 @@ class WrappedModule(nn.Module):
             return {"logits": logits}
         loss, losses = self.row_loss(outputs, labels, num_items_in_batch)
         found = {"loss": loss, "logits": logits}
-        # Where logits and labels tell a row's loss by themselves, they also tell of classes.
+        # Of plain cross-entropy no losses: logits and labels tell them, and tell of classes as well.
         return found if losses is None or self.row_loss.is_plain else {**found, "losses": losses}
 
     def _outputs(self, inputs: Mapping[str, Any]) -> Any:
+        positional, named = self._arguments(inputs)
+        return self.module(*positional, **named)
+
+    def _arguments(self, inputs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """(positional, named) of the module's forward."""
         names = self._parameters_of_forward
-        by_name = not self._in_order and (names is None or all(name in names for name in inputs))
-        if by_name and not _is_of_tuple(inputs):
-            return self.module(**inputs)
-        return self.module(*inputs.values())
+        if self._in_order or is_of_tuple(inputs):
+            return list(inputs.values()), {}
+        if names is None or all(name in names for name in inputs):
+            return [], dict(inputs)
+        if len(inputs) == 1:
+            return list(inputs.values()), {}
+        raise ModelError(
+            f"the inputs are {', '.join(inputs)}, and {_signature(self.module)}: which is which is not said; give them "
+            "the names of forward, or say their order: wrap(module, loss=..., inputs=[...])"
+        )
+
+    def check(self, inputs: Mapping[str, Any]) -> None:
+        """Raise ModelError where the module does not take so many inputs, or needs others."""
+        positional, named = self._arguments(inputs)
+        try:
+            inspect.signature(self.module.forward).bind(*positional, **named)
+        except TypeError as error:
+            raise ModelError(
+                f"an item gives the module {len(inputs)} inputs beside the target, and {_signature(self.module)}: "
+                f"{error}; say which ones it gets: wrap(module, loss=..., inputs=[...])"
+            ) from None
 
     @torch.no_grad()
-    def ask(self, inputs: Mapping[str, Any]) -> None:
-        """Find out how the loss puts rows together, on a few rows of a batch; nothing is changed by it."""
-        rows = len(inputs[TARGET])
-        few = pick(dict(inputs), torch.tensor(rows_to_ask(inputs[TARGET])), rows)
-        targets = few.pop(TARGET)
+    def ask(self, batches: Sequence[Mapping[str, Any]], prepare: Callable[[Any], Any] = dict) -> None:
+        """Find out how the loss puts rows together, on a few rows of ``batches``; nothing is changed by it.
+
+        ``prepare``: brings rows to the module's device. No forward has more than ``ROWS_TO_ASK`` rows.
+        """
+        few = _few_rows(batches, self.row_loss.seen)
+        count = len(few[TARGET])
+        starts = range(0, count, ROWS_TO_ASK)
         with untouched(self):
-            self.row_loss.ask(self._outputs(few), targets)
+            parts = [self._answer(prepare(_rows_of(few, start, start + ROWS_TO_ASK))) for start in starts]
+            has_rows = all(has_one_entry_per_row(outputs, len(targets)) for outputs, targets in parts)
+            if has_rows and count % ROWS_TO_ASK == 0:  # all of one size, which the outputs may have by chance
+                has_rows = self._has_fewer_rows(prepare(_rows_of(few, 0, ROWS_TO_ASK - 1)))
+            joined = join([outputs for outputs, _ in parts]) if has_rows else None
+            self.row_loss.ask(joined, torch.cat([targets for _, targets in parts]))
+
+    def _answer(self, inputs: Mapping[str, Any]) -> tuple[Any, torch.Tensor]:
+        inputs = dict(inputs)
+        targets = inputs.pop(TARGET)
+        return self._outputs(inputs), targets
+
+    def _has_fewer_rows(self, inputs: Mapping[str, Any]) -> bool:
+        try:
+            outputs, targets = self._answer(inputs)
+        except (RuntimeError, ValueError, IndexError) as error:  # a module that takes its rows in pairs
+            if is_out_of_memory(error):
+                raise
+            return False
+        return has_one_entry_per_row(outputs, len(targets))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.module.state_dict(*args, **kwargs)
@@ -117,8 +163,31 @@ class WrappedModule(nn.Module):
         return self.module.load_state_dict(*args, **kwargs)
 
 
-def _is_of_tuple(inputs: Mapping[str, Any]) -> bool:
-    return all(name == "inputs" or name.startswith("input_") for name in inputs)
+def _few_rows(batches: Sequence[Mapping[str, Any]], seen: Collection[int]) -> dict[str, Any]:
+    """One row of each class that was not ``seen`` and some more, out of all batches whose rows can stand together."""
+    alike = [batch for batch in batches if _sizes(batch) == _sizes(batches[0])]
+    rows = torch.tensor(rows_to_ask(torch.cat([batch[TARGET] for batch in alike]), seen))
+    parts, begin = [], 0
+    for batch in alike:
+        count = len(batch[TARGET])
+        own = rows[(rows >= begin) & (rows < begin + count)] - begin
+        begin += count
+        if len(own):
+            parts.append(pick(dict(batch), own, count))
+    return {name: join([part[name] for part in parts]) for name in parts[0]}
+
+
+def _sizes(batch: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape[1:]) for name, value in batch.items() if torch.is_tensor(value)}
+
+
+def _rows_of(inputs: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+    count = len(inputs[TARGET])
+    return pick(inputs, torch.arange(start, min(stop, count)), count)
+
+
+def _signature(module: nn.Module) -> str:
+    return f"{type(module).__name__}.forward takes {inspect.signature(module.forward)}"
 
 
 def _named_parameters(module: nn.Module) -> Optional[list[str]]:
@@ -158,7 +227,9 @@ def adopt(trainer: SCUTrainer) -> None:
     rows = trainer.train_dataset
     if rows is None or isinstance(rows, IterableDataset) or not len(rows):
         return
-    left_out = model.data_collator.check(first_item(rows))
+    item = first_item(rows)
+    left_out = model.data_collator.check(item)
+    model.check({name: part for name, part in model.data_collator([item]).items() if name != TARGET})
     if left_out:
         logger.warning("the module does not take %s: left out of every item", ", ".join(left_out))
 
@@ -167,9 +238,17 @@ def countable(trainer: SCUTrainer, batches: list[Any]) -> list[Any]:
     """``batches`` for the stock Trainer's counting of items: what the mean of a wrapped module's loss runs over. Those
     of other models as they are."""
     model = trainer.model
-    if not isinstance(model, WrappedModule) or any(not torch.is_tensor(batch.get(TARGET)) for batch in batches):
+    if not isinstance(model, WrappedModule):
         return batches
-    if model.row_loss.kind is None and batches:
+    other = next((batch for batch in batches if not isinstance(batch, Mapping)), None)
+    if other is not None:
+        raise ModelError(
+            f"data_collator gives a {type(other).__name__}; a wrapped module's batches are dicts with the module's inputs "
+            "and labels. Leave data_collator out, or let it return such a dict"
+        )
+    if not batches or any(not torch.is_tensor(batch.get(TARGET)) for batch in batches):
+        return batches
+    if model.row_loss.must_ask(batch[TARGET] for batch in batches):
         with trainer.accelerator.autocast():
-            model.ask(trainer._prepare_inputs(without_index(batches[0])))
+            model.ask([without_index(batch) for batch in batches], trainer._prepare_inputs)
     return [{TARGET: model.row_loss.counted(batch[TARGET])} for batch in batches]

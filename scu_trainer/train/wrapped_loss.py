@@ -5,7 +5,8 @@
     sum      their sum
     whole    none of these: rows act on each other, so that a batch can only be taken as it is
 
-Found out once, on the first rows: the loss of all of them is compared with the losses of each alone.
+Found out on a row of each class of the first step: the loss of all of them is compared with the losses of each alone.
+A function may hold weights of classes that nobody sees: it is asked again about classes that come later.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Optional
 
 import torch
@@ -24,16 +25,19 @@ from torch.nn import functional
 from scu_trainer.errors import ModelError
 from scu_trainer.train.reduction import EXACT, ROUGH
 from scu_trainer.train.rows import NOT_LEARNED
+from scu_trainer.train.wrapped_rows import LABELS, are_classes, each, has_one_entry_per_row, rows_to_ask, take
 
 logger = logging.getLogger("scu_trainer")
 
-ROWS_TO_ASK = 4
-
 MOST_QUESTIONS = 5
-"""Batches of one class that are passed over in the hope of another."""
+"""Steps of one class that are passed over in the hope of another."""
 
-LABELS = (torch.int64, torch.int32, torch.int16)
-"""Types of targets in which -100 is none."""
+MOST_CHECKS = 200
+"""Steps in which classes that were not seen before are asked about."""
+
+NO_ROWS = "the outputs have not one entry per row along dimension 0"
+
+CROSS_ENTROPY = (functional.cross_entropy, functional.nll_loss)
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 """(sums, counts) of shape (rows,) each: a row's loss, summed over its labels, and what it counts for."""
@@ -64,7 +68,9 @@ class RowLoss(nn.Module):
             )
         self.loss = loss
         self.kind: Optional[str] = None
+        self.seen: set[int] = set()
         self._asked = 0
+        self._checks = 0
         self.is_plain = False
         self._way: Callable[[Any, torch.Tensor], torch.Tensor] = self._looped
 
@@ -77,7 +83,9 @@ class RowLoss(nn.Module):
         this batch alone.
         """
         if self.kind is None:
-            self.ask(outputs, targets)
+            self.ask(outputs if has_one_entry_per_row(outputs, len(targets)) else None, targets)
+        elif self.kind != "whole" and not has_one_entry_per_row(outputs, len(targets)):
+            self._take_whole(NO_ROWS)
         if self.kind == "whole":
             share = 1.0 if num_items is None else len(targets) / num_items
             return self._checked(outputs, targets).reshape(()) * share, None
@@ -93,32 +101,81 @@ class RowLoss(nn.Module):
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
+    def must_ask(self, targets: Iterable[torch.Tensor]) -> bool:
+        """Whether a step with these ``targets`` may tell something new of the loss."""
+        if self.kind is None:
+            return True
+        if self.kind not in ("labels", "rows") or self._way == self._as_it_is:
+            return False
+        if is_known(self.loss) or self._checks >= MOST_CHECKS:
+            return False
+        return any(are_classes(some) and not self.seen.issuperset(some.unique().tolist()) for some in targets)
+
     @torch.no_grad()
     def ask(self, outputs: Any, targets: torch.Tensor) -> None:
-        """Find ``kind`` from a few rows; it stays None where they do not tell (one row, one class, no finite loss)."""
+        """Find ``kind`` from a few rows; it stays None where they do not tell (one row, one class, no finite loss).
+
+        ``outputs``: None where they have not one entry per row. Raises ModelError where classes that come later show
+        that the rows trained so far were taken for others than they are.
+        """
         self._asked += 1
-        if not _has_rows(outputs, len(targets)):
-            self._take_whole(f"the outputs have not one entry for each of the {len(targets)} rows")
+        if outputs is None:
+            self._take_whole(NO_ROWS)
             return
-        rows = rows_to_ask(targets)
-        few, wanted, count = _take(outputs, rows), targets[rows], len(rows)
+        if targets.dtype in LABELS and _weighs_classes(self.loss):
+            self._take_whole("a mean with weights of classes is divided by the weights of the labels in the batch")
+            return
+        rows = rows_to_ask(targets, self.seen)
+        few, wanted = take(outputs, rows), targets[rows]
         whole = self._checked(few, wanted)
         if whole.numel() > 1:
             self.kind, self._way = "rows", self._as_it_is
             return
-        alone = torch.stack([self._of_one(few, wanted, row) for row in range(count)]).float()
-        if count < 2 or not bool(torch.isfinite(alone).all()) or not (bool(alone.any()) or bool(whole.any())):
+        alone = torch.stack([self._of_one(few, wanted, row) for row in range(len(rows))]).float()
+        if not bool(torch.isfinite(alone).all()) or not (bool(alone.any()) or bool(whole.any())):
             return
+        self._decide(few, wanted, whole, alone)
+
+    def _decide(self, few: Any, wanted: torch.Tensor, whole: torch.Tensor, alone: torch.Tensor) -> None:
+        """``whole``: the loss of ``few`` rows together; ``alone``: (rows,), of each."""
         rough = ROUGH if whole.dtype in (torch.float16, torch.bfloat16) else EXACT
-        kind = _likeliest(float(whole), alone, wanted, rough)
-        if kind == "labels" and len(wanted.unique()) == 1 and self._asked < MOST_QUESTIONS:
-            return  # weights of classes show only between classes
-        self.kind = kind
-        if self.kind is None:
+        if self.kind is not None:
+            self._compare(float(whole), alone, wanted)
+            return
+        kind = _likeliest(float(whole), alone, wanted, rough) if len(wanted) > 1 else self._stated_for_one()
+        if len(wanted) > 1 and kind is None:
             self._take_whole("the loss of several rows is neither mean nor sum of the losses of each")
             return
+        has_one_class = kind == "labels" and len(wanted.unique()) == 1 and not is_known(self.loss)
+        if kind is None or (has_one_class and self._asked < MOST_QUESTIONS):
+            return  # weights of classes show only between classes
+        self.kind = kind
+        self._note(wanted)
         self._way = next(way for way in self._ways() if self._agrees(way, few, wanted, alone, rough))
         self.is_plain = _is_plain(few, wanted, alone, rough)
+
+    def _stated_for_one(self) -> Optional[str]:
+        """One row alone is its own mean and its own sum."""
+        if _stated(self.loss, "reduction") == "sum":
+            return "sum"
+        if self._asked == MOST_QUESTIONS and not is_known(self.loss):
+            logger.warning("steps of one row do not tell how the loss puts rows together: it is taken for a mean")
+        return None
+
+    def _compare(self, whole: float, alone: torch.Tensor, wanted: torch.Tensor) -> None:
+        self._checks += 1
+        new = sorted(set(wanted.tolist()) - self.seen)
+        guess, scale = _guesses(alone, wanted)[self.kind], max(abs(whole), float(alone.abs().max()))
+        if len(wanted) > 1 and abs(guess - whole) > ROUGH * scale:
+            raise ModelError(
+                f"the loss weighs classes, as {new[0]} shows, which no earlier step had; state the weights: "
+                "torch.nn.CrossEntropyLoss(weight=...), or return one loss per row (reduction='none')"
+            )
+        self._note(wanted)
+
+    def _note(self, wanted: torch.Tensor) -> None:
+        if are_classes(wanted):
+            self.seen.update(wanted.tolist())
 
     def _take_whole(self, reason: str) -> None:
         self.kind = "whole"
@@ -141,7 +198,7 @@ class RowLoss(nn.Module):
         """The loss of one row alone; 0 where it has nothing to learn."""
         one = slice(row, row + 1)
         return torch.where(
-            _labels_of(targets[one]) > 0, self.loss(_take(outputs, one), _safe(targets[one])).mean(), 0.0
+            _labels_of(targets[one]) > 0, self.loss(take(outputs, one), _safe(targets[one])).mean(), 0.0
         )[0]
 
     # -- ways to the losses of all rows, each the mean over what the row counts ----------------------------------------
@@ -184,7 +241,7 @@ class RowLoss(nn.Module):
 
     def _mapped(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         def of_one(output: Any, target: torch.Tensor) -> torch.Tensor:
-            return self.loss(_each(output, lambda tensor: tensor.unsqueeze(0)), target.unsqueeze(0)).reshape(())
+            return self.loss(each(output, lambda tensor: tensor.unsqueeze(0)), target.unsqueeze(0)).reshape(())
 
         return torch.vmap(of_one)(outputs, _safe(targets))
 
@@ -199,25 +256,46 @@ class RowLoss(nn.Module):
         return torch.where(counts > 0, means * counts, 0.0), counts
 
 
-def rows_to_ask(targets: torch.Tensor) -> list[int]:
-    """Numbers of a few rows, of as many classes as there are among them."""
-    first: dict[Any, int] = {}
-    if targets.dim() == 1 and targets.dtype in LABELS:
-        for row, label in enumerate(targets.tolist()):
-            first.setdefault(label, row)
-    of_classes = list(first.values())
-    others = [row for row in range(min(len(targets), 2 * ROWS_TO_ASK)) if row not in of_classes]
-    return sorted([*of_classes, *others][:ROWS_TO_ASK])
+def is_known(loss: Any) -> bool:
+    """A loss of torch's own without weights of classes: rows of any class count the same in it."""
+    module = type(loss).__module__ if isinstance(loss, nn.Module) else getattr(_function(loss), "__module__", None)
+    return module in ("torch.nn.modules.loss", "torch.nn.functional") and _stated(loss, "weight") is None
+
+
+def _weighs_classes(loss: Any) -> bool:
+    """torch's mean with weights that differ: divided by the weights of the labels that a batch happens to hold."""
+    is_cross_entropy = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or _function(loss) in CROSS_ENTROPY
+    weight = _stated(loss, "weight")
+    return is_cross_entropy and weight is not None and _stated(loss, "reduction") in (None, "mean") and _differ(weight)
+
+
+def _differ(weight: torch.Tensor) -> bool:
+    return bool((weight != weight.flatten()[0]).any())
+
+
+def _function(loss: Any) -> Any:
+    return loss.func if isinstance(loss, functools.partial) else loss
+
+
+def _stated(loss: Any, name: str) -> Any:
+    """What a module or a partial function says of itself."""
+    return loss.keywords.get(name) if isinstance(loss, functools.partial) else getattr(loss, name, None)
 
 
 def _likeliest(whole: float, alone: torch.Tensor, targets: torch.Tensor, rough: float) -> Optional[str]:
     """``alone``: (rows,). None: the whole follows from no reading."""
-    guesses = {"rows": float(alone.mean()), "sum": float(alone.sum())}
-    if targets.dtype in LABELS:
-        labels = _labels_of(targets)
-        guesses = {"labels": float((alone * labels).sum() / labels.sum().clamp(min=1)), **guesses}
     scale = max(abs(whole), float(alone.abs().max()))
+    guesses = _guesses(alone, targets)
     return next((kind for kind, guess in guesses.items() if abs(guess - whole) <= rough * scale), None)
+
+
+def _guesses(alone: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+    """The loss of all rows from those of each, by reading."""
+    guesses = {"rows": float(alone.mean()), "sum": float(alone.sum())}
+    if targets.dtype not in LABELS:
+        return guesses
+    labels = _labels_of(targets)
+    return {"labels": float((alone * labels).sum() / labels.sum().clamp(min=1)), **guesses}
 
 
 def _labels_of(targets: torch.Tensor) -> torch.Tensor:
@@ -235,32 +313,10 @@ def _safe(targets: torch.Tensor) -> torch.Tensor:
 
 def _is_plain(outputs: Any, targets: torch.Tensor, alone: torch.Tensor, rough: float) -> bool:
     is_classes = torch.is_tensor(outputs) and outputs.dim() == 2 and targets.dim() == 1 and targets.dtype is torch.int64
-    if not is_classes or bool((targets >= outputs.size(1)).any()):
+    if not is_classes:
+        return False
+    is_class = (targets >= 0) & (targets < outputs.size(1))
+    if not bool((is_class | (targets == NOT_LEARNED)).all()):
         return False
     plain = functional.cross_entropy(outputs.float(), targets, reduction="none")
     return torch.allclose(plain, alone, rtol=rough, atol=rough * 1e-2)
-
-
-# -- rows of what a module returns -------------------------------------------------------------------------------------
-
-
-def _each(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with every tensor in it changed; tuples, lists and mappings stay what they are."""
-    if torch.is_tensor(value):
-        return change(value)
-    if isinstance(value, Mapping):
-        return type(value)({name: _each(part, change) for name, part in value.items()})
-    if isinstance(value, (tuple, list)):
-        parts = [_each(part, change) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
-
-
-def _take(outputs: Any, rows: slice | list[int]) -> Any:
-    return _each(outputs, lambda tensor: tensor[rows])
-
-
-def _has_rows(outputs: Any, count: int) -> bool:
-    sizes: list[bool] = []
-    _each(outputs, lambda tensor: sizes.append(tensor.dim() > 0 and tensor.size(0) == count) or tensor)
-    return bool(sizes) and all(sizes)

@@ -95,9 +95,16 @@ def test_a_recipe_of_another_task_trains(name, tmp_path, capsys):
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
-def run(name, changes, capsys):
+def test_a_recipe_that_keeps_one_checkpoint_can_be_rehearsed(tmp_path, capsys):
+    changes = {"sensor_samples": 60, "output_dir": tmp_path / "run", "cache_dir": tmp_path / "cache"}
+    assert yaml.safe_load((ROOT / "recipes" / "sensors.yaml").read_text())["save_total_limit"] == 1
+    run("sensors.yaml", changes, capsys, "--test_run")
+    assert "test run passed: trained, evaluated, saved and resumed" in " ".join(capsys.readouterr().out.split())
+
+
+def run(name, changes, capsys, *modes):
     flags = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-    assert train.main(["--config", str(ROOT / "recipes" / name), *flags]) == 0, capsys.readouterr().err
+    assert train.main(["--config", str(ROOT / "recipes" / name), *flags, *modes]) == 0, capsys.readouterr().err
 
 
 def test_the_recipe_of_deepspeed_is_started_by_its_launcher():

@@ -1,0 +1,63 @@
+"""Rows of what a wrapped module takes and returns: which to ask about a loss, and how to cut and join them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+ROWS_TO_ASK = 4
+
+LABELS = (torch.int64, torch.int32, torch.int16)
+"""Types of targets in which -100 is none."""
+
+
+def are_classes(targets: torch.Tensor) -> bool:
+    return targets.dim() == 1 and targets.dtype in LABELS
+
+
+def rows_to_ask(targets: torch.Tensor, seen: Collection[int] = ()) -> list[int]:
+    """Numbers of one row of each class that is not in ``seen``, and of others, ``ROWS_TO_ASK`` at least."""
+    first: dict[int, int] = {}
+    if are_classes(targets):
+        for row, label in enumerate(targets.tolist()):
+            if label not in seen:
+                first.setdefault(label, row)
+    of_classes = list(first.values())
+    others = [row for row in range(min(len(targets), len(of_classes) + ROWS_TO_ASK)) if row not in first.values()]
+    return sorted([*of_classes, *others][: max(ROWS_TO_ASK, len(of_classes) + 1)])
+
+
+def each(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with every tensor in it changed; tuples, lists and mappings stay what they are."""
+    if torch.is_tensor(value):
+        return change(value)
+    if isinstance(value, Mapping):
+        return type(value)({name: each(part, change) for name, part in value.items()})
+    if isinstance(value, (tuple, list)):
+        parts = [each(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def take(outputs: Any, rows: slice | list[int]) -> Any:
+    return each(outputs, lambda tensor: tensor[rows])
+
+
+def join(values: Sequence[Any]) -> Any:
+    """The rows of all ``values``, which are alike; what has no rows is that of the first."""
+    tensors = [_tensors(value) for value in values]
+    together = iter([torch.cat(parts) if parts[0].dim() else parts[0] for parts in zip(*tensors, strict=True)])
+    return each(values[0], lambda tensor: next(together))
+
+
+def has_one_entry_per_row(outputs: Any, count: int) -> bool:
+    tensors = _tensors(outputs)
+    return bool(tensors) and all(tensor.dim() > 0 and tensor.size(0) == count for tensor in tensors)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    each(value, lambda tensor: found.append(tensor) or tensor)
+    return found
