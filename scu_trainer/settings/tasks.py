@@ -26,6 +26,7 @@ ONLY_TEXT = (
     "embedded_base_steps",
 )
 LANGUAGE = ("text_column", "block_size", "preprocessing_num_workers", "chunked_loss")
+NOT_WORDS = (*ONLY_TEXT, "preprocessing_num_workers")
 IMAGE_COLUMNS = ("image_column_name", "label_column_name")
 RECORDINGS = ("synthetic", "num_classes", "sensor_samples", "sensor_missing_share")
 
@@ -55,9 +56,7 @@ def _kind(settings: type, module: Any, unused: tuple[str, ...], split_fields: tu
 KINDS = {
     TEXT: Kind(),
     "image-classification": _kind(images.ImageSettings, images, (*ONLY_TEXT, *LANGUAGE), IMAGE_COLUMNS),
-    "word-generation": _kind(
-        words.WordSettings, words, (*ONLY_TEXT, "preprocessing_num_workers"), ("category_column",)
-    ),
+    "word-generation": _kind(words.WordSettings, words, NOT_WORDS, ("category_column",)),
     "sensor-classification": _kind(sensors.SensorSettings, sensors, (*ONLY_TEXT, *LANGUAGE), RECORDINGS),
 }
 

@@ -11,7 +11,10 @@ from transformers import TrainerCallback
 
 
 class ConsoleCallback(TrainerCallback):
-    """``unit``: what bits are counted per. Prints step, loss, S, lambda, learning rate and the time that is left; only in the process that leads."""
+    """Prints step, loss, S, lambda, learning rate and the time that is left; only in the process that leads.
+
+    ``unit``: what held-out bits are counted per.
+    """
 
     def __init__(self, console: Optional[Console] = None, unit: str = "token") -> None:
         self.console, self._unit = console or Console(highlight=False), unit
@@ -38,9 +41,8 @@ class ConsoleCallback(TrainerCallback):
         if not state.is_world_process_zero or not logs:
             return
         if "eval_accuracy" in logs:
-            self._print(
-                f"step {_of(state)}  held-out {logs['eval_accuracy']:.1%} right, {logs['eval_bpt']:.3f} bits per {self._unit}"
-            )
+            right = f"{logs['eval_accuracy']:.1%} right, "
+            self._print(f"step {_of(state)}  held-out {right}{logs['eval_bpt']:.3f} bits per {self._unit}")
         elif "eval_bpt" in logs:
             self._print(f"step {_of(state)}  held-out {logs['eval_bpt']:.3f} bits per {self._unit}")
         elif "loss" in logs:

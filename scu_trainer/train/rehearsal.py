@@ -76,7 +76,7 @@ def _measure(job: Job, parts: Parts, scratch: str, console: Console) -> dict[str
     # The model is DeepSpeed's or FSDP's now, and both start once in a process.
     resumes = not (trainer.is_deepspeed_enabled or is_sharded(trainer))
     if resumes:
-        parts.model.load_state_dict(start, strict=False)  # lambda pulls toward the start, which a new process would load
+        parts.model.load_state_dict(start, strict=False)  # lambda pulls toward where a new process would begin
         resumed = build_trainer(short, parts, None, Console(quiet=True))
         resumed.train(resume_from_checkpoint=str(checkpoint))
     return {
