@@ -17,9 +17,9 @@ import numpy
 from scu_trainer.data.images_decode import BadImage, open_image
 from scu_trainer.data.images_embedded import embedded_source
 from scu_trainer.data.images_folders import folder_source
-from scu_trainer.data.images_records import ImageSource
+from scu_trainer.data.images_records import HELD_OUT_SPLITS, NO_LABEL, ImageSource, in_classes, refuse_hub_settings
 from scu_trainer.data.images_store import Kind, StoredImages, stored_images
-from scu_trainer.data.images_tables import HELD_OUT_SPLITS, is_saved, table_source
+from scu_trainer.data.images_tables import is_saved, table_source
 from scu_trainer.data.samples import PreparedSamples, SampleBooks
 from scu_trainer.data.store import digest_of
 from scu_trainer.errors import DataError, nearest
@@ -31,28 +31,45 @@ CAP_SEED = 0
 UNKNOWN_CLASS = "held-out image of a class that training lacks"
 
 
-def find_images(data: DataSettings, own: ImageSettings, cache_dir: Path) -> ImageSource:
+def find_images(data: DataSettings, own: ImageSettings, cache_dir: Path, classes: Sequence[str] = ()) -> ImageSource:
     """The source of ``data.dataset``; ``held_out`` is that of ``eval_dataset``, or the split that comes with it.
 
-    Raises DataError where it, its split, its columns or its classes cannot be found.
+    ``classes``: what a trained model knows; data may lack some of them. Raises DataError where it, its split, its
+    columns or its classes cannot be found.
     """
     source = _find(data.dataset, (data.dataset_split,), data, own, cache_dir, ())
-    if len(source.label_names) < 2:
-        raise DataError(f"{source.name} has one class, {source.label_names[0]!r}; a classifier needs two or more")
+    if set(source.label_names) <= set(classes):
+        held_out = None if source.held_out is None else in_classes(source.held_out, classes)
+        source = replace(in_classes(source, classes), held_out=held_out)
+    if not classes:
+        _require_two_classes(source)
     if data.eval_dataset is None:
         return source
     wanted = (*HELD_OUT_SPLITS, "train")
     return replace(source, held_out=_find(data.eval_dataset, wanted, data, own, cache_dir, source.label_names))
 
 
+def _require_two_classes(source: ImageSource) -> None:
+    found = [source.label_names[number] for number in numpy.unique(source.labels[source.labels != NO_LABEL])]
+    if len(found) < 2:
+        what = f"one class, {found[0]!r}" if found else "no image with a usable label"
+        raise DataError(f"{source.name} has {what}; a classifier needs images of two classes or more")
+
+
 def _find(
     name: str, wanted: Sequence[str], data: DataSettings, own: ImageSettings, cache_dir: Path, classes: Sequence[str]
 ) -> ImageSource:
-    if name in EMBEDDED_IMAGES:
-        return embedded_source(name, data.dataset_size)
+    is_training = len(wanted) == 1
     path = Path(name).expanduser()
+    split, config = (data.dataset_split, data.dataset_config_name) if is_training else (None, None)
+    if name in EMBEDDED_IMAGES:
+        refuse_hub_settings(name, split, config)
+        return embedded_source(name, data.dataset_size)
+    if path.is_dir():
+        refuse_hub_settings(name, None, config)
     if path.is_dir() and not is_saved(path):
-        return folder_source(path, wanted, data.skip_bad_rows, classes)
+        takes_held_out = is_training and data.eval_dataset is None
+        return folder_source(path, wanted, data.skip_bad_rows, classes, takes_held_out=takes_held_out)
     if not path.is_dir() and (path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
         found = "is a file" if path.is_file() else f"does not exist{nearest(path.name, beside)}"
@@ -81,7 +98,7 @@ def prepare_images(
     chosen = evenly_by_class(source.labels, data.dataset_size, CAP_SEED)
     stored = stored_images(source, chosen, kind, cache_dir, data.skip_bad_rows)
     books = SampleBooks(item="image", notes=[*source.notes])
-    _take_over(books, stored)
+    _take_over(books, stored, source.name)
     held_out, train, evaluated = _divide(source, stored, kind, data, seed, cache_dir, books)
     _count(books, source, stored, held_out, train, evaluated)
     rules = [data.validation_split_percentage, data.max_eval_documents, seed]
@@ -112,7 +129,7 @@ def _divide(
         return stored, numpy.setdiff1d(numpy.arange(len(labels)), evaluated), evaluated
     chosen = evenly_by_class(source.held_out.labels, data.max_eval_documents, CAP_SEED)
     held_out = stored_images(source.held_out, chosen, kind, cache_dir, data.skip_bad_rows)
-    _take_over(books, held_out)
+    _take_over(books, held_out, source.held_out.name)
     evaluated = _of_known_classes(source, held_out, labels, data.skip_bad_rows, books)
     return held_out, numpy.arange(len(labels)), evaluated
 
@@ -161,14 +178,13 @@ def _held_out_numbers(labels: numpy.ndarray, count: int, seed: int) -> numpy.nda
 # -- books -------------------------------------------------------------------------------------------------------------
 
 
-def _take_over(books: SampleBooks, stored: StoredImages) -> None:
+def _take_over(books: SampleBooks, stored: StoredImages, name: str) -> None:
     about = stored.about
     books.read += about.read
     for reason, count in about.dropped.items():
         books.dropped[reason] = books.dropped.get(reason, 0) + count
         books.examples.setdefault(reason, []).extend(about.examples[reason])
-    notes = (stored.line("images"), stored.conversions())
-    books.notes += [note for note in notes if note is not None]
+    books.notes += stored.lines(name)
 
 
 def _count(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 UNREADABLE = "image that cannot be read"
 UNUSABLE_CHANNELS = "image with unusable channels"
+UNFIT = "image that the image processor does not take"
 NO_USABLE_LABEL = "image without a usable label"
 
 MODES = {1: "L", 3: "RGB"}
@@ -29,6 +30,9 @@ MODES = {1: "L", 3: "RGB"}
 
 CONVERTIBLE = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"))
 """8 bits per channel or less. Deeper pixels (I, I;16, F) have no agreed range: turned into 8 bits they are clipped."""
+
+NORMALISING = ("do_rescale", "do_normalize", "include_top")
+"""Steps of image processors that change values and not places; EfficientNet's calls a second one include_top."""
 
 IMAGES_AT_ONCE = 256
 
@@ -122,6 +126,11 @@ def in_channels(image: PIL.Image.Image, channels: int) -> PIL.Image.Image:
 
 
 def fixed_pixels(image: PIL.Image.Image, processor: Any) -> numpy.ndarray:
-    """What the model's processor makes of the image short of normalising: uint8, (channels, height, width)."""
-    pixels = numpy.asarray(processor(image, do_rescale=False, do_normalize=False)["pixel_values"][0])
+    """What the model's processor makes of the image short of normalising: uint8, (channels, height, width). Raises
+    BadImage where it refuses."""
+    later = {name: False for name in NORMALISING if hasattr(processor, name)}
+    try:
+        pixels = numpy.asarray(processor(image, **later)["pixel_values"][0])
+    except ValueError as error:
+        raise BadImage(UNFIT, f"{image.width} x {image.height} pixels: {error}") from error
     return pixels.round().clip(0, 255).astype(numpy.uint8)

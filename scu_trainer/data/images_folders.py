@@ -11,24 +11,25 @@ from typing import Optional
 
 import numpy
 
-from scu_trainer.data.images_records import NO_LABEL, ImageRecord, ImageSource
+from scu_trainer.data.images_records import HELD_OUT_SPLITS, NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
 from scu_trainer.errors import DataError, nearest
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jpe .bmp .gif .webp .tif .tiff .ppm .pgm .pbm".split())
 TRAIN_SPLITS = ("train", "training")
-HELD_OUT_SPLITS = ("validation", "valid", "val", "test")
 
 
-def folder_source(folder: Path, wanted: Sequence[str], skip_bad: bool, classes: Sequence[str] = ()) -> ImageSource:
+def folder_source(
+    folder: Path, wanted: Sequence[str], skip_bad: bool, classes: Sequence[str] = (), *, takes_held_out: bool = True
+) -> ImageSource:
     """The images of ``folder``, of its first ``wanted`` split where its folders are splits.
 
     ``classes``: names that are known from the training data; without them the folders with images are the classes.
+    ``takes_held_out``: whether a split beside it becomes ``held_out``; one without folders of classes is left, noted.
     Raises DataError for a folder of a class without an image, unless ``skip_bad``, and for a missing split.
     """
     splits = _splits(folder)
     if not splits:
-        if len(wanted) == 1 and wanted[0] != "train":
-            raise DataError(f"dataset_split is {wanted[0]!r}, but {folder} has no splits; leave dataset_split out")
+        refuse_hub_settings(str(folder), wanted[0] if len(wanted) == 1 else None, None)
         return _of_classes(folder, skip_bad, classes)
     chosen = next((splits[name] for name in wanted if name in splits), None)
     if chosen is None:
@@ -37,12 +38,22 @@ def folder_source(folder: Path, wanted: Sequence[str], skip_bad: bool, classes: 
             f"{nearest(wanted[0], splits)}; choose one with dataset_split"
         )
     source = _of_classes(chosen, skip_bad, classes)
-    beside = next((splits[name] for name in HELD_OUT_SPLITS if name in splits and splits[name] != chosen), None)
-    if beside is None or classes:
+    if not takes_held_out:
         return source
-    held_out = _of_classes(beside, skip_bad, source.label_names)
-    note = f"held-out images come from {beside}"
-    return replace(source, held_out=held_out, notes=(*source.notes, note))
+    beside = [splits[name] for name in HELD_OUT_SPLITS if name in splits and splits[name] != chosen]
+    return _with_held_out(source, beside, skip_bad)
+
+
+def _with_held_out(source: ImageSource, folders: Sequence[Path], skip_bad: bool) -> ImageSource:
+    """From the first of ``folders`` that has folders of classes."""
+    notes = [*source.notes]
+    for folder in folders:
+        found = _search(folder)
+        if any(name is not None for _, name in found.files):
+            notes.append(f"held-out images come from {folder}")
+            return replace(source, held_out=_of_classes(folder, skip_bad, source.label_names), notes=tuple(notes))
+        notes.append(f"{folder} has no folders of classes: {len(found.files):,} images there were not read")
+    return replace(source, notes=tuple(notes))
 
 
 def _splits(folder: Path) -> dict[str, Path]:
@@ -94,7 +105,7 @@ def _search(folder: Path) -> _Found:
     found = _Found()
     for entry in _visible(folder):
         if entry.is_dir():
-            files = sorted(path for path in entry.rglob("*") if path.is_file() and not path.name.startswith("."))
+            files = sorted(path for path in entry.rglob("*") if path.is_file() and not _is_hidden(path, entry))
             images = [path for path in files if path.suffix.lower() in SUFFIXES]
             found.ignored += len(files) - len(images)
             found.files += [(path, entry.name) for path in images]
@@ -108,6 +119,10 @@ def _search(folder: Path) -> _Found:
 
 def _visible(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _digest(files: Sequence[tuple[Path, Optional[str]]]) -> str:

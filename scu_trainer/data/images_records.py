@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Optional, Union
 
 import numpy
 
+from scu_trainer.errors import DataError
+
 NO_LABEL = -1
+HELD_OUT_SPLITS = ("validation", "valid", "val", "test")
 
 Content = Union[bytes, Path, numpy.ndarray]
 """A file as bytes or by its path, or pixels: uint8 of shape (height, width) or (height, width, channels)."""
@@ -41,3 +45,33 @@ class ImageSource:
     held_out: Optional[ImageSource] = None
     notes: tuple[str, ...] = ()
     dropped: tuple[tuple[str, str], ...] = ()
+
+
+def in_classes(source: ImageSource, classes: Sequence[str]) -> ImageSource:
+    """``source`` with its labels counted by ``classes``, which hold all of its own."""
+    if source.label_names == tuple(classes):
+        return source
+    numbers = numpy.array([classes.index(name) for name in source.label_names], dtype=numpy.int64)
+    labels = numpy.where(source.labels == NO_LABEL, NO_LABEL, numbers[source.labels])
+    return replace(
+        source,
+        identity=[*source.identity, list(classes)],
+        label_names=tuple(classes),
+        labels=labels,
+        read=partial(_read_relabelled, source.read, labels),
+    )
+
+
+def _read_relabelled(
+    read: Callable[[Sequence[int]], Iterable[ImageRecord]], labels: numpy.ndarray, numbers: Sequence[int]
+) -> Iterator[ImageRecord]:
+    for number, record in zip(numbers, read(numbers), strict=True):
+        yield record._replace(label=int(labels[number]))
+
+
+def refuse_hub_settings(name: str, split: Optional[str], config: Optional[str]) -> None:
+    """Raise DataError where ``dataset_split`` or ``dataset_config_name`` was given for data that have no such thing."""
+    if split not in (None, "train"):
+        raise DataError(f"dataset_split is {split!r}, but {name} has no splits; leave dataset_split out")
+    if config is not None:
+        raise DataError(f"dataset_config_name is {config!r}, but {name} is no Hub id; leave it out")

@@ -1,7 +1,7 @@
 """Images that were decoded once: uint8 of one size in one file, which is mapped into memory and not read into it.
 
 A folder of the cache holds ``pixels.u8`` (images, channels, height, width), ``labels.npy``, ``numbers.npy`` (of the
-image in its source), ``digests.npy`` and ``about.json``.
+image in its source), ``digests.npy``, ``places.json`` (what a person calls each) and ``about.json``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, NamedTuple, Optional
 import numpy
 import torch
 
-from scu_trainer.data.images_decode import MODES, Pixels, decode_all
+from scu_trainer.data.images_decode import MODES, NORMALISING, Pixels, decode_all
 from scu_trainer.data.images_records import ImageSource
 from scu_trainer.data.samples import SampleBooks
 from scu_trainer.data.store import built_once, digest_of
 from scu_trainer.errors import DataError, StorageError
 from scu_trainer.run_files import require_room
 
-STORE_VERSION = 1
+STORE_VERSION = 2
 IMAGES_FOR_STATISTICS = 2048
 MIB = 2**20
 
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
     @property
     def identity(self) -> list:
         """Without what is done to pixels later on: other statistics need no decoding."""
-        later = ("image_mean", "image_std", "do_normalize", "do_rescale", "rescale_factor")
+        later = (*NORMALISING, "image_mean", "image_std", "rescale_factor", "rescale_offset")
         described = json.loads(self.processor.to_json_string())
         return [self.channels, {name: value for name, value in described.items() if name not in later}]
 
@@ -85,36 +85,45 @@ class StoredImages:
     def digests(self) -> numpy.ndarray:
         return numpy.load(self.folder / "digests.npy")
 
-    def line(self, item: str) -> str:
-        """What the cache did to the images, for a person."""
+    def lines(self, name: str) -> list[str]:
+        """What the cache did to the images of the source ``name``, for a person."""
+        return [line for line in (self._sizes(name), self._conversions(name)) if line is not None]
+
+    def _sizes(self, name: str) -> str:
         about, (channels, height, width) = self.about, self.shape
         found = " x ".join(map(str, about.smallest))
         if about.smallest != about.largest:
             found += " to " + " x ".join(map(str, about.largest))
         mib = about.count * channels * height * width / MIB
         return (
-            f"{item}: {found} pixels became {width} x {height} x {channels}, decoded once; {mib:,.1f} MiB mapped from "
+            f"{name}: {found} pixels became {width} x {height} x {channels}, decoded once; {mib:,.1f} MiB mapped from "
             f"{self.folder}"
         )
 
-    def conversions(self) -> Optional[str]:
+    def _conversions(self, name: str) -> Optional[str]:
         wanted = MODES[self.shape[0]]
         found = [f"{count:,} × {mode}" for mode, count in sorted(self.about.modes.items()) if mode != wanted]
         dropped = ", transparency dropped" if any(mode[-1:] == "A" for mode in self.about.modes) else ""
-        return f"turned into {'RGB' if wanted == 'RGB' else 'gray'}: {', '.join(found)}{dropped}" if found else None
+        return (
+            f"{name}, turned into {'RGB' if wanted == 'RGB' else 'gray'}: {', '.join(found)}{dropped}"
+            if found
+            else None
+        )
 
     def rows(self, numbers: numpy.ndarray) -> ImageRows:
-        return ImageRows(self.folder / "pixels.u8", self.shape, self.labels, numbers)
+        return ImageRows(self.folder, self.shape, self.labels, numbers)
 
 
 class ImageRows(torch.utils.data.Dataset):
     """Rows ``{"pixel_values": uint8 (channels, height, width), "labels": int}``, in the order of ``numbers``.
 
-    A worker process that was started anew maps the file itself: pixels are not sent to it.
+    ``folder``: of the cache. A worker process that was started anew maps the file itself: pixels are not sent to it.
     """
 
-    def __init__(self, path: Path, shape: tuple[int, int, int], labels: numpy.ndarray, numbers: numpy.ndarray) -> None:
-        self.path, self.shape, self.numbers = path, shape, numbers
+    def __init__(
+        self, folder: Path, shape: tuple[int, int, int], labels: numpy.ndarray, numbers: numpy.ndarray
+    ) -> None:
+        self.folder, self.shape, self.numbers = folder, shape, numbers
         self.labels = labels[numbers]
         self._mapped: Optional[numpy.ndarray] = None
 
@@ -124,10 +133,15 @@ class ImageRows(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"pixel_values": self.pixels[self.numbers[index]], "labels": int(self.labels[index])}
 
+    def keys(self) -> list[str]:
+        """The place of each row, in order."""
+        places = json.loads((self.folder / "places.json").read_text())
+        return [places[number] for number in self.numbers]
+
     @property
     def pixels(self) -> numpy.ndarray:
         if self._mapped is None:
-            self._mapped = numpy.memmap(self.path, numpy.uint8, mode="r").reshape(-1, *self.shape)
+            self._mapped = numpy.memmap(self.folder / "pixels.u8", numpy.uint8, mode="r").reshape(-1, *self.shape)
         return self._mapped
 
     def __getstate__(self) -> dict[str, Any]:
@@ -183,24 +197,33 @@ def _write(folder: Path, source: ImageSource, numbers: numpy.ndarray, kind: Kind
     try:
         kept = _write_pixels(folder / "pixels.u8", zip(numbers.tolist(), usable, strict=True), kind)
         if not kept:
-            raise DataError(f"{source.name} has no image to learn from; dropped: {_in_words(books)}")
-        for name, values in zip(("numbers", "labels", "digests"), zip(*kept, strict=True), strict=True):
-            numpy.save(folder / f"{name}.npy", numpy.array(values, numpy.uint64 if name == "digests" else numpy.int64))
+            raise DataError(f"{source.name} has no image to learn from; dropped: {books.dropped_in_words()}")
+        for name, kind_of_number in (("number", numpy.int64), ("label", numpy.int64), ("digest", numpy.uint64)):
+            values = [getattr(image, name) for image in kept]
+            numpy.save(folder / f"{name}s.npy", numpy.array(values, kind_of_number))
+        (folder / "places.json").write_text(json.dumps([image.place for image in kept]))
         about.dropped, about.examples = books.dropped, books.examples
         (folder / "about.json").write_text(json.dumps(vars(about)))
     except OSError as error:
         raise StorageError(f"cannot write images to {folder}: {error}; set cache_dir to another folder") from error
 
 
-def _write_pixels(path: Path, images: Iterable[tuple[int, Optional[Pixels]]], kind: Kind) -> list[tuple[int, int, int]]:
-    """(number, label, digest) of every image that there is."""
+class _Kept(NamedTuple):
+    number: int
+    label: int
+    digest: int
+    place: str
+
+
+def _write_pixels(path: Path, images: Iterable[tuple[int, Optional[Pixels]]], kind: Kind) -> list[_Kept]:
+    """Every image that there is."""
     kept = []
     with open(path, "wb") as file:
         for number, image in images:
             if image is not None:
                 _require_shape(image, kind)
                 file.write(image.pixels.tobytes())
-                kept.append((number, image.label, _digest(image.pixels)))
+                kept.append(_Kept(number, image.label, _digest(image.pixels), image.place))
     return kept
 
 
@@ -233,7 +256,3 @@ def _require_shape(image: Pixels, kind: Kind) -> None:
             f"{image.place}: the image processor makes {image.pixels.shape} of it, and {kind.shape} are needed; set "
             "image_size"
         )
-
-
-def _in_words(books: SampleBooks) -> str:
-    return "; ".join(f"{count:,} × {reason} ({books.examples[reason][0]})" for reason, count in books.dropped.items())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import numpy
 
-from scu_trainer.data.images_records import NO_LABEL, ImageRecord, ImageSource
+from scu_trainer.data.images_records import HELD_OUT_SPLITS, NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.images import EMBEDDED_IMAGES, ImageSettings
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import datasets
 
 HUB_IDS = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
-HELD_OUT_SPLITS = ("validation", "valid", "val", "test")
 IMAGE_COLUMNS = ("image", "img", "jpg", "png")
 LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 ROWS_PER_READ = 256
@@ -43,6 +42,8 @@ def table_source(
     """
     loaded = _load(name, wanted[0], data, cache_dir)
     if not isinstance(loaded, Mapping):
+        is_slice = "[" in wanted[0] and not Path(name).expanduser().is_dir()
+        refuse_hub_settings(name, wanted[0] if len(wanted) == 1 and not is_slice else None, None)
         return _of_table(name, loaded, own, classes)
     chosen = next((split for split in wanted if split in loaded), None)
     if chosen is None:
@@ -84,7 +85,7 @@ def _of_table(name: str, table: datasets.Dataset, own: ImageSettings, classes: S
     image = _image_column(name, table, own.image_column_name)
     label = _label_column(name, table, own.label_column_name, image)
     values = table.with_format(None)[label][:]
-    names = _class_names(name, table.features[label], values, label)
+    names = _class_names(name, table.features[label], values, label, gaps_allowed=bool(classes))
     wanted = tuple(classes) or names
     labels = _numbers(values, table.features[label], names, wanted)
     return ImageSource(
@@ -141,26 +142,30 @@ def _label_column(name: str, table: datasets.Dataset, wanted: Optional[str], ima
     return found
 
 
-def _class_names(name: str, kind: Any, values: Sequence[Any], column: str) -> tuple[str, ...]:
+def _class_names(
+    name: str, kind: Any, values: Sequence[Any], column: str, *, gaps_allowed: bool = False
+) -> tuple[str, ...]:
     """Of a ClassLabel its names, of text the words that occur, of bare numbers 0 to the largest."""
     import datasets
 
     if isinstance(kind, datasets.ClassLabel):
         return tuple(kind.names)
-    if kind.dtype in ("string", "large_string"):
+    dtype = getattr(kind, "dtype", str(kind))  # lists and structs have none
+    if dtype in ("string", "large_string"):
         return tuple(sorted({value for value in values if value}))
-    if not kind.dtype.startswith(("int", "uint")):
-        raise DataError(f"column {column!r} of {name} is of type {kind.dtype}; classes are numbers from 0, or names")
+    if not dtype.startswith(("int", "uint")):
+        raise DataError(f"column {column!r} of {name} is of type {dtype}; classes are numbers from 0, or names")
     present = {value for value in values if value is not None and value >= 0}
-    missing = next((number for number in range(max(present, default=-1)) if number not in present), None)
-    if missing is not None:
+    count = max(present, default=-1) + 1
+    missing = next((number for number in range(count) if number not in present), None)
+    if missing is not None and not gaps_allowed:
         row = values.index(max(present)) + 1
         raise DataError(
             f"{name} row {row}: label {max(present)} is out of range, for no image has label {missing}: without names "
             f"of classes, labels of {column!r} must be 0, 1, 2, ... without a gap; correct it, or make the column a "
             "ClassLabel"
         )
-    return tuple(str(number) for number in range(len(present)))
+    return tuple(str(number) for number in range(count))
 
 
 def _numbers(values: Sequence[Any], kind: Any, names: Sequence[str], wanted: Sequence[str]) -> numpy.ndarray:

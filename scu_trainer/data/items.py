@@ -27,8 +27,9 @@ Place = Union[int, str]
 class ItemCollator:
     """Items -> mapping of tensors with one entry per row, the target under ``labels``.
 
-    Parts of a tuple have names of their own (``PART``), in their order; parts of a dict keep their keys. Tensors, arrays, numbers and lists of numbers are stacked as ``torch.utils.data.default_collate``
-    does, but that Python's floats become torch's default type.
+    Parts of a tuple have names of their own (``PART``), in their order; parts of a dict keep their keys.
+    Tensors, arrays, numbers and lists of numbers are stacked as ``torch.utils.data.default_collate`` does, but that
+    Python's floats become torch's default type.
 
     Args:
         targets: where the target stands; None: last in a tuple of two and more, ``labels`` or ``label`` in a dict.

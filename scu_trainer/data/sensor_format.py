@@ -7,7 +7,8 @@ Columns of the manifest:
 
     file      path of the .npz, relative to the folder and inside it
     label     class of the recording: a name, or a whole number from 0 on
-    split     optional: "train" (or what dataset_split says) and "eval"; without "eval", a share is held out by chance
+    split     optional, in any case: "train" (or what dataset_split says) and "eval"; others are not used. Without
+              "eval", a share is held out by chance
     missing   optional: branches that the recording lacks, a list (in CSV: separated by ";"); declared branches are not
               read, and a branch that is neither there nor declared is an error
 
@@ -41,6 +42,7 @@ from typing import Any, Optional, Union
 import numpy
 
 from scu_trainer.data.records import BadRow
+from scu_trainer.errors import DataError
 
 MANIFEST = "manifest.jsonl"
 ABSOLUTE_ZERO_CELSIUS = -273.15
@@ -101,7 +103,8 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
             found = _named(numpy.load(file, allow_pickle=False), names)
     except FileNotFoundError:
         raise BadRecording("missing file", "the file does not exist") from None
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
+        # RuntimeError: of zipfile, for an encrypted file or an unknown compression.
         raise BadRecording("unreadable file", f"not a readable .npz: {error}") from error
     absent = [name for name in names if name not in found]
     if absent:
@@ -144,8 +147,7 @@ def _numbers(name: str, array: numpy.ndarray, form: Form) -> numpy.ndarray:
         kept = array.astype(form.kept_as)
     wrong = ~numpy.isfinite(kept)
     if wrong.any():
-        place = tuple(int(index) for index in numpy.argwhere(wrong)[0])
-        raise BadRecording("no number", f"{name}{list(place)} is {array[place]}; all values must be finite numbers")
+        raise _no_number(name, array, tuple(int(index) for index in numpy.argwhere(wrong)[0]), form)
     if form.is_temperature and float(array.min()) < ABSOLUTE_ZERO_CELSIUS:
         raise BadRecording(
             "wrong unit", f"{name} has {float(array.min()):g} °C, below absolute zero; floats are degrees Celsius"
@@ -153,12 +155,26 @@ def _numbers(name: str, array: numpy.ndarray, form: Form) -> numpy.ndarray:
     return kept
 
 
+def _no_number(name: str, array: numpy.ndarray, place: tuple[int, ...], form: Form) -> BadRecording:
+    value = f"{name}{list(place)} is {array[place]}"
+    if not numpy.isfinite(array[place]):
+        return BadRecording("no number", f"{value}; all values must be finite numbers")
+    most = f"{float(numpy.finfo(form.kept_as).max):g}{' °C' if form.is_temperature else ''}"
+    return BadRecording("too large", f"{value}, too large for {form.kept_as}, in which it is kept; at most {most}")
+
+
 @dataclass
-class Shapes:
-    """What all recordings must share: per array the shape behind its time axis, learned from the first recording."""
+class SharedShapes:
+    """What all recordings must share: per array the shape behind its time axis, learned from the first recording.
+
+    ``agreeing``, ``others``: recordings that were accepted, and that were not.
+    """
 
     of: dict[str, tuple[int, ...]] = field(default_factory=dict)
     learned_from: dict[str, str] = field(default_factory=dict)
+    agreeing: int = 0
+    others: int = 0
+    example: str = ""
 
     def check(self, arrays: dict[str, numpy.ndarray], place: str) -> None:
         """Raise BadRecording for an array of another shape than the first of its name."""
@@ -166,14 +182,23 @@ class Shapes:
             shape = array.shape[1:]
             first = self.of.get(name, shape)
             if shape != first:
-                raise BadRecording(
-                    "another shape",
-                    f"{name} has {_axes(name, shape)}, and {self.learned_from[name]} has {_axes(name, first)}; all "
-                    "recordings must agree",
+                self.others += 1
+                self.example = (
+                    f"{name} has {_axes(name, shape)}, and {self.learned_from[name]} has {_axes(name, first)}"
                 )
+                raise BadRecording("another shape", f"{self.example}; all recordings must agree")
+        self.agreeing += 1
         for name, array in arrays.items():  # only of a recording that is used
             self.of.setdefault(name, array.shape[1:])
             self.learned_from.setdefault(name, place)
+
+    def require_majority(self) -> None:
+        """Raise DataError where those that were left out are the rule: then it was the first that was odd."""
+        if self.others > self.agreeing:
+            raise DataError(
+                f"{self.others:,} of {self.others + self.agreeing:,} recordings have another shape than what came "
+                f"before them: {self.example}; take the odd ones out of the manifest"
+            )
 
 
 def _axes(name: str, shape: tuple[int, ...]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -18,13 +19,18 @@ from scu_trainer.settings.sensors import BRANCHES
 CSV_MANIFEST = "manifest.csv"
 COLUMNS = ("file", "label", "split", "missing")
 HELD_OUT = "eval"
+ALMOST_A_NUMBER = r"[-+]*[0-9]*\.?[0-9]*"
+MOST_UNSAID_CLASSES = 1000
+"""A higher label, and higher than there are rows, is a slip unless ``num_classes`` is set."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a manifest that can be used. ``place`` names it for a person; ``label`` is a number or a name."""
+    """One row of a manifest that can be used. ``place`` names it for a person, ``key`` is its file as it stands there;
+    ``label`` is a number or a name; ``split`` in small letters."""
 
     place: str
+    key: str
     file: Path
     label: Any
     split: Optional[str]
@@ -54,9 +60,9 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
             f"{', '.join(COLUMNS)}"
         )
     entries: list[Entry] = []
-    for number, (row, problem) in enumerate(_rows(path), start=1):
+    for line, row, problem in _rows(path):
         rejections.books.read += 1
-        place = f"{path.name} row {number}"
+        place = f"{path.name} line {line}"
         try:
             entries.append(_entry(folder, place, row, problem))
         except BadRecording as error:
@@ -66,23 +72,37 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
     return entries
 
 
-def _rows(path: Path) -> Iterator[tuple[Any, Optional[str]]]:
-    """(columns, None), or (None, why the row cannot be read)."""
+def _rows(path: Path) -> Iterator[tuple[int, Any, Optional[str]]]:
+    """(line of the file, columns, None), or (line, None, why the row cannot be read)."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            yield from _json_rows(file) if path.suffix == ".jsonl" else ((row, None) for row in csv.DictReader(file))
+            yield from _json_rows(file) if path.suffix == ".jsonl" else _csv_rows(file, path)
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}; it must be UTF-8 text") from error
 
 
-def _json_rows(lines) -> Iterator[tuple[Any, Optional[str]]]:
-    for line in lines:
+def _json_rows(lines: Iterable[str]) -> Iterator[tuple[int, Any, Optional[str]]]:
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            yield json.loads(line), None
+            yield number, json.loads(line), None
         except json.JSONDecodeError as error:
-            yield None, f"not JSON: {error}"
+            yield number, None, f"not JSON: {error}"
+
+
+def _csv_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any, Optional[str]]]:
+    reader = csv.DictReader(lines)
+    header = list(reader.fieldnames or [])
+    if not {"file", "label"} <= {*header}:
+        raise DataError(
+            f"{path} begins with the columns {header}; its first line must name file and label (allowed: "
+            f"{', '.join(COLUMNS)}), with commas between them"
+        )
+    for row in reader:
+        excess = row.pop(None, None)  # where csv puts what has no column
+        problem = f"{len(header) + len(excess)} values for {len(header)} columns" if excess else None
+        yield reader.line_num, row, problem
 
 
 def _entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> Entry:
@@ -100,13 +120,23 @@ def _entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> Entry:
     inside = Path(os.path.normpath(folder / file))
     if not inside.is_relative_to(os.path.normpath(folder)):
         raise BadRecording("file outside", f"{file} lies outside of {folder}")
-    return Entry(f"{place} ({file})", inside, _label(row.get("label")), row.get("split") or None, _missing(row))
+    shown = file if file.isprintable() else repr(file)
+    return Entry(f"{place} ({shown})", file, inside, _label(row.get("label")), _split(row), _missing(row))
+
+
+def _split(row: dict) -> Optional[str]:
+    value = row.get("split")
+    if value is not None and not isinstance(value, str):
+        raise BadRecording("no split", f"its split is {value!r}; it must be a word, train or {HELD_OUT}")
+    return (value or "").strip().casefold() or None
 
 
 def _label(value: Any) -> Any:
     """A whole number or a name. CSV has numbers as text."""
-    if isinstance(value, str) and value.strip():
-        return int(value) if value.strip().lstrip("-").isdecimal() else value.strip()
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value.strip()):
+        return int(value)
+    if isinstance(value, str) and not re.fullmatch(ALMOST_A_NUMBER, value.strip()):
+        return value.strip()
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise BadRecording("no label", f"its label is {value!r}; it must be a whole number from 0 on, or a name")
@@ -121,6 +151,23 @@ def _missing(row: dict) -> tuple[str, ...]:
 
 
 # -- classes -----------------------------------------------------------------------------------------------------------
+
+
+def with_labels_in_range(
+    entries: Sequence[Entry], num_classes: Optional[int], rejections: Rejections
+) -> Sequence[Entry]:
+    """``entries`` without those whose label would make more classes than anybody means."""
+    if num_classes is not None:
+        return entries
+    limit = max(MOST_UNSAID_CLASSES, len(entries))
+    kept = []
+    for entry in entries:
+        if isinstance(entry.label, int) and entry.label >= limit:
+            found = f"label {entry.label} makes {entry.label + 1:,} classes of {len(entries):,} rows"
+            rejections.add(entry.place, BadRecording("label out of range", f"{found}; if it is right, set num_classes"))
+        else:
+            kept.append(entry)
+    return kept
 
 
 def class_names(entries: Sequence[Entry], num_classes: Optional[int], known: Optional[Sequence[str]]) -> list[str]:

@@ -6,48 +6,70 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import numpy
 
 from scu_trainer.data.samples import SampleBooks
-from scu_trainer.data.sensor_format import FORMS, BadRecording, Shapes, array_names, read_arrays
-from scu_trainer.data.sensor_manifest import Entry, Rejections, class_names, label_number, read_manifest
-from scu_trainer.data.sensor_store import Sample, Store, write_store
+from scu_trainer.data.sensor_format import FORMS, BadRecording, SharedShapes, array_names, read_arrays
+from scu_trainer.data.sensor_manifest import (
+    Entry,
+    Rejections,
+    class_names,
+    label_number,
+    read_manifest,
+    with_labels_in_range,
+)
+from scu_trainer.data.sensor_store import Recordings, Sample, Store, write_store
 from scu_trainer.data.sensor_synthetic import DEFAULT_CLASSES, ceiling_alone, side_of, synthetic
 from scu_trainer.data.store import built_once, digest_of
 from scu_trainer.errors import DataError
 from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
 
-STORE_VERSION = 1
+STORE_VERSION = 2
 
 WITHOUT_BRANCH = "without any branch in use"
 
 
 @dataclass(frozen=True)
+class Offered:
+    """All recordings of a source, also those that have none of the branches in use or cannot be read.
+
+    What is held out is drawn of these: models that look at different branches hold out the same recordings. ``keys``:
+    file names, or the like. ``labels``: (recordings,). ``splits``: what the manifest says, "" for nothing.
+    ``places``: what a person calls them.
+    """
+
+    keys: Sequence[str]
+    labels: numpy.ndarray
+    splits: numpy.ndarray
+    places: Sequence[str]
+
+
+@dataclass(frozen=True)
 class SensorSource:
-    """Checked recordings. ``label_names``: by label. ``splits``: what the manifest says of each, "" for nothing.
-    ``places``: what each is called."""
+    """Checked recordings. ``label_names``: by label. ``numbers``: of each recording in ``store``, where it is in
+    ``offered``; ascending."""
 
     name: str
     store: Store
     label_names: Sequence[str]
-    splits: numpy.ndarray
-    places: Sequence[str]
+    offered: Offered
+    numbers: numpy.ndarray
     books: SampleBooks
 
     @property
     def fingerprint(self) -> str:
         return self.store.folder.name
 
+    def recordings(self, offered: numpy.ndarray) -> Recordings:
+        """Those of the numbers ``offered`` that can be used."""
+        rows = numpy.flatnonzero(numpy.isin(self.numbers, offered))
+        return Recordings(self.store, rows, [self.offered.keys[number] for number in self.numbers[rows]])
 
-@dataclass(frozen=True)
-class _Found:
-    """A recording that can be used."""
 
-    sample: Sample
-    split: str
-    place: str
+Found = tuple[int, Sample]
+"""A recording that can be used, after its number in ``Offered``."""
 
 
 def generated_source(
@@ -67,19 +89,26 @@ def generated_source(
     wanted = array_names(own.branches)
     key = digest_of(STORE_VERSION, "synthetic", recipe, wanted)
     folder = _built(cache_dir, key, wanted, books, lambda: _generate(recipe, wanted, books))
-    return _opened(SYNTHETIC, folder, names)
+    return _opened(SYNTHETIC, folder, names, _offered_by_generator(samples=recipe[0], classes=classes, seed=seed))
 
 
-def _generate(recipe: tuple, wanted: Sequence[str], books: SampleBooks) -> Iterator[_Found]:
-    for number, recording in enumerate(synthetic(*recipe), start=1):
+def _offered_by_generator(samples: int, classes: int, seed: int) -> Offered:
+    numbers = range(samples)
+    keys = [f"{SYNTHETIC} {seed} {number}" for number in numbers]
+    places = [f"recording {number + 1}" for number in numbers]
+    return Offered(keys, numpy.arange(samples) % classes, numpy.full(samples, "", dtype="U1"), places)
+
+
+def _generate(recipe: tuple, wanted: Sequence[str], books: SampleBooks) -> Iterator[Found]:
+    for number, recording in enumerate(synthetic(*recipe)):
         books.read += 1
         arrays = {name: recording.arrays[name] for name in wanted if name in recording.arrays}
         if "visible" in arrays:
             arrays["visible"] = arrays["visible"].transpose(0, 3, 1, 2)
         if arrays:
-            yield _Found((int(recording.label), arrays), "", f"recording {number}")
+            yield number, (int(recording.label), arrays)
         else:
-            books.drop(WITHOUT_BRANCH, f"recording {number}")
+            books.drop(WITHOUT_BRANCH, f"recording {number + 1}")
 
 
 def folder_source(
@@ -102,14 +131,17 @@ def folder_source(
         raise DataError(f"dataset {name!r} is no folder; give a folder of recordings with a manifest, or {SYNTHETIC}")
     books = SampleBooks("recording")
     rejections = Rejections(books, skip_bad_rows)
-    entries = _chosen(read_manifest(root, rejections), limit)
+    entries = with_labels_in_range(_chosen(read_manifest(root, rejections), limit), own.num_classes, rejections)
     names = class_names(entries, own.num_classes, known)
+    labels, entries = _labelled(entries, names, rejections)
     wanted = array_names(own.branches)
-    seen = Shapes(dict(shapes or {}), dict.fromkeys(shapes or {}, "the training data"))
+    seen = SharedShapes(dict(shapes or {}), dict.fromkeys(shapes or {}, "the training data"))
     content = [[*map(str, (entry.file, entry.label, entry.split, entry.missing)), *_stamp(entry)] for entry in entries]
     key = digest_of(STORE_VERSION, names, wanted, skip_bad_rows, sorted(seen.of.items()), books.as_dict(), content)
-    folder = _built(cache_dir, key, wanted, books, lambda: _checked(entries, names, wanted, seen, rejections))
-    return _opened(name, folder, names)
+    folder = _built(cache_dir, key, wanted, books, lambda: _checked(entries, labels, wanted, seen, rejections))
+    splits = numpy.array([entry.split or "" for entry in entries], dtype=str)
+    offered = Offered([entry.key for entry in entries], labels, splits, [entry.place for entry in entries])
+    return _opened(name, folder, names, offered)
 
 
 def _chosen(entries: list[Entry], limit: Optional[int]) -> list[Entry]:
@@ -124,47 +156,64 @@ def _stamp(entry: Entry) -> list[int]:
     return [entry.file.stat().st_size, entry.file.stat().st_mtime_ns] if entry.file.is_file() else []
 
 
-def _checked(
-    entries: Sequence[Entry], names: Sequence[str], wanted: Sequence[str], shapes: Shapes, rejections: Rejections
-) -> Iterator[_Found]:
+def _labelled(
+    entries: Sequence[Entry], names: Sequence[str], rejections: Rejections
+) -> tuple[numpy.ndarray, list[Entry]]:
+    """Numbers of the classes, and the entries that are of one."""
+    labels, kept = [], []
     for entry in entries:
         try:
-            label = label_number(entry.label, names)
+            labels.append(label_number(entry.label, names))
+            kept.append(entry)
+        except BadRecording as error:
+            rejections.add(entry.place, error)
+    return numpy.array(labels, dtype="int64"), kept
+
+
+def _checked(
+    entries: Sequence[Entry],
+    labels: numpy.ndarray,
+    wanted: Sequence[str],
+    shapes: SharedShapes,
+    rejections: Rejections,
+) -> Iterator[Found]:
+    for number, (entry, label) in enumerate(zip(entries, labels.tolist(), strict=True)):
+        try:
             arrays = read_arrays(entry.file, [name for name in wanted if FORMS[name].branch not in entry.missing])
             shapes.check(arrays, entry.place)
         except BadRecording as error:
             rejections.add(entry.place, error)
             continue
         if arrays:
-            yield _Found((label, arrays), entry.split or "", entry.place)
+            yield number, (label, arrays)
         else:
             rejections.books.drop(WITHOUT_BRANCH, entry.place)
+    shapes.require_majority()
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
 def _built(
-    cache_dir: Path, key: str, wanted: Sequence[str], books: SampleBooks, find: Callable[[], Iterator[_Found]]
+    cache_dir: Path, key: str, wanted: Sequence[str], books: SampleBooks, find: Callable[[], Iterator[Found]]
 ) -> Path:
     def build(folder: Path) -> None:
-        written: dict[str, Any] = {"splits": [], "places": []}
+        numbers: list[int] = []
 
         def samples() -> Iterator[Sample]:
-            for found in find():
-                written["splits"].append(found.split)
-                written["places"].append(found.place)
-                yield found.sample
+            for number, sample in find():
+                numbers.append(number)
+                yield sample
 
         write_store(folder, wanted, samples())
-        (folder / "books.json").write_text(json.dumps({**written, "books": books.as_dict()}))
+        (folder / "books.json").write_text(json.dumps({"numbers": numbers, "books": books.as_dict()}))
 
     return built_once(cache_dir / "sensors" / key, build)
 
 
-def _opened(name: str, folder: Path, label_names: Sequence[str]) -> SensorSource:
+def _opened(name: str, folder: Path, label_names: Sequence[str], offered: Offered) -> SensorSource:
     written = json.loads((folder / "books.json").read_text())
     books, store = SampleBooks(**written["books"]), Store(folder)
     if not len(store):
         raise DataError(f"{name} has no recording to learn from; {'; '.join(books.lines())}")
-    return SensorSource(name, store, label_names, numpy.array(written["splits"], dtype=str), written["places"], books)
+    return SensorSource(name, store, label_names, offered, numpy.array(written["numbers"]), books)

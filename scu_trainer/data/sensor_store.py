@@ -125,10 +125,10 @@ def _torn(folder: Path, reason: str) -> StorageError:
 
 class Recordings(torch.utils.data.Dataset):
     """Some recordings of a store. A row holds ``labels`` (a number) and the arrays that the recording has, read when
-    they are asked for."""
+    they are asked for. ``keys``: what each is called wherever it is used."""
 
-    def __init__(self, store: Store, numbers: numpy.ndarray) -> None:
-        self.store, self.numbers = store, numbers
+    def __init__(self, store: Store, numbers: numpy.ndarray, keys: Sequence[str]) -> None:
+        self.store, self.numbers, self._keys = store, numbers, keys
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -136,6 +136,10 @@ class Recordings(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         number = int(self.numbers[index])
         return {**self.store.arrays(number), "labels": int(self.store.labels[number])}
+
+    def keys(self) -> list[str]:
+        """One per row, in order; the same whichever branches are read."""
+        return list(self._keys)
 
     @property
     def labels(self) -> numpy.ndarray:

@@ -32,22 +32,27 @@ def prepare_sensors(
     seed: int,
     cache_dir: Path,
     label_names: Optional[Sequence[str]] = None,
+    may_lack_branches: bool = False,
 ) -> PreparedSamples:
     """Training and held-out recordings, from the cache if nothing changed.
 
-    ``label_names``: classes of a trained model that is to be scored, by label; the recordings must be of these. Raises
-    DataError for bad recordings, named by row and file (``skip_bad_rows``: they are counted instead), and for a class
-    without training recordings; StorageError if ``cache_dir`` cannot be written.
+    ``label_names``: classes of a trained model that is to be scored, by label; the recordings must be of these.
+    ``may_lack_branches``: for a trained model, which has learned all of its branches. Raises DataError for bad
+    recordings, named by line and file (``skip_bad_rows``: they are counted instead), for a class without training
+    recordings, and for recordings of one class only; StorageError if ``cache_dir`` cannot be written.
     """
     if own.synthetic or data.dataset == SYNTHETIC:
         source = generated_source(own, data.dataset_size, seed, cache_dir, label_names)
     else:
         rules = {"skip_bad_rows": data.skip_bad_rows, "limit": data.dataset_size, "known": label_names}
         source = folder_source(data.dataset, own, cache_dir, **rules)
-    _require_branches(source, own)
+    if not may_lack_branches:
+        _require_branches(source, own)
     train, held_out = _divided(source, data, seed)
     if data.eval_dataset is not None:
         held_out = _of_its_own(source, data, own, cache_dir)
+    if label_names is None:
+        _require_several_classes(source, train)
     _require_classes(source, train, may_lack=data.skip_bad_rows or label_names is not None)
     _count(source, train, held_out)
     return PreparedSamples(
@@ -74,21 +79,44 @@ def _require_branches(source: SensorSource, own: SensorSettings) -> None:
 
 
 def _divided(source: SensorSource, data: DataSettings, seed: int) -> tuple[Recordings, Recordings]:
-    """As the manifest says; where it does not, a share of each class is held out by chance."""
-    is_marked, is_unmarked = source.splits == HELD_OUT, source.splits == ""
-    is_train = (source.splits == data.dataset_split) | is_unmarked
+    """As the manifest says; where it does not, a share of each class is held out by chance.
+
+    Drawn of all that is offered, and only then reduced to what can be used: see ``Offered``.
+    """
+    offered, own_name = source.offered, data.dataset_split.strip().casefold()
+    is_train = (offered.splits == own_name) | (offered.splits == "")
+    is_marked = (offered.splits == HELD_OUT) & ~is_train
     has_other = data.eval_dataset is not None
-    for number in numpy.flatnonzero(~is_train & (~is_marked | has_other)):
-        source.books.drop(f"split {source.splits[number]} is not used", source.places[number])
+    _count_unused(source, ~is_train & (~is_marked | has_other), own_name)
     numbers = numpy.flatnonzero(is_train)
+    if not len(numbers):
+        raise DataError(
+            f"{source.name} has no recording of the split {own_name}; splits found: {_splits(offered.splits)}. "
+            f"Write train or nothing to train on a recording and {HELD_OUT} to hold it out, or set dataset_split"
+        )
     if has_other:
-        return Recordings(source.store, numbers), Recordings(source.store, numbers[:0])
+        return source.recordings(numbers), source.recordings(numbers[:0])
     if is_marked.any():
         held_out = _some(numpy.flatnonzero(is_marked), data.max_eval_documents, seed)
-        return Recordings(source.store, numbers), Recordings(source.store, held_out)
-    share = data.validation_split_percentage / 100
-    held_out = _some(_share_of_each_class(source.store.labels, numbers, share, seed), data.max_eval_documents, seed)
-    return Recordings(source.store, numpy.setdiff1d(numbers, held_out)), Recordings(source.store, held_out)
+    else:
+        share = data.validation_split_percentage / 100
+        held_out = _some(_share_of_each_class(offered.labels, numbers, share, seed), data.max_eval_documents, seed)
+    return source.recordings(numpy.setdiff1d(numbers, held_out)), source.recordings(held_out)
+
+
+def _count_unused(source: SensorSource, is_unused: numpy.ndarray, own_name: str) -> None:
+    offered = source.offered
+    for number in source.numbers[is_unused[source.numbers]]:
+        source.books.drop(f"split {offered.splits[number]} is not used", offered.places[number])
+    if is_unused.any():
+        source.books.notes.append(
+            f"splits of the manifest: {_splits(offered.splits)}; trained on: {own_name}, held out: {HELD_OUT}"
+        )
+
+
+def _splits(found: numpy.ndarray) -> str:
+    names, counts = numpy.unique(found, return_counts=True)
+    return ", ".join(f"{name or 'none'} ({count:,})" for name, count in zip(names, counts, strict=True)) or "none"
 
 
 def _of_its_own(source: SensorSource, data: DataSettings, own: SensorSettings, cache_dir: Path) -> Recordings:
@@ -102,7 +130,7 @@ def _of_its_own(source: SensorSource, data: DataSettings, own: SensorSettings, c
         shapes=source.store.shapes,
     )
     _add(source.books, other.books)
-    return Recordings(other.store, _some(numpy.arange(len(other.store)), data.max_eval_documents, 0))
+    return other.recordings(_some(numpy.arange(len(other.offered.keys)), data.max_eval_documents, 0))
 
 
 def _share_of_each_class(labels: numpy.ndarray, numbers: numpy.ndarray, share: float, seed: int) -> numpy.ndarray:
@@ -129,6 +157,13 @@ def _add(books: SampleBooks, more: SampleBooks) -> None:
     for reason, count in more.dropped.items():
         books.dropped[reason] = books.dropped.get(reason, 0) + count
         books.examples.setdefault(reason, more.examples[reason])
+
+
+def _require_several_classes(source: SensorSource, train: Recordings) -> None:
+    labels = numpy.unique(train.labels)
+    if len(labels) < 2:
+        found = f"are of the class {source.label_names[labels[0]]}" if len(labels) else "cannot be used"
+        raise DataError(f"all training recordings of {source.name} {found}; a classifier needs two classes or more")
 
 
 def _require_classes(source: SensorSource, train: Recordings, may_lack: bool) -> None:

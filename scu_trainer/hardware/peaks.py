@@ -19,14 +19,17 @@ GPU_TFLOPS: dict[str, dict[str, float]] = {
 }
 """Name as the driver gives it (a pattern) -> format -> TFLOP/s of one device.
 
-NVIDIA's data sheets of these cards (H100 and H200 Tensor Core GPU with their NVL boards, A100 80GB, A40, A10, L4, T4, V100): matrices without
-sparsity, for which the sheets of Hopper and Ada state twice the figure; fp32 is that of the ordinary cores.
+NVIDIA's data sheets of these cards (H100 and H200 Tensor Core GPU with their NVL boards, A100 80GB, A40, A10, L4, T4,
+V100): matrices without sparsity, for which the sheets of Hopper and Ada state twice the figure; fp32 is that of the
+ordinary cores.
 """
 
 
 def known_tflops(device_name: str, precision: str) -> Optional[float]:
-    """The maker's figure for ``precision`` (bf16, fp16, tf32, fp32); None for a card that is not in the table, and for a part of a card
-    (MIG), whose name does not tell its share of the clock and power."""
+    """The maker's figure for ``precision`` (bf16, fp16, tf32, fp32).
+
+    None for a card that is not in the table, and for a part of a card (MIG), which has a share of the card's peak only.
+    """
     if "MIG" in device_name:
         return None
     for pattern, peaks in GPU_TFLOPS.items():

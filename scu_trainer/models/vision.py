@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.load import as_model_error, base_of, is_adapter, located, with_adapter
-from scu_trainer.models.vision_inputs import PixelInputs, attach, augmentation
-from scu_trainer.models.vision_view import View, load_config
+from scu_trainer.models.vision_inputs import attach, augmentation, pixel_inputs
+from scu_trainer.models.vision_view import View, known_classes, load_config
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.images import ImageSettings
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
+    from transformers import BaseImageProcessor, PreTrainedModel
 
 REDUCTION = 32
 """Pixels per side that end up as one place of the last feature map, in each architecture that is made from scratch."""
@@ -40,7 +40,11 @@ def make_classifier(
     if settings.model_name_or_path is None:
         model, lines = _from_scratch(own.architecture, label_names, view), [f"{own.architecture}, from scratch"]
     else:
+        if is_adapter(Path(settings.model_name_or_path).expanduser()):
+            _require_classes(settings, label_names)
         model, lines = _loaded(settings, label_names)
+        if own.architecture != ImageSettings.architecture:
+            lines.append(f"architecture: {own.architecture} is not used: model_name_or_path says which model it is")
     _require_takes(model, view, settings.model_name_or_path or own.architecture)
     return model, [*lines, view.line]
 
@@ -51,11 +55,10 @@ def load_scored_classifier(settings: ModelSettings, label_names: Sequence[str], 
     import torch
 
     path = Path(settings.model_name_or_path).expanduser()
+    _require_classes(settings, label_names)
+    model = _loaded(settings, label_names)[0]
     if is_adapter(path):
-        model = with_adapter(_loaded(settings, label_names)[0], path, is_trainable=False)
-    else:
-        _require_classes(load_config(settings), label_names, settings.model_name_or_path)
-        model = _loaded(settings, label_names)[0]
+        model = with_adapter(model, path, is_trainable=False)
     watch_pixels(model, view.processor)
     return model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -63,12 +66,7 @@ def load_scored_classifier(settings: ModelSettings, label_names: Sequence[str], 
 def watch_pixels(model: nn.Module, processor: BaseImageProcessor, changes: nn.Module | None = None) -> None:
     """Let ``model`` take bytes as its processor makes them; ``changes`` act on them in training."""
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
-    scale = processor.rescale_factor if processor.do_rescale else 1.0
-    normalises = processor.do_normalize
-    channels = getattr(inner.config, "num_channels", 3)
-    mean = processor.image_mean if normalises else [0.0] * channels
-    deviation = processor.image_std if normalises else [1.0] * channels
-    attach(inner, PixelInputs(mean, deviation, scale, changes))
+    attach(inner, pixel_inputs(processor, getattr(inner.config, "num_channels", 3), changes))
 
 
 def changes_for(own: ImageSettings, view: View) -> nn.Module | None:
@@ -126,7 +124,8 @@ def _classes(label_names: Sequence[str]) -> dict[str, Any]:
 def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTrainedModel, list[str]]:
     from transformers import AutoModelForImageClassification
 
-    name = base_of(Path(located(settings.model_name_or_path)))
+    path = Path(located(settings.model_name_or_path))
+    name = base_of(path)
     before = load_config(settings).num_labels
     with as_model_error(name, "image classifier"):
         model, report = AutoModelForImageClassification.from_pretrained(
@@ -148,7 +147,7 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
             + "; give the folder or Hub id of a complete image model"
         )
     lines = [f"{name}, {type(model).__name__}"]
-    if random:
+    if random and not is_adapter(path):  # which brings a head
         lines.append(f"the head is made anew: {len(label_names)} classes where the model has {before}")
     return model, lines
 
@@ -161,12 +160,12 @@ def _dtype(settings: ModelSettings) -> str | torch.dtype:
     return torch.float32 if settings.tuning == "full" else "auto"
 
 
-def _require_classes(config: PretrainedConfig, label_names: Sequence[str], name: str) -> None:
-    known = [config.id2label[number] for number in range(config.num_labels)]
-    if known != list(label_names):
+def _require_classes(settings: ModelSettings, label_names: Sequence[str]) -> None:
+    known = known_classes(settings)
+    if known != tuple(label_names):
         raise ModelError(
-            f"the classes of {name} ({_few(known)}) are not those of the data ({_few(label_names)}), in this order; "
-            "give the data that it was trained for"
+            f"the classes of {settings.model_name_or_path} ({_few(known)}) are not those of the data "
+            f"({_few(label_names)}), in this order; give the data that it was trained for"
         )
 
 
@@ -190,42 +189,3 @@ def _require_takes(model: PreTrainedModel, view: View, name: str) -> None:
         ) from error
     finally:
         model.train(was_training)
-
-
-def needs_several_rows(model: nn.Module, view: View) -> bool:
-    """Whether some BatchNorm sees maps of one place: with one image at once it has nothing to take statistics of."""
-    import torch
-
-    seen: list[bool] = []
-    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
-    hooks = [norm.register_forward_pre_hook(lambda _, args: seen.append(args[0][0, 0].numel() == 1)) for norm in norms]
-    was_training = model.training
-    with torch.no_grad():
-        model.eval()(pixel_values=torch.zeros(1, view.channels, *view.size, dtype=model.dtype))
-    model.train(was_training)
-    for hook in hooks:
-        hook.remove()
-    return any(seen)
-
-
-def trained_whole(model: nn.Module, heads: Sequence[str]) -> list[str] | None:
-    """What LoRA trains and saves as it is: the head, which may be new, and BatchNorm, whose running statistics change
-    in training and would be missing in a saved adapter."""
-    from torch import nn
-
-    norms = [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
-    return [*heads, *norms] or None
-
-
-def inner_targets(model: nn.Module, heads: Sequence[str]) -> list[str] | None:
-    """Full names of the linear layers outside of ``heads``, for LoRA; of the convolutions where there are none."""
-    from torch import nn
-
-    def inside(kind: type) -> list[str]:
-        found = (name for name, module in model.named_modules() if isinstance(module, kind))
-        return [name for name in found if name.split(".")[0] not in heads]
-
-    linear = inside(nn.Linear)
-    if linear:
-        return linear
-    return [name for name in inside(nn.Conv2d) if dict(model.named_modules())[name].groups == 1] or None

@@ -8,14 +8,27 @@ resumed run, sees the same pictures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Optional
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Optional
 
+import numpy
 import torch
 from torch import nn
 
+from scu_trainer.errors import ModelError
+
+if TYPE_CHECKING:
+    import PIL.Image
+    from transformers import BaseImageProcessor
+
 RESIZED_CROP_FROM = 96
 """Pixels per side from which a random part is enlarged, as is usual for photographs; smaller ones are only shifted."""
+
+SIDE_OF_PROBES = 64
+"""Pixels of the images that a processor is asked about."""
+
+STEPS_OF_A_BYTE = 1.01
+"""What rounding to bytes before normalising can change, and a little for float32."""
 
 
 class PixelInputs:
@@ -35,12 +48,13 @@ class PixelInputs:
         pixels = args[0] if args else kwargs.get("pixel_values")
         if pixels is None or pixels.dtype != torch.uint8:
             return None
-        ready = self._ready(pixels, model.training, _weights_type(model))
+        ready = self.ready(pixels, model.training, _weights_type(model))
         return ((ready, *args[1:]), kwargs) if args else (args, {**kwargs, "pixel_values": ready})
 
     @torch.compiler.disable  # random parameters are drawn on the CPU: nothing to gain from compiling them
     @torch.no_grad()
-    def _ready(self, pixels: torch.Tensor, training: bool, dtype: torch.dtype) -> torch.Tensor:
+    def ready(self, pixels: torch.Tensor, training: bool, dtype: torch.dtype) -> torch.Tensor:
+        """Of uint8 ``pixels``, in ``dtype``; changed at random if ``training``."""
         with torch.autocast(pixels.device.type, enabled=False):  # coordinates in bfloat16 would be pixels off
             if training and self.augmentation is not None:
                 values = self.augmentation(pixels.float() / 255) * (255 * self.scale)
@@ -50,6 +64,45 @@ class PixelInputs:
                 torch.tensor(numbers, device=pixels.device).view(-1, 1, 1) for numbers in (self.mean, self.deviation)
             )
             return ((values - mean) / deviation).to(dtype)
+
+
+def pixel_inputs(processor: BaseImageProcessor, channels: int, augmentation: Optional[nn.Module] = None) -> PixelInputs:
+    """What ``processor`` does to the values of pixels, read off what it makes of a black and of a white image: families
+    differ in more than ``image_mean`` and ``image_std``. Raises ModelError where it makes the same of both."""
+    black, white = (_made_of(processor, channels, value) for value in (0, 255))
+    contrast = white - black
+    if not contrast.all():
+        raise ModelError(f"the image processor {type(processor).__name__} makes the same of black and white images")
+    return PixelInputs((-black / contrast).tolist(), (1 / contrast).tolist(), 1 / 255, augmentation)
+
+
+def _made_of(processor: BaseImageProcessor, channels: int, value: int) -> numpy.ndarray:
+    """Of an image of one colour: float64 (channels,), in its middle, where no padding is."""
+    import PIL.Image
+
+    image = PIL.Image.new("RGB" if channels == 3 else "L", (SIDE_OF_PROBES, SIDE_OF_PROBES), (value,) * channels)
+    made = numpy.asarray(processor(image)["pixel_values"][0], dtype=numpy.float64)
+    return made[:, made.shape[1] // 2, made.shape[2] // 2]
+
+
+def require_stock_pixels(
+    processor: BaseImageProcessor, channels: int, bytes_of: Callable[[PIL.Image.Image], numpy.ndarray]
+) -> None:
+    """Raise ModelError where a random image by way of ``bytes_of``, uint8 (channels, height, width), is further than
+    one step of a byte from what ``processor`` makes of it."""
+    import PIL.Image
+
+    shape = (SIDE_OF_PROBES, SIDE_OF_PROBES) + ((3,) if channels == 3 else ())
+    image = PIL.Image.fromarray(numpy.random.default_rng(0).integers(0, 256, shape, dtype=numpy.uint8))
+    wanted = torch.as_tensor(numpy.asarray(processor(image)["pixel_values"][0]), dtype=torch.float32)
+    inputs = pixel_inputs(processor, channels)
+    found = inputs.ready(torch.from_numpy(bytes_of(image))[None], False, torch.float32)[0]
+    step = inputs.scale / torch.tensor(inputs.deviation).abs().view(-1, 1, 1)
+    if found.shape != wanted.shape or bool(((found - wanted).abs() > STEPS_OF_A_BYTE * step).any()):
+        raise ModelError(
+            f"the image processor {type(processor).__name__} does more to pixels than to scale each channel, which "
+            "cannot be repeated on the device; give the model with another processor, for instance ViTImageProcessor"
+        )
 
 
 def _weights_type(model: nn.Module) -> torch.dtype:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.load import as_model_error, base_of, check_source, located
+from scu_trainer.models.load import as_model_error, base_of, check_source, is_adapter, located
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.images import ImageSettings
 
@@ -58,16 +58,34 @@ def usual_size(side: int) -> int:
 
 
 def load_config(settings: ModelSettings) -> PretrainedConfig:
+    """Of an adapter its own, which knows its classes; where it was saved without one, that of its base."""
     from transformers import AutoConfig
 
     name = settings.model_name_or_path
     check_source(name)
     with as_model_error(name, "configuration"):
+        source = located(name)
         return AutoConfig.from_pretrained(
-            located(base_of(Path(located(name)))),
+            source if _has_config(Path(source)) else located(base_of(Path(source))),
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
         )
+
+
+def _has_config(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
+def known_classes(settings: ModelSettings) -> tuple[str, ...]:
+    """Names of the classes of a trained classifier, by label. Raises ModelError for an adapter that does not tell."""
+    path = Path(located(settings.model_name_or_path))
+    if is_adapter(path) and not _has_config(path):
+        raise ModelError(
+            f"the adapter {path} does not tell its classes; save the configuration of its base there as config.json, "
+            "with the names of the classes in id2label"
+        )
+    config = load_config(settings)
+    return tuple(config.id2label[number] for number in range(config.num_labels))
 
 
 def _config_size(config: PretrainedConfig) -> int | None:

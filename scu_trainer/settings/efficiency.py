@@ -95,8 +95,8 @@ def check_efficiency(efficiency: EfficiencySettings, training: TrainingArguments
     """Raise SettingsError for settings that contradict the stock arguments."""
     require(
         efficiency.ema_decay is None or not (training.load_best_model_at_end and training.save_only_model),
-        "ema_decay and load_best_model_at_end need the averages of the best checkpoint, and save_only_model keeps none; "
-        "leave save_only_model out",
+        "ema_decay and load_best_model_at_end need the averages of the best checkpoint, and save_only_model keeps "
+        "none; leave save_only_model out",
     )
     _check_one_schedule(efficiency, training)
 
@@ -108,8 +108,8 @@ def _check_one_schedule(efficiency: EfficiencySettings, training: TrainingArgume
     kind = getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type)
     require(
         kind in GIVES_WAY,
-        f"{name} and lr_scheduler_type: {kind} are two schedules of the learning rate; add lr_scheduler_type: constant, "
-        f"or leave {name} out",
+        f"{name} and lr_scheduler_type: {kind} are two schedules of the learning rate; add lr_scheduler_type: "
+        f"constant, or leave {name} out",
     )
     require(not training.lr_scheduler_kwargs, f"lr_scheduler_kwargs have no effect beside {name}; leave them out")
     deepspeed = getattr(training, "hf_deepspeed_config", None)

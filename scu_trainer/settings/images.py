@@ -49,11 +49,11 @@ class ImageSettings:
 DEFAULTS: dict[str, object] = {
     "dataset": "digits",
     "tuning": "full",
+    "scu": False,  # lambda would pull back to random weights
     "validation_split_percentage": 20.0,
     "num_train_epochs": 10.0,
     "per_device_train_batch_size": 32,
     "per_device_eval_batch_size": 128,
-    "min_batch_size": 4,  # of fewer images BatchNorm makes gradients that have little to do with those of the batch
     "learning_rate": 2.0e-3,
     "weight_decay": 0.05,
     "lr_scheduler_type": "cosine",
@@ -82,8 +82,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "channels_last": False,
     },
     "memory_efficient": {
-        "per_device_train_batch_size": 16,
-        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 32,
         "dataloader_num_workers": 1,
         "dataloader_pin_memory": False,
         "dataloader_persistent_workers": False,
@@ -95,4 +94,5 @@ PRESETS: dict[str, dict[str, object]] = {
     },
 }
 """gpu: compiled, pictures fetched ahead. cpu: compiling and other memory layouts gain nothing there, reading from the
-cache costs less than a second process. memory_efficient: few activations and a small optimizer state, paid in time."""
+cache costs less than a second process. memory_efficient: few activations and a small optimizer state, paid in time; the
+batch stays, for a loss that is a mean over its rows adds up to too much over accumulated ones."""

@@ -37,8 +37,10 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class Count:
-    """Operations of forward and backward of ``rows`` rows. ``tokens``: theirs, padding included; None where the input is
-    none, and then padding under masks of their own is left out."""
+    """Operations of forward and backward of ``rows`` rows.
+
+    ``tokens``: theirs, padding included; None where the input is none: padding under masks of its own is then left out.
+    """
 
     flops: float
     rows: int

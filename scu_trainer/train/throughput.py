@@ -148,17 +148,12 @@ def throughput_lines(figures: Optional[dict[str, Any]]) -> list[tuple[str, str]]
 def _utilization(figures: dict[str, Any]) -> str:
     if figures["tflops"] is None:
         return "; ".join(figures["notices"])
-    reached = (
-        f"{_rate(figures['tflops'])} ({figures['flops_per_sample']:.3g} operations per sample{_of_which(figures)})"
-    )
+    sample = "sample" if figures["flops_per_token"] else "sample of the first batch"
+    reached = f"{_rate(figures['tflops'])} ({figures['flops_per_sample']:.3g} operations per {sample})"
     if figures["mfu"] is None:
         return f"{reached}; {'; '.join(figures['notices'])}"
     devices = f"{figures['devices']} x " if figures["devices"] > 1 else ""
     return f"{figures['mfu']:.1%}: {reached} of {devices}{_rate(figures['peak_tflops'])} ({figures['peak_source']})"
-
-
-def _of_which(figures: dict[str, Any]) -> str:
-    return "" if figures["flops_per_token"] else " of the first batch"
 
 
 def _rate(tflops: float) -> str:

@@ -115,6 +115,7 @@ class SCUTrainer(Trainer):
         finally:
             if self.chunked is not None:  # also after an error: the optimizer is the caller's again
                 self.chunked.finish()
+            self.efficiency.finish()
 
     @property
     def difficulty(self):

@@ -80,8 +80,8 @@ class WrappedModule(nn.Module):
     def forward(
         self, labels: Optional[torch.Tensor] = None, num_items_in_batch: Any = None, **inputs: Any
     ) -> dict[str, Any]:
-        """``loss``, ``logits`` (what the module returns) and ``losses`` of the rows, where logits and labels alone do not
-        tell them; without ``labels`` only ``logits``."""
+        """``loss``, ``logits`` (what the module returns) and ``losses`` of the rows, where logits and labels alone
+        do not tell them; without ``labels`` only ``logits``."""
         outputs = self._outputs(inputs)
         logits = _logits(outputs)
         if labels is None:
@@ -243,8 +243,8 @@ def countable(trainer: SCUTrainer, batches: list[Any]) -> list[Any]:
     other = next((batch for batch in batches if not isinstance(batch, Mapping)), None)
     if other is not None:
         raise ModelError(
-            f"data_collator gives a {type(other).__name__}; a wrapped module's batches are dicts with the module's inputs "
-            "and labels. Leave data_collator out, or let it return such a dict"
+            f"data_collator gives a {type(other).__name__}; a wrapped module's batches are dicts with the module's "
+            "inputs and labels. Leave data_collator out, or let it return such a dict"
         )
     if not batches or any(not torch.is_tensor(batch.get(TARGET)) for batch in batches):
         return batches

@@ -164,18 +164,20 @@ class RowLoss(nn.Module):
 
     def _compare(self, whole: float, alone: torch.Tensor, wanted: torch.Tensor) -> None:
         self._checks += 1
-        new = sorted(set(wanted.tolist()) - self.seen)
+        new = ", ".join(str(label) for label in sorted(set(wanted.tolist()) - self.seen)[:3])
         guess, scale = _guesses(alone, wanted)[self.kind], max(abs(whole), float(alone.abs().max()))
         if len(wanted) > 1 and abs(guess - whole) > ROUGH * scale:
             raise ModelError(
-                f"the loss weighs classes, as {new[0]} shows, which no earlier step had; state the weights: "
+                f"the loss weighs classes, as class {new} shows, which no earlier step had; state the weights: "
                 "torch.nn.CrossEntropyLoss(weight=...), or return one loss per row (reduction='none')"
             )
         self._note(wanted)
 
     def _note(self, wanted: torch.Tensor) -> None:
-        if are_classes(wanted):
-            self.seen.update(wanted.tolist())
+        """Classes that were compared with those before, of which there must be one among the rows."""
+        labels = set(wanted.tolist()) if are_classes(wanted) else set()
+        if not self.seen or self.seen & labels:
+            self.seen |= labels
 
     def _take_whole(self, reason: str) -> None:
         self.kind = "whole"

@@ -18,15 +18,16 @@ def are_classes(targets: torch.Tensor) -> bool:
 
 
 def rows_to_ask(targets: torch.Tensor, seen: Collection[int] = ()) -> list[int]:
-    """Numbers of one row of each class that is not in ``seen``, and of others, ``ROWS_TO_ASK`` at least."""
+    """Numbers of one row of each class that is not in ``seen``, and of others, those ``seen`` first: ``ROWS_TO_ASK`` at
+    least, where there are so many."""
+    labels = targets.tolist() if are_classes(targets) else [None] * len(targets)
     first: dict[int, int] = {}
-    if are_classes(targets):
-        for row, label in enumerate(targets.tolist()):
-            if label not in seen:
-                first.setdefault(label, row)
-    of_classes = list(first.values())
-    others = [row for row in range(min(len(targets), len(of_classes) + ROWS_TO_ASK)) if row not in first.values()]
-    return sorted([*of_classes, *others][: max(ROWS_TO_ASK, len(of_classes) + 1)])
+    for row, label in enumerate(labels):
+        if label is not None and label not in seen:
+            first.setdefault(label, row)
+    of_classes = set(first.values())
+    others = sorted(set(range(len(labels))) - of_classes, key=lambda row: (labels[row] not in seen, row))
+    return sorted([*of_classes, *others[: max(ROWS_TO_ASK - len(of_classes), 1)]])
 
 
 def each(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

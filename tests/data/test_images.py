@@ -150,6 +150,72 @@ def test_paths_that_are_none(tmp_path, pets):
         prepared(pets / "cat" / "0.png", tmp_path)
 
 
+def test_rows_are_known_by_the_places_of_their_images(pets, tmp_path):
+    data = prepared(pets, tmp_path)
+    keys = data.train.keys()
+    assert len(keys) == 12 and keys[0] == str(pets / "cat" / Path(keys[0]).name)
+    assert sorted(keys + data.eval.keys()) == sorted(str(path) for path in pets.rglob("*.png"))
+
+
+def test_hidden_folders_inside_a_class_are_not_read(pets, tmp_path):
+    picture(pets / "cat" / ".ipynb_checkpoints" / "0.png", seed=3)
+    assert prepared(pets, tmp_path).books.read == 16
+
+
+def test_each_source_of_images_says_its_own_sizes(pets, tmp_path):
+    for name in ("cat", "dog"):
+        picture(tmp_path / "more" / name / "0.png", seed=zlib.crc32(name.encode()), mode="L")
+    notes = prepared(pets, tmp_path, eval_dataset=str(tmp_path / "more")).books.notes
+    assert [note.split(": ")[0] for note in notes if "decoded once" in note] == [str(pets), str(tmp_path / "more")]
+    assert [note.split(", ")[0] for note in notes if "turned into" in note] == [str(tmp_path / "more")]
+
+
+@pytest.fixture
+def birds(tmp_path) -> Path:
+    """A split for training with two classes, and one for tests whose images lie in no folder of a class."""
+    for name in ("owl", "wren"):
+        for k in range(4):
+            picture(tmp_path / "birds" / "train" / name / f"{k}.png", seed=zlib.crc32(f"{name}{k}".encode()))
+    picture(tmp_path / "birds" / "test" / "0.png", seed=5)
+    return tmp_path / "birds"
+
+
+def test_split_without_classes_is_left_and_noted(birds, tmp_path):
+    data = prepared(birds, tmp_path)
+    assert (data.books.train, data.books.eval) == (6, 2)
+    assert any("birds/test has no folders of classes: 1 images" in note for note in data.books.notes)
+
+
+def test_split_beside_training_is_not_looked_at_where_eval_dataset_is_given(birds, tmp_path):
+    for name in ("owl", "wren"):
+        picture(birds / "val" / name / "0.png", seed=zlib.crc32(name.encode()))
+        picture(tmp_path / "more" / name / "0.png", seed=1 + zlib.crc32(name.encode()))
+    notes = " ".join(prepared(birds, tmp_path, eval_dataset=str(tmp_path / "more")).books.notes)
+    assert "birds/val" not in notes and "birds/test" not in notes
+
+
+@pytest.mark.parametrize("setting", ["dataset_split", "dataset_config_name"])
+@pytest.mark.parametrize("kind_of_source", ["embedded", "folder", "saved"])
+def test_settings_of_the_hub_are_refused_for_other_data(pets, tmp_path, setting, kind_of_source):
+    makers = {
+        "embedded": lambda: "generated",
+        "folder": lambda: pets,
+        "saved": lambda: table(tmp_path, [0, 1] * 4, ["no", "yes"]),
+    }
+    with pytest.raises(DataError, match=f"{setting} is 'test'.*leave"):
+        prepared(makers[kind_of_source](), tmp_path, **{setting: "test"})
+
+
+def test_data_of_some_of_the_classes_that_a_model_knows(pets, tmp_path):
+    data = DataSettings(dataset=str(pets), validation_split_percentage=25.0)
+    source = find_images(data, ImageSettings(), tmp_path, ("ant", "dog", "cat"))
+    rows = prepare_images(source, kind(), data, seed=0, cache_dir=tmp_path)
+    assert rows.label_names == ("ant", "dog", "cat") and rows.books.per_class == {"ant": 0, "dog": 6, "cat": 6}
+    places = dict(zip(rows.train.keys(), rows.train.labels.tolist(), strict=True))
+    assert all(label == (1 if "/dog/" in place else 2) for place, label in places.items())
+    assert find_images(data, ImageSettings(), tmp_path, ("ant", "dog")).label_names == ("cat", "dog")  # not its data
+
+
 # -- what is bad -------------------------------------------------------------------------------------------------------
 
 
@@ -222,6 +288,45 @@ def test_missing_label(tmp_path):
 def test_label_without_a_name_that_leaves_a_gap_is_out_of_range(tmp_path):
     with pytest.raises(DataError, match="row 5: label 7 is out of range"):
         prepared(table(tmp_path, [0, 1, 0, 1, 7, 1]), tmp_path)
+
+
+def test_held_out_labels_without_names_may_have_gaps(tmp_path):
+    saved, other = table(tmp_path / "a", [0, 1, 2] * 3), table(tmp_path / "b", [2, 0])
+    data = prepared(saved, tmp_path, eval_dataset=str(other))
+    assert data.eval.labels.tolist() == [2, 0]
+
+
+def test_labels_that_are_all_missing(tmp_path):
+    with pytest.raises(DataError, match="no image with a usable label"):
+        prepared(table(tmp_path, [None] * 4), tmp_path)
+
+
+@pytest.mark.parametrize("label", [[0, 1], {"number": 0}])
+def test_labels_that_are_lists_or_structs(tmp_path, label):
+    import datasets
+
+    rows = {"img": [str(picture(tmp_path / "0.png", seed=0))], "label": [label]}
+    datasets.Dataset.from_dict(rows).cast_column("img", datasets.Image()).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"column 'label' .* is of type .*numbers from 0, or names"):
+        prepared(tmp_path / "saved", tmp_path)
+
+
+def test_one_class_among_named_ones_is_refused(tmp_path):
+    with pytest.raises(DataError, match="one class, 'no'"):
+        prepared(table(tmp_path, [0] * 4, ["no", "yes"]), tmp_path)
+
+
+def test_image_that_the_processor_refuses(pets, tmp_path, monkeypatch):
+    picture(pets / "dog" / "thin.png", seed=1, size=(1, 99))
+
+    def refuses_thin(self, image, **options):
+        if image.width == 1:
+            raise ValueError("too thin")
+        return stock(self, image, **options)
+
+    stock = ViTImageProcessorPil.__call__
+    monkeypatch.setattr(ViTImageProcessorPil, "__call__", refuses_thin)
+    refused_then_counted(pets, tmp_path, "dog/thin.png", "image processor does not take")
 
 
 def test_label_above_the_named_classes(tmp_path):
@@ -375,7 +480,7 @@ def test_statistics_are_those_of_the_pixels(pets, tmp_path):
 
 def test_one_colour_has_a_deviation_that_divides(tmp_path):
     numpy.zeros((2, 3, 4, 4), dtype=numpy.uint8).tofile(tmp_path / "pixels.u8")
-    rows = ImageRows(tmp_path / "pixels.u8", (3, 4, 4), numpy.zeros(2, dtype=numpy.int64), numpy.arange(2))
+    rows = ImageRows(tmp_path, (3, 4, 4), numpy.zeros(2, dtype=numpy.int64), numpy.arange(2))
     assert min(pixel_statistics(rows)[1]) > 0
 
 

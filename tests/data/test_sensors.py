@@ -108,7 +108,7 @@ def test_the_manifest_says_what_is_held_out(folder, tmp_path):
     data = prepared(folder, tmp_path / "cache")
     assert (len(data.train), len(data.eval)) == (11, 4)
     assert data.books.dropped == {"split spare is not used": 1}
-    assert data.books.examples["split spare is not used"] == ["manifest.jsonl row 5 (000004.npz)"]
+    assert data.books.examples["split spare is not used"] == ["manifest.jsonl line 5 (000004.npz)"]
 
 
 def test_held_out_data_of_their_own(folder, tmp_path):
@@ -123,7 +123,7 @@ def test_held_out_recordings_of_other_shapes_are_refused(folder, tmp_path):
     other = folder_of(tmp_path / "other", samples=4)
     change_arrays(other / "000002.npz", kinematics=numpy.zeros((9, 5), dtype="float32"))
     with pytest.raises(
-        DataError, match=r"row 3 \(000002.npz\): kinematics has 5 channels, and the training data has 6"
+        DataError, match=r"line 3 \(000002.npz\): kinematics has 5 channels, and the training data has 6"
     ):
         prepared(folder, tmp_path / "cache", eval_dataset=str(other))
 
@@ -169,11 +169,109 @@ def test_recordings_without_a_branch_in_use_are_counted(folder, tmp_path):
     assert data.books.train + data.books.eval == 15
 
 
+def test_which_branches_are_read_does_not_move_the_split(folder, tmp_path):
+    """Some recordings lack one; a file in which another is broken is left out, and moves nothing either."""
+    for number in (2, 7, 11):
+        edit_manifest(folder, number, missing=["kinematics"])
+    change_arrays(folder / "000004.npz", visible=numpy.zeros(3))
+    rules = {"skip_bad_rows": True, "max_eval_documents": 6, "validation_split_percentage": 50}
+    sides = []
+    for branch in ("visible", "infrared", "kinematics"):
+        data = prepared(folder, tmp_path / "cache", own={"branches": [branch]}, **rules)
+        sides.append(({*data.train.keys()}, {*data.eval.keys()}))
+    both = [{*sides[0][side], *sides[1][side], *sides[2][side]} for side in (0, 1)]
+    assert not both[0] & both[1] and len(both[0] | both[1]) == 16
+    assert len(sides[1][1]) == 6 and sides[1] == (both[0], both[1])  # all have infrared
+
+
+def test_generated_recordings_are_split_alike_for_all_branches(tmp_path):
+    own = {"sensor_missing_share": 0.5}
+    whole = prepared(SYNTHETIC, tmp_path, own=own)
+    alone = prepared(SYNTHETIC, tmp_path, own={**own, "branches": ["kinematics"]})
+    assert {*alone.eval.keys()} <= {*whole.eval.keys()} and {*alone.train.keys()} <= {*whole.train.keys()}
+    assert alone.books.dropped["without any branch in use"] == 32 - len(alone.train) - len(alone.eval) > 0
+
+
+def test_held_out_rows_have_the_names_of_their_files(folder, tmp_path):
+    edit_manifest(folder, 3, split="eval")
+    edit_manifest(folder, 9, split="eval")
+    held_out = prepared(folder, tmp_path / "cache").eval
+    assert held_out.keys() == ["000002.npz", "000008.npz"]
+    assert pickle.loads(pickle.dumps(held_out)).keys() == held_out.keys()
+
+
 def test_a_branch_that_no_recording_has_is_refused(folder, tmp_path):
     for number in range(1, 17):
         edit_manifest(folder, number, missing=["infrared"])
     with pytest.raises(DataError, match=r"no recording of .* has the branch infrared; set branches: \[visible, kin"):
         prepared(folder, tmp_path / "cache")
+
+
+def test_splits_are_read_in_any_case_and_unused_ones_are_named(folder, tmp_path):
+    for number, split in ((1, " Eval"), (2, "EVAL "), (3, "Train"), (4, "test")):
+        edit_manifest(folder, number, split=split)
+    data = prepared(folder, tmp_path / "cache")
+    assert data.eval.keys() == ["000000.npz", "000001.npz"] and data.books.train == 13
+    assert any("eval (2), test (1), train (1); trained on: train" in line for line in data.books.lines())
+
+
+def test_a_split_that_nothing_trains_on_is_named(folder, tmp_path):
+    for number in range(1, 17):
+        edit_manifest(folder, number, split="training" if number < 13 else "eval")
+    with pytest.raises(DataError, match=r"no recording of the split train; splits found: eval \(4\), training \(12\)"):
+        prepared(folder, tmp_path / "cache")
+    data = prepared(folder, tmp_path / "cache", dataset_split="training")
+    assert (data.books.train, data.books.eval) == (12, 4)
+
+
+def test_recordings_of_one_class_are_refused(folder, tmp_path):
+    for number in range(1, 17):
+        edit_manifest(folder, number, label=0)
+    for own in ({"num_classes": None}, {"num_classes": 4}):
+        with pytest.raises(DataError, match="are of the class 0; a classifier needs two classes"):
+            prepared(folder, tmp_path / "cache", own=own, skip_bad_rows=True)
+
+
+def test_an_odd_first_recording_does_not_cost_all_others(folder, tmp_path):
+    change_arrays(folder / "000000.npz", visible=numpy.zeros((4, 5, 5, 3), dtype="uint8"))
+    with pytest.raises(DataError, match=r"15 of 16 .* another shape .*line 1 \(000000.npz\) has frames of 5 x 5"):
+        prepared(folder, tmp_path / "cache", own={"branches": ["visible"]}, skip_bad_rows=True)
+
+
+def test_lines_are_counted_as_in_the_file(folder, tmp_path):
+    lines = (folder / MANIFEST).read_text().splitlines()
+    (folder / MANIFEST).write_text("\n".join(["", *lines[:3], "", "{bad", *lines[3:]]))
+    with pytest.raises(DataError, match=r"manifest.jsonl line 6: not JSON"):
+        prepared(folder, tmp_path / "cache")
+
+
+def as_csv(folder, header: str, row: str) -> None:
+    (folder / MANIFEST).unlink()
+    lines = [row.format(file=f"{number:06d}.npz", label=number % 4) for number in range(16)]
+    (folder / CSV_MANIFEST).write_text("\n".join([header, *lines]) + "\n")
+
+
+def test_a_csv_with_other_separators_is_refused(folder, tmp_path):
+    as_csv(folder, "file;label", "{file};{label}")
+    with pytest.raises(DataError, match=r"\['file;label'\]; its first line must name file and label .* commas"):
+        prepared(folder, tmp_path / "cache")
+
+
+def test_a_csv_with_a_value_too_many_is_refused(folder, tmp_path):
+    as_csv(folder, "file,label", "{file},{label},x")
+    with pytest.raises(DataError, match=r"manifest.csv line 2: 3 values for 2 columns"):
+        prepared(folder, tmp_path / "cache")
+
+
+def test_a_label_of_too_many_classes_is_a_slip_unless_it_is_said(folder, tmp_path):
+    edit_manifest(folder, 5, label=100_000_000)
+    own = {"num_classes": None}
+    with pytest.raises(
+        DataError, match=r"line 5 .*label 100000000 makes 100,000,001 classes of 16 rows; .*num_classes"
+    ):
+        prepared(folder, tmp_path / "cache", own=own)
+    data = prepared(folder, tmp_path / "cache", own=own, skip_bad_rows=True)
+    assert data.books.dropped == {"label out of range": 1} and data.label_names == ["0", "1", "2", "3"]
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -204,7 +302,17 @@ def with_nan(path) -> None:
     change_arrays(path, kinematics=values)
 
 
+def encrypted(path) -> None:
+    """The flag alone: without a password nothing can be read behind it."""
+    content = path.read_bytes()
+    for mark, flags in ((b"PK\x01\x02", 8), (b"PK\x03\x04", 6)):
+        parts = content.split(mark)
+        content = mark.join([parts[0], *(part[: flags - 4] + b"\x01" + part[flags - 3 :] for part in parts[1:])])
+    path.write_bytes(content)
+
+
 BAD_FILES = {
+    "encrypted": (encrypted, "unreadable file", "encrypted, password required"),
     "torn": (torn, "unreadable file", "not a readable .npz"),
     "flipped": (flipped, "unreadable file", "not a readable .npz"),
     "pickled": (pickled, "unreadable file", "Object arrays cannot be loaded"),
@@ -221,8 +329,8 @@ BAD_FILES = {
     "nan": (with_nan, "no number", r"kinematics\[4, 2\] is nan"),
     "too hot": (
         lambda path: change_arrays(path, infrared=numpy.full((2, 12, 12), 1e6)),
-        "no number",
-        r"infrared\[0, 0, 0\] is 1000000.0",
+        "too large",
+        r"infrared\[0, 0, 0\] is 1000000.0, too large for float16.*at most 65504 °C",
     ),
     "too cold": (
         lambda path: change_arrays(path, cooling_curve=numpy.full(4, -300.0)),
@@ -257,7 +365,7 @@ BAD_FILES = {
     "five channels": (
         lambda path: change_arrays(path, kinematics=numpy.zeros((40, 5), dtype="float32")),
         "another shape",
-        r"5 channels, and manifest.jsonl row 1 \(000000.npz\) has 6 channels",
+        r"5 channels, and manifest.jsonl line 1 \(000000.npz\) has 6 channels",
     ),
     "larger frames": (
         lambda path: change_arrays(path, visible=numpy.zeros((4, 20, 16, 3), dtype="uint8")),
@@ -271,12 +379,12 @@ BAD_FILES = {
 def test_a_bad_file_is_named_or_counted(folder, tmp_path, kind):
     spoil, reason, message = BAD_FILES[kind]
     spoil(folder / "000006.npz")
-    with pytest.raises(DataError, match=rf"manifest.jsonl row 7 \(000006.npz\): .*{message}") as caught:
+    with pytest.raises(DataError, match=rf"manifest.jsonl line 7 \(000006.npz\): .*{message}") as caught:
         prepared(folder, tmp_path / "cache")
     assert "skip_bad_rows: true" in str(caught.value)
     data = prepared(folder, tmp_path / "cache", skip_bad_rows=True)
     assert data.books.dropped == {reason: 1} and data.books.train + data.books.eval == 15
-    assert data.books.examples[reason] == ["manifest.jsonl row 7 (000006.npz)"]
+    assert data.books.examples[reason] == ["manifest.jsonl line 7 (000006.npz)"]
 
 
 BAD_ROWS = {
@@ -288,6 +396,9 @@ BAD_ROWS = {
     "no file": ({"file": None}, "no file", "names no file"),
     "outside": ({"file": "../000001.npz"}, "file outside", "lies outside of"),
     "absolute": ({"file": "/etc/passwd"}, "file outside", "lies outside of"),
+    "two signs": ({"label": "--5"}, "no label", "label is '--5'; it must be a whole number from 0 on, or a name"),
+    "list of splits": ({"split": ["eval"]}, "no split", r"split is \['eval'\]; it must be a word"),
+    "no name": ({"file": "a\0b"}, "unreadable file", r"\('a\\x00b'\): not a readable"),
     "unknown branch": ({"missing": ["radar"]}, "unknown branch", "missing is .*'radar'.*allowed: visible"),
     "unknown column": ({"lable": 3}, "unknown column", "'lable'.*did you mean 'label'"),
 }
@@ -297,7 +408,7 @@ BAD_ROWS = {
 def test_a_bad_row_of_the_manifest_is_named_or_counted(folder, tmp_path, kind):
     changes, reason, message = BAD_ROWS[kind]
     edit_manifest(folder, 6, **changes)
-    with pytest.raises(DataError, match=rf"manifest.jsonl row 6.*: .*{message}"):
+    with pytest.raises(DataError, match=rf"manifest.jsonl line 6.*{message}"):
         prepared(folder, tmp_path / "cache")
     data = prepared(folder, tmp_path / "cache", skip_bad_rows=True)
     assert data.books.dropped == {reason: 1} and data.books.train + data.books.eval == 15
@@ -306,7 +417,7 @@ def test_a_bad_row_of_the_manifest_is_named_or_counted(folder, tmp_path, kind):
 def test_a_line_that_is_no_json_is_named(folder, tmp_path):
     lines = (folder / MANIFEST).read_text().splitlines()
     (folder / MANIFEST).write_text("\n".join([*lines[:2], lines[2][:-4], *lines[3:]]))
-    with pytest.raises(DataError, match=r"manifest.jsonl row 3: not JSON"):
+    with pytest.raises(DataError, match=r"manifest.jsonl line 3: not JSON"):
         prepared(folder, tmp_path / "cache")
     assert prepared(folder, tmp_path / "cache", skip_bad_rows=True).books.dropped == {"unreadable row": 1}
 

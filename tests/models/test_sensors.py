@@ -25,9 +25,12 @@ from scu_trainer.models.sensors import TridentConfig, TridentForSensorClassifica
 from scu_trainer.models.sensors.loading import (
     adapter_plan,
     branches_of,
+    input_shapes,
     load_scored_trident,
     make_trident,
+    require_same_classes,
     stored_config,
+    trained_label_names,
 )
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.sensors import BRANCHES, SensorSettings
@@ -191,6 +194,54 @@ def test_made_from_settings(tmp_path):
     assert model.config.kinematics_channels == 9 and model.config.dropout == 0.1
     assert len(model.trident.branches["visible"].layers) == 3 and "infrared" not in model.trident.branches
     assert model.config.id2label == dict(enumerate(NAMES)) and "from scratch" in lines[0]
+
+
+def test_made_in_the_dtype_that_was_asked_for(batch):
+    model, _ = make_trident(ModelSettings(tuning="full", dtype="bfloat16"), own(), NAMES, SHAPES, CPU)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert torch.isfinite(model(**batch).loss)
+
+
+def test_a_model_reads_branches_that_all_recordings_lack():
+    model = trident(branches=["visible", "infrared", "kinematics"])
+    there = {"kinematics": SHAPES["kinematics"]}
+    rows = [{name: row[name] for name in ("kinematics", "labels")} for row in rows_of(synthetic(3, 4, 0))]
+    batch = SensorCollator(input_shapes(model.config, there))(rows)
+    assert batch["branch_mask"].tolist() == [[False, False, True]] * 3
+    full = SensorCollator(SHAPES)(rows)
+    assert torch.equal(logits(model, batch), logits(model, full))  # how small the nothing is does not count
+
+
+def test_the_run_of_an_adapter_tells_its_classes(tmp_path, batch):
+    settings = saved(tmp_path / "base")
+    model = tuned(settings)
+    model.save_pretrained(tmp_path / "run" / "checkpoint-1")
+    adapter = ModelSettings(model_name_or_path=str(tmp_path / "run" / "checkpoint-1"), tuning="lora")
+    assert trained_label_names(adapter) is None and trained_label_names(settings) == NAMES
+    require_same_classes(adapter, ["a", "b", "c", "d"])  # nobody knows
+    names = ["d", "c", "b", "a"]
+    (tmp_path / "run" / "training_config.json").write_text(json.dumps({"data": {"per_class": dict.fromkeys(names, 1)}}))
+    assert trained_label_names(adapter) == names
+    require_same_classes(adapter, names)
+    with pytest.raises(ModelError, match=r"has a head for the classes d, c, b, a, and the recordings are of a, b, c"):
+        require_same_classes(adapter, sorted(names))
+
+
+@pytest.mark.parametrize("time", [5, 8])
+def test_a_token_of_kinematics_counts_if_one_of_its_points_does(time):
+    """Lengths that are no multiple of the patch included."""
+    branch = trident(branches=["kinematics"]).trident.branches["kinematics"]
+    mask = torch.arange(time)[None] < torch.tensor([[1], [time]])
+    _, told = branch(torch.ones(2, time, 6), mask)
+    assert told.dtype == torch.bool and told.tolist() == [[True, False], [True, True]]
+
+
+def test_no_mask_is_padded_as_bool(batch, monkeypatch):
+    """For that inductor writes C++ which does not compile, and torch_compile: true stops on a CPU."""
+    padded, real = [], torch.nn.functional.pad
+    monkeypatch.setattr("torch.nn.functional.pad", lambda x, *rest: padded.append(x.dtype) or real(x, *rest))
+    logits(trident(), batch)
+    assert padded and torch.bool not in padded
 
 
 def test_a_model_gets_a_new_head_for_other_classes(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 from transformers import (
     ConvNextImageProcessorPil,
+    EfficientNetImageProcessorPil,
     ResNetConfig,
     ResNetForImageClassification,
     ResNetModel,
@@ -21,17 +23,18 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
+from scu_trainer.data.images_decode import fixed_pixels
 from scu_trainer.errors import ModelError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.vision import (
     changes_for,
-    inner_targets,
     load_scored_classifier,
     make_classifier,
-    needs_several_rows,
     watch_pixels,
 )
-from scu_trainer.models.vision_inputs import PixelInputs, attach, augmentation
+from scu_trainer.models.vision_adapters import inner_targets
+from scu_trainer.models.vision_inputs import PixelInputs, attach, augmentation, pixel_inputs, require_stock_pixels
+from scu_trainer.models.vision_norms import needs_several_rows, steady_norms
 from scu_trainer.models.vision_view import usual_size, view_of
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.images import ImageSettings
@@ -207,6 +210,28 @@ def test_one_place_depends_on_the_size(stored):
     assert needs_several_rows(model, view._replace(size=(8, 8)))
 
 
+def test_one_image_is_normalised_by_running_statistics(stored):
+    model = from_folder(stored)[0]
+    small = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="Expected more than 1 value"):
+        model.train()(pixel_values=small[:1])
+    stock = copy.deepcopy(model).train()(pixel_values=small).logits
+    assert steady_norms(model) > 1 and steady_norms(copy.deepcopy(model)) == steady_norms(model)
+    torch.testing.assert_close(copy.deepcopy(model).train()(pixel_values=small).logits, stock)
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    before = [norm.running_mean.clone() for norm in norms]
+    model.train()(pixel_values=small[:1], labels=torch.tensor([0])).loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    changed = [not torch.equal(norm.running_mean, mean) for norm, mean in zip(norms, before, strict=True)]
+    assert any(changed) and not all(changed)
+
+
+def test_architecture_beside_a_loaded_model_is_said_to_be_unused(stored):
+    lines = from_folder(stored, own=ImageSettings(architecture="resnet50"))[1]
+    assert any("architecture: resnet50 is not used" in line for line in lines)
+    assert not any("is not used" in line for line in from_folder(stored)[1])
+
+
 # -- the way from bytes to the model -----------------------------------------------------------------------------------
 
 
@@ -239,6 +264,40 @@ def test_bytes_become_what_the_stock_processor_makes_of_them():
     for training in (True, False):
         torch.testing.assert_close(seen().train(training)(pixel_values=pixels), wanted)
     torch.testing.assert_close(seen()(pixels), wanted)
+
+
+PROCESSORS = {
+    "vit": ViTImageProcessorPil(size={"height": 20, "width": 20}),
+    "twice": EfficientNetImageProcessorPil(size={"height": 20, "width": 20}),
+    "offset": EfficientNetImageProcessorPil(size={"height": 64, "width": 64}, rescale_offset=True, include_top=False),
+    "plain": ViTImageProcessorPil(size={"height": 20, "width": 20}, do_normalize=False, do_rescale=False),
+    "cropped": ConvNextImageProcessorPil(size={"shortest_edge": 40}),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_bytes_become_what_any_processor_makes_of_an_image(name):
+    processor = PROCESSORS[name]
+    bytes_of = functools.partial(fixed_pixels, processor=processor)
+    require_stock_pixels(processor, 3, bytes_of)
+    image = PIL.Image.fromarray(numpy.random.default_rng(1).integers(0, 256, (64, 64, 3), dtype=numpy.uint8))
+    pixels = torch.from_numpy(bytes_of(image))[None]
+    wanted = torch.as_tensor(numpy.asarray(processor(image)["pixel_values"][0], dtype=numpy.float32))
+    found = pixel_inputs(processor, 3).ready(pixels, False, torch.float32)[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_processor_whose_values_cannot_be_repeated_is_refused():
+    class Rooted(ViTImageProcessorPil):
+        def normalize(self, image, *_, **__):
+            return numpy.sqrt(image)
+
+    processor = Rooted(size={"height": 20, "width": 20})
+    with pytest.raises(ModelError, match="Rooted does more to pixels"):
+        require_stock_pixels(processor, 3, functools.partial(fixed_pixels, processor=processor))
+    blind = ViTImageProcessorPil(do_normalize=False, rescale_factor=0.0)
+    with pytest.raises(ModelError, match="same of black and white"):
+        pixel_inputs(blind, 3)
 
 
 def test_floats_pass_as_they_are():

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from scu_trainer.errors import CheckpointError, ControlError
+from scu_trainer.errors import CheckpointError, ControlError, SettingsError
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.ema import WeightAverage
@@ -127,6 +127,24 @@ def test_the_best_model_is_the_average_of_its_step(tmp_path):
     trainer = trained(llama(layers=1), tmp_path, efficiency=EMA, callbacks=[steps], **changes)
     assert trainer.state.best_global_step == 2
     assert_close(weights_of(trainer.model), by_hand(steps.weights[:2]))
+
+
+def test_the_best_model_without_averages_in_checkpoints_is_refused(tmp_path):
+    every = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    changes = {"load_best_model_at_end": True, "save_only_model": True, "eval_dataset": Rows(4), **every}
+    with pytest.raises(SettingsError, match="leave save_only_model out"):
+        trained(llama(layers=1), tmp_path, efficiency=EMA, **changes)
+    average = trained(llama(layers=1), tmp_path, efficiency=EMA, max_steps=1).efficiency.average
+    with pytest.raises(CheckpointError, match=r"holds no ema\.safetensors"):
+        average._read(tmp_path)
+
+
+def test_it_says_whose_s_it_is(tmp_path):
+    lines = [
+        trained(llama(layers=1), tmp_path, scu, efficiency=EMA, max_steps=1).efficiency.lines[0]
+        for scu in (None, RegularizationSettings(target_s=0.02))
+    ]
+    assert "S is" not in lines[0] and lines[1].endswith("S is that of the weights in training, not of their average")
 
 
 def test_off_keeps_no_file(tmp_path):

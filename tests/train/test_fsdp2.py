@@ -25,8 +25,8 @@ from scu_trainer import SCUTrainer
 from scu_trainer.errors import ControlError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
 from scu_trainer.train.session import score
-from scu_trainer.train.tasks.text import TextTask
 from scu_trainer.train.sharded import Beforehand, is_sharded
+from scu_trainer.train.tasks.text import TextTask
 from tests.tiny import UnevenRows, arguments, llama, pad
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import io
 import logging
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
+import PIL.Image
 import pytest
 import torch
+from peft import PeftModel
 from rich.console import Console
-from transformers import ResNetConfig, ResNetForImageClassification, ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from scu_trainer.data.images import find_images, prepare_images
 from scu_trainer.data.images_store import Kind, collate_images
-from scu_trainer.errors import SettingsError
+from scu_trainer.errors import ModelError, SettingsError
 from scu_trainer.models.vision import watch_pixels
 from scu_trainer.models.vision_inputs import augmentation
 from scu_trainer.models.vision_view import View, view_of
 from scu_trainer.settings import CurriculumSettings, DataSettings, MemorySettings, ModelSettings, RegularizationSettings
 from scu_trainer.settings.images import ImageSettings
-from scu_trainer.settings.tasks import TaskSettings
+from scu_trainer.settings.tasks import KINDS, TaskSettings
 from scu_trainer.train.job import Job
 from scu_trainer.train.tasks.images import ImageTask
 from scu_trainer.train.tasks.task import Source
@@ -262,13 +273,114 @@ def test_probe_is_two_images(tmp_path, stored):
     assert ImageTask().probe(parts)["pixel_values"].shape == (2, 3, 32, 32)
 
 
-def test_last_image_must_not_be_alone_where_batch_norm_has_one_place(tmp_path):
-    with pytest.raises(SettingsError, match=r"batches of 31 leave one image alone.*32, or image_size to 64"):
-        loaded(job(tmp_path, per_device_train_batch_size=31))
-    alone = job(tmp_path)
-    alone.memory = MemorySettings(min_batch_size=1)
-    with pytest.raises(SettingsError, match=r"min_batch_size is 1.*set it to 2"):
-        loaded(alone)
+def test_batches_must_not_all_be_one_image_where_batch_norm_has_one_place(tmp_path):
+    with pytest.raises(SettingsError, match=r"batch_size is 1, .*2 or more, or image_size to 64"):
+        loaded(job(tmp_path, per_device_train_batch_size=1))
+
+
+def test_run_goes_on_where_an_epoch_ends_with_one_image(tmp_path):
+    """32 images in batches of 31; a curriculum that leaves images out ends epochs at any number."""
+    parts, _ = loaded(job(tmp_path, per_device_train_batch_size=31, max_steps=2))
+    assert trained(job(tmp_path, per_device_train_batch_size=31, max_steps=2), parts).state.global_step == 2
+
+
+@pytest.mark.parametrize(("rows", "typed", "expected"), [(8, 1, 4), (2, 1, 2), (8, 3, 3)])
+def test_chunks_for_batch_norm_are_no_smaller_than_need_be(tmp_path, stored, rows, typed, expected):
+    settings = ModelSettings(tuning="full", model_name_or_path=str(stored))
+    task = job(tmp_path, model=settings, per_device_train_batch_size=rows)
+    task.memory = MemorySettings(min_batch_size=typed)
+    _, shown = loaded(task)
+    assert task.memory.min_batch_size == expected
+    assert (f"min_batch_size: {expected}, for BatchNorm" in shown) == (typed == 1)
+
+
+def test_chunks_of_models_without_batch_norm_may_be_one_image(tmp_path):
+    vit().save_pretrained(tmp_path / "vit")
+    task = job(tmp_path, model=ModelSettings(tuning="full", model_name_or_path=str(tmp_path / "vit")))
+    task.memory = MemorySettings()
+    loaded(task)
+    assert task.memory.min_batch_size == 1
+
+
+def test_models_from_scratch_are_not_pulled_to_their_start():
+    assert TaskSettings(task="image-classification").defaults["scu"] is False
+
+
+def test_no_preset_accumulates():
+    """Over accumulated batches a model that ignores num_items_in_batch has a loss that is too large."""
+    presets = KINDS["image-classification"].presets
+    assert all(preset.get("gradient_accumulation_steps", 1) == 1 for preset in presets.values())
+    assert presets["memory_efficient"]["per_device_train_batch_size"] == 32
+
+
+def test_strong_changes_of_gray_images_are_refused_at_once(tmp_path):
+    with pytest.raises(SettingsError, match=r"strong changes colours.*image_channels"):
+        ImageTask().check(job(tmp_path, ImageSettings(augmentation="strong", image_channels=1)))
+
+
+@pytest.mark.parametrize("curriculum", ["token_budget", "length_warmup", "noise_guard+token_budget"])
+def test_curricula_of_lengths_are_refused(tmp_path, curriculum):
+    task = job(tmp_path)
+    task.curriculum = CurriculumSettings(curriculum)
+    with pytest.raises(SettingsError, match="acts on the lengths of rows, and all images have one size"):
+        ImageTask().check(task)
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory, stored) -> Path:
+    """Saved by a LoRA run on the ten classes of generated images."""
+    folder = tmp_path_factory.mktemp("adapter")
+    task = job(folder, model=ModelSettings(tuning="lora", model_name_or_path=str(stored)), max_steps=2)
+    trained(task, loaded(task)[0]).save_model(folder / "saved")
+    return folder / "saved"
+
+
+def scored(adapter: Path, tmp_path: Path, **changes):
+    task = job(tmp_path, **changes)
+    settings = ModelSettings(tuning="lora", model_name_or_path=str(adapter))
+    return ImageTask().load_scored(Source(settings, task.data, task.own, task.training.seed))
+
+
+def test_adapter_knows_its_classes(adapter, tmp_path):
+    with pytest.raises(ModelError, match=r"classes of .*hue 0, .* are not those of the data \(0, 1, 2"):
+        scored(adapter, tmp_path, dataset="digits")
+    going_on = job(tmp_path, model=ModelSettings(tuning="lora", model_name_or_path=str(adapter)), dataset="digits")
+    with pytest.raises(ModelError, match=r"classes of .* are not those of the data"):
+        loaded(going_on)
+    going_on.data = replace(going_on.data, dataset="generated")
+    assert "made anew" not in loaded(going_on)[1]
+
+
+def test_adapter_that_does_not_tell_its_classes_is_refused(adapter, tmp_path):
+    shutil.copytree(adapter, tmp_path / "bare")
+    (tmp_path / "bare" / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"does not tell its classes; save .*config.json"):
+        scored(tmp_path / "bare", tmp_path)
+
+
+def test_adapter_can_be_used_with_stock_classes(adapter, stored, tmp_path):
+    parts = scored(adapter, tmp_path)
+    config = AutoConfig.from_pretrained(adapter)
+    base = AutoModelForImageClassification.from_pretrained(stored, config=config, ignore_mismatched_sizes=True)
+    model = PeftModel.from_pretrained(base, adapter).eval()
+    pixels = torch.rand(2, 3, 32, 32)
+    torch.testing.assert_close(model(pixel_values=pixels).logits, parts.model(pixel_values=pixels).logits)
+    assert config.id2label[3] == "hue 108"
+
+
+def test_model_is_scored_on_data_that_lack_a_class(stored, tmp_path):
+    task = job(tmp_path, model=ModelSettings(tuning="full", model_name_or_path=str(stored)), max_steps=1)
+    trained(task, loaded(task)[0]).save_model(tmp_path / "saved")
+    for name in ("hue 36", "hue 252"):
+        folder = tmp_path / "some" / name
+        folder.mkdir(parents=True)
+        for k in range(4):
+            PIL.Image.new("RGB", (32, 32), (k, len(name), 0)).save(folder / f"{k}.png")
+    parts = scored(tmp_path / "saved", tmp_path, dataset=str(tmp_path / "some"), dataset_size=None)
+    assert set(parts.data.train.labels.tolist()) == {1, 7}
 
 
 @pytest.mark.parametrize(

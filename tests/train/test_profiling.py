@@ -6,9 +6,13 @@ import json
 import logging
 
 import pytest
+import torch
+from transformers import TrainerCallback
 
 from scu_trainer.settings.efficiency import EfficiencySettings
-from tests.tiny import llama, same, trained, weights_of
+from scu_trainer.train.trainer import SCUTrainer
+from tests.tiny import Rows, arguments, llama, same, trained, weights_of
+from tests.train.test_resume import StopAt
 
 
 def test_it_records_the_steps_that_follow_the_warm_up(tmp_path):
@@ -32,9 +36,30 @@ def test_short_runs_are_said(tmp_path, caplog, max_steps, words):
     assert (tmp_path / "logs" / "profile" / "trace.json").exists() == (max_steps == 4)
 
 
-def test_a_run_that_stops_early_is_said(tmp_path, caplog):
-    from tests.train.test_resume import StopAt
+@pytest.mark.parametrize(("stop", "recorded"), [(6, 3), (4, 2)])
+def test_it_says_how_many_steps_it_has(tmp_path, caplog, stop, recorded):
+    settings = EfficiencySettings(profile_steps=3)
+    with caplog.at_level(logging.INFO, "scu_trainer"):
+        trained(llama(layers=1), tmp_path, efficiency=settings, callbacks=[StopAt(stop)], max_steps=6)
+    assert f"profile of {recorded} steps" in caplog.text
 
+
+class RaiseAt(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            raise RuntimeError("on the way")
+
+
+def test_a_training_that_raised_leaves_no_profiler_behind(tmp_path):
+    parts = {"train_dataset": Rows(), "efficiency": EfficiencySettings(profile_steps=2), "callbacks": [RaiseAt()]}
+    trainer = SCUTrainer(llama(layers=1), arguments(tmp_path), **parts)
+    with pytest.raises(RuntimeError, match="on the way"):
+        trainer.train()
+    trainer.efficiency.finish()
+    assert not torch.autograd.profiler._is_profiler_enabled
+
+
+def test_a_run_that_stops_early_is_said(tmp_path, caplog):
     settings = EfficiencySettings(profile_steps=2)
     with caplog.at_level(logging.WARNING, "scu_trainer"):
         trained(llama(layers=1), tmp_path, efficiency=settings, callbacks=[StopAt(1)])

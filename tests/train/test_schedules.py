@@ -15,6 +15,7 @@ from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings
 from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
 from scu_trainer.train.schedules import falling_in_steps
+from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, arguments, llama, trained
 
 EPOCHS, PER_EPOCH = 7, 3
@@ -144,7 +145,7 @@ def test_two_schedules_are_refused(tmp_path):
     settings = EfficiencySettings(lr_step_size=2)
     for kind in ("linear", "constant", "constant_with_warmup"):
         check_efficiency(settings, arguments(tmp_path, lr_scheduler_type=kind))
-    with pytest.raises(SettingsError, match="lr_scheduler_type: cosine"):
+    with pytest.raises(SettingsError, match=r"lr_scheduler_type: cosine are .* add lr_scheduler_type: constant"):
         check_efficiency(settings, arguments(tmp_path, lr_scheduler_type="cosine"))
     check_efficiency(EfficiencySettings(), arguments(tmp_path, lr_scheduler_type="cosine"))
     with pytest.raises(SettingsError, match="lr_scheduler_kwargs"):
@@ -153,3 +154,11 @@ def test_two_schedules_are_refused(tmp_path):
     args = SimpleNamespace(lr_scheduler_type="linear", lr_scheduler_kwargs=None, hf_deepspeed_config=in_file)
     with pytest.raises(SettingsError, match="DeepSpeed"):
         check_efficiency(settings, args)
+
+
+def test_a_schedule_outside_of_train_is_refused(tmp_path):
+    """Its epochs have no length there."""
+    parts = {"train_dataset": Rows(), "efficiency": EfficiencySettings(lr_step_size=1)}
+    trainer = SCUTrainer(llama(layers=1), arguments(tmp_path), **parts)
+    with pytest.raises(SettingsError, match=r"let train\(\) make the schedule"):
+        trainer.create_optimizer_and_scheduler(10)

@@ -12,15 +12,22 @@ from rich.console import Console
 from scu_trainer.cli import configuration, train
 from scu_trainer.data.sensor_collate import SensorCollator
 from scu_trainer.data.sensor_synthetic import ceiling_alone, export_synthetic
-from scu_trainer.errors import SettingsError
+from scu_trainer.errors import DataError, ModelError, SettingsError
 from scu_trainer.models.offloaded import has_offloaded_weights
 from scu_trainer.run_files import read_json, read_rows
-from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
-from scu_trainer.settings.sensors import BRANCHES, SYNTHETIC
+from scu_trainer.settings import (
+    CurriculumSettings,
+    DataSettings,
+    MemorySettings,
+    ModelSettings,
+    RegularizationSettings,
+)
+from scu_trainer.settings.sensors import BRANCHES, SYNTHETIC, SensorSettings
 from scu_trainer.train.tasks.sensors import SensorTask
+from scu_trainer.train.tasks.task import Source
 from scu_trainer.train.trainer import SCUTrainer
 from tests.faults import FakeGauge, fail_above_tokens, fail_in_backward
-from tests.recordings import SHAPES, prepared, trident
+from tests.recordings import SHAPES, edit_manifest, folder_of, prepared, trident
 from tests.tiny import arguments, same, weights_of
 from tests.train.stepwise import ENDLESS_BYTES, compared, error_of
 from tests.train.test_resume import StopAt
@@ -250,7 +257,7 @@ def test_a_bad_recording_stops_the_command_before_training(tmp_path, recordings,
     export_synthetic(folder, samples=32, classes=4)
     (folder / "000004.npz").write_bytes(b"torn")
     assert train.main(words_of(tmp_path / "run", folder)) == 2
-    assert "manifest.jsonl row 5 (000004.npz)" in capsys.readouterr().err
+    assert "manifest.jsonl line 5 (000004.npz)" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert train.main(words_of(tmp_path / "run", folder, skip_bad_rows="true", max_steps=1)) == 0
     assert read_json(tmp_path / "run" / "training_config.json")["data"]["dropped"] == {"unreadable file": 1}
@@ -301,6 +308,43 @@ def test_adapters_over_a_trained_model(tmp_path, recordings, base):
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert len(losses[0]) == 4 and losses[0] == losses[1]
+
+
+@pytest.fixture
+def blind(tmp_path):
+    """Recordings that all lack the camera."""
+    folder = folder_of(tmp_path / "blind", samples=32)
+    for number in range(1, 33):
+        edit_manifest(folder, number, missing=["visible"])
+    return folder
+
+
+def test_a_model_is_tuned_on_recordings_that_all_lack_a_branch(tmp_path, blind, base):
+    with pytest.raises(DataError, match=r"has the branch visible; set branches: \[infrared, kinematics\]"):
+        load(job_of(tmp_path / "new", blind))
+    parts = load(job_of(tmp_path / "run", blind, model_name_or_path=base))
+    batch = parts.collator([parts.data.train[number] for number in range(4)])
+    assert list(parts.model.config.branches) == list(BRANCHES) and not batch["visible_mask"].any()
+    assert torch.isfinite(parts.model(**batch).loss)
+
+
+def scored(path, recordings, tuning="full"):
+    model = ModelSettings(model_name_or_path=str(path), tuning=tuning)
+    return SensorTask().load_scored(Source(model, DataSettings(dataset=str(recordings)), SensorSettings(), 0))
+
+
+def test_an_adapter_is_not_scored_on_other_classes(tmp_path, recordings, base):
+    run = tmp_path / "run"
+    assert train.main(words_of(run, recordings, tuning="lora", model_name_or_path=base, max_steps=1)) == 0
+    assert scored(run, recordings, "lora").data.label_names == ["0", "1", "2", "3"]
+    other = tmp_path / "other"
+    export_synthetic(other, samples=32, classes=4)
+    for number in range(1, 33):
+        edit_manifest(other, number, label="abcd"[number % 4])
+    with pytest.raises(DataError, match=r"label 'b' is none of the 4 classes: 0, 1, 2, 3"):
+        scored(run, other, "lora")
+    with pytest.raises(ModelError, match="has a head for the classes 0, 1, 2, 3"):
+        load(job_of(tmp_path / "more", other, tuning="lora", model_name_or_path=run))
 
 
 def test_checkpointing_of_chosen_branches(tmp_path, recordings):

@@ -92,6 +92,25 @@ def test_padding_and_rows_scale_the_count(tmp_path):
     assert found.of(10, 3.0) == pytest.approx(3 * found.flops / found.tokens)
 
 
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, heat_curve, heat_mask, part_mask, labels):
+        found = (self.linear(heat_curve).sum(dim=2) * heat_mask).sum(dim=1)
+        return {"loss": (found * part_mask.any(dim=1) - labels).square().mean()}
+
+
+def test_padding_under_masks_is_not_counted(tmp_path):
+    """Two rows of 5 and 3 steps beside one of 50."""
+    mask = torch.arange(50) < torch.tensor([[5], [3], [50]])
+    parts = torch.tensor([[True, False]] * 3)
+    batch = {"heat_curve": torch.randn(3, 50, 4), "heat_mask": mask, "part_mask": parts, "labels": torch.zeros(3)}
+    found, reason = counted(Sequences(), batch, tmp_path)
+    assert reason is None and found.flops == 2 * 2 * (2 * 5 * 4 * 3)
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_what_is_computed_twice_counts_once(tmp_path, checkpointed):
     model = llama(layers=2)
@@ -150,6 +169,11 @@ def test_rates_by_a_clock(tmp_path, monkeypatch):
     assert all(entry["throughput/samples_per_second"] == 8.0 for entry in logs)
 
 
+def test_tokens_are_added_up_as_they_come(tmp_path):
+    trainer = trained(llama(layers=1), tmp_path, efficiency=ON, gradient_accumulation_steps=2, max_steps=3)
+    assert trainer.efficiency.throughput._total.tokens == 2 * 2 * 64
+
+
 def test_padding_is_no_work(tmp_path, monkeypatch):
     monkeypatch.setattr(throughput, "time", Clock())
     rows = UnevenRows(4)
@@ -161,6 +185,9 @@ def test_padding_is_no_work(tmp_path, monkeypatch):
 
 
 def test_known_cards():
+    assert known_tflops("NVIDIA H200 NVL", "bf16") == known_tflops("NVIDIA H100 NVL", "fp16") == 835.5
+    assert known_tflops("NVIDIA GH200 480GB", "bf16") == 989.4
+    assert known_tflops("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16") is None
     assert known_tflops("NVIDIA H200", "bf16") == 989.4
     assert known_tflops("NVIDIA H100 80GB HBM3", "tf32") == 494.7
     assert known_tflops("NVIDIA H100 PCIe", "bf16") == 756.5
@@ -178,6 +205,25 @@ def test_the_peak_of_a_cpu_is_measured_and_said(tmp_path, monkeypatch):
     assert peak.tflops == pytest.approx(2 * 1024**3 / 1e12)
     assert flops.precision_of(SCUTrainer(llama(layers=1), arguments(tmp_path, bf16=True))) == "bf16"
     assert flops.precision_of(SCUTrainer(llama(layers=1).bfloat16(), arguments(tmp_path))) == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("model", "capability", "stated", "expected"),
+    [
+        (conv_net, (9, 0), None, "tf32"),
+        (conv_net, (7, 5), None, "fp32"),
+        (lambda: llama(layers=1), (9, 0), None, "fp32"),
+        (lambda: llama(layers=1), (9, 0), "tf32", "tf32"),
+    ],
+)
+def test_tf32_is_told_from_fp32(tmp_path, monkeypatch, model, capability, stated, expected):
+    """Convolutions are rounded to TF32 by default; products where ``torch.backends.fp32_precision`` says so."""
+    trainer = SCUTrainer(model(), arguments(tmp_path))
+    monkeypatch.setattr(flops, "input_device", lambda model: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if stated:
+        monkeypatch.setattr(torch.backends, "fp32_precision", stated)
+    assert flops.precision_of(trainer) == expected
 
 
 def test_lines_of_the_table(tmp_path):

@@ -153,12 +153,73 @@ def test_a_loss_that_mixes_rows_runs_whole_and_is_said(tmp_path, caplog):
 def test_weights_of_classes_mix_rows():
     """Their mean is divided by the weights of the labels that the batch happens to hold."""
     weight, order = torch.tensor([1.0, 5.0, 2.0]), Y.argsort(stable=True)
-    for loss in (nn.CrossEntropyLoss(weight=weight), lambda o, y: functional.cross_entropy(o, y, weight=weight)):
-        model = wrap(net(), loss)
-        same_class = model(labels=Y[order[:4]], inputs=X[order[:4]])
-        assert model.row_loss.kind is None and torch.equal(same_class["loss"], same_class["losses"].mean())
-        model(labels=Y[order], inputs=X[order])
-        assert model.row_loss.kind == "whole"
+    model = wrap(net(), lambda o, y: functional.cross_entropy(o, y, weight=weight))
+    same_class = model(labels=Y[order[:4]], inputs=X[order[:4]])
+    assert model.row_loss.kind is None and torch.equal(same_class["loss"], same_class["losses"].mean())
+    model(labels=Y[order], inputs=X[order])
+    assert model.row_loss.kind == "whole"
+
+
+TEN = torch.arange(40) % 10
+LAST = torch.tensor([1.0] * 9 + [5.0])
+WEIGHTED = {
+    "module": nn.CrossEntropyLoss(weight=LAST),
+    "partial": functools.partial(functional.cross_entropy, weight=LAST),
+    "hidden": lambda o, y: functional.cross_entropy(o, y, weight=LAST),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTED)
+def test_the_weight_of_the_last_of_many_classes_is_seen(case):
+    x = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(3))
+    model = wrap(net(10), WEIGHTED[case])
+    found = model(labels=TEN, inputs=x)["loss"]
+    assert model.row_loss.kind == "whole" and torch.equal(found, WEIGHTED[case](model.module(x), TEN))
+
+
+def test_stated_weights_are_seen_before_any_class_has_come():
+    model = wrap(net(10), WEIGHTED["module"])
+    model(labels=torch.zeros(4, dtype=torch.int64), inputs=X[:4])
+    assert model.row_loss.kind == "whole"
+    equal = wrap(net(10), nn.CrossEntropyLoss(weight=torch.ones(10)))
+    equal(labels=TEN[:4], inputs=X[:4])
+    assert equal.row_loss.kind == "labels"
+
+
+def test_hidden_weights_of_classes_that_come_later_are_said(tmp_path):
+    """Not in the third step, which has no other class to compare with: in the fourth."""
+    rows = [(x, torch.tensor(9 if 12 <= i < 20 else i % 3)) for i, x in enumerate(X)]
+    order = {"train_sampling_strategy": "sequential"}
+    with pytest.raises(ModelError, match="weighs classes, as class 9 shows"):
+        fit(wrap(net(10), WEIGHTED["hidden"]), tmp_path, rows, **order)
+    trainer, _ = fit(wrap(net(10), lambda o, y: functional.cross_entropy(o, y)), tmp_path, rows, **order)
+    assert trainer.model.row_loss.kind == "labels" and 9 in trainer.model.row_loss.seen
+
+
+SUMS = {"module": nn.MSELoss(reduction="sum"), "function": lambda o, y: (o - y).square().sum()}
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_a_sum_is_one_with_a_row_at_a_time_too(tmp_path, case):
+    """4 rows as 1 x 4, 2 x 2 and 4 x 1 accumulation batches."""
+    rows, loss = [(x, x[:3] * 2) for x in X], SUMS[case]
+    expected = plain_gradients(net(), loss, rows[:4], 1)
+    for size in (1, 2, 4):
+        window = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size, "max_steps": 1}
+        trainer, recorder = fit(wrap(net(), loss), tmp_path, rows, train_sampling_strategy="sequential", **window)
+        assert trainer.model.row_loss.kind == "sum" and error_of(recorder.gradients[0], expected) < 1e-6
+
+
+def test_one_row_alone_is_believed_what_the_loss_says_of_itself():
+    model = wrap(net(), SUMS["module"])
+    model(labels=X[:1, :3], inputs=X[:1])
+    assert model.row_loss.kind == "sum"
+
+
+def test_integers_below_zero_are_no_classes(tmp_path):
+    rows = [(x, torch.tensor(i - 60)) for i, x in enumerate(X)]
+    trainer, _ = fit(wrap(net(1), lambda o, y: (o[:, 0] - y).square().mean()), tmp_path, rows)
+    assert trainer.model.row_loss.kind == "labels" and not trainer.model.row_loss.is_plain
 
 
 @pytest.mark.parametrize(
@@ -248,6 +309,67 @@ def test_items_that_cannot_be_trained_on_are_refused_before_training(tmp_path, c
     rows, where, words = REFUSED_ITEMS[case]
     with pytest.raises(DataError, match=words):
         SCUTrainer(wrap(net(), nn.CrossEntropyLoss(), **where), arguments(tmp_path), train_dataset=rows)
+
+
+class Recurrent(nn.Module):
+    """Beside the logits its hidden state: (4, rows, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(2, 4, num_layers=2, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        steps, hidden = self.cell(x.view(len(x), 3, 2))
+        return self.head(steps[:, -1]), hidden
+
+
+@pytest.mark.parametrize("size", [4, 6])
+def test_a_state_that_has_as_many_entries_as_rows_by_chance(tmp_path, caplog, size):
+    model = wrap(Recurrent(), lambda o, y: functional.cross_entropy(o[0], y))
+    fit(model, tmp_path, per_device_train_batch_size=size)
+    assert model.row_loss.kind == "whole" and "not one entry per row" in caplog.text
+
+
+class Prefixed(nn.Module):
+    """Names of inputs such as those of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(WIDTH, CLASSES), []
+
+    def forward(self, input_a, input_b):
+        self.seen.append((input_a, input_b))
+        return self.linear(input_a) + 0 * self.linear(input_b)
+
+
+def test_parts_of_a_dict_enter_by_their_names(tmp_path):
+    rows = [{"input_b": x + 100, "input_a": x, "labels": y} for x, y in PAIRS]
+    model = wrap(Prefixed(), nn.CrossEntropyLoss())
+    fit(model, tmp_path, rows, max_steps=1)
+    assert model.module.seen and all(bool((b > 50).all() and (a < 50).all()) for a, b in model.module.seen)
+
+
+def test_inputs_whose_order_nobody_has_said_are_refused():
+    with pytest.raises(ModelError, match="which is which is not said"):
+        wrap(Two(), nn.CrossEntropyLoss())(a=X, b=X, labels=Y)
+
+
+@pytest.mark.parametrize(
+    ("module", "rows", "words"),
+    [(net, TRIPLES, "2 inputs.*too many"), (Two, PAIRS, "1 inputs.*missing a required argument: 'second'")],
+)
+def test_inputs_that_the_module_does_not_take_are_refused_before_training(tmp_path, module, rows, words):
+    with pytest.raises(ModelError, match=words):
+        SCUTrainer(wrap(module(), nn.CrossEntropyLoss()), arguments(tmp_path), train_dataset=rows)
+
+
+def test_batches_that_are_no_dicts_are_refused(tmp_path):
+    collate = torch.utils.data.default_collate
+    model = wrap(net(), nn.CrossEntropyLoss())
+    trainer = SCUTrainer(model, arguments(tmp_path, **SGD), train_dataset=PAIRS, data_collator=collate)
+    with pytest.raises(ModelError, match="data_collator gives a list"):
+        trainer.train()
 
 
 def test_items_of_unequal_shapes_are_refused(tmp_path):

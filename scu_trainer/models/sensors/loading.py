@@ -19,6 +19,7 @@ from scu_trainer.models.load import (
 from scu_trainer.models.quantize import compute_dtype_of, prepare_quantized, quantization_config
 from scu_trainer.models.sensors.configuration_trident import TridentConfig
 from scu_trainer.models.sensors.modeling_trident import TridentForSensorClassification
+from scu_trainer.run_files import read_json
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.sensors import BRANCHES, SensorSettings
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 HEAD = "classifier"
+RUN_FILE = "training_config.json"
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Per array of the recordings, the shape behind its time axis."""
@@ -67,6 +69,43 @@ def label_names_of(config: TridentConfig) -> list[str]:
     return [config.id2label[number] for number in range(config.num_labels)]
 
 
+def trained_label_names(settings: ModelSettings) -> Optional[list[str]]:
+    """Classes of the head that ``model_name_or_path`` was saved with. An adapter does not tell them, the run that it
+    lies in does; None for a model from scratch, and for an adapter outside of a run."""
+    if settings.model_name_or_path is None:
+        return None
+    path = Path(settings.model_name_or_path).expanduser()
+    if not is_adapter(path):
+        return label_names_of(stored_config(settings))
+    run = next((folder for folder in (path, path.parent) if (folder / RUN_FILE).is_file()), None)
+    return None if run is None else list(read_json(run / RUN_FILE)["data"]["per_class"])
+
+
+def require_same_classes(settings: ModelSettings, label_names: Sequence[str]) -> None:
+    """Raise ModelError for an adapter that would be tuned on with other classes: its head would take them for its
+    own."""
+    if settings.model_name_or_path is None or not is_adapter(Path(settings.model_name_or_path).expanduser()):
+        return
+    known = trained_label_names(settings)
+    if known not in (None, list(label_names)):
+        raise ModelError(
+            f"the adapter {settings.model_name_or_path} has a head for the classes {', '.join(known[:5])}, and the "
+            f"recordings are of {', '.join(label_names[:5])}; give recordings of its classes, or tune its "
+            f"base, {base_of(Path(located(settings.model_name_or_path)))}"
+        )
+
+
+def input_shapes(config: TridentConfig, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """``shapes`` of the recordings, and the smallest of what all of them lack: a model reads all of its branches, each
+    with a mask."""
+    smallest = {
+        "visible": {"visible": (3, 1, 1)},
+        "infrared": {"infrared": (1, 1), "cooling_curve": ()},
+        "kinematics": {"kinematics": (config.kinematics_channels,)},
+    }
+    return {name: shapes.get(name, shape) for branch in config.branches for name, shape in smallest[branch].items()}
+
+
 def make_trident(
     settings: ModelSettings, own: SensorSettings, label_names: Sequence[str], shapes: Shapes, device: torch.device
 ) -> tuple[TridentForSensorClassification, list[str]]:
@@ -77,7 +116,8 @@ def make_trident(
     """
     config = stored_config(settings)
     if config is None:
-        return TridentForSensorClassification(_new_config(own, label_names, shapes)), ["TRIDENT, from scratch"]
+        model = TridentForSensorClassification(_new_config(own, label_names, shapes)).to(_dtype(settings))
+        return model, ["TRIDENT, from scratch"]
     _require_takes(config, shapes)
     model = _loaded(settings, config, label_names, device)
     lines = [f"{settings.model_name_or_path}: TRIDENT with {', '.join(config.branches)}"]
@@ -135,6 +175,12 @@ def _classes(label_names: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def _dtype(settings: ModelSettings) -> torch.dtype:
+    import torch
+
+    return torch.float32 if settings.dtype == "auto" else getattr(torch, settings.dtype)
+
+
 def _require_takes(config: TridentConfig, shapes: Shapes) -> None:
     channels = shapes["kinematics"][0] if "kinematics" in shapes else config.kinematics_channels
     if channels != config.kinematics_channels:
@@ -147,14 +193,11 @@ def _require_takes(config: TridentConfig, shapes: Shapes) -> None:
 def _loaded(
     settings: ModelSettings, config: TridentConfig, label_names: Sequence[str], device: torch.device
 ) -> TridentForSensorClassification:
-    import torch
-
     name = base_of(Path(located(settings.model_name_or_path)))
-    dtype = torch.float32 if settings.dtype == "auto" else getattr(torch, settings.dtype)
     with as_model_error(name, "model"):
         model, report = TridentForSensorClassification.from_pretrained(
             located(name),
-            dtype=dtype,
+            dtype=_dtype(settings),
             revision=settings.model_revision,
             ignore_mismatched_sizes=True,  # they are in the report, with their names
             output_loading_info=True,

@@ -122,10 +122,15 @@ class KinematicsBranch(Branch):
         """kinematics: (rows, time, channels). mask: bool (rows, time). The last token may hold fewer points."""
         series = without_padding(kinematics.to(self.dtype), mask)
         missing = -series.size(1) % self.patch
-        series, mask = functional.pad(series, (0, 0, 0, missing)), functional.pad(mask, (0, missing))
-        tokens = self.project(series.transpose(1, 2)).transpose(1, 2)
-        mask = mask.unflatten(1, (-1, self.patch)).any(dim=-1)
+        tokens = self.project(functional.pad(series, (0, 0, 0, missing)).transpose(1, 2)).transpose(1, 2)
+        mask = _any_of_patch(functional.pad(mask.to(series.dtype), (0, missing)), self.patch)
         return attended(self.layers, tokens, mask), mask
+
+
+def _any_of_patch(mask: Tensor, patch: int) -> Tensor:
+    """mask: 0 or 1, (rows, time), not bool: inductor writes C++ for the padding of one that does not compile. Returns
+    bool (rows, time / patch)."""
+    return mask.unflatten(1, (-1, patch)).amax(dim=-1) > 0
 
 
 GRID = 4

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,20 +12,21 @@ from rich.console import Console
 
 from scu_trainer.data import default_cache_dir
 from scu_trainer.data.images import find_images, natural_size, prepare_images
+from scu_trainer.data.images_decode import fixed_pixels
 from scu_trainer.data.images_store import Kind, collate_images, pixel_statistics
 from scu_trainer.data.samples import PreparedSamples
 from scu_trainer.errors import SettingsError
 from scu_trainer.models.load import AdapterPlan
 from scu_trainer.models.vision import (
     changes_for,
-    inner_targets,
     load_scored_classifier,
     make_classifier,
-    needs_several_rows,
-    trained_whole,
     watch_pixels,
 )
-from scu_trainer.models.vision_view import View, view_of
+from scu_trainer.models.vision_adapters import inner_targets, keep_classes, trained_whole
+from scu_trainer.models.vision_inputs import require_stock_pixels
+from scu_trainer.models.vision_norms import needs_several_rows, steady_norms
+from scu_trainer.models.vision_view import View, known_classes, view_of
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.images import ImageSettings
 from scu_trainer.train.classification import class_metrics, preprocess_class_logits, score_samples
@@ -34,6 +37,12 @@ from scu_trainer.train.tasks.task import Source
 
 HEADS = ("classifier", "score", "head", "fc")
 """What classifiers of images call their last layer."""
+
+BY_LENGTH = ("token_budget", "length_warmup")
+"""Curricula for rows of different lengths."""
+
+FEWEST_ROWS = 4
+"""Of fewer images BatchNorm makes gradients that have little to do with those of the batch."""
 
 
 class ImageTask:
@@ -54,6 +63,16 @@ class ImageTask:
             )
         if model.device_map is not None:
             raise SettingsError("device_map places language models; for images drop it")
+        by_length = [method for method in job.curriculum.methods if method in BY_LENGTH]
+        if by_length:
+            raise SettingsError(
+                f"curriculum {by_length[0]} acts on the lengths of rows, and all images have one size; drop it"
+            )
+        if job.own.augmentation == "strong" and job.own.image_channels == 1:
+            raise SettingsError(
+                "augmentation: strong changes colours, and image_channels is 1 (gray); use standard or light, or drop "
+                "image_channels"
+            )
 
     def load(self, job: Job, console: Console) -> Parts:
         data, view = _prepared(job.model, job.data, job.own, job.training.seed)
@@ -62,9 +81,11 @@ class ImageTask:
         model, lines = make_classifier(job.model, job.own, data.label_names, view)
         for line in lines:
             console.print(line, soft_wrap=True)
-        _require_rows_for_statistics(model, view, len(data.train), job)
+        if steady_norms(model):
+            _require_rows_for_statistics(model, view, job)
+            _raise_smallest_chunk(job, console)
         watch_pixels(model, view.processor, changes_for(job.own, view))
-        return finish(
+        parts = finish(
             job,
             console,
             settings=job.model,
@@ -75,9 +96,12 @@ class ImageTask:
             before_model_bytes=before_model_bytes,
             adapters=_adapters(model),
         )
+        keep_classes(parts.model)
+        return parts
 
     def load_scored(self, source: Source) -> Parts:
-        data, view = _prepared(source.model, source.data, source.own, source.seed)
+        classes = known_classes(source.model)
+        data, view = _prepared(source.model, source.data, source.own, source.seed, classes)
         model = load_scored_classifier(source.model, data.label_names, view)
         return Parts(view.processor, data, model, collate_images)
 
@@ -90,15 +114,19 @@ class ImageTask:
         return {"pixel_values": parts.collator(rows)["pixel_values"]}
 
 
-def _prepared(model: ModelSettings, data: DataSettings, own: ImageSettings, seed: int) -> tuple[PreparedSamples, View]:
-    """Rows, and what the model sees of them; a processor that was made here has their mean and deviation."""
+def _prepared(
+    model: ModelSettings, data: DataSettings, own: ImageSettings, seed: int, classes: Sequence[str] = ()
+) -> tuple[PreparedSamples, View]:
+    """Rows, and what the model sees of them; a processor that was made here has their mean and deviation. ``classes``:
+    what a trained model knows."""
     cache_dir = default_cache_dir(data.cache_dir)
-    source = find_images(data, own, cache_dir)
+    source = find_images(data, own, cache_dir, classes)
     view = view_of(model, own, lambda: natural_size(source))
     kind = Kind(view.processor, view.channels, view.size)
     prepared = prepare_images(source, kind, data, seed=seed, cache_dir=cache_dir)
     if view.is_new:
         view.processor.image_mean, view.processor.image_std = pixel_statistics(prepared.train)
+    require_stock_pixels(view.processor, view.channels, partial(fixed_pixels, processor=view.processor))
     return prepared, view
 
 
@@ -108,19 +136,24 @@ def _adapters(model: torch.nn.Module) -> AdapterPlan:
     return AdapterPlan(task_type=None, targets=inner_targets(model, heads), modules_to_save=trained_whole(model, heads))
 
 
-def _require_rows_for_statistics(model: torch.nn.Module, view: View, rows: int, job: Job) -> None:
-    """BatchNorm on a map of one place has no deviation in a batch of one image, and torch stops there."""
-    at_once = job.training.per_device_train_batch_size
-    if not needs_several_rows(model, view):
-        return
-    is_alone = at_once == 1 or (rows % at_once == 1 and not job.training.dataloader_drop_last)
-    if is_alone and job.training.world_size == 1:
+def _require_rows_for_statistics(model: torch.nn.Module, view: View, job: Job) -> None:
+    """BatchNorm on maps of one place learns nothing from batches that are all of one image."""
+    training = job.training
+    at_once = training.per_device_train_batch_size
+    if job.memory.acts:  # a chunk can span the batches of a step
+        at_once *= training.gradient_accumulation_steps
+    if at_once == 1 and needs_several_rows(model, view):
         raise SettingsError(
-            f"{rows:,} images in batches of {at_once} leave one image alone, and BatchNorm on maps of one place needs "
-            f"two; set per_device_train_batch_size to {at_once + 1}, or image_size to {2 * max(view.size)}"
+            "per_device_train_batch_size is 1, and BatchNorm on maps of one place needs two images at once; set it to "
+            f"2 or more, or image_size to {2 * max(view.size)}"
         )
-    if job.memory.acts and job.memory.min_batch_size == 1:
-        raise SettingsError(
-            "min_batch_size is 1, and BatchNorm on maps of one place needs two images at once; set it to 2 or more, or "
-            f"image_size to {2 * max(view.size)}"
-        )
+
+
+def _raise_smallest_chunk(job: Job, console: Console) -> None:
+    """Where ``min_batch_size`` was left at everybody's default."""
+    memory, training = job.memory, job.training
+    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    fewest = min(FEWEST_ROWS, rows, memory.max_batch_size or rows)
+    if memory.acts and memory.min_batch_size == 1 < fewest:
+        job.memory = replace(memory, min_batch_size=fewest)
+        console.print(f"min_batch_size: {fewest}, for BatchNorm needs several images at once", soft_wrap=True)

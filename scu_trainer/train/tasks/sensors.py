@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,17 +15,18 @@ from scu_trainer.data.sensor_collate import SensorCollator
 from scu_trainer.data.sensors import prepare_sensors
 from scu_trainer.errors import SettingsError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.load import is_adapter
 from scu_trainer.models.offload_linears import offload_linears
 from scu_trainer.models.quantize import require_quantization
 from scu_trainer.models.sensors import TridentForSensorClassification
 from scu_trainer.models.sensors.loading import (
     adapter_plan,
     branches_of,
-    label_names_of,
+    input_shapes,
     load_scored_trident,
     make_trident,
+    require_same_classes,
     stored_config,
+    trained_label_names,
 )
 from scu_trainer.settings.sensors import SYNTHETIC
 from scu_trainer.train.classification import class_metrics, preprocess_class_logits, score_samples
@@ -85,11 +85,19 @@ class SensorTask:
         require_quantization(job.model, job.training.device)
         config = stored_config(job.model)
         own = replace(job.own, branches=branches_of(config, job.own))
-        data = prepare_sensors(job.data, own, seed=job.training.seed, cache_dir=default_cache_dir(job.data.cache_dir))
+        data = prepare_sensors(
+            job.data,
+            own,
+            seed=job.training.seed,
+            cache_dir=default_cache_dir(job.data.cache_dir),
+            may_lack_branches=config is not None,
+        )
         say_data(console, data)
+        require_same_classes(job.model, data.label_names)
         before_model_bytes = begin_model(job)
         shapes = _shapes(data)
         model, lines = make_trident(job.model, own, data.label_names, shapes, job.training.device)
+        shapes = input_shapes(model.config, shapes)
         for line in lines:
             console.print(line, soft_wrap=True)
         model.checkpointed = None if own.checkpoint_branches is None else tuple(own.checkpoint_branches)
@@ -126,17 +134,17 @@ class SensorTask:
     def load_scored(self, source: Source) -> Parts:
         config = stored_config(source.model)
         own = replace(source.own, branches=branches_of(config, source.own))
-        is_whole = not is_adapter(Path(source.model.model_name_or_path).expanduser())
         data = prepare_sensors(
             source.data,
             own,
             seed=source.seed,
             cache_dir=default_cache_dir(source.data.cache_dir),
-            label_names=label_names_of(config) if is_whole else None,
+            label_names=trained_label_names(source.model),
+            may_lack_branches=True,
         )
         shapes = _shapes(data)
         model = load_scored_trident(source.model, data.label_names, shapes)
-        return Parts(None, data, model, SensorCollator(shapes))
+        return Parts(None, data, model, SensorCollator(input_shapes(config, shapes)))
 
     def score(self, model: torch.nn.Module, parts: Parts) -> DocumentScores:
         return score_samples(model, parts.data.eval, parts.collator)
@@ -147,7 +155,9 @@ class SensorTask:
 
 
 def _shapes(data: PreparedSamples) -> dict[str, tuple[int, ...]]:
-    return dict(data.train.store.shapes)
+    """Of what is trained on and of what is held out, which may have a branch more."""
+    held_out = {} if data.eval is None else data.eval.store.shapes
+    return {**held_out, **data.train.store.shapes}
 
 
 def _require(condition: bool, message: str) -> None:
