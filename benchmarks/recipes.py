@@ -32,9 +32,9 @@ BRANCHES = ("visible", "infrared", "kinematics")
 RECIPES = (*LEAST_ACCURACY, "gru")
 
 
-def jobs(recipes: list[str], seeds: list[int]) -> list[tuple[str, int, str]]:
+def jobs(recipes: list[str], seeds: list[int], branches: list[str]) -> list[tuple[str, int, str]]:
     """(recipe, seed, the one branch that is used or "" for all)."""
-    alone = [("sensors", seed, branch) for branch in BRANCHES for seed in seeds if "sensors" in recipes]
+    alone = [("sensors", seed, branch) for branch in branches for seed in seeds if "sensors" in recipes]
     return [(recipe, seed, "") for recipe in recipes for seed in seeds] + alone
 
 
@@ -106,11 +106,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--branches", nargs="*", choices=BRANCHES, default=list(BRANCHES), help="alone")
     parser.add_argument("--together", type=int, default=1)
     options = parser.parse_args()
+    wanted = jobs(options.recipes, options.seeds, options.branches)
     threads = max(1, psutil.cpu_count() // options.together)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.together) as pool:
-        waiting = [pool.submit(run, *job, Path(folder), threads) for job in jobs(options.recipes, options.seeds)]
+        waiting = [pool.submit(run, *job, Path(folder), threads) for job in wanted]
         results = [job.result() for job in waiting]
     show(results)
     write_result("recipes", command_line(), {"together": options.together, "results": [*_others(results), *results]})
