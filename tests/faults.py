@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Union
@@ -27,6 +28,11 @@ CPU_TEXT = (
 
 Script = Union[int, Sequence[int], Callable[[int], int]]
 """Bytes: always the same; one number per reset (the last one stays); or a function of the number of resets so far."""
+
+
+def touch(mebibytes: int) -> torch.Tensor:
+    """Pages of the kernel's: what malloc gives may be resident since an earlier test, and stay so when it is freed."""
+    return torch.frombuffer(mmap.mmap(-1, mebibytes * 2**20), dtype=torch.uint8).fill_(1)
 
 
 def oom(text: str = CUDA_TEXT) -> RuntimeError:

@@ -2,12 +2,14 @@
 
 A gauge alone, in any loop of your own::
 
+    >>> import mmap
     >>> import torch
     >>> from scu_trainer.train.memory import gauge_for
     >>> gauge = gauge_for(torch.device("cpu"))
     >>> gauge.reset()
-    >>> block = torch.ones(16 * 2**20)  # 64 MiB that the next line gives back
-    >>> del block
+    >>> pages = mmap.mmap(-1, 64 * 2**20)  # of the kernel's: malloc might hand out pages that it had kept
+    >>> block = torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
+    >>> del block, pages  # gives them back
     >>> reading = gauge.read()
     >>> reading.peak_bytes - reading.used_bytes > 60 * 2**20  # a sampler that looks now would have missed it
     True

@@ -17,16 +17,13 @@ import torch
 from scu_trainer.errors import RequirementError
 from scu_trainer.train import memory
 from scu_trainer.train.memory import CpuGauge, CudaGauge, MpsGauge, Reading, free_memory, gauge_for
+from tests.faults import touch
 
 MIB = 2**20
 GIB = 2**30
 CPU = torch.device("cpu")
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's high-water mark is read from /proc")
-
-
-def touch(mebibytes: int) -> torch.Tensor:
-    return torch.ones(mebibytes * MIB // 4)
 
 
 # --- readings

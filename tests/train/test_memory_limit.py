@@ -10,6 +10,7 @@ from scu_trainer.settings import MemorySettings
 from scu_trainer.train.costs import StepTimes, bytes_before_model
 from scu_trainer.train.memory import Gauge, Reading
 from scu_trainer.train.memory_limit import LimitedGauge, limited_gauge
+from tests.faults import touch
 
 
 class Fixed(Gauge):
@@ -84,5 +85,5 @@ def test_the_step_that_counts_is_a_later_one():
 
 def test_memory_before_a_model_is_this_processes_own():
     held = bytes_before_model(torch.device("cpu"))
-    block = torch.ones(16 * 2**20)
+    block = touch(64)
     assert bytes_before_model(torch.device("cpu")) - held > 0.9 * block.nbytes
