@@ -110,7 +110,7 @@ def read_job(config: str | None, flags: Sequence[str]) -> Job:
     names = field_names(parser)
     arguments = [*_file_as_flags(config, names), *flags]
     check_names(arguments, names)
-    task = _task(parser, arguments)
+    task = _task(parser, arguments, names)
     parser.set_defaults(bf16=None, fp16=None)  # None: nobody said anything
     typed = parser.parse_args(arguments)
     prepare_environment(typed.deepspeed, typed.use_cpu)
@@ -134,11 +134,11 @@ def read_job(config: str | None, flags: Sequence[str]) -> Job:
     )
 
 
-def _task(parser: HfArgumentParser, arguments: Sequence[str]) -> TaskSettings:
+def _task(parser: HfArgumentParser, arguments: Sequence[str], names: Collection[str]) -> TaskSettings:
     """The task, whose defaults, preset and mode stand in for everybody's defaults of ``parser``."""
     typed = parser.parse_args(arguments)
     task = TaskSettings(typed.task, typed.preset, typed.mode)
-    task.check_typed(_given(arguments, field_names(parser)))
+    task.check_typed(_given(arguments, names))
     parser.set_defaults(**task.defaults)
     return task
 

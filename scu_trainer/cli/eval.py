@@ -46,9 +46,6 @@ by the data settings below) or --eval_dataset (all of it is scored). Flags overr
 
 MAY_HAVE_LEARNED = "it may have learned some of these documents"
 
-AVERAGES = "ema.safetensors"
-"""Beside the weights of a checkpoint, whose run evaluated their averages."""
-
 BATCH_TOKENS = 8192
 
 FEW_DOCUMENTS = 10
@@ -329,11 +326,13 @@ def _notes_on_data(data: Any, item: str) -> list[str]:
 
 
 def _notes_on_training(subjects: list[Subject], settings: DataSettings, seed: int, owner: Subject) -> list[str]:
+    from scu_trainer.train.ema import EMA_FILE  # beside the weights of a checkpoint whose run evaluated averages
+
     suspects = [subject for subject in subjects if may_have_learned(subject, settings, seed, own_split(owner))]
-    averaged = [subject for subject in subjects if (Path(subject.source) / AVERAGES).is_file()]
+    averaged = [subject for subject in subjects if (Path(subject.source) / EMA_FILE).is_file()]
     return [
         *(f"{s.name} was trained on another split: {MAY_HAVE_LEARNED}" for s in suspects),
-        *(f"{s.name}: its weights are scored, not their moving averages ({AVERAGES})" for s in averaged),
+        *(f"{s.name}: its weights are scored, not their moving averages ({EMA_FILE})" for s in averaged),
     ]
 
 

@@ -25,7 +25,7 @@ DOCUMENTS_VERSION = 1  # raise it when the same text would give other documents
 DOCUMENTS_PER_READ = 64
 
 
-class TokenizedDocuments:
+class StoredDocuments:
     """Documents by number, with the books of how they were read."""
 
     def __init__(self, rows: datasets.Dataset, books: DataBooks) -> None:
@@ -37,8 +37,12 @@ class TokenizedDocuments:
 
     @property
     def digests(self) -> numpy.ndarray:
-        """int64 of shape (documents,); equal for documents with the same tokens."""
+        """int64 of shape (documents,); equal for documents with the same content."""
         return self._rows.select_columns("digest")[:]["digest"].to_numpy()
+
+
+class TokenizedDocuments(StoredDocuments):
+    """Documents as tokens; ``digests`` are those of the tokens."""
 
     def numbered(self, order: numpy.ndarray) -> Iterator[NumberedDocument]:
         """Documents in the given order; a few are in memory at a time."""

@@ -7,8 +7,11 @@ Tokenized documents are kept apart from rows, so another seed or block size does
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy
 
@@ -23,6 +26,8 @@ from scu_trainer.data.store import built_once, open_arrow, write_arrow
 from scu_trainer.data.stream import prepare_stream
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
+
+Documents = TypeVar("Documents")
 
 
 def prepare(settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, model_name: str) -> PreparedData:
@@ -53,17 +58,29 @@ def _open(folder: Path) -> PreparedData:
 def _write(folder: Path, plan: Plan) -> None:
     settings = plan.settings
     books = DataBooks(notes=[*plan.source.notes])
-    documents = _tokenized(plan, plan.source, settings.dataset_size, books)
-    train_order, eval_order = split(len(documents), plan, books)
-    eval_source = documents
-    if plan.held_out:
-        eval_source = _tokenized(plan, plan.held_out, settings.max_eval_documents, books)
-        eval_order = numpy.arange(len(eval_source))
-    books.documents, books.eval_documents = len(train_order), len(eval_order)
-    books.heldout_duplicates = int(numpy.isin(eval_source.digests[eval_order], documents.digests[train_order]).sum())
+    read = functools.partial(_tokenized, plan, books=books)
+    documents, train_order, eval_source, eval_order = both_sides(plan, read, books)
     _write_training_rows(folder, documents, train_order, plan, books)
     _write_held_out_rows(folder, eval_source, eval_order, settings, books)
     (folder / "books.json").write_text(json.dumps(books.as_dict()))
+
+
+def both_sides(
+    plan: Plan, read: Callable[[Source, int | None], Documents], books: DataBooks
+) -> tuple[Documents, numpy.ndarray, Documents, numpy.ndarray]:
+    """(training documents, their order, held-out documents, their order), counted in ``books``.
+
+    ``read(source, limit)``: documents with a length and ``digests``. ``plan``: its settings, source, held_out and seed
+    decide.
+    """
+    documents = eval_source = read(plan.source, plan.settings.dataset_size)
+    train_order, eval_order = split(len(documents), plan, books)
+    if plan.held_out:
+        eval_source = read(plan.held_out, plan.settings.max_eval_documents)
+        eval_order = numpy.arange(len(eval_source))
+    books.documents, books.eval_documents = len(train_order), len(eval_order)
+    books.heldout_duplicates = int(numpy.isin(eval_source.digests[eval_order], documents.digests[train_order]).sum())
+    return documents, train_order, eval_source, eval_order
 
 
 def _tokenized(plan: Plan, source: Source, limit: int | None, books: DataBooks) -> TokenizedDocuments:

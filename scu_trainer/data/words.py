@@ -8,6 +8,7 @@ holds words of one text, because it carries one category; long texts go on in fu
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from scu_trainer.data.packing import (
     training_schema,
 )
 from scu_trainer.data.plan import HeldOutDocument, PreparedData
-from scu_trainer.data.prepare import split
+from scu_trainer.data.prepare import both_sides
 from scu_trainer.data.sources import Source, held_out_source, training_source
 from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
 from scu_trainer.data.words_embedded import embedded_sections
@@ -191,14 +192,8 @@ def _open(folder: Path) -> PreparedWords:
 def _write(folder: Path, plan: _Plan) -> None:
     settings = plan.settings
     books = WordBooks(notes=[*plan.source.notes])
-    texts = _texts(plan, plan.source, settings.dataset_size, books)
-    train_order, eval_order = split(len(texts), plan, books)
-    eval_texts = texts
-    if plan.held_out:
-        eval_texts = _texts(plan, plan.held_out, settings.max_eval_documents, books)
-        eval_order = numpy.arange(len(eval_texts))
-    books.documents, books.eval_documents = len(train_order), len(eval_order)
-    books.heldout_duplicates = int(numpy.isin(eval_texts.digests[eval_order], texts.digests[train_order]).sum())
+    read = functools.partial(_texts, plan, books=books)
+    texts, train_order, eval_texts, eval_order = both_sides(plan, read, books)
     known = plan.known or _learned(texts, train_order, plan.own)
     encoder = _Encoder(known, books)
     books.vocabulary = len(known.tokenizer)

@@ -12,6 +12,7 @@ import numpy
 import xxhash
 
 from scu_trainer.data.books import DataBooks
+from scu_trainer.data.documents import StoredDocuments
 from scu_trainer.data.encode import EMPTY, UNREADABLE
 from scu_trainer.data.packing import record_batches
 from scu_trainer.data.records import BadRow, Record
@@ -20,7 +21,6 @@ from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arro
 from scu_trainer.errors import DataError, nearest
 
 if TYPE_CHECKING:
-    import datasets
     import pyarrow
 
 TEXTS_VERSION = 1  # raise it when the same rows would give other texts
@@ -43,20 +43,8 @@ class LabelledText(NamedTuple):
     name: str
 
 
-class Texts:
-    """Texts by number, with the books of how they were read."""
-
-    def __init__(self, rows: datasets.Dataset, books: DataBooks) -> None:
-        self._rows = rows.with_format("arrow")
-        self.books = books
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def digests(self) -> numpy.ndarray:
-        """int64 of shape (texts,); equal for equal texts."""
-        return self._rows.select_columns("digest")[:]["digest"].to_numpy()
+class Texts(StoredDocuments):
+    """Texts with their categories."""
 
     def categories(self, order: numpy.ndarray) -> Iterator[Optional[str]]:
         """Of the texts in the given order."""

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Union
 
-from scu_trainer.errors import RequirementError, SettingsError
+from scu_trainer.errors import RequirementError
 from scu_trainer.models.offload_folder import OffloadFolder
 from scu_trainer.run_files import require_room, require_writable
 from scu_trainer.settings import MemorySettings, ModelSettings
+from scu_trainer.settings.base import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -84,32 +85,32 @@ def refuse_unsound(settings: ModelSettings, training: TrainingArguments) -> None
     if settings.device_map is None:
         return
     name = f"device_map {settings.device_map}"
-    _require(
+    require(
         training.world_size == 1,
         f"{name} gives all devices to one process, and {training.world_size} were started: they would fill the same "
         f"memory; start one process, or {DROP} (DDP copies the model, DeepSpeed ZeRO-3 shards it)",
     )
-    _require(
+    require(
         not (training.deepspeed or _launched_with("ACCELERATE_USE_DEEPSPEED")),
         f"{name} and DeepSpeed both decide where weights lie; {DROP}: ZeRO-3 with offload_param is DeepSpeed's way",
     )
-    _require(
+    require(
         not (training.fsdp or _launched_with("ACCELERATE_USE_FSDP")),
         f"{name} and FSDP both decide where weights lie; {DROP}",
     )
-    _require(
+    require(
         not training.torch_compile,
         f"{name} fetches weights in hooks that torch.compile cannot trace: its graph would break at every layer; set "
         f"torch_compile: false, or {DROP}",
     )
     for option in ("bf16_full_eval", "fp16_full_eval"):
-        _require(
+        require(
             not getattr(training, option),
             f"{option} converts the weights before an evaluation, and those that {name} offloads cannot be; set "
             f"{option}: false (dtype: {'bfloat16' if option[0] == 'b' else 'float16'} loads them so)",
         )
     kind = training.device.type
-    _require(
+    require(
         kind in ("cpu", "cuda"),
         f"{name} knows CUDA GPUs, main memory and disk, and training would run on {kind}; set use_cpu: true, or {DROP}",
     )
@@ -125,7 +126,7 @@ def check_limits(settings: ModelSettings, memory: MemorySettings, gpus: int) -> 
     """Raise SettingsError for limits without a ``device_map``, RequirementError for a limit on GPUs where there are
     none that training uses, StorageError for an ``offload_folder`` that cannot be written."""
     given = [name for name in LIMITS if getattr(memory, name) is not None]
-    _require(
+    require(
         settings.device_map is not None or not given,
         f"{', '.join(given)} limit what device_map may use, and it is not set; add device_map: auto",
     )
@@ -234,19 +235,19 @@ def _infer(skeleton: PreTrainedModel, quantizer: Any, kind: str, limits: Mapping
 def _check_devices(placement: Placement, sizes: _Sizes, limits: Mapping[Device, int]) -> None:
     gpus = [device for device in limits if isinstance(device, int)]
     needed = sizes.largest + sizes.first
-    _require(
+    require(
         not gpus or bool(placement.gpus),
         f"max_gpu_mem: a GPU needs {_readable(needed)} for the first weights and a layer that is fetched, and "
         f"{_readable(max(limits[gpu] for gpu in gpus) if gpus else 0)} may be used; raise it to "
         f"{_typed(needed)} or more, or set use_cpu: true",
     )
-    _require(
+    require(
         bool(gpus) or limits["cpu"] >= sizes.largest,
         f"cpu_mem: the largest layer takes {_readable(sizes.largest)}, and {_readable(limits['cpu'])} may be used; "
         f"raise it to {_typed(sizes.largest)} or more",
     )
     only = next(iter(placement.gpus)) if len(placement.gpus) == 1 else None
-    _require(
+    require(
         len(gpus) < 2 or only is None or (only == 0 and not placement.is_offloaded),
         f"only GPU {only} of {len(gpus)} can hold layers, and training would use them all; set "
         f"CUDA_VISIBLE_DEVICES={only}, or raise max_gpu_mem",
@@ -257,12 +258,12 @@ def _check_soundness(placement: Placement, settings: ModelSettings) -> None:
     if not placement.is_offloaded:
         return
     away = _phrase(placement.weight_bytes, placement.gpus)
-    _require(
+    require(
         settings.tuning != "full",
         f"tuning: full trains every weight, and {away} would lie elsewhere than it is computed: accelerate drops what "
         "an optimizer changes there; set tuning: lora, or raise max_gpu_mem or cpu_mem until all fits",
     )
-    _require(
+    require(
         settings.tuning != "qlora",
         f"tuning: qlora keeps {'8' if settings.load_in_8bit else '4'}-bit weights where they are computed, and {away} "
         "would lie elsewhere (bitsandbytes cannot train so); raise max_gpu_mem or cpu_mem, or set tuning: lora",
@@ -273,7 +274,7 @@ def _check_disk(placement: Placement, limits: Mapping[Device, int]) -> None:
     size = placement.weight_bytes.get("disk", 0)
     if not size:
         return
-    _require(
+    require(
         placement.offload_folder is not None,
         f"{_readable(size)} of the weights fit neither on a GPU nor in the {_readable(limits['cpu'])} of main memory "
         "that cpu_mem allows or that are free; set offload_folder to a folder on a fast disk, or raise cpu_mem",
@@ -312,8 +313,3 @@ def _readable(size_bytes: int) -> str:
 def _typed(size_bytes: int) -> str:
     """As a limit is given, rounded up."""
     return f"{math.ceil(size_bytes / 2**20)}MiB"
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise SettingsError(message)

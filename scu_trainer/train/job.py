@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from transformers import TrainingArguments
 
-from scu_trainer.errors import SettingsError
 from scu_trainer.hardware.optimizers import check_optimizer
 from scu_trainer.hardware.probe import accelerators, probe
 from scu_trainer.models.dispatch import Free
@@ -21,6 +20,7 @@ from scu_trainer.settings import (
     ModelSettings,
     RegularizationSettings,
 )
+from scu_trainer.settings.base import require
 from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
 from scu_trainer.settings.tasks import TaskSettings
 from scu_trainer.train.curriculum_rules import obstacle, require_enough_epochs
@@ -78,21 +78,21 @@ class Job:
     def check(self) -> None:
         """Raise SettingsError for settings that contradict each other."""
         training = self.training
-        _require(
+        require(
             not (self.data.streaming and training.max_steps <= 0),
             "streaming data has no known length; give max_steps, for instance --max_steps 1000",
         )
-        _require(
+        require(
             not (training.fp16 and training.use_cpu),
             "fp16 has no effect on a CPU (training would silently run in float32); use bf16: true or drop fp16",
         )
-        _require(
+        require(
             not (training.use_cpu and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"),
             "FSDP has no effect on a CPU (accelerate would silently train data parallel); use "
             "accelerate_configs/cpu_2_processes.yaml, or drop use_cpu",
         )
         launched = int(os.environ.get("WORLD_SIZE", "1"))
-        _require(
+        require(
             launched == training.world_size,
             f"the launcher started {launched} processes, but training would use {training.world_size}: each would "
             "train alone; add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
@@ -110,13 +110,13 @@ class Job:
         training, data = self.training, self.data
         holds_out = data.eval_dataset is not None or data.streaming or data.validation_split_percentage > 0
         evaluates = training.eval_strategy != "no"
-        _require(
+        require(
             holds_out or not evaluates,
             "eval_strategy asks for held-out data but validation_split_percentage is 0; raise it, give eval_dataset "
             "or set eval_strategy: no",
         )
         auto = self.regularization is not None and self.regularization.target_s == "auto"
-        _require(
+        require(
             not auto or evaluates,
             "scu_target_s: auto watches the held-out loss; set eval_strategy: steps and eval_steps, for instance 20",
         )
@@ -130,7 +130,7 @@ class Job:
     def _check_memory(self) -> None:
         rows = self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
         lowest = self.memory.min_batch_size
-        _require(
+        require(
             not self.memory.acts or lowest <= rows,
             f"min_batch_size {lowest} exceeds the {rows} rows of an optimizer step on a device "
             "(per_device_train_batch_size x gradient_accumulation_steps); lower min_batch_size",
@@ -145,13 +145,13 @@ class Job:
     def _check_curriculum(self) -> None:
         if not self.curriculum.methods:
             return
-        _require(
+        require(
             not self.data.streaming,
             f"curriculum {self.curriculum.curriculum} chooses samples by number, and streaming data have none; set "
             "streaming: false, or curriculum: none",
         )
         reason = obstacle(self.training, self.memory)
-        _require(reason is None, str(reason))
+        require(reason is None, str(reason))
         if self.training.max_steps <= 0:
             require_enough_epochs(self.curriculum, self.training.num_train_epochs)
 
@@ -171,11 +171,6 @@ def _training_as_dict(training: TrainingArguments) -> dict[str, Any]:
     # What the launcher decides is no part of a configuration, and mixed_precision says what bf16 and fp16 say.
     left_out = {"local_rank", "deepspeed_plugin", "distributed_state", "bf16", "fp16", "tf32"}
     return {name: value for name, value in training.to_dict().items() if name not in left_out}
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise SettingsError(message)
 
 
 def checkpoint_bytes(model, training: TrainingArguments, averaged: bool = False) -> int:

@@ -67,14 +67,14 @@ def _shared_scratch() -> Iterator[str]:
 def _measure(job: Job, parts: Parts, scratch: str, console: Console) -> dict[str, Any]:
     short = replace_training(job, scratch)
     times = StepTimes()
-    start = _trained_weights(parts.model)
     trainer = build_trainer(short, parts, None, console)
+    # The model will be DeepSpeed's or FSDP's, and both start once in a process.
+    resumes = not (trainer.is_deepspeed_enabled or is_sharded(trainer))
+    start = _trained_weights(parts.model) if resumes else {}
     trainer.add_callback(times)
     trainer.train()
     evaluation_s = _evaluation_seconds(job, trainer, parts)
     checkpoint = Path(scratch) / f"checkpoint-{SAVE_AT}"
-    # The model is DeepSpeed's or FSDP's now, and both start once in a process.
-    resumes = not (trainer.is_deepspeed_enabled or is_sharded(trainer))
     if resumes:
         parts.model.load_state_dict(start, strict=False)  # lambda pulls toward where a new process would begin
         resumed = build_trainer(short, parts, None, Console(quiet=True))

@@ -13,7 +13,6 @@ from scu_trainer.data import default_cache_dir
 from scu_trainer.data.samples import PreparedSamples
 from scu_trainer.data.sensor_collate import SensorCollator
 from scu_trainer.data.sensors import prepare_sensors
-from scu_trainer.errors import SettingsError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.offload_linears import offload_linears
 from scu_trainer.models.quantize import require_quantization
@@ -28,6 +27,7 @@ from scu_trainer.models.sensors.loading import (
     stored_config,
     trained_label_names,
 )
+from scu_trainer.settings.base import require
 from scu_trainer.settings.sensors import SYNTHETIC
 from scu_trainer.train.classification import class_metrics, preprocess_class_logits, score_samples
 from scu_trainer.train.evaluate import DocumentScores
@@ -47,17 +47,17 @@ class SensorTask:
 
     def check(self, job: Job) -> None:
         model, own = job.model, job.own
-        _require(
+        require(
             not own.synthetic or job.data.dataset == SYNTHETIC,
             f"synthetic: true generates recordings, and dataset is {job.data.dataset!r}; drop one of them",
         )
-        _require(
+        require(
             model.tuning == "full" or model.model_name_or_path is not None,
             f"tuning: {model.tuning} adapts a trained model, and there is none; use tuning: full, or give "
             "model_name_or_path",
         )
-        _require(model.device_map is None, "device_map places language models; for sensors use offload_linears_mb")
-        _require(
+        require(model.device_map is None, "device_map places language models; for sensors use offload_linears_mb")
+        require(
             own.checkpoint_branches is None or not checkpoints(job),
             "checkpoint_every_layer covers all branches, and checkpoint_branches names some; drop one of them",
         )
@@ -66,17 +66,17 @@ class SensorTask:
     def _check_offloading(self, job: Job) -> None:
         if job.own.offload_linears_mb is None:
             return
-        _require(
+        require(
             job.model.tuning == "lora",
             f"offload_linears_mb moves frozen layers in full precision, and tuning is {job.model.tuning}; use tuning: "
             "lora, or drop it",
         )
-        _require(
+        require(
             job.training.device.type != "cpu" or job.own.offload_linears_folder is not None,
             "offload_linears_mb would put layers into main memory, where training on a CPU has them anyway; give "
             "offload_linears_folder, or drop it",
         )
-        _require(
+        require(
             job.training.world_size == 1 and not job.training.deepspeed and not job.training.fsdp,
             "offload_linears_mb is for one process without DeepSpeed or FSDP, which place weights themselves; drop it",
         )
@@ -158,8 +158,3 @@ def _shapes(data: PreparedSamples) -> dict[str, tuple[int, ...]]:
     """Of what is trained on and of what is held out, which may have a branch more."""
     held_out = {} if data.eval is None else data.eval.store.shapes
     return {**held_out, **data.train.store.shapes}
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise SettingsError(message)

@@ -13,10 +13,11 @@ from transformers import AutoConfig
 
 from scu_trainer.data import Collator, default_cache_dir
 from scu_trainer.data.words import PreparedWords, prepare_words
-from scu_trainer.errors import ModelError, SettingsError
+from scu_trainer.errors import ModelError
 from scu_trainer.models.gru import CadenceConfig, CadenceForCausalLM
 from scu_trainer.models.load import AdapterPlan, base_of, load_for_evaluation, load_model, load_tokenizer
 from scu_trainer.settings import ModelSettings
+from scu_trainer.settings.base import require
 from scu_trainer.settings.words import WordSettings
 from scu_trainer.train.evaluate import MODEL_INPUTS, DocumentScores, bpt_metrics, preprocess_logits, score_documents
 from scu_trainer.train.job import Job
@@ -39,23 +40,23 @@ class WordTask:
 
     def check(self, job: Job) -> None:
         model = job.model
-        _require(
+        require(
             model.tuning != "qlora",
             "tuning: qlora stores linear layers in 4 or 8 bits, and a GRU has next to none; use tuning: full or lora",
         )
-        _require(
+        require(
             model.tuning == "full" or model.model_name_or_path is not None,
             "tuning: lora adapts a trained model, and this one starts from scratch; use tuning: full, or give "
             "model_name_or_path",
         )
         others = set(model.lora_target_modules or ()) - {*ADAPTED, "all-linear"}
-        _require(
+        require(
             model.tuning != "lora" or not others,
             f"lora_target_modules names {', '.join(sorted(others))}; of a GRU model adapters act on "
             f"{' and '.join(ADAPTED)} only: its recurrent weights go to a fused kernel that passes them by, and its "
             "word embedding is the output matrix too",
         )
-        _require(model.device_map is None, "device_map places large language models; for a GRU drop it")
+        require(model.device_map is None, "device_map places large language models; for a GRU drop it")
 
     def load(self, job: Job, console: Console) -> Parts:
         data = _prepared(job)
@@ -145,8 +146,3 @@ def _known(settings: ModelSettings) -> tuple[Any, list[str]]:
             f"{CadenceConfig.model_type} models; leave model_name_or_path out to start a new one"
         )
     return tokenizer, config.category_names
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise SettingsError(message)
