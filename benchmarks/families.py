@@ -2,24 +2,21 @@
 
     python benchmarks/families.py [--recipes resnet efficientnet gru sensors] [--steps 150]
 
-For each recipe two runs, each in a process of its own. "equal": all three sides in float32, the same model, optimizer,
-schedule, batches of the same size; ours with every loop that the recipe turns on. "recipe": the plain float32 loop
-against ours as the recipe has it (bf16 where the CPU has it). Within a run the sides take turns of a few steps, so that
-drift of the machine hits all alike; a turn's time includes loading its batches. Prints steps per second as a ratio to
-the faster of the other sides, and the held-out score of each side after the same number of steps.
+For each recipe two runs. "equal": all three sides in float32, the same model, optimizer, schedule, batches of the same
+size; ours with every loop that the recipe turns on. "recipe": the plain float32 loop against ours as the recipe has it
+(bf16 where the CPU has it). Each side is a process, as its user would start it, and they take turns of a few steps:
+drift of the machine hits all alike, and those that wait do nothing. A turn's time includes loading its batches. Prints
+steps per second as a ratio to the faster of the other sides, and each side's held-out score after as many steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import json
-import subprocess
-import sys
+import multiprocessing
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,52 +38,44 @@ STEPS_PER_TURN = 5
 WARM_UP_TURNS = 2
 GROUPS = {"equal": ("plain", "stock", "ours"), "recipe": ("plain", "ours")}
 
+Seconds = dict[str, list[float]]
+"""Of each side's turns, after the first ones."""
+Ends = dict[str, dict[str, Any]]
+
 
 class Turns:
-    """Lets threads go on one at a time, ``STEPS_PER_TURN`` optimizer steps each, and notes how long each turn took."""
+    """A side's part in taking turns, in a process of its own: ``STEPS_PER_TURN`` optimizer steps when it is asked."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.seconds: dict[str, list[float]] = {name: [] for name in names}
-        self._order, self._turn = list(names), 0
-        self._changed = threading.Condition()
+    def __init__(self, parent: Connection) -> None:
+        self._parent = parent
         self._steps, self._begun_s = 0, 0.0
 
-    def begin(self, name: str) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._order[self._turn] == name)
-        self._steps, self._begun_s = 0, time.perf_counter()
+    def begin(self) -> None:
+        """Wait to be asked. All is set up by now."""
+        self._parent.send(None)
+        self._go_on()
 
-    def step(self, name: str) -> None:
+    def step(self) -> None:
         self._steps += 1
         if self._steps == STEPS_PER_TURN:
-            self.seconds[name].append(time.perf_counter() - self._begun_s)
-            self._pass_on()
-            self.begin(name)
+            self._parent.send(time.perf_counter() - self._begun_s)
+            self._go_on()
 
-    def end(self, name: str) -> None:
-        with self._changed:
-            now = self._order[self._turn]
-            following = self._order[(self._turn + 1) % len(self._order)] if now == name else now
-            self._order.remove(name)
-            self._turn = self._order.index(following) if following in self._order else 0
-            self._changed.notify_all()
-
-    def _pass_on(self) -> None:
-        with self._changed:
-            self._turn = (self._turn + 1) % len(self._order)
-            self._changed.notify_all()
+    def _go_on(self) -> None:
+        self._parent.recv()
+        self._steps, self._begun_s = 0, time.perf_counter()
 
 
 class TakesTurns(TrainerCallback):
-    def __init__(self, turns: Turns, name: str) -> None:
-        self._turns, self._name = turns, name
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._turns.begin(self._name)
+        self._turns.begin()
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step < state.max_steps:
-            self._turns.step(self._name)
+            self._turns.step()
 
 
 def read(recipe: str, steps: int, folder: str, is_recipe: bool) -> Any:
@@ -105,7 +94,7 @@ def plain(parts: Any, job: Any, turns: Turns) -> torch.nn.Module:
         args.lr_scheduler_kwargs,
     )  # fmt: skip
     loader = DataLoader(parts.data.train, args.train_batch_size, shuffle=True, collate_fn=parts.collator)
-    turns.begin("plain")
+    turns.begin()
     step = 0
     while step < args.max_steps:
         for batch in loader:
@@ -118,7 +107,7 @@ def plain(parts: Any, job: Any, turns: Turns) -> torch.nn.Module:
             step += 1
             if step == args.max_steps:
                 break
-            turns.step("plain")
+            turns.step()
     return model
 
 
@@ -133,16 +122,16 @@ def _loss(model: torch.nn.Module, batch: Any, args: Any) -> torch.Tensor:
 
 def stock(parts: Any, job: Any, turns: Turns) -> torch.nn.Module:
     trainer = Trainer(parts.model, job.training, data_collator=parts.collator, train_dataset=parts.data.train)
-    return _trained(trainer, turns, "stock")
+    return _trained(trainer, turns)
 
 
 def ours(parts: Any, job: Any, turns: Turns) -> torch.nn.Module:
-    return _trained(build_trainer(job, parts, None, Console(quiet=True)), turns, "ours")
+    return _trained(build_trainer(job, parts, None, Console(quiet=True)), turns)
 
 
-def _trained(trainer: Trainer, turns: Turns, name: str) -> torch.nn.Module:
+def _trained(trainer: Trainer, turns: Turns) -> torch.nn.Module:
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(TakesTurns(turns, name))
+    trainer.add_callback(TakesTurns(turns))
     trainer.train()
     return trainer.model
 
@@ -150,58 +139,77 @@ def _trained(trainer: Trainer, turns: Turns, name: str) -> torch.nn.Module:
 SIDES: dict[str, Callable] = {"plain": plain, "stock": stock, "ours": ours}
 
 
-def compare(recipe: str, group: str, steps: int) -> dict[str, Any]:
-    """In this process: the sides of ``group``, in turns."""
-    names = GROUPS[group]
+def run_side(name: str, recipe: str, group: str, steps: int, parent: Connection) -> None:
+    """In a process of its own: one side, a turn whenever ``parent`` asks; at the end its score."""
     with run_log(), tempfile.TemporaryDirectory() as folder:
-        job = read(recipe, steps, folder, is_recipe=group == "recipe")
+        job = read(recipe, steps, folder, is_recipe=group == "recipe" and name == "ours")
         parts = job.kind.load(job, Console(quiet=True))
-        turns, scores, errors = Turns(names), {}, []
-
-        def side(name: str) -> None:
-            turns.begin(name)  # libraries share state that is not made for being set up by two threads at once
-            own = copy.copy(parts)
-            own.model = copy.deepcopy(parts.model)
-            try:
-                model = SIDES[name](own, copy.deepcopy(job), turns)
-                scores[name] = job.kind.score(model, own)
-            except BaseException as error:
-                errors.append(error)
-                raise
-            finally:
-                turns.end(name)
-
-        threads = [threading.Thread(target=side, args=(name,)) for name in names]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    if errors:
-        raise errors[0]
-    return {"recipe": recipe, "group": group, "steps": steps, **_figures(turns, scores, job)}
+        score = job.kind.score(SIDES[name](parts, job, Turns(parent)), parts)
+    parent.send(
+        {
+            "bpt": score.bpt,
+            "accuracy": None if score.correct is None else float(score.correct.sum() / score.tokens.sum()),
+            "mixed_precision": job.model.mixed_precision,
+            "rows_per_step": job.training.per_device_train_batch_size * job.training.gradient_accumulation_steps,
+        }
+    )
 
 
-def _figures(turns: Turns, scores: dict[str, Any], job: Any) -> dict[str, Any]:
-    rounds = list(zip(*(turns.seconds[name][WARM_UP_TURNS:] for name in turns.seconds), strict=False))
-    by_side = dict(zip(turns.seconds, zip(*rounds, strict=True), strict=True))
-    others = [name for name in by_side if name != "ours"]
-    ratios = {
-        name: median(other / own for own, other in zip(by_side["ours"], by_side[name], strict=True)) for name in others
-    }
+def in_turns(order: Sequence[str], recipe: str, group: str, steps: int) -> tuple[Seconds, Ends]:
+    """Seconds of each side's turns, and what each says at the end. Processes start in ``order``."""
+    spawn = multiprocessing.get_context("spawn")
+    connections, processes = {}, []
+    for name in order:
+        connections[name], theirs = spawn.Pipe()
+        processes.append(spawn.Process(target=run_side, args=(name, recipe, group, steps, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()  # so that the end of the process ends the waiting for it
+        connections[name].recv()
+    seconds: Seconds = {name: [] for name in order}
+    ends: Ends = {}
+    while not ends:
+        for name, connection in connections.items():
+            connection.send(None)
+            answer = connection.recv()
+            if isinstance(answer, dict):
+                ends[name] = answer
+            else:
+                seconds[name].append(answer)
+    for process in processes:
+        process.join()
+    return {name: turns[WARM_UP_TURNS:] for name, turns in seconds.items()}, ends
+
+
+def compare(recipe: str, group: str, steps: int) -> dict[str, Any]:
+    """Each side is the first to start once: which one starts first matters by some percent on two cores."""
+    names = GROUPS[group]
+    orders = [names[first:] + names[:first] for first in range(len(names))]
+    rounds, ends = [], {}
+    for order in orders:
+        seconds, ends = in_turns(order, recipe, group, steps)
+        rounds.append(seconds)
+    ratios = {name: [_ratio(seconds, name) for seconds in rounds] for name in names if name != "ours"}
     return {
-        "mixed_precision": job.model.mixed_precision,
-        "rows_per_step": job.training.per_device_train_batch_size * job.training.gradient_accumulation_steps,
-        "seconds_per_step": {name: median(seconds) / STEPS_PER_TURN for name, seconds in by_side.items()},
-        "speed_against": ratios,
-        "speed_against_the_better": min(ratios.values()),
-        "held_out_bpt": {name: score.bpt for name, score in scores.items()},
-        "held_out_accuracy": {
-            name: float(score.correct.sum() / score.tokens.sum())
-            for name, score in scores.items()
-            if score.correct is not None
+        "recipe": recipe,
+        "group": group,
+        "steps": steps,
+        "mixed_precision": ends["ours"]["mixed_precision"],
+        "rows_per_step": ends["ours"]["rows_per_step"],
+        "seconds_per_step": {
+            name: median(turn for seconds in rounds for turn in seconds[name]) / STEPS_PER_TURN for name in names
         },
-        "turns": len(rounds),
+        "speed_against": {name: median(found) for name, found in ratios.items()},
+        "speed_against_by_order": ratios,
+        "speed_against_the_better": min(median(found) for found in ratios.values()),
+        "held_out_bpt": {name: end["bpt"] for name, end in ends.items()},
+        "held_out_accuracy": {name: end["accuracy"] for name, end in ends.items() if end["accuracy"] is not None},
+        "turns": sum(len(seconds["ours"]) for seconds in rounds),
     }
+
+
+def _ratio(seconds: Seconds, other: str) -> float:
+    """Steps per second of ours against ``other``'s."""
+    return median(theirs / own for own, theirs in zip(seconds["ours"], seconds[other], strict=True))
 
 
 def show(results: list[dict[str, Any]]) -> None:
@@ -226,19 +234,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps of each side")
-    parser.add_argument("--child", choices=list(GROUPS), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        print(json.dumps(compare(options.recipes[0], options.child, options.steps)))
-        return
     results = []
     for recipe in options.recipes:
         for group in GROUPS:
-            words = ["--recipes", recipe, "--child", group, "--steps", str(options.steps)]
-            answer = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True)
-            if answer.returncode:
-                sys.exit(f"{recipe}, {group}: {answer.stderr[-2000:]}")
-            results.append(json.loads(answer.stdout.splitlines()[-1]))
+            results.append(compare(recipe, group, options.steps))
             show(results)
     write_result("families", command_line(), {"results": results})
 

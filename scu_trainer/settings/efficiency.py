@@ -1,4 +1,4 @@
-"""What makes a training cheaper or its cost visible; all of it off by default."""
+"""What makes a training cheaper or its cost visible; off by default, but where a task's defaults say otherwise."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ class EfficiencySettings:
         "and the final model use it, checkpoints keep the weights themselves as well",
     )
     channels_last: bool = option(False, "keep pictures and filters of convolutions with their channels last in memory")
+    keep_freed_memory: bool = option(
+        False,
+        "on a CPU, what a step frees stays with the process for the next one; the system would zero it anew",
+    )
     lr_step_size: Optional[int] = option(
         None, "epochs after which the learning rate is multiplied by lr_gamma, again and again (torch's StepLR)"
     )

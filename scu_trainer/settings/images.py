@@ -58,6 +58,7 @@ DEFAULTS: dict[str, object] = {
     "weight_decay": 0.05,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 0.1,
+    "keep_freed_memory": True,
 }
 
 PRESETS: dict[str, dict[str, object]] = {

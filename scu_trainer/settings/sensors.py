@@ -19,6 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "tuning": "full",
     "validation_split_percentage": 20.0,
     "output_dir": "runs/sensors",
+    "keep_freed_memory": True,
 }
 
 

@@ -52,6 +52,7 @@ DEFAULTS: dict[str, object] = {
     "learning_rate": 5e-3,
     "num_train_epochs": 2,
     "max_steps": -1,
+    "keep_freed_memory": True,
 }
 """What differs from the text models: a small model from scratch, one text per row."""
 

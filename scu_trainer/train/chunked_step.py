@@ -30,7 +30,7 @@ from scu_trainer.train.optimizer_guard import OptimizerGuard, preallocate, retry
 from scu_trainer.train.ranks import Ranks, ranks_for
 from scu_trainer.train.reduction import Reduction, probe
 from scu_trainer.train.rows import Batch, layout_for
-from scu_trainer.train.sharded import reshard
+from scu_trainer.train.sharded import is_fsdp, reshard
 from scu_trainer.train.window import Piece, Window
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class ChunkedStep:
     def start(self) -> None:
         """When training begins: the model is wrapped and placed."""
         model = self.trainer.model
-        self.ranks = ranks_for(self.trainer)
+        self.ranks, self._is_fsdp = ranks_for(self.trainer), is_fsdp(self.trainer)
         parameters = self._trained()
         self._place = steps.Place(
             self.trainer.args.device, ChangingBuffers(model), parameters, self.ranks.drop_gradients
@@ -85,8 +85,14 @@ class ChunkedStep:
         if self.settings.memory_control and self.ranks.recoverable and not self.trainer.is_deepspeed_enabled:
             self._guard_optimizer(model)
 
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """What this window trains."""
+        return self._place.parameters
+
     def _trained(self) -> list[torch.nn.Parameter]:
-        reshard(self.trainer.model)  # an evaluation may lie between
+        if self._is_fsdp:
+            reshard(self.trainer.model)  # an evaluation may lie between
         return [p for p in self.trainer.model.parameters() if p.requires_grad]
 
     def _follow_parameters(self) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from scu_trainer.errors import SettingsError
+from scu_trainer.hardware.heap import keep_freed
 from scu_trainer.models.memory_format import apply_channels_last
 from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
 from scu_trainer.train.ema import WeightAverage
@@ -39,6 +40,8 @@ class Efficiency:
         self.profile: Optional[ProfileCallback] = None
         if settings.channels_last and not apply_channels_last(trainer.model):
             logger.warning("channels_last: the model has no convolution over pictures; nothing is changed")
+        if settings.keep_freed_memory and trainer.args.device.type == "cpu":
+            keep_freed()
         if settings.ema_decay is not None:
             self.average = WeightAverage(trainer, settings.ema_decay)
             trainer.add_callback(self.average)

@@ -34,8 +34,6 @@ it the interpreter itself keeps the traceback, hence the failed step's tensors::
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import gc
 import os
 from abc import ABC, abstractmethod
@@ -50,6 +48,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from scu_trainer.errors import RequirementError
 from scu_trainer.hardware import cgroup
+from scu_trainer.hardware.heap import give_back_freed
 from scu_trainer.train.out_of_memory import forget_traceback, is_out_of_memory, wanted_bytes
 
 __all__ = [
@@ -223,7 +222,7 @@ class CpuGauge(Gauge):
 
     def reset(self, exact: bool = False) -> None:
         if exact:
-            _trim_heap()
+            give_back_freed()
             self._container_limit_bytes = cgroup.memory_limit_bytes(self._root)
         if self._keeps_peak:
             self._restart_peak()
@@ -300,7 +299,7 @@ def free_memory(device: torch.device) -> int:
     before_bytes = _held_bytes(device)
     gc.collect()
     clear_device_cache()
-    _trim_heap()
+    give_back_freed()
     return max(before_bytes - _held_bytes(device), 0)
 
 
@@ -325,15 +324,3 @@ def _held_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
     return psutil.Process().memory_info().rss
-
-
-def _trim_heap() -> None:
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Optional[Callable[[int], int]]:
-    """glibc's function that gives freed heap back; None where the C library has none (macOS, musl)."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -102,12 +102,11 @@ class MemoryLoop:
         self._window, self.step, self._attempts = window, step, 0
         self._retried.clear()
         if self.gauge is not None:
-            self._look()
+            reading = self._look()
             # Where memory is short, what is live must be told from what was freed and not given back.
-            self.gauge.reset(
-                exact=self._is_learning or self.state.pressure != "low" or self.state.cap_tokens is not None
-            )
-            self._before = self._look()
+            exact = self._is_learning or self.state.pressure != "low" or self.state.cap_tokens is not None
+            self.gauge.reset(exact=exact)
+            self._before = self._look() if exact else reading
             self._base_bytes, self._limit_name = self._before.used_bytes, self._before.limit_name
         pieces = self._plan(window) if keep_step is None else self._even(window, keep_step)
         self._planned = len(pieces)

@@ -87,6 +87,7 @@ def run(
     waiting, done = deque(pieces), []
     beginning = place.mark()
     place.keep_gradients()
+    mark: Mark | None = beginning
     while waiting:
         piece = waiting.popleft()
         if not piece.has_run:
@@ -94,10 +95,11 @@ def run(
             if list(fitting) != [piece]:
                 waiting.extendleft(reversed(fitting))
                 continue
-        mark = place.mark()
+        mark = mark or place.mark()
         loss, failure = _try(piece, not waiting, attempt, sizes)
         if failure is None:
             done.append((replace(piece, has_run=True), loss))
+            mark = None
             continue
         # Outside the except: inside it the traceback keeps the failed step's tensors alive.
         touched = mark.gradients_touched()
@@ -109,6 +111,7 @@ def run(
         waiting.extendleft(reversed([*again, *sizes.failed(failure)]))
         if touched:
             done.clear()
+            mark = None
     return done
 
 

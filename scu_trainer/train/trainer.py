@@ -218,7 +218,7 @@ class SCUTrainer(Trainer):
     def _clip_grad_norm(self, model):
         if self.chunked is None or not self.chunked.ranks.recoverable:
             return super()._clip_grad_norm(model)
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.chunked.parameters if p.grad is not None]
         clip = functools.partial(super()._clip_grad_norm, model)
         return retry_unchanged(clip, gradients, is_out_of_memory, self.chunked.free_memory)
 

@@ -89,6 +89,53 @@ def test_distance_of_a_large_tensor_does_not_drown_in_rounding():
     assert float(prior.squared_distance()) == pytest.approx(expected, rel=1e-6)
 
 
+class Mixed(nn.Module):
+    """Small and large tensors, in layouts and types of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters = nn.Conv2d(64, 600, 3).to(memory_format=torch.channels_last)
+        self.rows = nn.Linear(1000, 700)
+        self.table = nn.Parameter(torch.randn(900, 800).t())
+        self.precise = nn.Parameter(torch.randn(30, 20, dtype=torch.float64))
+        self.large_and_precise = nn.Parameter(torch.randn(600, 500, dtype=torch.float64))
+        self.number = nn.Parameter(torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("prior", ["init", "zero"])
+def test_each_value_is_compared_with_its_own_start(prior):
+    torch.manual_seed(0)
+    model = Mixed()
+    start = snapshot(model) if prior == "init" else [torch.zeros_like(p) for p in trainable(model)]
+    measured = Prior(model, prior)
+    scatter(model)
+    for _ in range(2):  # the second one finds the memory of the first
+        assert float(measured.squared_distance()) == pytest.approx(squared_distance(trainable(model), start), rel=1e-6)
+
+
+def test_a_start_of_another_layout_than_its_weight():
+    """A checkpoint's start is contiguous, whatever the weight has become."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(64, 600, 3)
+    prior = Prior(model)
+    model.to(memory_format=torch.channels_last)
+    scatter(model)
+    assert float(prior.squared_distance()) == pytest.approx(squared_distance(trainable(model), prior.starts), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [32, 600])
+def test_a_small_step_in_bfloat16_is_measured_in_float32(size):
+    """4 becomes 4.03125, its neighbour; a start of 1/3 is not one of the neighbours of either."""
+    model = nn.Linear(size, size, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(1 / 3)
+    prior = Prior(model)
+    with torch.no_grad():
+        model.weight.fill_(4.03125)
+    expected = squared_distance(trainable(model), prior.starts)
+    assert float(prior.squared_distance()) == pytest.approx(expected, rel=1e-6)
+
+
 def test_frozen_weights_do_not_count():
     model = Layers()
     model.embedding.requires_grad_(False)

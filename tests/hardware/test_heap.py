@@ -1,0 +1,83 @@
+"""Freed memory that stays, in processes of their own: the switch has no way back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from scu_trainer.settings import EfficiencySettings
+from scu_trainer.settings.tasks import KINDS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's switches")
+
+BLOCKS = """
+import resource, sys, torch
+from pathlib import Path
+from scu_trainer.hardware.heap import give_back_freed, keep_freed
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+
+kept = keep_freed() if sys.argv[1] == "keep" else None
+sizes = (1, 5, 20, 33, 50)
+before_mib, faults = resident_mib(), []
+for _ in range(3):
+    begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for mebibytes in sizes:
+        block = torch.ones(mebibytes << 18)
+        del block
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)
+held_mib = resident_mib() - before_mib
+give_back_freed()
+print(kept, faults[-1], held_mib, resident_mib() - before_mib)
+"""
+
+
+def blocks(mode: str) -> list[str]:
+    ran = subprocess.run([sys.executable, "-c", BLOCKS, mode], capture_output=True, text=True, check=True)
+    return ran.stdout.split()
+
+
+def test_kept_memory_is_used_again_and_can_be_given_back():
+    kept, faults, held_mib, left_mib = blocks("keep")
+    assert kept == "True"
+    assert int(faults) < 100  # of 4 KiB each; all blocks together are 27,904 of them
+    assert int(held_mib) >= 100
+    assert int(left_mib) < 5
+
+
+def test_without_it_large_blocks_come_anew():
+    _, faults, held_mib, _ = blocks("stock")
+    assert int(faults) > 15_000
+    assert int(held_mib) < 80
+
+
+def test_off_by_default_and_on_for_tasks_other_than_text():
+    assert not EfficiencySettings().keep_freed_memory
+    on = {name for name, kind in KINDS.items() if (kind.defaults or {}).get("keep_freed_memory")}
+    assert on == set(KINDS) - {"text-generation"}
+
+
+TRAINER = """
+import sys, torch
+from scu_trainer.hardware import heap
+from scu_trainer.settings import EfficiencySettings
+from scu_trainer.train import efficiency
+from scu_trainer.train.trainer import SCUTrainer
+from tests.tiny import llama
+from transformers import TrainingArguments
+
+asked = []
+efficiency.keep_freed = lambda: asked.append(heap.keep_freed())
+for setting in (False, True):
+    arguments = TrainingArguments(sys.argv[1], use_cpu=True, report_to="none")
+    SCUTrainer(llama(), arguments, efficiency=EfficiencySettings(keep_freed_memory=setting))
+    print(asked)
+"""
+
+
+def test_the_trainer_asks_for_it_where_the_settings_do(tmp_path):
+    ran = subprocess.run([sys.executable, "-c", TRAINER, str(tmp_path)], capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-2:] == ["[]", "[True]"], ran.stderr[-1000:]
