@@ -12,6 +12,7 @@ steps per second as a ratio to the faster of the other sides, and each side's he
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import tempfile
 import time
@@ -22,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import command_line, write_result
+from common import RESULTS, command_line, write_result
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
@@ -201,8 +202,8 @@ def compare(recipe: str, group: str, steps: int) -> dict[str, Any]:
         "speed_against": {name: median(found) for name, found in ratios.items()},
         "speed_against_by_order": ratios,
         "speed_against_the_better": min(median(found) for found in ratios.values()),
-        "held_out_bpt": {name: end["bpt"] for name, end in ends.items()},
-        "held_out_accuracy": {name: end["accuracy"] for name, end in ends.items() if end["accuracy"] is not None},
+        "held_out_bpt": {name: ends[name]["bpt"] for name in names},
+        "held_out_accuracy": {name: ends[name]["accuracy"] for name in names if ends[name]["accuracy"] is not None},
         "turns": sum(len(seconds["ours"]) for seconds in rounds),
     }
 
@@ -210,6 +211,13 @@ def compare(recipe: str, group: str, steps: int) -> dict[str, Any]:
 def _ratio(seconds: Seconds, other: str) -> float:
     """Steps per second of ours against ``other``'s."""
     return median(theirs / own for own, theirs in zip(seconds["ours"], seconds[other], strict=True))
+
+
+def _others(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the results file holds of comparisons that were not repeated now."""
+    path, now = RESULTS / "families.json", {(r["recipe"], r["group"]) for r in results}
+    before = json.loads(path.read_text())["results"] if path.is_file() else []
+    return [result for result in before if (result["recipe"], result["group"]) not in now]
 
 
 def show(results: list[dict[str, Any]]) -> None:
@@ -234,12 +242,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps of each side")
+    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     options = parser.parse_args()
     results = []
     for recipe in options.recipes:
-        for group in GROUPS:
+        for group in options.groups:
             results.append(compare(recipe, group, options.steps))
             show(results)
+    results = sorted([*_others(results), *results], key=lambda r: FAMILIES.index(r["recipe"]))
     write_result("families", command_line(), {"results": results})
 
 

@@ -81,7 +81,8 @@ def _speed(results: list[dict[str, Any]]) -> str:
         style, factor = ("{:.1f} %", 100) if r["held_out_accuracy"] else ("{:.3f} bits", 1)
         sides = "all sides float32" if r["group"] == "equal" else f"ours as the recipe ({r['mixed_precision']})"
         ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in r["speed_against"].items())
-        held_out = ", ".join(f"{name} {style.format(factor * score)}" for name, score in scores.items())
+        order = [*r["speed_against"], "ours"]
+        held_out = ", ".join(f"{name} {style.format(factor * scores[name])}" for name in order)
         rows.append((f"`{r['recipe']}`", sides, ratios, held_out))
     return _markdown(
         ("recipe", "sides", "steps per second of ours, as a ratio to", "held out after as many steps"), rows

@@ -17,7 +17,7 @@ Pair = tuple[torch.Tensor, Optional[torch.Tensor]]
 """A tensor and where it began; None: at zero."""
 
 BLOCK_VALUES = {"cpu": 1 << 18}  # 1 MiB of float32
-OTHER_BLOCK_VALUES = 1 << 24  # a device wants few and large kernels
+OTHER_BLOCK_VALUES = 1 << 22  # 16 MiB: a device wants few and large kernels
 
 
 class SquaredDistances:

@@ -108,8 +108,10 @@ class SCUTrainer(Trainer):
             self.regularization_callback = RegularizationCallback(self)
             self.add_callback(self.regularization_callback)
         self.efficiency = Efficiency(self, efficiency or EfficiencySettings())
+        self._operations_per_input: Optional[int] = None
 
     def train(self, *args, **kwargs):
+        self._operations_per_input = None
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -160,6 +162,15 @@ class SCUTrainer(Trainer):
             share = (self.state.global_step - self._initial_global_step) / max(self.state.max_steps, 1)
             num_train_samples = self.curriculum.rows_trained / share if share else 0
         return super()._finalize_training(trial, num_train_samples, start_time)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As the stock one, which counts the weights of the whole model anew in every step."""
+        main_input = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if main_input is None or not main_input.numel():
+            return super().floating_point_ops(inputs)
+        if self._operations_per_input is None:
+            self._operations_per_input = super().floating_point_ops(inputs) // main_input.numel()
+        return main_input.numel() * self._operations_per_input
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if self.curriculum is not None:

@@ -378,3 +378,13 @@ def test_sharded_weights_are_refused_before_training(tmp_path, monkeypatch):
     with pytest.raises(ControlError, match="use DDP"):
         SCUTrainer(llama(), arguments(tmp_path), train_dataset=Rows(), regularization=Settings())
     SCUTrainer(llama(), arguments(tmp_path), train_dataset=Rows())
+
+
+def test_operations_are_those_of_the_stock_trainer(tmp_path):
+    """Rows of several lengths: the weights are counted once, the inputs in every step."""
+    expected = stock(llama(), tmp_path / "stock", UnevenRows(), data_collator=pad, max_steps=4)
+    ours = trained(llama(), tmp_path / "ours", dataset=UnevenRows(), data_collator=pad, max_steps=4)
+    assert ours.state.total_flos == expected.state.total_flos > 0
+    again = dict.fromkeys(("input_ids", "labels"), torch.zeros(3, 7, dtype=torch.int64))
+    assert ours.floating_point_ops(again) == expected.floating_point_ops(again)
+    assert ours.floating_point_ops({}) == expected.floating_point_ops({}) == 0
