@@ -6,12 +6,14 @@ import doctest
 from pathlib import Path
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
 def test_sessions_in_the_docs(page):
+    get_accelerator()  # says on standard output what it has found, once in a process
     failed, _ = doctest.testfile(str(ROOT / "docs" / page), module_relative=False, verbose=False)
     assert failed == 0
 
