@@ -90,6 +90,14 @@ def write_result(name: str, command: str, result: dict[str, Any]) -> Path:
     return path
 
 
+def not_repeated(name: str, results: list[dict[str, Any]], keys: tuple[str, ...]) -> list[dict[str, Any]]:
+    """What results/NAME.json holds of runs that ``results`` has none of; ``keys``: which fields tell runs apart."""
+    path = RESULTS / f"{name}.json"
+    before = json.loads(path.read_text())["results"] if path.is_file() else []
+    now = {tuple(result[key] for key in keys) for result in results}
+    return [result for result in before if tuple(result[key] for key in keys) not in now]
+
+
 def command_line() -> str:
     return " ".join(["python", str(Path("benchmarks") / Path(sys.argv[0]).name), *sys.argv[1:]])
 

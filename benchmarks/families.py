@@ -12,7 +12,6 @@ steps per second as a ratio to the faster of the other sides, and each side's he
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import tempfile
 import time
@@ -23,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import RESULTS, command_line, write_result
+from common import command_line, not_repeated, write_result
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
@@ -213,13 +212,6 @@ def _ratio(seconds: Seconds, other: str) -> float:
     return median(theirs / own for own, theirs in zip(seconds["ours"], seconds[other], strict=True))
 
 
-def _others(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the results file holds of comparisons that were not repeated now."""
-    path, now = RESULTS / "families.json", {(r["recipe"], r["group"]) for r in results}
-    before = json.loads(path.read_text())["results"] if path.is_file() else []
-    return [result for result in before if (result["recipe"], result["group"]) not in now]
-
-
 def show(results: list[dict[str, Any]]) -> None:
     table = Table(title="steps per second of ours against the better of the other sides, and held-out scores")
     for name in ("recipe", "run", "arithmetic", "ms per step", "ratio", "held out"):
@@ -249,7 +241,9 @@ def main() -> None:
         for group in options.groups:
             results.append(compare(recipe, group, options.steps))
             show(results)
-    results = sorted([*_others(results), *results], key=lambda r: FAMILIES.index(r["recipe"]))
+    results = sorted(
+        [*not_repeated("families", results, ("recipe", "group")), *results], key=lambda r: FAMILIES.index(r["recipe"])
+    )
     write_result("families", command_line(), {"results": results})
 
 

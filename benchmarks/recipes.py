@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import RESULTS, command_line, write_result
+from common import command_line, not_repeated, write_result
 from kneser_ney import of_run
 from rich.console import Console
 from rich.table import Table
@@ -60,17 +60,6 @@ def run(recipe: str, seed: int, branch: str, folder: Path, threads: int) -> dict
         found |= {"final_s": control["final_s"], "target_s": control["target_s"], "verdict": control["verdict"]}
     print(json.dumps(found), flush=True)
     return found
-
-
-def _others(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the results file holds of runs that were not repeated now."""
-    path, now = RESULTS / "recipes.json", {_key(result) for result in results}
-    before = json.loads(path.read_text())["results"] if path.is_file() else []
-    return [result for result in before if _key(result) not in now]
-
-
-def _key(result: dict[str, Any]) -> tuple:
-    return result["recipe"], result["seed"], result["branch"]
 
 
 def failures(results: list[dict[str, Any]]) -> list[str]:
@@ -115,7 +104,8 @@ def main() -> int:
         waiting = [pool.submit(run, *job, Path(folder), threads) for job in wanted]
         results = [job.result() for job in waiting]
     show(results)
-    write_result("recipes", command_line(), {"together": options.together, "results": [*_others(results), *results]})
+    kept = not_repeated("recipes", results, ("recipe", "seed", "branch"))
+    write_result("recipes", command_line(), {"together": options.together, "results": [*kept, *results]})
     broken = failures(results)
     print("\n".join(broken) or "all targets met")
     return 1 if broken else 0
