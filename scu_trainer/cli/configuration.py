@@ -23,6 +23,7 @@ from scu_trainer.settings import (
     MemorySettings,
     ModelSettings,
     RegularizationSettings,
+    SafetySettings,
 )
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.settings.tasks import KINDS, TaskSettings
@@ -86,6 +87,7 @@ def our_parser(*more: type) -> HfArgumentParser:
     kinds = [_grouped(TaskSettings, "task"), _grouped(ModelSettings, "model"), _grouped(DataSettings, "data")]
     kinds += [_grouped(regularization_flags(), "regularization"), _grouped(memory_flags(), "memory")]
     kinds += [_grouped(CurriculumSettings, "curriculum"), _grouped(EfficiencySettings, "efficiency")]
+    kinds += [_grouped(SafetySettings, "safety")]
     kinds += [_grouped(kind.settings, f"task {name}") for name, kind in KINDS.items() if kind.settings is not None]
     kinds += more
     return Parser(
@@ -119,7 +121,7 @@ def read_job(config: str | None, flags: Sequence[str]) -> Job:
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except (ValueError, ImportError) as error:  # what TrainingArguments finds wrong with its own fields
         raise SettingsError(str(error)) from error
-    _, model, data, scu, memory, curriculum, efficiency, *own, training = parts
+    _, model, data, scu, memory, curriculum, efficiency, safety, *own, training = parts
     return Job(
         dataclasses.replace(model, mixed_precision=precision.name),
         data,
@@ -130,6 +132,7 @@ def read_job(config: str | None, flags: Sequence[str]) -> Job:
         task=task,
         own=next((settings for settings in own if type(settings) is task.kind.settings), None),
         efficiency=efficiency,
+        safety=safety,
         notes=(f"precision: {precision.reason}",),
     )
 

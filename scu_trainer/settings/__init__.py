@@ -10,6 +10,7 @@ from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.settings.memory import BYTES, MemorySettings, size_in_gib
 from scu_trainer.settings.model import DEVICE_MAPS, ModelSettings
 from scu_trainer.settings.regularization import RegularizationSettings
+from scu_trainer.settings.safety import SafetySettings
 
 __all__ = [
     "BYTES",
@@ -22,5 +23,6 @@ __all__ = [
     "MemorySettings",
     "ModelSettings",
     "RegularizationSettings",
+    "SafetySettings",
     "size_in_gib",
 ]

@@ -19,6 +19,7 @@ from scu_trainer.settings import (
     MemorySettings,
     ModelSettings,
     RegularizationSettings,
+    SafetySettings,
 )
 from scu_trainer.settings.base import require
 from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
@@ -51,6 +52,7 @@ class Job:
     task: TaskSettings = field(default_factory=TaskSettings)
     own: Optional[Any] = None
     efficiency: EfficiencySettings = field(default_factory=EfficiencySettings)
+    safety: SafetySettings = field(default_factory=SafetySettings)
     notes: tuple[str, ...] = ()
 
     @property
@@ -71,6 +73,7 @@ class Job:
             **asdict(self.memory),
             **asdict(self.curriculum),
             **asdict(self.efficiency),
+            **asdict(self.safety),
             **_training_as_dict(self.training),
         }
         return {name: value for name, value in found.items() if name not in self.task.kind.unused}
