@@ -14,6 +14,15 @@ class UserError(Exception):
     """Base of everything that the person at the keyboard can put right."""
 
     exit_code = 2
+    label = "error: "
+    """What the command line prints before the message."""
+
+
+class Stopped(UserError):
+    """Somebody asked the run to end, and it has, with a checkpoint."""
+
+    exit_code = 3
+    label = ""
 
 
 class SettingsError(UserError):
@@ -44,12 +53,20 @@ class CheckpointError(UserError):
     """A checkpoint cannot be resumed as asked."""
 
 
+class PreflightError(UserError):
+    """Preflight found a mistake that would cost the run."""
+
+
 class OutOfMemory(UserError):
     """Something does not fit in memory even in its smallest piece."""
 
 
 class NonFiniteLoss(UserError):
-    """The loss is no number, and not because of single rows."""
+    """Loss, gradient or weights are no finite numbers, and not because of single rows."""
+
+
+class Diverged(UserError):
+    """The training loss has left its own course for good, and the settings say to stop then."""
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

@@ -6,6 +6,7 @@
 - ``require_room``, ``require_writable``: find out before the work starts, not after it.
 
 NaN and infinity are written as ``null``: they are not JSON, and strict readers (browsers, jq) refuse the whole file.
+Tokens and passwords are written as ``***``, see secrets.py.
 Only the standard library is used, so that programs which only read a run start at once.
 """
 
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any, Union
 
 from scu_trainer.errors import StorageError
+from scu_trainer.secrets import redact
 
 AnyPath = Union[str, os.PathLike]
 Row = dict[str, Any]
@@ -50,7 +52,7 @@ def write_json(path: AnyPath, data: Any) -> None:
 
 def write_text(path: AnyPath, text: str) -> None:
     """Replace ``path`` by ``text``, whole or not at all, as ``write_json`` does. Raises StorageError."""
-    _replace(Path(path), text.encode())
+    _replace(Path(path), redact(text).encode())
 
 
 def read_json(path: AnyPath) -> Any:
@@ -231,14 +233,14 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with every NaN and infinity replaced by None, at any depth."""
+    """``value`` with every NaN and infinity replaced by None and every secret by ``***``, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
-    return value
+    return redact(value) if isinstance(value, str) else value
 
 
 def _parse_rows(content: bytes, path: Path) -> tuple[list[Row], int]:
@@ -272,10 +274,10 @@ def _replace(path: Path, content: bytes) -> None:
             os.replace(beside, path)
         finally:
             beside.unlink(missing_ok=True)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     """Make a rename in ``path`` last through a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

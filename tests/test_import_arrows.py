@@ -17,8 +17,10 @@ PACKAGE = Path(__file__).parents[1] / "scu_trainer"
 LEVELS = {
     "errors": 0,
     "control": 1,
+    "secrets": 1,
     "settings": 2,
     "run_files": 2,
+    "safe_paths": 2,
     "hardware": 3,
     "data": 3,
     "models": 3,
@@ -31,7 +33,7 @@ LEVELS = {
 ENTRANCES = ("__init__", "__main__")
 """Modules at the top of the package: they may import every room; no room may import them (but for the version)."""
 
-TORCH_FREE = ("errors", "control", "settings", "run_files")
+TORCH_FREE = ("errors", "control", "secrets", "settings", "run_files", "safe_paths")
 """Rooms that never name torch. The rooms of FAST_ROOMS name heavy libraries only inside functions."""
 
 FAST_ROOMS = ("hardware", "runs", "report", "hub", "cli")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Optional, get_type_hints
 import yaml
 
 from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.secrets import redact_data
 from scu_trainer.settings import (
     CurriculumSettings,
     DataSettings,
@@ -265,5 +266,5 @@ def _plain(message: str) -> str:
 
 def as_yaml(job: Job) -> str:
     """The resolved configuration; reading it back gives the same one."""
-    plain = json.loads(json.dumps(job.as_dict(), default=str))
+    plain = json.loads(json.dumps(redact_data(job.as_dict()), default=str))
     return yaml.safe_dump({key: value for key, value in plain.items() if value is not None}, sort_keys=False)

@@ -72,6 +72,7 @@ class EvalOptions:
         "auto", "arithmetic: bf16 or fp16 autocast, or no: that of the weights. auto: that of the run, no without one"
     )
     trust_remote_code: bool = _option(False, "run Python code that comes with a model")
+    allow_pickle: bool = _option(False, "also read weights that are stored as pickle files: tensors only")
 
     def __post_init__(self) -> None:
         for name, least in (("batch_tokens", 1), ("resamples", 1), ("seed", 0)):
@@ -144,9 +145,9 @@ def _subjects(name: str, options: EvalOptions) -> list[Subject]:
     subjects = [subject_of(name)]
     if options.against is not None:
         subjects.append(base_subject(subjects[0]) if options.against == BASE else subject_of(options.against))
-    if not options.trust_remote_code:
-        return subjects
-    return [replace(subject, model=replace(subject.model, trust_remote_code=True)) for subject in subjects]
+    # A run that came from elsewhere must not bring the consent with it.
+    consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
+    return [replace(subject, model=replace(subject.model, **consent)) for subject in subjects]
 
 
 @contextlib.contextmanager

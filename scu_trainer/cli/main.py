@@ -10,6 +10,7 @@ from typing import Optional
 
 from scu_trainer import __version__
 from scu_trainer.errors import UserError, nearest
+from scu_trainer.secrets import hide_in_tracebacks, redact, remember_environment
 
 INTERRUPTED = 130
 """What a shell reports for a program ended by Ctrl-C."""
@@ -43,10 +44,12 @@ def _run_command(arguments: Sequence[str]) -> int:
 
 def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run a command; what the user can fix becomes one message on stderr and exit code 2."""
+    remember_environment()
+    hide_in_tracebacks()
     try:
         return command(arguments)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{error.label}{redact(str(error))}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,6 +10,7 @@ from typing import Optional
 
 from scu_trainer.cli import configuration
 from scu_trainer.cli.main import guarded
+from scu_trainer.errors import Stopped
 
 MODES = {
     "--print_config": "show the resolved configuration as YAML and stop",
@@ -86,6 +87,9 @@ def _train(job, log, test_run: bool) -> int:
     try:
         rehearse(job, log=log) if test_run else run(job, log=log)
         succeeded = True
+    except Stopped:  # by all ranks, after the same step
+        succeeded = True
+        raise
     finally:
         leave_process_group(succeeded)
     return 0

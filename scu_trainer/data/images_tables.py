@@ -73,7 +73,7 @@ def _load(name: str, split: str, data: DataSettings, cache_dir: Path) -> Any:
     part = split if "[" in split else None  # a slice; without one all splits come, held-out ones too
     try:
         return datasets.load_dataset(HUB_IDS.get(name, name), config, split=part, cache_dir=str(cache_dir / "datasets"))
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
         known = (*EMBEDDED_IMAGES, *HUB_IDS)
         raise DataError(
             f"dataset {name!r} is none of {', '.join(known)}{nearest(name, known)}, no folder here, and could not be "

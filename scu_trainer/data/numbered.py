@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy
@@ -19,21 +20,53 @@ ROWS_TO_CHECK = 16
 
 
 class Numbered(torch.utils.data.Dataset):
-    """``rows`` (any map-style dataset) as pairs (number, row). ``NumberedCollator`` takes the pairs apart again."""
+    """``rows`` (any map-style dataset) as pairs (number, row). ``NumberedCollator`` takes the pairs apart again.
 
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
+    What the rows of a batch draw at random depends on ``seed``, ``epoch`` and the batch only, and not on who read what
+    before: loaders read ahead and a resumed run has new workers, so their generators are nothing to go on from. Those
+    of the process itself are left as they were.
+    """
+
+    def __init__(self, rows: Any, seed: int = 0) -> None:
+        self.rows, self._seed = rows, seed
+        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # workers that persist must see it change
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[int, Any]:
-        return index, self.rows[index]
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[int, Any]]:
         many = getattr(self.rows, "__getitems__", None)
-        rows = many(indices) if callable(many) else [self.rows[index] for index in indices]
+        with _own_generators((self._seed, int(self._epoch), int(indices[0]))):
+            rows = many(indices) if callable(many) else [self.rows[index] for index in indices]
         return list(zip(indices, rows, strict=True))
+
+
+@contextlib.contextmanager
+def _own_generators(entropy: tuple[int, ...]) -> Iterator[None]:
+    """The generators of Python, numpy and torch (CPU) seeded by ``entropy``, and afterwards as they were."""
+    for_python, for_numpy, for_torch = numpy.random.SeedSequence(entropy).generate_state(3).tolist()
+    with _generators_kept():
+        random.seed(for_python)
+        numpy.random.seed(for_numpy)
+        torch.random.default_generator.manual_seed(for_torch)
+        yield
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 class NumberedCollator:
@@ -83,15 +116,10 @@ def content_crc32(rows: Any) -> Optional[int]:
     """
     if not len(rows):
         return None
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
+    with _generators_kept():
         numbers = numpy.linspace(0, len(rows) - 1, num=min(ROWS_TO_CHECK, len(rows)), dtype=int).tolist()
         first, again = (_crc32_of([rows[number] for number in part]) for part in (numbers[:2], numbers[:2]))
         return _crc32_of([rows[number] for number in numbers]) if first == again else None
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 def _crc32_of(rows: Sequence[Any]) -> int:

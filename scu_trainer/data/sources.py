@@ -212,7 +212,7 @@ def _load_from_hub(name: str, split: str, settings: DataSettings, cache_dir: Pat
         return datasets.load_dataset(
             name, config, split=part, streaming=settings.streaming, cache_dir=str(cache_dir / "datasets")
         )
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
         raise DataError(
             f"dataset {name!r} is no embedded name ({', '.join(EMBEDDED_DATASETS)}){nearest(name, EMBEDDED_DATASETS)}, "
             f"no file or folder here, and could not be loaded from the Hub: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,15 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.errors import ModelError
 from scu_trainer.models.adapters import adapter_targets, checked_targets
 from scu_trainer.models.dispatch import Free, Placement, place
+from scu_trainer.models.loading_safety import (
+    announce_code,
+    code_refusal,
+    needs_code,
+    reason_of,
+    require_safe_adapter,
+    require_safe_weights,
+    safetensors_only,
+)
 from scu_trainer.models.mapped_files import release_mapped_files
 from scu_trainer.models.offloaded import adapt, adapt_as_saved, has_offloaded_weights
 from scu_trainer.models.quantize import (
@@ -72,7 +82,8 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     source = located(name)
     if Path(source).is_dir() and not _has_tokenizer(Path(source)):
         source = base_of(Path(source))
-    with as_model_error(name, "tokenizer"):
+    with as_model_error(name, "tokenizer", settings.model_revision):
+        announce_code(source, settings)
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
         )
@@ -135,7 +146,9 @@ def load_model(
     if settings.dtype == "auto" and settings.tuning == "full":
         dtype = torch.float32
     folder = None if placement is None else placement.private_folder()
-    with as_model_error(name, "model"):
+    with as_model_error(name, "model", settings.model_revision):
+        announce_code(located(name), settings)
+        require_safe_weights(located(name), settings)
         packing = _packing(name, settings, device)
         told: dict[str, Any] = {} if packing is None else {"quantization_config": packing}
         if settings.tuning == "qlora":
@@ -147,6 +160,7 @@ def load_model(
             dtype=dtype,
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
+            use_safetensors=safetensors_only(settings),
             attn_implementation=settings.attn_implementation,
             ignore_mismatched_sizes=True,  # they are in the report, with their names
             output_loading_info=True,
@@ -182,7 +196,8 @@ def plan_placement(
         return None
     check_source(settings.model_name_or_path)
     name = base_of(Path(located(settings.model_name_or_path)))
-    with as_model_error(name, "model"):
+    with as_model_error(name, "model", settings.model_revision):
+        announce_code(located(name), settings)
         there = replace(settings, model_name_or_path=located(name))
         return place(there, memory, free, _packing(name, settings, device))
 
@@ -201,8 +216,8 @@ def _require_complete(name: str, report: dict) -> None:
 class as_model_error:
     """Context manager: what transformers raises for a name it cannot use becomes one ModelError."""
 
-    def __init__(self, name: str, what: str) -> None:
-        self.name, self.what = name, what
+    def __init__(self, name: str, what: str, revision: Optional[str] = None) -> None:
+        self.name, self.what, self.revision = name, what, revision
 
     def __enter__(self) -> None:
         return None
@@ -210,9 +225,17 @@ class as_model_error:
     def __exit__(self, kind, error, trace) -> bool:
         if not isinstance(error, _loading_errors()) or _is_out_of_memory(error):
             return False
-        first = str(error).strip().splitlines()[0] if str(error).strip() else kind.__name__
+        if needs_code(error):
+            raise code_refusal(located(self.name), self.revision) from error
+        first = _first_line(error)
         hint = "" if Path(self.name).exists() else "; if it is a Hub id, check its spelling and the connection"
         raise ModelError(f"cannot load the {self.what} of {self.name!r}: {first}{hint}") from error
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, pickle.UnpicklingError):
+        return f"its pickle file is damaged or holds more than tensors, and was not read ({reason_of(error)})"
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _loading_errors() -> tuple[type[Exception], ...]:
@@ -221,6 +244,7 @@ def _loading_errors() -> tuple[type[Exception], ...]:
     from safetensors import SafetensorError
 
     builtin = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, UserWarning)
+    builtin += (pickle.UnpicklingError,)
     return (*builtin, StrictDataclassError, SafetensorError)
 
 
@@ -242,9 +266,10 @@ def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters
         return model
     if is_adapter(adapter):
         if has_offloaded_weights(model):
+            require_safe_adapter(adapter, settings.allow_pickle)
             with as_model_error(str(adapter), "adapter"):
                 return adapt_as_saved(model, adapter)
-        return with_adapter(model, adapter, is_trainable=True)
+        return with_adapter(model, adapter, is_trainable=True, allow_pickle=settings.allow_pickle)
     from peft import LoraConfig
 
     targets = checked_targets(model, settings.lora_target_modules) or adapters.targets or adapter_targets(model)
@@ -270,14 +295,15 @@ def load_for_evaluation(path_or_id: str, settings: ModelSettings) -> PreTrainedM
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(replace(settings, model_name_or_path=path_or_id), device=device)
     if is_adapter(path):
-        model = with_adapter(model, path, is_trainable=False)
+        model = with_adapter(model, path, is_trainable=False, allow_pickle=settings.allow_pickle)
     model = model.eval().requires_grad_(False)
     return model if settings.tuning == "qlora" else model.to(device)  # 8-bit weights cannot be moved
 
 
-def with_adapter(model: PreTrainedModel, adapter: Path, is_trainable: bool) -> nn.Module:
+def with_adapter(model: PreTrainedModel, adapter: Path, is_trainable: bool, allow_pickle: bool = False) -> nn.Module:
     from peft import PeftModel
 
+    require_safe_adapter(adapter, allow_pickle)
     with as_model_error(str(adapter), "adapter"), warnings.catch_warnings():
         # An adapter that lacks weights would otherwise pass for its base, with a warning only.
         warnings.filterwarnings("error", "Found missing adapter keys")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import shutil
 import tempfile
 import weakref
 from pathlib import Path
 
 from scu_trainer.run_files import require_writable
+from scu_trainer.safe_paths import remove_inside
 
 logger = logging.getLogger("scu_trainer")
 
 PREFIX = "scu-trainer-"
+OURS = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")
 MARKER = "in_use"
 
 
@@ -44,11 +47,11 @@ def _release(path: Path, lock: int, pid: int) -> None:
 
 def _remove_abandoned(inside: Path) -> None:
     """The system drops a lock with the process that held it, however that ended."""
-    for marker in inside.glob(f"{PREFIX}*/{MARKER}"):
+    for marker in (found for found in inside.glob(f"{PREFIX}*/{MARKER}") if OURS.fullmatch(found.parent.name)):
         with open(marker) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
             logger.info("offload_folder: %s was left by a run that was killed, and is removed", marker.parent)
-            shutil.rmtree(marker.parent)
+            remove_inside(inside, marker.parent.name, OURS)

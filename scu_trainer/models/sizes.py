@@ -17,7 +17,7 @@ def weight_counts(name_or_path: str) -> dict[str, float]:
     from transformers import AutoConfig
 
     check_source(name_or_path)
-    config = AutoConfig.from_pretrained(base_of(Path(name_or_path).expanduser()))
+    config = AutoConfig.from_pretrained(base_of(Path(name_or_path).expanduser()), trust_remote_code=False)
     model, dtype = skeleton_of(config), config.dtype or torch.float16
     return {
         "stored_bytes": float(dtype.itemsize),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.load import as_model_error, base_of, is_adapter, located, with_adapter
+from scu_trainer.models.loading_safety import announce_code, require_safe_weights, safetensors_only
 from scu_trainer.models.vision_inputs import attach, augmentation, pixel_inputs
 from scu_trainer.models.vision_view import View, known_classes, load_config
 from scu_trainer.settings import ModelSettings
@@ -58,7 +59,7 @@ def load_scored_classifier(settings: ModelSettings, label_names: Sequence[str], 
     _require_classes(settings, label_names)
     model = _loaded(settings, label_names)[0]
     if is_adapter(path):
-        model = with_adapter(model, path, is_trainable=False)
+        model = with_adapter(model, path, is_trainable=False, allow_pickle=settings.allow_pickle)
     watch_pixels(model, view.processor)
     return model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -127,12 +128,15 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
     path = Path(located(settings.model_name_or_path))
     name = base_of(path)
     before = load_config(settings).num_labels
-    with as_model_error(name, "image classifier"):
+    with as_model_error(name, "image classifier", settings.model_revision):
+        announce_code(located(name), settings)
+        require_safe_weights(located(name), settings)
         model, report = AutoModelForImageClassification.from_pretrained(
             located(name),
             dtype=_dtype(settings),
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
+            use_safetensors=safetensors_only(settings),
             attn_implementation=settings.attn_implementation,
             ignore_mismatched_sizes=True,  # they are in the report, with their names
             output_loading_info=True,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.load import as_model_error, base_of, check_source, is_adapter, located
+from scu_trainer.models.loading_safety import announce_code
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.images import ImageSettings
 
@@ -63,10 +64,12 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
 
     name = settings.model_name_or_path
     check_source(name)
-    with as_model_error(name, "configuration"):
+    with as_model_error(name, "configuration", settings.model_revision):
         source = located(name)
+        source = source if _has_config(Path(source)) else located(base_of(Path(source)))
+        announce_code(source, settings)
         return AutoConfig.from_pretrained(
-            source if _has_config(Path(source)) else located(base_of(Path(source))),
+            source,
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
         )

@@ -19,7 +19,14 @@ class ModelSettings:
         None, "folder with a config.json, or a Hub id; default: a small Granite hybrid, made once and cached"
     )
     model_revision: Optional[str] = option(None, "branch, tag or commit on the Hub")
-    trust_remote_code: bool = option(False, "run Python code that comes with the model")
+    trust_remote_code: bool = option(
+        False, "run Python code that comes with the model; its files are named, with their hashes, before they run"
+    )
+    allow_pickle: bool = option(
+        False,
+        "also read weights that are stored as pickle files (tensors only), and checkpoints of other runs whose files "
+        "can hold code (DeepSpeed, sharded FSDP)",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "type of the frozen weights")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
         "auto",

@@ -187,7 +187,7 @@ class CurriculumCallback(_HistoryCallback):
         self.curriculum = curriculum
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._begin(args, state.global_step - self.curriculum.owes_row)
+        self._begin(args, self.curriculum.booked_until)
         if self.curriculum.owes_row:
             self.curriculum.end_epoch()
 

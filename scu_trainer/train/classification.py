@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from scu_trainer.models.offloaded import input_device
-from scu_trainer.train.evaluate import DocumentScores
+from scu_trainer.train.evaluate import DocumentScores, say_nonfinite
 from scu_trainer.train.prediction import Halving
 
 ROWS_AT_ONCE = 128
@@ -35,6 +35,7 @@ def preprocess_class_logits(logits: Any, labels: torch.Tensor) -> torch.Tensor:
 def class_metrics(prediction: Any) -> dict[str, float]:
     """For ``Trainer(compute_metrics=...)`` beside ``preprocess_class_logits``: share of labels that were named right,
     and bits per label."""
+    say_nonfinite(prediction.predictions[:, 0], "row")
     nats, correct = prediction.predictions.astype(np.float64).mean(axis=0)
     return {"accuracy": correct, "bpt": nats / math.log(2.0)}
 
@@ -62,6 +63,7 @@ def score_samples(
     finally:
         model.train(was_training)
     nats, correct = np.concatenate(found).T
+    say_nonfinite(nats, "sample")
     return DocumentScores(nats, np.ones(len(nats), dtype=np.int64), correct)
 
 

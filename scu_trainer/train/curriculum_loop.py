@@ -72,6 +72,11 @@ class CurriculumLoop:
             self.gather()
         return self.sampler.difficulty
 
+    @property
+    def _seed(self) -> int:
+        args = self.trainer.args
+        return args.seed if args.data_seed is None else args.data_seed
+
     # -- a run ---------------------------------------------------------------------------------------------------------
 
     def loader(self) -> torch.utils.data.DataLoader:
@@ -81,7 +86,7 @@ class CurriculumLoop:
             lengths_of(rows, args.length_column_name),
             self.settings,
             rows_per_batch=trainer._train_batch_size,
-            seed=args.seed if args.data_seed is None else args.data_seed,
+            seed=self._seed,
             rank=args.process_index,
             world=args.world_size,
             content=content_crc32(rows),
@@ -102,10 +107,11 @@ class CurriculumLoop:
         trainer, own_collator = self.trainer, self.trainer.data_collator
         if hasattr(rows, "column_names"):
             rows = trainer._remove_unused_columns(rows, description="training")
+        self._numbered = Numbered(rows, self._seed)
         trainer.data_collator = NumberedCollator(trainer._get_collator_with_removed_columns(own_collator, "training"))
         try:
             return trainer._get_dataloader(
-                dataset=Numbered(rows),
+                dataset=self._numbered,
                 description="Training",
                 batch_size=trainer._train_batch_size,
                 sampler_fn=lambda dataset: self.sampler,
@@ -123,11 +129,20 @@ class CurriculumLoop:
         """In this call of ``train``."""
         return self.totals.rows - self._totals_before.rows
 
+    @property
+    def booked_until(self) -> int:
+        """The step up to which rows of earlier epochs stand. A run that was stopped has booked a part of an epoch; it
+        goes on with that epoch, and books it as a whole."""
+        if self._resumed_at is not None:
+            return self.length.first_step
+        return self.trainer.state.global_step - self.owes_row
+
     # -- an epoch ------------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: int, skipped_batches: int) -> dict[str, int]:
         """Plan it. Returns the real ``steps_in_epoch`` and ``num_update_steps_per_epoch`` of the stock loop."""
         self._look_at_memory()
+        self._numbered.set_epoch(epoch)
         plan, state = self.sampler.plan(epoch), self.trainer.state
         batches = plan.micro_batches // self.sampler.world
         first_step = state.global_step - skipped_batches // self.trainer.args.gradient_accumulation_steps
@@ -212,6 +227,10 @@ class CurriculumLoop:
     def quarantine(self, ids: torch.Tensor) -> None:
         """Rows without a finite loss: out of this step and out of every later epoch."""
         self._seen.quarantine(self.trainer.state.global_step, ids)
+
+    def forget_step(self) -> None:
+        """The step that is going on is skipped: its rows count as not seen, but for those that are set aside."""
+        self._seen.forget(self.trainer.state.global_step)
 
     def gather(self) -> None:
         """Put the losses and counts of all ranks together; every rank calls it at the same place."""
@@ -308,6 +327,9 @@ class CurriculumLoop:
 
     def _resume_blindly(self, checkpoint: str, stock_position: tuple[int, int]) -> tuple[int, int]:
         """From a checkpoint that a run without a curriculum has written: only the stock order can go on."""
+        if self.trainer.resumes_weights_only:
+            self._say([f"{checkpoint} holds no {STATE_FILE}: epoch {stock_position[0] + 1} begins anew"])
+            return stock_position[0], 0
         if self.settings.methods:
             raise CheckpointError(
                 f"{checkpoint} holds no {STATE_FILE}: it was written without a curriculum or with save_only_model, so "

@@ -3,6 +3,7 @@ between two models."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,17 @@ from torch import nn
 from scu_trainer.models.offloaded import input_device
 from scu_trainer.train.prediction import Halving
 
+logger = logging.getLogger("scu_trainer")
+
 IGNORED = -100
 DRAWS_AT_ONCE = 2**20
 """Documents drawn in one piece: the resamples of a large held-out set would fill gigabytes."""
 
 LARGEST_LOGITS = 2**28
 """Numbers in the logits of one forward pass: 1 GiB in float32."""
+
+MOST_NAMED = 8
+"""Documents that a message names."""
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "category_ids")
 
@@ -84,9 +90,26 @@ def bpt_metrics(prediction) -> dict[str, float]:
 
     The stock ``eval_loss`` averages batches, whatever number of tokens they hold.
     """
+    say_nonfinite(prediction.predictions[:, 0], "row")
     nats, tokens = prediction.predictions.astype(np.float64).sum(axis=0)
     bpt = nats / max(tokens, 1.0) / math.log(2.0)
     return {"bpt": bpt, "perplexity": 2.0**bpt}
+
+
+def say_nonfinite(nats: np.ndarray, item: str) -> None:
+    """Name what has no finite score, so that nobody looks for it in a mean that is none because of it."""
+    bad = np.flatnonzero(~np.isfinite(nats))
+    if len(bad):
+        more = f" and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
+        logger.warning(
+            "%d of %d held-out %ss have no finite score, so neither has their mean: %s %s%s",
+            len(bad),
+            len(nats),
+            item,
+            item,
+            ", ".join(map(str, bad[:MOST_NAMED].tolist())),
+            more,
+        )
 
 
 @torch.no_grad()
@@ -125,6 +148,7 @@ def _scores(model: nn.Module, rows, collate: Callable, batch_tokens: int) -> Doc
             seen_documents = documents[indices[part.start : part.stop]]
             np.add.at(nats, seen_documents, scores[:, 0])
             np.add.at(tokens, seen_documents, scores[:, 1].astype(np.int64))
+    say_nonfinite(nats, "document")
     seen = tokens > 0
     return DocumentScores(nats[seen], tokens[seen])
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from transformers import TrainingArguments
 
+from scu_trainer.errors import SettingsError
 from scu_trainer.hardware.optimizers import check_optimizer
 from scu_trainer.hardware.probe import accelerators, probe
 from scu_trainer.models.dispatch import Free
+from scu_trainer.secrets import redact_data, secret, where_secret
 from scu_trainer.settings import (
     CurriculumSettings,
     DataSettings,
@@ -79,8 +81,10 @@ class Job:
         return {name: value for name, value in found.items() if name not in self.task.kind.unused}
 
     def check(self) -> None:
-        """Raise SettingsError for settings that contradict each other."""
+        """Raise SettingsError for settings that contradict each other, or would write a secret into the run's files."""
         training = self.training
+        training.hub_token = secret(training.hub_token)
+        _refuse_secrets(self.as_dict())
         require(
             not (self.data.streaming and training.max_steps <= 0),
             "streaming data has no known length; give max_steps, for instance --max_steps 1000",
@@ -170,10 +174,22 @@ class Job:
         return math.ceil(per_epoch * training.num_train_epochs)
 
 
+def _refuse_secrets(settings: dict[str, Any]) -> None:
+    """Names and paths end up in files that people share: the model card, the adapter's configuration, TensorBoard."""
+    name = where_secret(settings)
+    if name is not None:
+        raise SettingsError(
+            f"{name} holds a password or token ({redact_data(settings[name])}), which would stand in the run's files; "
+            "take it out, and give it in the environment (HF_TOKEN for the Hub) or by hf auth login"
+        )
+
+
 def _training_as_dict(training: TrainingArguments) -> dict[str, Any]:
     # What the launcher decides is no part of a configuration, and mixed_precision says what bf16 and fp16 say.
     left_out = {"local_rank", "deepspeed_plugin", "distributed_state", "bf16", "fp16", "tf32"}
-    return {name: value for name, value in training.to_dict().items() if name not in left_out}
+    # Tokens stand there as a placeholder, which would be taken for a token when the configuration is read back.
+    found = training.to_dict().items()
+    return {name: value for name, value in found if name not in left_out and not name.endswith("_token")}
 
 
 def checkpoint_bytes(model, training: TrainingArguments, averaged: bool = False) -> int:

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from scu_trainer.secrets import redact, remember_environment
+
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LIBRARIES = (
     "transformers",
@@ -21,6 +23,7 @@ LIBRARIES = (
     "torch",
     "torchao",
     "DeepSpeed",
+    "huggingface_hub",
     "py.warnings",
 )
 KEPT_RECORDS = 10_000
@@ -42,6 +45,13 @@ class _OncePerRun(logging.Filter):
         return is_new
 
 
+class RedactingFormatter(logging.Formatter):
+    """The whole line without secrets, tracebacks and arguments included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
 class RunLog:
     """Records of one run: kept in memory until there is a directory for them."""
 
@@ -55,7 +65,7 @@ class RunLog:
         folder = output_dir / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         file = logging.FileHandler(folder / "train.log")
-        file.setFormatter(logging.Formatter(FORMAT))
+        file.setFormatter(RedactingFormatter(FORMAT))
         self._buffer.setTarget(file)
         self._buffer.flush()
         # Every record at once: a killed run must not take its last words with it.
@@ -71,14 +81,16 @@ class RunLog:
 def run_log() -> Iterator[RunLog]:
     """Catch the records of this project and of the libraries; afterwards their loggers are as before."""
     _import_talkative_libraries()
+    remember_environment()
     log = RunLog()
     ours = logging.getLogger("scu_trainer")
     console = logging.StreamHandler(sys.stderr)
-    console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    console.setFormatter(RedactingFormatter("%(levelname)s: %(message)s"))
     console.setLevel(logging.WARNING)
     loggers = [ours, *map(logging.getLogger, LIBRARIES)]
     before = [(logger, list(logger.handlers), logger.propagate, logger.level) for logger in loggers]
     logging.captureWarnings(True)
+    of_strangers, logging.lastResort = logging.lastResort, _redacting_last_resort()
     for logger in loggers:
         logger.handlers = [log._buffer]
         logger.propagate = False
@@ -89,10 +101,19 @@ def run_log() -> Iterator[RunLog]:
             yield log
     finally:
         logging.captureWarnings(False)
+        logging.lastResort = of_strangers
         for logger, handlers, propagate, level in before:
             logger.handlers, logger.propagate = handlers, propagate
             logger.setLevel(level)
         log.close()
+
+
+def _redacting_last_resort() -> logging.Handler:
+    """Where warnings of libraries that are not among LIBRARIES go when nobody has set up logging."""
+    handler = logging.StreamHandler()  # stderr
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(RedactingFormatter("%(message)s"))
+    return handler
 
 
 def _import_talkative_libraries() -> None:

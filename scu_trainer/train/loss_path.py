@@ -56,12 +56,14 @@ Forward = tuple[torch.Tensor, Optional[RowLosses]]
 class LossPath:
     """The training loss of one ``SCUTrainer``. ``rows``: None where nobody asks for the losses of rows.
 
-    ``chunked``: "always", "never" or "auto" (``MemorySettings.chunked_loss``).
+    ``chunked``: "always", "never" or "auto" (``MemorySettings.chunked_loss``). ``has_learned``: whether any row was not
+    set aside since somebody has set it to False.
     """
 
     def __init__(self, trainer: SCUTrainer, chunked: str, rows: Optional[Rows] = None) -> None:
         self.trainer, self.rows = trainer, rows
         self.reading: Optional[Reading] = None
+        self.has_learned = False
         self._has_reading = False
         self._kind: Optional[str] = None
         self._wanted = chunked
@@ -85,6 +87,7 @@ class LossPath:
                 restore_statistics()
                 return self._without(inputs, num_items, stock, ids, bad)
         self.rows.record(ids, losses)
+        self.has_learned = True
         return loss
 
     def _forward(self, model, inputs, num_items, stock, ids: Optional[torch.Tensor]) -> Forward:
@@ -159,6 +162,8 @@ class LossPath:
         model = self.trainer.model  # not DDP's: a forward that other ranks do not run must not speak to them
         if self._rows_mix:
             bad = self._bad_alone(model, inputs, num_items, stock, bad)
+        if self.trainer.bad_numbers is not None and bool(bad.all()):
+            self.trainer.bad_numbers.require_finite_weights()  # rows are not to blame for them
         self.rows.quarantine(ids[bad])
         good = (~bad).nonzero().flatten()
         if len(good):

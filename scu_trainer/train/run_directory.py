@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from scu_trainer.run_files import RunStatus
 from scu_trainer.train.console import seconds_left
+from scu_trainer.train.run_lock import holds_nothing
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "scu-trainer")
 
@@ -23,7 +24,7 @@ def free_name(output_dir: Path) -> Path:
     """``output_dir``, or the first of output_dir-2, output_dir-3, ... that holds nothing: a run never overwrites
     another."""
     candidate, number = output_dir, 2
-    while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
+    while candidate.exists() and not holds_nothing(candidate):
         candidate, number = output_dir.with_name(f"{output_dir.name}-{number}"), number + 1
     return candidate
 

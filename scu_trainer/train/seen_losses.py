@@ -44,6 +44,10 @@ class Losses:
         order = numpy.argsort(joined["steps"], kind="stable")
         return cls(**{name: values[order] for name, values in joined.items()})
 
+    @property
+    def is_bad(self) -> numpy.ndarray:
+        return self.known & ~numpy.isfinite(self.losses)
+
     def take(self, which: numpy.ndarray) -> Losses:
         return Losses(*(getattr(self, name)[which] for name in type(self).__annotations__))
 
@@ -57,7 +61,7 @@ class SeenLosses:
     def __init__(self) -> None:
         self._pending: list[tuple[int, torch.Tensor, Optional[RowLosses]]] = []
         self._on_host: list[Losses] = []
-        self._bad_in_a_row = self._bad_batches = 0
+        self._bad_in_a_row = self._bad_batches = self._bad_since = 0
 
     def record(self, step: int, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:
         """``losses``: None where the model does not tell."""
@@ -73,6 +77,7 @@ class SeenLosses:
         """Rows whose loss is no finite number. Raises NonFiniteLoss where it is not single rows any more."""
         self._bad_in_a_row += len(ids)
         self._bad_batches += 1
+        self._bad_since = step if self._bad_batches == 1 else self._bad_since
         nothing = torch.full(ids.shape, math.nan, device=ids.device)
         self._add(step, ids, RowLosses(nothing, torch.ones_like(nothing)))
         logger.warning(
@@ -81,10 +86,21 @@ class SeenLosses:
             ", ".join(map(str, ids.tolist())),
         )
         if self._bad_in_a_row >= MOST_BAD_ROWS and self._bad_batches > 1:
+            self._release()
             raise NonFiniteLoss(
                 f"step {step + 1}: {self._bad_in_a_row} rows one after the other gave no finite loss: it is the model "
                 "and not its data. Lower learning_rate, use bf16 instead of fp16, or resume from the newest checkpoint"
             )
+
+    def forget(self, step: int) -> None:
+        """What was recorded in ``step``; rows whose loss is no number stay set aside."""
+        self._to_host()
+        self._on_host = [seen.take((seen.steps != step) | seen.is_bad) for seen in self._on_host]
+
+    def _release(self) -> None:
+        """The rows of the present series are not set aside: a run that goes on from here shall not miss them."""
+        self._to_host()
+        self._on_host = [seen.take((seen.steps < self._bad_since) | ~seen.is_bad) for seen in self._on_host]
 
     def drain(self) -> Losses:
         """All since the last call. What ran again after an out-of-memory comes several times, its last time holds."""

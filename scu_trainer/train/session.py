@@ -14,19 +14,22 @@ from typing import Any, Optional
 from rich.console import Console
 from transformers import PrinterCallback
 
+from scu_trainer.errors import Stopped, StorageError
 from scu_trainer.models.kernels import kernel_line
 from scu_trainer.models.offloaded import input_device
 from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.console import ConsoleCallback
+from scu_trainer.train.continuity import check_continuity
 from scu_trainer.train.costs import StepTimes, cost_figures
 from scu_trainer.train.evaluate import DocumentScores
 from scu_trainer.train.job import Job, is_leader
 from scu_trainer.train.logs import RunLog, run_log
 from scu_trainer.train.parts import Parts
-from scu_trainer.train.resume import ASKED_FOR, Start, resolve
+from scu_trainer.train.resume import ASKED_FOR, Claim, Start, from_first_rank
 from scu_trainer.train.run_directory import RunStatusCallback, git_commit, versions
 from scu_trainer.train.sharded import Beforehand, is_sharded, training_precision
+from scu_trainer.train.stopping import StopCallback, StopRequest, end_with_launcher, is_launched
 from scu_trainer.train.summary import (
     best_held_out,
     held_out_figures,
@@ -52,26 +55,46 @@ def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = Non
 
 
 def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
+    end_with_launcher()
     job.check()
     for note in job.notes:
         console.print(note, soft_wrap=True)
     require_writable(job.training.output_dir)
-    start = resolve(job.training)
-    if start.line:
-        console.print(start.line, soft_wrap=True)
-    if start.is_done:
-        return read_json(start.output_dir / "scu_metrics.json")
-    parts = job.kind.load(job, console)
-    asked_for, job.training.output_dir = Path(job.training.output_dir).name, str(start.output_dir)
-    with _run_directory(job, parts, asked_for, log) as status:
-        return _train(job, parts, start, status, console)
+    configuration = job.as_dict()  # as it was asked for: loading settles some of it
+    with Claim(job.training, configuration if job.safety.resume else None, job.safety.weights_only) as claim:
+        start = claim.start
+        if start.line:
+            console.print(start.line, soft_wrap=True)
+        if start.is_done:
+            return read_json(start.output_dir / "scu_metrics.json")
+        parts = job.kind.load(job, console)
+        description = _description(job, parts, configuration)
+        _say_what_changed(job, start, description, console)
+        job.training.output_dir = str(start.output_dir)
+        request = StopRequest(job.safety.grace_period_s, is_launched())
+        with _run_directory(job, description, log) as status, request.listening():
+            trainer = build_trainer(job, parts, status, console)
+            trainer.checkpoints.facts = description
+            return _train(job, parts, start, trainer, request, status, console)
+
+
+def _say_what_changed(job: Job, start: Start, description: dict[str, Any], console: Console) -> None:
+    """Rank 0 looks, before it describes this start in the place of the one before."""
+    if start.checkpoint is None:
+        return
+    training, checkpoint = job.training, Path(str(start.checkpoint))
+    found = from_first_rank(
+        lambda: check_continuity(checkpoint, description), training.process_index, training.world_size
+    )
+    for change in found:
+        console.print(f"changed since {checkpoint.name}: {change.line}", soft_wrap=True)
 
 
 # -- the run directory -------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _run_directory(job: Job, parts: Parts, asked_for: str, log: RunLog) -> Iterator[Optional[RunStatus]]:
+def _run_directory(job: Job, description: dict[str, Any], log: RunLog) -> Iterator[Optional[RunStatus]]:
     """Make it, describe the run in it, and leave its status true however the run ends. None on all ranks but the
     first."""
     output_dir = Path(job.training.output_dir)
@@ -84,23 +107,24 @@ def _run_directory(job: Job, parts: Parts, asked_for: str, log: RunLog) -> Itera
     status.update(status="running", pid=os.getpid(), error=None)
     log.open(output_dir)
     try:
-        write_json(output_dir / "training_config.json", _description(job, parts, asked_for))
+        write_json(output_dir / "training_config.json", description)
         yield status
         status.update(status="finished", eta_s=0.0)
+    except Stopped:
+        status.update(status="stopped", eta_s=None)
+        raise
     except KeyboardInterrupt:
-        status.update(
-            status="stopped", error="interrupted; resume_from_checkpoint: true goes on from the newest checkpoint"
-        )
+        status.update(status="stopped", error="ended at once; the same command goes on from the newest checkpoint")
         raise
     except BaseException as error:
         status.update(status="failed", error=f"{type(error).__name__}: {error}")
         raise
 
 
-def _description(job: Job, parts: Parts, asked_for: str) -> dict[str, Any]:
+def _description(job: Job, parts: Parts, configuration: dict[str, Any]) -> dict[str, Any]:
     return {
-        "configuration": job.as_dict(),
-        ASKED_FOR: asked_for,
+        "configuration": configuration,
+        ASKED_FOR: Path(job.training.output_dir).name,
         "versions": versions(),
         "git_commit": git_commit(),
         "seed": job.training.seed,
@@ -137,17 +161,27 @@ def build_trainer(job: Job, parts: Parts, status: Optional[RunStatus], console: 
     return trainer
 
 
-def _train(job: Job, parts: Parts, start: Start, status: Optional[RunStatus], console: Console) -> dict[str, Any]:
-    output_dir = Path(job.training.output_dir)
-    trainer, times = build_trainer(job, parts, status, console), StepTimes()
+def _train(
+    job: Job,
+    parts: Parts,
+    start: Start,
+    trainer: SCUTrainer,
+    request: StopRequest,
+    status: Optional[RunStatus],
+    console: Console,
+) -> dict[str, Any]:
+    output_dir, times = Path(job.training.output_dir), StepTimes()
+    stop = _stoppable(trainer, request, status)
     trainer.add_callback(times)
     before = Beforehand(trainer, lambda: _before(job, trainer, parts, console))
     if before.is_late and start.checkpoint is not None:
         console.print("the figures before training will be those of the checkpoint", soft_wrap=True)
     outcome = trainer.train(resume_from_checkpoint=start.checkpoint)
-    after = score(job, trainer, parts)
-    trainer.save_model()
+    if stop.stopped_at is not None:
+        raise _stopped(trainer, stop.stopped_at, request)
+    trainer.save_model()  # before the scores, which take a while and change nothing
     trainer.save_state()
+    after = score(job, trainer, parts)
     figures = {
         "steps": trainer.state.global_step,
         "train_s": outcome.metrics["train_runtime"],
@@ -164,6 +198,30 @@ def _train(job: Job, parts: Parts, start: Start, status: Optional[RunStatus], co
             status.update(step=trainer.state.global_step, notices=_notices(trainer))
         print_table(console, figures, output_dir, f"trained {trainer.state.global_step} steps")
     return figures
+
+
+def _stoppable(trainer: SCUTrainer, request: StopRequest, status: Optional[RunStatus]) -> StopCallback:
+    stop = StopCallback(request, trainer.args.world_size)
+    trainer.add_callback(stop)
+    if status is not None:
+        stop.on_stop = lambda: status.update(status="stopping")
+        trainer.checkpoints.before = lambda: _at_step(status, trainer.state.global_step)
+        request.on_deadline = lambda: status.update(status="stopped", error="the grace period was over")
+    return stop
+
+
+def _at_step(status: RunStatus, step: int) -> None:
+    """A checkpoint past the step of run.json would count as one of an earlier start."""
+    status.update(step=step)
+    status.flush()
+
+
+def _stopped(trainer: SCUTrainer, step: int, request: StopRequest) -> Exception:
+    wanted, newest = f"checkpoint-{step}", trainer.checkpoints.newest
+    if newest is None or newest.name != wanted:
+        return StorageError(f"stopped at step {step}, but {trainer.checkpoints.notices[-1]}")
+    why = request.name or "another rank"
+    return Stopped(f"stopped by {why} after step {step}: {newest} is whole, the same command goes on from there")
 
 
 def _before(job: Job, trainer: SCUTrainer, parts: Parts, console: Console) -> Optional[DocumentScores]:
@@ -198,6 +256,7 @@ def _scores(job: Job, trainer: SCUTrainer, parts: Parts) -> DocumentScores:
 
 def _notices(trainer: SCUTrainer) -> list[str]:
     notices = [] if trainer.regularizer is None else list(trainer.regularizer.progress.notices)
+    notices += trainer.checkpoints.notices
     return notices if trainer.curriculum is None else [*notices, *trainer.curriculum.notices]
 
 

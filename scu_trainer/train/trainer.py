@@ -11,7 +11,9 @@ their arithmetic in ``control/``. One optimizer step runs
                                                   size for the next window is decided; one reduction over ranks
       every batch                                 its loss is handed to the regularizer
       last batch of the window                    penalty actuator: lambda's gradient is added
-    stock loop                                    clip, optimizer.step
+    stock loop                                    clip
+    _get_grad_norm                                a step whose loss or gradient is no number is taken back and skipped
+    stock loop                                    optimizer.step
     RegularizationCallback.on_optimizer_step      decoupled actuator pulls, S is measured, lambda is decided
 
 ``compute_loss`` goes through ``loss_path.py``, which reads the loss of each row for the curriculum.
@@ -30,20 +32,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Trainer
 
-from scu_trainer.errors import CheckpointError
+from scu_trainer.errors import CheckpointError, NonFiniteLoss
+from scu_trainer.models.loading_safety import tensors_only
 from scu_trainer.run_files import write_json
-from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
+from scu_trainer.secrets import secret
+from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.train.bad_numbers import BadNumbers
 from scu_trainer.train.callbacks import CurriculumCallback, MemoryCallback, RegularizationCallback
+from scu_trainer.train.checkpoint_writer import CheckpointWriter
 from scu_trainer.train.chunked_step import ChunkedStep
 from scu_trainer.train.curriculum_loop import CurriculumLoop
 from scu_trainer.train.efficiency import Efficiency
+from scu_trainer.train.loader_workers import shield
 from scu_trainer.train.loss_path import LossPath, without_index
 from scu_trainer.train.memory import Gauge, is_out_of_memory
 from scu_trainer.train.optimizer_guard import retry_unchanged
 from scu_trainer.train.prediction import Prediction
 from scu_trainer.train.ranks import refuse_arguments
 from scu_trainer.train.regularizer import Regularizer, prior_class_for
+from scu_trainer.train.resume import catch_up, has_optimizer, usable
 from scu_trainer.train.wrap import adopt, countable
 
 STATE_FILE = "scu_state.json"
@@ -64,6 +72,7 @@ class SCUTrainer(Trainer):
     memory_gauge: where used memory is read; None: the device's own.
     curriculum: ``CurriculumSettings``, or None for the stock order of samples without their losses.
     efficiency: ``EfficiencySettings``, or None: averages of the weights, layout, schedules in steps, throughput.
+    safety: ``SafetySettings``, or None: steps without a finite loss or gradient are skipped, a diverging loss is told.
 
     Raises ControlError where lambda could not reach the trained weights (FSDP, ZeRO-3, float16 weights).
     """
@@ -80,11 +89,15 @@ class SCUTrainer(Trainer):
         memory_gauge: Optional[Gauge] = None,
         curriculum: Optional[CurriculumSettings] = None,
         efficiency: Optional[EfficiencySettings] = None,
+        safety: Optional[SafetySettings] = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.args.hub_token = secret(self.args.hub_token)  # each checkpoint holds a pickled copy of the arguments
         self._accept_bare_loss(self.model)
         adopt(self)
+        # The first of our callbacks: the others ask whether it has skipped the step.
+        self.bad_numbers: Optional[BadNumbers] = None if safety is None else BadNumbers(self, safety)
         self.chunked: Optional[ChunkedStep] = None
         self.prediction: Optional[Prediction] = None
         if memory is not None and memory.acts:
@@ -108,12 +121,16 @@ class SCUTrainer(Trainer):
             self.regularization_callback = RegularizationCallback(self)
             self.add_callback(self.regularization_callback)
         self.efficiency = Efficiency(self, efficiency or EfficiencySettings())
+        self.resumes_weights_only = safety is not None and safety.weights_only
+        self.checkpoints = CheckpointWriter(self)
         self._operations_per_input: Optional[int] = None
 
-    def train(self, *args, **kwargs):
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        if resume_from_checkpoint:
+            resume_from_checkpoint = usable(resume_from_checkpoint, self.args.output_dir, self.resumes_weights_only)
         self._operations_per_input = None
         try:
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             if self.chunked is not None:  # also after an error: the optimizer is the caller's again
                 self.chunked.finish()
@@ -130,6 +147,9 @@ class SCUTrainer(Trainer):
         if self.curriculum is None or self.train_dataset is None:
             return super().get_train_dataloader()
         return self.curriculum.loader()
+
+    def _get_dataloader(self, *args, **kwargs):
+        return shield(super()._get_dataloader(*args, **kwargs))
 
     def set_initial_training_values(self, args, dataloader):
         values = super().set_initial_training_values(args, dataloader)
@@ -151,6 +171,9 @@ class SCUTrainer(Trainer):
         return self.curriculum.resume(resume_from_checkpoint, position)
 
     def _run_epoch(self, **kwargs):
+        if self.state.global_step >= self.state.max_steps:  # killed after its last step: the stock loop adds one more
+            self.control.should_training_stop = True
+            return None
         if self.curriculum is not None:
             is_resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"] is not None
             skipped = kwargs["steps_trained_in_current_epoch"] if is_resumed else 0
@@ -175,11 +198,13 @@ class SCUTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if self.curriculum is not None:
             epoch_iterator = self.curriculum.batches(epoch_iterator)
-        if self.chunked is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        window = self.chunked.windows(epoch_iterator, num_batches)
-        batches, num_items = super().get_batch_samples(window, num_batches, device)
-        self.chunked.prefetched(batches)
+        if self.chunked is not None:
+            epoch_iterator = self.chunked.windows(epoch_iterator, num_batches)
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.chunked is not None:
+            self.chunked.prefetched(batches)
+        if self.bad_numbers is not None:
+            self.bad_numbers.window(batches)
         return batches, num_items
 
     def stock_training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
@@ -189,7 +214,14 @@ class SCUTrainer(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         self.efficiency.observe(inputs, num_items_in_batch)
         step = self.stock_training_step if self.chunked is None else self.chunked.loss
-        loss = step(model, inputs, num_items_in_batch)
+        try:
+            loss = step(model, inputs, num_items_in_batch)
+        except NonFiniteLoss as error:
+            if self.bad_numbers is None:
+                raise
+            self.bad_numbers.stop_at(error)
+        if self.bad_numbers is not None:
+            self.bad_numbers.observe(loss, num_items_in_batch)
         if self.regularizer is not None:
             adds_means = self.chunked is not None and self.chunked.adds_means(num_items_in_batch)
             self.regularizer.observe_loss(loss / self.current_gradient_accumulation_steps if adds_means else loss)
@@ -233,6 +265,10 @@ class SCUTrainer(Trainer):
         clip = functools.partial(super()._clip_grad_norm, model)
         return retry_unchanged(clip, gradients, is_out_of_memory, self.chunked.free_memory)
 
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        return norm if self.bad_numbers is None else self.bad_numbers.before_optimizer(norm)
+
     # Evaluation is protected in the same way, with sizes of its own.
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -270,6 +306,7 @@ class SCUTrainer(Trainer):
             logs.update(self.regularization_callback.scalars())
         if "loss" in logs:
             logs.update(self.efficiency.scalars())
+            logs.update({} if self.bad_numbers is None else self.bad_numbers.scalars())
         super().log(logs, start_time)
 
     def _loss_scale(self) -> float:
@@ -285,6 +322,18 @@ class SCUTrainer(Trainer):
     def _get_learning_rate(self) -> float:
         return super()._get_learning_rate() * self.rate_factor
 
+    # Checkpoints are whole or absent: the stock method writes into a folder beside, which gets its name last.
+
+    def _save_checkpoint(self, model, trial):
+        self.checkpoints.save(trial, functools.partial(super()._save_checkpoint, model, trial))
+
+    def _get_output_dir(self, trial):
+        staging = self.checkpoints.staging
+        return super()._get_output_dir(trial) if staging is None else str(staging)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self.checkpoints.push_later(super()._push_from_checkpoint)
+
     # Controller state travels with the optimizer's: both are what a checkpoint needs to go on, not to be used.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -294,6 +343,8 @@ class SCUTrainer(Trainer):
         if self.curriculum is not None:
             self.curriculum.save(output_dir)
         self.efficiency.save(output_dir)
+        if self.bad_numbers is not None:
+            self.bad_numbers.save(output_dir)
         if self.chunked is not None and self.args.should_save:
             write_json(Path(output_dir) / MEMORY_STATE_FILE, self.chunked.loop.state_dict())
         if self.regularizer is not None and self.args.should_save:
@@ -303,12 +354,22 @@ class SCUTrainer(Trainer):
                 save_file({name: w.contiguous() for name, w in prior.items()}, Path(output_dir) / PRIOR_FILE)
             write_json(Path(output_dir) / STATE_FILE, self.regularizer.state_dict())
 
+    def _load_rng_state(self, checkpoint: Optional[str]) -> None:
+        with tensors_only(checkpoint):
+            super()._load_rng_state(checkpoint)
+
     def _load_optimizer_and_scheduler(self, checkpoint: Optional[str]) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with tensors_only(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and not has_optimizer(Path(checkpoint)):  # weights_only: everything else begins anew
+            catch_up(self.lr_scheduler, Path(checkpoint))
+            return
         if self.regularizer is not None and checkpoint is not None:
             self.regularizer.load_state_dict(*_read_controller_state(Path(checkpoint)))
         if checkpoint is not None:
             self.efficiency.load(checkpoint)
+            if self.bad_numbers is not None:
+                self.bad_numbers.load(checkpoint)
         if self.chunked is not None and checkpoint is not None:
             saved = Path(checkpoint) / MEMORY_STATE_FILE
             if saved.is_file():  # without it chunks start anew: no result depends on them but in rounding

@@ -212,7 +212,7 @@ for run in ("agree", "refuse"):
     if training.process_index == 1:
         resume.decide = None  # it must not look for itself
     try:
-        answers.append(str(resume.resolve(training).checkpoint))
+        answers.append(str(resume.Claim(training).start.checkpoint))
     except CheckpointError as error:
         answers.append(str(error))
 (folder / f"answers-{training.process_index}").write_text("\\n".join(answers))

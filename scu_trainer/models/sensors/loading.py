@@ -16,6 +16,7 @@ from scu_trainer.models.load import (
     located,
     with_adapter,
 )
+from scu_trainer.models.loading_safety import require_safe_weights, safetensors_only
 from scu_trainer.models.quantize import compute_dtype_of, prepare_quantized, quantization_config
 from scu_trainer.models.sensors.configuration_trident import TridentConfig
 from scu_trainer.models.sensors.modeling_trident import TridentForSensorClassification
@@ -44,7 +45,7 @@ def stored_config(settings: ModelSettings) -> Optional[TridentConfig]:
     from transformers import AutoConfig
 
     with as_model_error(name, "configuration"):
-        config = AutoConfig.from_pretrained(located(name), revision=settings.model_revision)
+        config = AutoConfig.from_pretrained(located(name), revision=settings.model_revision, trust_remote_code=False)
     if not isinstance(config, TridentConfig):
         raise ModelError(
             f"{name!r} is a {config.model_type} model; task: sensor-classification takes models that it has trained "
@@ -141,7 +142,7 @@ def load_scored_trident(settings: ModelSettings, label_names: Sequence[str], sha
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model: nn.Module = _loaded(settings, config, label_names, device)
     if is_adapter(path):
-        model = with_adapter(model, path, is_trainable=False)
+        model = with_adapter(model, path, is_trainable=False, allow_pickle=settings.allow_pickle)
     model = model.eval().requires_grad_(False)
     return model if settings.tuning == "qlora" else model.to(device)
 
@@ -195,10 +196,12 @@ def _loaded(
 ) -> TridentForSensorClassification:
     name = base_of(Path(located(settings.model_name_or_path)))
     with as_model_error(name, "model"):
+        require_safe_weights(located(name), settings)
         model, report = TridentForSensorClassification.from_pretrained(
             located(name),
             dtype=_dtype(settings),
             revision=settings.model_revision,
+            use_safetensors=safetensors_only(settings),
             ignore_mismatched_sizes=True,  # they are in the report, with their names
             output_loading_info=True,
             **_packing(settings, config, device),

@@ -137,9 +137,8 @@ def _known(settings: ModelSettings) -> tuple[Any, list[str]]:
     """Tokenizer and category names of a trained model. Raises ModelError for a model of another kind."""
     tokenizer = load_tokenizer(settings)
     name = base_of(Path(settings.model_name_or_path).expanduser())
-    config = AutoConfig.from_pretrained(
-        name, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
-    )
+    # No code of the model's: a model of another class could not be trained here.
+    config = AutoConfig.from_pretrained(name, revision=settings.model_revision, trust_remote_code=False)
     if not isinstance(config, CadenceConfig):
         raise ModelError(
             f"{settings.model_name_or_path!r} is a {config.model_type} model, and task: word-generation trains "

@@ -1,0 +1,102 @@
+"""Deleting that stays inside one folder, whatever links lie in it.
+
+A run deletes old checkpoints. A ``checkpoint-5`` that is a link to somewhere else, a name with ``..`` in it, or an
+output_dir of ``/`` must not turn that into the loss of something that the run never wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Union
+
+from scu_trainer.errors import StorageError
+
+AnyPath = Union[str, os.PathLike]
+
+CHECKPOINTS = re.compile(r"checkpoint-\d+|staging-checkpoint-\d+[\w.-]*")
+"""Names that a run gives to its checkpoints, whole or being written."""
+
+SYSTEM_FOLDERS = ("bin", "boot", "dev", "etc", "home", "lib", "opt", "proc", "root", "sbin", "sys", "usr", "var")
+
+
+def remove_inside(root: AnyPath, name: str, allowed: re.Pattern = CHECKPOINTS) -> int:
+    """Delete the entry ``name`` directly inside ``root`` and return how many bytes of the disk that frees.
+
+    ``root`` itself may be a link. An entry that is a link is unlinked, and so is every link below it; what they lead to
+    is never touched, also where another process swaps a folder for a link meanwhile: everything goes through open
+    folders, not paths. A file with other names elsewhere (a hard link) frees nothing. What is not there is no error.
+
+    Raises StorageError for a name that ``allowed`` does not match as a whole, for one that leads elsewhere, for a
+    ``root`` that belongs to the system or is a home, and for what cannot be deleted.
+    """
+    _require_our_name(name, allowed)
+    with _opened(_checked_root(root)) as folder:
+        try:
+            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return 0
+        try:
+            return _remove_entry(folder, name, found)
+        except OSError as error:
+            raise StorageError(
+                f"cannot delete {Path(root) / name}: {error.strerror or error}; check its permissions and whether "
+                "another program works there, or delete it by hand"
+            ) from error
+
+
+def _require_our_name(name: str, allowed: re.Pattern) -> None:
+    if name in ("", ".", "..") or os.sep in name or "\0" in name or not allowed.fullmatch(name):
+        raise StorageError(
+            f"{name!r} is no name that a run gives to what it deletes ({allowed.pattern}); delete it by hand if it is "
+            "not needed"
+        )
+
+
+def _checked_root(root: AnyPath) -> Path:
+    if not shutil.rmtree.avoids_symlink_attacks:
+        raise StorageError(f"this system cannot delete in {root} without following links; delete there by hand")
+    resolved = Path(root).expanduser().resolve()
+    system = [Path("/"), Path.home().resolve(), *(Path("/", folder) for folder in SYSTEM_FOLDERS)]
+    if resolved in system or resolved.parent == Path("/home"):
+        raise StorageError(f"{root} is {resolved}, where nothing is deleted; let the run write to a folder of its own")
+    return resolved
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise StorageError(f"cannot open the folder {folder}: {error.strerror}; check the path") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _remove_entry(folder: int, name: str, found: os.stat_result) -> int:
+    if not stat.S_ISDIR(found.st_mode):
+        os.unlink(name, dir_fd=folder)
+        return _freed(found)
+    freed = _bytes_below(folder, name)
+    shutil.rmtree(name, dir_fd=folder)  # refuses a link that took the folder's place since
+    return freed
+
+
+def _bytes_below(folder: int, name: str) -> int:
+    return sum(
+        _freed(os.stat(file, dir_fd=inside, follow_symlinks=False))
+        for _, _, files, inside in os.fwalk(name, dir_fd=folder, follow_symlinks=False)
+        for file in files
+    )
+
+
+def _freed(found: os.stat_result) -> int:
+    is_last_name = found.st_nlink == 1
+    return found.st_size if is_last_name and stat.S_ISREG(found.st_mode) else 0

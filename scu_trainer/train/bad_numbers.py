@@ -1,0 +1,350 @@
+"""Optimizer steps whose loss or gradient is no finite number: found before the optimizer acts, located, skipped.
+
+    on_step_begin       what a bad step would change is noted: the sum of logged losses, BatchNorm's statistics
+    observe             each accumulation batch's loss, on the device
+    before_optimizer    one question per step, to all ranks: are the losses and the gradient's norm finite? If not,
+                        everything is as it was before the step, and its place is looked for
+    on_optimizer_step   the step counts as skipped, as one that a GradScaler has skipped: the stock loop leaves its
+                        schedule, the regularization loop its S and lambda, the averages of weights theirs
+
+A skipped step is counted and has a number: ``global_step`` goes on, and so do the data. Past the limit the run ends,
+with a checkpoint: the weights are still those of the last good step. Only where a weight itself is no number there is
+nothing to save.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Optional
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import broadcast_object_list, gather_object
+from transformers import TrainerCallback
+
+from scu_trainer.errors import NonFiniteLoss
+from scu_trainer.run_files import write_json
+from scu_trainer.settings import SafetySettings
+from scu_trainer.train.checkpoint import checkpoints
+from scu_trainer.train.divergence_watch import DivergenceWatch
+from scu_trainer.train.first_nonfinite import Finding, locate, nonfinite_weight, weights_are_finite
+from scu_trainer.train.marks import ChangingBuffers
+
+if TYPE_CHECKING:
+    from scu_trainer.train.trainer import SCUTrainer
+
+logger = logging.getLogger("scu_trainer")
+
+STATE_FILE = "safety_state.json"
+
+MOST_RECORDS = 50
+"""Skipped steps that the summary describes; all are counted."""
+
+SMALLEST_SCALE = 1.0
+"""Loss scale of fp16 below which a gradient that overflows is no matter of the scale any more."""
+
+LOSS, GRADIENT, ROWS = "loss", "gradient", "rows"
+SAID = {
+    LOSS: "the loss is not a finite number",
+    GRADIENT: "the loss is finite, the gradient is not",
+    ROWS: "no row of the step gave a finite loss",
+}
+
+
+class BadNumbers(TrainerCallback):
+    """Guards the steps of one ``SCUTrainer``; add it before every callback that acts on an optimizer step.
+
+    ``skipped_steps``: of the whole run. ``in_a_row``: up to now. Raises NonFiniteLoss, on all ranks, past
+    ``SafetySettings.max_nonfinite_steps``.
+    """
+
+    def __init__(self, trainer: SCUTrainer, settings: SafetySettings) -> None:
+        self.trainer, self.settings = trainer, settings
+        self.skipped_steps = self.in_a_row = 0
+        self.divergence: Optional[DivergenceWatch] = None
+        self._records: list[dict[str, Any]] = []
+        self._batches: Sequence[Any] = ()
+        self._losses: list[torch.Tensor] = []
+        self._items: Any = None
+        self._is_skipping = False
+        trainer.add_callback(self)
+        if settings.divergence != "off":
+            self.divergence = DivergenceWatch(trainer, settings)
+            trainer.add_callback(self.divergence)
+
+    # -- events of the stock loop --------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.in_a_row = 0
+        self._buffers = ChangingBuffers(self.trainer.model)
+        if self.trainer.is_deepspeed_enabled:
+            # Its engine steps inside backward: it must look by itself, which it does of its own accord under fp16 only.
+            self.trainer.model_wrapped.optimizer.check_grad_overflow = True
+
+    def window(self, batches: Sequence[Any]) -> None:
+        """The accumulation batches of the next step."""
+        self._batches = batches
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self._losses.clear()
+        self._sum_before, self._buffers_before = self.trainer._tr_loss.clone(), self._buffers.copies()
+        if self._tracks_rows:
+            self.trainer.loss_path.has_learned = False
+
+    def observe(self, loss: torch.Tensor, num_items: Any) -> None:
+        """``loss``: of one accumulation batch, detached."""
+        self._losses.append(loss)
+        self._items = num_items
+
+    def before_optimizer(self, norm: Any) -> Any:
+        """``norm``: of the gradient, over all ranks. Returns what of it is to be logged."""
+        fault = self._fault(norm)
+        if fault is not None:
+            self._skip(fault)
+            return None
+        self.in_a_row = 0
+        if self.divergence is not None:
+            self.divergence.count()
+        return norm
+
+    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
+        if self._is_skipping:
+            self._count_as_skipped(True)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if self._is_skipping:
+            self._count_as_skipped(False)
+            self._is_skipping = False
+        else:
+            self._buffers.forget_constant_ones()
+        self._batches = ()
+
+    def _count_as_skipped(self, value: bool) -> None:
+        """What ``accelerator.optimizer_step_was_skipped`` answers, to the stock loop and to every callback."""
+        optimizer = self.trainer.optimizer
+        if self.trainer.is_deepspeed_enabled:
+            optimizer.optimizer.overflow = value
+        else:
+            optimizer._is_overflow = value
+
+    # -- is it bad -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _tracks_rows(self) -> bool:
+        return self.trainer.curriculum is not None
+
+    def _fault(self, norm: Any) -> Optional[str]:
+        device = self.trainer.args.device
+        loss = torch.stack([loss.to(device).float().reshape(()) for loss in self._losses]).sum()
+        numbers = torch.stack([loss, self._gradient(norm).to(device).float().reshape(())])
+        flags = torch.cat([~torch.isfinite(numbers), torch.full((1,), self._has_learned, device=device)]).int()
+        if self.trainer.accelerator.num_processes > 1:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # a loss is one rank's own, and all must decide alike
+        bad_loss, bad_gradient, has_learned = flags.tolist()
+        if not has_learned and not self.trainer.is_deepspeed_enabled:  # its engine has taken a step of zeros
+            return ROWS
+        if bad_loss:
+            return LOSS
+        return GRADIENT if bad_gradient and not self._is_overflow_of_scale() else None
+
+    @property
+    def _has_learned(self) -> bool:
+        """Whether any row of this rank was trained on; rows without a finite loss are set aside one by one."""
+        return not self._tracks_rows or self.trainer.loss_path.has_learned
+
+    def _gradient(self, norm: Any) -> torch.Tensor:
+        if self.trainer.is_deepspeed_enabled:
+            is_finite = not self._engine_skipped and (norm is None or math.isfinite(norm))
+            return torch.tensor(0.0 if is_finite else math.inf)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)
+
+    @property
+    def _engine_skipped(self) -> bool:
+        return bool(getattr(self.trainer.model_wrapped.optimizer, "overflow", False))
+
+    def _is_overflow_of_scale(self) -> bool:
+        """Loss scaling under fp16 finds its scale by overflows, and skips those steps itself."""
+        if self.trainer.is_deepspeed_enabled:
+            engine = self.trainer.model_wrapped
+            return engine.fp16_enabled() and engine.optimizer.loss_scale >= SMALLEST_SCALE
+        scaler = self.trainer.accelerator.scaler
+        return scaler is not None and scaler.is_enabled() and scaler.get_scale() >= SMALLEST_SCALE
+
+    # -- a bad step ----------------------------------------------------------------------------------------------------
+
+    def _skip(self, fault: str) -> None:
+        self._is_skipping = True
+        self._take_back()
+        finding = self._shared(self._find(fault))
+        self.in_a_row += 1
+        step = self.trainer.state.global_step + 1
+        said = f"step {step}: {SAID[fault]}; {finding.text}"
+        if finding.is_weight:
+            self._stop_without_weights(said)
+        if self.trainer.is_deepspeed_enabled and not self._engine_skipped:
+            self._stop_too_late(said)
+        if self.in_a_row > self.settings.max_nonfinite_steps:
+            self._stop(said)
+        self.skipped_steps += 1
+        self._records.append({"step": step, "fault": fault, "place": finding.place, "rows": list(finding.rows)})
+        del self._records[:-MOST_RECORDS]
+        if self.trainer.is_world_process_zero():
+            limit = f"{self.in_a_row} of at most {self.settings.max_nonfinite_steps} in a row"
+            logger.warning("%s. The step is skipped, no weight has changed (%s). %s", said, limit, self._advice())
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        """All that the step has changed, but for its number and the random state."""
+        trainer = self.trainer
+        if not trainer.is_deepspeed_enabled:  # its engine has dropped them
+            for group in trainer.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        self._buffers.restore(self._buffers_before)
+        trainer._tr_loss.copy_(self._sum_before)
+        # The stock loop divides sums of losses by numbers of steps since these two.
+        trainer._globalstep_last_logged += 1
+        trainer._initial_global_step += 1
+        if self._tracks_rows:
+            trainer.curriculum.forget_step()
+
+    def _find(self, fault: str) -> Finding:
+        if fault != ROWS:
+            return locate(self.trainer, self._batches, self._items)
+        weight = nonfinite_weight(self.trainer.model)
+        if weight is not None:
+            return Finding(f"{weight} is not finite itself", is_weight=True)
+        return Finding("each of them was set aside")
+
+    def _shared(self, finding: Finding) -> Finding:
+        """The same on all ranks: that of the first which has found something."""
+        accelerator = self.trainer.accelerator
+        if accelerator.num_processes == 1:
+            return finding
+        rows = tuple(f"{row} of rank {accelerator.process_index}" for row in finding.rows)
+        found = gather_object([replace(finding, rows=rows)])
+        return next((one for one in found if one.place is not None), found[0])
+
+    def _advice(self) -> str:
+        rows = "Mend or remove these rows if their data are at fault"
+        precision = "use bf16 instead of fp16" if self.trainer.args.fp16 else "lower learning_rate"
+        return f"{rows}; if they are sound, {precision}, or set max_grad_norm: 1"
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _stop(self, said: str) -> NoReturn:
+        raise NonFiniteLoss(
+            f"{said}. {self.in_a_row} steps one after the other were skipped, max_nonfinite_steps allows "
+            f"{self.settings.max_nonfinite_steps}. {self._saved()}. {self._advice()}"
+        )
+
+    def _stop_without_weights(self, said: str) -> NoReturn:
+        raise NonFiniteLoss(
+            f"{said}: an update has written it. No checkpoint of these weights is made; "
+            f"{self._newest}. Lower learning_rate, raise adam_epsilon, or use bf16 instead of fp16, and go on with "
+            "resume_from_checkpoint: true"
+        )
+
+    def _stop_too_late(self, said: str) -> NoReturn:
+        raise NonFiniteLoss(
+            f"{said}. DeepSpeed's engine has taken the step already, it cannot be skipped; {self._newest}. "
+            f"{self._advice()}; go on with resume_from_checkpoint: true"
+        )
+
+    @property
+    def _newest(self) -> str:
+        found = checkpoints(Path(self.trainer.args.output_dir))
+        return f"the newest checkpoint is {found[0].name}" if found else "there is no checkpoint to go back to"
+
+    def stop_at(self, error: NonFiniteLoss) -> NoReturn:
+        """``error``: many rows one after the other gave no finite loss, on this rank."""
+        self.require_finite_weights()
+        if self.trainer.accelerator.num_processes > 1:  # the others are inside the step and could not join a save
+            raise error
+        self._is_skipping = True
+        self._take_back()
+        self.in_a_row += 1
+        raise NonFiniteLoss(f"{error}. {self._saved()}") from error
+
+    def _saved(self) -> str:
+        """Make sure that there is a checkpoint of the last good step, and say so. All ranks call it."""
+        trainer = self.trainer
+        step = trainer.state.global_step
+        if not step:
+            return "No step was taken, so nothing is lost"
+        folder = Path(trainer.args.output_dir) / f"checkpoint-{step}"
+        exists = [(folder / "trainer_state.json").is_file()]
+        if trainer.accelerator.num_processes > 1:
+            broadcast_object_list(exists)
+        if not exists[0]:
+            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+            trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        if not folder.is_dir():
+            return f"No checkpoint of the last good step could be written; {self._newest}"
+        good = step - self.in_a_row + 1
+        return f"{folder.name} holds the weights after step {good}, the last good one: resume_from_checkpoint: {folder}"
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def weights_are_finite(self) -> bool:
+        """Whether all weights are numbers. All ranks call it."""
+        trainer = self.trainer
+        is_bad = torch.tensor([not weights_are_finite(trainer.model)], dtype=torch.int32, device=trainer.args.device)
+        if trainer.accelerator.num_processes > 1:
+            dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
+        return not bool(is_bad)
+
+    def before_checkpoint(self) -> None:
+        """Raises NonFiniteLoss, on all ranks, where a checkpoint would hold weights that are no numbers."""
+        if not self.weights_are_finite():
+            weight = nonfinite_weight(self.trainer.model) or "a weight on another rank"
+            self._stop_without_weights(f"after step {self.trainer.state.global_step}: {weight} is not finite itself")
+
+    def require_finite_weights(self) -> None:
+        """Raises NonFiniteLoss where a weight of this rank is no number. For one rank alone."""
+        weight = nonfinite_weight(self.trainer.model)
+        if weight is not None:
+            self._stop_without_weights(f"step {self.trainer.state.global_step + 1}: {weight} is not finite itself")
+
+    # -- reports and checkpoints ---------------------------------------------------------------------------------------
+
+    def scalars(self) -> dict[str, float]:
+        """For a log of a training step."""
+        return {"skipped_steps": self.skipped_steps}
+
+    @property
+    def notices(self) -> list[str]:
+        """For run.json and the end of a run."""
+        told = [] if self.divergence is None else list(self.divergence.notices)
+        if self.skipped_steps:
+            numbers = ", ".join(str(record["step"]) for record in self._records[-8:])
+            told.append(f"skipped optimizer steps, without a finite loss or gradient: {self.skipped_steps} ({numbers})")
+        return told
+
+    def figures(self) -> dict[str, Any]:
+        """What stands under "bad_numbers" in scu_metrics.json."""
+        divergence = None if self.divergence is None else self.divergence.figures()
+        return {"skipped_steps": self.skipped_steps, "skipped": list(self._records), "divergence": divergence}
+
+    def save(self, folder: str) -> None:
+        """Beside a checkpoint's other state."""
+        if not self.trainer.args.should_save:
+            return
+        divergence = None if self.divergence is None else self.divergence.state_dict()
+        state = {"skipped_steps": self.skipped_steps, "records": self._records, "divergence": divergence}
+        write_json(Path(folder) / STATE_FILE, state)
+
+    def load(self, checkpoint: str) -> None:
+        """Count on. A checkpoint without the file is one of a run without this guard: it begins at nothing."""
+        path = Path(checkpoint) / STATE_FILE
+        if not path.is_file():
+            return
+        saved = json.loads(path.read_text())
+        self.skipped_steps, self._records = saved["skipped_steps"], saved["records"]
+        if self.divergence is not None and saved["divergence"] is not None:
+            self.divergence.load_state_dict(saved["divergence"])

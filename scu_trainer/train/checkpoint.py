@@ -1,0 +1,204 @@
+"""A checkpoint is whole or absent: written beside, listed with sizes and hashes, synced, then renamed.
+
+    staging-checkpoint-40/checkpoint-40/    being written; what a killed run leaves behind
+        model.safetensors, optimizer.pt, ...
+        manifest.json                       last: names, sizes and hashes of all others
+    checkpoint-40/                          renamed: there as a whole, or not at all
+
+A rename is atomic, but it is on the disk for certain only when what it renamed was synced before it, and the folder
+above after it. Hashes tell a file that was cut or changed later. Stock programs read the folder as they always did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+import xxhash
+
+from scu_trainer.run_files import sync_directory
+from scu_trainer.safe_paths import remove_inside
+
+MANIFEST = "manifest.json"
+MANIFEST_VERSION = 1
+STAGING = "staging-"
+SUPERSEDED = "superseded-"
+"""Prefix of checkpoints of a past that the run was taken back from."""
+
+OURS = re.compile(rf"({STAGING})?checkpoint-\d+")
+BYTES_PER_READ = 1 << 22
+
+
+def step_of(checkpoint: Path) -> int:
+    """N of checkpoint-N; -1 for any other name."""
+    number = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
+    return int(number[1]) if number else -1
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Every checkpoint-N folder of ``run``, whole or not, the newest first."""
+    return sorted((path for path in run.glob("checkpoint-*") if step_of(path) >= 0), key=step_of, reverse=True)
+
+
+def size_bytes(checkpoint: Path) -> int:
+    return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def staging_of(run: Path, step: int) -> Path:
+    """The folder in which checkpoint-``step`` is written before it is renamed."""
+    return run / f"{STAGING}checkpoint-{step}"
+
+
+def seal(folder: Path, facts: dict[str, Any]) -> None:
+    """Bring all files of ``folder`` to the disk and list them in its manifest, ``facts`` beside the list."""
+    files = {path.relative_to(folder).as_posix(): _synced_entry(path) for path in _files(folder)}
+    content = {"version": MANIFEST_VERSION, "complete": True, **facts, "files": files}
+    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1, default=str)
+        file.flush()
+        os.fsync(file.fileno())
+    for inner in (path for path in folder.rglob("*") if path.is_dir()):
+        sync_directory(inner)
+    sync_directory(folder)
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Give a sealed folder its name. One that has it already is put aside first, and is gone afterwards."""
+    staging = staged.parent
+    if final.exists():  # on a kill between the two renames the older checkpoints and the sealed one are there
+        final.rename(staging / f"replaced-{final.name}")
+    staged.rename(final)
+    sync_directory(final.parent)
+    remove_inside(final.parent, staging.name, OURS)
+
+
+def clear_staging(run: Path) -> tuple[list[str], list[str]]:
+    """Remove what killed runs were writing; a sealed checkpoint that only lacked its name gets it.
+
+    Returns the names of (checkpoints that were named, folders that were removed).
+    """
+    named, cleared = [], []
+    for staging in sorted(run.glob(f"{STAGING}checkpoint-*")):
+        if OURS.fullmatch(staging.name) is None:
+            continue
+        final = run / staging.name.removeprefix(STAGING)
+        staged = staging / final.name
+        if not final.exists() and staged.is_dir() and fault_of_files(staged) is None and has_manifest(staged):
+            publish(staged, final)
+            named.append(final.name)
+        else:
+            cleared.append(staging.name)
+            remove_inside(run, staging.name, OURS)
+    return named, cleared
+
+
+def rotate(run: Path, newest: Path, limit: Optional[int], best: Optional[Path]) -> list[str]:
+    """Remove the oldest checkpoints: ``limit`` whole ones stay, ``best`` among them. Returns names of those removed.
+
+    ``newest`` is never removed, and what is newer than it is of another past and not touched. One that is not whole
+    does not count: it cannot stand in for one that is.
+    """
+    if limit is None or limit <= 0:
+        return []
+    older = [path for path in checkpoints(run) if step_of(path) < step_of(newest)]
+    kept = {newest.name} | {path.name for path in older if best is not None and path.name == best.name}
+    for path in older:
+        if len(kept) < limit and _is_whole(path):
+            kept.add(path.name)
+    removed = [path.name for path in older if path.name not in kept]
+    for name in removed:
+        remove_inside(run, name, OURS)
+    return removed
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """By sizes: hashes of all that is kept would be read at every save."""
+    return fault_of_files(checkpoint, hashes=False) is None
+
+
+def set_aside(run: Path, step: int) -> list[str]:
+    """Give checkpoints after ``step`` another name: the run goes on from there, and writes its own. Returns names."""
+    later = [path for path in checkpoints(run) if step_of(path) > step] if run.is_dir() else []
+    for path in later:
+        path.rename(_free(run / f"{SUPERSEDED}{path.name}"))
+    return [path.name for path in reversed(later)]
+
+
+def _free(path: Path) -> Path:
+    candidate, number = path, 2
+    while candidate.exists():
+        candidate, number = path.with_name(f"{path.name}.{number}"), number + 1
+    return candidate
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def has_manifest(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Content of the manifest; empty where there is none (stock checkpoints) or it is torn."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def fault_of_files(folder: Path, *, hashes: bool = True) -> Optional[str]:
+    """What differs from the manifest; None if nothing does, or if there never was one (a stock checkpoint).
+
+    ``hashes``: also compare contents, not only sizes.
+    """
+    if not has_manifest(folder):
+        return None
+    listed = read_manifest(folder).get("files")
+    if not isinstance(listed, dict):
+        return f"no whole {MANIFEST}"
+    for name, entry in listed.items():
+        fault = _fault_of_file(folder / name, name, entry, hashes)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _fault_of_file(path: Path, name: str, entry: dict[str, Any], hashes: bool) -> Optional[str]:
+    if not path.is_file():
+        return f"{name} is missing"
+    size_bytes = path.stat().st_size
+    if size_bytes != entry["bytes"]:
+        return f"{name} has {size_bytes:,} of {entry['bytes']:,} bytes"
+    if hashes and _hash(path) != entry["xxh3_128"]:
+        return f"{name} was changed after it was written"
+    return None
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST)
+
+
+def _synced_entry(path: Path) -> dict[str, Any]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return {"bytes": path.stat().st_size, "xxh3_128": _hash(path)}
+
+
+def _hash(path: Path) -> str:
+    """xxHash (XXH3, 128 bits) of the content: an error check at the speed of memory, no protection from forgery."""
+    found = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while chunk := file.read(BYTES_PER_READ):
+            found.update(chunk)
+    return found.hexdigest()

@@ -1,0 +1,162 @@
+"""The stock ``Trainer._save_checkpoint``, whole or not at all: into a folder beside, which gets its name last.
+
+The stock method asks the trainer where the run is (``_get_output_dir``); while a checkpoint is being written the answer
+is the staging folder, so everything that the stock Trainer, DeepSpeed, FSDP and the controllers write goes there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from safetensors import SafetensorError
+
+from scu_trainer.errors import StorageError
+from scu_trainer.run_files import free_bytes
+from scu_trainer.safe_paths import remove_inside
+from scu_trainer.train import checkpoint as files
+
+if TYPE_CHECKING:
+    from scu_trainer.train.trainer import SCUTrainer
+
+logger = logging.getLogger("scu_trainer")
+
+ROOM = 1.05
+"""Free bytes that must be there, in sizes of the last checkpoint: optimizer states grow a little in the first steps."""
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one trainer.
+
+    facts: what every manifest says of its run beside the step. before: called before anything is written.
+    notices: one line per checkpoint that could not be written.
+    """
+
+    def __init__(self, trainer: SCUTrainer) -> None:
+        self.trainer = trainer
+        self.facts: dict[str, Any] = {}
+        self.before: Callable[[], None] = lambda: None
+        self.notices: list[str] = []
+        self.newest: Optional[Path] = None
+        self.staging: Optional[Path] = None
+        self._waiting_push: Optional[Callable[[str], None]] = None
+        self._written_bytes = 0
+
+    def save(self, trial: Any, stock_save: Callable[[], None]) -> None:
+        """Every rank calls it. Raises StorageError where several ranks write and one of them cannot."""
+        trainer = self.trainer
+        run = Path(trainer._get_output_dir(trial))
+        final = run / f"checkpoint-{trainer.state.global_step}"
+        self.before()
+        if not self._has_room(run):
+            self._give_up(final, f"the disk has {free_bytes(run) / 2**20:,.0f} MiB free, and the last one took "
+                          f"{self._written_bytes / 2**20:,.0f} MiB")  # fmt: skip
+            return
+        problem = self._write(files.staging_of(run, trainer.state.global_step), stock_save)
+        if problem is None:
+            problem = self._name(final)
+        if problem is not None:
+            self._give_up(final, problem)
+            return
+        self.newest = final
+        if self._waiting_push is not None:
+            push, self._waiting_push = self._waiting_push, None
+            push(str(final))
+
+    def push_later(self, push: Callable[[str], None]) -> None:
+        """Uploads go on in the background, so they begin when the folder has the name that it keeps."""
+        self._waiting_push = push
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _write(self, staging: Path, stock_save: Callable[[], None]) -> Optional[str]:
+        """What went wrong, None if nothing did."""
+        if self.trainer.args.should_save:
+            if staging.exists():
+                remove_inside(staging.parent, staging.name, files.OURS)
+            staging.mkdir(parents=True)
+        self._wait()
+        self.staging = staging
+        try:
+            with self._problems() as problems:
+                stock_save()
+        finally:
+            self.staging = None
+        self._wait()
+        return problems[0] if problems else None
+
+    def _name(self, final: Path) -> Optional[str]:
+        problems: list[str] = []
+        if self.trainer.args.should_save:
+            with self._problems() as problems:
+                self._seal(final)
+        self._wait()
+        return problems[0] if problems else None
+
+    def _seal(self, final: Path) -> None:
+        trainer, staged = self.trainer, files.staging_of(final.parent, files.step_of(final)) / final.name
+        self._name_best(final, staged)
+        files.seal(staged, {"step": trainer.state.global_step, **self.facts})
+        files.publish(staged, final)
+        self._written_bytes = files.size_bytes(final)
+        best = trainer.state.best_model_checkpoint
+        files.rotate(final.parent, final, trainer.args.save_total_limit, None if best is None else Path(best))
+
+    def _name_best(self, final: Path, staged: Path) -> None:
+        """The stock Trainer looks for the best checkpoint beside this one, and writes its path into the state."""
+        state = self.trainer.state
+        best = None if not state.best_global_step else final.with_name(f"checkpoint-{state.best_global_step}")
+        if best is not None and (best == final or best.exists()):
+            state.best_model_checkpoint = str(best)
+            state.save_to_json(str(staged / "trainer_state.json"))
+
+    def _has_room(self, run: Path) -> bool:
+        if not self._written_bytes:
+            newest = next(iter(files.checkpoints(run)), None) if run.is_dir() else None
+            self._written_bytes = 0 if newest is None else files.size_bytes(newest)
+        enough = free_bytes(run) >= ROOM * self._written_bytes
+        if self.trainer.args.world_size == 1:
+            return enough
+        from accelerate.utils import gather_object
+
+        return all(gather_object([enough]))
+
+    def _give_up(self, final: Path, problem: str) -> None:
+        """The run goes on without this checkpoint, and says so; ranks cannot know how far each of them came."""
+        newest = "none was written yet" if self.newest is None else f"{self.newest.name} is whole"
+        line = f"{final.name} could not be written: {problem}; {newest}"
+        if self.trainer.args.should_save:
+            with contextlib.suppress(StorageError):  # a folder that cannot be written cannot be cleaned either
+                remove_inside(final.parent, f"{files.STAGING}{final.name}", files.OURS)
+        self.notices.append(line)
+        logger.warning("%s; the run goes on without it. Free some room or give output_dir another disk", line)
+
+    @contextlib.contextmanager
+    def _problems(self) -> Iterator[list[str]]:
+        """Errors of writing, in words. Where other ranks wait for this one they end the run."""
+        found: list[str] = []
+        try:
+            yield found
+        except (OSError, SafetensorError, RuntimeError) as error:
+            if not is_write_error(error):
+                raise
+            text = " ".join(str(error).split())[:200]
+            if self.trainer.args.world_size > 1:
+                raise StorageError(
+                    f"a checkpoint could not be written: {text}; the one before it is whole. Free some room or give "
+                    "output_dir another disk, and start again: the run goes on from there"
+                ) from error
+            found.append(text)
+
+    def _wait(self) -> None:
+        self.trainer.accelerator.wait_for_everyone()
+
+
+def is_write_error(error: BaseException) -> bool:
+    """Whether a file could not be written: torch and safetensors wrap what the system said."""
+    if isinstance(error, RuntimeError):
+        return "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)
+    return isinstance(error, (OSError, SafetensorError))

@@ -1,0 +1,60 @@
+"""Preflight: the user's mistakes, found before they cost an hour.
+
+    before_loading   settings, environment and disk alone; cheap
+    before_training  the prepared data and the loaded model; under 10 seconds for any size
+
+What is refused elsewhere at once (unknown keys, settings that contradict each other, a model that does not fit its
+tokenizer) is not looked for again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers.trainer_utils import has_length
+
+from scu_trainer.data.samples import PreparedSamples
+from scu_trainer.train.job import Job
+from scu_trainer.train.parts import Parts
+from scu_trainer.train.preflight import (
+    classes,
+    counts,
+    length,
+    optimization,
+    pitfalls,
+    plan,
+    raw_rows,
+    room,
+    rows,
+    surroundings,
+    weights,
+)
+from scu_trainer.train.preflight.catalogue import CHECKS
+from scu_trainer.train.preflight.finding import Check, Finding
+from scu_trainer.train.preflight.report import report
+
+__all__ = ["CHECKS", "Check", "Finding", "before_loading", "before_training", "report"]
+
+EARLY = (optimization, pitfalls, length, surroundings, raw_rows, plan)
+
+
+def before_loading(job: Job) -> list[Finding]:
+    """What settings, environment and disk tell. Raises DataError for a local dataset that cannot be read at all."""
+    return [finding for module in EARLY for finding in module.before_loading(job)]
+
+
+def before_training(job: Job, parts: Parts, output_dir: Path) -> list[Finding]:
+    """What the prepared data and the loaded model tell. Of what is large a sample is looked at, and the finding says
+    so. ``output_dir``: where checkpoints will go; it need not exist."""
+    if not optimization.has_rows_per_step(job.training):
+        return []  # an error of before_loading; there is no number of steps to go by
+    train, training = parts.data.train, job.training
+    count = len(train) if has_length(train) else None
+    steps = training.max_steps if count is None else job.planned_steps(count)
+    findings = [*length.before_training(job, train), *counts.before_training(job, parts)]
+    if not isinstance(parts.data, PreparedSamples):
+        findings += rows.before_training(job, parts, rows.facts_of(parts))
+    findings += classes.before_training(job, parts)
+    findings += weights.before_training(job, parts.model)
+    findings += room.before_training(job, parts.model, output_dir, steps)
+    return [*findings, *plan.before_training(job, parts, count, steps)]

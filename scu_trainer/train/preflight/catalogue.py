@@ -1,0 +1,22 @@
+"""Every check by its id: what the documentation lists, and what the count of checks is."""
+
+from __future__ import annotations
+
+from scu_trainer.train.preflight import (
+    classes,
+    counts,
+    length,
+    optimization,
+    pitfalls,
+    plan,
+    raw_rows,
+    room,
+    rows,
+    surroundings,
+    weights,
+)
+from scu_trainer.train.preflight.finding import Check
+
+MODULES = (optimization, pitfalls, length, surroundings, raw_rows, counts, rows, classes, weights, room, plan)
+CHECKS = {check.id: check for module in MODULES for check in vars(module).values() if isinstance(check, Check)}
+LOOKED_FOR = sum(check.level != "note" for check in CHECKS.values())

@@ -1,0 +1,98 @@
+"""Labels of classifiers and categories of texts: out of range, lopsided, one of a kind; inputs without content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy
+
+from scu_trainer.data.samples import PreparedSamples
+from scu_trainer.train.job import Job
+from scu_trainer.train.parts import Parts
+from scu_trainer.train.preflight.finding import Check, Finding, percent
+
+LABELS_OUT_OF_RANGE = Check(
+    "labels-out-of-range",
+    "error",
+    "a label is negative or not below the number of classes of the model: the loss would fail",
+    "give a model with as many classes as the data, or data with the classes of the model",
+)
+LOPSIDED = Check(
+    "classes-lopsided",
+    "warning",
+    "one class makes up nine tenths of the training samples or more: always naming it scores as much",
+    "balance the classes, and compare accuracy with the share of the largest class",
+)
+ONE_OF_A_KIND = Check(
+    "labels-nearly-unique",
+    "warning",
+    "there are nearly as many classes as training samples: the column is probably an id",
+    "name the column of the classes with label_column_name or category_column",
+)
+CONSTANT_INPUTS = Check(
+    "inputs-constant",
+    "warning",
+    "nearly all inputs of a kind hold one value (black pictures, dead sensors), so there is nothing to tell by",
+    "look at the files; pictures that were scaled to 0..1 before they were saved as whole numbers are black",
+)
+
+LARGEST_SHARE, UNIQUE_SHARE, CONSTANT_SHARE = 0.9, 0.5, 0.9
+FEWEST_SAMPLES = 20
+SAMPLES_LOOKED_AT = 64
+DARKEST = 2
+"""Of 255: what a picture that was scaled to 0..1 and cast to whole numbers holds at most."""
+
+
+def before_training(job: Job, parts: Parts) -> Iterator[Finding]:
+    data = parts.data
+    if isinstance(data, PreparedSamples):
+        yield from _range(parts)
+        yield from _balance(data.books.per_class, "dataset")
+        yield from _inputs(data.train)
+    else:
+        yield from _balance(getattr(data.books, "per_category", {}), "category_column")
+
+
+def _range(parts: Parts) -> Iterator[Finding]:
+    classes = getattr(parts.model.config, "num_labels", None)
+    if classes is None:
+        return
+    for name, rows in (("training", parts.data.train), ("held-out", parts.data.eval)):
+        labels = numpy.zeros(0, dtype=int) if rows is None else rows.labels
+        wrong = numpy.flatnonzero((labels < 0) | (labels >= classes))
+        if len(wrong):
+            what = f"{len(wrong):,} {name} labels such as {labels[wrong[0]]}; the model has classes 0 to {classes - 1}"
+            yield LABELS_OUT_OF_RANGE.found(what, "dataset, model_name_or_path")
+
+
+def _balance(counts: Mapping[str, int], where: str) -> Iterator[Finding]:
+    total = sum(counts.values())
+    if total < FEWEST_SAMPLES or len(counts) < 2:
+        return
+    largest = max(counts, key=counts.__getitem__)
+    if counts[largest] / total >= LARGEST_SHARE:
+        what = f"{counts[largest]:,} of {total:,} training samples are {largest!r} ({percent(counts[largest] / total)})"
+        yield LOPSIDED.found(what, where)
+    if len(counts) >= UNIQUE_SHARE * total:
+        yield ONE_OF_A_KIND.found(f"{len(counts):,} classes in {total:,} training samples", where)
+
+
+def _inputs(rows: Any) -> Iterator[Finding]:
+    numbers = numpy.linspace(0, len(rows) - 1, min(len(rows), SAMPLES_LOOKED_AT), dtype=int)
+    seen: dict[str, list[bool]] = {}
+    for number in numpy.unique(numbers):
+        for name, value in rows[int(number)].items():
+            if isinstance(value, numpy.ndarray) and value.size:
+                seen.setdefault(name, []).append(_is_constant(value))
+    for name, constant in seen.items():
+        share = sum(constant) / len(constant)
+        if len(constant) >= FEWEST_SAMPLES and share >= CONSTANT_SHARE:
+            what = f"{percent(share)} of {len(constant)} {name} in a sample hold one value"
+            yield CONSTANT_INPUTS.found(what, f"dataset, {name}")
+
+
+def _is_constant(value: numpy.ndarray) -> bool:
+    if value.dtype == numpy.uint8:
+        return int(value.max()) - int(value.min()) <= DARKEST
+    return bool(value.min() == value.max())

@@ -1,0 +1,198 @@
+"""How long the run is, and what then never happens: an epoch of one step, a warm-up without end, no checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import torch
+from transformers import get_scheduler
+from transformers.trainer_utils import has_length
+
+from scu_trainer.train.job import Job
+from scu_trainer.train.preflight.finding import Check, Finding, percent
+
+BATCH_EXCEEDS_ROWS = Check(
+    "batch-exceeds-rows",
+    "warning",
+    "one optimizer step takes all training rows or more, so an epoch is a single step",
+    "lower gradient_accumulation_steps or per_device_train_batch_size, or lower block_size for more rows",
+)
+NO_FULL_BATCH = Check(
+    "no-full-batch",
+    "error",
+    "dataloader_drop_last drops the only batch, for it is not full",
+    "lower per_device_train_batch_size, or set dataloader_drop_last: false",
+)
+FEW_STEPS = Check(
+    "few-steps",
+    "warning",
+    "the whole run has fewer than 10 optimizer steps, though nobody asked for so few with max_steps",
+    "lower gradient_accumulation_steps or per_device_train_batch_size, or raise num_train_epochs",
+)
+WARM_UP = Check(
+    "warm-up-covers-run",
+    "warning",
+    "the warm-up of the learning rate takes half of the run or more",
+    "lower warmup_steps (below 1 it is a share of the run, such as 0.05)",
+)
+SCHEDULE = Check(
+    "schedule-cannot-be-made",
+    "error",
+    "the schedule of the learning rate lacks an argument, or gets one that it does not know",
+    "mend lr_scheduler_kwargs, or choose another lr_scheduler_type",
+)
+NO_CHECKPOINT = Check(
+    "no-checkpoint-before-end",
+    "warning",
+    "save_steps lies beyond the last step, or a long run saves none: whatever stops it loses all of it",
+    "lower save_steps to a tenth of the run or so, with save_strategy: steps",
+)
+NO_EVALUATION = Check(
+    "no-evaluation-before-end",
+    "warning",
+    "eval_steps or eval_delay lies beyond the last step, so progress is seen only after the end",
+    "lower eval_steps, and eval_delay where it is set",
+)
+NO_LOG = Check(
+    "nothing-logged", "warning", "logging_steps lies beyond the last step: no loss is shown", "lower logging_steps"
+)
+FEW_EVALUATIONS = Check(
+    "target-needs-evaluations",
+    "warning",
+    "scu_target_s: auto cannot see the held-out loss turn: the run has too few evaluations",
+    "lower eval_steps",
+)
+
+FEWEST_STEPS = 10
+SHORT_RUN_STEPS = 20
+"""In a shorter run nobody misses a log line or a checkpoint."""
+STOCK_SAVE_STEPS = 500
+"""Nobody asked for this value, so only in a run of some length it deserves a word."""
+UNASKED_RUN_STEPS, LONG_RUN_STEPS = 100, 1000
+
+
+def before_loading(job: Job) -> Iterator[Finding]:
+    """What max_steps alone can tell, before anything long is begun."""
+    yield from _schedule(job)
+    if job.training.max_steps > 0:
+        yield from _intervals(job, job.training.max_steps)
+
+
+def before_training(job: Job, train: Any) -> Iterator[Finding]:
+    training = job.training
+    rows = len(train) if has_length(train) else None
+    if rows is not None:
+        yield from _batches(job, rows)
+    if rows is not None and training.max_steps <= 0:
+        steps = job.planned_steps(rows)
+        if 0 < steps < FEWEST_STEPS:
+            yield FEW_STEPS.found(f"{rows:,} rows in steps of {rows_per_step(job):,} are {steps} steps in all")
+        yield from _intervals(job, steps)
+
+
+def rows_per_step(job: Job) -> int:
+    """Of all devices and ranks together."""
+    training = job.training
+    return training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+
+
+def _batches(job: Job, rows: int) -> Iterator[Finding]:
+    training, wanted = job.training, rows_per_step(job)
+    at_once = training.train_batch_size * training.world_size
+    where = "per_device_train_batch_size, gradient_accumulation_steps"
+    if training.dataloader_drop_last and rows < at_once:
+        yield NO_FULL_BATCH.found(f"{rows:,} training rows fill no batch of {at_once:,}", "dataloader_drop_last")
+    elif wanted >= rows:
+        how = f"{training.train_batch_size} x {training.gradient_accumulation_steps} x {training.world_size} ranks"
+        yield BATCH_EXCEEDS_ROWS.found(f"a step takes {wanted:,} rows ({how}), and there are {rows:,}", where)
+
+
+def _intervals(job: Job, steps: int) -> Iterator[Finding]:
+    """What happens every so many steps, in a run of ``steps``."""
+    if steps <= 0:
+        return
+    yield from _warm_up(job, steps)
+    yield from _saving(job, steps)
+    yield from _evaluating(job, steps)
+    training = job.training
+    every = _interval(training.logging_steps, steps)
+    if training.logging_strategy == "steps" and every > steps >= SHORT_RUN_STEPS:
+        yield NO_LOG.found(f"logging_steps is {every:,}, the run has {steps:,} steps", "logging_steps")
+
+
+def _interval(value: float, steps: int) -> int:
+    """Below 1 it is a share of the run."""
+    return int(value) if value >= 1 else max(1, math.ceil(steps * value))
+
+
+def _warm_up(job: Job, steps: int) -> Iterator[Finding]:
+    training = job.training
+    if job.efficiency.has_lr_steps or _scheduler_name(job) in ("constant", "reduce_lr_on_plateau"):
+        return  # these warm nothing up
+    warm_up = training.get_warmup_steps(steps)
+    if warm_up >= max(2, steps / 2):
+        reached = f", and the learning rate reaches {percent(steps / warm_up)} of it" if warm_up > steps else ""
+        yield WARM_UP.found(f"{warm_up:,} of {steps:,} steps are warm-up{reached}", "warmup_steps")
+
+
+def _saving(job: Job, steps: int) -> Iterator[Finding]:
+    training = job.training
+    if training.save_strategy == "no" and steps >= LONG_RUN_STEPS:
+        yield NO_CHECKPOINT.found(f"save_strategy is no, and the run has {steps:,} steps", "save_strategy")
+    if training.save_strategy != "steps":
+        return
+    every = _interval(training.save_steps, steps)
+    fewest_steps = SHORT_RUN_STEPS if every != STOCK_SAVE_STEPS else UNASKED_RUN_STEPS
+    if every > steps >= fewest_steps:
+        yield NO_CHECKPOINT.found(f"save_steps is {every:,}, the run has {steps:,} steps", "save_steps")
+
+
+def _evaluating(job: Job, steps: int) -> Iterator[Finding]:
+    training = job.training
+    if training.eval_strategy != "steps":
+        return
+    every = _interval(training.eval_steps, steps)
+    if every > steps >= SHORT_RUN_STEPS:
+        yield NO_EVALUATION.found(f"eval_steps is {every:,}, the run has {steps:,} steps", "eval_steps")
+    elif (training.eval_delay or 0) > steps:
+        yield NO_EVALUATION.found(f"eval_delay is {training.eval_delay:g}, the run has {steps:,} steps", "eval_delay")
+    loop = job.regularization
+    if loop is not None and loop.target_s == "auto" and steps // every <= loop.auto_patience:
+        what = f"{steps // every} evaluations in {steps:,} steps; it takes {loop.auto_patience + 1} or more"
+        yield FEW_EVALUATIONS.found(what, "scu_target_s, eval_steps")
+
+
+# -- the learning rate -------------------------------------------------------------------------------------------------
+
+
+def _scheduler_name(job: Job) -> str:
+    kind = job.training.lr_scheduler_type
+    return str(getattr(kind, "value", kind))
+
+
+def _schedule(job: Job) -> Iterator[Finding]:
+    """Made once for a weight that does not exist: it says what it lacks."""
+    if job.efficiency.has_lr_steps or job.training.learning_rate <= 0:
+        return
+    problem = _problem_of_schedule(job)
+    if problem is not None:
+        what = f"lr_scheduler_type {_scheduler_name(job)}: {problem}"
+        yield SCHEDULE.found(what, "lr_scheduler_type, lr_scheduler_kwargs")
+
+
+def _problem_of_schedule(job: Job) -> Optional[str]:
+    training, steps = job.training, 100
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=training.learning_rate)
+    try:
+        get_scheduler(
+            training.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=0,
+            num_training_steps=steps,
+            scheduler_specific_kwargs=training.lr_scheduler_kwargs or {},
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return str(error).partition("\n")[0]
+    return None

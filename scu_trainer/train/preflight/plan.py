@@ -1,0 +1,58 @@
+"""The run in two lines, said always: steps, epochs, tokens per step; what is cut, left out, learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Optional
+
+from scu_trainer.data.books import DataBooks
+from scu_trainer.data.samples import SampleBooks
+from scu_trainer.train.job import Job
+from scu_trainer.train.parts import Parts
+from scu_trainer.train.preflight.finding import Check, Finding, percent
+from scu_trainer.train.preflight.length import rows_per_step
+
+STEPS = Check("plan-of-steps", "note", "optimizer steps, rows and tokens per step, epochs", "")
+ROWS = Check("plan-of-rows", "note", "rows cut, left out, and the share of tokens that is learned", "")
+EPOCHS_IGNORED = Check(
+    "epochs-ignored",
+    "note",
+    "max_steps and num_train_epochs are both given, and max_steps decides",
+    "drop max_steps to train by epochs",
+)
+
+STOCK_EPOCHS = 3.0
+
+
+def before_loading(job: Job) -> Iterator[Finding]:
+    training = job.training
+    unasked = float(job.task.defaults.get("num_train_epochs", STOCK_EPOCHS))
+    if training.max_steps > 0 and training.num_train_epochs not in (unasked, STOCK_EPOCHS):
+        what = f"max_steps {training.max_steps:,} decides, not num_train_epochs {training.num_train_epochs:g}"
+        yield EPOCHS_IGNORED.found(what, "max_steps, num_train_epochs")
+
+
+def before_training(job: Job, parts: Parts, rows: Optional[int], steps: Optional[int]) -> Iterator[Finding]:
+    books, training = parts.data.books, job.training
+    per_step = rows_per_step(job)
+    how = f"{training.train_batch_size} x {training.gradient_accumulation_steps} accumulated"
+    how += f" x {training.world_size} ranks" if training.world_size > 1 else ""
+    what = f"{steps:,} steps of {per_step:,} rows ({how})"
+    if rows:
+        what += f", {steps * per_step / rows:.1f} epochs of {rows:,} rows"
+    if isinstance(books, DataBooks) and books.blocks and not books.streaming:
+        tokens = per_step * books.train_tokens / books.blocks
+        what += f", about {tokens:,.0f} tokens per step"
+    yield STEPS.found(what)
+    if isinstance(books, SampleBooks):
+        yield ROWS.found(f"left out: {sum(books.dropped.values()):,} of {books.read:,} {books.item}s")
+    elif not books.streaming:
+        yield ROWS.found(_of_documents(books))
+
+
+def _of_documents(books: DataBooks) -> str:
+    learned = percent(books.supervised_tokens / books.train_tokens)
+    return (
+        f"{learned} of the tokens are learned; longer than a row: {books.documents_cut:,} of {books.documents:,} "
+        f"documents (they go on in the next rows); left out: {sum(books.rows_dropped.values()):,}"
+    )

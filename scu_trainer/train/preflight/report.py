@@ -1,0 +1,62 @@
+"""Findings on the console, and the end of a run that would only fail later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from scu_trainer.errors import PreflightError
+from scu_trainer.train.preflight.catalogue import LOOKED_FOR
+from scu_trainer.train.preflight.finding import Finding
+
+STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
+
+
+def report(findings: Sequence[Finding], console: Console, policy: Literal["stop", "warn", "off"]) -> None:
+    """Print findings, the worst first. Raises PreflightError for an error among them where ``policy`` is "stop"."""
+    if policy == "off":
+        return
+    errors, warnings, notes = ([f for f in findings if f.level == level] for level in STYLES)
+    if errors or warnings:
+        console.print(f"preflight: {_count(errors, 'error')}, {_count(warnings, 'warning')}")
+    else:
+        console.print(f"preflight: {LOOKED_FOR} checks, nothing found")
+    if findings:
+        console.print(_table([*errors, *warnings, *notes]))
+    if errors and policy == "stop":
+        raise PreflightError(_message(errors))
+
+
+def _count(findings: Sequence[Finding], word: str) -> str:
+    return f"{len(findings)} {word}" if len(findings) == 1 else f"{len(findings)} {word}s"
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        table.add_row(Text(finding.level, style=STYLES[finding.level]), _told(finding))
+    return table
+
+
+def _told(finding: Finding) -> Text:
+    if finding.level == "note":
+        return Text(finding.what)
+    lines = [f"{finding.check}: {finding.what}"]
+    lines += [f"where: {finding.where}"] if finding.where else []
+    lines += [f"fix: {finding.fix}"] if finding.fix else []
+    return Text("\n".join(lines))
+
+
+def _message(errors: Sequence[Finding]) -> str:
+    first = errors[0]
+    more = f" ({len(errors) - 1} more above)" if len(errors) > 1 else ""
+    return (
+        f"preflight found {_count(errors, 'error')}: {first.check}: {first.what}; {first.fix}{more}; --preflight warn "
+        "trains all the same"
+    )

@@ -1,0 +1,128 @@
+"""Memory and disk, by exact parts only: weights, gradients, states of the optimizer. Activations come on top."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Optional
+
+from torch import nn
+
+from scu_trainer.run_files import free_bytes
+from scu_trainer.train.deepspeed_rules import uses_deepspeed
+from scu_trainer.train.job import Job, free_memory
+from scu_trainer.train.preflight.finding import Check, Finding, percent
+from scu_trainer.train.preflight.optimization import optimizer_name
+from scu_trainer.train.sharded import weight_count
+
+MEMORY_SHORT = Check(
+    "memory-too-small",
+    "error",
+    "gradients and optimizer states (on a GPU the weights as well) alone exceed the free memory",
+    "use tuning: lora or qlora, optim: adamw_8bit or adafactor, or a smaller model",
+)
+MEMORY_NEAR = Check(
+    "memory-nearly-full",
+    "warning",
+    "gradients and optimizer states leave less than a tenth of the free memory to activations",
+    "use tuning: lora, optim: adamw_8bit, or checkpoint_every_layer: true with small batches",
+)
+DISK_FILLS = Check(
+    "checkpoints-fill-disk",
+    "error",
+    "save_total_limit keeps every checkpoint, and all of them together exceed the disk",
+    "set save_total_limit, such as 3, or raise save_steps",
+)
+
+STATE_BYTES: tuple[tuple[str, float, float], ...] = (
+    ("lion_8bit", 0.0, 1.0),
+    ("rmsprop_bnb_8bit", 0.0, 1.0),
+    ("8bit", 0.0, 2.0),
+    ("4bit", 0.0, 1.0),
+    ("anyprecision", 1.0, 0.0),
+    ("adafactor", 0.0, 0.0),
+    ("sgd", 0.0, 0.0),
+    ("lion", 1.0, 0.0),
+    ("adagrad", 1.0, 0.0),
+    ("rmsprop", 1.0, 0.0),
+    ("ademamix", 3.0, 0.0),
+    ("adamw", 2.0, 0.0),
+)
+"""What a name of an optimizer contains -> copies of the trained weights that its state takes, and bytes per trained
+weight beside them. The first that fits counts; what is in none of the rows counts as nothing."""
+
+NOT_IN_ONE_PLACE = ("paged", "galore", "apollo", "lomo")
+NEARLY = 0.9
+
+
+def before_training(job: Job, model: nn.Module, output_dir: Path, steps: Optional[int]) -> Iterator[Finding]:
+    yield from _memory(job, model)
+    yield from _disk(job, model, output_dir, steps)
+
+
+def trained_bytes(model: nn.Module) -> int:
+    """Of the weights that are trained."""
+    return sum(weight_count(p) * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def state_bytes(job: Job, model: nn.Module) -> int:
+    """Of the optimizer's state, at least; 0 where it is not known or can move to another place."""
+    name = optimizer_name(job)
+    if any(part in name for part in NOT_IN_ONE_PLACE):
+        return 0
+    copies, per_weight = next(((c, b) for part, c, b in STATE_BYTES if part in name), (0.0, 0.0))
+    weights = sum(weight_count(p) for p in model.parameters() if p.requires_grad)
+    return int(copies * trained_bytes(model) + per_weight * weights)
+
+
+def _memory(job: Job, model: nn.Module) -> Iterator[Finding]:
+    training = job.training
+    if uses_deepspeed(training) or training.fsdp or job.model.device_map is not None:
+        return  # they decide where each part lies
+    parts = {"gradients": trained_bytes(model), "optimizer states": state_bytes(job, model)}
+    free = free_memory(training)
+    if training.device.type == "cuda":
+        parts["weights"] = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+        available = min(free.gpu_bytes)
+    else:  # every rank needs its own, and the weights are there already
+        available = free.main_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    yield from _compared(parts, available)
+
+
+def _compared(parts: dict[str, int], available: int) -> Iterator[Finding]:
+    needed = sum(parts.values())
+    in_words = ", ".join(f"{name} {_gib(count)}" for name, count in parts.items())
+    what = f"{in_words}: {_gib(needed)} of {_gib(available)} that are free"
+    if needed > available:
+        yield MEMORY_SHORT.found(what, "tuning, optim")
+    elif needed > NEARLY * available:
+        yield MEMORY_NEAR.found(what, "tuning, optim")
+
+
+def _disk(job: Job, model: nn.Module, output_dir: Path, steps: Optional[int]) -> Iterator[Finding]:
+    training = job.training
+    if (training.save_total_limit or 0) > 0 or not steps:  # room for a limited number was made sure of before
+        return
+    saves = _saves(job, steps)
+    each = trained_bytes(model) + (0 if training.save_only_model else state_bytes(job, model))
+    free = free_bytes(output_dir)
+    if saves * each > free:
+        what = (
+            f"{saves:,} checkpoints of {_gib(each)} or more take {_gib(saves * each)} of {_gib(free)} that are free; "
+            f"the disk is full after {percent(free / (saves * each))} of the run"
+        )
+        yield DISK_FILLS.found(what, "save_total_limit, save_steps")
+
+
+def _saves(job: Job, steps: int) -> int:
+    training = job.training
+    if training.save_strategy == "steps":
+        every = training.save_steps if training.save_steps >= 1 else max(1, math.ceil(steps * training.save_steps))
+        return math.ceil(steps / every)
+    return math.ceil(training.num_train_epochs) if training.save_strategy == "epoch" else 0
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,169 @@
+"""What is around the run: services that it reports to, the Hub, cores, folders, disks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+from transformers import EvalPrediction
+
+from scu_trainer.data.store import default_cache_dir
+from scu_trainer.errors import StorageError
+from scu_trainer.hardware.probe import usable_cores
+from scu_trainer.run_files import require_writable
+from scu_trainer.train.job import Job
+from scu_trainer.train.preflight.finding import Check, Finding
+
+REPORT_TO = Check(
+    "report-to-missing",
+    "error",
+    "report_to names a service that is unknown or whose package is not installed",
+    "install the package, or set report_to: tensorboard or none",
+)
+HUB_TOKEN = Check(
+    "no-hub-token",
+    "error",
+    "push_to_hub is on and there is no token to push with",
+    "run `hf auth login` or set HF_TOKEN, or drop push_to_hub",
+)
+BEST_METRIC = Check(
+    "best-metric-unknown",
+    "error",
+    "metric_for_best_model is none of the figures of an evaluation: the first one would end the run",
+    "name one of the figures that there are",
+)
+BEST_DIRECTION = Check(
+    "best-metric-reversed",
+    "error",
+    "greater_is_better has the wrong sense for metric_for_best_model, so the worst model is kept as the best; with a "
+    "metric whose name does not end with loss the stock default is true",
+    "set greater_is_better",
+)
+WORKERS = Check(
+    "more-workers-than-cores",
+    "warning",
+    "dataloader_num_workers exceeds the cores of this machine: workers and training take them from each other",
+    "lower dataloader_num_workers",
+)
+CACHE = Check(
+    "cache-not-writable",
+    "warning",
+    "cache_dir cannot be written: a run gets on only with data that were prepared there before",
+    "change its permissions, or set cache_dir to another folder",
+)
+OUTPUT_IN_DATA = Check(
+    "writes-into-dataset",
+    "warning",
+    "output_dir or cache_dir lies inside the folder of the dataset, so the next run reads this one's files as data",
+    "set it to a folder outside of the dataset",
+)
+INODES = Check(
+    "few-inodes",
+    "warning",
+    "the disk of output_dir is nearly out of inodes: it cannot hold new files however much room is free",
+    "remove small files there, or set output_dir to another disk",
+)
+
+PACKAGES = {
+    "azure_ml": ("azureml",),
+    "clearml": ("clearml",),
+    "codecarbon": ("codecarbon",),
+    "comet_ml": ("comet_ml",),
+    "dagshub": ("dagshub",),
+    "dvclive": ("dvclive",),
+    "flyte": ("flytekit",),
+    "mlflow": ("mlflow",),
+    "neptune": ("neptune",),
+    "swanlab": ("swanlab",),
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "trackio": ("trackio",),
+    "wandb": ("wandb",),
+}
+"""Python packages by value of ``report_to``; one of them is needed."""
+
+WITHOUT_PACKAGE = ("kubeflow",)
+STOCK_FIGURES = ("loss", "runtime", "samples_per_second", "steps_per_second")
+SMALLER_IS_BETTER = ("loss", "bpt", "perplexity")
+LARGER_IS_BETTER = ("accuracy",)
+FEWEST_INODES = 1000
+
+
+def before_loading(job: Job) -> Iterator[Finding]:
+    yield from _services(job)
+    yield from _best_metric(job)
+    yield from _cores(job)
+    yield from _folders(job)
+
+
+def _services(job: Job) -> Iterator[Finding]:
+    for name in job.training.report_to or ():
+        if name in WITHOUT_PACKAGE or name == "none":
+            continue
+        if name not in PACKAGES:
+            yield REPORT_TO.found(f"report_to {name!r} is unknown; known: {', '.join(PACKAGES)}", "report_to")
+        elif not any(importlib.util.find_spec(package) for package in PACKAGES[name]):
+            what = f"report_to: {name} needs the package {PACKAGES[name][0]}, not installed"
+            yield REPORT_TO.found(what, "report_to")
+    if job.training.push_to_hub and not _has_token(job):
+        yield HUB_TOKEN.found("push_to_hub: true, and no token is stored or set", "push_to_hub")
+
+
+def _has_token(job: Job) -> bool:
+    from huggingface_hub import get_token
+
+    return bool(job.training.hub_token or get_token())
+
+
+def _best_metric(job: Job) -> Iterator[Finding]:
+    training = job.training
+    if training.metric_for_best_model is None or training.eval_strategy == "no":
+        return
+    name = training.metric_for_best_model.removeprefix("eval_")
+    there = figures_of_evaluation(job)
+    if name not in there:
+        what = f"an evaluation gives {', '.join(there)}, and no {name}"
+        yield BEST_METRIC.found(what, "metric_for_best_model", f"set metric_for_best_model to {there[-1]} or loss")
+    wanted = {**dict.fromkeys(SMALLER_IS_BETTER, False), **dict.fromkeys(LARGER_IS_BETTER, True)}.get(name)
+    if wanted is not None and bool(training.greater_is_better) != wanted:
+        sense = "larger" if wanted else "smaller"
+        what = f"{name} is better the {sense} it is, and greater_is_better is {training.greater_is_better}"
+        yield BEST_DIRECTION.found(what, "greater_is_better", f"set greater_is_better: {str(wanted).lower()}")
+
+
+def figures_of_evaluation(job: Job) -> list[str]:
+    """Names without the prefix eval_; the task's own come last."""
+    smallest = EvalPrediction(predictions=numpy.ones((1, 2)), label_ids=numpy.zeros((1, 1)))
+    return [*STOCK_FIGURES, *job.kind.compute_metrics(smallest)]
+
+
+def _cores(job: Job) -> Iterator[Finding]:
+    workers, cores = job.training.dataloader_num_workers, usable_cores()
+    if workers > max(1, cores):
+        yield WORKERS.found(f"{workers} data loader workers on {cores:g} cores", "dataloader_num_workers")
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def _folders(job: Job) -> Iterator[Finding]:
+    cache_dir = default_cache_dir(job.data.cache_dir)
+    try:
+        require_writable(cache_dir, "cache_dir")
+    except StorageError as error:
+        yield CACHE.found(str(error), "cache_dir")
+    dataset = Path(job.data.dataset).expanduser()
+    for name, folder in (("output_dir", Path(job.training.output_dir)), ("cache_dir", cache_dir)):
+        if dataset.is_dir() and folder.expanduser().resolve().is_relative_to(dataset.resolve()):
+            yield OUTPUT_IN_DATA.found(f"{name} {folder} lies inside the dataset {dataset}", name)
+    yield from _inodes(Path(job.training.output_dir))
+
+
+def _inodes(output_dir: Path) -> Iterator[Finding]:
+    output_dir = output_dir.absolute()
+    existing = next(folder for folder in (output_dir, *output_dir.parents) if folder.exists())
+    disk = os.statvfs(existing)
+    if disk.f_files and disk.f_favail < FEWEST_INODES:  # some file systems count none
+        yield INODES.found(f"{disk.f_favail:,} inodes are left on the disk of {existing}", "output_dir")

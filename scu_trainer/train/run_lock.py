@@ -1,0 +1,80 @@
+"""One run directory, one run: a second start is refused while the first one lives.
+
+A POSIX record lock belongs to the process: the system gives it back however the process ends, and loader workers, which
+inherit open files, do not hold it. So a lock that is left behind on the disk never keeps anybody out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from scu_trainer.errors import StorageError
+
+LOCK_FILE = "_run.lock"
+"""The stock Trainer's uploads leave out ``_*``: reading the file, as an upload does, would give the lock back."""
+
+
+class RunLock:
+    """Claims ``run`` until ``release``, or the end of this process. Raises StorageError if another process has it.
+
+    Makes the folder if it is not there; ``release`` takes it away again if nothing was written to it.
+    On systems without record locks (Windows) nothing is claimed.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self._made = not run.exists()
+        run.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(run / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if not _locked(self._descriptor):
+            holder = _holder(run)
+            os.close(self._descriptor)
+            raise StorageError(
+                f"{run} is being written by {holder}; wait for it or stop it, or give this run another output_dir"
+            )
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Closing twice is harmless. The name of the file stays: deleting it would race with the next start."""
+        if self._descriptor < 0:
+            return
+        is_empty = [path.name for path in self.run.iterdir()] == [LOCK_FILE]
+        if self._made and is_empty:
+            (self.run / LOCK_FILE).unlink()
+            self.run.rmdir()
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+def holds_nothing(run: Path) -> bool:
+    """Whether a folder is empty but for the lock of a start that came to nothing."""
+    return run.is_dir() and all(path.name == LOCK_FILE for path in run.iterdir())
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # POSIX allows either where another process has it
+        return False
+    return True
+
+
+def _holder(run: Path) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        pid = (run / LOCK_FILE).read_text().strip()
+        if pid.isdigit():
+            return f"process {pid}"
+    return "another process"

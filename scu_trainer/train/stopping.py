@@ -1,0 +1,174 @@
+"""SIGTERM and Ctrl-C: the step is finished, a checkpoint is written, the run ends with exit code 3. Twice: now.
+
+A handler only takes note. Between two steps the training loop looks, saves and ends by the stock Trainer's own means.
+Ranks get their signals at different moments, so after every step they tell each other: one number, in host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Optional
+
+import psutil
+from transformers import TrainerCallback
+
+logger = logging.getLogger("scu_trainer")
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LAUNCHERS_ECHO_S = 5.0
+"""A launcher that gets Ctrl-C passes it on to ranks that got it from the terminal already; that is no second wish."""
+
+
+class StopRequest:
+    """Whether somebody wants this run to end. ``name``: the signal's, once there is one.
+
+    is_training: there is a step to finish; before and after a signal ends the run at once.
+    grace_period_s: time from the first signal to the end of the process, whatever is going on; None: no limit.
+    is_launched: a launcher started this process and may pass on what it gets. say: what the user is told.
+    """
+
+    def __init__(
+        self,
+        grace_period_s: Optional[float] = None,
+        is_launched: bool = False,
+        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name: Optional[str] = None
+        self._grace_period_s, self._is_launched = grace_period_s, is_launched
+        self._say, self._clock = say, clock
+        self._first_s = 0.0
+        self._deadline: Optional[threading.Timer] = None
+        self._pid = os.getpid()
+        self.is_training = False
+        self.on_deadline: Callable[[], None] = lambda: None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Signals are ours inside, and as before afterwards. Python lets only the main thread listen."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self.receive) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            self.calm()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def receive(self, number: int, frame: Optional[FrameType] = None) -> None:
+        """The handler. Raises KeyboardInterrupt at a second wish, and where there is no step to finish."""
+        if os.getpid() != self._pid:  # a child that has not yet set its own
+            return
+        now_s = self._clock()
+        if self.name is None and not self.is_training:
+            raise KeyboardInterrupt(signal.Signals(number).name)
+        if self.name is None:
+            self.name, self._first_s = signal.Signals(number).name, now_s
+            self._start_deadline(number)
+            self._say(
+                f"{self.name}: the step is finished and a checkpoint written, then the run ends; again to end now"
+            )
+        elif not (self._is_launched and now_s - self._first_s < LAUNCHERS_ECHO_S):
+            raise KeyboardInterrupt(f"second signal, {signal.Signals(number).name}")
+
+    def calm(self) -> None:
+        """The end is near by itself: no deadline any more."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _start_deadline(self, number: int) -> None:
+        if self._grace_period_s is None:
+            return
+        self._deadline = threading.Timer(self._grace_period_s, self._end_now, [number])
+        self._deadline.daemon = True
+        self._deadline.start()
+
+    def _end_now(self, number: int) -> None:
+        """The main thread may be inside a step that takes longer than is left: nothing but the process can end it."""
+        self._say(f"the grace period of {self._grace_period_s:g} s is over; the newest checkpoint is what there is")
+        self.on_deadline()
+        end_children()
+        os._exit(128 + number)
+
+
+def end_children() -> None:
+    """Loader workers would notice only seconds later that nobody waits for them."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+class StopCallback(TrainerCallback):
+    """Ends training with a checkpoint after the step in which a stop was requested. ``stopped_at``: that step."""
+
+    def __init__(self, request: StopRequest, world_size: int) -> None:
+        self.request = request
+        self.stopped_at: Optional[int] = None
+        self.on_stop: Callable[[], None] = lambda: None
+        self._world_size = world_size
+        self._group: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._group = _host_group() if self._world_size > 1 else None
+        self.request.is_training = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.request.is_training = False
+        self.request.calm()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._agreed():
+            self.stopped_at = state.global_step
+            self.on_stop()
+            control.should_save = control.should_training_stop = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The signal came while held-out data were scored: the stock loop saves after that."""
+        self.on_step_end(args, state, control)
+
+    def _agreed(self) -> bool:
+        wanted = self.request.name is not None
+        if self._group is None:
+            return wanted
+        import torch
+
+        flag = torch.tensor([int(wanted)])
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._group)
+        return bool(flag.item())
+
+
+def _host_group() -> Any:
+    """All ranks, over host memory: an exchange there waits for no device, and needs no launcher that is alive."""
+    import torch.distributed as dist
+
+    return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+
+def is_launched() -> bool:
+    """Whether torchrun, accelerate or deepspeed started this process."""
+    return any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"))
+
+
+def end_with_launcher() -> None:
+    """Ask the system (Linux) for a SIGTERM when the launcher dies: a rank must not go on alone, nor lose its work."""
+    if not is_launched() or sys.platform != "linux":
+        return
+    import ctypes
+
+    parent, set_parent_death_signal = os.getppid(), 1  # PR_SET_PDEATHSIG of prctl(2)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0) != 0:
+        logger.warning("the run would outlive its launcher: prctl failed with error %d", ctypes.get_errno())
+    elif os.getppid() != parent:  # it died in between
+        os.kill(os.getpid(), signal.SIGTERM)

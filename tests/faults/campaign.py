@@ -1,0 +1,243 @@
+"""Starts of the real command in forked processes, killed where one likes.
+
+Everything heavy is imported once, before the fork: a start takes half a second instead of ten. A child is killed from
+outside after a time, or kills itself at its n-th step on the disk (open for writing, rename, sync, remove) below the
+run directory, so that every kill is repeatable and falls inside a checkpoint as often as wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+WRITING = os.O_WRONLY | os.O_RDWR
+PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """``code``: exit code, or minus the number of the signal. ``said``: what it printed."""
+
+    code: int
+    said: str
+    seconds: float
+
+
+class Child:
+    """``act`` in a fork of this process, its output in ``log``."""
+
+    def __init__(self, act: Callable[[], int], log: Path) -> None:
+        self.log, self._began_s = log, time.monotonic()
+        log.write_bytes(b"")  # what an earlier child said there is not this one's
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.freeze()  # the collections of the child need not walk over what the parent has imported
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_a_child(act, log)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, patience_s: float = PATIENCE_S) -> Ended:
+        """Raises TimeoutError, the child being killed, if it does not end."""
+        while time.monotonic() - self._began_s < patience_s:
+            ended = self.poll()
+            if ended is not None:
+                return ended
+            time.sleep(0.002)
+        self.kill()
+        os.waitpid(self.pid, 0)
+        raise TimeoutError(f"still running after {patience_s} s: {self.log.read_text()[-2000:]}")
+
+    def poll(self) -> Optional[Ended]:
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid == 0:
+            return None
+        text = self.log.read_text(errors="replace")
+        return Ended(os.waitstatus_to_exitcode(status), text, time.monotonic() - self._began_s)
+
+
+def _be_a_child(act: Callable[[], int], log: Path) -> None:
+    code = 1
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+        code = act()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def train(flags: list[str]) -> int:
+    from scu_trainer.cli.train import main
+
+    return main(flags)
+
+
+# -- the n-th step on the disk -----------------------------------------------------------------------------------------
+
+
+def die_at_disk_step(number: int, below: Path) -> None:
+    """Kill this process with SIGKILL just before its ``number``-th (from 1) change below ``below``."""
+    seen = 0
+
+    def look(event: str, arguments: tuple) -> None:
+        nonlocal seen
+        if _changes(event, arguments, str(below)):
+            seen += 1
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(look)
+    _announce_syncs(below)
+
+
+def count_disk_steps(below: Path, into: Path) -> None:
+    """Write the number of changes so far to ``into``, after each of them."""
+    seen = 0
+
+    def look(event: str, arguments: tuple) -> None:
+        nonlocal seen
+        if _changes(event, arguments, str(below)):
+            seen += 1
+            descriptor = os.open(str(into), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.write(descriptor, str(seen).encode())
+            os.close(descriptor)
+
+    sys.addaudithook(look)
+    _announce_syncs(below)
+
+
+def _changes(event: str, arguments: tuple, below: str) -> bool:
+    if event == "open":
+        path, _, flags = arguments
+        return bool(flags & WRITING) and str(path).startswith(below)
+    if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir"):
+        return str(arguments[0]).startswith(below) or arguments[-1] != -1  # with an open folder in place of a path
+    return event == "scu_tests.sync"
+
+
+def _announce_syncs(below: Path) -> None:
+    """``os.fsync`` raises no audit event of its own."""
+    stock = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        sys.audit("scu_tests.sync", descriptor)
+        stock(descriptor)
+
+    os.fsync = fsync
+
+
+# -- a run that is killed again and again ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """What became of one run. ``kills``: by where they fell; ``starts``: with the last, which finished."""
+
+    kills: dict[str, int]
+    starts: int
+    last: Ended
+
+
+def killed_until_done(words: list[str], run: Path, log: Path, choose: Callable[[int], tuple[str, float]]) -> Campaign:
+    """Start the command again and again. ``choose(start)`` -> ("disk", n-th step on the disk), ("time", seconds from
+    the first output on), or ("none", 0) to let it be. Raises AssertionError where a start ends by itself, but well.
+    """
+    kills: dict[str, int] = {}
+    for start in range(10_000):
+        kind, when = choose(start)
+
+        def act(kind: str = kind, when: float = when) -> int:
+            if kind == "disk":
+                die_at_disk_step(int(when), run)
+            return train(words)
+
+        child = Child(act, log)
+        if kind == "time":
+            _kill_after(child, when)
+        ended = child.wait()
+        if ended.code == 0:
+            return Campaign(kills, start + 1, ended)
+        assert ended.code == -signal.SIGKILL, ended.said
+        where = "inside a checkpoint" if any(run.glob("staging-*")) else kind
+        kills[where] = kills.get(where, 0) + 1
+    raise AssertionError("the run never came to its end")
+
+
+def _kill_after(child: Child, seconds: float) -> None:
+    while not child.log.stat().st_size:
+        time.sleep(0.002)
+    time.sleep(seconds)
+    with contextlib.suppress(ProcessLookupError):
+        child.kill()
+
+
+# -- a run with all three loops ----------------------------------------------------------------------------------------
+
+
+def flags(model: Path, documents: Path, run: Path, cache: Path, **more: object) -> list[str]:
+    """Twelve steps of a tiny model with lambda, chunks, a curriculum, dropout and evaluations; saves after every 3."""
+    options = {
+        "model_name_or_path": model,
+        "dataset": documents,
+        "block_size": 64,
+        "validation_split_percentage": 25,
+        "packing": "false",
+        "num_train_epochs": 3,
+        "max_steps": 12,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.01,
+        "lora_r": 2,
+        "lora_dropout": 0.1,
+        "token_cap": 96,
+        "curriculum": "token_budget+noise_guard",
+        "scu_target_s": 0.02,
+        "scu_prior": "init",
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "save_total_limit": 2,
+        "report_to": "none",
+        "output_dir": run,
+        "cache_dir": cache,
+        "use_cpu": "true",
+        **more,
+    }
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+@contextlib.contextmanager
+def never_left_behind(children: list[Child]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                child.kill()
+                os.waitpid(child.pid, 0)
+
+
+def weights(run: Path) -> bytes:
+    """The adapter of a finished run, or of a checkpoint."""
+    return (run / "adapter_model.safetensors").read_bytes()

@@ -1,0 +1,54 @@
+"""One tiny model, one file of documents, and the run that nobody interrupts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.faults import campaign
+
+SENTENCES = ["The cat sat on the mat and looked at the door.", "A list is a sequence that can be changed in place."]
+
+
+@dataclass(frozen=True)
+class Site:
+    """``whole``: the finished run. ``disk_steps``: how many changes on the disk it took."""
+
+    folder: Path
+    model: Path
+    documents: Path
+    whole: Path
+    disk_steps: int
+
+    def flags(self, run: Path, **more: object) -> list[str]:
+        return campaign.flags(self.model, self.documents, run, self.folder / "cache", **more)
+
+
+def make_site(folder: Path) -> Site:
+    import peft  # noqa: F401
+    import transformers.trainer  # noqa: F401
+
+    import scu_trainer.train.session  # noqa: F401
+
+    documents = folder / "documents.jsonl"
+    rows = [{"text": f"{SENTENCES[i % 2]} Number {i}. " * (2 + i % 5)} for i in range(48)]
+    documents.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, whole, count = tiny.saved_llama(folder / "model"), folder / "whole", folder / "count"
+    words = campaign.flags(model, documents, whole, folder / "cache")
+
+    def act() -> int:
+        campaign.count_disk_steps(whole, count)
+        return campaign.train(words)
+
+    ended = campaign.Child(act, folder / "whole.log").wait()
+    assert ended.code == 0, ended.said
+    return Site(folder, model, documents, whole, int(count.read_text()))
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory) -> Site:
+    return make_site(tmp_path_factory.mktemp("site"))

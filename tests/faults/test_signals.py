@@ -1,0 +1,185 @@
+"""SIGTERM and Ctrl-C: a step is finished, a checkpoint written, exit 3; what comes next goes on in every digit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from scu_trainer.run_files import read_json
+from tests.faults import campaign
+from tests.faults.test_kills import same_result
+
+PATIENCE_S = 60.0
+
+
+def until(child: campaign.Child, text: str) -> None:
+    """Wait for ``text`` in the output. Raises AssertionError if it ends or takes too long."""
+    began_s = time.monotonic()
+    while text not in child.log.read_text():
+        assert child.poll() is None, child.log.read_text()
+        assert time.monotonic() - began_s < PATIENCE_S, child.log.read_text()
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_step_a_checkpoint_and_exit_3(site, tmp_path, number):
+    run = tmp_path / "run"
+    words = site.flags(run, save_steps=100)
+    child = campaign.Child(lambda: campaign.train(words), tmp_path / "log")
+    with campaign.never_left_behind([child]):
+        until(child, "step  5/12")
+        child.kill(number)
+        ended = child.wait()
+    assert ended.code == 3, ended.said
+    status = read_json(run / "run.json")
+    assert status["status"] == "stopped" and f"stopped by {number.name} after step" in ended.said
+    assert [path.name for path in run.glob("checkpoint-*")] == [f"checkpoint-{status['step']}"]
+    ended = campaign.Child(lambda: campaign.train(words), tmp_path / "log").wait()
+    assert ended.code == 0 and "going on from" in ended.said, ended.said
+    same_result(site, run)
+
+
+def slow_step(seconds: float) -> None:
+    """From here on step 5 of this process takes ``seconds`` longer."""
+    from scu_trainer.train.trainer import SCUTrainer
+
+    stock = SCUTrainer.training_step
+
+    def training_step(trainer, *args, **kwargs):
+        if trainer.state.global_step == 4 and trainer.accelerator.sync_gradients:
+            print("in the slow step", flush=True)
+            time.sleep(seconds)
+        return stock(trainer, *args, **kwargs)
+
+    SCUTrainer.training_step = training_step
+
+
+def slow(words: list[str], seconds: float) -> int:
+    slow_step(seconds)
+    return campaign.train(words)
+
+
+def test_twice_is_now(site, tmp_path):
+    run = tmp_path / "run"
+    child = campaign.Child(lambda: slow(site.flags(run), 600.0), tmp_path / "log")
+    with campaign.never_left_behind([child]):
+        until(child, "in the slow step")
+        child.kill(signal.SIGINT)
+        until(child, "again to end now")
+        child.kill(signal.SIGINT)
+        ended = child.wait()
+    assert ended.code == 130 and ended.seconds < 60, ended.said
+    assert read_json(run / "run.json")["status"] == "stopped"
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_when_the_grace_period_is_over_it_ends_with_what_it_has(site, tmp_path):
+    run = tmp_path / "run"
+    words = site.flags(run, grace_period_s=0.5, dataloader_num_workers=1)
+    child = campaign.Child(lambda: slow(words, 600.0), tmp_path / "log")
+    with campaign.never_left_behind([child]):
+        until(child, "in the slow step")
+        workers = psutil.Process(child.pid).children(recursive=True)
+        child.kill(signal.SIGTERM)
+        ended = child.wait()
+    assert ended.code == 128 + signal.SIGTERM, ended.said
+    assert "the grace period of 0.5 s is over" in ended.said
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-3"]
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert workers and not alive
+
+
+def test_before_the_first_step_it_ends_at_once(site, tmp_path):
+    run = tmp_path / "run"
+
+    def act() -> int:
+        from scu_trainer.train import session
+
+        stock = session.score
+
+        def score(*args):
+            print("scoring", flush=True)
+            time.sleep(600)
+            return stock(*args)
+
+        session.score = score
+        return campaign.train(site.flags(run))
+
+    child = campaign.Child(act, tmp_path / "log")
+    with campaign.never_left_behind([child]):
+        until(child, "scoring")
+        child.kill(signal.SIGTERM)
+        ended = child.wait()
+    assert ended.code == 130 and read_json(run / "run.json")["status"] == "stopped", ended.said
+
+
+def test_the_whole_group_is_told_and_workers_stay_until_the_step_is_done(site, tmp_path):
+    """As a batch queue does it. The step still needs two batches of the workers."""
+    run = tmp_path / "run"
+
+    def act() -> int:
+        os.setpgid(0, 0)
+        return slow(site.flags(run, dataloader_num_workers=2), 1.0)
+
+    child = campaign.Child(act, tmp_path / "log")
+    with campaign.never_left_behind([child]):
+        until(child, "in the slow step")
+        workers = psutil.Process(child.pid).children(recursive=True)
+        os.killpg(child.pid, signal.SIGTERM)
+        ended = child.wait()
+    assert ended.code == 3 and "Traceback" not in ended.said, ended.said
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert len(workers) == 2 and not alive
+
+
+def test_killed_it_leaves_no_workers(site, tmp_path):
+    words = site.flags(tmp_path / "run", dataloader_num_workers=2)
+    child = campaign.Child(lambda: slow(words, 600.0), tmp_path / "log")
+    with campaign.never_left_behind([child]):
+        until(child, "in the slow step")
+        workers = psutil.Process(child.pid).children(recursive=True)
+        child.kill(signal.SIGKILL)
+        child.wait()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert len(workers) == 2 and not alive
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+from scu_trainer.cli.train import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("how", ["preempted", "launcher killed"])
+def test_ranks_stop_after_the_same_step(site, tmp_path, how):
+    """torchrun passes SIGTERM on to its ranks; one that is killed cannot, and the system tells them."""
+    run, program = tmp_path / "run", tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    words = site.flags(run, max_steps=400, save_steps=1000, eval_strategy="no", num_train_epochs=400)
+
+    def act() -> int:
+        os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        os.execv(sys.executable, [*command, str(program), *words])
+
+    child = campaign.Child(act, tmp_path / "log")
+    with campaign.never_left_behind([child]):
+        until(child, "step  3/400".replace("  ", "   "))
+        ranks = psutil.Process(child.pid).children(recursive=True)
+        child.kill(signal.SIGTERM if how == "preempted" else signal.SIGKILL)
+        child.wait()
+        _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert len(ranks) >= 2 and not alive
+    status = read_json(run / "run.json")
+    assert status["status"] == "stopped", child.log.read_text()[-3000:]
+    folder = run / f"checkpoint-{status['step']}"
+    assert (folder / "manifest.json").is_file() and (folder / "rng_state_1.pth").is_file()

@@ -1,0 +1,95 @@
+"""Loader workers: what they draw at random, and what they do about signals."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from scu_trainer.settings import CurriculumSettings
+from scu_trainer.train.loader_workers import LeaveSignals, shield
+from tests.tiny import Rows, llama, same, trained, weights_of
+from tests.train.test_resume import StopAt
+
+
+class NoisyRows(Rows):
+    """Each look at a row gives other tokens, drawn from all three generators that people use."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index)
+        position = random.randrange(len(row["input_ids"]))
+        row["input_ids"] = row["input_ids"].roll(int(torch.randint(0, 8, ())) + numpy.random.randint(8))
+        row["input_ids"][position] = 5
+        return row
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resumed_rows_with_random_changes_are_those_of_the_uninterrupted_run(tmp_path, workers):
+    common = {"max_steps": 6, "dataloader_num_workers": workers, "curriculum": CurriculumSettings()}
+    common |= {"dataset": NoisyRows(), "per_device_train_batch_size": 4}
+    whole = trained(llama(), tmp_path / "whole", **common)
+    trained(llama(), tmp_path / "parts", callbacks=[StopAt(3)], **common)
+    resumed = trained(llama(), tmp_path / "parts", resume=True, **common)
+    assert resumed.state.global_step == 6
+    assert same(weights_of(resumed.model), weights_of(whole.model))
+
+
+def test_epochs_and_samples_draw_differently():
+    from scu_trainer.data.numbered import Numbered
+
+    class Draw(torch.utils.data.Dataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return torch.rand(()).item()
+
+    numbered, seen = Numbered(Draw(), seed=7), []
+    for epoch in (0, 1, 0):
+        numbered.set_epoch(epoch)
+        seen.append([value for _, value in DataLoader(numbered, num_workers=1, batch_size=None)])
+    assert seen[0] == seen[2]
+    assert len({*seen[0], *seen[1]}) == 6
+
+
+class Signalled(torch.utils.data.Dataset):
+    """The second row sends its own worker what a batch queue sends to all."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            os.kill(os.getpid(), self.number)
+        return index
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_goes_on_when_its_group_is_told_to_stop(number):
+    initialized = []
+    loader = shield(DataLoader(Signalled(number), num_workers=1, batch_size=1, worker_init_fn=initialized.append))
+    assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+
+
+def test_without_workers_nothing_is_changed():
+    loader = DataLoader(Rows(), num_workers=0)
+    assert shield(loader).worker_init_fn is None
+    assert shield([1, 2]) == [1, 2]
+
+
+def test_a_second_sigterm_ends_a_worker_that_hangs():
+    child = os.fork()
+    if child == 0:
+        LeaveSignals(None)(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM

@@ -1,0 +1,392 @@
+"""Checks one by one: what no command line can bring about here, and the arithmetic behind the others."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import datasets
+import numpy
+import pytest
+import torch
+
+from scu_trainer.cli import configuration
+from scu_trainer.data.books import DataBooks
+from scu_trainer.data.samples import PreparedSamples, SampleBooks
+from scu_trainer.models.dispatch import Free
+from scu_trainer.train.preflight import (
+    CHECKS,
+    before_training,
+    classes,
+    counts,
+    length,
+    optimization,
+    plan,
+    raw_rows,
+    room,
+    rows,
+    surroundings,
+    tokens,
+    weights,
+)
+from scu_trainer.train.preflight.finding import percent
+from tests import tiny
+from tests.train.seeded_mistakes import MISTAKES
+
+MARKS = tokens.Marks(frozenset({1}), start=0, unknown=5)
+DIRECTLY = {
+    "epochs-ignored",
+    "few-inodes",
+    "labels-out-of-range",
+    "memory-nearly-full",
+    "nothing-trained",
+    "quantized-trained",
+    "tokens-out-of-range",
+    "tokens-unknown",
+}
+"""Checks that are tried here and not by a seeded mistake."""
+
+
+def job_of(*words: str, **flags):
+    return configuration.read_job(
+        None,
+        ["--use_cpu", "true", *words, *(word for name, value in flags.items() for word in (f"--{name}", str(value)))],
+    )
+
+
+def ids(findings) -> list[str]:
+    return [finding.check for finding in findings]
+
+
+def token_rows(*documents: list[int], learned=None) -> datasets.Dataset:
+    """One row per document. ``learned``: of each token; default: all."""
+    labels = [[t if learned is None or learned(t) else -100 for t in d] for d in documents]
+    return datasets.Dataset.from_dict(
+        {"input_ids": documents, "labels": labels, "length": [len(d) for d in documents]},
+        features=datasets.Features(
+            {
+                "input_ids": datasets.List(datasets.Value("int32")),
+                "labels": datasets.List(datasets.Value("int32")),
+                "length": datasets.Value("int32"),
+            }
+        ),
+    )
+
+
+def test_every_check_is_tried():
+    plans = {"plan-of-steps", "plan-of-rows"}
+    assert {mistake.expected for mistake in MISTAKES if not mistake.refused} | DIRECTLY | plans == set(CHECKS)
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_counted():
+    facts = tokens.scan(token_rows([0, 7, 8, 1], [0, 0, 9, 1], [0, 7, 8, 1], [5, 5, 1], learned=lambda t: t > 5), MARKS)
+    assert (facts.rows, facts.tokens, facts.learned, facts.largest_id) == (4, 15, 5, 9)
+    assert (facts.ends, facts.ends_learned, facts.unknown, facts.doubled_starts) == (4, 0, 2, 1)
+    assert (facts.documents, facts.repeated) == (4, 1)
+    assert facts.among() == "of 4 rows"
+
+
+def test_documents_go_on_over_the_borders_of_rows():
+    facts = tokens.scan(token_rows([7, 8, 9], [1, 7, 8], [9, 1, 4]), MARKS)
+    assert (facts.documents, facts.repeated) == (2, 1)
+    assert [example.tolist() for example in facts.examples] == [[7, 8, 9, 1]] * 2
+
+
+def test_of_large_data_pieces_evenly_apart_are_looked_at(monkeypatch):
+    monkeypatch.setattr(tokens, "PIECE_ROWS", 2)
+    monkeypatch.setattr(tokens, "MOST_TOKENS", 12)
+    facts = tokens.scan(token_rows(*([number, number, 1] for number in range(10, 22))), MARKS)
+    assert (facts.rows, facts.all_rows, facts.largest_id) == (4, 12, 21)
+    assert facts.among() == "in a sample of 4 rows of 12"
+
+
+def test_the_first_documents_alone_are_compared(monkeypatch):
+    monkeypatch.setattr(tokens, "MOST_DOCUMENTS", 3)
+    assert tokens.scan(token_rows(*[[7, 1]] * 9), MARKS).documents == 3
+
+
+def test_of_a_stream_the_first_rows_are_looked_at():
+    rows_read = []
+
+    def stream():
+        for number in range(1000):
+            rows_read.append(number)
+            yield {"input_ids": [7, 1], "labels": [7, 1]}
+
+    facts = tokens.scan(datasets.IterableDataset.from_generator(stream), MARKS)
+    assert facts.rows == tokens.STREAMED_ROWS and len(rows_read) <= tokens.STREAMED_ROWS + 1
+    assert facts.among() == f"in a sample of {tokens.STREAMED_ROWS} rows"
+
+
+def test_tokens_without_an_embedding_and_unknown_ones_are_found():
+    data = SimpleNamespace(books=DataBooks(documents=1))
+    parts = SimpleNamespace(model=tiny.llama(), processor=range(tiny.VOCAB), data=data)
+    facts = tokens.scan(token_rows([5, 5, tiny.VOCAB, 1], [1, 1]), MARKS)
+    assert ids(rows.before_training(job_of(), parts, facts)) == ["tokens-out-of-range", "tokens-unknown"]
+    facts.largest_id, facts.unknown = tiny.VOCAB - 1, 0
+    assert ids(rows.before_training(job_of(), parts, facts)) == []
+
+
+@pytest.mark.parametrize(("documents", "expected"), [(40, ["documents-repeated"]), (26, [])])
+def test_turns_that_have_an_end_of_their_own_are_no_documents(documents, expected):
+    """A system prompt stands in every conversation."""
+    facts = tokens.scan(token_rows(*([7, 8, 1] if n % 2 else [7, 9 + n, 1] for n in range(40))), MARKS)
+    data = SimpleNamespace(books=DataBooks(documents=documents))
+    parts = SimpleNamespace(model=tiny.llama(), processor=Decoder(), data=data)
+    assert ids(rows.before_training(job_of(), parts, facts)) == expected
+
+
+class Decoder:
+    def __len__(self) -> int:
+        return tiny.VOCAB
+
+    def decode(self, ids, skip_special_tokens: bool) -> str:
+        return "words and " * len(ids)
+
+
+def test_one_token_for_all_is_neither_unknown_nor_a_start():
+    tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=1, bos_token_id=1, unk_token_id=1)
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[1, 4]))
+    assert rows.marks_of(tokenizer, model) == tokens.Marks(frozenset({1, 4}), None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("/data/a b/c.txt and more", None),
+        ("https://example.org/a?b=c", "paths or addresses"),
+        ("cats/12.jpg", "paths or addresses"),
+        ("12.5", "numbers"),
+        ("12 monkeys", None),
+        ('{"messages": [{"role": "user"}]}', "conversations as JSON"),
+        ('{"name": "a", "size": 3}', None),
+        ("<html><body>text</body></html>", None),
+    ],
+)
+def test_what_is_no_text(text, kind):
+    assert [name for name, belongs in rows.KINDS.items() if belongs(text)] == ([kind] if kind else [])
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+class Labelled(list):
+    """Rows with ``labels`` as an array, as stored samples have them."""
+
+    @property
+    def labels(self):
+        return numpy.array([row["labels"] for row in self])
+
+
+def samples(labels: list[int], pixels=None) -> PreparedSamples:
+    found = Labelled({"labels": label, **({} if pixels is None else {"pixel_values": pixels})} for label in labels)
+    counts_by_class = {str(label): labels.count(label) for label in set(labels)}
+    return PreparedSamples(found, None, SampleBooks(per_class=counts_by_class), "", ["0", "1", "2"])
+
+
+def test_labels_that_the_model_does_not_have_are_found():
+    parts = SimpleNamespace(model=tiny.vit(), data=samples([0, 1, 2, 3, -1] * 2))
+    finding = next(classes.before_training(job_of(), parts))
+    assert finding.check == "labels-out-of-range" and "4 training labels such as 3" in finding.what
+    assert ids(classes.before_training(job_of(), SimpleNamespace(model=tiny.vit(), data=samples([0, 1, 2])))) == []
+
+
+@pytest.mark.parametrize(("pixels", "expected"), [((0, 0), True), ((0, 2), True), ((0, 3), False), ((250, 255), False)])
+def test_pictures_of_one_value(pixels, expected):
+    data = samples([0, 1] * 20, numpy.array(pixels, dtype=numpy.uint8))
+    found = ids(classes.before_training(job_of(), SimpleNamespace(model=tiny.vit(), data=data)))
+    assert found == (["inputs-constant"] if expected else [])
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_frozen_model_and_quantized_weights_are_found():
+    job, model = job_of(tuning="full", learning_rate=1e-4), tiny.llama()
+    assert ids(weights.before_training(job, model)) == []
+    model.requires_grad_(False)
+    assert ids(weights.before_training(job, model)) == ["nothing-trained"]
+    model.is_quantized = True
+    assert ids(weights.before_training(job, model)) == ["quantized-trained"]
+
+
+def test_adapters_on_the_right_layers_are_silent():
+    job = job_of(learning_rate=2e-4)
+    assert ids(weights.before_training(job, tiny.lora(tiny.llama()))) == []
+    assert ids(weights.before_training(job, tiny.lora(tiny.llama(), r=64))) == ["rank-exceeds-layers"]
+
+
+def test_a_nan_is_found_wherever_it_stands_in_a_small_model():
+    model = tiny.llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[-1, -1] = float("inf")
+    found = list(weights.before_training(job_of(tuning="full", learning_rate=1e-4), model))
+    assert (
+        ids(found) == ["weights-not-finite"] and "1 of 21 weights, first model.layers.1.mlp.down_proj" in found[0].what
+    )
+
+
+def test_which_steps_round_away_is_what_bfloat16_does():
+    weight = torch.nn.Parameter(torch.linspace(0.001, 0.1, 5000).to(torch.bfloat16))
+    step = 5e-5
+    lost = ((weight.detach() - step) == weight.detach()).float().mean().item()
+    found = weights._share_lost([weight], step)
+    assert 0.3 < found <= lost
+
+
+@pytest.mark.parametrize(
+    ("flags", "count", "bounds"),
+    [
+        ({"tuning": "lora"}, 10**9, (1e-5, 1e-2)),
+        ({"tuning": "full"}, 10**9, (1e-8, 1e-3)),
+        ({"tuning": "full"}, 10**6, (1e-8, 1e-2)),
+        ({"task": "image-classification", "model_name_or_path": "resnet"}, 10**9, (1e-8, 1e-2)),
+        ({"task": "image-classification"}, 10**7, (1e-7, 0.1)),
+        ({"tuning": "full", "optim": "sgd"}, 10**9, (1e-5, float("inf"))),
+        ({"tuning": "lora", "optim": "lion_32bit"}, 10**9, (1e-6, 1e-2 / 3)),
+    ],
+)
+def test_usual_learning_rates(flags, count, bounds):
+    assert weights.usual_rates(job_of(**flags), count) == pytest.approx(bounds)
+
+
+# -- memory and disk ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optim", "bytes_per_weight"),
+    [
+        ("adamw_torch_fused", 8),
+        ("adamw_8bit", 2),
+        ("sgd", 0),
+        ("adafactor", 0),
+        ("lion_8bit", 1),
+        ("paged_adamw_8bit", 0),
+    ],
+)
+def test_bytes_of_the_optimizer(optim, bytes_per_weight):
+    model = tiny.llama()
+    assert room.state_bytes(job_of(optim=optim), model) == bytes_per_weight * sum(p.numel() for p in model.parameters())
+
+
+def test_adam_s_state_is_as_large_as_it_is():
+    model = tiny.llama()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss.backward()
+    optimizer.step()
+    real = sum(v.nbytes for state in optimizer.state.values() for name, v in state.items() if name != "step")
+    assert room.state_bytes(job_of(), model) == real
+
+
+@pytest.mark.parametrize(
+    ("free_share", "expected"), [(0.99, ["memory-too-small"]), (1.05, ["memory-nearly-full"]), (1.2, [])]
+)
+def test_memory_is_compared_with_what_is_free(free_share, expected, tmp_path, monkeypatch):
+    model, job = tiny.llama(), job_of()
+    needed = 3 * room.trained_bytes(model)
+    monkeypatch.setattr(room, "free_memory", lambda training: Free((), int(free_share * needed)))
+    assert ids(room.before_training(job, model, tmp_path, 10)) == expected
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert ids(room.before_training(job, model, tmp_path, 10)) == ["memory-too-small"]
+
+
+def test_a_limited_number_of_checkpoints_fills_no_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "free_bytes", lambda path: 2**20)
+    every = {"save_steps": 1, "max_steps": 1000}
+    assert ids(room.before_training(job_of(**every, save_total_limit=0), tiny.llama(), tmp_path, 1000)) == [
+        "checkpoints-fill-disk"
+    ]
+    assert ids(room.before_training(job_of(**every, save_total_limit=3), tiny.llama(), tmp_path, 1000)) == []
+
+
+def test_a_disk_without_inodes_is_found(tmp_path, monkeypatch):
+    for files, left, expected in ((10**6, 3, ["few-inodes"]), (10**6, 10**5, []), (0, 0, [])):
+        monkeypatch.setattr(os, "statvfs", lambda path, f=files, n=left: SimpleNamespace(f_files=f, f_favail=n))
+        assert ids(surroundings._inodes(tmp_path / "run")) == expected
+
+
+# -- settings and length -----------------------------------------------------------------------------------------------
+
+
+def test_both_max_steps_and_epochs_are_noted():
+    assert ids(plan.before_loading(job_of(max_steps=10, num_train_epochs=7))) == ["epochs-ignored"]
+    assert ids(plan.before_loading(job_of(max_steps=10))) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"optim": "sgd", "learning_rate": 2}, []),
+        ({"optim": "sgd", "adam_beta2": 0.1}, []),
+        ({"max_grad_norm": 0}, []),
+        ({"lora_alpha": 32}, []),
+        ({"learning_rate": -1e-4}, ["learning-rate-not-positive"]),
+        ({"gradient_accumulation_steps": 0}, ["no-rows-per-step"]),
+    ],
+)
+def test_settings_of_the_optimizer(flags, expected):
+    assert ids(optimization.before_loading(job_of(**flags))) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"warmup_steps": 49}, []),
+        ({"warmup_steps": 50}, ["warm-up-covers-run"]),
+        ({"warmup_steps": 0.6}, ["warm-up-covers-run"]),
+        ({"warmup_steps": 50, "lr_scheduler_type": "constant"}, []),
+        ({"save_steps": 100}, []),
+        ({"save_steps": 101}, ["no-checkpoint-before-end"]),
+        ({"save_steps": 0.5}, []),
+        ({"save_strategy": "no"}, []),
+        ({"eval_strategy": "steps", "eval_steps": 100}, []),
+        ({"eval_strategy": "steps", "eval_steps": 50, "eval_delay": 101}, ["no-evaluation-before-end"]),
+        ({"eval_strategy": "steps", "eval_steps": 30, "scu_target_s": "auto"}, []),
+        ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr": 1e-5}'}, []),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"cycles": 1}'}, ["schedule-cannot-be-made"]),
+    ],
+)
+def test_what_never_happens_in_100_steps(flags, expected):
+    assert ids(length.before_loading(job_of(max_steps=100, **{"save_steps": 50, **flags}))) == expected
+
+
+def test_an_epoch_of_two_steps_is_enough():
+    job = job_of(per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=10)
+    assert ids(length.before_training(job, range(9))) == []
+    assert ids(length.before_training(job, range(8))) == ["batch-exceeds-rows"]
+    assert ids(length.before_training(job, iter(()))) == []
+
+
+def test_findings_end_where_there_is_no_number_of_steps(tmp_path):
+    assert before_training(job_of(gradient_accumulation_steps=0), SimpleNamespace(), tmp_path) == []
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def test_few_duplicates_and_few_drops_are_silent():
+    books = SampleBooks(read=1000, train=800, eval=200, dropped={"torn": 99}, heldout_duplicates=3)
+    books.examples = {"torn": ["a.png"]}
+    assert ids(counts._samples(job_of(), books)) == []
+    books.dropped, books.heldout_duplicates = {"torn": 100}, 4
+    assert ids(counts._samples(job_of(), books)) == ["many-dropped", "held-out-seen"]
+
+
+def test_folders_and_files_that_name_no_columns_are_left_alone(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"question": f"q{i}", "answer": f"a{i}"}) + "\n" for i in range(4)))
+    flags = {"text_column": "answer"}
+    assert ids(raw_rows.before_loading(job_of(dataset=file, **flags))) == ["prompt-left-out"]
+    assert ids(raw_rows.before_loading(job_of(dataset=tmp_path, **flags))) == ["prompt-left-out"]
+    assert ids(raw_rows.before_loading(job_of(dataset=file, text_column="question"))) == []
+    assert ids(raw_rows.before_loading(job_of(dataset="no_such", **flags))) == []
+    (tmp_path / "state.json").write_text("{}")
+    assert ids(raw_rows.before_loading(job_of(dataset=tmp_path, **flags))) == []
+
+
+def test_shares_in_words():
+    assert [percent(share) for share in (0, 0.0042, 0.42, 0.997, 1)] == ["0%", "0.42%", "42%", "over 99%", "100%"]
