@@ -15,6 +15,7 @@ from scu_trainer.errors import Stopped
 MODES = {
     "--print_config": "show the resolved configuration as YAML and stop",
     "--test_run": "do a few steps of everything in a scratch folder, then say what the full run would take",
+    "--preflight_only": "load everything, look for mistakes, say what was found, and stop",
     "--check_requirements": "check versions, devices, memory and disk, and stop",
     "--help_all": "also list every field of transformers.TrainingArguments, and stop",
 }
@@ -38,7 +39,7 @@ def _main(argv: list[str]) -> int:
         if modes.print_config:
             print(configuration.as_yaml(job), end="")
             return 0
-        return _train(job, log, test_run=modes.test_run)
+        return _train(job, log, modes)
 
 
 def _mode_parser() -> argparse.ArgumentParser:
@@ -78,14 +79,19 @@ def _check_requirements(config: Optional[str], flags: list[str]) -> int:
     return 0 if all_required_met(findings) else 2
 
 
-def _train(job, log, test_run: bool) -> int:
+def _train(job, log, modes: argparse.Namespace) -> int:
     from scu_trainer.train.deepspeed_start import leave_process_group
     from scu_trainer.train.rehearsal import rehearse
-    from scu_trainer.train.session import run
+    from scu_trainer.train.session import look_only, run
 
     succeeded = False
     try:
-        rehearse(job, log=log) if test_run else run(job, log=log)
+        if modes.preflight_only:
+            look_only(job)
+        elif modes.test_run:
+            rehearse(job, log=log)
+        else:
+            run(job, log=log)
         succeeded = True
     except Stopped:  # by all ranks, after the same step
         succeeded = True

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 from rich.console import Console
 from transformers import PrinterCallback
 
 from scu_trainer.errors import Stopped, StorageError
 from scu_trainer.models.kernels import kernel_line
+from scu_trainer.models.loading_safety import refuse_pickle
 from scu_trainer.models.offloaded import input_device
 from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
 from scu_trainer.settings.tasks import TEXT
+from scu_trainer.train.claim import Claim, from_first_rank
 from scu_trainer.train.console import ConsoleCallback
 from scu_trainer.train.continuity import check_continuity
 from scu_trainer.train.costs import StepTimes, cost_figures
@@ -26,7 +28,8 @@ from scu_trainer.train.evaluate import DocumentScores
 from scu_trainer.train.job import Job, is_leader
 from scu_trainer.train.logs import RunLog, run_log
 from scu_trainer.train.parts import Parts
-from scu_trainer.train.resume import ASKED_FOR, Claim, Start, from_first_rank
+from scu_trainer.train.preflight import Finding, before_loading, before_training, report
+from scu_trainer.train.resume import ASKED_FOR, Start
 from scu_trainer.train.run_directory import RunStatusCallback, git_commit, versions
 from scu_trainer.train.sharded import Beforehand, is_sharded, training_precision
 from scu_trainer.train.stopping import StopCallback, StopRequest, end_with_launcher, is_launched
@@ -38,6 +41,8 @@ from scu_trainer.train.summary import (
     regularization_figures,
 )
 from scu_trainer.train.trainer import SCUTrainer
+
+T = TypeVar("T")
 
 
 def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = None) -> dict[str, Any]:
@@ -54,12 +59,39 @@ def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = Non
         return _run(job, console, own_log)
 
 
-def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
-    end_with_launcher()
+def look_only(job: Job, console: Optional[Console] = None) -> None:
+    """``--preflight_only``: load everything, look at it, train and write nothing. Raises a UserError."""
+    console = console or Console(highlight=False, quiet=not is_leader())
+    early = _begin(job, console)
+    parts = job.kind.load(job, console)
+    _look(job, parts, early, Path(job.training.output_dir), console)
+
+
+def _begin(job: Job, console: Console) -> list[Finding]:
+    """What can be refused, or found by preflight, before anything is loaded."""
     job.check()
     for note in job.notes:
         console.print(note, soft_wrap=True)
     require_writable(job.training.output_dir)
+    early = [] if job.safety.preflight == "off" else _by_first_rank(job, lambda: before_loading(job))
+    if any(finding.level == "error" for finding in early) and job.safety.preflight == "stop":
+        report(early, console, "stop")
+    return early
+
+
+def _look(job: Job, parts: Parts, early: list[Finding], output_dir: Path, console: Console) -> None:
+    if job.safety.preflight != "off":
+        found = _by_first_rank(job, lambda: before_training(job, parts, output_dir))
+        report([*early, *found], console, job.safety.preflight)
+
+
+def _by_first_rank(job: Job, look: Callable[[], T]) -> T:
+    return from_first_rank(look, job.training.process_index, job.training.world_size)
+
+
+def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
+    end_with_launcher()
+    early = _begin(job, console)
     configuration = job.as_dict()  # as it was asked for: loading settles some of it
     with Claim(job.training, configuration if job.safety.resume else None, job.safety.weights_only) as claim:
         start = claim.start
@@ -68,8 +100,9 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         if start.is_done:
             return read_json(start.output_dir / "scu_metrics.json")
         parts = job.kind.load(job, console)
+        _look(job, parts, early, start.output_dir, console)
         description = _description(job, parts, configuration)
-        _say_what_changed(job, start, description, console)
+        _look_at_checkpoint(job, start, description, console)
         job.training.output_dir = str(start.output_dir)
         request = StopRequest(job.safety.grace_period_s, is_launched())
         with _run_directory(job, description, log) as status, request.listening():
@@ -78,15 +111,14 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
             return _train(job, parts, start, trainer, request, status, console)
 
 
-def _say_what_changed(job: Job, start: Start, description: dict[str, Any], console: Console) -> None:
-    """Rank 0 looks, before it describes this start in the place of the one before."""
+def _look_at_checkpoint(job: Job, start: Start, description: dict[str, Any], console: Console) -> None:
+    """Rank 0 does, before it describes this start in the place of the one before."""
     if start.checkpoint is None:
         return
-    training, checkpoint = job.training, Path(str(start.checkpoint))
-    found = from_first_rank(
-        lambda: check_continuity(checkpoint, description), training.process_index, training.world_size
-    )
-    for change in found:
+    checkpoint = Path(str(start.checkpoint))
+    is_own = checkpoint.resolve().parent == start.output_dir.resolve()
+    refuse_pickle(checkpoint, allow=job.model.allow_pickle or is_own)
+    for change in _by_first_rank(job, lambda: check_continuity(checkpoint, description)):
         console.print(f"changed since {checkpoint.name}: {change.line}", soft_wrap=True)
 
 
@@ -151,6 +183,7 @@ def build_trainer(job: Job, parts: Parts, status: Optional[RunStatus], console: 
         memory=job.memory,
         curriculum=job.acting_curriculum,
         efficiency=job.efficiency,
+        safety=job.safety,
     )
     for line in trainer.efficiency.lines:
         console.print(line, soft_wrap=True)
@@ -179,6 +212,7 @@ def _train(
     outcome = trainer.train(resume_from_checkpoint=start.checkpoint)
     if stop.stopped_at is not None:
         raise _stopped(trainer, stop.stopped_at, request)
+    trainer.require_finite_weights()
     trainer.save_model()  # before the scores, which take a while and change nothing
     trainer.save_state()
     after = score(job, trainer, parts)
@@ -257,6 +291,8 @@ def _scores(job: Job, trainer: SCUTrainer, parts: Parts) -> DocumentScores:
 def _notices(trainer: SCUTrainer) -> list[str]:
     notices = [] if trainer.regularizer is None else list(trainer.regularizer.progress.notices)
     notices += trainer.checkpoints.notices
+    if trainer.bad_numbers is not None:
+        notices += trainer.bad_numbers.notices
     return notices if trainer.curriculum is None else [*notices, *trainer.curriculum.notices]
 
 
@@ -267,6 +303,8 @@ def _write_results(trainer: SCUTrainer, output_dir: Path, figures: dict[str, Any
         figures["regularization"] = regularization_figures(output_dir, regularizer, seconds, train_s)
     if trainer.chunked is not None:
         figures["memory"] = memory_figures(trainer.chunked.loop)
+    if trainer.bad_numbers is not None:
+        figures["bad_numbers"] = trainer.bad_numbers.figures()
     if trainer.curriculum is not None:
         figures["curriculum"] = trainer.curriculum.figures()
     if (throughput := trainer.efficiency.figures()) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
@@ -48,7 +49,7 @@ def held_out_figures(before: Optional[DocumentScores], after: Optional[DocumentS
 
 def best_held_out(log_history: list[dict[str, Any]]) -> Optional[dict[str, Any]]:
     """The best of the evaluations of the run, with its step: the highest accuracy, else the lowest bits per token."""
-    evaluations = [entry for entry in log_history if "eval_bpt" in entry]
+    evaluations = [entry for entry in log_history if math.isfinite(entry.get("eval_bpt", math.nan))]
     if not evaluations:
         return None
     best = min(evaluations, key=lambda entry: (-entry.get("eval_accuracy", 0.0), entry["eval_bpt"]))

@@ -51,7 +51,7 @@ from scu_trainer.train.optimizer_guard import retry_unchanged
 from scu_trainer.train.prediction import Prediction
 from scu_trainer.train.ranks import refuse_arguments
 from scu_trainer.train.regularizer import Regularizer, prior_class_for
-from scu_trainer.train.resume import catch_up, has_optimizer, usable
+from scu_trainer.train.usable import catch_up, has_optimizer, usable
 from scu_trainer.train.wrap import adopt, countable
 
 STATE_FILE = "scu_state.json"
@@ -325,7 +325,13 @@ class SCUTrainer(Trainer):
     # Checkpoints are whole or absent: the stock method writes into a folder beside, which gets its name last.
 
     def _save_checkpoint(self, model, trial):
+        self.require_finite_weights()
         self.checkpoints.save(trial, functools.partial(super()._save_checkpoint, model, trial))
+
+    def require_finite_weights(self) -> None:
+        """Raises NonFiniteLoss, on all ranks, where what is about to be saved holds weights that are no numbers."""
+        if self.bad_numbers is not None:
+            self.bad_numbers.before_checkpoint()
 
     def _get_output_dir(self, trial):
         staging = self.checkpoints.staging

@@ -205,14 +205,14 @@ from pathlib import Path
 import torch
 from transformers import TrainingArguments
 from scu_trainer.errors import CheckpointError
-from scu_trainer.train import resume
+from scu_trainer.train import claim
 folder, answers = Path(sys.argv[1]), []
 for run in ("agree", "refuse"):
     training = TrainingArguments(output_dir=str(folder / run), use_cpu=True, resume_from_checkpoint="auto")
     if training.process_index == 1:
-        resume.decide = None  # it must not look for itself
+        claim.decide = None  # it must not look for itself
     try:
-        answers.append(str(resume.Claim(training).start.checkpoint))
+        answers.append(str(claim.Claim(training).start.checkpoint))
     except CheckpointError as error:
         answers.append(str(error))
 (folder / f"answers-{training.process_index}").write_text("\\n".join(answers))
@@ -240,13 +240,13 @@ def test_a_node_that_was_replaced_learns_of_the_restart(monkeypatch):
     monkeypatch.setattr("accelerate.utils.gather_object", lambda seen: [*seen, (1, 50.0)])
     monkeypatch.setattr(subject, "_launcher_began_s", lambda: 90.0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert subject._restarted_since_s(2) == 50.0
+    assert subject.restarted_since_s(2) == 50.0
     monkeypatch.setattr("accelerate.utils.gather_object", lambda seen: [*seen, (0, 50.0)])
-    assert subject._restarted_since_s(2) is None
+    assert subject.restarted_since_s(2) is None
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert subject._restarted_since_s(1) == 90.0
+    assert subject.restarted_since_s(1) == 90.0
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
-    assert subject._restarted_since_s(1) is None
+    assert subject.restarted_since_s(1) is None
 
 
 # -- through the command -----------------------------------------------------------------------------------------------
