@@ -75,9 +75,10 @@ class CheckpointWriter:
     def _write(self, staging: Path, stock_save: Callable[[], None]) -> Optional[str]:
         """What went wrong, None if nothing did."""
         if self.trainer.args.should_save:
-            if staging.exists():
-                remove_inside(staging.parent, staging.name, files.OURS)
-            staging.mkdir(parents=True)
+            with self._problems() as problems:
+                _make_anew(staging)
+            if problems:
+                return problems[0]
         self._wait()
         self.staging = staging
         try:
@@ -140,10 +141,10 @@ class CheckpointWriter:
         found: list[str] = []
         try:
             yield found
-        except (OSError, SafetensorError, RuntimeError) as error:
+        except Exception as error:  # tokenizers raise nothing more narrow
             if not is_write_error(error):
                 raise
-            text = " ".join(str(error).split())[:200]
+            text = _in_short(error)
             if self.trainer.args.world_size > 1:
                 raise StorageError(
                     f"a checkpoint could not be written: {text}; the one before it is whole. Free some room or give "
@@ -155,8 +156,34 @@ class CheckpointWriter:
         self.trainer.accelerator.wait_for_everyone()
 
 
+def _make_anew(staging: Path) -> None:
+    if staging.exists():
+        remove_inside(staging.parent, staging.name, files.OURS)
+    staging.mkdir(parents=True)
+
+
+@contextlib.contextmanager
+def written_or_refused(what: str) -> Iterator[None]:
+    """Raises StorageError where ``what`` cannot be written, whichever library tried."""
+    try:
+        yield
+    except Exception as error:  # tokenizers raise nothing more narrow
+        if isinstance(error, StorageError) or not is_write_error(error):
+            raise
+        raise StorageError(
+            f"{what} could not be written: {_in_short(error)}; free some room and start the same command again: it "
+            "goes on from the newest checkpoint"
+        ) from error
+
+
+def _in_short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
 def is_write_error(error: BaseException) -> bool:
-    """Whether a file could not be written: torch and safetensors wrap what the system said."""
+    """Whether a file could not be written: torch, safetensors and tokenizers wrap what the system said, or lose it."""
+    if isinstance(error, (OSError, SafetensorError, StorageError)):
+        return True
     if isinstance(error, RuntimeError):
-        return "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)
-    return isinstance(error, (OSError, SafetensorError))
+        return any(part in str(error) for part in ("PytorchStreamWriter", "unexpected pos", "iostream error"))
+    return type(error) is Exception and "(os error " in str(error)

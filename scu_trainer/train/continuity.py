@@ -18,7 +18,7 @@ from scu_trainer.run_files import read_json
 from scu_trainer.train.checkpoint import read_manifest
 
 HARMLESS = frozenset(
-    "output_dir run_name resume resume_from_checkpoint weights_only preflight grace_period_s divergence "
+    "output_dir run_name resume resume_from_checkpoint weights_only allow_pickle preflight grace_period_s divergence "
     "divergence_factor max_nonfinite_steps report_to disable_tqdm logging_steps logging_strategy logging_first_step "
     "log_level log_level_replica log_on_each_node save_strategy save_steps save_total_limit push_to_hub hub_model_id "
     "hub_strategy hub_token hub_private_repo hub_always_push hub_revision dataloader_num_workers dataloader_pin_memory "
@@ -31,7 +31,8 @@ HARMLESS = frozenset(
 OTHER_SHAPE = frozenset(
     "task model_name_or_path tuning lora_r lora_target_modules optim embedded_base_steps architecture embedding_size "
     "category_embedding_size gru_hidden_size gru_layers tie_embeddings vocabulary_size sensor_hidden_size "
-    "sensor_layers sensor_fusion_layers sensor_heads sensor_channels sensor_patch branches".split()
+    "sensor_layers sensor_fusion_layers sensor_heads sensor_channels sensor_patch branches num_classes "
+    "image_channels".split()
 )
 CARRIED = frozenset("learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon".split())
 SCHEDULE = frozenset("max_steps num_train_epochs warmup_steps lr_scheduler_type lr_scheduler_kwargs".split())
@@ -41,7 +42,8 @@ ORDER = frozenset(
 )
 DATA = frozenset(
     "dataset dataset_size dataset_split dataset_config_name eval_dataset validation_split_percentage text_column "
-    "block_size packing synthetic sensor_samples image_samples".split()
+    "block_size packing synthetic sensor_samples streaming chat_template completion_only_loss assistant_only_loss "
+    "isolate_documents lowercase min_word_count".split()
 )
 
 

@@ -318,7 +318,8 @@ class CurriculumLoop:
         first_step = self.trainer.state.global_step - steps_done
         self.length.begin(epoch, first_step, 1, state["progress_before"])
         self.length.steps = state["steps"]
-        if steps_done >= state["steps"]:
+        self.length.tell(self.trainer.state)
+        if steps_done >= state["steps"] or self.trainer.state.global_step >= self.trainer.state.max_steps:
             self.owes_row = self.counts.rows > 0
             return epoch + 1, 0
         cut_anew = self.sampler.was_cut_anew

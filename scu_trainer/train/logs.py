@@ -52,6 +52,20 @@ class RedactingFormatter(logging.Formatter):
         return redact(super().format(record))
 
 
+class _LogFile(logging.FileHandler):
+    """Lines that a full disk does not take wait for room; a traceback for each would bury the run's own words."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:
+            print(f"{self.baseFilename} lacks its last lines: {error.strerror}", file=sys.stderr)
+
+
 class RunLog:
     """Records of one run: kept in memory until there is a directory for them."""
 
@@ -64,7 +78,7 @@ class RunLog:
         """From here on records go to ``output_dir``/logs/train.log; the kept ones first."""
         folder = output_dir / "logs"
         folder.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(folder / "train.log")
+        file = _LogFile(folder / "train.log")
         file.setFormatter(RedactingFormatter(FORMAT))
         self._buffer.setTarget(file)
         self._buffer.flush()

@@ -31,6 +31,9 @@ AUTO = "auto"
 ASKED_FOR = "output_dir_asked_for"
 """Key of training_config.json: the name in place of which the run took the one that it has."""
 
+START_NUMBER = "start_number"
+"""Key of training_config.json: which of the starts that were given the same output_dir this is."""
+
 RESTARTED = "restarted by the launcher"
 
 
@@ -211,12 +214,25 @@ def _require_same_ranks(run: Path, world_size: int) -> None:
 
 
 def latest_run(output_dir: Path) -> Optional[Path]:
-    """The run in ``output_dir``, or one that took output_dir-2, ... in its place: that whose run.json is the newest.
+    """The run in ``output_dir``, or one that took output_dir-2, ... in its place: that which was started last.
 
     None where no run of ours is.
     """
+    return max(_runs_of(output_dir), key=lambda run: (_start_number(run), _updated_s(run)), default=None)
+
+
+def next_start_number(output_dir: Path) -> int:
+    """Of the starts that were given ``output_dir``. Clocks are set back; numbers are not."""
+    return 1 + max((_start_number(run) for run in _runs_of(output_dir)), default=0)
+
+
+def _start_number(run: Path) -> int:
+    return _description(run).get(START_NUMBER, 0)
+
+
+def _runs_of(output_dir: Path) -> list[Path]:
     runs = [run for run in names_in_use(output_dir) if run == output_dir or _took_place_of(run, output_dir)]
-    return max((run for run in runs if (run / "run.json").is_file()), key=_updated_s, default=None)
+    return [run for run in runs if (run / "run.json").is_file()]
 
 
 def _took_place_of(run: Path, output_dir: Path) -> bool:

@@ -17,7 +17,8 @@ LOCK_FILE = "_run.lock"
 
 
 class RunLock:
-    """Claims ``run`` until ``release``, or the end of this process. Raises StorageError if another process has it.
+    """Claims ``run`` until ``release``, or the end of this process. Raises StorageError if another process has it, or
+    if it cannot be written.
 
     Makes the folder if it is not there; ``release`` takes it away again if nothing was written to it.
     On systems without record locks (Windows) nothing is claimed.
@@ -26,8 +27,13 @@ class RunLock:
     def __init__(self, run: Path) -> None:
         self.run = run
         self._made = not run.exists()
-        run.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(run / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(run / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise StorageError(
+                f"{run} cannot be written ({error.strerror}); change its permissions or set another output_dir"
+            ) from error
         if not _locked(self._descriptor):
             holder = _holder(run)
             os.close(self._descriptor)

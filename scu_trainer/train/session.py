@@ -6,6 +6,7 @@ Everything that can fail for a reason that the user can mend is tried before the
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from scu_trainer.models.loading_safety import refuse_pickle
 from scu_trainer.models.offloaded import input_device
 from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
 from scu_trainer.settings.tasks import TEXT
+from scu_trainer.train.checkpoint_writer import written_or_refused
 from scu_trainer.train.claim import Claim, from_first_rank
 from scu_trainer.train.console import ConsoleCallback
 from scu_trainer.train.continuity import check_continuity
@@ -29,7 +31,7 @@ from scu_trainer.train.job import Job, is_leader
 from scu_trainer.train.logs import RunLog, run_log
 from scu_trainer.train.parts import Parts
 from scu_trainer.train.preflight import Finding, before_loading, before_training, report
-from scu_trainer.train.resume import ASKED_FOR, Start
+from scu_trainer.train.resume import ASKED_FOR, START_NUMBER, Start, next_start_number
 from scu_trainer.train.run_directory import RunStatusCallback, git_commit, versions
 from scu_trainer.train.sharded import Beforehand, is_sharded, training_precision
 from scu_trainer.train.stopping import StopCallback, StopRequest, end_with_launcher, is_launched
@@ -42,6 +44,7 @@ from scu_trainer.train.summary import (
 )
 from scu_trainer.train.trainer import SCUTrainer
 
+logger = logging.getLogger("scu_trainer")
 T = TypeVar("T")
 
 
@@ -143,20 +146,30 @@ def _run_directory(job: Job, description: dict[str, Any], log: RunLog) -> Iterat
         yield status
         status.update(status="finished", eta_s=0.0)
     except Stopped:
-        status.update(status="stopped", eta_s=None)
+        _last_words(status, status="stopped", eta_s=None)
         raise
     except KeyboardInterrupt:
-        status.update(status="stopped", error="ended at once; the same command goes on from the newest checkpoint")
+        again = "ended at once; the same command goes on from the newest checkpoint"
+        _last_words(status, status="stopped", error=again)
         raise
     except BaseException as error:
-        status.update(status="failed", error=f"{type(error).__name__}: {error}")
+        _last_words(status, status="failed", error=f"{type(error).__name__}: {error}")
         raise
+
+
+def _last_words(run_json: RunStatus, **changes: Any) -> None:
+    """A disk on which they find no room must not hide why the run ended."""
+    try:
+        run_json.update(**changes)
+    except StorageError as error:
+        logger.warning("%s", error)
 
 
 def _description(job: Job, parts: Parts, configuration: dict[str, Any]) -> dict[str, Any]:
     return {
         "configuration": configuration,
         ASKED_FOR: Path(job.training.output_dir).name,
+        START_NUMBER: next_start_number(Path(job.training.output_dir)),
         "versions": versions(),
         "git_commit": git_commit(),
         "seed": job.training.seed,
@@ -213,8 +226,9 @@ def _train(
     if stop.stopped_at is not None:
         raise _stopped(trainer, stop.stopped_at, request)
     trainer.require_finite_weights()
-    trainer.save_model()  # before the scores, which take a while and change nothing
-    trainer.save_state()
+    with written_or_refused("the trained model"):
+        trainer.save_model()  # before the scores, which take a while and change nothing
+        trainer.save_state()
     after = score(job, trainer, parts)
     figures = {
         "steps": trainer.state.global_step,

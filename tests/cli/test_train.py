@@ -359,3 +359,26 @@ def test_launchers(flags, tmp_path, launcher, processes):
     described = json.loads((tmp_path / "run" / "training_config.json").read_text())
     assert described["world_size"] == processes
     assert len(read_rows(tmp_path / "run" / "scu_history.json")) == 4
+
+
+# -- preflight ---------------------------------------------------------------------------------------------------------
+
+
+def test_preflight_only_looks_and_writes_nothing(capsys, flags, tmp_path):
+    assert train.main([*flags, "--preflight_only"]) == 0
+    printed = capsys.readouterr().out
+    assert "preflight: 0 errors, 1 warning" in printed and "learning-rate-high" in printed
+    assert "4 steps of 2 rows" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_ends_the_run_before_it_begins(capsys, flags, tmp_path):
+    message = refused(capsys, [*flags, "--learning_rate", "-0.1"])
+    assert "preflight found 1 error: learning-rate-not-positive" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_may_be_made_on_purpose(capsys, flags, tmp_path):
+    assert train.main([*flags, "--save_steps", "5000", "--preflight", "off"]) == 0
+    assert "preflight" not in capsys.readouterr().out
+    assert (tmp_path / "run" / "scu_metrics.json").is_file()

@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
+from scu_trainer.run_files import read_json, read_rows
+from scu_trainer.train.checkpoint import checkpoints, fault_of_files
+
 WRITING = os.O_WRONLY | os.O_RDWR
 PATIENCE_S = 120.0
 
@@ -72,7 +75,7 @@ def _be_a_child(act: Callable[[], int], log: Path) -> None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
         code = act()
     except BaseException:
         import traceback
@@ -89,6 +92,30 @@ def train(flags: list[str]) -> int:
     from scu_trainer.cli.train import main
 
     return main(flags)
+
+
+def at_step(number: int, act: Callable[[], object]) -> None:
+    """``act`` in the middle of step ``number`` of this process."""
+    from scu_trainer.train.trainer import SCUTrainer
+
+    stock = SCUTrainer.training_step
+
+    def training_step(trainer, *args, **kwargs):
+        if trainer.state.global_step == number - 1 and trainer.accelerator.sync_gradients:
+            act()
+        return stock(trainer, *args, **kwargs)
+
+    SCUTrainer.training_step = training_step
+
+
+def until(child: Child, text: str, patience_s: float = PATIENCE_S) -> None:
+    """Wait for ``text`` in the output. Raises AssertionError if it ends or takes too long."""
+    began_s = time.monotonic()
+    while text not in child.log.read_text():
+        ended = child.poll()
+        assert ended is None, ended.said
+        assert time.monotonic() - began_s < patience_s, child.log.read_text()
+        time.sleep(0.005)
 
 
 # -- the n-th step on the disk -----------------------------------------------------------------------------------------
@@ -150,10 +177,14 @@ def _announce_syncs(below: Path) -> None:
 
 @dataclass(frozen=True)
 class Campaign:
-    """What became of one run. ``kills``: by where they fell; ``starts``: with the last, which finished."""
+    """What became of one run. ``kills``: by where they fell; ``starts``: with the last, which finished; ``resumed``:
+    starts that went on from a checkpoint; ``missed``: those that had a whole one to go on from, and did not.
+    """
 
     kills: dict[str, int]
     starts: int
+    resumed: int
+    missed: int
     last: Ended
 
 
@@ -162,24 +193,42 @@ def killed_until_done(words: list[str], run: Path, log: Path, choose: Callable[[
     the first output on), or ("none", 0) to let it be. Raises AssertionError where a start ends by itself, but well.
     """
     kills: dict[str, int] = {}
+    resumed = missed = 0
     for start in range(10_000):
-        kind, when = choose(start)
-
-        def act(kind: str = kind, when: float = when) -> int:
-            if kind == "disk":
-                die_at_disk_step(int(when), run)
-            return train(words)
-
-        child = Child(act, log)
-        if kind == "time":
-            _kill_after(child, when)
+        has_checkpoint = any(fault_of_files(path) is None for path in checkpoints(run))
+        child = _start(words, run, log, *choose(start))
         ended = child.wait()
+        went_on = "going on from" in ended.said
+        resumed += went_on
+        missed += has_checkpoint and not went_on and "documents:" in ended.said  # said after what is gone on from
         if ended.code == 0:
-            return Campaign(kills, start + 1, ended)
+            return Campaign(kills, start + 1, resumed, missed, ended)
         assert ended.code == -signal.SIGKILL, ended.said
-        where = "inside a checkpoint" if any(run.glob("staging-*")) else kind
+        where = _place(run, ended)
         kills[where] = kills.get(where, 0) + 1
     raise AssertionError("the run never came to its end")
+
+
+def _start(words: list[str], run: Path, log: Path, kind: str, when: float) -> Child:
+    def act() -> int:
+        if kind == "disk":
+            die_at_disk_step(int(when), run)
+        return train(words)
+
+    child = Child(act, log)
+    if kind == "time":
+        _kill_after(child, when)
+    return child
+
+
+def _place(run: Path, ended: Ended) -> str:
+    if any(run.glob("staging-*")):
+        return "inside a checkpoint"
+    if "documents:" not in ended.said:
+        return "while starting"
+    if "\ntrained " in ended.said:
+        return "after the end of training"
+    return "between steps" if "\nstep " in ended.said else "before the first step"
 
 
 def _kill_after(child: Child, seconds: float) -> None:
@@ -188,6 +237,22 @@ def _kill_after(child: Child, seconds: float) -> None:
     time.sleep(seconds)
     with contextlib.suppress(ProcessLookupError):
         child.kill()
+
+
+HISTORIES = ("scu_history.json", "curriculum.json")
+
+
+def differences(run: Path, whole: Path) -> list[str]:
+    """In which of weights, histories and held-out figure a finished run is not, in every digit, the unbroken one."""
+    found = [] if weights(run) == weights(whole) else ["weights"]
+    found += [name for name in HISTORIES if read_rows(run / name) != read_rows(whole / name)]
+    if _figure(run) != _figure(whole):
+        found.append("held-out figure")
+    return found
+
+
+def _figure(run: Path) -> float:
+    return read_json(run / "scu_metrics.json")["held_out_bpt_after"]
 
 
 # -- a run with all three loops ----------------------------------------------------------------------------------------
@@ -222,6 +287,7 @@ def flags(model: Path, documents: Path, run: Path, cache: Path, **more: object) 
         "output_dir": run,
         "cache_dir": cache,
         "use_cpu": "true",
+        "bf16": "false",  # a third of the time of a start
         **more,
     }
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]

@@ -9,6 +9,7 @@ import pytest
 
 from scu_trainer.settings import EfficiencySettings
 from scu_trainer.settings.tasks import KINDS
+from tests import processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's switches")
 
@@ -66,6 +67,7 @@ from scu_trainer.hardware import heap
 from scu_trainer.settings import EfficiencySettings
 from scu_trainer.train import efficiency
 from scu_trainer.train.trainer import SCUTrainer
+from tests import processes
 from tests.tiny import llama
 from transformers import TrainingArguments
 
@@ -79,5 +81,7 @@ for setting in (False, True):
 
 
 def test_the_trainer_asks_for_it_where_the_settings_do(tmp_path):
-    ran = subprocess.run([sys.executable, "-c", TRAINER, str(tmp_path)], capture_output=True, text=True)
+    program = tmp_path / "program.py"
+    program.write_text(TRAINER)
+    ran = processes.run([program, tmp_path])
     assert ran.stdout.splitlines()[-2:] == ["[]", "[True]"], ran.stderr[-1000:]

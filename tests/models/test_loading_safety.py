@@ -24,6 +24,7 @@ from scu_trainer.models import loading_safety
 from scu_trainer.models.load import load_for_evaluation, load_model, load_tokenizer, prepare_for_tuning
 from scu_trainer.models.loading_safety import refuse_pickle
 from scu_trainer.settings import ModelSettings
+from scu_trainer.train.checkpoint import MANIFEST
 from tests import tiny
 
 
@@ -205,6 +206,7 @@ def test_code_in_a_stock_checkpoint_never_runs(tmp_path, marker, name):
     tiny.trained(tiny.llama(), tmp_path / "run", max_steps=1, save_strategy="steps", save_steps=1)
     checkpoint = tmp_path / "run" / "checkpoint-1"
     torch.save({"state": Trap(marker)}, checkpoint / name)
+    (checkpoint / MANIFEST).unlink()  # which would tell of the change first
     with pytest.raises(
         CheckpointError, match=r"checkpoint-1 is damaged or holds more than tensors.*go on from another"
     ):

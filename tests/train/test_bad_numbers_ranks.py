@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 
 from scu_trainer.errors import NonFiniteLoss
 from scu_trainer.settings import MemorySettings, RegularizationSettings, SafetySettings
+from tests import processes
 from tests.tiny import llama, same, trained, weights_of
 from tests.train.test_bad_numbers import FAULTS, AtStep, DropGradients
 
@@ -93,11 +93,7 @@ def main(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        [*launcher, __file__, str(folder)], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = processes.run([__file__, folder], ranks=2, environment={"DS_ACCELERATOR": "cpu"})
     assert done.returncode == 0, done.stderr[-6000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)], folder, done.stderr
 

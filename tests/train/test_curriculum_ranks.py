@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings
+from tests import processes
 from tests.tiny import UnevenRows, llama, same, weights_of
 from tests.train.curricula import SGD, PoisonedRows, checkpoints, curriculum_run, poisoned
 from tests.train.test_loss_path import CHUNKED, by_tokens
@@ -89,11 +89,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_ranks(folder):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*launcher, __file__, str(folder)], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = processes.run([__file__, folder], ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
     (folder / "said.txt").write_text(done.stderr)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]

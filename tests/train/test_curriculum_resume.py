@@ -11,6 +11,7 @@ import pytest
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings
+from scu_trainer.train.checkpoint import MANIFEST
 from scu_trainer.train.curriculum_loop import STATE_FILE
 from tests.tiny import UnevenRows, gpt2, same, weights_of
 from tests.train.curricula import checkpoints, curriculum_run
@@ -161,6 +162,7 @@ def test_none_goes_on_from_a_checkpoint_without_a_curriculum(begun, tmp_path, ca
     bare = tmp_path / begun[1].name
     shutil.copytree(begun[1], bare)
     (bare / STATE_FILE).unlink()
+    (bare / MANIFEST).unlink()
     later = run(tmp_path, "none", resume=bare, save_strategy="no")
     assert "losses of samples are tracked from here on" in caplog.text
     assert later.state.global_step == later.state.max_steps == 12
@@ -170,6 +172,7 @@ def test_a_checkpoint_without_a_curriculum_is_refused(begun, tmp_path):
     bare = tmp_path / begun[1].name
     shutil.copytree(begun[1], bare)
     (bare / STATE_FILE).unlink()
+    (bare / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=f"holds no {STATE_FILE}: it was written without a curriculum"):
         run(tmp_path, "infobatch", resume=bare)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import tiny
+from tests import processes, tiny
 
 pytest.importorskip("deepspeed")
 
@@ -131,7 +131,8 @@ def run(folder: Path, name: str, world: int, deepspeed: str, **changes) -> dict:
 def resumed(folder: Path, name: str, deepspeed: str) -> dict[str, torch.Tensor]:
     """Weights after going on from the checkpoint in the middle."""
     checkpoint = folder / name / f"checkpoint-{SAVE_AT}"
-    run(folder, name, 1, deepspeed, output_dir=folder / f"{name}-resumed", resume_from_checkpoint=checkpoint)
+    changes = {"output_dir": folder / f"{name}-resumed", "resume_from_checkpoint": checkpoint, "allow_pickle": "true"}
+    run(folder, name, 1, deepspeed, **changes)
     return saved_weights(folder / f"{name}-resumed")
 
 
@@ -214,7 +215,8 @@ def stock(folder):
 @pytest.fixture(scope="module")
 def one(folder):
     """Plain python, without a launcher."""
-    launched(folder, [sys.executable, __file__, folder])
+    done = processes.run([__file__, folder], timeout=280)
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
     return torch.load(folder / "found-1-0.pt")
 
 

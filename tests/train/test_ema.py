@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from scu_trainer.errors import CheckpointError, ControlError, SettingsError
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.ema import WeightAverage
+from tests import processes
 from tests.tiny import Rows, conv_net, images, llama, lora, same, trained, weights_of
 from tests.train.stepwise import Recorder
 from tests.train.test_resume import StopAt
@@ -206,10 +206,7 @@ def main(folder: Path) -> None:
 
 
 def test_two_ranks_have_one_average(tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    program = [*launcher, __file__, str(tmp_path)]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = processes.run([__file__, tmp_path], ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in (0, 1))
     assert same(first["whole"], second["whole"])

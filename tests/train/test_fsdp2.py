@@ -8,7 +8,6 @@ here that it is FSDP all the same. All that follows (sharding, collectives, DTen
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.train.session import score
 from scu_trainer.train.sharded import Beforehand, is_sharded
 from scu_trainer.train.tasks.text import TextTask
+from tests import processes
 from tests.tiny import UnevenRows, arguments, llama, pad
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,10 +123,8 @@ def ranks(folder) -> list[dict]:
     """What each rank found."""
     config = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())["fsdp_config"]
     fields = {name.upper(): str(value) for name, value in config.items()}
-    environment = {**os.environ, **fields, "ACCELERATE_USE_FSDP": "true", "PYTHONPATH": str(ROOT)}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launcher, str(Path(__file__).resolve()), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    environment = {**fields, "ACCELERATE_USE_FSDP": "true"}
+    done = processes.run([Path(__file__).resolve(), folder], ranks=2, environment=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 

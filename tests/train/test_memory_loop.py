@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import MemorySettings
+from scu_trainer.train.checkpoint import MANIFEST
 from scu_trainer.train.memory import Gauge, Reading
 from scu_trainer.train.memory_loop import MemoryLoop
 from tests import tiny
@@ -242,6 +243,7 @@ def test_rows_after_the_checkpoint_are_written_anew(tmp_path):
 def test_a_checkpoint_without_its_state_starts_anew(tmp_path):
     train_on(Device(8), tmp_path, callbacks=[StopAt(3)], max_steps=6)
     (tmp_path / "checkpoint-3" / "memory_state.json").unlink()
+    (tmp_path / "checkpoint-3" / MANIFEST).unlink()
     trainer, _, _ = train_on(Device(8), tmp_path, resume=True, max_steps=6)
     assert trainer.chunked.loop.books.windows == 3
     assert torch.isfinite(next(trainer.model.parameters())).all()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers import Trainer
 from scu_trainer.errors import ControlError
 from scu_trainer.train import ranks as subject
 from scu_trainer.train.ranks_deepspeed import deepspeed_ranks
+from tests import processes
 from tests.tiny import Rows, UnevenRows, arguments, llama, pad, same, weights_of
 from tests.train.windowed import Branches, BranchRows, Fault, Windowed
 
@@ -124,11 +124,7 @@ def refusal(trainer: Trainer) -> str:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*launcher, __file__, str(folder)], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = processes.run([__file__, folder], ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)]
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 from scu_trainer import SCUTrainer
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.settings import MemorySettings
+from tests import processes
 from tests.faults import fail_above_tokens
 from tests.tiny import Rows, UnevenRows, arguments, llama, pad, same, weights_of
 
@@ -82,15 +81,9 @@ def two_ranks(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("together")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    answer = executed([*launcher, __file__, "two_ranks", str(folder)])
+    answer = processes.run([__file__, "two_ranks", folder], ranks=2)
     assert answer.returncode == 0, answer.stderr[-4000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)]
-
-
-def executed(command: list[str], **environment: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
 
 
 def test_rows_of_one_size_are_stock_ddp_bit_for_bit(ranks):
@@ -166,12 +159,7 @@ def stopped(folder: Path, found: dict, common: dict) -> None:
 
 def zero(folder: Path, stage: int) -> dict:
     pytest.importorskip("deepspeed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, __file__, "deepspeed", str(folder), str(stage)]
-    answer = executed(command, DS_ACCELERATOR="cpu", **place)
+    answer = processes.run([__file__, "deepspeed", folder, stage], ranks=1, environment={"DS_ACCELERATOR": "cpu"})
     assert answer.returncode == 0, answer.stderr[-4000:]
     found = torch.load(folder / "result.pt")
     assert found["ours"]["wrapped"] == "DeepSpeedEngine"

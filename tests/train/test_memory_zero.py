@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from transformers import Trainer
 
 from scu_trainer.errors import ControlError
+from tests import processes
 from tests.tiny import UnevenRows, arguments, llama, pad, same
 from tests.train.windowed import Branches, BranchRows, Fault, Windowed
 
@@ -191,14 +191,10 @@ def failure(folder: Path) -> dict:
 # -- what they must have found -----------------------------------------------------------------------------------------
 
 
-def launch(folder: Path, processes: int) -> list[dict]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*launcher, __file__, str(folder)], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+def launch(folder: Path, ranks: int) -> list[dict]:
+    done = processes.run([__file__, folder], ranks=ranks, environment={"DS_ACCELERATOR": "cpu"})
     assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(processes)]
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")

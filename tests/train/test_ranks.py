@@ -6,7 +6,6 @@ This file is also the program that the two processes execute.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import RegularizationSettings as Settings
+from tests import processes
 from tests.tiny import UnevenRows, llama, pad, trained, weights_of
 from tests.train.test_resume import StopAt
 
@@ -62,11 +62,7 @@ def main(folder: Path) -> None:
 def ranks(tmp_path_factory):
     """Outcomes of both ranks, and the folder that they wrote to."""
     folder = tmp_path_factory.mktemp("ranks")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*launcher, __file__, str(folder)], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = processes.run([__file__, folder], ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)], folder
 

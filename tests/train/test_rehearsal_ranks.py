@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Optional
 
 import pytest
 
-from tests import tiny
+from tests import processes, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 SENTENCES = ["The cat sat on the mat and looked at the door.", "A list is a sequence that can be changed in place."]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +24,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def rehearsed(folder: Path, launcher: list[str], **changes) -> str:
+def rehearsed(folder: Path, ranks: Optional[int], **changes) -> str:
     """What the leader printed. Nothing is left: neither a run nor a scratch folder."""
     options = {
         "model_name_or_path": folder / "model",
@@ -42,16 +39,9 @@ def rehearsed(folder: Path, launcher: list[str], **changes) -> str:
         **changes,
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    environment = {**os.environ, "TMPDIR": str(folder / "scratch")}
-    done = subprocess.run(
-        [*launcher, "scripts/train.py", "--test_run", *words],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    environment = {"TMPDIR": str(folder / "scratch")}
+    program = [ROOT / "scripts" / "train.py", "--test_run", *words]
+    done = processes.run(program, ranks=ranks, environment=environment, timeout=280)
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
     assert not (folder / "run").exists()
     assert not list((folder / "scratch").glob("scu-test-run-*"))
@@ -60,10 +50,10 @@ def rehearsed(folder: Path, launcher: list[str], **changes) -> str:
 
 
 def test_two_ranks_go_on_from_one_checkpoint(folder):
-    assert "trained, evaluated, saved and resumed." in rehearsed(folder, TORCHRUN)
+    assert "trained, evaluated, saved and resumed." in rehearsed(folder, ranks=2)
 
 
 def test_deepspeed_resumes_nothing_and_says_so(folder):
     pytest.importorskip("deepspeed")
-    printed = rehearsed(folder, [sys.executable], deepspeed="ds_configs/zero2.json", mixed_precision="no")
+    printed = rehearsed(folder, ranks=None, deepspeed="ds_configs/zero2.json", mixed_precision="no")
     assert "trained, evaluated, saved (resuming was not rehearsed: DeepSpeed" in printed

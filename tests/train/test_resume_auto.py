@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,7 +18,7 @@ from scu_trainer.train import resume as subject
 from scu_trainer.train import session
 from scu_trainer.train.resume import AUTO, Request, Start, decide, newest_checkpoint
 from scu_trainer.train.trainer import SCUTrainer
-from tests import tiny
+from tests import processes, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHED_S = 1_000.0
@@ -225,10 +222,7 @@ def test_two_ranks_decide_together(tmp_path):
     checkpoint(run_at(tmp_path / "refuse", world_size=3), 4, ranks=3)
     program = tmp_path / "rank.py"
     program.write_text(RANK)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [*launcher, str(program), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = processes.run([program, tmp_path], ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = ((tmp_path / f"answers-{rank}").read_text().splitlines() for rank in range(2))
     assert first == second

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("deepspeed")
+from tests import processes
 
-ROOT = Path(__file__).parents[2]
+pytest.importorskip("deepspeed")
 
 SCRIPT = """
 import os
@@ -63,17 +59,14 @@ leave_process_group(succeeded=True)  # a process that exits without leaving abor
 """
 
 
-def train(tmp_path: Path, name: str, stage: int, law: str, *resume: str) -> subprocess.CompletedProcess:
+def train(tmp_path: Path, name: str, stage: int, law: str, *resume: str) -> processes.Done:
     script = tmp_path / "zero.py"
     script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    if stage:  # one process; DeepSpeed asks for mpi where these are not set
-        environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    command = [sys.executable, str(script), str(stage), law, str(tmp_path / name), *resume]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    # DeepSpeed asks for mpi where a process does not know that it is the only one.
+    ranks = 1 if stage else None
+    return processes.run(
+        [script, stage, law, tmp_path / name, *resume], ranks=ranks, environment={"DS_ACCELERATOR": "cpu"}
+    )
 
 
 def result(tmp_path: Path, name: str, *arguments) -> dict:

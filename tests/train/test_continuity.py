@@ -1,0 +1,162 @@
+"""What changed since a checkpoint: each kind of change has its verdict, and every name in the lists is a setting."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from transformers import TrainingArguments
+
+from scu_trainer.cli import configuration
+from scu_trainer.errors import CheckpointError
+from scu_trainer.run_files import write_json
+from scu_trainer.train import continuity as subject
+from scu_trainer.train.checkpoint import seal
+from scu_trainer.train.continuity import Change, changed_settings, changes, check_continuity, facts_of
+
+LISTS = ("HARMLESS", "OTHER_SHAPE", "CARRIED", "SCHEDULE", "ORDER", "DATA")
+
+NOW = {
+    "configuration": {
+        "learning_rate": 0.01,
+        "lora_r": 8,
+        "logging_steps": 10,
+        "max_steps": 100,
+        "seed": 1,
+        "dataset": "a",
+        "scu_target_s": 0.02,
+        "warmup_steps": None,
+    },
+    "world_size": 2,
+    "data": {"fingerprint": "abc", "documents": 7},
+    "versions": {"torch": "2.0", "platform": "here", "peft": None},
+    "git_commit": "1234",
+}
+
+
+def before(**settings) -> dict:
+    return {**copy.deepcopy(NOW), "configuration": {**NOW["configuration"], **settings}}
+
+
+# -- the lists ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_every_name_is_a_setting(name):
+    known = {action.dest for action in configuration.our_parser(TrainingArguments)._actions}
+    assert getattr(subject, name) - known == set()
+
+
+def test_a_name_has_one_verdict():
+    names = [name for each in LISTS for name in getattr(subject, each)]
+    assert len(names) == len(set(names))
+
+
+# -- verdicts ----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_changed():
+    assert changes(NOW, copy.deepcopy(NOW)) == []
+
+
+@pytest.mark.parametrize("name", sorted(subject.HARMLESS))
+def test_what_changes_no_weight_is_not_named(name):
+    now = before(**{name: "other"})
+    assert changes(before(**{name: "one"}), now) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "consequence"),
+    [
+        ("learning_rate", 0.02, "no effect"),
+        ("max_steps", 50, "the new schedule"),
+        ("seed", 2, "another order"),
+        ("dataset", "b", "the data may not be those"),
+        ("scu_target_s", 0.03, "acts from here on"),
+    ],
+)
+def test_a_setting_and_its_consequence(name, value, consequence):
+    (change,) = changes(before(**{name: value}), NOW)
+    assert (change.name, change.before, change.now) == (name, value, NOW["configuration"][name])
+    assert consequence in change.consequence and not change.is_refused
+    assert change.line.startswith(f"{name} was {value}, now {NOW['configuration'][name]}: ")
+
+
+@pytest.mark.parametrize("name", sorted(subject.OTHER_SHAPE))
+def test_another_shape_is_refused(name):
+    (change,) = changes(before(**{name: 1}), before(**{name: 2}))
+    assert change.is_refused and "would not fit" in change.line
+
+
+def test_a_setting_that_one_side_does_not_know_does_not_count():
+    assert changed_settings({"gone": 1, "both": 1}, {"new": 2, "both": 1}) == {}
+
+
+def test_values_are_compared_as_they_are_written():
+    """A tuple is a list in JSON, a path a string; what json cannot write is compared as text."""
+    assert changed_settings({"a": [1, 2], "b": "0.5"}, {"a": (1, 2), "b": 0.5}) == {"b": ("0.5", 0.5)}
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "consequence"),
+    [
+        ({"world_size": 1}, "world_size", "ranks get other rows"),
+        ({"data": {"fingerprint": "other"}}, "data", "seen twice or not at all"),
+        ({"versions": {"torch": "1.9", "platform": "there", "peft": None}}, "torch", "another version"),
+        ({"git_commit": "4321"}, "git_commit", "the code is another one"),
+    ],
+)
+def test_what_is_no_setting(change, name, consequence):
+    (found,) = changes({**NOW, **change}, NOW)
+    assert found.name == name and consequence in found.line and not found.is_refused
+
+
+@pytest.mark.parametrize("key", ["world_size", "data", "versions", "git_commit"])
+def test_what_was_not_known_then_does_not_count(key):
+    known = {name: value for name, value in NOW.items() if name != key}
+    assert changes(known, NOW) == []
+    assert changes({**NOW, "git_commit": None}, NOW) == changes(NOW, {**NOW, "git_commit": None}) == []
+
+
+def test_long_and_missing_values_are_short():
+    assert Change("a", None, "x" * 50, "so").line == f"a was not set, now {'x' * 37}...: so"
+
+
+# -- with a checkpoint -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "checkpoint-4"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text("{}")
+    return folder
+
+
+def test_the_manifest_says_of_which_run_it_is(checkpoint):
+    seal(checkpoint, before(learning_rate=0.02))
+    write_json(checkpoint.parent / "training_config.json", before(learning_rate=0.03))
+    assert facts_of(checkpoint)["configuration"]["learning_rate"] == 0.02
+    assert [change.name for change in check_continuity(checkpoint, NOW)] == ["learning_rate"]
+
+
+def test_without_one_the_run_beside_it_does(checkpoint):
+    write_json(checkpoint.parent / "training_config.json", before(learning_rate=0.03))
+    assert [change.before for change in check_continuity(checkpoint, NOW)] == [0.03]
+
+
+def test_of_a_stock_checkpoint_nothing_is_known(checkpoint):
+    assert check_continuity(checkpoint, NOW) == []
+    seal(checkpoint, {"step": 4})
+    assert json.loads((checkpoint / "manifest.json").read_text())["complete"] is True
+    assert check_continuity(checkpoint, NOW) == []
+
+
+def test_all_that_is_refused_is_named(checkpoint):
+    seal(checkpoint, before(lora_r=4, tuning="full", seed=5))
+    with pytest.raises(CheckpointError) as refused:
+        check_continuity(checkpoint, before(tuning="lora"))
+    said = str(refused.value)
+    assert "lora_r was 4, now 8" in said and "tuning was full, now lora" in said and "seed" not in said
+    assert "--no_resume" in said
