@@ -127,7 +127,8 @@ class CheckpointWriter:
 
     def _give_up(self, final: Path, problem: str) -> None:
         """The run goes on without this checkpoint, and says so; ranks cannot know how far each of them came."""
-        newest = "none was written yet" if self.newest is None else f"{self.newest.name} is whole"
+        older = files.checkpoints(final.parent) if final.parent.is_dir() else []
+        newest = f"the newest is {older[0].name}" if older else "there is none yet"
         line = f"{final.name} could not be written: {problem}; {newest}"
         if self.trainer.args.should_save:
             with contextlib.suppress(StorageError):  # a folder that cannot be written cannot be cleaned either

@@ -52,14 +52,18 @@ class Claim:
             notes = [start.line] if start.line else []
             if cleared:
                 notes.append(f"removed what a killed run had begun to write: {', '.join(cleared)}")
-            step = 0 if start.checkpoint is None else max(0, step_of(Path(str(start.checkpoint))))
-            aside = set_aside(start.output_dir, step)
-            if aside:
-                notes.append(f"put aside, being of a past that is not gone on with: {', '.join(aside)}")
         except BaseException:
             self._lock.release()
             raise
         return replace(start, line="\n".join(notes))
+
+    def put_aside(self) -> list[str]:
+        """Once it is certain that the run goes on: checkpoints of a past that it does not go on with. Their names."""
+        if self._lock is None:
+            return []
+        checkpoint = self.start.checkpoint
+        step = 0 if checkpoint is None else max(0, step_of(Path(str(checkpoint))))
+        return set_aside(self.start.output_dir, step)
 
     def close(self) -> None:
         if self._lock is not None:

@@ -58,6 +58,11 @@ class Change:
     is_refused: bool = False
 
     @property
+    def is_carried(self) -> bool:
+        """The value of before goes on, whatever the settings say."""
+        return self.name in CARRIED
+
+    @property
     def line(self) -> str:
         return f"{self.name} was {_short(self.before)}, now {_short(self.now)}: {self.consequence}"
 

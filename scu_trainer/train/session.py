@@ -106,6 +106,8 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         _look(job, parts, early, start.output_dir, console)
         description = _description(job, parts, configuration)
         _look_at_checkpoint(job, start, description, console)
+        if aside := claim.put_aside():
+            console.print(f"put aside, of a past that is not gone on with: {', '.join(aside)}", soft_wrap=True)
         job.training.output_dir = str(start.output_dir)
         request = StopRequest(job.safety.grace_period_s, is_launched())
         with _run_directory(job, description, log) as status, request.listening():
@@ -121,7 +123,10 @@ def _look_at_checkpoint(job: Job, start: Start, description: dict[str, Any], con
     checkpoint = Path(str(start.checkpoint))
     is_own = checkpoint.resolve().parent == start.output_dir.resolve()
     refuse_pickle(checkpoint, allow=job.model.allow_pickle or is_own)
-    for change in _by_first_rank(job, lambda: check_continuity(checkpoint, description)):
+    found = _by_first_rank(job, lambda: check_continuity(checkpoint, description))
+    # What the checkpoint carries is what the run has: its description must not say otherwise.
+    description["configuration"] |= {change.name: change.before for change in found if change.is_carried}
+    for change in found:
         console.print(f"changed since {checkpoint.name}: {change.line}", soft_wrap=True)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -92,6 +93,21 @@ def train(flags: list[str]) -> int:
     from scu_trainer.cli.train import main
 
     return main(flags)
+
+
+def launch(act: Callable[[], int], ranks: int) -> int:
+    """As a launcher does: ``act`` in so many forks that find each other. Returns when all have ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
+    )
+    for rank in range(ranks):
+        if os.fork() == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            return act()
+    return max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(ranks))
 
 
 def at_step(number: int, act: Callable[[], object]) -> None:

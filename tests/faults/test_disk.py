@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Optional
@@ -161,6 +162,22 @@ def test_without_room_a_run_still_ends_with_its_model(site, tmp_path):
     on_a_disk(scene, tmp_path / "scene")
 
 
+def test_stopped_without_room_it_does_not_say_that_it_can_go_on(site, tmp_path):
+    def scene() -> None:
+        disk = SmallDisk(tmp_path / "disk")
+        run, log = disk.folder / "run", tmp_path / "log"
+
+        def stop_without_room() -> None:
+            os.truncate(disk.fill(), LARGE_BYTES - used_bytes(run) - used_bytes(run / "checkpoint-3") // 2)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        ended = started(site.flags(run), log, lambda: campaign.at_step(5, stop_without_room))
+        require_clean(ended, run, [3])
+        assert ended.code == 2 and "stopped at step 5, but checkpoint-5 could not be written" in ended.said, ended.said
+
+    on_a_disk(scene, tmp_path / "scene")
+
+
 def test_a_full_disk_ends_the_run_which_goes_on_with_room(site, tmp_path):
     """Not a byte for the next row of a history, or for run.json."""
 
@@ -225,6 +242,7 @@ def test_what_libraries_say_of_a_full_disk_is_known(site, tmp_path):
     tensor = {"a": torch.ones(20_000)}
     writers = {
         "torch": lambda path: torch.save(tensor, path),
+        "torch, a small file": lambda path: torch.save(torch.ones(300), path),
         "safetensors": lambda path: save_file(tensor, path),
         "tokenizers": lambda path: tokenizer.save(str(path)),
         "json": lambda path: write_json(path, list(range(20_000))),

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from scu_trainer.run_files import read_json
 from tests.faults import campaign
+from tests.faults.campaign import until
 from tests.faults.test_kills import same_result
-
-PATIENCE_S = 60.0
-
-
-def until(child: campaign.Child, text: str) -> None:
-    """Wait for ``text`` in the output. Raises AssertionError if it ends or takes too long."""
-    began_s = time.monotonic()
-    while text not in child.log.read_text():
-        assert child.poll() is None, child.log.read_text()
-        assert time.monotonic() - began_s < PATIENCE_S, child.log.read_text()
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
@@ -140,7 +128,14 @@ def test_the_whole_group_is_told_and_workers_stay_until_the_step_is_done(site, t
 
 def test_killed_it_leaves_no_workers(site, tmp_path):
     words = site.flags(tmp_path / "run", dataloader_num_workers=2)
-    child = campaign.Child(lambda: slow(words, 600.0), tmp_path / "log")
+
+    def act() -> int:
+        from torch.utils.data._utils import worker
+
+        worker.MP_STATUS_CHECK_INTERVAL = 0.2  # seconds between two looks at the parent; 5 of them are torch's own
+        return slow(words, 600.0)
+
+    child = campaign.Child(act, tmp_path / "log")
     with campaign.never_left_behind([child]):
         until(child, "in the slow step")
         workers = psutil.Process(child.pid).children(recursive=True)
@@ -152,30 +147,46 @@ def test_killed_it_leaves_no_workers(site, tmp_path):
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
-PROGRAM = """
-import sys
-from scu_trainer.cli.train import main
-sys.exit(main(sys.argv[1:]))
-"""
+
+def torchrun(words: list[str]) -> int:
+    """torchrun's agent, with ranks that are forks and need not import everything anew."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="test",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+        max_restarts=0,
+    )
+
+    def rank() -> None:
+        os._exit(campaign.train(words))  # one that returned would wait for the agent to take its result
+
+    elastic_launch(config, rank)()
+    return 0
 
 
-@pytest.mark.parametrize("how", ["preempted", "launcher killed"])
+@pytest.mark.parametrize("how", ["preempted", "launcher killed", "one rank told"])
 def test_ranks_stop_after_the_same_step(site, tmp_path, how):
-    """torchrun passes SIGTERM on to its ranks; one that is killed cannot, and the system tells them."""
-    run, program = tmp_path / "run", tmp_path / "train.py"
-    program.write_text(PROGRAM)
+    """torchrun passes SIGTERM on to its ranks; a launcher that is killed cannot, and the system tells them."""
+    run = tmp_path / "run"
     words = site.flags(run, max_steps=400, save_steps=1000, eval_strategy="no", num_train_epochs=400)
 
     def act() -> int:
-        os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        os.execv(sys.executable, [*command, str(program), *words])
+        return torchrun(words) if how == "preempted" else campaign.launch(lambda: campaign.train(words), ranks=2)
 
     child = campaign.Child(act, tmp_path / "log")
     with campaign.never_left_behind([child]):
-        until(child, "step  3/400".replace("  ", "   "))
+        until(child, "step   3/400")
         ranks = psutil.Process(child.pid).children(recursive=True)
-        child.kill(signal.SIGTERM if how == "preempted" else signal.SIGKILL)
+        if how == "one rank told":
+            ranks[-1].terminate()
+        else:
+            child.kill(signal.SIGTERM if how == "preempted" else signal.SIGKILL)
         child.wait()
         _, alive = psutil.wait_procs(ranks, timeout=60)
     assert len(ranks) >= 2 and not alive

@@ -138,6 +138,14 @@ def test_what_the_checkpoint_carries_is_said_and_true(site, run, tmp_path):
     same_result(site, run)
 
 
+def test_taken_back_to_an_earlier_checkpoint_it_comes_to_the_same_end(site, run, tmp_path):
+    words = site.flags(run, resume_from_checkpoint=run / "checkpoint-3")
+    ended = started(words, tmp_path / "log")
+    assert ended.code == 0 and "step  4/12" in ended.said and "checkpoint-6" in ended.said, ended.said
+    assert (run / "superseded-checkpoint-6" / "manifest.json").is_file()
+    same_result(site, run)
+
+
 def test_another_shape_is_refused(site, run, tmp_path):
     before = read_json(run / "training_config.json")
     ended = started(site.flags(run, lora_r=4, resume_from_checkpoint="auto"), tmp_path / "log")
