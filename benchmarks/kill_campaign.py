@@ -12,6 +12,7 @@ interrupted, in every digit. Exit code 1 if one is not, or if a start did not go
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a pool of threads does not survive the fork of a start
 
 from common import command_line, write_result
 from rich.console import Console

@@ -16,6 +16,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Optional
 
@@ -59,7 +60,14 @@ def staging_of(run: Path, step: int) -> Path:
 
 def seal(folder: Path, facts: dict[str, Any]) -> None:
     """Bring all files of ``folder`` to the disk and list them in its manifest, ``facts`` beside the list."""
-    files = {path.relative_to(folder).as_posix(): _synced_entry(path) for path in _files(folder)}
+    with ThreadPoolExecutor(1) as hashing:  # the processor hashes while the disk takes what was written
+        found = [(path, hashing.submit(_hash_of_new, path)) for path in _files(folder)]
+        for path, _ in found:
+            _sync(path)
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": content.result()}
+        for path, content in found
+    }
     content = {"version": MANIFEST_VERSION, "complete": True, **facts, "files": files}
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1, default=str)
@@ -187,13 +195,12 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST)
 
 
-def _synced_entry(path: Path) -> dict[str, Any]:
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return {"bytes": path.stat().st_size, "xxh3_128": _hash_of_new(path)}
 
 
 def _hash_of_new(path: Path) -> str:

@@ -135,6 +135,7 @@ def test_what_the_checkpoint_carries_is_said_and_true(site, run, tmp_path):
     for change in ("learning_rate was 0.01, now 0.02", "weight_decay was 0.0, now 0.1"):
         assert f"changed since checkpoint-6: {change}: no effect" in ended.said, ended.said
     assert ended.code == 0
+    assert read_json(run / "training_config.json")["configuration"]["learning_rate"] == 0.01
     same_result(site, run)
 
 
@@ -146,9 +147,11 @@ def test_taken_back_to_an_earlier_checkpoint_it_comes_to_the_same_end(site, run,
     same_result(site, run)
 
 
-def test_another_shape_is_refused(site, run, tmp_path):
+@pytest.mark.parametrize("wanted", ["auto", "checkpoint-3"])
+def test_another_shape_is_refused_and_nothing_is_touched(site, run, tmp_path, wanted):
     before = read_json(run / "training_config.json")
-    ended = started(site.flags(run, lora_r=4, resume_from_checkpoint="auto"), tmp_path / "log")
+    wanted = wanted if wanted == "auto" else run / wanted
+    ended = started(site.flags(run, lora_r=4, resume_from_checkpoint=wanted), tmp_path / "log")
     assert ended.code == 2 and "lora_r was 2, now 4" in ended.said and "Traceback" not in ended.said, ended.said
     assert read_json(run / "training_config.json") == before
     assert (run / "checkpoint-6").is_dir()
