@@ -1,20 +1,24 @@
-"""``scu-trainer hardware``: what this machine has. ``check``: is it enough; ``monitor``: its memory, live."""
+"""``scu-trainer hardware``. ``profile``: what is here; ``check``: is it enough; ``monitor``: its memory, live."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import RequirementError, SettingsError
 from scu_trainer.hardware import cgroup
 from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version, ram_bytes
+
+if TYPE_CHECKING:
+    from scu_trainer.hardware.profile import Profile
 
 CUDA_BUILD = "pip install a CUDA build of torch"
 
@@ -25,7 +29,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="scu-trainer hardware")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="check|monitor", parser_class=Parser)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="profile|check|monitor", parser_class=Parser)
+    profile = actions.add_parser("profile", help="GPUs and who uses them, CPU, memory, disks, versions")
+    profile.add_argument("--json", action="store_true", help="as one JSON object")
+    profile.add_argument("--no_disk_speed", "--no-disk-speed", action="store_true", help="write no file to measure")
     check = actions.add_parser("check", help="versions, devices, memory, disk")
     check.add_argument("--gpu", action="store_true", help="only: is there a GPU that torch can use; exit code 2 if not")
     monitor = actions.add_parser("monitor", help="memory of the machine and its GPUs, live")
@@ -36,9 +43,68 @@ def _parser() -> argparse.ArgumentParser:
 
 def _main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
+    if options.action == "profile":
+        return _profile(options)
     if options.action == "check":
         return _check_gpu() if options.gpu else _check()
     return _monitor(options)
+
+
+# -- profile -----------------------------------------------------------------------------------------------------------
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from scu_trainer.data import default_cache_dir
+    from scu_trainer.hardware.profile import profile
+
+    found = profile((Path("runs"), default_cache_dir(None)), measure_disks=not options.no_disk_speed)
+    if options.json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        from rich.console import Console
+
+        Console(highlight=False).print(_table(found))
+    return 0
+
+
+def _table(found: Profile):
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _lines(found):
+        table.add_row(name, text)
+    return table
+
+
+def _lines(found: Profile) -> Iterator[tuple[str, str]]:
+    yield "system", f"{found.system}, Python {found.python}"
+    if not found.gpus:
+        yield "GPU", "none that torch can use"
+    for gpu in found.gpus:
+        capability = f", compute capability {gpu.compute_capability}" if gpu.compute_capability else ""
+        yield (
+            f"{gpu.kind}:{gpu.index}",
+            f"{gpu.name}, {_gib(gpu.free_bytes)} free of {_gib(gpu.total_bytes)}{capability}",
+        )
+        if gpu.kind == "cuda" and gpu.users is None:
+            yield "", "who else uses it is not known: nvidia-smi does not tell"
+        for user in gpu.users or ():
+            held = "memory unknown" if user.used_bytes is None else _gib(user.used_bytes)
+            yield "", f"used by process {user.pid} ({user.name}): {held}"
+    cpu, ram = found.cpu, found.ram
+    cores = "" if cpu.cores is None else f"{cpu.cores} cores, "
+    yield "CPU", f"{cpu.name} ({cpu.architecture}), {cores}{cpu.threads} threads, {cpu.usable:g} usable here"
+    yield "", "instructions: " + (" ".join(cpu.features) or "none of those that matter are known")
+    limit = "" if ram.limit_bytes is None else f", container limit {_gib(ram.limit_bytes)}"
+    yield "RAM", f"{_gib(ram.available_bytes)} available of {_gib(ram.total_bytes)}{limit}, swap {_gib(ram.swap_bytes)}"
+    for disk in found.disks:
+        speed = disk.note if disk.write_bytes_per_s is None else f"writes {disk.write_bytes_per_s / 1e6:,.0f} MB/s"
+        yield "disk", f"{disk.path}: {_gib(disk.free_bytes)} free of {_gib(disk.total_bytes)}, {speed}"
+    here = [f"{name} {version}" for name, version in found.packages.items() if version is not None]
+    yield "packages", ", ".join(here)
+    yield "", "not installed: " + ", ".join(name for name, version in found.packages.items() if version is None)
 
 
 # -- check -------------------------------------------------------------------------------------------------------------

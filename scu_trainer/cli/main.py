@@ -19,7 +19,7 @@ COMMANDS = {
     "train": "train a model, with the regularization loop on",
     "launch": "train under accelerate, deepspeed or torchrun, as fits this machine",
     "variants": "memory-efficient paths, each run for a few steps: what it costs; --limit finds one that fits",
-    "hardware": "what this machine has: check, monitor",
+    "hardware": "what this machine has: profile, check, monitor",
     "eval": "held-out bits per token of a run, an adapter or a base model, with a confidence interval",
 }
 

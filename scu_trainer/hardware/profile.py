@@ -1,0 +1,240 @@
+"""Everything about this machine that decides how fast and how large one can train on it, measured where it can be.
+
+Reads; the one thing that it writes is a file for the speed of a disk, which is removed. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.errors import StorageError
+from scu_trainer.hardware import cgroup
+from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version, ram_bytes, usable_cores
+from scu_trainer.run_files import free_bytes
+
+CPU_FEATURES = (
+    "avx2 fma f16c avx512f avx512_vnni avx512_bf16 avx512_fp16 avx_vnni amx_tile amx_bf16 amx_int8 asimd asimddp bf16 "
+    "i8mm sve sve2"
+).split()
+"""Instructions that torch's and oneDNN's kernels choose by, under their names in /proc/cpuinfo (x86 and ARM)."""
+
+PACKAGES = (
+    "torch transformers accelerate peft datasets tokenizers safetensors bitsandbytes torchao deepspeed flash-attn "
+    "liger-kernel scu-trainer"
+).split()
+
+SPEED_TEST_BYTES = 256 * 2**20
+BLOCK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class GpuUser:
+    """A process that holds memory of a GPU. ``used_bytes`` None: the driver does not tell (inside of containers)."""
+
+    pid: int
+    name: str
+    used_bytes: Optional[int]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """``compute_capability``: "9.0" on CUDA, else None. ``users``: None where nobody can say."""
+
+    kind: str
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+    compute_capability: Optional[str] = None
+    users: Optional[tuple[GpuUser, ...]] = None
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """``cores``: physical, None if unknown. ``threads``: logical. ``usable``: by affinity and quota, also fractions."""
+
+    name: str
+    architecture: str
+    cores: Optional[int]
+    threads: int
+    usable: float
+    features: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ram:
+    """Bytes. ``limit_bytes``: of the container, None without one."""
+
+    total_bytes: int
+    available_bytes: int
+    swap_bytes: int
+    limit_bytes: Optional[int]
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Speeds in bytes per second of one large file, written until it is on the disk; None: not measured, and why not
+    in ``note``. Reading is not measured: the file would come from memory."""
+
+    path: str
+    total_bytes: int
+    free_bytes: int
+    write_bytes_per_s: Optional[float] = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Profile:
+    system: str
+    python: str
+    gpus: tuple[Gpu, ...]
+    cpu: Cpu
+    ram: Ram
+    disks: tuple[Disk, ...]
+    packages: dict[str, Optional[str]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-like."""
+        return asdict(self)
+
+
+def profile(paths: Iterable[Path], measure_disks: bool = True, root: Path = cgroup.ROOT) -> Profile:
+    """Look at this machine. ``paths``: whose disks are looked at; they need not exist. ``root``: holds proc and sys."""
+    total_bytes, available_bytes = ram_bytes()
+    import psutil
+
+    return Profile(
+        system=platform.platform(),
+        python=platform.python_version(),
+        gpus=tuple(_gpu(item) for item in accelerators()),
+        cpu=_cpu(root),
+        ram=Ram(total_bytes, available_bytes, psutil.swap_memory().total, cgroup.memory_limit_bytes(root)),
+        disks=tuple(_disk(path, measure_disks) for path in _one_per_disk(paths)),
+        packages={name: installed_version(name) for name in PACKAGES},
+    )
+
+
+# -- processors --------------------------------------------------------------------------------------------------------
+
+
+def _cpu(root: Path) -> Cpu:
+    import psutil
+
+    words = _cpuinfo(root)
+    return Cpu(
+        name=words.get("model name") or platform.processor() or platform.machine(),
+        architecture=platform.machine(),
+        cores=psutil.cpu_count(logical=False),
+        threads=os.cpu_count() or 1,
+        usable=usable_cores(root),
+        features=cpu_features(words.get("flags") or words.get("Features") or ""),
+    )
+
+
+def cpu_features(flags: str) -> tuple[str, ...]:
+    """Those of ``CPU_FEATURES`` in a line of flags, in our order."""
+    known = set(flags.split())
+    return tuple(name for name in CPU_FEATURES if name in known)
+
+
+def _cpuinfo(root: Path) -> dict[str, str]:
+    """Of the first processor; empty where the system has no such file."""
+    path = root / "proc" / "cpuinfo"
+    if not path.is_file():
+        return {}
+    lines = path.read_text().split("\n\n")[0].splitlines()
+    pairs = (line.partition(":") for line in lines)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _gpu(item: Accelerator) -> Gpu:
+    found = (item.kind, item.index, item.name, item.total_bytes, item.free_bytes)
+    if item.kind != "cuda":
+        return Gpu(*found)
+    import torch
+
+    properties = torch.cuda.get_device_properties(item.index)
+    capability = f"{properties.major}.{properties.minor}"
+    return Gpu(*found, capability, _users(getattr(properties, "uuid", None)))
+
+
+def _users(uuid: Any) -> Optional[tuple[GpuUser, ...]]:
+    """Asks the driver's own tool, which knows of processes of others as well. None where it is not there."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None or uuid is None:
+        return None
+    query = "--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory"
+    try:
+        answer = subprocess.run(
+            [tool, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (subprocess.SubprocessError, OSError):  # no driver behind it: nobody can say
+        return None
+    return gpu_users(answer.stdout, str(uuid))
+
+
+def gpu_users(table: str, uuid: str) -> tuple[GpuUser, ...]:
+    """Processes on the GPU ``uuid`` in nvidia-smi's answer: lines of uuid, pid, name, MiB."""
+    rows = csv.reader(io.StringIO(table), skipinitialspace=True)
+    return tuple(
+        GpuUser(int(pid), name, int(used) * 2**20 if used.isdigit() else None)
+        for found, pid, name, used in (row for row in rows if len(row) == 4)
+        if found.removeprefix("GPU-") == uuid.removeprefix("GPU-")
+    )
+
+
+# -- disks -------------------------------------------------------------------------------------------------------------
+
+
+def _existing(path: Path) -> Path:
+    path = path.expanduser().absolute()
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def _one_per_disk(paths: Iterable[Path]) -> Sequence[Path]:
+    """The first path on each file system."""
+    by_device: dict[int, Path] = {}
+    for path in paths:
+        by_device.setdefault(_existing(path).stat().st_dev, path)
+    return list(by_device.values())
+
+
+def _disk(path: Path, measure: bool) -> Disk:
+    folder = _existing(path)
+    sizes = (str(path), shutil.disk_usage(folder).total, free_bytes(folder))
+    if not measure:
+        return Disk(*sizes, note="not measured")
+    if sizes[2] < 4 * SPEED_TEST_BYTES:
+        return Disk(*sizes, note=f"not measured: less than {4 * SPEED_TEST_BYTES >> 20} MiB free")
+    try:
+        return Disk(*sizes, write_bytes_per_s=write_speed(folder))
+    except StorageError as error:
+        return Disk(*sizes, note=f"not measured: {error}")
+
+
+def write_speed(folder: Path, size_bytes: int = SPEED_TEST_BYTES) -> float:
+    """Bytes per second of a new file in ``folder`` until it is on the disk; the file is gone afterwards.
+
+    Raises StorageError if it cannot be written.
+    """
+    block = os.urandom(BLOCK_BYTES)  # some disks compress
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            began_s = time.perf_counter()
+            for _ in range(max(1, size_bytes // BLOCK_BYTES)):
+                file.write(block)
+            os.fsync(file.fileno())
+            return max(1, size_bytes // BLOCK_BYTES) * BLOCK_BYTES / (time.perf_counter() - began_s)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error.strerror}") from error
