@@ -140,6 +140,26 @@ def test_a_run_of_another_job_is_not_taken_for_ours(tmp_path):
         assert start(tmp_path / "run", restarted=restarted).output_dir == tmp_path / "run-3"
 
 
+@pytest.mark.parametrize(
+    ("configuration", "ranks", "told"),
+    [
+        ({"seed": 1}, 1, None),
+        ({"seed": 2}, 1, "(seed 1, now 2)"),
+        ({"seed": 1}, 2, "(processes 1, now 2)"),
+        (None, 1, "already holds a run"),
+    ],
+    ids=["the same", "other settings", "other processes", "resume: false"],
+)
+def test_unasked_only_the_same_run_goes_on(tmp_path, configuration, ranks, told):
+    run = run_at(tmp_path / "run", configuration={"seed": 1}, world_size=1)
+    newest = checkpoint(run, 4)
+    begun = decide(Request(None, run, ranks, configuration=configuration))
+    if told is None:
+        assert (begun.output_dir, begun.checkpoint) == (run, str(newest))
+    else:
+        assert (begun.output_dir, begun.checkpoint) == (tmp_path / "run-2", None) and told in begun.line
+
+
 def test_another_number_of_processes_is_refused(tmp_path):
     run = run_at(tmp_path / "run", world_size=2)
     assert start(run).checkpoint is None  # nothing to lose yet
