@@ -45,7 +45,7 @@ def test_kept_memory_is_used_again_and_can_be_given_back():
     kept, faults, held_mib, left_mib = blocks("keep")
     assert kept == "True"
     assert int(faults) < 100  # of 4 KiB each; all blocks together are 27,904 of them
-    assert int(held_mib) >= 100
+    assert int(held_mib) >= 50  # the largest block; where no small one lies between, the others lie inside of it
     assert int(left_mib) < 5
 
 
