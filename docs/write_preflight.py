@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # the mistakes are in tests/
 
-from write_tables import _markdown, written  # noqa: E402
+from write_tables import markdown, written  # noqa: E402
 
 from scu_trainer.train.preflight import CHECKS  # noqa: E402
 from tests.train.seeded_mistakes import MISTAKES, Mistake  # noqa: E402
@@ -28,12 +28,12 @@ def tables() -> dict[str, str]:
 
 def _checks() -> str:
     rows = [(f"`{check.id}`", check.level, check.says, check.fix or "-") for check in CHECKS.values()]
-    return _markdown(("check", "level", "what it says", "fix"), rows)
+    return markdown(("check", "level", "what it says", "fix"), rows)
 
 
 def _mistakes() -> str:
     rows = [(mistake.did, mistake.source, _reported(mistake)) for mistake in MISTAKES]
-    return _markdown(("mistake", "met in", "reported as"), rows)
+    return markdown(("mistake", "met in", "reported as"), rows)
 
 
 def _reported(mistake: Mistake) -> str:

@@ -34,18 +34,18 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
 def _costs(outcomes: list[Outcome]) -> str:
     heads = ("path", "saves", "peak memory (ratio)", "step time ratio", "held-out bits per token")
     rows = [(f"`{row[0]}`", BY_NAME[row[0]].saves, *row[1:4]) for row in rows_of(outcomes)]
-    return _markdown(heads, rows)
+    return markdown(heads, rows)
 
 
 def _loops(outcomes: list[Outcome]) -> str:
     ran = [outcome for outcome in outcomes if outcome.status == "ran"]
     rows = [(f"`{outcome.name}`", *(CELLS[outcome.loops[loop]] for loop in LOOPS)) for outcome in ran]
-    return _markdown(("path", *LOOPS), rows)
+    return markdown(("path", *LOOPS), rows)
 
 
 def _elsewhere(outcomes: list[Outcome]) -> str:
     rows = [(f"`{outcome.name}`", outcome.message) for outcome in outcomes if outcome.status == "missing"]
-    return _markdown(("path", "not run here"), rows)
+    return markdown(("path", "not run here"), rows)
 
 
 def family_tables(recipes: dict[str, Any], families: dict[str, Any]) -> dict[str, str]:
@@ -67,7 +67,7 @@ def _recipes(results: list[dict[str, Any]]) -> str:
         )
         for name, group in ((name, sorted(group, key=lambda r: r["seed"])) for name, group in groups.items())
     ]
-    return _markdown(("recipe", "held out, by seed", "Kneser-Ney bigrams", "S at the end"), rows)
+    return markdown(("recipe", "held out, by seed", "Kneser-Ney bigrams", "S at the end"), rows)
 
 
 def _joined(group: list[dict[str, Any]], style: str, key: str, factor: float = 1) -> str:
@@ -84,12 +84,12 @@ def _speed(results: list[dict[str, Any]]) -> str:
         order = [*r["speed_against"], "ours"]
         held_out = ", ".join(f"{name} {style.format(factor * scores[name])}" for name in order)
         rows.append((f"`{r['recipe']}`", sides, ratios, held_out))
-    return _markdown(
+    return markdown(
         ("recipe", "sides", "steps per second of ours, as a ratio to", "held out after as many steps"), rows
     )
 
 
-def _markdown(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def markdown(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [heads, tuple("---" for _ in heads), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

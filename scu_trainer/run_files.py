@@ -198,7 +198,7 @@ class RunStatus:
 
 def free_bytes(path: AnyPath) -> int:
     """Bytes that this user may still write at ``path``, or at its nearest parent that exists."""
-    return shutil.disk_usage(_nearest_existing(Path(path))).free
+    return shutil.disk_usage(nearest_existing(Path(path))).free
 
 
 def require_room(path: AnyPath, needed_bytes: int, setting: str = "output_dir") -> None:
@@ -206,14 +206,14 @@ def require_room(path: AnyPath, needed_bytes: int, setting: str = "output_dir") 
     free = free_bytes(path)
     if free < needed_bytes:
         raise StorageError(
-            f"{path} has {_readable(free)} free, {_readable(needed_bytes)} are needed; "
-            f"free {_readable(needed_bytes - free)} there or set {setting} to a directory on a larger disk"
+            f"{path} has {readable(free)} free, {readable(needed_bytes)} are needed; "
+            f"free {readable(needed_bytes - free)} there or set {setting} to a directory on a larger disk"
         )
 
 
 def require_writable(path: AnyPath, setting: str = "output_dir") -> None:
     """Raise StorageError if the directory ``path`` cannot be written, or could not be made. Leaves nothing behind."""
-    existing = _nearest_existing(Path(path))
+    existing = nearest_existing(Path(path))
     if not existing.is_dir():
         raise StorageError(f"{existing} is a file where a directory is needed; set {setting} to another path")
     try:
@@ -304,15 +304,17 @@ def _as_storage_error(path: Path, action: str) -> Iterator[None]:
 def _storage_error(path: Path, action: str, error: OSError) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(
-            f"the disk is full: {path} cannot be written, {_readable(free_bytes(path))} are free; free some"
+            f"the disk is full: {path} cannot be written, {readable(free_bytes(path))} are free; free some"
         )
     return StorageError(f"cannot {action} {path}: {error.strerror}; check the path and its permissions")
 
 
-def _nearest_existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
+    """``path``, or the nearest of its parents that is there."""
     path = path.absolute()
     return next(candidate for candidate in (path, *path.parents) if candidate.exists())
 
 
-def _readable(size_bytes: int) -> str:
+def readable(size_bytes: float) -> str:
+    """Bytes in words: "1.5 GiB", "0.3 MiB"."""
     return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"

@@ -19,13 +19,10 @@ from scu_trainer.errors import StorageError
 
 AnyPath = Union[str, os.PathLike]
 
-CHECKPOINTS = re.compile(r"checkpoint-\d+|staging-checkpoint-\d+[\w.-]*")
-"""Names that a run gives to its checkpoints, whole or being written."""
-
 SYSTEM_FOLDERS = ("bin", "boot", "dev", "etc", "home", "lib", "opt", "proc", "root", "sbin", "sys", "usr", "var")
 
 
-def remove_inside(root: AnyPath, name: str, allowed: re.Pattern = CHECKPOINTS) -> int:
+def remove_inside(root: AnyPath, name: str, allowed: re.Pattern) -> int:
     """Delete the entry ``name`` directly inside ``root`` and return how many bytes of the disk that frees.
 
     ``root`` itself may be a link. An entry that is a link is unlinked, and so is every link below it; what they lead to

@@ -12,6 +12,7 @@ from scu_trainer import safe_paths
 from scu_trainer.errors import StorageError
 from scu_trainer.models.offload_folder import MARKER, PREFIX, OffloadFolder
 from scu_trainer.safe_paths import remove_inside
+from scu_trainer.train.checkpoint import OURS
 
 
 @pytest.fixture
@@ -35,32 +36,32 @@ def outside(run):
 
 
 def test_a_checkpoint_goes_and_its_bytes_are_counted(run):
-    assert remove_inside(run, "checkpoint-5") == 30
+    assert remove_inside(run, "checkpoint-5", OURS) == 30
     assert list(run.iterdir()) == []
-    assert remove_inside(run, "checkpoint-5") == 0  # what is not there is no error
+    assert remove_inside(run, "checkpoint-5", OURS) == 0  # what is not there is no error
 
 
 def test_a_single_file_goes(run):
     (run / "checkpoint-6").write_bytes(b"x" * 7)
-    assert remove_inside(run, "checkpoint-6") == 7
+    assert remove_inside(run, "checkpoint-6", OURS) == 7
 
 
 def test_a_link_in_place_of_a_checkpoint_is_unlinked_and_not_followed(run, outside):
     (run / "checkpoint-9").symlink_to(outside, target_is_directory=True)
-    assert remove_inside(run, "checkpoint-9") == 0
+    assert remove_inside(run, "checkpoint-9", OURS) == 0
     assert not (run / "checkpoint-9").is_symlink()
 
 
 def test_links_inside_of_a_checkpoint_are_not_followed(run, outside):
     (run / "checkpoint-5" / "link").symlink_to(outside, target_is_directory=True)
     (run / "checkpoint-5" / "file").symlink_to(outside / "precious")
-    assert remove_inside(run, "checkpoint-5") == 30
+    assert remove_inside(run, "checkpoint-5", OURS) == 30
     assert not (run / "checkpoint-5").exists()
 
 
 def test_a_hard_link_frees_nothing(run, outside):
     os.link(outside / "precious", run / "checkpoint-5" / "linked")
-    assert remove_inside(run, "checkpoint-5") == 30
+    assert remove_inside(run, "checkpoint-5", OURS) == 30
 
 
 def test_a_folder_that_becomes_a_link_meanwhile_is_not_followed(run, outside, monkeypatch):
@@ -73,13 +74,13 @@ def test_a_folder_that_becomes_a_link_meanwhile_is_not_followed(run, outside, mo
 
     monkeypatch.setattr(safe_paths, "_bytes_below", count_and_swap)
     with pytest.raises(StorageError, match=r"cannot delete .*checkpoint-5: .*symbolic link"):
-        remove_inside(run, "checkpoint-5")
+        remove_inside(run, "checkpoint-5", OURS)
 
 
 def test_the_run_itself_may_be_a_link(run):
     shortcut = run.parent / "shortcut"
     shortcut.symlink_to(run, target_is_directory=True)
-    assert remove_inside(shortcut, "checkpoint-5") == 30
+    assert remove_inside(shortcut, "checkpoint-5", OURS) == 30
     assert shortcut.is_symlink() and run.is_dir()
 
 
@@ -89,7 +90,7 @@ def test_the_run_itself_may_be_a_link(run):
 )
 def test_other_names_are_refused(run, outside, name):
     with pytest.raises(StorageError, match="is no name that a run gives"):
-        remove_inside(run, name)
+        remove_inside(run, name, OURS)
     assert (run / "checkpoint-5" / "a").exists()
 
 
@@ -106,14 +107,14 @@ def test_folders_of_the_system_and_homes_are_refused(run, monkeypatch, tmp_path)
     to_root.symlink_to("/")
     for root in ("/", "/etc", "/usr", "/home/somebody", run, to_root):
         with pytest.raises(StorageError, match="nothing is deleted"):
-            remove_inside(root, "checkpoint-5")
+            remove_inside(root, "checkpoint-5", OURS)
     assert (run / "checkpoint-5" / "a").exists()
 
 
 def test_a_missing_run_and_a_file_in_its_place_are_reported(run):
     for root in (run / "missing", run / "checkpoint-5" / "a"):
         with pytest.raises(StorageError, match="cannot open the folder"):
-            remove_inside(root, "checkpoint-5")
+            remove_inside(root, "checkpoint-5", OURS)
 
 
 def test_what_cannot_be_deleted_is_reported(run, monkeypatch):
@@ -123,13 +124,13 @@ def test_what_cannot_be_deleted_is_reported(run, monkeypatch):
     denied.avoids_symlink_attacks = True
     monkeypatch.setattr(safe_paths.shutil, "rmtree", denied)
     with pytest.raises(StorageError, match=r"cannot delete .*checkpoint-5: Permission denied; check its permissions"):
-        remove_inside(run, "checkpoint-5")
+        remove_inside(run, "checkpoint-5", OURS)
 
 
 def test_a_system_that_would_follow_links_is_refused(run, monkeypatch):
     monkeypatch.setattr(safe_paths.shutil.rmtree, "avoids_symlink_attacks", False)
     with pytest.raises(StorageError, match="without following links"):
-        remove_inside(run, "checkpoint-5")
+        remove_inside(run, "checkpoint-5", OURS)
     assert (run / "checkpoint-5" / "a").exists()
 
 

@@ -21,7 +21,7 @@ from typing import Any, Optional
 from scu_trainer.errors import StorageError
 from scu_trainer.hardware import cgroup
 from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version, ram_bytes, usable_cores
-from scu_trainer.run_files import free_bytes
+from scu_trainer.run_files import free_bytes, nearest_existing
 
 CPU_FEATURES = (
     "avx2 fma f16c avx512f avx512_vnni avx512_bf16 avx512_fp16 avx_vnni amx_tile amx_bf16 amx_int8 asimd asimddp bf16 "
@@ -197,21 +197,16 @@ def gpu_users(table: str, uuid: str) -> tuple[GpuUser, ...]:
 # -- disks -------------------------------------------------------------------------------------------------------------
 
 
-def _existing(path: Path) -> Path:
-    path = path.expanduser().absolute()
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
-
-
 def _one_per_disk(paths: Iterable[Path]) -> Sequence[Path]:
     """The first path on each file system."""
     by_device: dict[int, Path] = {}
     for path in paths:
-        by_device.setdefault(_existing(path).stat().st_dev, path)
+        by_device.setdefault(nearest_existing(path.expanduser()).stat().st_dev, path)
     return list(by_device.values())
 
 
 def _disk(path: Path, measure: bool) -> Disk:
-    folder = _existing(path)
+    folder = nearest_existing(path.expanduser())
     sizes = (str(path), shutil.disk_usage(folder).total, free_bytes(folder))
     if not measure:
         return Disk(*sizes, note="not measured")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from safetensors import SafetensorError
 
 from scu_trainer.errors import StorageError
-from scu_trainer.run_files import free_bytes
+from scu_trainer.run_files import free_bytes, readable
 from scu_trainer.safe_paths import remove_inside
 from scu_trainer.train import checkpoint as files
 
@@ -50,16 +50,11 @@ class CheckpointWriter:
         trainer = self.trainer
         run = Path(trainer._get_output_dir(trial))
         final = run / f"checkpoint-{trainer.state.global_step}"
+        staging = files.staging_of(run, trainer.state.global_step)
         self.before()
-        if not self._has_room(run):
-            self._give_up(final, f"the disk has {free_bytes(run) / 2**20:,.0f} MiB free, and the last one took "
-                          f"{self._written_bytes / 2**20:,.0f} MiB")  # fmt: skip
-            return
-        problem = self._write(files.staging_of(run, trainer.state.global_step), stock_save)
-        if problem is None:
-            problem = self._name(final)
+        problem = self._lack_of_room(run) or self._write(staging, stock_save) or self._name(staging, final)
         if problem is not None:
-            self._give_up(final, problem)
+            self._give_up(staging, final, problem)
             return
         self.newest = final
         if self._waiting_push is not None:
@@ -89,16 +84,16 @@ class CheckpointWriter:
         self._wait()
         return problems[0] if problems else None
 
-    def _name(self, final: Path) -> Optional[str]:
+    def _name(self, staging: Path, final: Path) -> Optional[str]:
         problems: list[str] = []
         if self.trainer.args.should_save:
             with self._problems() as problems:
-                self._seal(final)
+                self._seal(staging / final.name, final)
         self._wait()
         return problems[0] if problems else None
 
-    def _seal(self, final: Path) -> None:
-        trainer, staged = self.trainer, files.staging_of(final.parent, files.step_of(final)) / final.name
+    def _seal(self, staged: Path, final: Path) -> None:
+        trainer = self.trainer
         self._name_best(final, staged)
         files.seal(staged, {"step": trainer.state.global_step, **self.facts})
         files.publish(staged, final)
@@ -114,25 +109,26 @@ class CheckpointWriter:
             state.best_model_checkpoint = str(best)
             state.save_to_json(str(staged / "trainer_state.json"))
 
-    def _has_room(self, run: Path) -> bool:
+    def _lack_of_room(self, run: Path) -> Optional[str]:
         if not self._written_bytes:
             newest = next(iter(files.checkpoints(run)), None) if run.is_dir() else None
             self._written_bytes = 0 if newest is None else files.size_bytes(newest)
-        enough = free_bytes(run) >= ROOM * self._written_bytes
-        if self.trainer.args.world_size == 1:
-            return enough
-        from accelerate.utils import gather_object
+        free, took = free_bytes(run), self._written_bytes
+        enough = free >= ROOM * took
+        if self.trainer.args.world_size > 1:
+            from accelerate.utils import gather_object
 
-        return all(gather_object([enough]))
+            enough = all(gather_object([enough]))
+        return None if enough else f"the disk has {readable(free)} free, and the last one took {readable(took)}"
 
-    def _give_up(self, final: Path, problem: str) -> None:
+    def _give_up(self, staging: Path, final: Path, problem: str) -> None:
         """The run goes on without this checkpoint, and says so; ranks cannot know how far each of them came."""
         older = files.checkpoints(final.parent) if final.parent.is_dir() else []
         newest = f"the newest is {older[0].name}" if older else "there is none yet"
         line = f"{final.name} could not be written: {problem}; {newest}"
         if self.trainer.args.should_save:
             with contextlib.suppress(StorageError):  # a folder that cannot be written cannot be cleaned either
-                remove_inside(final.parent, f"{files.STAGING}{final.name}", files.OURS)
+                remove_inside(staging.parent, staging.name, files.OURS)
         self.notices.append(line)
         logger.warning("%s; the run goes on without it. Free some room or give output_dir another disk", line)
 

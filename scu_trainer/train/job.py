@@ -29,7 +29,7 @@ from scu_trainer.settings.tasks import TaskSettings
 from scu_trainer.train.curriculum_rules import obstacle, require_enough_epochs
 from scu_trainer.train.deepspeed_rules import check_deepspeed, uses_deepspeed
 from scu_trainer.train.resume import check_resumable
-from scu_trainer.train.sharded import weight_count
+from scu_trainer.train.sharded import trained_bytes
 from scu_trainer.train.tasks import task_of
 
 if TYPE_CHECKING:
@@ -196,12 +196,11 @@ def checkpoint_bytes(model, training: TrainingArguments, averaged: bool = False)
     """Room for the checkpoints that this run will hold at once, beside the final model: weights, two Adam moments and
     w0 of what is trained; full tuning saves all weights as well. DeepSpeed keeps the weights twice more, for its engine
     and as float32 masters. ``averaged``: with moving averages of the weights beside them."""
-    trainable = sum(weight_count(p) * p.element_size() for p in model.parameters() if p.requires_grad)
     kept = 1 if training.save_total_limit is None else training.save_total_limit + 1
     saves = 0 if training.save_strategy == "no" else kept
     copies = 6 if uses_deepspeed(training) else 4
     copies += averaged
-    return trainable * (copies * saves + 1)
+    return trained_bytes(model) * (copies * saves + 1)
 
 
 def free_memory(training: TrainingArguments) -> Free:

@@ -7,13 +7,12 @@ there and unfinished, else start one. Without it, an unfinished run of the same 
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import CheckpointError
 from scu_trainer.train.checkpoint import checkpoints
@@ -23,9 +22,6 @@ from scu_trainer.train.usable import content_of, newest_checkpoint, newest_with_
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-logger = logging.getLogger("scu_trainer")
-T = TypeVar("T")
 
 AUTO = "auto"
 ASKED_FOR = "output_dir_asked_for"
@@ -63,7 +59,7 @@ class Request:
     output_dir: Path
     world_size: int
     restarted_since_s: Optional[float] = None
-    configuration: Optional[dict[str, Any]] = field(default=None, hash=False)
+    configuration: Optional[dict[str, Any]] = None
     weights_only: bool = False
 
     @property
@@ -158,10 +154,12 @@ def _unasked(run: Path, request: Request) -> Start:
         changed["processes"] = (before["world_size"], request.world_size)
     if "configuration" not in before or changed:
         return _beside(request.output_dir, _differing(run, changed))
-    if checkpoints(run) and newest_checkpoint(run, request.world_size, request.weights_only) is None:
-        return _beside(request.output_dir, f"no checkpoint of {run} can be gone on from, see the log")
     start = _go_on(run, request)
-    return replace(start, line=f"{start.line} (--no_resume starts over)" if start.checkpoint else start.line)
+    if start.checkpoint is not None:
+        return replace(start, line=f"{start.line} (--no_resume starts over)")
+    if checkpoints(run):
+        return _beside(request.output_dir, f"no checkpoint of {run} can be gone on from, see the log")
+    return start
 
 
 def _differing(run: Path, changed: dict[str, tuple[Any, Any]]) -> str:

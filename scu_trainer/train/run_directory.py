@@ -76,11 +76,6 @@ class RunStatusCallback(TrainerCallback):
         eta_s = seconds_left(done, remaining, time.monotonic() - self._started_s)
         self.status.update(step=state.global_step, max_steps=state.max_steps, eta_s=eta_s)
 
-    def on_save(self, args, state, control, **kwargs):
-        # A checkpoint past the step of run.json counts as one of an earlier start.
-        self.status.update(step=state.global_step)
-        self.status.flush()
-
     def on_log(self, args, state, control, logs: Optional[dict[str, Any]] = None, **kwargs):
         if logs and "loss" in logs:
             self.status.update(loss=logs["loss"])

@@ -22,6 +22,11 @@ def weight_count(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", numbers_in(parameter))
 
 
+def trained_bytes(model: nn.Module) -> int:
+    """Of the weights that are trained, those of all shards together."""
+    return sum(weight_count(p) * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
 def is_sharded(trainer: Trainer) -> bool:
     """Whether a forward pass needs all ranks, or will once training begins: FSDP wraps the model only then."""
     if trainer.is_deepspeed_enabled:

@@ -139,30 +139,34 @@ def until(child: Child, text: str, patience_s: float = PATIENCE_S) -> None:
 
 def die_at_disk_step(number: int, below: Path) -> None:
     """Kill this process with SIGKILL just before its ``number``-th (from 1) change below ``below``."""
-    seen = 0
 
-    def look(event: str, arguments: tuple) -> None:
-        nonlocal seen
-        if _changes(event, arguments, str(below)):
-            seen += 1
-            if seen == number:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def die(seen: int) -> None:
+        if seen == number:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(look)
-    _announce_syncs(below)
+    _at_disk_steps(below, die)
 
 
 def count_disk_steps(below: Path, into: Path) -> None:
-    """Write the number of changes so far to ``into``, after each of them."""
+    """A line in ``into`` before each change: the checkpoint that is being written, or nothing."""
+    descriptor = os.open(str(into), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def note(seen: int) -> None:
+        written = next(below.glob("staging-checkpoint-*"), None) if below.is_dir() else None
+        os.write(descriptor, f"{'' if written is None else written.name}\n".encode())
+
+    _at_disk_steps(below, note)
+
+
+def _at_disk_steps(below: Path, act: Callable[[int], None]) -> None:
+    """``act`` with the number, from 1, of each change below ``below`` that this process is about to make."""
     seen = 0
 
     def look(event: str, arguments: tuple) -> None:
         nonlocal seen
         if _changes(event, arguments, str(below)):
             seen += 1
-            descriptor = os.open(str(into), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.write(descriptor, str(seen).encode())
-            os.close(descriptor)
+            act(seen)
 
     sys.addaudithook(look)
     _announce_syncs(below)

@@ -16,13 +16,24 @@ SENTENCES = ["The cat sat on the mat and looked at the door.", "A list is a sequ
 
 @dataclass(frozen=True)
 class Site:
-    """``whole``: the finished run. ``disk_steps``: how many changes on the disk it took."""
+    """``whole``: the finished run. ``changes``: for each of its changes on the disk the staging folder in which a
+    checkpoint was being written then, or ""."""
 
     folder: Path
     model: Path
     documents: Path
     whole: Path
-    disk_steps: int
+    changes: tuple[str, ...]
+
+    @property
+    def disk_steps(self) -> int:
+        return len(self.changes)
+
+    def inside(self, step: int) -> list[int]:
+        """Numbers, from 1, of the changes in the middle of writing checkpoint-``step``: progress that is written by
+        the clock moves them a little from run to run."""
+        found = [number for number, name in enumerate(self.changes, 1) if name == f"staging-checkpoint-{step}"]
+        return found[len(found) // 3 : 2 * len(found) // 3]
 
     def flags(self, run: Path, **more: object) -> list[str]:
         return campaign.flags(self.model, self.documents, run, self.folder / "cache", **more)
@@ -46,7 +57,7 @@ def make_site(folder: Path) -> Site:
 
     ended = campaign.Child(act, folder / "whole.log").wait()
     assert ended.code == 0, ended.said
-    return Site(folder, model, documents, whole, int(count.read_text()))
+    return Site(folder, model, documents, whole, tuple(count.read_text().splitlines()))
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,10 @@ def same_result(site, run) -> None:
 
 
 def test_a_run_that_is_killed_again_and_again(site, tmp_path):
-    """Three kills at random steps on the disk, one at a random time, one near the end, then it may finish."""
+    """Inside the second checkpoint, twice early at a random step on the disk, once at a random time; then no more."""
     chance, run = random.Random(0), tmp_path / "run"
-    plan = [("disk", chance.randint(1, site.disk_steps // 2)) for _ in range(3)]
+    plan = [("disk", chance.choice(site.inside(6)))]
+    plan += [("disk", chance.randint(1, site.disk_steps // 4)) for _ in range(2)]
     plan += [("time", chance.uniform(0, 0.5)), ("none", 0)]
     done = campaign.killed_until_done(site.flags(run), run, tmp_path / "log", plan.__getitem__)
     assert sum(done.kills.values()) >= 3 and done.kills["inside a checkpoint"], done.kills

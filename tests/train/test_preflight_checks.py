@@ -31,6 +31,7 @@ from scu_trainer.train.preflight import (
     weights,
 )
 from scu_trainer.train.preflight.finding import percent
+from scu_trainer.train.sharded import trained_bytes
 from tests import tiny
 from tests.train.seeded_mistakes import MISTAKES
 
@@ -287,7 +288,7 @@ def test_adam_s_state_is_as_large_as_it_is():
 )
 def test_memory_is_compared_with_what_is_free(free_share, expected, tmp_path, monkeypatch):
     model, job = tiny.llama(), job_of()
-    needed = 3 * room.trained_bytes(model)
+    needed = 3 * trained_bytes(model)
     monkeypatch.setattr(room, "free_memory", lambda training: Free((), int(free_share * needed)))
     assert ids(room.before_training(job, model, tmp_path, 10)) == expected
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -117,12 +117,12 @@ def _intervals(job: Job, steps: int) -> Iterator[Finding]:
     yield from _saving(job, steps)
     yield from _evaluating(job, steps)
     training = job.training
-    every = _interval(training.logging_steps, steps)
+    every = interval(training.logging_steps, steps)
     if training.logging_strategy == "steps" and every > steps >= SHORT_RUN_STEPS:
         yield NO_LOG.found(f"logging_steps is {every:,}, the run has {steps:,} steps", "logging_steps")
 
 
-def _interval(value: float, steps: int) -> int:
+def interval(value: float, steps: int) -> int:
     """Below 1 it is a share of the run."""
     return int(value) if value >= 1 else max(1, math.ceil(steps * value))
 
@@ -143,7 +143,7 @@ def _saving(job: Job, steps: int) -> Iterator[Finding]:
         yield NO_CHECKPOINT.found(f"save_strategy is no, and the run has {steps:,} steps", "save_strategy")
     if training.save_strategy != "steps":
         return
-    every = _interval(training.save_steps, steps)
+    every = interval(training.save_steps, steps)
     fewest_steps = SHORT_RUN_STEPS if every != STOCK_SAVE_STEPS else UNASKED_RUN_STEPS
     if every > steps >= fewest_steps:
         yield NO_CHECKPOINT.found(f"save_steps is {every:,}, the run has {steps:,} steps", "save_steps")
@@ -153,7 +153,7 @@ def _evaluating(job: Job, steps: int) -> Iterator[Finding]:
     training = job.training
     if training.eval_strategy != "steps":
         return
-    every = _interval(training.eval_steps, steps)
+    every = interval(training.eval_steps, steps)
     if every > steps >= SHORT_RUN_STEPS:
         yield NO_EVALUATION.found(f"eval_steps is {every:,}, the run has {steps:,} steps", "eval_steps")
     elif (training.eval_delay or 0) > steps:

@@ -10,12 +10,13 @@ from typing import Optional
 
 from torch import nn
 
-from scu_trainer.run_files import free_bytes
+from scu_trainer.run_files import free_bytes, readable
 from scu_trainer.train.deepspeed_rules import uses_deepspeed
 from scu_trainer.train.job import Job, free_memory
 from scu_trainer.train.preflight.finding import Check, Finding, percent
+from scu_trainer.train.preflight.length import interval
 from scu_trainer.train.preflight.optimization import optimizer_name
-from scu_trainer.train.sharded import weight_count
+from scu_trainer.train.sharded import trained_bytes, weight_count
 
 MEMORY_SHORT = Check(
     "memory-too-small",
@@ -62,11 +63,6 @@ def before_training(job: Job, model: nn.Module, output_dir: Path, steps: Optiona
     yield from _disk(job, model, output_dir, steps)
 
 
-def trained_bytes(model: nn.Module) -> int:
-    """Of the weights that are trained."""
-    return sum(weight_count(p) * p.element_size() for p in model.parameters() if p.requires_grad)
-
-
 def state_bytes(job: Job, model: nn.Module) -> int:
     """Of the optimizer's state, at least; 0 where it is not known or can move to another place."""
     name = optimizer_name(job)
@@ -93,8 +89,8 @@ def _memory(job: Job, model: nn.Module) -> Iterator[Finding]:
 
 def _compared(parts: dict[str, int], available: int) -> Iterator[Finding]:
     needed = sum(parts.values())
-    in_words = ", ".join(f"{name} {_gib(count)}" for name, count in parts.items())
-    what = f"{in_words}: {_gib(needed)} of {_gib(available)} that are free"
+    in_words = ", ".join(f"{name} {readable(count)}" for name, count in parts.items())
+    what = f"{in_words}: {readable(needed)} of {readable(available)} that are free"
     if needed > available:
         yield MEMORY_SHORT.found(what, "tuning, optim")
     elif needed > NEARLY * available:
@@ -110,8 +106,8 @@ def _disk(job: Job, model: nn.Module, output_dir: Path, steps: Optional[int]) ->
     free = free_bytes(output_dir)
     if saves * each > free:
         what = (
-            f"{saves:,} checkpoints of {_gib(each)} or more take {_gib(saves * each)} of {_gib(free)} that are free; "
-            f"the disk is full after {percent(free / (saves * each))} of the run"
+            f"{saves:,} checkpoints of {readable(each)} or more take {readable(saves * each)} of {readable(free)} that "
+            f"are free; the disk is full after {percent(free / (saves * each))} of the run"
         )
         yield DISK_FILLS.found(what, "save_total_limit, save_steps")
 
@@ -119,10 +115,5 @@ def _disk(job: Job, model: nn.Module, output_dir: Path, steps: Optional[int]) ->
 def _saves(job: Job, steps: int) -> int:
     training = job.training
     if training.save_strategy == "steps":
-        every = training.save_steps if training.save_steps >= 1 else max(1, math.ceil(steps * training.save_steps))
-        return math.ceil(steps / every)
+        return math.ceil(steps / interval(training.save_steps, steps))
     return math.ceil(training.num_train_epochs) if training.save_strategy == "epoch" else 0
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"

@@ -13,7 +13,7 @@ from transformers import EvalPrediction
 from scu_trainer.data.store import default_cache_dir
 from scu_trainer.errors import StorageError
 from scu_trainer.hardware.probe import usable_cores
-from scu_trainer.run_files import require_writable
+from scu_trainer.run_files import nearest_existing, require_writable
 from scu_trainer.train.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding
 
@@ -162,8 +162,7 @@ def _folders(job: Job) -> Iterator[Finding]:
 
 
 def _inodes(output_dir: Path) -> Iterator[Finding]:
-    output_dir = output_dir.absolute()
-    existing = next(folder for folder in (output_dir, *output_dir.parents) if folder.exists())
+    existing = nearest_existing(output_dir)
     disk = os.statvfs(existing)
     if disk.f_files and disk.f_favail < FEWEST_INODES:  # some file systems count none
         yield INODES.found(f"{disk.f_favail:,} inodes are left on the disk of {existing}", "output_dir")
