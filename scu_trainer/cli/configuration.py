@@ -32,7 +32,7 @@ from scu_trainer.settings.tasks import KINDS, TaskSettings
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
 
-    from scu_trainer.hardware.precision import Choice
+    from scu_trainer.hardware.precision import Choice, DeviceFacts
     from scu_trainer.train.job import Job
 
 PREFIX = "scu_"
@@ -101,23 +101,17 @@ def _grouped(kind: type, title: str) -> type:
     return kind
 
 
-def read_job(config: str | None, flags: Sequence[str]) -> Job:
-    """Settings from a file and flags. Raises SettingsError."""
-    from transformers import TrainingArguments
-
+def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[DeviceFacts] = None) -> Job:
+    """Settings from a file and flags. ``planned_for``: another device than this machine's, whose number formats count.
+    Raises SettingsError."""
     from scu_trainer.train.deepspeed_start import prepare_environment
     from scu_trainer.train.job import Job
 
-    parser = our_parser(TrainingArguments)
-    parser.set_defaults(**TRAINING_DEFAULTS, use_cpu=not _has_accelerator())
-    names = field_names(parser)
-    arguments = [*_file_as_flags(config, names), *flags]
-    check_names(arguments, names)
-    task = _task(parser, arguments, names)
+    parser, arguments, task, note = _read(config, flags)
     parser.set_defaults(bf16=None, fp16=None)  # None: nobody said anything
     typed = parser.parse_args(arguments)
     prepare_environment(typed.deepspeed, typed.use_cpu)
-    precision = _choose_precision(parser, typed)
+    precision = _choose_precision(parser, typed, planned_for)
     try:
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except (ValueError, ImportError) as error:  # what TrainingArguments finds wrong with its own fields
@@ -134,8 +128,52 @@ def read_job(config: str | None, flags: Sequence[str]) -> Job:
         own=next((settings for settings in own if type(settings) is task.kind.settings), None),
         efficiency=efficiency,
         safety=safety,
-        notes=(f"precision: {precision.reason}",),
+        notes=(f"precision: {precision.reason}", *note),
     )
+
+
+def read_values(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
+    """Every field of the command line by name, as it was given or by default: before anything looks at whether they go
+    together, or whether this machine can do what they ask for. Raises SettingsError for unknown names and wrong types.
+    """
+    parser, arguments, _, _ = _read(config, flags)
+    return vars(parser.parse_args(arguments))
+
+
+def _read(
+    config: str | None, flags: Sequence[str]
+) -> tuple[HfArgumentParser, list[str], TaskSettings, tuple[str, ...]]:
+    """A parser with the defaults of the task, the command line for it, the task, lines for the user."""
+    from transformers import TrainingArguments
+
+    parser = our_parser(TrainingArguments)
+    parser.set_defaults(**TRAINING_DEFAULTS, use_cpu=not _has_accelerator())
+    names = field_names(parser)
+    arguments, notes = _arguments(parser, config, flags, names)
+    return parser, arguments, _task(parser, arguments, names), notes
+
+
+def _arguments(
+    parser: HfArgumentParser, config: str | None, flags: Sequence[str], names: set[str]
+) -> tuple[list[str], tuple[str, ...]]:
+    """File and flags as one command line, and a line for the user where a typed mode took the place of the file."""
+    entries = {} if config is None else _entries(config, names)
+    check_names(flags, names)
+    typed_names = _given(flags, names)
+    note: tuple[str, ...] = ()
+    if "mode" in typed_names:
+        typed = parser.parse_args([*_all_as_flags(entries), *flags])
+        task = TaskSettings(typed.task, typed.preset, typed.mode)
+        meant = {name: value for name, value in task.mode_values.items() if name not in typed_names}
+        replaced = {name: entries[name] for name in meant if name in entries and entries[name] != meant[name]}
+        entries = {name: value for name, value in entries.items() if name not in meant}
+        words = [f"{name} {_word(meant[name])} for {_word(value)}" for name, value in replaced.items()]
+        note = (f"mode {task.mode}, in the place of {config}: {', '.join(words)}",) if words else ()
+    return [*_all_as_flags(entries), *flags], note
+
+
+def _word(value: Any) -> str:
+    return "the default" if value is None else str(value)
 
 
 def _task(parser: HfArgumentParser, arguments: Sequence[str], names: Collection[str]) -> TaskSettings:
@@ -153,7 +191,7 @@ def _given(arguments: Iterable[str], names: Collection[str]) -> list[str]:
     return [name.removeprefix("no_") if name.startswith("no_") and name[3:] in names else name for name in given]
 
 
-def _choose_precision(parser: HfArgumentParser, typed: Any) -> Choice:
+def _choose_precision(parser: HfArgumentParser, typed: Any, planned_for: Optional[DeviceFacts]) -> Choice:
     """Give bf16, fp16 and tf32 the values that fit the device, where nobody gave them one.
 
     TrainingArguments need them when they are made, so what was typed is looked at before.
@@ -166,10 +204,10 @@ def _choose_precision(parser: HfArgumentParser, typed: Any) -> Choice:
         raise SettingsError(f"mixed_precision: {wanted} and {wanted}: false contradict each other; keep one of them")
     if wanted == "auto" and said_no and not (typed.bf16 or typed.fp16):
         wanted = "no"
-    facts = device_facts(typed.use_cpu)
+    here = device_facts(typed.use_cpu)
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    choice = choose_precision(wanted, bool(typed.bf16), bool(typed.fp16), launcher, facts)
-    parser.set_defaults(bf16=choice.name == "bf16", fp16=choice.name == "fp16", tf32=tf32_default(facts, typed.tf32))
+    choice = choose_precision(wanted, bool(typed.bf16), bool(typed.fp16), launcher, planned_for or here)
+    parser.set_defaults(bf16=choice.name == "bf16", fp16=choice.name == "fp16", tf32=tf32_default(here, typed.tf32))
     return choice
 
 
@@ -202,16 +240,19 @@ def _name(flag: str) -> str:
     return flag.split("=")[0].removeprefix("--").replace("-", "_")
 
 
-def _file_as_flags(config: str | None, names: set[str]) -> list[str]:
-    if config is None:
-        return []
-    flags: list[str] = []
+def _entries(config: str, names: set[str]) -> dict[str, Any]:
+    """Values of a file by field."""
+    found = {}
     for key, value in read_file(Path(config)).items():
         name = str(key).replace("-", "_")
         if name not in names:
             raise SettingsError(f"{config}: unknown key {key!r}{nearest(name, names)}")
-        flags += _as_flags(name, value)
-    return flags
+        found[name] = value
+    return found
+
+
+def _all_as_flags(entries: dict[str, Any]) -> list[str]:
+    return [word for name, value in entries.items() for word in _as_flags(name, value)]
 
 
 def _as_flags(name: str, value: Any) -> list[str]:

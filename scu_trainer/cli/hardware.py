@@ -1,24 +1,22 @@
-"""``scu-trainer hardware``. ``profile``: what is here; ``check``: is it enough; ``monitor``: its memory, live."""
+"""``scu-trainer hardware``. ``profile``: what is here; ``check``: is it enough; ``monitor``: its memory, live;
+``optimize``: room that our own leftovers take."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
+from scu_trainer.cli.hardware_screens import gib, plain, profile_table, screen
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import RequirementError, SettingsError
-from scu_trainer.hardware import cgroup
-from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version, ram_bytes
-
-if TYPE_CHECKING:
-    from scu_trainer.hardware.profile import Profile
+from scu_trainer.hardware.monitor import Reading, device_name, find_target, readings
+from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version
 
 CUDA_BUILD = "pip install a CUDA build of torch"
 
@@ -29,25 +27,47 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="scu-trainer hardware")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="profile|check|monitor", parser_class=Parser)
+    which = "profile|check|monitor|optimize"
+    actions = parser.add_subparsers(dest="action", required=True, metavar=which, parser_class=Parser)
     profile = actions.add_parser("profile", help="GPUs and who uses them, CPU, memory, disks, versions")
     profile.add_argument("--json", action="store_true", help="as one JSON object")
     profile.add_argument("--no_disk_speed", "--no-disk-speed", action="store_true", help="write no file to measure")
-    check = actions.add_parser("check", help="versions, devices, memory, disk")
+    check = actions.add_parser(
+        "check", help="versions, devices, memory, disk; with --config and flags what that job needs beside"
+    )
     check.add_argument("--gpu", action="store_true", help="only: is there a GPU that torch can use; exit code 2 if not")
-    monitor = actions.add_parser("monitor", help="memory of the machine and its GPUs, live")
-    monitor.add_argument("--duration", type=float, help="seconds; default: until Ctrl-C")
+    check.add_argument("--config", help="YAML or JSON file of a job, and any flag of scu-trainer train")
+    monitor = actions.add_parser("monitor", help="memory of the machine and its GPUs, live, and of one run")
+    monitor.add_argument("run", nargs="?", metavar="RUN_OR_PID", help="directory of a run, or number of a process")
+    monitor.add_argument("--duration", type=float, help="seconds; default: until Ctrl-C or the end of the run")
     monitor.add_argument("--interval", type=float, default=1.0, help="seconds between two readings")
+    monitor.add_argument("--csv", metavar="FILE", help="also append each reading to FILE; - prints the rows alone")
+    optimize = actions.add_parser("optimize", help="remove caches and leftovers of ours that nobody uses")
+    optimize.add_argument("--runs", default="runs", help="folder whose runs are looked at")
+    optimize.add_argument("--cache_dir", "--cache-dir", help="default: SCU_TRAINER_CACHE, or ~/.cache/scu_trainer")
+    optimize.add_argument("--keep_caches", "--keep-caches", action="store_true", help="leftovers of dead runs only")
+    optimize.add_argument("--dry_run", "--dry-run", action="store_true", help="list, remove nothing")
+    optimize.add_argument("--yes", action="store_true", help="do not ask")
     return parser
 
 
 def _main(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
+    options, flags = _parser().parse_known_args(argv)
+    if flags and (options.action != "check" or options.gpu):
+        raise SettingsError(f"unrecognized: {' '.join(flags)}; see scu-trainer hardware {options.action} --help")
     if options.action == "profile":
         return _profile(options)
-    if options.action == "check":
-        return _check_gpu() if options.gpu else _check()
-    return _monitor(options)
+    if options.action == "monitor":
+        return _monitor(options)
+    if options.action == "optimize":
+        from scu_trainer.cli.hardware_optimize import optimize
+
+        return optimize(options)
+    if options.gpu:
+        return _check_gpu()
+    from scu_trainer.cli.hardware_check import quietly
+
+    return quietly(options.config, flags)
 
 
 # -- profile -----------------------------------------------------------------------------------------------------------
@@ -63,60 +83,11 @@ def _profile(options: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        Console(highlight=False).print(_table(found))
+        Console(highlight=False).print(profile_table(found))
     return 0
 
 
-def _table(found: Profile):
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in _lines(found):
-        table.add_row(name, text)
-    return table
-
-
-def _lines(found: Profile) -> Iterator[tuple[str, str]]:
-    yield "system", f"{found.system}, Python {found.python}"
-    if not found.gpus:
-        yield "GPU", "none that torch can use"
-    for gpu in found.gpus:
-        capability = f", compute capability {gpu.compute_capability}" if gpu.compute_capability else ""
-        yield (
-            f"{gpu.kind}:{gpu.index}",
-            f"{gpu.name}, {_gib(gpu.free_bytes)} free of {_gib(gpu.total_bytes)}{capability}",
-        )
-        if gpu.kind == "cuda" and gpu.users is None:
-            yield "", "who else uses it is not known: nvidia-smi does not tell"
-        for user in gpu.users or ():
-            held = "memory unknown" if user.used_bytes is None else _gib(user.used_bytes)
-            yield "", f"used by process {user.pid} ({user.name}): {held}"
-    cpu, ram = found.cpu, found.ram
-    cores = "" if cpu.cores is None else f"{cpu.cores} cores, "
-    yield "CPU", f"{cpu.name} ({cpu.architecture}), {cores}{cpu.threads} threads, {cpu.usable:g} usable here"
-    yield "", "instructions: " + (" ".join(cpu.features) or "none of those that matter are known")
-    limit = "" if ram.limit_bytes is None else f", container limit {_gib(ram.limit_bytes)}"
-    yield "RAM", f"{_gib(ram.available_bytes)} available of {_gib(ram.total_bytes)}{limit}, swap {_gib(ram.swap_bytes)}"
-    for disk in found.disks:
-        speed = disk.note if disk.write_bytes_per_s is None else f"writes {disk.write_bytes_per_s / 1e6:,.0f} MB/s"
-        yield "disk", f"{disk.path}: {_gib(disk.free_bytes)} free of {_gib(disk.total_bytes)}, {speed}"
-    here = [f"{name} {version}" for name, version in found.packages.items() if version is not None]
-    yield "packages", ", ".join(here)
-    yield "", "not installed: " + ", ".join(name for name, version in found.packages.items() if version is None)
-
-
 # -- check -------------------------------------------------------------------------------------------------------------
-
-
-def _check() -> int:
-    from scu_trainer.data import default_cache_dir
-    from scu_trainer.hardware.requirements import all_required_met, check, render
-
-    findings = check(Path("runs"), default_cache_dir(None))
-    print(render(findings))
-    return 0 if all_required_met(findings) else 2
 
 
 def _check_gpu() -> int:
@@ -124,7 +95,7 @@ def _check_gpu() -> int:
     if not found:
         raise RequirementError(f"no GPU that torch can use: {_why_none()}. Training on the CPU: make train-cpu")
     for item in found:
-        print(f"{_device(item)}: {_gib(item.free_bytes)} free of {_gib(item.total_bytes)}; {_abilities(item)}")
+        print(f"{device_name(item)}: {gib(item.free_bytes)} free of {gib(item.total_bytes)}; {_abilities(item)}")
     return 0
 
 
@@ -154,91 +125,33 @@ def _abilities(item: Accelerator) -> str:
 # -- monitor -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Level:
-    """One memory: used and total bytes now, and the most that was used while we looked."""
-
-    name: str
-    used_bytes: int
-    total_bytes: int
-    highest_bytes: int
-
-
 def _monitor(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.live import Live
 
+    from scu_trainer.hardware.readings_csv import CsvLog
+
     if options.interval <= 0 or (options.duration is not None and options.duration <= 0):
         raise SettingsError("interval and duration are seconds above 0, for instance --interval 1 --duration 60")
-    console = Console(highlight=False)
-    readings = levels(options.duration, options.interval)
-    last: Sequence[Level] = ()
+    only_rows = options.csv == "-"
+    console = Console(highlight=False, stderr=only_rows)
+    target = None if options.run is None else find_target(options.run)
+    log = None if options.csv is None else CsvLog(options.csv)
+    last: Optional[Reading] = None
+    shows = console.is_terminal and not only_rows
     try:
-        if console.is_terminal:
-            with Live(console=console, transient=True) as live:
-                for last in readings:
-                    live.update(_screen(last))
-        else:  # a pipe or a log: one line for each reading
-            for last in readings:
-                console.print(_plain(last), soft_wrap=True)
+        with Live(console=console, transient=True) if shows else contextlib.nullcontext() as live:
+            for last in readings(options.duration, options.interval, target):
+                if log is not None:
+                    log.append(last)
+                if live is not None:
+                    live.update(screen(last))
+                elif not only_rows:  # a pipe or a log: one line for each reading
+                    console.print(plain(last), soft_wrap=True)
     except KeyboardInterrupt:
         pass  # how one leaves a monitor
-    if console.is_terminal and last:
-        console.print(_screen(last))
+    if shows and last is not None:
+        console.print(screen(last))
+    if target is not None and not target.is_alive:
+        console.print(target.ending(), soft_wrap=True)
     return 0
-
-
-def levels(
-    duration_s: Optional[float],
-    interval_s: float,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Iterator[list[Level]]:
-    """Memories of this machine every ``interval_s`` seconds, for ``duration_s`` or without end."""
-    highest: dict[str, int] = {}
-    begun_s = None
-    while True:
-        found = list(_memories())
-        begun_s = clock() if begun_s is None else begun_s  # the first look also imports what it looks with
-        for name, used, _ in found:
-            highest[name] = max(used, highest.get(name, 0))
-        yield [Level(name, used, total, highest[name]) for name, used, total in found]
-        if duration_s is not None and clock() - begun_s + interval_s > duration_s:
-            return
-        sleep(interval_s)
-
-
-def _memories() -> Iterator[tuple[str, int, int]]:
-    total, available = ram_bytes()
-    yield "RAM", total - available, total
-    limit = cgroup.memory_limit_bytes()
-    room = cgroup.memory_available_bytes() if limit is not None else None
-    if room is not None:
-        yield "container limit", max(limit - room, 0), limit
-    for item in accelerators():
-        yield _device(item), item.total_bytes - item.free_bytes, item.total_bytes
-
-
-def _screen(found: Sequence[Level]):
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-
-    table = Table(pad_edge=False)
-    for title in ("memory", "", "used", "highest", "of"):
-        table.add_column(title, justify="left" if title in ("memory", "") else "right", no_wrap=True)
-    for level in found:
-        bar = ProgressBar(total=level.total_bytes, completed=level.used_bytes, width=24)
-        table.add_row(level.name, bar, *map(_gib, (level.used_bytes, level.highest_bytes, level.total_bytes)))
-    return table
-
-
-def _plain(found: Sequence[Level]) -> str:
-    return "; ".join(f"{level.name} {_gib(level.used_bytes)} of {_gib(level.total_bytes)}" for level in found)
-
-
-def _device(item: Accelerator) -> str:
-    return f"{item.kind}:{item.index} {item.name}"
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Optional
 
 from scu_trainer.cli import configuration
+from scu_trainer.cli.hardware_check import check_recipe
 from scu_trainer.cli.main import guarded
 from scu_trainer.errors import Stopped
 
@@ -34,7 +34,7 @@ def _main(argv: list[str]) -> int:
 
     with run_log() as log:
         if modes.check_requirements:
-            return _check_requirements(modes.config, flags)
+            return check_recipe(modes.config, flags)
         job = configuration.read_job(modes.config, flags)
         if modes.print_config:
             print(configuration.as_yaml(job), end="")
@@ -67,16 +67,6 @@ def _help(with_stock_fields: bool) -> str:
         + "."
     )
     return f"{configuration.our_parser(*kinds).format_help()}\nmodes:\n{modes}\n{note}"
-
-
-def _check_requirements(config: Optional[str], flags: list[str]) -> int:
-    from scu_trainer.data import default_cache_dir
-    from scu_trainer.hardware.requirements import all_required_met, check, render
-
-    job = configuration.read_job(config, flags)
-    findings = check(Path(job.training.output_dir), default_cache_dir(job.data.cache_dir))
-    print(render(findings))
-    return 0 if all_required_met(findings) else 2
 
 
 def _train(job, log, modes: argparse.Namespace) -> int:

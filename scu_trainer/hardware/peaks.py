@@ -5,22 +5,22 @@ from __future__ import annotations
 import re
 from typing import Optional
 
-GPU_TFLOPS: dict[str, dict[str, float]] = {
+from scu_trainer.hardware.presets import presets
+
+OTHER_CARDS: dict[str, dict[str, float]] = {
     r"H[12]00 NVL": {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60.0},
-    r"H200|GH200|H100.*HBM3": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
+    r"GH200": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
     r"H100.*PCIe": {"bf16": 756.5, "fp16": 756.5, "tf32": 378.0, "fp32": 51.2},
-    r"A100": {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5},
     r"A40\b": {"bf16": 149.7, "fp16": 149.7, "tf32": 74.8, "fp32": 37.4},
     r"A10\b": {"bf16": 125.0, "fp16": 125.0, "tf32": 62.5, "fp32": 31.2},
     r"\bL4\b": {"bf16": 121.0, "fp16": 121.0, "tf32": 60.0, "fp32": 30.3},
-    r"\bT4\b": {"fp16": 65.0, "fp32": 8.1},
     r"V100-SXM": {"fp16": 125.0, "fp32": 15.7},
     r"V100-PCIE": {"fp16": 112.0, "fp32": 14.0},
 }
-"""Name as the driver gives it (a pattern) -> format -> TFLOP/s of one device.
+"""Cards that are no preset: name as the driver gives it (a pattern) -> format -> TFLOP/s of one device.
 
-NVIDIA's data sheets of these cards (H100 and H200 Tensor Core GPU with their NVL boards, A100 80GB, A40, A10, L4, T4,
-V100): matrices without sparsity, for which the sheets of Hopper and Ada state twice the figure; fp32 is that of the
+NVIDIA's data sheets of these cards (NVL and PCIe boards of H100 and H200, GH200, A40, A10, L4, V100): matrices without
+sparsity, for which the sheets of Hopper and Ada state twice the figure; fp32 is that of the
 ordinary cores.
 """
 
@@ -28,11 +28,14 @@ ordinary cores.
 def known_tflops(device_name: str, precision: str) -> Optional[float]:
     """The maker's figure for ``precision`` (bf16, fp16, tf32, fp32).
 
-    None for a card that is not in the table, and for a part of a card (MIG), which has a share of the card's peak only.
+    None for a card that we know no figures of, and for a part of a card (MIG), which has a share of the peak only.
     """
     if "MIG" in device_name:
         return None
-    for pattern, peaks in GPU_TFLOPS.items():
+    for preset in presets():
+        if preset.is_called(device_name):
+            return preset.tflops.get(precision)
+    for pattern, peaks in OTHER_CARDS.items():
         if re.search(pattern, device_name):
             return peaks.get(precision)
     return None

@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from scu_trainer.errors import RequirementError, StorageError, nearest
+from scu_trainer.hardware.needs import Needs
+from scu_trainer.hardware.optimizers import check_optimizer
 from scu_trainer.hardware.probe import Accelerator, Machine, installed_version, probe
 from scu_trainer.run_files import require_writable
 
@@ -24,7 +26,7 @@ PROJECT = "scu-trainer"
 OLDEST_PYTHON = (3, 11)
 NEEDED_RAM_BYTES = 2 * 2**30
 NEEDED_DISK_BYTES = 2 * 2**30
-OPTIONAL_EXTRAS = ("qlora", "optimizers", "deepspeed", "report", "dev")
+OPTIONAL_EXTRAS = ("qlora", "optimizers", "deepspeed", "images", "report", "dev")
 INSTALL_ALL = "make deps, or pip install -e '.[all]' -c constraints.txt"
 
 # without these there is nothing to check or print the rest with
@@ -46,7 +48,7 @@ class Finding:
 def check(
     output_dir: Path,
     cache_dir: Path,
-    extras: Iterable[str] = (),
+    needs: Optional[Needs] = None,
     machine: Optional[Machine] = None,
     declared: Optional[Sequence[str]] = None,
 ) -> list[Finding]:
@@ -54,13 +56,14 @@ def check(
 
     Args:
         output_dir, cache_dir: where a run writes; they need not exist and are not made.
-        extras: optional parts that this job uses; they count as required.
+        needs: what a recipe needs beside; it counts as required. Default: nothing.
         machine: the machine to judge; default: this one.
         declared: requirement lines such as "torch>=2.11"; default: those of the installed scu-trainer.
 
     Raises RequirementError for an unknown extra.
     """
-    wanted_extras = _known_extras(extras)
+    needs = needs or Needs()
+    _require_known(needs.extras)
     missing_tools = [name for name in _OWN_TOOLS if importlib.util.find_spec(name) is None]
     if missing_tools:
         return [Finding(name, False, "missing", "any version", INSTALL_ALL) for name in missing_tools]
@@ -69,18 +72,31 @@ def check(
     requirements = _parse(importlib.metadata.requires(PROJECT) or [] if declared is None else declared)
     base, by_extra = requirements
     names = [requirement.name for group in (base, *by_extra.values()) for requirement in group]
-    machine = machine or probe(paths=(output_dir, cache_dir), packages=names)
+    paths = (output_dir, cache_dir, *needs.folders.values())
+    machine = machine or probe(paths=paths, packages=[*names, *needs.packages])
     return [
         _python(machine),
         *(_package(requirement, machine) for requirement in base),
-        _device(machine.accelerators),
+        _device(machine.accelerators, needs),
         _ram(machine),
         _disk("output disk", "output_dir", output_dir, machine),
         _disk("cache disk", "cache_dir", cache_dir, machine),
         _writable("output_dir", output_dir),
         _writable("cache_dir", cache_dir),
-        *(_extra(name, group, machine, name in wanted_extras) for name, group in by_extra.items()),
+        *_of_recipe(needs, machine),
+        *(_extra(name, group, machine, needs.extras.get(name)) for name, group in by_extra.items()),
     ]
+
+
+def _of_recipe(needs: Needs, machine: Machine) -> Iterator[Finding]:
+    for setting, path in needs.folders.items():
+        yield _disk(f"{setting} disk", setting, path, machine)
+        yield _writable(setting, path)
+    for name, why in needs.packages.items():
+        version = machine.packages.get(name)
+        yield Finding(name, version is not None, version or "missing", f"needed by {why}", f"pip install {name}")
+    if needs.optim is not None:
+        yield _optimizer(needs.optim, needs, machine)
 
 
 def all_required_met(findings: Iterable[Finding]) -> bool:
@@ -117,12 +133,11 @@ def _mark(finding: Finding) -> str:
     return "FIX" if finding.required else "opt"
 
 
-def _known_extras(extras: Iterable[str]) -> set[str]:
+def _require_known(extras: Iterable[str]) -> None:
     for name in extras:
         if name not in OPTIONAL_EXTRAS:
             allowed = ", ".join(OPTIONAL_EXTRAS)
             raise RequirementError(f"extra is {name!r}; allowed: {allowed}{nearest(name, OPTIONAL_EXTRAS)}")
-    return set(extras)
 
 
 def _parse(lines: Iterable[str]) -> tuple[list[Requirement], dict[str, list[Requirement]]]:
@@ -169,25 +184,48 @@ def _is_met(requirement: Requirement, machine: Machine) -> bool:
     return version is not None and requirement.specifier.contains(version, prereleases=True)
 
 
-def _extra(name: str, group: list[Requirement], machine: Machine, required: bool) -> Finding:
+def _extra(name: str, group: list[Requirement], machine: Machine, needed_by: Optional[str]) -> Finding:
     return Finding(
         f"[{name}]",
         all(_is_met(requirement, machine) for requirement in group),
         ", ".join(f"{item.name} {machine.packages.get(item.name) or 'missing'}" for item in group),
-        "needed by this job" if required else "optional",
+        "optional" if needed_by is None else f"needed by {needed_by}",
         f"pip install -e '.[{name}]'",
-        required,
+        required=needed_by is not None,
     )
 
 
-def _device(accelerators: Sequence[Accelerator]) -> Finding:
+def _device(accelerators: Sequence[Accelerator], needs: Needs) -> Finding:
+    usable = () if needs.use_cpu else accelerators
+    lacking = [*needs.cuda] if not any(item.kind == "cuda" for item in usable) else []
+    lacking += [] if usable else needs.gpu
+    if lacking:
+        kind = "a CUDA GPU" if needs.cuda else "a GPU"
+        fix = f"drop {'it' if len(lacking) == 1 else 'them'}, or train where there is one"
+        found = (
+            f"{_devices(accelerators)}, use_cpu is set" if accelerators and needs.use_cpu else _devices(accelerators)
+        )
+        return Finding("device", False, found, f"{kind}, for {' and '.join(lacking)}", fix)
+    wanted = "any" if accelerators else "any; a CPU is fine for small models"
+    return Finding("device", True, _devices(accelerators), wanted, "")
+
+
+def _devices(accelerators: Sequence[Accelerator]) -> str:
     if not accelerators:
-        return Finding("device", True, "CPU only", "any; a CPU is fine for small models", "")
-    found = ", ".join(
+        return "CPU only"
+    return ", ".join(
         f"{item.kind}:{item.index} {item.name} {_gib(item.free_bytes)} free of {_gib(item.total_bytes)}"
         for item in accelerators
     )
-    return Finding("device", True, found, "any", "")
+
+
+def _optimizer(optim: str, needs: Needs, machine: Machine) -> Finding:
+    device = "cpu" if needs.use_cpu or not machine.accelerators else machine.accelerators[0].kind
+    try:
+        check_optimizer(optim, device)
+    except RequirementError as error:
+        return Finding("optim", False, optim, f"one that runs on {device}", str(error))
+    return Finding("optim", True, optim, f"runs on {device}", "")
 
 
 def _ram(machine: Machine) -> Finding:

@@ -1,4 +1,5 @@
-"""What makes a training cheaper or its cost visible; off by default, but where a task's defaults say otherwise."""
+"""What makes a training cheaper or its cost visible. What acts on it is off by default, but where a task's defaults say
+otherwise."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ its first step."""
 
 @dataclass(frozen=True)
 class EfficiencySettings:
-    """Averages of the weights, memory layout, steps of the learning rate, and what a step costs."""
+    """Averages of the weights, memory layout, steps of the learning rate, and what a step costs and will cost."""
 
     ema_decay: Optional[float] = option(
         None,
@@ -48,6 +49,11 @@ class EfficiencySettings:
         None,
         "peak of one device in TFLOP/s that throughput is compared with; default: the maker's figure for a known GPU, "
         "a measured matrix product on a CPU",
+    )
+    predict_memory: bool = option(
+        True,
+        "before training, run a step on shapes alone (some seconds at most) and say how much memory it should take; "
+        "scu_metrics.json has it beside what was measured",
     )
     profile_steps: int = option(
         0, "record this many optimizer steps, after a short warm-up, with the PyTorch profiler: logs/profile/"

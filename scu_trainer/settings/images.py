@@ -97,3 +97,11 @@ PRESETS: dict[str, dict[str, object]] = {
 """gpu: compiled, pictures fetched ahead. cpu: compiling and other memory layouts gain nothing there, reading from the
 cache costs less than a second process. memory_efficient: few activations and a small optimizer state, paid in time; the
 batch stays, for a loss that is a mean over its rows adds up to too much over accumulated ones."""
+
+MODES: dict[str, dict[str, object]] = {
+    "tiny": {"dataset_size": 400, "num_train_epochs": 1.0, "max_steps": -1},
+    "standard": {"dataset_size": None, "num_train_epochs": 10.0, "max_steps": -1},
+    "extended": {"dataset_size": None, "num_train_epochs": 40.0, "max_steps": -1},
+}
+"""Groups of values under one name; ``max_steps`` of -1 lets the epochs count, ``dataset_size`` None is everything that
+there is. The architecture and its pictures stay: they are which model it is, not how long it learns."""

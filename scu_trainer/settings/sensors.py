@@ -104,3 +104,39 @@ def _ordered(name: str, found: Any, allowed: tuple[str, ...]) -> list[str]:
     require(bool(found), f"{name} is empty; give at least one of {', '.join(allowed)}")
     require(len(set(found)) == len(found), f"{name} names a branch twice: {', '.join(found)}")
     return [item for item in allowed if item in found]
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "sensor_samples": 300,
+        "dataset_size": 300,
+        "sensor_hidden_size": 32,
+        "sensor_layers": 1,
+        "sensor_fusion_layers": 1,
+        "sensor_channels": 8,
+        "num_train_epochs": 1.0,
+        "max_steps": -1,
+    },
+    "standard": {
+        "sensor_samples": 1500,
+        "dataset_size": None,
+        "sensor_hidden_size": 64,
+        "sensor_layers": 2,
+        "sensor_fusion_layers": 2,
+        "sensor_channels": 16,
+        "num_train_epochs": 3.0,
+        "max_steps": -1,
+    },
+    "extended": {
+        "sensor_samples": 6000,
+        "dataset_size": None,
+        "sensor_hidden_size": 128,
+        "sensor_layers": 4,
+        "sensor_fusion_layers": 4,
+        "sensor_channels": 32,
+        "num_train_epochs": 20.0,
+        "max_steps": -1,
+    },
+}
+"""Groups of values under one name; ``max_steps`` of -1 lets the epochs count, ``dataset_size`` None is all recordings.
+The sizes are those of a model from scratch: a loaded one keeps its own."""

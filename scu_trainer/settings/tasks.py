@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional
 
 from scu_trainer.errors import SettingsError, nearest
-from scu_trainer.settings import images, sensors, words
+from scu_trainer.settings import images, sensors, text, words
 from scu_trainer.settings.base import check_choices, option
 
 TEXT = "text-generation"
@@ -54,7 +54,7 @@ def _kind(settings: type, module: Any, unused: tuple[str, ...], split_fields: tu
 
 
 KINDS = {
-    TEXT: Kind(),
+    TEXT: Kind(modes=text.MODES),
     "image-classification": _kind(images.ImageSettings, images, (*ONLY_TEXT, *LANGUAGE), IMAGE_COLUMNS),
     "word-generation": _kind(words.WordSettings, words, NOT_WORDS, ("category_column",)),
     "sensor-classification": _kind(sensors.SensorSettings, sensors, (*ONLY_TEXT, *LANGUAGE), RECORDINGS),
@@ -72,7 +72,9 @@ class TaskSettings:
         None, "values for a kind of machine, which file and flags override; images: gpu, cpu, memory_efficient"
     )
     mode: Optional[str] = option(
-        None, "values for a size of job, which file and flags override; words: tiny, standard, extended"
+        None,
+        "values for a size of job: tiny, standard, extended. In the file the file's other lines override them; typed "
+        "as a flag they override the file",
     )
 
     def __post_init__(self) -> None:
@@ -92,9 +94,14 @@ class TaskSettings:
         raise SettingsError(f"{name} is {wanted!r}; {allowed}")
 
     @property
+    def mode_values(self) -> dict[str, Any]:
+        """Fields that the mode names, None for one that keeps everybody's default; empty without a mode."""
+        return self._group("mode")
+
+    @property
     def defaults(self) -> dict[str, Any]:
         """Values of fields, of whatever dataclass, that stand in for everybody's defaults."""
-        return {**(self.kind.defaults or {}), **self._group("preset"), **self._group("mode")}
+        return {**(self.kind.defaults or {}), **self._group("preset"), **self.mode_values}
 
     def check_typed(self, names: Collection[str]) -> None:
         """Raise SettingsError for a field that was given and has no effect on this task."""

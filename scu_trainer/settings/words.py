@@ -66,6 +66,7 @@ MODES: dict[str, dict[str, object]] = {
         "block_size": 64,
         "dataset_size": 2000,
         "num_train_epochs": 1,
+        "max_steps": -1,
     },
     "standard": {
         "vocabulary_size": 10_000,
@@ -75,7 +76,9 @@ MODES: dict[str, dict[str, object]] = {
         "gru_layers": 1,
         "gru_dropout": 0.2,
         "block_size": 128,
+        "dataset_size": None,
         "num_train_epochs": 2,
+        "max_steps": -1,
     },
     "extended": {
         "vocabulary_size": 30_000,
@@ -86,7 +89,10 @@ MODES: dict[str, dict[str, object]] = {
         "gru_layers": 2,
         "gru_dropout": 0.4,
         "block_size": 256,
+        "dataset_size": None,
         "num_train_epochs": 8,
+        "max_steps": -1,
     },
 }
-"""Groups of values under one name, from seconds to an hour on two CPU cores."""
+"""Groups of values under one name, from seconds to an hour on two CPU cores. ``max_steps`` of -1 lets the
+epochs count, ``dataset_size`` None is everything that there is."""

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from scu_trainer.cli import hardware, launch
+from scu_trainer.hardware import monitor
 from scu_trainer.hardware.probe import Accelerator
 
 CARD = Accelerator("cuda", 0, "Card", 24 * 2**30, 20 * 2**30)
@@ -20,21 +21,23 @@ def test_no_gpu_is_one_line_and_2(monkeypatch, capsys):
 
 
 def test_the_monitor_ends_by_itself_with_a_line_per_reading(monkeypatch, capsys):
-    monkeypatch.setattr(hardware, "accelerators", lambda: (CARD,))
+    monkeypatch.setattr(monitor, "accelerators", lambda: (CARD,))
     assert hardware.main(["monitor", "--duration", "0.02", "--interval", "0.01"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines and all("RAM " in line and "cuda:0 Card 4.00 GiB of 24.00 GiB" in line for line in lines)
 
 
-def test_readings_keep_the_highest(monkeypatch):
-    readings = iter([[("RAM", 5, 10)], [("RAM", 3, 10)]])
-    monkeypatch.setattr(hardware, "_memories", lambda: next(readings))
-    now_s = [0.0]
-    found = list(hardware.levels(1.0, 1.0, clock=lambda: now_s[0], sleep=lambda s: now_s.__setitem__(0, now_s[0] + s)))
-    assert [(level.used_bytes, level.highest_bytes) for (level,) in found] == [(5, 5), (3, 5)]
-
-
-@pytest.mark.parametrize("arguments", [["monitor", "--interval", "0"], ["monitor", "--duration", "-1"], ["look"], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["monitor", "--interval", "0"],
+        ["monitor", "--duration", "-1"],
+        ["look"],
+        [],
+        ["profile", "x"],
+        ["monitor", "--cvs", "x"],
+    ],
+)
 def test_wrong_words_end_with_2(capsys, arguments):
     assert hardware.main(arguments) == 2
     assert capsys.readouterr().err.startswith("error: ")

@@ -81,7 +81,7 @@ def value_of(job, name):
     [
         (["--task", "image-clasification"], "did you mean 'image-classification'?"),
         (["--preset", "gpu"], "preset is 'gpu'; drop it: text-generation has none"),
-        (["--mode", "tiny"], "mode is 'tiny'; drop it: text-generation has none"),
+        (["--mode", "tinny"], "mode is 'tinny'; allowed: tiny, standard, extended (did you mean 'tiny'?)"),
         (["--task", "image-classification", "--preset", "cpus"], "did you mean 'cpu'?"),
         (["--task", "image-classification", "--packing", "false"], "packing has no effect on task: image-class"),
         (["--task", "image-classification", "--no_packing"], "packing has no effect on task: image-class"),

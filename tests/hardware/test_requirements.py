@@ -9,6 +9,7 @@ import pytest
 
 from scu_trainer.errors import RequirementError
 from scu_trainer.hardware import requirements
+from scu_trainer.hardware.needs import Needs, needs_of
 from scu_trainer.hardware.probe import Accelerator, Machine
 from scu_trainer.hardware.requirements import all_required_met, check, render
 
@@ -46,9 +47,9 @@ def good(paths):
     )
 
 
-def failed(machine, paths, extras=()):
+def failed(machine, paths, needs=None):
     """(names of unmet requirements by finding, whether training can start)."""
-    findings = check(*paths, extras=extras, machine=machine, declared=DECLARED)
+    findings = check(*paths, needs=needs, machine=machine, declared=DECLARED)
     return {finding.name: finding for finding in findings if not finding.ok}, all_required_met(findings)
 
 
@@ -61,13 +62,14 @@ def test_a_good_machine_can_start_though_an_optional_part_is_missing(good, paths
 
 
 def test_an_extra_that_the_job_needs_is_required(good, paths):
-    unmet, can_start = failed(good, paths, extras=["deepspeed"])
+    unmet, can_start = failed(good, paths, Needs(extras={"deepspeed": "deepspeed", "qlora": "tuning: qlora"}))
     assert list(unmet) == ["[deepspeed]"] and not can_start
+    assert unmet["[deepspeed]"].wanted == "needed by deepspeed"
 
 
 def test_an_unknown_extra_names_the_nearest(good, paths):
     with pytest.raises(RequirementError, match="did you mean 'qlora'"):
-        failed(good, paths, extras=["qlora4"])
+        failed(good, paths, Needs(extras={"qlora4": "tuning"}))
 
 
 @pytest.mark.parametrize(
@@ -130,3 +132,75 @@ def test_the_table_fits_80_columns_and_says_what_to_do(good, paths):
     assert max(map(len, lines)) <= 80
     assert {line.split()[0] for line in lines if line[:3].strip() and not line.startswith(" ")} == {"ok", "FIX", "opt"}
     assert "pip install 'torch>=2.11'" in " ".join(text.split())
+
+
+# -- what a recipe needs -----------------------------------------------------------------------------------------------
+
+GPU = Accelerator("cuda", 0, "Card", 80 * GIB, 79 * GIB)
+APPLE = Accelerator("mps", 0, "Apple", 16 * GIB, 9 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("values", "needs"),
+    [
+        ({}, Needs()),
+        ({"tuning": "lora", "report_to": ["tensorboard"], "fp16": False, "attn_implementation": "sdpa"}, Needs()),
+        ({"tuning": "qlora"}, Needs(extras={"qlora": "tuning: qlora"})),
+        ({"optim": "adamw_torch_4bit"}, {"extras": {"optimizers": "optim: adamw_torch_4bit"}}),
+        ({"optim": "adamw_bnb_8bit"}, {"extras": {"qlora": "optim: adamw_bnb_8bit"}}),
+        ({"optim": "apollo_adamw"}, {"extras": {}, "packages": {"apollo-torch": "optim: apollo_adamw"}}),
+        ({"deepspeed": "x.json", "optim": "sgd"}, {"extras": {"deepspeed": "deepspeed"}, "optim": None}),
+        ({"task": "image-classification"}, {"extras": {"images": "task: image-classification"}}),
+        ({"report_to": "wandb"}, {"packages": {"wandb": "report_to: wandb"}}),
+        ({"report_to": ["mlflow", "none"]}, {"packages": {"mlflow": "report_to: mlflow"}}),
+        (
+            {"attn_implementation": "flash_attention_2"},
+            {
+                "packages": {"flash-attn": "attn_implementation: flash_attention_2"},
+                "cuda": ("attn_implementation: flash_attention_2",),
+            },
+        ),
+        ({"tf32": True, "max_gpu_mem": "4GB"}, {"cuda": ("tf32: true", "max_gpu_mem: 4GB"), "gpu": ()}),
+        ({"fp16": True, "preset": "gpu"}, {"gpu": ("fp16: true", "preset: gpu"), "cuda": ()}),
+        ({"mixed_precision": "fp16", "use_cpu": True}, {"gpu": ("mixed_precision: fp16",), "use_cpu": True}),
+    ],
+    ids=str,
+)
+def test_what_settings_ask_for(values, needs):
+    found = needs_of(values)
+    assert found == needs if isinstance(needs, Needs) else {name: getattr(found, name) for name in needs} == needs
+
+
+@pytest.mark.parametrize(
+    ("needs", "devices", "met"),
+    [
+        (Needs(gpu=("fp16: true",)), (), False),
+        (Needs(gpu=("fp16: true",)), (APPLE,), True),
+        (Needs(gpu=("fp16: true",), use_cpu=True), (GPU,), False),
+        (Needs(cuda=("tf32: true",)), (APPLE,), False),
+        (Needs(cuda=("tf32: true",)), (GPU,), True),
+        (Needs(use_cpu=True), (), True),
+    ],
+    ids=str,
+)
+def test_a_gpu_is_required_where_a_setting_needs_one(good, paths, needs, devices, met):
+    unmet, can_start = failed(replace(good, accelerators=devices), paths, needs)
+    assert ("device" not in unmet) == can_start == met
+    if not met:
+        assert unmet["device"].wanted.endswith((*needs.cuda, *needs.gpu)[0])
+
+
+def test_folders_packages_and_optimizer_of_a_recipe(good, paths, tmp_path):
+    folder = tmp_path / "offload"
+    needs = Needs(packages={"wandb": "report_to: wandb"}, folders={"offload_folder": folder}, optim="paged_adamw_8bit")
+    machine = replace(good, disk_free_bytes={**good.disk_free_bytes, folder: GIB})
+    unmet, can_start = failed(machine, paths, needs)
+    assert not can_start and {"wandb", "offload_folder disk", "optim"} <= set(unmet)
+    assert "adamw" in unmet["optim"].fix and unmet["wandb"].fix == "pip install wandb"
+    enough = replace(
+        machine,
+        disk_free_bytes={**good.disk_free_bytes, folder: 5 * GIB},
+        packages={**good.packages, "wandb": "0.20"},
+        accelerators=(GPU,),
+    )
+    assert failed(enough, paths, replace(needs, optim="adamw_torch"))[1]

@@ -1,0 +1,149 @@
+"""``scu-trainer modes``: how long a job would take at each of its sizes, from a few real steps of each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.errors import SettingsError, nearest
+
+DESCRIPTION = """\
+Trains a few steps of a job in each of its modes, in fresh processes, and prints what the full run would take. Nothing
+is saved. Flags of `scu-trainer train` are accepted as well."""
+
+ALL_MODES = ("tiny", "standard", "extended")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One mode. ``figures``: fields of ``train.rehearsal.Estimate`` and total_s; None where ``error`` says why."""
+
+    mode: str
+    figures: Optional[dict[str, Any]]
+    error: Optional[str] = None
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="scu-trainer modes", description=DESCRIPTION)
+    parser.add_argument("--config", help="YAML or JSON file of the job; default: the defaults of scu-trainer train")
+    parser.add_argument("--mode", nargs="+", metavar="MODE", help="which: tiny, standard, extended; default: all")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # in the fresh process: one mode
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    options, flags = _parser().parse_known_args(argv)
+    modes = _chosen(options.mode)
+    words = [*([] if options.config is None else ["--config", options.config]), *flags]
+    if options.measure:
+        print(json.dumps(measured_here(modes[0], options.config, flags)))
+        return 0
+    return report(modes, lambda mode: in_fresh_process(mode, words), options.json)
+
+
+def _chosen(wanted: Optional[Sequence[str]]) -> list[str]:
+    for mode in wanted or ():
+        if mode not in ALL_MODES:
+            raise SettingsError(f"unknown mode {mode!r}{nearest(mode, ALL_MODES)}; modes: {', '.join(ALL_MODES)}")
+    return [mode for mode in ALL_MODES if not wanted or mode in wanted]
+
+
+def measured_here(mode: str, config: Optional[str], flags: Sequence[str]) -> dict[str, Any]:
+    """Figures of a few steps in this process. Raises a UserError where that job cannot run here."""
+    import contextlib
+    from dataclasses import asdict
+
+    import psutil
+
+    from scu_trainer.cli.configuration import read_job
+    from scu_trainer.train.deepspeed_start import leave_process_group
+    from scu_trainer.train.logs import run_log
+    from scu_trainer.train.rehearsal import measure
+
+    with contextlib.redirect_stdout(sys.stderr), run_log():  # the last line of stdout is for the one who asked
+        job = read_job(config, [*flags, "--mode", mode])
+        estimate = measure(job, before_s=time.time() - psutil.Process().create_time())
+        leave_process_group(True)
+    return {**asdict(estimate), "total_s": estimate.total_s}
+
+
+def in_fresh_process(mode: str, words: Sequence[str]) -> Measured:
+    """Its memory and its start must not be this process's."""
+    command = [sys.executable, "-m", "scu_trainer.cli.modes", "--measure", "--mode", mode, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode}"]
+        return Measured(mode, None, said[-1].removeprefix("error: "))
+    return Measured(mode, json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def report(modes: Sequence[str], measure: Callable[[str], Measured], as_json: bool) -> int:
+    """Measure each mode and print the figures. Returns 2 if one of them cannot run here."""
+    from rich.console import Console
+
+    console, found = Console(highlight=False), []
+    for mode in modes:
+        if as_json:
+            found.append(measure(mode))
+            continue
+        with console.status(f"{mode} ({len(found) + 1} of {len(modes)})"):
+            found.append(measure(mode))
+    if as_json:
+        print(json.dumps({item.mode: item.figures or {"error": item.error} for item in found}, indent=2))
+    else:
+        if any(item.figures for item in found):
+            console.print(_table(found))
+        for item in found:
+            if item.error is not None:
+                console.print(f"{item.mode}: {item.error}", soft_wrap=True)
+    return 2 if any(item.error is not None for item in found) else 0
+
+
+def _table(found: Sequence[Measured]):
+    from rich.table import Table
+
+    table = Table(pad_edge=False)
+    for title in ("mode", "rows", "steps", "s/step", "evaluations", "total", "peak memory"):
+        table.add_column(title, justify="left" if title == "mode" else "right", no_wrap=True)
+    for item in found:
+        if item.figures is not None:
+            table.add_row(item.mode, *_cells(item.figures))
+    return table
+
+
+def _cells(figures: dict[str, Any]) -> list[str]:
+    rows = "stream" if figures["rows"] is None else f"{figures['rows']:,}"
+    evaluations = f"{figures['evaluations']} x {figures['evaluation_s']:.1f} s"
+    return [
+        rows,
+        f"{figures['steps']:,}",
+        f"{figures['seconds_per_step']:.2f}",
+        evaluations,
+        duration(figures["total_s"]),
+        f"{figures['peak_bytes'] / 2**30:.2f} GiB",
+    ]
+
+
+def duration(seconds: float) -> str:
+    """In the unit that people would use: "42 s", "3.5 min", "2.1 h", "3.0 days"."""
+    for limit, size, unit in ((90, 1, "s"), (90 * 60, 60, "min"), (48 * 3600, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds:.0f} s" if unit == "s" else f"{seconds / size:.1f} {unit}"
+    return f"{seconds / 86400:.1f} days"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""What a recipe needs of a machine beyond what every training needs, read from its values alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.hardware.optimizers import OPTIMIZERS
+
+EXTRA_OF = {"bitsandbytes": "qlora", "torchao": "optimizers"}
+"""Packages that come with one of our extras."""
+
+REPORTERS = {
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "comet_ml": "comet-ml",
+    "clearml": "clearml",
+    "neptune": "neptune",
+    "dvclive": "dvclive",
+    "swanlab": "swanlab",
+    "trackio": "trackio",
+    "codecarbon": "codecarbon",
+    "dagshub": "dagshub",
+    "flyte": "flytekit",
+    "azure_ml": "azureml-core",
+}
+"""Value of ``report_to`` -> distribution; that of tensorboard is always there."""
+
+FLASH = "flash_attention"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Each name goes with the setting that asks for it, as a person would write it ("tuning: qlora").
+
+    Fields:
+        extras: our extras. packages: distributions that are in none of them.
+        cuda: settings that take a CUDA GPU. gpu: settings that take any GPU. use_cpu: whether the recipe uses none.
+        folders: setting -> where it writes, beside output_dir and cache_dir.
+        optim: the optimizer where this machine decides whether it runs, else None.
+    """
+
+    extras: dict[str, str] = field(default_factory=dict)
+    packages: dict[str, str] = field(default_factory=dict)
+    cuda: tuple[str, ...] = ()
+    gpu: tuple[str, ...] = ()
+    use_cpu: bool = False
+    folders: dict[str, Path] = field(default_factory=dict)
+    optim: Optional[str] = None
+
+
+def needs_of(values: Mapping[str, Any]) -> Needs:
+    """``values``: of the fields of the command line, by name; what is absent asks for nothing."""
+    found = dict(_packages(values))
+    return Needs(
+        extras={EXTRA_OF.get(name, name): why for name, why in found.items() if _is_extra(name)},
+        packages={name: why for name, why in found.items() if not _is_extra(name)},
+        cuda=tuple(_cuda(values)),
+        gpu=tuple(_gpu(values)),
+        use_cpu=bool(values.get("use_cpu")),
+        folders={
+            name: Path(values[name]).expanduser()
+            for name in ("offload_folder", "offload_linears_folder")
+            if values.get(name)
+        },
+        # DeepSpeed may update the weights elsewhere, and has optimizers of its own
+        optim=None if values.get("deepspeed") else values.get("optim"),
+    )
+
+
+def _is_extra(name: str) -> bool:
+    return name in EXTRA_OF or name in ("deepspeed", "images")
+
+
+def _packages(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(distribution or extra, the setting that asks for it)."""
+    optim = str(values.get("optim"))
+    yield from ((name, f"optim: {optim}") for name in (OPTIMIZERS[optim].packages if optim in OPTIMIZERS else ()))
+    if values.get("tuning") == "qlora":
+        yield "bitsandbytes", "tuning: qlora"
+    if values.get("deepspeed"):
+        yield "deepspeed", "deepspeed"
+    if values.get("task") == "image-classification":
+        yield "images", "task: image-classification"
+    if str(values.get("attn_implementation")) == f"{FLASH}_2":
+        yield "flash-attn", f"attn_implementation: {FLASH}_2"
+    reporters = values.get("report_to") or ()
+    for name in [reporters] if isinstance(reporters, str) else reporters:
+        if name in REPORTERS:
+            yield REPORTERS[name], f"report_to: {name}"
+
+
+def _cuda(values: Mapping[str, Any]) -> Iterator[str]:
+    if str(values.get("attn_implementation")).startswith(FLASH):
+        yield f"attn_implementation: {values['attn_implementation']}"
+    if values.get("tf32"):
+        yield "tf32: true"
+    if values.get("max_gpu_mem"):
+        yield f"max_gpu_mem: {values['max_gpu_mem']}"
+
+
+def _gpu(values: Mapping[str, Any]) -> Iterator[str]:
+    if values.get("fp16"):
+        yield "fp16: true"
+    if values.get("mixed_precision") == "fp16":
+        yield "mixed_precision: fp16"
+    if values.get("preset") == "gpu":
+        yield "preset: gpu"

@@ -1,0 +1,108 @@
+"""Machines by name, for plans about a machine that is not this one. The figures lie in ``presets/*.yaml``."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import yaml
+
+from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.settings.memory import size_in_gib
+
+FOLDER = Path(__file__).parent / "presets"
+
+_NO_DIFFERENCE = {"nvidia", "geforce", "tesla", "rtx", "gpu", "laptop", "card", "sxm", "sxm4", "sxm5", "hbm3", "only"}
+"""Words of a card's name that do not tell ours apart."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A kind of machine.
+
+    Fields:
+        name: such as "RTX 3050 4GB".
+        device: "cuda" or "cpu".
+        memory_bytes: of the GPU as sold, before the driver takes its part; 0 without a GPU.
+        compute_capability: such as "8.6"; None without a GPU.
+        bf16, fp16, flash_attention: what it can train in, and with, at full speed.
+        tflops: 1e12 operations per second on dense matrices, by precision; "fp32" on the ordinary cores.
+        bandwidth_bytes_per_s: of the memory that the device computes from.
+        ram_bytes: main memory that such a machine usually has.
+        source: where the figures are from.
+        driver_name: pattern for the name that the driver gives the card; None without a GPU.
+    """
+
+    name: str
+    device: str
+    memory_bytes: int
+    compute_capability: Optional[str]
+    bf16: bool
+    fp16: bool
+    flash_attention: bool
+    tflops: dict[str, float]
+    bandwidth_bytes_per_s: float
+    ram_bytes: int
+    source: str
+    driver_name: Optional[str] = None
+
+    def is_called(self, device_name: str) -> bool:
+        """Whether the driver calls this card ``device_name``."""
+        return self.driver_name is not None and re.search(self.driver_name, device_name) is not None
+
+
+@functools.cache
+def presets() -> tuple[Preset, ...]:
+    """All of them, those with the least memory first."""
+    found = [_read(path) for path in FOLDER.glob("*.yaml")]
+    return tuple(sorted(found, key=lambda preset: (preset.memory_bytes, preset.name)))
+
+
+def find(text: str) -> Preset:
+    """The preset that ``text`` names: "rtx3050", "a100-80", or what the driver calls the card.
+
+    Raises SettingsError if it names none, or several.
+    """
+    by_driver = [preset for preset in presets() if preset.is_called(text.strip())]
+    wanted = _words(text)
+    fitting = by_driver or [preset for preset in presets() if wanted and _fits(wanted, _words(preset.name))]
+    if len(fitting) == 1:
+        return fitting[0]
+    names = [preset.name for preset in presets()]
+    if fitting:
+        several = ", ".join(preset.name for preset in fitting)
+        raise SettingsError(f"machine {text!r} may be each of {several}; name one of them")
+    hint = nearest(text.lower(), [name.lower() for name in names])
+    raise SettingsError(f"no machine is called {text!r}; known: {', '.join(names)}{hint}")
+
+
+def parse_bytes(text: Union[str, float]) -> int:
+    """Bytes of "16GB", "16GiB" or "16", which counts GiB. Raises SettingsError for anything else."""
+    plain = str(text).strip()
+    is_number = re.fullmatch(r"\d+(\.\d+)?", plain) is not None
+    return round(size_in_gib("size", float(plain) if is_number else plain) * 2**30)
+
+
+def _read(path: Path) -> Preset:
+    content: dict[str, Any] = yaml.safe_load(path.read_text())
+    memory, ram, bandwidth = (content.pop(name) for name in ("memory", "ram", "bandwidth_gb_per_s"))
+    return Preset(
+        **content,
+        memory_bytes=0 if memory is None else parse_bytes(memory),
+        ram_bytes=parse_bytes(ram),
+        bandwidth_bytes_per_s=bandwidth * 1e9,
+    )
+
+
+def _words(text: str) -> set[str]:
+    """What tells one machine from another: {"3050", "4gb"} of "NVIDIA GeForce RTX-3050 4 GiB"."""
+    plain = re.sub(r"(?<=\d)\s*gi?b?\b", "gb", text.lower()).replace("rtx", " ")
+    return set(re.findall(r"[a-z0-9]+", plain)) - _NO_DIFFERENCE
+
+
+def _fits(wanted: set[str], known: set[str]) -> bool:
+    """Whether every word is known; the size may stand without its unit, as in a100-80."""
+    return all(word in known or f"{word}gb" in known for word in wanted)
