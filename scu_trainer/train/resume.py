@@ -18,6 +18,7 @@ from scu_trainer.errors import CheckpointError
 from scu_trainer.train.checkpoint import checkpoints
 from scu_trainer.train.continuity import changed_settings
 from scu_trainer.train.run_directory import free_name, names_in_use
+from scu_trainer.train.run_lock import holds_nothing
 from scu_trainer.train.usable import content_of, newest_checkpoint, newest_with_reasons
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ def _start_number(run: Path) -> int:
 
 def _runs_of(output_dir: Path) -> list[Path]:
     runs = [run for run in names_in_use(output_dir) if run == output_dir or _took_place_of(run, output_dir)]
-    return [run for run in runs if (run / "run.json").is_file()]
+    return [run for run in runs if (run / "run.json").is_file() and not holds_nothing(run)]
 
 
 def _took_place_of(run: Path, output_dir: Path) -> bool:

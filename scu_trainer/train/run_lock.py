@@ -16,6 +16,10 @@ LOCK_FILE = "_run.lock"
 """The stock Trainer's uploads leave out ``_*``: reading the file, as an upload does, would give the lock back."""
 
 
+LAID_READY = {"run.json", "background"}
+"""What a background run writes while it waits. A run that began has described itself in training_config.json."""
+
+
 class RunLock:
     """Claims ``run`` until ``release``, or the end of this process. Raises StorageError if another process has it, or
     if it cannot be written.
@@ -62,8 +66,9 @@ class RunLock:
 
 
 def holds_nothing(run: Path) -> bool:
-    """Whether a folder is empty but for the lock of a start that came to nothing."""
-    return run.is_dir() and all(path.name == LOCK_FILE for path in run.iterdir())
+    """Whether a folder is empty but for the lock of a start that came to nothing, or is laid ready for training."""
+    names = {path.name for path in run.iterdir()} - {LOCK_FILE} if run.is_dir() else {"not a folder"}
+    return not names or ("background" in names and names <= LAID_READY)
 
 
 def _locked(descriptor: int) -> bool:

@@ -1,0 +1,8 @@
+"""``scu-trainer runs`` as a file: start, list, status, monitor, logs, stop, resume."""
+
+import sys
+
+from scu_trainer.cli.runs import main
+
+if __name__ == "__main__":
+    sys.exit(main())

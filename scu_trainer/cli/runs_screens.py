@@ -1,0 +1,116 @@
+"""Screens of ``scu-trainer runs``: a table, the facts of one run, the live view. They fit 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from scu_trainer.runs import words
+from scu_trainer.runs.monitor import View
+from scu_trainer.runs.state import Report
+
+BAR_WIDTH = 40
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _console():
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False)
+
+
+def show_table(reports: Sequence[Report], root: Path) -> None:
+    if not reports:
+        say(f"no runs in {root} yet; scu-trainer runs start --config FILE starts one")
+        return
+    console = _console()
+    console.print(_table(reports))
+    for report in reports:
+        if report.state.detail and (report.state.cause or report.state.is_alive):
+            console.print(f"{report.run.name}: {report.state.detail}", soft_wrap=True)
+
+
+def _table(reports: Sequence[Report]):
+    from rich.table import Table
+
+    table = Table(pad_edge=False)
+    for title in ("run", "status", "device"):
+        table.add_column(title, overflow="fold", no_wrap=title == "device")
+    for title in ("step", "loss", "S", "left"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for report in reports:
+        found, record = report.progress, report.record
+        table.add_row(
+            report.run.name,
+            words.status_words(report),
+            "+".join(record.devices) if record and record.devices else words.NONE,
+            words.steps(found),
+            words.number(found.loss),
+            words.number(found.s, 4),
+            words.left(report),
+        )
+    return table
+
+
+def show_facts(report: Report) -> None:
+    console = _console()
+    console.print(_facts(report))
+
+
+def _facts(report: Report):
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("run", str(report.run.path))
+    for name, text in words.facts(report):
+        table.add_row(name, text)
+    return table
+
+
+def show_views(views: Iterable[View]) -> None:
+    """Until the run ends or Ctrl-C; on a terminal one screen that changes, else a line for each look."""
+    from rich.live import Live
+
+    console = _console()
+    last = None
+    try:
+        if not console.is_terminal:
+            for last in views:
+                console.print(words.line(last.report), soft_wrap=True)
+            if last is not None and last.report.state.detail:
+                console.print(f"{last.report.state.status}: {last.report.state.detail}", soft_wrap=True)
+            return
+        with Live(console=console, auto_refresh=False) as live:
+            for last in views:
+                live.update(screen(last), refresh=True)
+    except KeyboardInterrupt:
+        pass  # how one leaves a monitor
+    if last is not None and last.report.state.is_alive:
+        console.print(f"{last.report.run.name} goes on in the background")
+
+
+def screen(view: View):
+    """The whole picture of one look."""
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    fraction = view.report.progress.fraction
+    parts: list = []
+    if fraction is not None:
+        row = Table.grid(padding=(0, 1))
+        row.add_row(ProgressBar(total=1.0, completed=fraction, width=BAR_WIDTH), f"{fraction:.0%}")
+        parts.append(row)
+    parts.append(_facts(view.report))
+    if view.warning:
+        parts.append(Text(f"last warning: {view.warning}", style="yellow"))
+    log = Text("\n".join(view.lines) or "nothing printed yet", overflow="ellipsis", no_wrap=True, style="dim")
+    parts += [Panel(log, title="log", title_align="left", padding=(0, 1))]
+    return Panel(Group(*parts), title=view.report.run.name, title_align="left")

@@ -1,0 +1,279 @@
+"""Start, stop and resume background runs. Each returns what happened; the command line puts it into words."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.errors import SettingsError, StorageError
+from scu_trainer.run_files import RunStatus, require_room, require_writable, write_text
+from scu_trainer.runs import room
+from scu_trainer.runs.leader import settle
+from scu_trainer.runs.process import MARK, Machine, Platform, family, is_alive, this_platform
+from scu_trainer.runs.progress import START_LINE, last_error, newest_checkpoint, tail
+from scu_trainer.runs.queue import FileLock
+from scu_trainer.runs.state import Report, report
+from scu_trainer.runs.store import ENDED, FOLDER, Options, Record, Run, check_name
+from scu_trainer.secrets import SECRET_PARTS, redact
+
+NEEDED_BYTES = 64 * 2**20
+REGISTERS_WITHIN_S = 20.0
+ENDS_WITHIN_S = 20.0
+LOOK_EVERY_S = 0.01
+KEPT = ("HF_", "SCU_TRAINER_", "CUDA_", "PYTORCH_", "TORCH_", "TOKENIZERS_", "OMP_", "MKL_", "DS_", "NCCL_", "WANDB_")
+"""Variables that a resume from another shell finds again, if they hold nothing secret."""
+
+Spawn = Callable[[Sequence[str], str, Mapping[str, str], Path], Any]
+
+
+@dataclass(frozen=True)
+class Hands:
+    """What acts on the system; a test may replace it. ``spawn`` None: the platform's."""
+
+    machine: Machine = field(default_factory=Machine)
+    platform: Platform = field(default_factory=this_platform)
+    spawn: Optional[Spawn] = None
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A start: ``config`` as text, ``flags`` of the training command besides it."""
+
+    name: str
+    config: str
+    flags: tuple[str, ...] = ()
+    options: Options = field(default_factory=Options)
+
+
+def check(wish: Wish, root: Path) -> None:
+    """Everything that can be refused at once. The settings themselves are checked by training."""
+    check_name(wish.name)
+    path, options = root / wish.name, wish.options
+    if path.exists():
+        raise SettingsError(f"the name {wish.name!r} is in use: {path} is there; give another --name")
+    if not 0 <= options.nice <= 19:
+        raise SettingsError(f"nice is {options.nice}; allowed: 0 (as others) to 19 (last)")
+    if options.threads is not None and options.threads < 1:
+        raise SettingsError(f"threads is {options.threads}; give 1 or more")
+    for name in ("max_ram_percent", "max_gpu_percent"):
+        if not 0 < getattr(options, name) <= 100:
+            raise SettingsError(f"{name} is {getattr(options, name):g}; allowed: above 0, up to 100")
+    _check_secrets(wish)
+    require_writable(root, "--root")
+    require_room(root, NEEDED_BYTES, "--root")
+
+
+def _check_secrets(wish: Wish) -> None:
+    where = "the configuration" if redact(wish.config) != wish.config else "the flags"
+    if redact(wish.config) != wish.config or any(redact(flag) != flag for flag in wish.flags):
+        raise SettingsError(
+            f"{where} of a background run are kept in its directory, and there is a token or password among them; take "
+            "it out and set HF_TOKEN or the like in the environment"
+        )
+
+
+# -- starting ----------------------------------------------------------------------------------------------------------
+
+
+def start(wish: Wish, root: Path, hands: Hands) -> Record:
+    """Detach a run and return once it has registered itself. Raises a UserError."""
+    check(wish, root)
+    run = Run(root / wish.name, wish.name)
+    try:
+        run.path.mkdir(parents=True)  # claims the name: of two starts at once one gets it
+        run.folder.mkdir()
+    except FileExistsError as error:
+        raise SettingsError(f"the name {wish.name!r} was taken just now; give another --name") from error
+    except OSError as error:
+        raise StorageError(f"{run.path} cannot be made: {error.strerror}; set --root to another directory") from error
+    write_text(run.config, wish.config)
+    record = Record(
+        token=uuid.uuid4().hex,
+        flags=wish.flags,
+        options=wish.options,
+        cwd=str(Path.cwd()),
+        environment=environment(),
+        asked_s=time.time(),
+        spawner=hands.machine.identity(),
+    )
+    return _begin(run, record, hands)
+
+
+def _begin(run: Run, record: Record, hands: Hands) -> Record:
+    run.write(record)
+    run.stop_request.unlink(missing_ok=True)
+    # After the record: "queued" beside a process that has ended would be a run that was killed.
+    RunStatus(run.path / "run.json").update(status="queued", pid=None, error=None, eta_s=None)
+    _write_start_line(run, record.starts)
+    child = (hands.spawn or hands.platform.spawn)(_words(run), record.cwd, _environment_of(record), run.console)
+    return _registered(run, child, hands)
+
+
+def _write_start_line(run: Run, starts: int) -> None:
+    try:
+        with open(run.console, "a") as file:
+            file.write(f"{START_LINE}{starts}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    except OSError as error:
+        raise StorageError(f"cannot write {run.console}: {error.strerror}; check the path and its rights") from error
+
+
+def _words(run: Run) -> list[str]:
+    # -P: a folder named like a package, where the command is typed, must not be imported in its place.
+    return [sys.executable, "-P", "-m", "scu_trainer.cli.runs_leader", str(run.path.absolute())]
+
+
+def environment() -> dict[str, str]:
+    """Of this process, what a later resume needs; without secrets."""
+    found = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
+    return {name: value for name, value in found.items() if redact(value) == value and not _is_secret(name)}
+
+
+def _is_secret(name: str) -> bool:
+    return bool({"KEY", *SECRET_PARTS}.intersection(name.split("_")))
+
+
+def _environment_of(record: Record) -> dict[str, str]:
+    found = {**os.environ, **record.environment, MARK: record.token, "PYTHONUNBUFFERED": "1"}
+    threads = record.options.threads
+    if threads is not None:
+        found["OMP_NUM_THREADS"] = str(threads)
+    elif record.options.launcher == "python":
+        found.setdefault("OMP_NUM_THREADS", str(room.default_threads()))
+    return found
+
+
+def _registered(run: Run, child: Any, hands: Hands) -> Record:
+    begun_s = hands.clock()
+    while hands.clock() - begun_s < REGISTERS_WITHIN_S:
+        ended = child.poll() is not None  # before looking: it may register and end
+        record = run.record()
+        if record is not None and record.process is not None:
+            return record
+        if ended:
+            last = last_error(run.console) or "\n".join(tail(run.console).splitlines()[-3:])
+            raise StorageError(f"the process of {run.name} ended at once: {last}; see {run.console}")
+        hands.sleep(LOOK_EVERY_S)
+    raise StorageError(f"the process of {run.name} has not come up in {REGISTERS_WITHIN_S:g} s; see {run.console}")
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+def resume(run: Run, hands: Hands) -> tuple[Record, Optional[str]]:
+    """The same command again, in the same directory. Returns the record and the checkpoint that it goes on from."""
+    before = _own_record(run, "resumed")
+    with FileLock(run.folder / "start.lock"):  # of two at once the second finds it alive
+        seen = report(run, hands.machine)
+        if seen.state.is_alive and seen.state.status in ENDED and _all_gone(before, hands, ENDS_WITHIN_S):
+            seen = report(run, hands.machine)
+        if seen.state.is_alive:
+            raise SettingsError(f"{run.name} is {seen.state.status} already; nothing to resume")
+        if seen.state.status in ("finished", "elsewhere", "unreadable"):
+            raise SettingsError(f"{run.name} cannot be resumed: {seen.state.detail or 'it is finished'}")
+        if before.process is not None and not _all_gone(before, hands, ENDS_WITHIN_S):
+            raise SettingsError(f"processes of {run.name} are still ending; try again, or runs stop {run.name} --now")
+        checkpoint = newest_checkpoint(run.path, seen.progress.step)
+        require_room(run.path, NEEDED_BYTES, "--root")
+        return _begin(run, _again(before, hands), hands), checkpoint
+
+
+def _again(before: Record, hands: Hands) -> Record:
+    """The record of one more start of the same."""
+    return Record(
+        token=uuid.uuid4().hex,
+        flags=before.flags,
+        options=before.options,
+        cwd=before.cwd,
+        environment=before.environment,
+        asked_s=time.time(),
+        spawner=hands.machine.identity(),
+        starts=before.starts + 1,
+        goes_on=True,
+    )
+
+
+def _own_record(run: Run, done: str) -> Record:
+    record = run.record()
+    if record is None:
+        raise SettingsError(
+            f"{run.name} was not started by runs start (no {FOLDER} in {run.path}), so it cannot be {done} from here; "
+            "its own terminal or kill -TERM stops it, and the same command goes on"
+        )
+    return record
+
+
+# -- stopping ----------------------------------------------------------------------------------------------------------
+
+
+def stop(run: Run, hands: Hands, timeout_s: Optional[float] = None, now: bool = False) -> Report:
+    """Ask it to write a checkpoint and end, and wait for that; ``now``: end all its processes at once.
+
+    Returns what is there afterwards; still alive where ``timeout_s`` was too short.
+    """
+    record = _awake(run, hands)
+    if now:
+        _end_all(record, hands)
+    elif is_alive(record.process, hands.machine):
+        if _is_first_request(run):
+            hands.platform.ask_to_stop(record.process, hands.machine)
+        if not _all_gone(record, hands, timeout_s):
+            return report(run, hands.machine)
+    after = report(run, hands.machine)
+    if not after.state.is_alive and after.state.status == "killed" and (now or after.progress.step is None):
+        how = "ended at once by runs stop --now" if now else "stopped before training began"
+        settle(run, "stopped", how)
+        after = report(run, hands.machine)
+    return after
+
+
+def _awake(run: Run, hands: Hands) -> Record:
+    """The record, once the process has registered itself."""
+    begun_s = hands.clock()
+    while True:
+        record = _own_record(run, "stopped")
+        if record.process is not None:
+            return record
+        seen = report(run, hands.machine)
+        if not seen.state.is_alive or hands.clock() - begun_s > REGISTERS_WITHIN_S:
+            raise SettingsError(f"{run.name} has no process: {seen.state.detail}")
+        hands.sleep(LOOK_EVERY_S)
+
+
+def _is_first_request(run: Run) -> bool:
+    """A second signal would end the run without its checkpoint."""
+    try:
+        run.stop_request.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise StorageError(f"cannot write {run.stop_request}: {error.strerror}; --now needs no file") from error
+    return True
+
+
+def _all_gone(record: Record, hands: Hands, timeout_s: Optional[float]) -> bool:
+    begun_s = hands.clock()
+    while is_alive(record.process, hands.machine) or family(record.process, record.token, hands.machine):
+        if timeout_s is not None and hands.clock() - begun_s >= timeout_s:
+            return False
+        hands.sleep(0.05)
+    return True
+
+
+def _end_all(record: Record, hands: Hands) -> None:
+    """Again until nobody is left: one that is being ended may have started another."""
+    begun_s = hands.clock()
+    while members := family(record.process, record.token, hands.machine):
+        if hands.clock() - begun_s > ENDS_WITHIN_S:
+            numbers = ", ".join(str(member.pid) for member in members)
+            raise StorageError(f"processes {numbers} do not end: the system has them wait for a device or disk")
+        for member in members:
+            hands.platform.end(member, hands.machine)
+        hands.sleep(LOOK_EVERY_S)

@@ -1,0 +1,169 @@
+"""What the detached process does: registers itself, steps back behind others, waits for its turn, trains, says how it
+ended. It is one process from the start to the end, so its number, its session and its place in the line stay true.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NoReturn, Optional
+
+from scu_trainer.errors import StorageError, UserError
+from scu_trainer.run_files import RunStatus
+from scu_trainer.runs import room
+from scu_trainer.runs.process import Machine, Platform, this_platform
+from scu_trainer.runs.progress import last_error
+from scu_trainer.runs.queue import Line, wait_for_turn
+from scu_trainer.runs.store import ENDED, Record, Run
+
+STOPPED, INTERRUPTED = 3, 130
+AFTERWARDS = {STOPPED: "stopped", INTERRUPTED: "stopped", 128 + signal.SIGTERM: "stopped"}
+"""Status by exit code, where training has not set one itself; every other code: failed."""
+
+
+def _become(words: Sequence[str]) -> NoReturn:
+    os.execv(words[0], list(words))
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a test may replace. ``train``: the training command of this process; ``become``: exec of a launcher."""
+
+    train: Callable[[list[str]], int]
+    become: Callable[[Sequence[str]], NoReturn] = _become
+    machine: Machine = field(default_factory=Machine)
+    platform: Platform = field(default_factory=this_platform)
+    sleep: Callable[[float], None] = time.sleep
+    devices: Callable[[], list[str]] = room.devices
+    lacking: Callable[[str, float, float], Optional[str]] = room.lacking
+    lines: Optional[Path] = None
+    """Folder of the waiting lines; None: that of this user."""
+
+
+def lead(run: Run, outside: Outside) -> int:
+    """The whole life of a background run. Returns its exit code."""
+    leader = _Leader(run, outside)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        code = leader.live()
+    except KeyboardInterrupt:
+        code, reason = (INTERRUPTED, None) if leader.is_training else (STOPPED, "left the line before it began")
+        leader.say_last(code, reason)
+        return code
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        code = error.exit_code
+    except Exception as error:  # nobody is there to see it but the log
+        traceback.print_exc()
+        leader.say_last(1, f"{type(error).__name__}: {error}")
+        return 1
+    leader.say_last(code)
+    return code
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Training has a handler of its own while there is a step to finish."""
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+class _Leader:
+    def __init__(self, run: Run, outside: Outside) -> None:
+        self.run, self.outside = run, outside
+        self.is_training = False
+
+    def live(self) -> int:
+        record = self._register()
+        self.outside.platform.watch_for_stop(self.run.stop_request)
+        record = self._wait(record)
+        words = [*training_words(self.run, record)]
+        self.run.change(phase="training", waiting=None)
+        self.is_training = True
+        if record.options.launcher != "python":
+            self._launch(record, words)
+        return self.outside.train(words)
+
+    def _register(self) -> Record:
+        record = self.run.record()
+        if record is None:
+            raise StorageError(f"{self.run.folder} holds no start.json; use scu-trainer runs start")
+        notes = self.outside.platform.lower_priority(record.options.nice)
+        for note in notes:
+            print(note, flush=True)
+        return self.run.change(process=self.outside.machine.identity(), phase="queued", notes=tuple(notes))
+
+    def _wait(self, record: Record) -> Record:
+        """In the line of each device that the run uses, in the order of names: so no two runs wait for each other.
+
+        Nobody leaves a line but by its end: the next run begins when the memory of this one is free.
+        """
+        chosen = self._devices(record)
+        record = self.run.change(devices=tuple(chosen))
+        for name in chosen:
+            line = Line(name, self.outside.lines, self.outside.machine)
+            place = line.join(record.process, self.run.path)
+            wait_for_turn(line, place, lambda name=name: self._lacks(name, record), self._tell, self.outside.sleep)
+            line.keep_through_exec()
+        os.environ.update(room.visible_devices(chosen))
+        return record
+
+    def _devices(self, record: Record) -> list[str]:
+        found, asked = self.outside.devices(), record.options.device
+        if asked == "auto" and record.options.launcher != "python":
+            return sorted(found)  # a launcher starts a process on each
+        return [room.choose(asked, found, self._length)]
+
+    def _length(self, device: str) -> int:
+        return len(Line(device, self.outside.lines, self.outside.machine).waiting())
+
+    def _lacks(self, device: str, record: Record) -> Optional[str]:
+        return self.outside.lacking(device, record.options.max_ram_percent, record.options.max_gpu_percent)
+
+    def _tell(self, waiting: str) -> None:
+        print(f"waiting {waiting}", flush=True)
+        self.run.change(waiting=waiting)
+
+    def _launch(self, record: Record, words: Sequence[str]) -> None:
+        command = [sys.executable, "-P", "-m", "scu_trainer.cli.main", "launch", record.options.launcher, *words]
+        sys.stdout.flush()
+        self.outside.become(command)
+
+    def say_last(self, code: int, error: Optional[str] = None) -> None:
+        """How it ended, wherever training has not said so itself. A second request to stop changes nothing now."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            self._settle(code, error)
+        except StorageError as failure:  # a full disk: whoever asks for the status finds the cause in the log
+            print(f"the last words were not written: {failure}", file=sys.stderr, flush=True)
+
+    def _settle(self, code: int, error: Optional[str]) -> None:
+        told = self.run.status().get("status")
+        if told not in ENDED:
+            settle(self.run, AFTERWARDS.get(code, "failed"), error or self._why(code))
+        self.run.change(exit_code=code, ended=datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def _why(self, code: int) -> Optional[str]:
+        if code == 0:
+            return "training ended well, but in another directory; see the log"
+        return None if code in AFTERWARDS else last_error(self.run.console) or f"ended with exit code {code}"
+
+
+def settle(run: Run, status: str, error: Optional[str]) -> None:
+    """Write the end of a run into run.json, in place of training that had no time for it."""
+    RunStatus(run.path / "run.json").update(status=status, error=error, eta_s=None)
+
+
+def training_words(run: Run, record: Record) -> list[str]:
+    """Of the training command: configuration as it was at the start, the place, and what was typed."""
+    words = ["--config", str(run.config.absolute()), "--output_dir", str(run.path.absolute()), *record.flags]
+    if record.options.device == room.CPU:
+        words += ["--use_cpu", "true"]
+    return [*words, "--resume_from_checkpoint", "auto"] if record.goes_on else words

@@ -1,0 +1,73 @@
+"""A run, looked at again and again until it ends. The data of a screen; drawing it is the command line's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer.runs.process import Machine
+from scu_trainer.runs.progress import last_lines, last_warning
+from scu_trainer.runs.state import Report, report
+from scu_trainer.runs.store import Run
+
+LOG_LINES = 6
+FOLLOW_EVERY_S = 0.25
+
+
+@dataclass(frozen=True)
+class View:
+    """One look: the report, the last lines that the run printed, and the last warning in its log."""
+
+    report: Report
+    lines: tuple[str, ...]
+    warning: Optional[str]
+
+
+def view(run: Run, machine: Machine) -> View:
+    found = report(run, machine)
+    return View(found, tuple(last_lines(log_of(run), LOG_LINES)), last_warning(run))
+
+
+def log_of(run: Run) -> Path:
+    """What it prints; of a run that was started by hand the log of the libraries, the only one there is."""
+    return run.console if run.console.is_file() else run.path / "logs" / "train.log"
+
+
+def watch(run: Run, refresh_s: float, machine: Machine, sleep: Callable[[float], None] = time.sleep) -> Iterator[View]:
+    """A view every ``refresh_s`` seconds; the last one is of the run that has ended."""
+    while True:
+        seen = view(run, machine)
+        yield seen
+        if not seen.report.state.is_alive:
+            return
+        sleep(refresh_s)
+
+
+def follow(run: Run, lines: int, machine: Machine, sleep: Callable[[float], None] = time.sleep) -> Iterator[str]:
+    """The last ``lines`` lines of the log, then what is added, until the run has ended. Text as it stands there."""
+    path = log_of(run)
+    text = "\n".join(last_lines(path, lines))
+    read_bytes = path.stat().st_size if path.is_file() else 0
+    yield f"{text}\n" if text else ""
+    while True:
+        is_alive = report(run, machine).state.is_alive  # before reading: what it printed last is there by then
+        added, read_bytes = _added(path, read_bytes)
+        if added:
+            yield added
+        if not is_alive:
+            return
+        sleep(FOLLOW_EVERY_S)
+
+
+def _added(path: Path, read_bytes: int) -> tuple[str, int]:
+    """Whole lines after the first ``read_bytes``, and how far that is."""
+    if not path.is_file() or path.stat().st_size <= read_bytes:
+        return "", read_bytes
+    with open(path, "rb") as file:
+        file.seek(read_bytes)
+        content = file.read()
+    whole = content[: content.rfind(b"\n") + 1]
+    return whole.decode(errors="replace"), read_bytes + len(whole)

@@ -1,0 +1,164 @@
+"""How far a run is, read from its files: the last rows, the newest whole checkpoint, the last words of its logs.
+
+Files may be long and are read from the end. A row that is being written is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.runs.store import Run
+
+TAIL_BYTES = 16_384
+START_LINE = "---- start "
+"""Begins the line that stands before what a start prints."""
+
+WARNING = re.compile(r"\b(?:WARNING|ERROR)\b(?: \S+:)? (.*)")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """None: not known, or not yet. ``updated_s``: when run.json was last written, in seconds since 1970."""
+
+    step: Optional[int] = None
+    max_steps: Optional[int] = None
+    loss: Optional[float] = None
+    eta_s: Optional[float] = None
+    started_s: Optional[float] = None
+    updated_s: Optional[float] = None
+    s: Optional[float] = None
+    s_target: Optional[float] = None
+    strength: Optional[float] = None
+    rows_per_chunk: Optional[int] = None
+    tokens_per_chunk: Optional[int] = None
+    used_bytes: Optional[int] = None
+    peak_bytes: Optional[int] = None
+    limit_bytes: Optional[int] = None
+    checkpoint: Optional[str] = None
+
+    @property
+    def fraction(self) -> Optional[float]:
+        return None if not self.max_steps or self.step is None else min(1.0, self.step / self.max_steps)
+
+
+def progress(run: Run, status: Mapping[str, Any]) -> Progress:
+    """``status``: content of run.json."""
+    scu, memory = last_row(run.path / "scu_history.json"), last_row(run.path / "memory_history.json")
+    measured = scu.get("s_ema")
+    return Progress(
+        **{name: status.get(name) for name in ("step", "max_steps", "loss", "eta_s")},
+        started_s=seconds(status.get("started")),
+        updated_s=seconds(status.get("updated")),
+        s=scu.get("s") if measured is None else measured,
+        s_target=scu.get("s_target"),
+        strength=scu.get("lambda"),
+        **{
+            name: memory.get(name)
+            for name in ("rows_per_chunk", "tokens_per_chunk", "used_bytes", "peak_bytes", "limit_bytes")
+        },
+        checkpoint=newest_checkpoint(run.path, status.get("step")),
+    )
+
+
+def seconds(moment: Any) -> Optional[float]:
+    """Seconds since 1970 of a moment in ISO form."""
+    return datetime.fromisoformat(moment).timestamp() if isinstance(moment, str) else None
+
+
+# -- ends of files -----------------------------------------------------------------------------------------------------
+
+
+def tail(path: Path, size_bytes: int = TAIL_BYTES) -> str:
+    """The end of a text file; empty where there is none."""
+    try:
+        with open(path, "rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            file.seek(max(0, length - size_bytes))
+            return file.read(size_bytes).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """At most ``count``; reads as much of the end of the file as it takes."""
+    size_bytes = TAIL_BYTES
+    while True:
+        text = tail(path, size_bytes)
+        lines = text.splitlines()
+        is_whole = len(text.encode()) < size_bytes
+        if is_whole or len(lines) > count:
+            return lines[-count:] if count else []
+        size_bytes *= 4
+
+
+def last_row(path: Path) -> dict[str, Any]:
+    """The last whole row of a history file, one row per line; empty where there is none."""
+    for line in reversed(last_lines(path, 3)):
+        try:
+            row = json.loads(line.rstrip().rstrip(","))
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            return row
+    return {}
+
+
+def last_warning(run: Run) -> Optional[str]:
+    found = [match[1] for match in map(WARNING.search, tail(run.path / "logs" / "train.log").splitlines()) if match]
+    return found[-1] if found else None
+
+
+def last_error(console: Path) -> Optional[str]:
+    """What the newest start said of why it ended: its one message, or the last line of a traceback."""
+    lines = tail(console).rpartition(START_LINE)[2].splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if errors:
+        return errors[-1]
+    is_traceback = any(line.startswith("Traceback ") for line in lines)
+    return next((line for line in reversed(lines) if line and not line.startswith(" ")), None) if is_traceback else None
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def newest_checkpoint(run: Path, step: Optional[int] = None) -> Optional[str]:
+    """Name of the newest whole one, by the sizes in its manifest. Past ``step`` one is of an earlier start."""
+    found = {int(match[1]): path for path in run.glob("checkpoint-*") if (match := _number(path))}
+    for number in sorted(found, reverse=True):
+        if (step is None or number <= step) and _is_whole(found[number]):
+            return found[number].name
+    return None
+
+
+def _number(path: Path) -> Optional[re.Match]:
+    return re.fullmatch(r"checkpoint-(\d+)", path.name)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    state, manifest = _object(checkpoint / "trainer_state.json"), checkpoint / "manifest.json"
+    if state is None:
+        return False
+    if not manifest.is_file():
+        return True  # the stock Trainer writes none
+    content = _object(manifest)
+    listed = None if content is None else content.get("files")
+    return isinstance(listed, dict) and all(_has_size(checkpoint / name, entry) for name, entry in listed.items())
+
+
+def _has_size(path: Path, entry: Mapping[str, Any]) -> bool:
+    return path.is_file() and path.stat().st_size == entry["bytes"]
+
+
+def _object(path: Path) -> Optional[dict[str, Any]]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

@@ -1,0 +1,105 @@
+"""Is there room to begin: how much of the machine's and of a GPU's memory is used, and which devices there are."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Optional
+
+from scu_trainer.errors import RequirementError
+from scu_trainer.hardware import cgroup
+from scu_trainer.hardware.probe import ram_bytes, usable_cores
+
+CPU = "cpu"
+GPU = "gpu-"
+LONGEST_S = 20.0
+
+Ask = Callable[[Sequence[str]], Optional[str]]
+"""Words for nvidia-smi -> its answer; None where there is none."""
+
+
+def ask_driver(words: Sequence[str]) -> Optional[str]:
+    """nvidia-smi knows of all users' processes, and answers without torch."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    try:
+        return subprocess.run([tool, *words], capture_output=True, text=True, timeout=LONGEST_S, check=True).stdout
+    except (subprocess.SubprocessError, OSError):  # no driver behind it: nobody can say
+        return None
+
+
+def devices(environment: Mapping[str, str] = os.environ, ask: Ask = ask_driver) -> list[str]:
+    """GPUs as "gpu-0", or by what CUDA_VISIBLE_DEVICES calls them; "mps" on a Mac with one; else "cpu"."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    listed = [line for line in (ask(["-L"]) or "").splitlines() if re.match(r"GPU \d+:", line)]
+    if listed:
+        names = visible.split(",") if visible is not None else [str(index) for index in range(len(listed))]
+        found = [f"{GPU}{name.strip()}" for name in names if name.strip() not in ("", "-1")]
+        return found or [CPU]
+    return ["mps"] if sys.platform == "darwin" and platform.machine() == "arm64" else [CPU]
+
+
+def visible_devices(chosen: Sequence[str]) -> dict[str, str]:
+    """Environment of a run that may see only these."""
+    names = [name.removeprefix(GPU) for name in chosen if name.startswith(GPU)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
+
+
+def choose(asked: str, found: Sequence[str], length_of: Callable[[str], int]) -> str:
+    """The device that was asked for; "auto": the one with the shortest line. Raises RequirementError."""
+    if asked == "auto":
+        return min(found, key=length_of)
+    if asked != CPU and asked not in found:
+        raise RequirementError(f"there is no device {asked!r} here; there: {', '.join(dict.fromkeys([*found, CPU]))}")
+    return asked
+
+
+def default_threads() -> int:
+    """All cores that we may use but one, so that the computer can be worked with."""
+    return max(1, int(usable_cores()) - 1)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def lacking(
+    device: str,
+    max_ram_percent: float,
+    max_gpu_percent: float,
+    ram: Callable[[], float] | None = None,
+    ask: Ask = ask_driver,
+) -> Optional[str]:
+    """What must become free before a run begins, in words; None if nothing."""
+    used = (ram or ram_used_percent)()
+    if used > max_ram_percent:
+        return f"for memory: {used:.0f} % of it is used, a run begins at {max_ram_percent:g} % or less"
+    gpu = gpu_used_percent(device, ask)
+    if gpu is not None and gpu > max_gpu_percent:
+        return f"for memory of {device}: {gpu:.0f} % of it is used, a run begins at {max_gpu_percent:g} % or less"
+    return None
+
+
+def ram_used_percent() -> float:
+    """Of the machine, or of the container's limit where that is nearer."""
+    total, available = ram_bytes()
+    shares = [1 - available / total]
+    limit, room = cgroup.memory_limit_bytes(), cgroup.memory_available_bytes()
+    if limit and room is not None:
+        shares.append(1 - room / limit)
+    return 100 * max(shares)
+
+
+def gpu_used_percent(device: str, ask: Ask = ask_driver) -> Optional[float]:
+    """None for what is no GPU, and where the driver does not tell."""
+    if not device.startswith(GPU):
+        return None
+    index = device.removeprefix(GPU)
+    answer = ask(["-i", index, "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"])
+    found = re.match(r"\s*(\d+),\s*(\d+)", answer or "")
+    return None if found is None or int(found[2]) == 0 else 100 * int(found[1]) / int(found[2])

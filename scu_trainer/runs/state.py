@@ -1,0 +1,243 @@
+"""What a run is doing, from its files and from what has become of its process. A dead run is never told as running.
+
+``judge`` is arithmetic on what others have read: run.json, the record of the start, the fact about the process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Optional
+
+import psutil
+
+from scu_trainer.errors import StorageError
+from scu_trainer.run_files import free_bytes
+from scu_trainer.runs.process import Fact, Machine, look
+from scu_trainer.runs.progress import Progress, last_error, progress, seconds
+from scu_trainer.runs.queue import Line
+from scu_trainer.runs.store import ENDED, Record, Run
+
+COMING_UP_S = 3.0
+"""A process that was started registers itself within this time; a tenth of it is usual."""
+
+SILENT_S = 600.0
+"""Without news for longer than this a run is told as not progressing."""
+
+NO_ROOM_BYTES = 1 << 20
+FULL_DISK_WORDS = ("the disk is full", "No space left on device", "Disk quota exceeded")
+LIVING = ("queued", "starting", "running", "stopping")
+
+
+@dataclass(frozen=True)
+class State:
+    """``status``: one of run.json's, or "starting", "killed", "rebooted", "elsewhere", "unreadable".
+
+    ``cause``: of an end that nobody wanted: "killed", "number re-used", "reboot", "disk full", "error", "no start".
+    ``detail``: the same in words, or what is waited for. ``is_alive``: a process of it does something.
+    """
+
+    status: str
+    detail: str = ""
+    cause: Optional[str] = None
+    is_alive: bool = False
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was read. ``fact``: about the process of the run; ``spawner``: about the one that started it; None: there
+    is none to ask about. ``error``: the last error message that this start printed."""
+
+    status: Mapping[str, Any]
+    record: Optional[Record]
+    fact: Optional[Fact]
+    spawner: Optional[Fact]
+    now_s: float
+    updated_s: Optional[float] = None
+    error: Optional[str] = None
+    free_bytes: Optional[int] = None
+    is_asked_to_stop: bool = False
+
+
+def judge(seen: Evidence) -> State:
+    told = seen.status.get("status", "queued")
+    if seen.record is None and told in ENDED:
+        return _ended(seen, told)  # a process that somebody started by hand, such as a notebook, may do other things
+    if seen.fact in ("alive", "suspended"):
+        return _living(seen, told)
+    if told in ENDED:
+        return _ended(seen, told)
+    if seen.fact is None:
+        return _without_process(seen)
+    if seen.fact == "elsewhere":
+        host = seen.record.process.host if seen.record and seen.record.process else "another machine"
+        return State(
+            "elsewhere", f"it was started on {host}: only there one can see whether it lives; last seen {told}"
+        )
+    if seen.fact == "rebooted":
+        return State("rebooted", f"the machine was started anew while {_doing(told)}", "reboot")
+    if _is_disk_full(seen):
+        return State("failed", seen.error or "the disk was full, not even its last words could be written", "disk full")
+    if seen.record is not None and seen.record.exit_code is not None:
+        return State("failed", seen.error or f"ended with exit code {seen.record.exit_code}", "error")
+    if seen.error is not None and seen.record is not None and seen.record.options.launcher != "python":
+        return State("failed", seen.error, "error")  # nobody noted the exit code of a launcher
+    if seen.fact == "other program":
+        return State(
+            "killed", f"it ended without last words while {_doing(told)}; its number belongs to another program now",
+            "number re-used",
+        )  # fmt: skip
+    return State("killed", f"it ended without last words while {_doing(told)}: killed, or out of memory", "killed")
+
+
+def _living(seen: Evidence, told: str) -> State:
+    record = seen.record
+    if told in ENDED:
+        ended = _ended(seen, told)
+        return replace(ended, detail=ended.detail or "its process is just ending", is_alive=True)
+    if seen.fact == "suspended":
+        return State(told, "suspended by a signal; kill -CONT lets it go on", is_alive=True)
+    if told == "queued" and record is not None:
+        if record.phase == "training":
+            return State("starting", "libraries, model and data are being loaded", is_alive=True)
+        return State("queued", f"waits {record.waiting or 'for its place in the line'}", is_alive=True)
+    if told == "running" and seen.is_asked_to_stop:
+        return State("stopping", "asked to stop: the step is finished first", is_alive=True)
+    silent_s = 0.0 if seen.updated_s is None else seen.now_s - seen.updated_s
+    if told in ("running", "stopping") and silent_s > SILENT_S:
+        return State(told, f"not progressing: no news for {silent_s / 60:.0f} minutes", is_alive=True)
+    return State(told, is_alive=True)
+
+
+def _ended(seen: Evidence, told: str) -> State:
+    error = seen.status.get("error")
+    if told != "failed":
+        return State(told, error or "")
+    is_full = any(words in (error or "") for words in FULL_DISK_WORDS)
+    return State(told, error or "", "disk full" if is_full else "error")
+
+
+def _without_process(seen: Evidence) -> State:
+    """Between the start and the moment in which the process registers itself, or nobody knows of any process."""
+    if seen.record is None:
+        return State("killed", "no process of it is known, and it has not ended well", "killed")
+    age_s = seen.now_s - seen.record.asked_s
+    if seen.spawner == "alive" or 0 <= age_s < COMING_UP_S:
+        return State("starting", "its process is coming up", is_alive=True)
+    if _is_disk_full(seen):
+        return State("failed", "the disk was full when it was started", "disk full")
+    return State("killed", "its process never came up", "no start")
+
+
+def _doing(told: str) -> str:
+    return "it waited in the line" if told == "queued" else f"it was {told}"
+
+
+def _is_disk_full(seen: Evidence) -> bool:
+    said = any(words in (seen.error or "") for words in FULL_DISK_WORDS)
+    return said or (seen.free_bytes is not None and seen.free_bytes < NO_ROOM_BYTES)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is told of one run. ``ahead``: runs before it in the line of its device; None where it does not wait.
+    ``resident_bytes``: main memory of its process now."""
+
+    run: Run
+    state: State
+    progress: Progress
+    record: Optional[Record] = None
+    pid: Optional[int] = None
+    ahead: Optional[int] = None
+    resident_bytes: Optional[int] = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-like."""
+        record = self.record
+        return {
+            "name": self.run.name,
+            "directory": str(self.run.path),
+            **asdict(self.state),
+            "pid": self.pid,
+            "ahead": self.ahead,
+            "resident_bytes": self.resident_bytes,
+            **{"lambda" if name == "strength" else name: value for name, value in asdict(self.progress).items()},
+            "devices": list(record.devices) if record else [],
+            "launcher": record.options.launcher if record else None,
+            "nice": record.options.nice if record else None,
+            "notes": list(record.notes) if record else [],
+            "exit_code": record.exit_code if record else None,
+            "starts": record.starts if record else None,
+        }
+
+
+def report(run: Run, machine: Machine, now_s: Optional[float] = None) -> Report:
+    """Read everything of a run and judge it. The process is asked before the files are read: one that has ended in
+    between has written its last words by then."""
+    try:
+        before = run.record()
+        pid, fact = _process(run, before, machine)
+        status, record = run.status(), run.record()
+        if record is not None and (before is None or record.process != before.process):  # it has just registered
+            pid, fact = _process(run, record, machine)
+            status = run.status()
+    except StorageError as error:
+        return Report(run, State("unreadable", str(error), "error"), Progress())
+    found = progress(run, status)
+    state = judge(
+        Evidence(
+            status=status,
+            record=record,
+            fact=fact,
+            spawner=None if record is None else look(record.spawner, machine),
+            now_s=time.time() if now_s is None else now_s,
+            updated_s=found.updated_s,
+            error=last_error(run.console),
+            free_bytes=free_bytes(run.path),
+            is_asked_to_stop=record is not None and run.stop_request.exists(),
+        )
+    )
+    pid = pid if state.is_alive else None
+    return Report(run, state, found, record, pid, _ahead(state, record, machine), _resident_bytes(pid))
+
+
+def _process(run: Run, record: Optional[Record], machine: Machine) -> tuple[Optional[int], Optional[Fact]]:
+    if record is not None:
+        return (None, None) if record.process is None else (record.process.pid, look(record.process, machine))
+    status = run.status()
+    return _of_a_terminal(status, machine)
+
+
+def _of_a_terminal(status: Mapping[str, Any], machine: Machine) -> tuple[Optional[int], Optional[Fact]]:
+    """A run that was started by hand: its number is in run.json, and nothing says when the process was born. One that
+    was born after the last news is another one."""
+    pid, updated_s = status.get("pid"), seconds(status.get("updated"))
+    if pid is None or updated_s is None:
+        return None, None
+    if updated_s < psutil.boot_time() - 1:
+        return pid, "rebooted"
+    seen = machine.process(pid)
+    if seen is None or seen.state == "zombie":
+        return pid, "dead"
+    if psutil.Process(pid).create_time() > updated_s + 1:
+        return pid, "other program"
+    return pid, "suspended" if seen.state == "suspended" else "alive"
+
+
+def _resident_bytes(pid: Optional[int]) -> Optional[int]:
+    try:
+        return None if pid is None else psutil.Process(pid).memory_info().rss
+    except psutil.Error:  # it has ended since
+        return None
+
+
+def _ahead(state: State, record: Optional[Record], machine: Machine) -> Optional[int]:
+    if state.status != "queued" or record is None or not record.devices:
+        return None
+    places = Line(record.devices[-1], machine=machine).waiting()
+    mine = next((index for index, place in enumerate(places) if place.process == record.process), None)
+    return mine

@@ -1,0 +1,111 @@
+"""What a report says, in words: the same on the screen of a monitor, in a table and in a line of a log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Optional
+
+from scu_trainer.run_files import readable
+from scu_trainer.runs.progress import Progress
+from scu_trainer.runs.state import Report
+
+NONE = "-"
+
+
+def status_words(report: Report) -> str:
+    """ "running", "queued (2 ahead)"."""
+    return f"{report.state.status} ({report.ahead} ahead)" if report.ahead else report.state.status
+
+
+def steps(progress: Progress) -> str:
+    if progress.step is None:
+        return NONE
+    return f"{progress.step}/{progress.max_steps}" if progress.max_steps else str(progress.step)
+
+
+def number(value: Optional[float], digits: int = 3) -> str:
+    return NONE if value is None else f"{value:.{digits}f}"
+
+
+def share(progress: Progress) -> str:
+    """S, and its target where there is one."""
+    if progress.s is None:
+        return NONE
+    return f"{progress.s:.4f}" + ("" if progress.s_target is None else f" of {progress.s_target:.4g}")
+
+
+def strength(progress: Progress) -> str:
+    return NONE if progress.strength is None else f"{progress.strength:.3g}"
+
+
+def memory(report: Report) -> str:
+    """What the process holds, and what the last chunk needed at most of what its device has."""
+    found, parts = report.progress, []
+    if report.resident_bytes is not None:
+        parts.append(f"{readable(report.resident_bytes)} held")
+    if found.peak_bytes is not None:
+        limit = f" of {readable(found.limit_bytes)}" if found.limit_bytes else ""
+        parts.append(f"peak of a chunk {readable(found.peak_bytes)}{limit}")
+    return ", ".join(parts) or NONE
+
+
+def chunk(progress: Progress) -> str:
+    parts = [(progress.rows_per_chunk, "rows"), (progress.tokens_per_chunk, "tokens")]
+    return ", ".join(f"{value} {unit}" for value, unit in parts if value is not None) or NONE
+
+
+def duration(seconds: Optional[float]) -> str:
+    """ "0:42", "2:05:10", "3 d 04:10"."""
+    if seconds is None:
+        return NONE
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, rest_minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24:02}:{rest_minutes:02}"
+    return f"{hours}:{rest_minutes:02}:{rest_s:02}" if hours else f"{minutes}:{rest_s:02}"
+
+
+def left(report: Report) -> str:
+    """An estimate is of a run that goes on."""
+    return duration(report.progress.eta_s) if report.state.is_alive else NONE
+
+
+def facts(report: Report) -> Iterator[tuple[str, str]]:
+    """Name and value of all that is known; what is not is left out."""
+    found, record = report.progress, report.record
+    yield "status", status_words(report) + (f": {report.state.detail}" if report.state.detail else "")
+    if report.pid is not None:
+        devices = f", {' and '.join(record.devices)}" if record and record.devices else ""
+        nice = f", nice {record.options.nice}" if record else ""
+        yield "process", f"{report.pid}{devices}{nice}"
+    if record is not None and record.starts > 1:
+        yield "starts", str(record.starts)
+    for name, value in (
+        ("step", steps(found)),
+        ("left", left(report)),
+        ("loss", number(found.loss, 4)),
+        ("S", share(found)),
+        ("lambda", strength(found)),
+        ("memory", memory(report)),
+        ("chunk", chunk(found)),
+        ("checkpoint", found.checkpoint or NONE),
+    ):
+        if value != NONE:
+            yield name, value
+    for note in record.notes if record else ():
+        yield "note", note
+
+
+def line(report: Report) -> str:
+    """One reading in a pipe or a log."""
+    found = report.progress
+    parts = [
+        status_words(report),
+        f"step {steps(found)}",
+        f"loss {number(found.loss)}",
+        f"S {share(found)}",
+        f"lambda {strength(found)}",
+        f"memory {memory(report)}",
+        f"left {left(report)}",
+    ]
+    return f"{report.run.name}: " + "  ".join(part for part in parts if not part.endswith(f" {NONE}"))

@@ -1,0 +1,303 @@
+"""``scu-trainer runs`` as a person types it: screens of 80 columns, exit codes, the menu, and no torch."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from scu_trainer.cli import runs as subject
+from scu_trainer.cli import runs_leader, runs_screens
+from scu_trainer.run_files import History, RunStatus
+from scu_trainer.runs.menu import ACTIONS, Menu
+from scu_trainer.runs.monitor import follow, view
+from scu_trainer.runs.process import Machine, Posix, family
+from scu_trainer.runs.state import report
+from scu_trainer.runs.store import Run, all_runs
+from tests.runs import stand_in
+from tests.runs.test_process import until
+
+HANDS = stand_in.hands()
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A working directory with a recipe; no process of a test outlives it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("SCU_TRAINER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "long.yaml").write_text("output_dir: runs/long\nuse_cpu: true\n")
+    (tmp_path / "recipes" / "short.yaml").write_text("steps: 2\nuse_cpu: true\n")
+    yield tmp_path
+    for run in all_runs(tmp_path / "runs"):
+        record = run.record()
+        for member in family(record.process, record.token, Machine()) if record and record.process else ():
+            Posix().end(member, Machine())
+
+
+def typed(*words: object) -> int:
+    return subject.main([str(word) for word in words], HANDS)
+
+
+def reaches(name: str, wanted: str) -> None:
+    until(lambda: report(Run(Path("runs") / name, name), Machine()).state.status == wanted)
+
+
+def test_from_start_to_resume(place, capsys):
+    assert typed("start", "--config", "recipes/long.yaml", "--max_steps", "7", "--max_ram_percent", "100") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("long has started in the background, process ")
+    assert all(f"scu-trainer runs {words} long" in said for words in ("monitor", "logs -f", "stop"))
+    record = Run(Path("runs/long")).record()
+    assert record.flags == ("--max_steps", "7") and record.options.device == "cpu"
+    reaches("long", "running")
+    assert typed("start", "--config", "recipes/long.yaml", "--max-ram-percent", "100", "--nice", "0") == 0
+    until(lambda: report(Run(Path("runs/long-2")), Machine()).ahead == 1)
+    capsys.readouterr()
+    assert typed("list") == 0
+    said = capsys.readouterr().out
+    assert "running" in said and "queued (1 ahead)" in said and max(map(len, said.splitlines())) <= 80
+    assert typed("stop", "long", "long-2") == 0
+    said = capsys.readouterr().out
+    assert "long: the step is finished and a checkpoint written ..." in said
+    assert "long: stopped; checkpoint-" in said and "long-2: stopped (left the line before it began)" in said
+    assert typed("stop", "long") == 0 and "long is not running: stopped" in capsys.readouterr().out
+    assert typed("resume", "long") == 0 and "long goes on from checkpoint-" in capsys.readouterr().out
+    reaches("long", "running")
+    assert typed("stop", "long", "--now") == 0 and "ended at once" in capsys.readouterr().out
+    assert typed("resume", "long-2") == 0
+    assert "long-2 begins anew: there is no checkpoint" in capsys.readouterr().out
+
+
+def test_a_stop_that_takes_too_long_says_what_to_type(place, capsys):
+    typed("start", "--config", "recipes/long.yaml", "--max_ram_percent", "100")
+    reaches("long", "running")
+    os.kill(Run(Path("runs/long")).record().process.pid, signal.SIGSTOP)
+    assert typed("stop", "long", "--timeout", "0.1") == 2
+    assert "has not ended after 0.1 s; wait, or runs stop long --now" in capsys.readouterr().out
+
+
+# -- looking -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_hand(place) -> Run:
+    """A finished run that was started in a terminal."""
+    run = Run(place / "runs" / "by_hand", "by_hand")
+    (run.path / "logs").mkdir(parents=True)
+    (run.path / "logs" / "train.log").write_text(
+        "one\n2026-01-01 WARNING x: a long warning " + "word " * 40 + "\nthree\n"
+    )
+    status = RunStatus(run.path / "run.json")
+    status.update(status="finished", pid=1, step=40, max_steps=80, loss=2.5, eta_s=0.0)
+    with History(run.path / "scu_history.json") as history:
+        history.append({"step": 40, "s_ema": 0.1, "s_target": 0.1, "lambda": 0.5})
+    return run
+
+
+def test_status_of_one_and_all_as_text_and_json(by_hand, capsys):
+    assert typed("status", "by_hand") == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    for words in ("status  finished", "step    40/80", "S       0.1000 of 0.1", "lambda  0.5"):
+        assert words in said
+    assert typed("status", by_hand.path, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["lambda"] == 0.5
+    assert typed("status", "--json") == 0
+    assert [found["name"] for found in json.loads(capsys.readouterr().out)] == ["by_hand"]
+    assert typed("status") == 0 and "40/80" in capsys.readouterr().out
+
+
+def test_why_a_run_died_stands_below_the_table(by_hand, capsys):
+    RunStatus(by_hand.path / "run.json").update(status="failed", error="ValueError: no")
+    assert typed("list") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "by_hand: ValueError: no"
+
+
+def test_no_runs_yet(place, capsys):
+    assert typed("list") == 0
+    assert "no runs in runs yet; scu-trainer runs start --config FILE" in capsys.readouterr().out
+
+
+def test_logs(by_hand, capsys):
+    assert typed("logs", "by_hand", "-n", "1") == 0 and capsys.readouterr().out == "three\n"
+    assert typed("logs", "by_hand", "-f", "-n", "1") == 0 and capsys.readouterr().out == "three\n"
+    (by_hand.path / "logs" / "train.log").unlink()
+    assert typed("logs", "by_hand") == 2 and "has no log yet" in capsys.readouterr().err
+
+
+def test_a_log_is_followed_to_the_last_word(by_hand):
+    RunStatus(by_hand.path / "run.json").update(status="running", pid=os.getpid())
+    log = by_hand.path / "logs" / "train.log"
+    steps = iter(["four\nfi", "ve\n"])
+
+    def sleep(seconds):
+        with open(log, "a") as file:
+            file.write(next(steps))
+        if "five" in log.read_text():
+            RunStatus(by_hand.path / "run.json").update(status="finished", pid=99999999)
+
+    assert "".join(follow(by_hand, 1, Machine(), sleep)) == "three\nfour\nfive\n"
+
+
+def test_the_monitor_ends_with_the_run_and_leaves_a_line_for_each_look(by_hand, capsys):
+    RunStatus(by_hand.path / "run.json").update(status="running", pid=os.getpid())
+    hands = stand_in.hands(sleep=lambda s: RunStatus(by_hand.path / "run.json").update(status="finished", pid=99999999))
+    assert subject.main(["monitor", "by_hand", "--refresh", "1"], hands) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("by_hand: running  step 40/80  loss 2.500") and second.startswith("by_hand: finished")
+
+
+def test_leaving_the_monitor_leaves_the_run(by_hand, capsys):
+    RunStatus(by_hand.path / "run.json").update(status="running", pid=os.getpid())
+
+    def leave(seconds):
+        raise KeyboardInterrupt
+
+    assert subject.main(["monitor", "by_hand"], stand_in.hands(sleep=leave)) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "by_hand goes on in the background"
+
+
+def test_the_live_screen_fits_80_columns(by_hand):
+    RunStatus(by_hand.path / "run.json").update(status="running", pid=os.getpid(), eta_s=125.0)
+    target = io.StringIO()
+    Console(file=target, width=80, force_terminal=False).print(runs_screens.screen(view(by_hand, Machine())))
+    lines = target.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    text = target.getvalue()
+    for words in ("50%", "running", "2:05", "0.1000 of 0.1", "last warning: a long warning", "three"):
+        assert words in text
+
+
+def test_live_on_a_terminal(by_hand, monkeypatch):
+    target = io.StringIO()
+    monkeypatch.setattr(
+        runs_screens, "_console", lambda: Console(file=target, width=80, force_terminal=True, highlight=False)
+    )
+    runs_screens.show_views([view(by_hand, Machine())])
+    assert "finished" in target.getvalue()
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["start"], "--config"),
+        (["start", "--config", "none.yaml"], "cannot read the configuration none.yaml"),
+        (["start", "--config", "recipes/short.yaml", "--output_dir", "x"], "give --root and --name instead"),
+        (["start", "--config", "recipes/short.yaml", "--output-dir=x"], "give --root and --name instead"),
+        (["start", "--config", "recipes/short.yaml", "--test_run"], "--test_run does not train"),
+        (["start", "--config", "recipes/short.yaml", "--name", "a/b"], "cannot be the name of a run"),
+        (["start", "--config", "recipes/short.yaml", "--nice", "-5"], "nice is -5; allowed: 0"),
+        (["start", "--config", "recipes/short.yaml", "--root", "recipes/short.yaml"], "is a file where a directory"),
+        (["status", "by_hnd"], "no run 'by_hnd' in runs (did you mean 'by_hand'?)"),
+        (["status", "by_hand", "--lines", "3"], "unrecognized: --lines 3"),
+        (["stop", "by_hand"], None),
+        (["resume", "by_hand"], "was not started by runs start"),
+        (["monitor", "by_hand", "--refresh", "0"], "no number of seconds above 0"),
+        (["logs", "by_hand", "-n", "-1"], "no number of lines"),
+        (["begin"], "invalid choice: 'begin'"),
+        ([], "which of them? without a terminal there is no menu"),
+    ],
+)
+def test_wrong_words_are_one_message(by_hand, capsys, words, said):
+    assert typed(*words) == (2 if said else 0)
+    found = capsys.readouterr().err
+    assert "Traceback" not in found and (said is None or said in found)
+
+
+@pytest.mark.parametrize("action", ["", "start", "list", "status", "monitor", "logs", "stop", "resume"])
+def test_help_fits(place, capsys, action):
+    with pytest.raises(SystemExit) as end:
+        typed(*filter(None, [action]), "--help")
+    assert end.value.code == 0 and max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_nothing_heavy_is_loaded_and_it_answers_at_once(by_hand):
+    """Seconds of the processor, interpreter included: those of the clock are also other programs'. torch takes five."""
+    program = (
+        "import sys; from scu_trainer.cli.main import main; code = main(['runs', 'status', 'by_hand']); "
+        "sys.exit(code or str([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules] or ''))"
+    )
+    times_s = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times_s.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+        assert (done.stderr.strip(), "finished" in done.stdout) == ("", True)
+    assert min(times_s) < 0.5
+
+
+def test_the_leader_is_the_training_command(place, monkeypatch):
+    from scu_trainer.cli import train
+
+    monkeypatch.setattr(train, "main", lambda words: len(words))
+    assert runs_leader.train(["--config", "x"]) == 2
+
+
+# -- the menu ----------------------------------------------------------------------------------------------------------
+
+
+def menu(place: Path, *answers: str):
+    said, acted, given = [], [], iter(answers)
+
+    def ask(question: str) -> str:
+        answer = next(given, None)
+        if answer is None:
+            raise EOFError
+        if answer == "ctrl-c":
+            raise KeyboardInterrupt
+        return answer
+
+    assert Menu(acted.append, ask, said.append, place / "runs", place / "recipes").run() == 0
+    return acted, "\n".join(said)
+
+
+def numbered(name: str) -> str:
+    return str([action for _, action in ACTIONS].index(name) + 1)
+
+
+def test_numbers_choose(by_hand, place):
+    acted, said = menu(place, numbered("start"), "2", numbered("list"), numbered("monitor"), "1", numbered("quit"))
+    assert acted == [["start", "--config", str(place / "recipes" / "short.yaml")], ["list"], ["monitor", "by_hand"]]
+    assert "1  start a recipe" in said and "2  short" in said and "1  by_hand" in said
+
+
+def test_wrong_numbers_empty_lines_and_ctrl_c(by_hand, place):
+    acted, said = menu(place, "9", numbered("stop"), "x", "", "ctrl-c", numbered("logs"), "1")
+    assert acted == [["logs", "by_hand"]]
+    assert "'9' is no number from 1 to 7" in said and "'x' is no number from 1 to 1" in said
+
+
+def test_nothing_to_choose_and_an_error_come_back_to_the_menu(place, capsys):
+    acted, said = menu(place, numbered("stop"), "")
+    assert acted == [] and "there is none" in said
+
+    def fail(words):
+        raise subject.SettingsError("no such thing")
+
+    given = iter([numbered("list"), numbered("quit")])
+    said = []
+    Menu(fail, lambda question: next(given), said.append, place / "runs", place).run()
+    assert "error: no such thing" in said
+
+
+def test_on_a_terminal_the_menu_acts(by_hand, monkeypatch, capsys):
+    given = iter([numbered("list"), ""])
+    monkeypatch.setattr("builtins.input", lambda question: next(given))
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    assert typed() == 0
+    assert "by_hand" in capsys.readouterr().out

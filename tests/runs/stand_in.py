@@ -1,0 +1,89 @@
+"""A background run whose training is a loop without torch: the real detached process, line and signals, in 0.2 seconds.
+
+The configuration says what it does: ``behave`` is one of the functions below, "train" by default.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scu_trainer.run_files import RunStatus, write_json
+from scu_trainer.runs.control import Hands
+from scu_trainer.runs.leader import Outside, lead
+from scu_trainer.runs.process import Posix
+from scu_trainer.runs.store import Run
+
+STEPS = 10_000
+
+
+def spawn(words: Sequence[str], cwd: str, environment: Mapping[str, str], log: Path) -> Any:
+    """In place of ``Posix.spawn``: the same, with another program."""
+    return Posix().spawn([sys.executable, __file__, words[-1]], cwd, environment, log)
+
+
+def hands(**more: Any) -> Hands:
+    return Hands(spawn=spawn, **more)
+
+
+def training(words: list[str]) -> int:
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    settings = yaml.safe_load(Path(options["--config"]).read_text())
+    behave = {"train": _train, "refuse": _refuse, "crash": _crash, "die": _die, "child": _with_child}
+    return behave[settings.get("behave", "train")](Path(options["--output_dir"]), settings)
+
+
+def _train(run: Path, settings: dict) -> int:
+    wanted: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: wanted.append(number))
+    status = RunStatus(run / "run.json", min_interval_s=0.0)
+    newest = max((int(path.name.partition("-")[2]) for path in run.glob("checkpoint-*")), default=0)
+    print(f"begins at {newest}", flush=True)
+    for step in range(newest + 1, settings.get("steps", STEPS) + 1):
+        status.update(status="running", pid=os.getpid(), step=step, max_steps=settings.get("steps", STEPS), loss=1.0)
+        if wanted:
+            (run / f"checkpoint-{step}").mkdir()
+            write_json(run / f"checkpoint-{step}" / "trainer_state.json", {"signals": len(wanted)})
+            status.update(status="stopped")
+            return 3
+        time.sleep(settings.get("step_s", 0.02))
+    status.update(status="finished", eta_s=0.0)
+    return 0
+
+
+def _refuse(run: Path, settings: dict) -> int:
+    print("error: unknown key 'behave' (did you mean 'behaves'?)", file=sys.stderr)
+    return 2
+
+
+def _crash(run: Path, settings: dict) -> int:
+    raise RuntimeError("a fault of ours")
+
+
+def _die(run: Path, settings: dict) -> int:
+    RunStatus(run / "run.json").update(status="running", pid=os.getpid(), step=5)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def _with_child(run: Path, settings: dict) -> int:
+    """A child in a session of its own, as ranks of some launchers are."""
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    (run / "child").write_text(str(child.pid))
+    return _train(run, settings)
+
+
+def main(path: Path) -> int:
+    return lead(Run(path, path.name), Outside(training, devices=lambda: ["cpu"], sleep=lambda s: time.sleep(0.02)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

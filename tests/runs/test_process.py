@@ -1,0 +1,236 @@
+"""Which process it is and whether it lives: dead, a zombie, another program, another boot, another machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from scu_trainer.errors import RequirementError
+from scu_trainer.runs import process as subject
+from scu_trainer.runs.process import MARK, Identity, Machine, Posix, Seen, Windows, family, is_alive, look
+
+TOKEN = "0123456789abcdef"
+
+
+class Laid(Machine):
+    """A machine as a test lays it out. ``there``: processes by number."""
+
+    def __init__(self, there=(), boot="boot-a", host="here") -> None:
+        self.there, self._name, self._host = dict(there), boot, host
+
+    def boot(self):
+        return self._name
+
+    def host(self):
+        return self._host
+
+    def process(self, pid):
+        return self.there.get(pid)
+
+
+RUN = Identity(7, 100.0, "boot-a", "here")
+
+
+@pytest.mark.parametrize(
+    ("machine", "fact"),
+    [
+        (Laid({7: Seen(100.0, "running")}), "alive"),
+        (Laid({7: Seen(100.0, "suspended")}), "suspended"),
+        (Laid({7: Seen(100.0, "zombie")}), "dead"),
+        (Laid(), "dead"),
+        (Laid({7: Seen(101.0, "running")}), "other program"),
+        (Laid({7: Seen(100.0, "running")}, boot="boot-b"), "rebooted"),
+        (Laid({7: Seen(100.0, "running")}, host="there"), "elsewhere"),
+    ],
+)
+def test_facts(machine, fact):
+    assert look(RUN, machine) == fact
+    assert is_alive(RUN, machine) == (fact in ("alive", "suspended"))
+
+
+def test_where_a_boot_has_only_a_time_a_set_clock_is_no_reboot():
+    before = replace(RUN, boot="1700000000")
+    assert look(before, Laid({7: Seen(100.0, "running")}, boot="1700000120")) == "alive"
+    assert look(before, Laid({7: Seen(100.0, "running")}, boot="1700009999")) == "rebooted"
+
+
+def test_this_process_is_alive_and_a_number_without_process_is_none():
+    me = Machine().identity()
+    assert me.pid == os.getpid() and look(me, Machine()) == "alive"
+    with pytest.raises(ProcessLookupError, match="no process 99999999"):
+        Machine().identity(99999999)
+
+
+def test_elsewhere_than_on_linux_psutil_tells_the_same():
+    found = subject._other_process(os.getpid())
+    assert found.state == "running" and found.born == psutil.Process().create_time()
+    assert subject._other_process(99999999) is None
+
+
+@pytest.fixture
+def sleeper():
+    with started(["sleep", "600"]) as child:
+        yield child
+
+
+@contextlib.contextmanager
+def started(words, **options):
+    child = subprocess.Popen(words, **options)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def until(what, patience_s=20.0):
+    begun_s = time.monotonic()
+    while not what():
+        assert time.monotonic() - begun_s < patience_s
+        time.sleep(0.005)
+
+
+def test_a_zombie_and_a_suspended_process_of_this_machine(sleeper):
+    identity = Machine().identity(sleeper.pid)
+    sleeper.send_signal(signal.SIGSTOP)
+    until(lambda: look(identity, Machine()) == "suspended")
+    sleeper.kill()
+    until(lambda: look(identity, Machine()) == "dead")  # nobody has waited for it yet
+    assert psutil.Process(sleeper.pid).status() == psutil.STATUS_ZOMBIE
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_goes_to_the_process_and_to_none_that_has_its_number(sleeper):
+    machine = Machine()
+    identity = machine.identity(sleeper.pid)
+    before = replace(identity, born=identity.born - 1)
+    assert not Posix().end(before, machine) and not Posix().ask_to_stop(before, machine)
+    assert look(identity, machine) == "alive"
+    assert Posix().ask_to_stop(identity, machine)
+    assert sleeper.wait(20) == -signal.SIGTERM
+    assert not Posix().end(identity, machine)
+
+
+def test_where_there_is_no_pidfd_too(sleeper, monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open")
+    machine = Machine()
+    identity = machine.identity(sleeper.pid)
+    assert not Posix().end(replace(identity, born=identity.born - 1), machine)
+    assert look(identity, machine) == "alive"
+    assert Posix().end(identity, machine) and sleeper.wait(20) == -signal.SIGKILL
+
+
+def test_a_process_of_another_user_is_one_message(sleeper, monkeypatch):
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+    with pytest.raises(RequirementError, match="belongs to another user"):
+        Posix().end(Machine().identity(sleeper.pid), Machine())
+
+
+# -- what belongs to a run ---------------------------------------------------------------------------------------------
+
+
+def test_the_session_and_marked_children_outside_of_it_belong_to_a_run(tmp_path):
+    script = "env -i sleep 600 & setsid sleep 601 & wait"
+    log = tmp_path / "log"
+    child = Posix().spawn(["sh", "-c", script], tmp_path, {**os.environ, MARK: TOKEN}, log)
+    with started(["sleep", "602"]) as stranger:
+        leader = Machine().identity(child.pid)
+
+        def members():
+            return {" ".join(psutil.Process(item.pid).cmdline()) for item in family(leader, TOKEN, Machine())}
+
+        try:
+            until(lambda: members() == {f"sh -c {script}", "sleep 600", "sleep 601"})
+            before = replace(leader, born=leader.born - 1)  # a run whose number and session another one has now
+            assert family(before, "another token", Machine()) == []
+            child.kill()
+            child.wait()
+            assert members() == {"sleep 600", "sleep 601"}  # its leader is dead, they are not
+            assert stranger.pid not in {item.pid for item in family(leader, TOKEN, Machine())}
+        finally:
+            for item in family(leader, TOKEN, Machine()):
+                Posix().end(item, Machine())
+    until(lambda: not family(leader, TOKEN, Machine()))
+
+
+def test_a_detached_process_leads_a_session_reads_nothing_and_appends_to_its_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    program = "import os, sys; print(os.getsid(0) == os.getpid(), repr(sys.stdin.read())); sys.exit(5)"
+    child = Posix().spawn([sys.executable, "-c", program], tmp_path, os.environ, log)
+    assert child.wait(20) == 5 and log.read_text() == "before\nTrue ''\n"
+
+
+def test_a_lower_priority(tmp_path):
+    program = (
+        "import os, psutil; from scu_trainer.runs.process import Posix; before = os.nice(0); "
+        "said = Posix().lower_priority(3); print(said, os.nice(0) - before, int(psutil.Process().ionice().value))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["[]", "3", "7"]
+
+
+def test_what_is_not_possible_is_said(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "nice", refuse)
+    monkeypatch.setattr(psutil.Process, "ionice", refuse)
+    first, second = Posix().lower_priority(3)
+    assert first == "nice 3 was not possible: Operation not permitted" and "lower disk priority" in second
+    monkeypatch.delattr(psutil.Process, "ionice")
+    assert Posix().lower_priority(3)[1] == "this system has no disk priority (ionice)"
+
+
+# -- Windows, by injection ---------------------------------------------------------------------------------------------
+
+
+def test_windows_detaches_and_has_classes_of_priority(tmp_path):
+    calls, classes = [], []
+    handle = SimpleNamespace(nice=classes.append)
+    windows = Windows(popen=lambda words, **options: calls.append((words, options)), process=lambda *_: handle)
+    windows.spawn(["a", "b"], tmp_path, {"X": "1"}, tmp_path / "log")
+    ((words, options),) = calls
+    assert words == ["a", "b"] and options["creationflags"] == 0x208 and options["stdin"] == subprocess.DEVNULL
+    assert "start_new_session" not in options and options["env"] == {"X": "1"}
+    for nice in (0, 10, 19):
+        windows.lower_priority(nice)
+    assert classes == [0x4000, 0x40]
+
+
+def test_windows_ends_only_the_process_that_was_meant():
+    killed = []
+    windows = Windows(process=lambda pid: SimpleNamespace(kill=lambda: killed.append(pid)))
+    assert windows.end(RUN, Laid({7: Seen(100.0, "running")})) and killed == [7]
+    assert not windows.end(RUN, Laid({7: Seen(101.0, "running")})) and killed == [7]
+    assert windows.ask_to_stop(RUN, Laid({7: Seen(100.0, "running")})) and not windows.ask_to_stop(RUN, Laid())
+
+
+def test_windows_looks_for_the_request_and_interrupts_itself(tmp_path):
+    seen = []
+    windows = Windows(interrupt=lambda: seen.append((tmp_path / "stop").exists()))
+    windows.LOOK_EVERY_S = 0.01
+    windows.watch_for_stop(tmp_path / "stop")
+    time.sleep(0.05)
+    assert seen == []
+    (tmp_path / "stop").touch()
+    until(lambda: seen == [True])
+
+
+def test_the_platform_by_its_name():
+    assert type(subject.this_platform("win32")) is Windows
+    assert type(subject.this_platform("linux")) is type(subject.this_platform("darwin")) is Posix

@@ -1,0 +1,257 @@
+"""What is told of a run, from what was read: a dead run is never told as running, and why it died is told apart."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import UTC, datetime
+
+import psutil
+import pytest
+
+from scu_trainer.run_files import History, RunStatus, write_json
+from scu_trainer.runs import state as subject
+from scu_trainer.runs import words
+from scu_trainer.runs.process import Identity, Machine, Seen
+from scu_trainer.runs.progress import last_error, last_lines, last_row, last_warning, newest_checkpoint
+from scu_trainer.runs.state import Evidence, State, judge, report
+from scu_trainer.runs.store import ENDED, Options, Record, Run
+
+HERE = Machine()
+FULL = "the disk is full: run.json cannot be written, 0.0 MiB are free; free some"
+
+
+def record(**changes) -> Record:
+    spawner = Identity(1, 1.0, HERE.boot(), HERE.host())
+    values = {"token": "t", "flags": (), "options": Options(), "cwd": ".", "environment": {}, "asked_s": 1000.0}
+    process = Identity(7, 100.0, HERE.boot(), HERE.host())
+    return Record(**{**values, "spawner": spawner, "process": process, "phase": "training", **changes})
+
+
+def evidence(told: str, fact, **changes) -> Evidence:
+    values = {"status": {"status": told}, "record": record(), "fact": fact, "spawner": "dead", "now_s": 1000.0}
+    return Evidence(**{**values, **changes})
+
+
+LAUNCHED = record(options=Options(launcher="accelerate"))
+
+
+@pytest.mark.parametrize(
+    ("seen", "status", "cause", "words"),
+    [
+        (evidence("running", "dead"), "killed", "killed", "while it was running"),
+        (evidence("stopping", "dead"), "killed", "killed", "while it was stopping"),
+        (evidence("queued", "dead"), "killed", "killed", "while it waited in the line"),
+        (evidence("running", "other program"), "killed", "number re-used", "another program now"),
+        (evidence("running", "rebooted"), "rebooted", "reboot", "started anew while it was running"),
+        (evidence("running", "elsewhere"), "elsewhere", None, f"started on {HERE.host()}"),
+        (evidence("running", "dead", error=FULL), "failed", "disk full", "the disk is full"),
+        (evidence("running", "dead", free_bytes=100), "failed", "disk full", "not even its last words"),
+        (evidence("failed", "dead", status={"status": "failed", "error": FULL}), "failed", "disk full", FULL),
+        (evidence("failed", "dead", status={"status": "failed", "error": "x"}), "failed", "error", "x"),
+        (evidence("running", "dead", record=record(exit_code=2), error="wrong key"), "failed", "error", "wrong key"),
+        (evidence("running", "dead", record=record(exit_code=1)), "failed", "error", "exit code 1"),
+        (evidence("running", "dead", record=LAUNCHED, error="wrong"), "failed", "error", "wrong"),
+        (evidence("running", "dead", error="an old one"), "killed", "killed", "without last words"),
+        (evidence("running", None, record=None), "killed", "killed", "no process"),
+        (evidence("queued", None, record=record(process=None), now_s=1010.0), "killed", "no start", "never came up"),
+        (evidence("queued", None, record=record(process=None), now_s=900.0), "killed", "no start", "never came up"),
+        (
+            evidence("queued", None, record=record(process=None), now_s=1010.0, free_bytes=0),
+            "failed", "disk full", "when it was started",
+        ),
+        (evidence("finished", "dead"), "finished", None, ""),
+        (evidence("finished", "alive", record=None), "finished", None, ""),
+        (evidence("stopped", "rebooted"), "stopped", None, ""),
+        (evidence("stopped", None), "stopped", None, ""),
+    ],
+)  # fmt: skip
+def test_the_dead(seen, status, cause, words):
+    found = judge(seen)
+    assert (found.status, found.cause, found.is_alive) == (status, cause, False)
+    assert words in found.detail
+
+
+WAITING = record(phase="queued", waiting="for gpu-0")
+COMING = record(process=None)
+
+
+@pytest.mark.parametrize(
+    ("seen", "status", "words"),
+    [
+        (evidence("running", "alive"), "running", ""),
+        (evidence("running", "alive", is_asked_to_stop=True), "stopping", "the step is finished first"),
+        (evidence("running", "suspended"), "running", "kill -CONT"),
+        (evidence("running", "alive", updated_s=1000.0 - 601), "running", "no news for 10 minutes"),
+        (evidence("running", "alive", updated_s=1000.0 - 599), "running", ""),
+        (evidence("queued", "alive"), "starting", "being loaded"),
+        (evidence("queued", "alive", record=WAITING), "queued", "waits for gpu-0"),
+        (evidence("queued", None, record=COMING, spawner="alive", now_s=2000.0), "starting", "coming up"),
+        (evidence("queued", None, record=COMING, now_s=1002.0), "starting", "coming up"),
+        (evidence("finished", "alive"), "finished", "just ending"),
+    ],
+)
+def test_the_living(seen, status, words):
+    found = judge(seen)
+    assert (found.status, found.cause, found.is_alive) == (status, None, True)
+    assert words in found.detail and bool(words) == bool(found.detail)
+
+
+@pytest.mark.parametrize("fact", ["dead", "other program", "rebooted", None])
+@pytest.mark.parametrize("status", ["queued", "running", "stopping", *ENDED])
+@pytest.mark.parametrize("has_record", [True, False])
+def test_no_dead_run_is_told_as_living(fact, status, has_record):
+    found = judge(evidence(status, fact, record=record() if has_record else None, now_s=5000.0))
+    assert not found.is_alive and found.status not in subject.LIVING
+
+
+# -- from a directory --------------------------------------------------------------------------------------------------
+
+
+class Laid(Machine):
+    def __init__(self, **there) -> None:
+        self.there = {int(pid.removeprefix("p")): seen for pid, seen in there.items()}
+
+    def process(self, pid):
+        return self.there.get(pid)
+
+
+def laid_run(tmp_path, **changes) -> Run:
+    run = Run(tmp_path, "a")
+    run.folder.mkdir()
+    run.write(record(**changes))
+    RunStatus(tmp_path / "run.json").update(status="running", pid=7, step=20, max_steps=80, loss=2.5, eta_s=125.0)
+    return run
+
+
+def test_a_report_reads_the_ends_of_histories(tmp_path):
+    run = laid_run(tmp_path, devices=("cpu",))
+    with History(tmp_path / "scu_history.json") as history:
+        history.append_many(
+            {"step": step, "s_ema": 0.1 + step / 1e4, "s_target": 0.1, "lambda": 0.25} for step in range(999)
+        )
+    with History(tmp_path / "memory_history.json") as history:
+        history.append(
+            {"step": 1, "rows_per_chunk": 4, "tokens_per_chunk": 512, "peak_bytes": 2**30, "limit_bytes": 2**32}
+        )
+    found = report(run, Laid(p7=Seen(100.0, "running")))
+    assert found.state == State("running", is_alive=True) and found.pid == 7
+    facts = dict(words.facts(found))
+    assert facts["S"] == "0.1998 of 0.1" and facts["lambda"] == "0.25" and facts["left"] == "2:05"
+    assert facts["chunk"] == "4 rows, 512 tokens" and "peak of a chunk 1.0 GiB of 4.0 GiB" in facts["memory"]
+    assert facts["step"] == "20/80" and facts["process"] == "7, cpu, nice 10"
+    told = found.as_dict()
+    assert told["lambda"] == 0.25 and told["status"] == "running" and told["cause"] is None
+    line = words.line(found)
+    assert line.startswith("a: running  step 20/80  loss 2.500  S 0.1998 of 0.1  lambda 0.25") and " -" not in line
+
+
+def test_one_that_registers_while_it_is_read_is_asked_again(tmp_path, monkeypatch):
+    run = laid_run(tmp_path, process=None)
+    stock, calls = Run.record, []
+
+    def late(self):
+        calls.append(1)
+        if len(calls) == 2:
+            self.write(record())
+        return stock(self)
+
+    monkeypatch.setattr(Run, "record", late)
+    assert report(run, Laid(p7=Seen(100.0, "running"))).state.status == "running"
+
+
+def test_a_torn_file_of_one_run_is_told_and_harms_no_other(tmp_path):
+    run = laid_run(tmp_path)
+    (tmp_path / "run.json").write_text('{"status": "run')
+    found = report(run, Machine())
+    assert found.state.status == "unreadable" and "not valid JSON" in found.state.detail and not found.state.is_alive
+    (tmp_path / "run.json").write_text("[]")
+    assert "does not hold an object" in report(run, Machine()).state.detail
+    write_json(run.folder / "start.json", {"token": "t"})
+    assert "no record of a background run" in report(run, Machine()).state.detail
+
+
+@pytest.mark.parametrize(
+    ("pid", "age_s", "status"),
+    [
+        ("own", 0.0, "running"),
+        ("none", 0.0, "killed"),
+        ("own", 3600.0 * 24 * 365, "rebooted"),
+        ("reused", 0.0, "killed"),
+    ],
+)
+def test_a_run_that_was_started_by_hand(tmp_path, pid, age_s, status):
+    """Its number is known and not when it was born: a process younger than the last news is another one."""
+    now_s = time.time() - age_s
+    if pid == "reused":
+        now_s = max(psutil.Process().create_time() - 60, psutil.boot_time() + 1)
+    number = 99999999 if pid == "none" else os.getpid()
+    RunStatus(tmp_path / "run.json", clock=lambda: now_s).update(status="running", pid=number, step=1)
+    found = report(Run(tmp_path, "a"), Machine())
+    assert found.state.status == status, found.state
+    assert found.state.is_alive == (status == "running")
+
+
+def test_moments_are_read_back(tmp_path):
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    RunStatus(tmp_path / "run.json", clock=now.timestamp).update(status="finished")
+    assert report(Run(tmp_path, "a"), Machine()).progress.updated_s == now.timestamp()
+
+
+# -- ends of files -----------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_are_being_written_are_passed_over(tmp_path):
+    path = tmp_path / "rows.json"
+    assert last_row(path) == {}
+    with History(path) as history:
+        assert last_row(path) == {}
+        history.append({"step": 1})
+        history.append({"step": 2, "text": "x" * 100_000})
+    assert last_row(path)["step"] == 2
+    path.write_bytes(path.read_bytes()[:-50_000])
+    assert last_row(path) == {"step": 1}
+
+
+def test_an_error_of_an_earlier_start_is_none_of_this_one(tmp_path):
+    console = tmp_path / "console.log"
+    console.write_text("---- start 1, now\nerror: wrong key\n")
+    assert last_error(console) == "wrong key"
+    console.write_text(f"{console.read_text()}---- start 2, now\nstep 1\n")
+    assert last_error(console) is None
+    console.write_text(f"{console.read_text()}Traceback (most recent call last):\n  File x\nValueError: no\n")
+    assert last_error(console) == "ValueError: no"
+
+
+def test_last_lines_of_long_and_short_files(tmp_path):
+    path = tmp_path / "log"
+    assert last_lines(path, 5) == []
+    path.write_text("".join(f"line {number} {'é' * 50}\n" for number in range(5000)))
+    found = last_lines(path, 2000)
+    assert len(found) == 2000 and found[0].startswith("line 3000 ") and last_lines(path, 0) == []
+
+
+def test_the_last_warning(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "train.log").write_text(
+        "2026-01-01 WARNING scu_trainer: first\n2026-01-01 INFO x: y\n2026-01-01 ERROR a.b: second one\nplain\n"
+    )
+    assert last_warning(Run(tmp_path)) == "second one"
+
+
+def test_only_a_whole_checkpoint_is_named(tmp_path):
+    def checkpoint(number, listed_bytes):
+        folder = tmp_path / f"checkpoint-{number}"
+        folder.mkdir()
+        (folder / "weights").write_bytes(b"1234")
+        write_json(folder / "trainer_state.json", {"global_step": number})
+        write_json(folder / "manifest.json", {"files": {"weights": {"bytes": listed_bytes}}})
+
+    assert newest_checkpoint(tmp_path) is None
+    for number, listed_bytes in ((9, 4), (10, 4), (20, 5)):
+        checkpoint(number, listed_bytes)
+    (tmp_path / "checkpoint-30").mkdir()
+    assert newest_checkpoint(tmp_path) == "checkpoint-10"
+    assert newest_checkpoint(tmp_path, step=9) == "checkpoint-9"
+    (tmp_path / "checkpoint-20" / "manifest.json").unlink()
+    assert newest_checkpoint(tmp_path) == "checkpoint-20"  # as the stock Trainer leaves it
