@@ -1,8 +1,10 @@
-"""Writes the tables of docs/paths.md (from benchmarks/results/variants.json: what a path costs, which loops act in it)
-and of docs/families.md (from recipes.json and families.json there: what the recipes reach, and how fast).
+"""Writes the tables of docs/paths.md (from benchmarks/results/variants.json: what a path costs, which loops act in it),
+of docs/families.md (from recipes.json and families.json there: what the recipes reach, and how fast) and of docs/plan.md
+(from memory_estimate.json: predicted against measured memory).
 
     make test-smoke ARGS="--json benchmarks/results/variants.json"
     python benchmarks/recipes.py && python benchmarks/families.py
+    python benchmarks/memory_estimate.py
     python docs/write_tables.py
 
 A table stands between two comments that name it; everything else in the page is left alone.
@@ -13,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from scu_trainer.cli.variants import rows_of
 from scu_trainer.runs.variant_table import BY_NAME, LOOPS
@@ -21,7 +23,7 @@ from scu_trainer.runs.variants import Outcome
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "paths.md", ROOT / "benchmarks" / "results" / "variants.json"
-FAMILIES_PAGE = ROOT / "docs" / "families.md"
+FAMILIES_PAGE, PLAN_PAGE = ROOT / "docs" / "families.md", ROOT / "docs" / "plan.md"
 CELLS = {"acts": "acts", "refused": "refused", "idle": "idle", "off": "off"}
 
 
@@ -89,6 +91,28 @@ def _speed(results: list[dict[str, Any]]) -> str:
     )
 
 
+def estimate_tables(record: dict[str, Any]) -> dict[str, str]:
+    """The same for docs/plan.md. ``record``: of benchmarks/memory_estimate.py."""
+    heads = ("training", "measured MiB", "noise", "alive MiB", "predicted MiB", "error")
+    found = [result for result in record["results"] if result["device"] == "cpu"]
+    rows = [
+        (
+            result["name"],
+            _mib(result["measured_bytes"]),
+            f"{result['noise']:.1%}",
+            _mib(result["exact_bytes"]),
+            _mib(result["predicted_bytes"]),
+            f"{result['error']:+.1%}",
+        )
+        for result in sorted(found, key=lambda result: -abs(result["error"]))
+    ]
+    return {"estimate": markdown(heads, rows)}
+
+
+def _mib(size_bytes: Optional[int]) -> str:
+    return "-" if size_bytes is None else f"{size_bytes / 2**20:,.0f}"
+
+
 def markdown(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [heads, tuple("---" for _ in heads), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -107,4 +131,6 @@ if __name__ == "__main__":
     PAGE.write_text(written(PAGE.read_text(), tables(json.loads(RESULTS.read_text()))))
     found = [json.loads((RESULTS.parent / f"{name}.json").read_text()) for name in ("recipes", "families")]
     FAMILIES_PAGE.write_text(written(FAMILIES_PAGE.read_text(), family_tables(*found)))
-    print(f"written: {PAGE.relative_to(ROOT)}, {FAMILIES_PAGE.relative_to(ROOT)}")
+    estimates = json.loads((RESULTS.parent / "memory_estimate.json").read_text())
+    PLAN_PAGE.write_text(written(PLAN_PAGE.read_text(), estimate_tables(estimates)))
+    print("written: " + ", ".join(str(page.relative_to(ROOT)) for page in (PAGE, FAMILIES_PAGE, PLAN_PAGE)))

@@ -59,3 +59,19 @@ def test_the_page_of_families_holds_the_results(tables):
     page = tables.FAMILIES_PAGE.read_text()
     assert page.count("<!-- table ") == 2
     assert tables.written(page, tables.family_tables(*found)) == page, "run: python docs/write_tables.py"
+
+
+def test_the_page_of_plans_holds_the_results(tables):
+    record = json.loads((tables.RESULTS.parent / "memory_estimate.json").read_text())
+    page = tables.PLAN_PAGE.read_text()
+    assert page.count("<!-- table ") == 1
+    assert tables.written(page, tables.estimate_tables(record)) == page, "run: python docs/write_tables.py"
+
+
+def test_predictions_of_memory_kept_their_targets(tables):
+    record = json.loads((tables.RESULTS.parent / "memory_estimate.json").read_text())
+    assert record["compared"] >= 12
+    assert record["median_error"] <= 0.10
+    assert record["worst_error"] <= 0.25
+    assert record["fits_said_of_runs_that_died"] == 0
+    assert record["limits"]

@@ -1,5 +1,5 @@
 """``scu-trainer hardware``. ``profile``: what is here; ``check``: is it enough; ``monitor``: its memory, live;
-``optimize``: room that our own leftovers take."""
+``optimize``: room that our own leftovers take; ``recommend``, also ``plan``: ``scu-trainer plan`` by other names."""
 
 from __future__ import annotations
 
@@ -18,16 +18,23 @@ from scu_trainer.errors import RequirementError, SettingsError
 from scu_trainer.hardware.monitor import Reading, device_name, find_target, readings
 from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version
 
+PLANS = ("recommend", "plan")
+
 CUDA_BUILD = "pip install a CUDA build of torch"
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in PLANS:
+        from scu_trainer.cli.plan import main as plan
+
+        return plan(words[1:])
+    return guarded(_main, words)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="scu-trainer hardware")
-    which = "profile|check|monitor|optimize"
+    which = "profile|check|recommend|monitor|optimize"
     actions = parser.add_subparsers(dest="action", required=True, metavar=which, parser_class=Parser)
     profile = actions.add_parser("profile", help="GPUs and who uses them, CPU, memory, disks, versions")
     profile.add_argument("--json", action="store_true", help="as one JSON object")
@@ -37,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--gpu", action="store_true", help="only: is there a GPU that torch can use; exit code 2 if not")
     check.add_argument("--config", help="YAML or JSON file of a job, and any flag of scu-trainer train")
+    actions.add_parser(PLANS[0], help="the same as scu-trainer plan: settings with which a job fits a machine")
     monitor = actions.add_parser("monitor", help="memory of the machine and its GPUs, live, and of one run")
     monitor.add_argument("run", nargs="?", metavar="RUN_OR_PID", help="directory of a run, or number of a process")
     monitor.add_argument("--duration", type=float, help="seconds; default: until Ctrl-C or the end of the run")

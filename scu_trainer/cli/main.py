@@ -19,7 +19,10 @@ COMMANDS = {
     "train": "train a model, with the regularization loop on",
     "launch": "train under accelerate, deepspeed or torchrun, as fits this machine",
     "variants": "memory-efficient paths, each run for a few steps: what it costs; --limit finds one that fits",
-    "hardware": "what this machine has: profile, check, monitor",
+    "hardware": "what this machine has: profile, check, monitor, optimize",
+    "plan": "what a job takes of a machine's memory, before it runs, and the fastest settings that fit",
+    "modes": "how long a job takes in its sizes tiny, standard and extended, from a few measured steps of each",
+    "runs": "train in the background: start, list, status, monitor, logs, stop, resume; alone: a menu",
     "eval": "held-out bits per token of a run, an adapter or a base model, with a confidence interval",
 }
 

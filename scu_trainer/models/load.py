@@ -34,6 +34,7 @@ from scu_trainer.settings import MemorySettings, ModelSettings
 
 if TYPE_CHECKING:
     import torch
+    from peft import LoraConfig
     from torch import nn
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -270,10 +271,19 @@ def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters
             with as_model_error(str(adapter), "adapter"):
                 return adapt_as_saved(model, adapter)
         return with_adapter(model, adapter, is_trainable=True, allow_pickle=settings.allow_pickle)
+    config = lora_config(model, settings, adapters)
+    with warnings.catch_warnings():
+        # peft finds out layer by layer which way round a weight lies, and warns each time that it did.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
+        return adapt(model, config)
+
+
+def lora_config(model: nn.Module, settings: ModelSettings, adapters: AdapterPlan = CAUSAL) -> LoraConfig:
+    """New adapters for ``model``. Raises ModelError for targets that it does not have."""
     from peft import LoraConfig
 
     targets = checked_targets(model, settings.lora_target_modules) or adapters.targets or adapter_targets(model)
-    config = LoraConfig(
+    return LoraConfig(
         task_type=adapters.task_type,
         modules_to_save=adapters.modules_to_save,
         r=settings.lora_r,
@@ -281,10 +291,6 @@ def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters
         lora_dropout=settings.lora_dropout,
         target_modules=targets,
     )
-    with warnings.catch_warnings():
-        # peft finds out layer by layer which way round a weight lies, and warns each time that it did.
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
-        return adapt(model, config)
 
 
 def load_for_evaluation(path_or_id: str, settings: ModelSettings) -> PreTrainedModel:

@@ -178,6 +178,9 @@ class MemoryCallback(_HistoryCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         _scale_rates(kwargs["optimizer"], kwargs["lr_scheduler"], self.chunked.trainer.rate_factor)
 
+    def on_step_end(self, args, state, control, **kwargs):
+        self.chunked.loop.stepped()
+
 
 class CurriculumCallback(_HistoryCallback):
     """Tells the curriculum of steps and epochs; writes ``curriculum.json``."""

@@ -19,6 +19,7 @@ from typing import Optional, Union
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import cross_entropy
 
 from scu_trainer.train.rows import NOT_LEARNED
@@ -121,6 +122,9 @@ class _Work:
 
 def _order(targets: Tensor, token_weights: Optional[Tensor], vocab: int, ignore_index: int) -> tuple[Tensor, int]:
     """``order`` and ``learned`` of _Work, at the price of one wait for the device."""
+    if isinstance(targets, FakeTensor):  # shapes alone (train/footprint): after two chunks all have been seen
+        few = min(len(targets), 2 * rows_in_chunk(vocab))
+        return torch.arange(few), few
     valid = targets != ignore_index
     learned = valid if token_weights is None else valid & (token_weights != 0)
     outside = valid & ((targets < 0) | (targets >= vocab))

@@ -102,7 +102,7 @@ class MemoryLoop:
         self._window, self.step, self._attempts = window, step, 0
         self._retried.clear()
         if self.gauge is not None:
-            reading = self._look()
+            reading = self.gauge.read()  # its peak may be that of an evaluation between two steps
             # Where memory is short, what is live must be told from what was freed and not given back.
             exact = self._is_learning or self.state.pressure != "low" or self.state.cap_tokens is not None
             self.gauge.reset(exact=exact)
@@ -188,6 +188,11 @@ class MemoryLoop:
             self._note(decision.reason or "another rank has less memory", reading, decision.pressure)
         self.gauge.reset()
         self._peak_fraction = 0.0
+
+    def stepped(self) -> None:
+        """After the optimizer's step, which can be the highest moment of all."""
+        if self.gauge is not None:
+            self._look()
 
     # -- what step.run asks --------------------------------------------------------------------------------------------
 

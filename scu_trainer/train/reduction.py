@@ -24,8 +24,10 @@ from scu_trainer.train.rows import (
     NOT_LEARNED,
     Batch,
     Row,
+    follows_time,
     has_time,
     pick,
+    read_layout,
     signature,
     take,
 )
@@ -93,7 +95,9 @@ def probe(
     modules that mix rows in training mode only do not count. ``low_precision``: autocast will be on.
     ``shifts``: the stock loop takes the loss for one over shifted labels, which decides where rounding leaves a doubt.
 
-    Only rows of the batches are used, cut and padded as training would. None: these rows do not tell; ask with others.
+    Only rows of the batches are used, cut and padded as training would; of long ones their beginnings, if the model
+    takes these: whole, with all logits, they could need more memory than training does. None: these rows do not tell;
+    ask with others.
     """
     rows = _two_rows(batches)
     if rows is None:
@@ -104,8 +108,20 @@ def probe(
     )
     found = mixing_modules(model) if training else None
     with untouched(model), torch.no_grad():
-        answer = _ask(question)
+        answer = _ask_of_beginnings(question) or _ask(question)
     return replace(answer, mixes=f"{found} put the whole batch together") if found and answer else answer
+
+
+def _ask_of_beginnings(question: _Question) -> Optional[Reduction]:
+    """None where rows are short already, or where their beginnings do not tell."""
+    short = _beginnings(question.batches, question.rows, question.pad_token_id)
+    if short is None:
+        return None
+    try:
+        return replace(question, batches=[short], rows=[(0, 0), (0, 1)]).answer(trim=True)
+    except Exception as error:  # a model that takes whole rows only; they are asked next
+        forget_traceback(error)
+        return None
 
 
 def _ask(question: _Question) -> Optional[Reduction]:
@@ -261,6 +277,39 @@ def _two_rows(batches: Sequence[Batch]) -> Optional[list[Row]]:
     others = [row for row in candidates if row != first and signature(batches[row[0]]) == kind]
     longer = [row for row in others if length(row) > length(first)]
     return [first, min(longer or others, key=length)] if others else None
+
+
+BEGINNING_TOKENS = 64
+"""Tokens that rows are cut to, at the right, before the model is asked about them."""
+
+
+def _beginnings(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int) -> Optional[Batch]:
+    """The first columns of two rows as a batch of their own, the shorter row before the longer and shorter here too;
+    as many columns as it takes for both to learn something. None if that would not be less."""
+    owner = batches[rows[0][0]]
+    if not owner.trimmable or owner.decoder_width or not has_time("labels", owner.inputs.get("labels")):
+        return None
+    both = take(batches, sorted(rows), pad_token_id)
+    shorter = sorted(rows).index(rows[0])
+    lengths = [batches[number].length(row) for number, row in rows]
+    learned = both["labels"].ne(NOT_LEARNED).cumsum(1)
+    start = (
+        int((learned < ENOUGH_LABELS + 1).sum(1).max()) + 1
+    )  # a label more than enough: the first may be shifted out
+    width = max(start, BEGINNING_TOKENS)
+    if width >= lengths[0] or width >= both["labels"].size(1):
+        return None
+    cut = {
+        name: value[:, :width].clone() if follows_time(name, value, owner) else value for name, value in both.items()
+    }
+    if lengths[0] < lengths[1]:
+        cut["attention_mask"][shorter, start:] = 0
+        cut["labels"][shorter, start:] = NOT_LEARNED
+    ordered = {
+        name: value[[shorter, 1 - shorter]] if torch.is_tensor(value) and value.dim() and len(value) == 2 else value
+        for name, value in cut.items()
+    }
+    return read_layout(type(both)(ordered), owner.main_input_name)
 
 
 ENOUGH_LABELS = 3

@@ -25,8 +25,9 @@ from scu_trainer.train.checkpoint_writer import written_or_refused
 from scu_trainer.train.claim import Claim, from_first_rank
 from scu_trainer.train.console import ConsoleCallback
 from scu_trainer.train.continuity import check_continuity
-from scu_trainer.train.costs import StepTimes, cost_figures
+from scu_trainer.train.costs import StepTimes, above_baseline, cost_figures, step_peaks
 from scu_trainer.train.evaluate import DocumentScores
+from scu_trainer.train.footprint.record import Prediction, prediction
 from scu_trainer.train.job import Job, is_leader
 from scu_trainer.train.logs import RunLog, run_log
 from scu_trainer.train.parts import Parts
@@ -111,9 +112,12 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         job.training.output_dir = str(start.output_dir)
         request = StopRequest(job.safety.grace_period_s, is_launched())
         with _run_directory(job, description, log) as status, request.listening():
+            foreseen = prediction(job, parts)
+            if job.efficiency.predict_memory:
+                console.print(foreseen.line, soft_wrap=True)
             trainer = build_trainer(job, parts, status, console)
             trainer.checkpoints.facts = description
-            return _train(job, parts, start, trainer, request, status, console)
+            return _train(job, parts, start, trainer, request, status, console, foreseen)
 
 
 def _look_at_checkpoint(job: Job, start: Start, description: dict[str, Any], console: Console) -> None:
@@ -220,10 +224,12 @@ def _train(
     request: StopRequest,
     status: Optional[RunStatus],
     console: Console,
+    foreseen: Prediction,
 ) -> dict[str, Any]:
-    output_dir, times = Path(job.training.output_dir), StepTimes()
+    output_dir, times, peaks = Path(job.training.output_dir), StepTimes(), step_peaks(trainer)
     stop = _stoppable(trainer, request, status)
-    trainer.add_callback(times)
+    for watcher in (times, peaks):
+        trainer.add_callback(watcher)
     before = Beforehand(trainer, lambda: _before(job, trainer, parts, console))
     if before.is_late and start.checkpoint is not None:
         console.print("the figures before training will be those of the checkpoint", soft_wrap=True)
@@ -243,8 +249,9 @@ def _train(
         "has_base": job.task.task == TEXT,  # other models get a new head, or start from nothing
         **held_out_figures(before.value, after),
         "best_held_out": best_held_out(trainer.state.log_history),
-        "costs": cost_figures(job.training.device, times, parts.before_model_bytes, trainer),
+        "costs": cost_figures(job.training.device, times, parts.before_model_bytes, peaks),
     }
+    figures["memory_estimate"] = foreseen.as_dict(above_baseline(figures["costs"]))
     if is_leader():
         _write_results(trainer, output_dir, figures, outcome.metrics["train_runtime"])
         if status is not None:

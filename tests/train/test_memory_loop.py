@@ -137,6 +137,33 @@ def test_without_pressure_nothing_is_written_and_nothing_moves(tmp_path, caplog,
     assert max(sizes) <= 64
 
 
+@pytest.mark.parametrize("settings", [MemorySettings(), MemorySettings(token_cap=64)])
+def test_what_an_evaluation_takes_is_no_peak_of_a_step(tmp_path, settings):
+    device = Device(4)
+
+    class Evaluation(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            device.chunk_bytes = 890  # 99 % of the device, between two steps
+
+    trainer, _, sizes = train_on(
+        device, tmp_path, settings=settings, prepare=lambda trainer: trainer.add_callback(Evaluation()), max_steps=8
+    )
+    assert read_rows(tmp_path / "memory_history.json") == []
+    assert set(sizes) == {64}
+    assert trainer.chunked.loop.books.peak_bytes == Device.MODEL_BYTES + 64 * 4
+
+
+def test_the_optimizers_step_is_part_of_a_step(tmp_path):
+    device = Device(4)
+
+    class Optimizer(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            device.chunk_bytes = 600
+
+    trainer, _, _ = train_on(device, tmp_path, prepare=lambda trainer: trainer.add_callback(Optimizer()), max_steps=4)
+    assert trainer.chunked.loop.books.peak_bytes == Device.MODEL_BYTES + 600
+
+
 def test_an_out_of_memory_is_one_row_of_the_history(tmp_path):
     """600 bytes at once: a whole batch no longer fits, before any decision could be taken."""
 

@@ -10,6 +10,7 @@ from typing import Optional
 
 from torch import nn
 
+from scu_trainer.hardware import optimizer_bytes
 from scu_trainer.run_files import free_bytes, readable
 from scu_trainer.train.deepspeed_rules import uses_deepspeed
 from scu_trainer.train.job import Job, free_memory
@@ -37,24 +38,6 @@ DISK_FILLS = Check(
     "set save_total_limit, such as 3, or raise save_steps",
 )
 
-STATE_BYTES: tuple[tuple[str, float, float], ...] = (
-    ("lion_8bit", 0.0, 1.0),
-    ("rmsprop_bnb_8bit", 0.0, 1.0),
-    ("8bit", 0.0, 2.0),
-    ("4bit", 0.0, 1.0),
-    ("anyprecision", 1.0, 0.0),
-    ("adafactor", 0.0, 0.0),
-    ("sgd", 0.0, 0.0),
-    ("lion", 1.0, 0.0),
-    ("adagrad", 1.0, 0.0),
-    ("rmsprop", 1.0, 0.0),
-    ("ademamix", 3.0, 0.0),
-    ("adamw", 2.0, 0.0),
-)
-"""What a name of an optimizer contains -> copies of the trained weights that its state takes, and bytes per trained
-weight beside them. The first that fits counts; what is in none of the rows counts as nothing."""
-
-NOT_IN_ONE_PLACE = ("paged", "galore", "apollo", "lomo")
 NEARLY = 0.9
 
 
@@ -65,12 +48,8 @@ def before_training(job: Job, model: nn.Module, output_dir: Path, steps: Optiona
 
 def state_bytes(job: Job, model: nn.Module) -> int:
     """Of the optimizer's state, at least; 0 where it is not known or can move to another place."""
-    name = optimizer_name(job)
-    if any(part in name for part in NOT_IN_ONE_PLACE):
-        return 0
-    copies, per_weight = next(((c, b) for part, c, b in STATE_BYTES if part in name), (0.0, 0.0))
     weights = sum(weight_count(p) for p in model.parameters() if p.requires_grad)
-    return int(copies * trained_bytes(model) + per_weight * weights)
+    return optimizer_bytes.state_bytes(optimizer_name(job), trained_bytes(model), weights)
 
 
 def _memory(job: Job, model: nn.Module) -> Iterator[Finding]:

@@ -1,0 +1,49 @@
+"""What an optimizer keeps for the weights that it trains, and what it needs for a moment while it steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Needs:
+    """``copies``: of the trained weights in their own type; ``bytes_per_weight``: beside them. ``step_copies``: of the
+    largest trained weight, while its step is computed."""
+
+    copies: float = 0.0
+    bytes_per_weight: float = 0.0
+    step_copies: float = 0.0
+
+
+STATES: tuple[tuple[str, Needs], ...] = (
+    ("lion_8bit", Needs(bytes_per_weight=1)),
+    ("rmsprop_bnb_8bit", Needs(bytes_per_weight=1)),
+    ("8bit", Needs(bytes_per_weight=2)),
+    ("4bit", Needs(bytes_per_weight=1)),
+    ("anyprecision", Needs(copies=1)),
+    ("adafactor", Needs(step_copies=3)),
+    ("sgd", Needs()),
+    ("lion", Needs(copies=1)),
+    ("adagrad", Needs(copies=1, step_copies=1)),
+    ("rmsprop", Needs(copies=1, step_copies=1)),
+    ("ademamix", Needs(copies=3)),
+    ("adamw_torch_fused", Needs(copies=2)),
+    ("adamw", Needs(copies=2, step_copies=2)),
+)
+"""What a name of an optimizer contains -> what it needs. The first that fits counts; what is in none of the rows counts
+as nothing."""
+
+NOT_IN_ONE_PLACE = ("paged", "galore", "apollo", "lomo")
+
+
+def needs_of(optim: str) -> Needs:
+    """Of the optimizer with that name in ``optim``: a lower bound, nothing where its state can move or is not known."""
+    if any(part in optim for part in NOT_IN_ONE_PLACE):
+        return Needs()
+    return next((needs for part, needs in STATES if part in optim), Needs())
+
+
+def state_bytes(optim: str, trained_bytes: int, trained_weights: int) -> int:
+    """Bytes of its state, for ``trained_weights`` numbers that take ``trained_bytes``."""
+    needs = needs_of(optim)
+    return int(needs.copies * trained_bytes + needs.bytes_per_weight * trained_weights)

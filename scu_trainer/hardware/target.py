@@ -1,0 +1,76 @@
+"""The machine that a plan is for: this one, or one by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Optional
+
+from scu_trainer.errors import SettingsError
+from scu_trainer.hardware.precision import DeviceFacts, choose_precision, device_facts
+from scu_trainer.hardware.presets import Preset, find
+from scu_trainer.hardware.probe import accelerators, probe
+from scu_trainer.settings.memory import size_in_gib
+
+USABLE_SHARE = 0.95
+"""Of a card's memory as sold: the driver and the screen take the rest."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """``limit_bytes``: of the device that trains, free for one process. ``ram_bytes``: main memory that is free."""
+
+    name: str
+    facts: DeviceFacts
+    limit_bytes: int
+    ram_bytes: int
+    is_here: bool
+
+    @property
+    def device(self) -> str:
+        return self.facts.kind
+
+    @property
+    def half(self) -> Optional[str]:
+        """The half precision that it computes in, None if it has none that pays."""
+        name = choose_precision("auto", False, False, None, self.facts).name
+        return None if name == "no" else name
+
+    def limited(self, limit_bytes: Optional[int]) -> Target:
+        return self if limit_bytes is None else replace(self, limit_bytes=limit_bytes)
+
+
+def here(use_cpu: bool) -> Target:
+    """This machine as it is now: the first GPU's free memory, or the main memory that is available."""
+    facts, machine = device_facts(use_cpu), probe()
+    available = int(machine.ram_available_bytes)
+    if facts.kind != "cuda":
+        return Target(
+            "this machine's CPU" if facts.kind == "cpu" else "this machine", facts, available, available, True
+        )
+    gpu = accelerators()[0]
+    return Target(f"this machine's {gpu.name}", facts, gpu.free_bytes, available, True)
+
+
+def named(gpu: Optional[str], ram: Optional[str]) -> Target:
+    """A machine by the name of its card ("RTX 3050 4GB", "cpu-only") and its main memory ("16GB"). Raises
+    SettingsError."""
+    preset = find(gpu or "cpu-only")
+    ram_bytes = preset.ram_bytes if ram is None else size_of(ram, "ram")
+    limit_bytes = ram_bytes if preset.device == "cpu" else int(preset.memory_bytes * USABLE_SHARE)
+    return Target(preset.name, _facts(preset), limit_bytes, ram_bytes, False)
+
+
+def size_of(text: str, name: str) -> int:
+    """Bytes of "16GB" or "900MiB"; a bare number counts GiB. Raises SettingsError."""
+    number = float(text) if text.replace(".", "", 1).isdigit() else text
+    size = size_in_gib(name, number)
+    if size is None:
+        raise SettingsError(f"{name} is empty; give a size such as 16GB")
+    return round(size * 2**30)
+
+
+def _facts(preset: Preset) -> DeviceFacts:
+    if preset.device == "cpu":
+        return DeviceFacts("cpu", preset.bf16, None, preset.name)
+    major, minor = (int(part) for part in str(preset.compute_capability).split("."))
+    return DeviceFacts("cuda", preset.bf16, (major, minor), preset.name)

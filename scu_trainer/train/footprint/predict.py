@@ -1,0 +1,133 @@
+"""What a job that is loaded will hold at the highest moment of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from scu_trainer.data.numbered import SAMPLE_INDEX
+from scu_trainer.hardware.estimate import Footprint, Held, Trained, footprint
+from scu_trainer.hardware.heap import UntouchedHeap
+from scu_trainer.train.footprint.shapes import Rows, Step, planned_step
+from scu_trainer.train.footprint.skeleton import copy_of
+from scu_trainer.train.footprint.step import LossKind, Subject, trace
+from scu_trainer.train.job import Job
+from scu_trainer.train.loss_path import LARGE_VOCABULARY
+from scu_trainer.train.model_loss import has_causal_loss, head_of, obstacle_to_headless
+from scu_trainer.train.parts import Parts
+from scu_trainer.train.rows import PADDING, has_time
+
+
+def predict(job: Job, parts: Parts) -> tuple[Footprint, Step]:
+    """Of a job that is loaded, and the chunk that it is about. Nothing of ``parts`` is changed. Raises what a model
+    raises that makes tensors whose shape depends on content."""
+    step = step_of(job, Rows.of(parts.data.train), job.training.device.type)
+    return footprint_of(subject_of(job, parts), step, held_by(job), job.training.device.type), step
+
+
+def footprint_of(subject: Subject, step: Step, held: Held, device: str) -> Footprint:
+    trained = trained_of(subject.trained)
+    looks_at_heap = device == "cpu" and UntouchedHeap.is_known()
+    kept = _blocks(held.bytes_of(trained), subject.trained, trained) if looks_at_heap else None
+    traced = trace(subject, step.rows, step.length, after_others=step.chunks > 1, kept=kept)
+    return footprint(traced.parts, trained, held, device, traced.heap_bytes)
+
+
+def _blocks(kept: Mapping[str, int], weights: Sequence[nn.Parameter], trained: Trained) -> list[int]:
+    """What is kept for all weights, as blocks for each: two moments of one weight are two blocks."""
+    share = {part: size_bytes / max(1, trained.size_bytes) for part, size_bytes in kept.items()}
+    blocks = []
+    for weight in weights:
+        for copies in share.values():
+            while copies > 0:
+                blocks.append(int(weight.nbytes * min(1.0, copies)))
+                copies -= 1.0
+    return blocks
+
+
+def step_of(job: Job, rows: Rows, device: str) -> Step:
+    """``device``: kind of the device that trains."""
+    return planned_step(
+        rows,
+        job.memory,
+        job.acting_curriculum,
+        batch_rows=job.training.per_device_train_batch_size,
+        accumulation=job.training.gradient_accumulation_steps,
+        device=device,
+    )
+
+
+def held_by(job: Job) -> Held:
+    prior = job.regularization
+    return Held(
+        optim=str(getattr(job.training.optim, "value", job.training.optim)),
+        holds_start=prior is not None and prior.prior == "init",
+        holds_averages=job.efficiency.ema_decay is not None,
+    )
+
+
+def trained_of(weights: Iterable[nn.Parameter]) -> Trained:
+    sizes = [(weight.nbytes, weight.numel()) for weight in weights]
+    return Trained(sum(b for b, _ in sizes), sum(n for _, n in sizes), max((b for b, _ in sizes), default=0))
+
+
+# -- what is traced ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What ``model_loss`` asks a Trainer, before there is one."""
+
+    model: nn.Module
+    args: Any
+    is_fsdp_enabled: bool
+    label_smoother: Optional[float]
+    compute_loss_func: None = None
+
+
+def loss_kind(job: Job, model: nn.Module) -> LossKind:
+    """How the loss of ``model`` will be taken: what ``LossPath`` finds out at the first batch."""
+    training = job.training
+    planned = _Planned(model, training, bool(training.fsdp), training.label_smoothing_factor or None)
+    wanted = job.memory.resolved_chunked_loss
+    if wanted != "never" and not obstacle_to_headless(planned):
+        if wanted == "always" or head_of(model).out_features >= LARGE_VOCABULARY:
+            return "headless"
+    return "opened" if job.acting_curriculum is not None and has_causal_loss(planned) else "returned"
+
+
+def autocast_of(job: Job) -> Optional[torch.dtype]:
+    training = job.training
+    return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
+
+
+def subject_of(job: Job, parts: Parts) -> Subject:
+    """The loaded model without content, and batches of its longest row."""
+    sample, mode = _longest(parts), FakeTensorMode(allow_non_fake_inputs=True)
+
+    def batch(rows: int, length: int) -> Mapping[str, Any]:
+        return {name: _stretched(name, value, rows, length) for name, value in sample.items()}
+
+    return Subject(copy_of(parts.model, mode), mode, batch, loss_kind(job, parts.model), autocast_of(job))
+
+
+def _longest(parts: Parts) -> dict[str, Any]:
+    """A batch of the longest row, as the collator makes it."""
+    data = parts.data.train
+    lengths = data["length"] if "length" in (getattr(data, "column_names", None) or ()) else [1]
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    batch = parts.collator([data[longest]])
+    return {name: value for name, value in batch.items() if name != SAMPLE_INDEX}
+
+
+def _stretched(name: str, value: Any, rows: int, length: int) -> Any:
+    if not torch.is_tensor(value) or value.dim() == 0:
+        return value
+    if name in PADDING and has_time(name, value):
+        value = value[:, :length]
+    return value.repeat(rows, *[1] * (value.dim() - 1))
