@@ -23,7 +23,7 @@ export TOKENIZERS_PARALLELISM = false
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help deps verify-install check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map train-resnet train-efficientnet train-gru train-sensors test test-cpu test-smoke lint
+.PHONY: help deps verify-install plan background check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map train-resnet train-efficientnet train-gru train-sensors test test-cpu test-smoke lint
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,12 @@ deps: $(STAMP) ## install everything into .venv, once (about 2 minutes)
 
 verify-install: $(STAMP) ## check Python, packages, memory and disk, and say what to do about each gap
 	$(BIN)/scu-trainer train --check_requirements $(ARGS)
+
+plan: $(STAMP) ## predicted peak memory of recipes/scu_lora.yaml, and settings that fit; ARGS='--gpu "RTX 3050 4GB"'
+	@$(BIN)/scu-trainer plan --config recipes/scu_lora.yaml $(ARGS)
+
+background: $(STAMP) ## background runs: a menu; ARGS="start --config recipes/resnet.yaml", "list", "status", ...
+	@$(BIN)/scu-trainer runs $(ARGS)
 
 check-gpu: $(STAMP) ## say which GPUs torch can use, what they can do, or why there is none
 	@$(BIN)/scu-trainer hardware check --gpu $(ARGS)

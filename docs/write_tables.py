@@ -1,6 +1,8 @@
-"""Writes the tables of docs/paths.md (from benchmarks/results/variants.json: what a path costs, which loops act in it),
-of docs/families.md (from recipes.json and families.json there: what the recipes reach, and how fast) and of docs/plan.md
-(from memory_estimate.json: predicted against measured memory).
+"""Writes the tables of three pages from benchmarks/results/:
+
+    docs/paths.md      variants.json: what a path costs, which loops act in it
+    docs/families.md   recipes.json and families.json: what the recipes reach, and how fast
+    docs/plan.md       memory_estimate.json: predicted against measured memory
 
     make test-smoke ARGS="--json benchmarks/results/variants.json"
     python benchmarks/recipes.py && python benchmarks/families.py

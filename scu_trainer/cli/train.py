@@ -11,6 +11,7 @@ from scu_trainer.cli import configuration
 from scu_trainer.cli.hardware_check import check_recipe
 from scu_trainer.cli.main import guarded
 from scu_trainer.errors import Stopped
+from scu_trainer.train.launched import end_with_launcher
 
 MODES = {
     "--print_config": "show the resolved configuration as YAML and stop",
@@ -22,6 +23,7 @@ MODES = {
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
+    end_with_launcher()  # before anything that takes long: a launcher may die while its ranks wait for each other
     return guarded(_main, list(sys.argv[1:] if argv is None else argv))
 
 

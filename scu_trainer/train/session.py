@@ -29,13 +29,14 @@ from scu_trainer.train.costs import StepTimes, above_baseline, cost_figures, ste
 from scu_trainer.train.evaluate import DocumentScores
 from scu_trainer.train.footprint.record import Prediction, prediction
 from scu_trainer.train.job import Job, is_leader
+from scu_trainer.train.launched import end_with_launcher, is_launched
 from scu_trainer.train.logs import RunLog, run_log
 from scu_trainer.train.parts import Parts
 from scu_trainer.train.preflight import Finding, before_loading, before_training, report
 from scu_trainer.train.resume import ASKED_FOR, START_NUMBER, Start, next_start_number
 from scu_trainer.train.run_directory import RunStatusCallback, git_commit, versions
 from scu_trainer.train.sharded import Beforehand, is_sharded, training_precision
-from scu_trainer.train.stopping import StopCallback, StopRequest, end_with_launcher, is_launched
+from scu_trainer.train.stopping import StopCallback, StopRequest
 from scu_trainer.train.summary import (
     best_held_out,
     held_out_figures,

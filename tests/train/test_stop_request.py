@@ -187,12 +187,3 @@ def test_after_training_signals_end_the_process_and_no_deadline_does(said):
     assert not request.is_training and request._deadline is None
     with pytest.raises(KeyboardInterrupt):
         request.receive(signal.SIGTERM)
-
-
-@pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"])
-def test_what_launchers_leave_in_the_environment(monkeypatch, name):
-    for other in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
-        monkeypatch.delenv(other, raising=False)
-    assert not subject.is_launched()
-    monkeypatch.setenv(name, "0")
-    assert subject.is_launched()

@@ -1,0 +1,61 @@
+"""Whether there is a launcher, and that a rank ends with it from its first moment on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from scu_trainer.train import launched
+
+LAUNCHER = """
+import os, subprocess, sys, time
+rank = subprocess.Popen(sys.argv[1:], env={**os.environ, "LOCAL_RANK": "0"})
+print(rank.pid, flush=True)
+time.sleep(600)
+"""
+PATIENCE_S = 60.0
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"])
+def test_what_launchers_leave_in_the_environment(monkeypatch, name):
+    for other in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(other, raising=False)
+    assert not launched.is_launched()
+    monkeypatch.setenv(name, "0")
+    assert launched.is_launched()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+def test_a_rank_that_is_still_starting_does_not_outlive_its_launcher(tmp_path):
+    """Killed like this, launchers left ranks that waited half an hour for each other."""
+    endless = tmp_path / "config.yaml"
+    os.mkfifo(endless)  # whoever reads it waits
+    start = f"from scu_trainer.cli.train import main; main(['--config', {str(endless)!r}])"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, sys.executable, "-c", start], stdout=subprocess.PIPE, text=True
+    )
+    rank = psutil.Process(int(launcher.stdout.readline()))
+    try:
+        wait_for(lambda: "libtorch" in Path(f"/proc/{rank.pid}/maps").read_text())
+        launcher.kill()
+        launcher.wait()
+        wait_for(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 3.0)
+    finally:
+        launcher.kill()
+        launcher.stdout.close()
+        if rank.is_running():
+            os.kill(rank.pid, signal.SIGKILL)
+
+
+def wait_for(is_so, patience_s: float = PATIENCE_S) -> None:
+    end_s = time.monotonic() + patience_s
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
