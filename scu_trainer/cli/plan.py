@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.errors import SettingsError
+from scu_trainer.errors import ModelError, SettingsError, UserError
 
 if TYPE_CHECKING:
     from scu_trainer.hardware.recommend import Choice
@@ -27,6 +27,10 @@ with which it fits a machine. Flags of `scu-trainer train` are accepted as well.
 
 FASTER_ONES = 2
 """Choices that change more of the result, named after the first that fits where they are faster."""
+
+MADE_WHEN_NEEDED, WORKERS_BESIDE_GPU = ("image-classification", "sensor-classification"), 4
+"""Rows that are decoded and changed at random for each batch: beside a GPU other processes do that. On a CPU they would
+take the cores that train; rows of tokens lie ready."""
 
 CLEARLY_FASTER = 0.9
 """Share of the time of another choice: relative times are rough."""
@@ -86,7 +90,7 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
         "fits": fits_as_asked(tried[0], job),
         "predicted": plan_screen.predicted(tried[0].as_asked, tried[0].whole),
         "choices": [plan_screen.as_dict(planned, tried[0], target.device) for planned in tried],
-        "recommended": None if best is None else settings_of(best, tried[0], job),
+        "recommended": None if best is None else settings_of(best, tried[0], job, target.device),
     }
     words = [*([] if options.config is None else ["--config", options.config]), *flags]
     print(json.dumps(report, indent=2) if options.json else plan_screen.screen(report, words))
@@ -139,6 +143,7 @@ def _configuration(job: Job) -> Any:
 
     from scu_trainer.models.embedded import base_config
     from scu_trainer.models.load import as_model_error, base_of, check_source, located
+    from scu_trainer.models.quantize import is_stored_quantized
 
     model = job.model
     if model.model_name_or_path is None:
@@ -146,9 +151,14 @@ def _configuration(job: Job) -> Any:
     check_source(model.model_name_or_path)
     name = base_of(Path(located(model.model_name_or_path)))
     with as_model_error(name, "configuration", model.model_revision):
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             located(name), revision=model.model_revision, trust_remote_code=model.trust_remote_code
         )
+    if model.tuning != "qlora" and getattr(config, "quantization_config", None):
+        raise ModelError(f"the weights of {name} are stored quantized; plan with --tuning qlora, or for the full model")
+    if model.tuning == "qlora":
+        is_stored_quantized(model, config)
+    return config
 
 
 # -- which choices -----------------------------------------------------------------------------------------------------
@@ -157,19 +167,23 @@ def _configuration(job: Job) -> Any:
 def considered(source: Source, job: Job, target: Target) -> list[Planned]:
     """What is asked for; then what takes less and less, up to the first that fits, and after it only what fits and is
     clearly faster than all before."""
+    from scu_trainer.hardware.estimate import OVERHEAD
     from scu_trainer.hardware.recommend import choices
-    from scu_trainer.train.footprint.plan import choice_of, planned
+    from scu_trainer.train.footprint.plan import choice_of
 
     asked = choice_of(job)
     found: list[Planned] = []
     too_large: set[tuple] = set()
     fastest, faster, lowest_bytes = math.inf, 0, math.inf
-    for choice in choices(asked, _means(source, job, target), target.device):
+    hopeless = OVERHEAD.get(target.device, OVERHEAD["cpu"]).fixed_bytes > target.limit_bytes
+    for choice in choices(asked, _means(source, job, target), target.device)[: 1 if hopeless else None]:
         time = choice.time(target.device)
         if faster == FASTER_ONES or time > CLEARLY_FASTER * fastest or _stored(choice) in too_large:
             continue
-        candidate = planned(source, choice, target.limit_bytes, job.memory.min_batch_size)
-        if candidate.footprint.weights > target.limit_bytes:
+        candidate = _planned(source, choice, asked, job, target)
+        if candidate is None:
+            continue
+        if candidate.footprint.lasting_bytes > target.limit_bytes:
             too_large.add(_stored(choice))
         if candidate.fits or candidate.footprint.peak_bytes < lowest_bytes:
             found.append(candidate)
@@ -180,9 +194,28 @@ def considered(source: Source, job: Job, target: Target) -> list[Planned]:
     return found
 
 
+def _planned(source: Source, choice: Choice, asked: Choice, job: Job, target: Target) -> Optional[Planned]:
+    """None for a choice with which the model's code fails. Raises ModelError where it fails as it was asked for."""
+    from scu_trainer.train.footprint.plan import planned
+    from scu_trainer.train.memory import is_out_of_memory
+
+    try:
+        return planned(source, choice, target.limit_bytes, job.memory.min_batch_size)
+    except Exception as error:  # whatever a model's own code says to tensors without content
+        if isinstance(error, UserError) or is_out_of_memory(error):
+            raise
+        if choice != asked:
+            return None
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"{job.model.model_name_or_path} cannot be predicted, its code fails on shapes alone: {first}; measure it "
+            "instead: scu-trainer variants"
+        ) from error
+
+
 def _stored(choice: Choice) -> tuple:
-    """What decides how many bytes the weights take."""
-    return choice.tuning, choice.load_in_8bit, choice.dtype
+    """What decides how many bytes stay whatever a chunk holds."""
+    return choice.tuning, choice.load_in_8bit, choice.dtype, choice.optim, choice.offload
 
 
 def fits_as_asked(asked: Planned, job: Job) -> bool:
@@ -197,15 +230,17 @@ def _means(source: Source, job: Job, target: Target) -> Any:
     return Means(
         half=target.half,
         stored_half=is_text and source.stored_dtype in ("bfloat16", "float16"),
-        adapters=is_text,
+        adapters=is_text and not source.is_quantized,
         bitsandbytes=target.device in ("cpu", "cuda") and importlib.util.find_spec("bitsandbytes") is not None,
         offloading=target.device == "cuda" and is_text and importlib.util.find_spec("deepspeed") is not None,
     )
 
 
-def settings_of(planned: Planned, asked: Planned, job: Job) -> dict[str, Any]:
+def settings_of(planned: Planned, asked: Planned, job: Job, device: str) -> dict[str, Any]:
     """What to set to get it."""
     found = planned.choice.settings(asked.choice)
     if planned.step.rows < planned.whole.rows and not job.memory.memory_control:
         found["token_cap"] = planned.step.tokens
+    if device == "cuda" and job.kind.name in MADE_WHEN_NEEDED and job.training.dataloader_num_workers == 0:
+        found["dataloader_num_workers"] = WORKERS_BESIDE_GPU
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from scu_trainer.hardware.recommend import CHANGES
@@ -20,6 +20,7 @@ COLUMNS = 80
 IN_WORDS = {
     "regularization": "start of the weights",
     "averages": "averages of weights",
+    "exchange": "between processes",
     "optimizer": "optimizer's state",
     "overhead": "lost to the allocator",
     "libraries": "libraries",
@@ -64,12 +65,14 @@ def screen(report: dict[str, Any], words: Sequence[str]) -> str:
 
 def _head(report: dict[str, Any]) -> str:
     asked = report["predicted"]
-    chunk = _in_words(asked)
-    verdict = "fits" if report["fits"] else "does not fit"
+    cut = report["choices"][0]
+    is_cut = cut["rows_per_chunk"] < asked["rows_per_chunk"]
+    verdict = "fits" if cut["fits"] and not is_cut else "does not fit"
     return (
-        f"As asked, in chunks of {chunk}: a peak of {readable(asked['peak_bytes'])}, which {verdict} in the "
+        f"As asked, in chunks of {_in_words(asked)}: a peak of {readable(asked['peak_bytes'])}, which {verdict} in the "
         f"{readable(report['limit_bytes'])} of {report['machine']} ({report['margin']:.0%} are kept free for what a "
         "prediction does not know)"
+        + (f"; in chunks of {_in_words(cut)} {readable(cut['peak_bytes'])} do" if cut["fits"] and is_cut else "")
     )
 
 
@@ -118,8 +121,19 @@ def _advice(report: dict[str, Any], words: Sequence[str]) -> str:
     if not settings:
         return "\nNothing has to be changed." + _cut(report)
     flags = [word for name, value in settings.items() for word in (f"--{name}", _plain(value))]
-    command = shlex.join(["scu-trainer", "train", *words, *flags])
+    command = shlex.join(["scu-trainer", "train", *without(words, settings), *flags])
     return f"\nThe fastest that fits and changes the result least:\n{command}{_cut(report)}"
+
+
+def without(words: Sequence[str], settings: Collection[str]) -> list[str]:
+    """Typed words but for the flags of ``settings``, and for the values of these."""
+    kept, is_dropped = [], False
+    for word in words:
+        if word.startswith("--"):
+            is_dropped = word[2:].partition("=")[0].replace("-", "_") in settings
+        if not is_dropped:
+            kept.append(word)
+    return kept
 
 
 def _cut(report: dict[str, Any]) -> str:

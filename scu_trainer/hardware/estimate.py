@@ -17,6 +17,9 @@ MARGIN = 0.15
 were off."""
 
 
+FLOAT32_BYTES = 4
+
+
 @dataclass(frozen=True)
 class Overhead:
     """What a process needs beside its tensors. ``fixed_bytes``: code and buffers of libraries, from the first step on.
@@ -27,7 +30,7 @@ class Overhead:
 
 
 OVERHEAD = {
-    "cpu": Overhead(fixed_bytes=72 * 2**20, slack=0.10),
+    "cpu": Overhead(fixed_bytes=72 * 2**20, slack=0.30),
     "cuda": Overhead(fixed_bytes=550 * 2**20, slack=0.06),
 }
 """By kind of device; others count as a CPU."""
@@ -45,14 +48,15 @@ class Trained:
 @dataclass(frozen=True)
 class Footprint:
     """Bytes at the highest moment, by what they are for. ``regularization``: the weights where training began, toward
-    which lambda pulls. ``averages``: the moving averages of weights. ``overhead``: what the allocator cannot use again.
-    ``libraries``: their code and buffers; on a GPU its context, which no allocator counts."""
+    which lambda pulls. ``averages``: the moving averages of weights. ``exchange``: what processes keep to exchange
+    gradients. ``overhead``: what the allocator cannot use again. ``libraries``: their code and buffers; on a GPU its context, which no allocator counts."""
 
     weights: int
     gradients: int
     optimizer: int
     regularization: int
     averages: int
+    exchange: int
     activations: int
     logits: int
     overhead: int
@@ -61,6 +65,11 @@ class Footprint:
     @property
     def peak_bytes(self) -> int:
         return sum(asdict(self).values())
+
+    @property
+    def lasting_bytes(self) -> int:
+        """What no smaller chunk saves."""
+        return self.weights + self.optimizer + self.regularization + self.averages + self.exchange + self.libraries
 
     @property
     def needed_bytes(self) -> int:
@@ -80,18 +89,28 @@ PARTS = tuple(item.name for item in fields(Footprint))
 
 @dataclass(frozen=True)
 class Held:
-    """What a run keeps of its trained weights beside them."""
+    """What a run keeps of its trained weights beside them. ``processes``: that train together. ``zero_stage``: 1 or 2
+    of DeepSpeed, whose float32 weights and optimizer state are shared out; 0 without it."""
 
     optim: str
     holds_start: bool
     holds_averages: bool
+    processes: int = 1
+    zero_stage: int = 0
 
     def bytes_of(self, trained: Trained) -> dict[str, int]:
         """By part."""
+        state, exchange = state_bytes(self.optim, trained.size_bytes, trained.weights), 0
+        if self.zero_stage:
+            state = (state + FLOAT32_BYTES * trained.weights) // self.processes
+            exchange = trained.size_bytes // self.processes  # this process's share of the reduced gradients
+        elif self.processes > 1:
+            exchange = trained.size_bytes  # the buckets of DistributedDataParallel
         return {
-            "optimizer": state_bytes(self.optim, trained.size_bytes, trained.weights),
+            "optimizer": state,
             "regularization": trained.size_bytes if self.holds_start else 0,
             "averages": trained.size_bytes if self.holds_averages else 0,
+            "exchange": exchange,
         }
 
 

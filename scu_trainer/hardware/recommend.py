@@ -119,6 +119,8 @@ def _of_one_length(asked: Choice, means: Means) -> Iterator[Choice]:
         base = replace(asked, tuning=tuning, load_in_8bit=in_8bit, mixed_precision=half)
         can_halve = tuning == "lora" and means.half == "bf16" and not means.stored_half
         types = {asked.dtype} | ({"bfloat16"} if can_halve else set())
+        if tuning == "qlora" and half == "fp16" and asked.dtype == "auto":
+            types.add("float16")  # fp16 autocast refuses the bfloat16 that auto may leave beside packed weights
         for dtype, is_checkpointed in itertools.product(sorted(types), {asked.checkpoint_every_layer, True}):
             choice = replace(base, dtype=dtype, checkpoint_every_layer=is_checkpointed)
             yield choice

@@ -70,7 +70,7 @@ def quantization_config(
     """
     from transformers import BitsAndBytesConfig
 
-    if _is_stored_quantized(settings, skeleton.config):
+    if is_stored_quantized(settings, skeleton.config):
         return None
     wanted = set(quantizable_layers(skeleton))
     if not wanted:
@@ -100,7 +100,7 @@ def skeleton_of(config: PretrainedConfig, trust_remote_code: bool = False) -> Pr
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def _is_stored_quantized(settings: ModelSettings, config: PretrainedConfig) -> bool:
+def is_stored_quantized(settings: ModelSettings, config: PretrainedConfig) -> bool:
     """Whether the files hold the bits that ``settings`` ask for. Raises ModelError for any other quantization."""
     stored = getattr(config, "quantization_config", None)
     if not stored:

@@ -293,9 +293,8 @@ def _beginnings(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int
     shorter = sorted(rows).index(rows[0])
     lengths = [batches[number].length(row) for number, row in rows]
     learned = both["labels"].ne(NOT_LEARNED).cumsum(1)
-    start = (
-        int((learned < ENOUGH_LABELS + 1).sum(1).max()) + 1
-    )  # a label more than enough: the first may be shifted out
+    # A label more than enough: the first may be shifted out.
+    start = int((learned < ENOUGH_LABELS + 1).sum(1).max()) + 1
     width = max(start, BEGINNING_TOKENS)
     if width >= lengths[0] or width >= both["labels"].size(1):
         return None

@@ -51,6 +51,7 @@ def flags(model_dir, documents, tmp_path) -> list[str]:
         "output_dir": tmp_path / "run",
         "cache_dir": tmp_path / "cache",
         "use_cpu": "true",
+        "predict_memory": "false",
     }
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 

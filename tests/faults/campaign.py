@@ -308,6 +308,7 @@ def flags(model: Path, documents: Path, run: Path, cache: Path, **more: object) 
         "cache_dir": cache,
         "use_cpu": "true",
         "bf16": "false",  # a third of the time of a start
+        "predict_memory": "false",
         **more,
     }
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]

@@ -13,6 +13,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     ResNetConfig,
@@ -23,6 +25,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from scu_trainer.train import reduction
 from scu_trainer.train.reduction import mixing_modules, probe
 from scu_trainer.train.rows import read_layout
 from tests import tiny
@@ -112,8 +115,8 @@ def test_models_that_take_the_count_and_ignore_it():
 
 @pytest.mark.parametrize("make", [t5, bart])
 def test_encoder_decoders_average_over_labels(make):
-    reduction = ask(make(), seq2seq_text(), items=None, seq2seq=True)
-    assert (reduction.kind, reduction.trims) == ("labels", True)
+    answer = ask(make(), seq2seq_text(), items=None, seq2seq=True)
+    assert (answer.kind, answer.trims) == ("labels", True)
 
 
 def test_images():
@@ -122,16 +125,16 @@ def test_images():
 
 def test_a_sum_over_rows_is_known_as_such():
     model = nn.Linear(3, 1)
-    reduction = probe(
+    answer = probe(
         lambda batch, _: model(batch["x"]).square().sum(), model, [read_layout({"x": torch.rand(4, 3)}, "x")], None, 0
     )
-    assert reduction.kind == "sum"
+    assert answer.kind == "sum"
 
 
 def test_batch_norm_mixes_rows_and_is_named():
-    reduction = ask(resnet(), images(), name="pixel_values")
-    assert not reduction.is_exact and "normalization" in reduction.mixes and "BatchNorm" in reduction.mixes
-    assert reduction.kind == "labels"  # what its statistics leave
+    answer = ask(resnet(), images(), name="pixel_values")
+    assert not answer.is_exact and "normalization" in answer.mixes and "BatchNorm" in answer.mixes
+    assert answer.kind == "labels"  # what its statistics leave
     frozen = resnet()
     frozen.eval()
     assert mixing_modules(frozen) is None
@@ -141,8 +144,8 @@ def test_router_losses_mix_rows():
     torch.manual_seed(0)
     config = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = MixtralConfig(vocab_size=tiny.VOCAB, num_hidden_layers=1, output_router_logits=True, **config)
-    reduction = ask(MixtralForCausalLM(config), text())
-    assert not reduction.is_exact and "router" in reduction.mixes and reduction.kind == "num_items"
+    answer = ask(MixtralForCausalLM(config), text())
+    assert not answer.is_exact and "router" in answer.mixes and answer.kind == "num_items"
 
 
 class InBatchNegatives(nn.Module):
@@ -174,8 +177,8 @@ class ReadsPadding(nn.Module):
 
 
 def test_a_model_that_reads_its_padding_keeps_it():
-    reduction = ask(ReadsPadding(), text(labels=torch.arange(4)), items=None)
-    assert (reduction.kind, reduction.trims) == ("rows", False) or (reduction.kind, reduction.trims) == (
+    answer = ask(ReadsPadding(), text(labels=torch.arange(4)), items=None)
+    assert (answer.kind, answer.trims) == ("rows", False) or (answer.kind, answer.trims) == (
         "labels",
         False,
     )
@@ -212,3 +215,85 @@ def test_asking_leaves_no_trace():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(batch[name], copy) for name, copy in copies.items())
     assert all(p.grad is None for p in model.parameters())
+
+
+# -- long rows are asked by their beginnings ---------------------------------------------------------------------------
+
+
+def long_text(widths, learned_from: int = 0) -> dict[str, torch.Tensor]:
+    width = max(widths)
+    tokens = torch.randint(3, tiny.VOCAB, (len(widths), width), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(width) < torch.tensor(widths)[:, None]).long()
+    learned = mask.bool() & (torch.arange(width) >= learned_from)
+    return {"input_ids": tokens, "attention_mask": mask, "labels": torch.where(learned, tokens, -100)}
+
+
+class Spy(nn.Module):
+    """``model`` that notes the columns of what it gets; ``refuses_below``: too few for it."""
+
+    def __init__(self, model, refuses_below: int = 0) -> None:
+        super().__init__()
+        self.model, self.refuses_below, self.seen = model, refuses_below, []
+
+    def forward(self, input_ids, **inputs):
+        self.seen.append(input_ids.size(1))
+        if input_ids.size(1) < self.refuses_below:
+            raise ValueError("whole rows only")
+        return self.model(input_ids=input_ids, **inputs)
+
+
+def long_llama():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=tiny.VOCAB, num_hidden_layers=1, **sizes))
+
+
+LONG = {
+    "packed": [long_text([200] * 4)],
+    "uneven": [long_text([90, 200, 150, 120])],
+    "prompt": [long_text([150, 200, 150], learned_from=30)],
+    "single": [long_text([130]), long_text([160])],
+}
+
+
+@pytest.mark.parametrize("rows", LONG)
+@pytest.mark.parametrize("items", [ITEMS, None], ids=["counted", "not"])
+def test_long_rows_are_asked_by_their_beginnings_and_answer_the_same(rows, items, monkeypatch):
+    spy = Spy(long_llama())
+    found = ask(spy, *LONG[rows], items=items)
+    assert spy.seen and max(spy.seen) <= reduction.BEGINNING_TOKENS
+    monkeypatch.setattr(reduction, "_beginnings", lambda *given: None)
+    whole = ask(Spy(long_llama()), *LONG[rows], items=items)
+    assert (found.kind, found.mixes) == (whole.kind, whole.mixes)
+    assert whole.trims is None or found.trims == whole.trims
+
+
+def test_a_late_first_label_takes_as_many_columns_as_it_needs():
+    spy = Spy(long_llama())
+    assert ask(spy, long_text([150, 200], learned_from=100)).kind == "num_items"
+    assert 100 < max(spy.seen) < 115
+
+
+def test_a_model_that_refuses_short_rows_is_asked_with_whole_ones():
+    spy = Spy(long_llama(), refuses_below=100)
+    found = ask(spy, long_text([150, 200, 160]))
+    assert found.kind == "num_items" and found.is_exact
+    assert min(spy.seen) < 100 < max(spy.seen)
+
+
+def test_short_rows_are_asked_as_they_are():
+    batch = read_layout(long_text([40, 60]))
+    assert reduction._beginnings([batch], [(0, 0), (0, 1)], 2) is None
+
+
+def test_out_of_memory_on_beginnings_is_no_answer():
+    """The whole rows are asked then, and say it themselves."""
+
+    class Full(Spy):
+        def forward(self, input_ids, **inputs):
+            self.seen.append(input_ids.size(1))
+            raise torch.OutOfMemoryError("no more")
+
+    spy = Full(long_llama())
+    assert "do not fit" in ask(spy, long_text([150, 200])).mixes
+    assert max(spy.seen) == 200

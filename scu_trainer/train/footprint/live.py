@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from scu_trainer.hardware.heap import UntouchedHeap
-
-WEIGHTS, GRADIENTS, LOGITS, ACTIVATIONS = "weights", "gradients", "logits", "activations"
+from scu_trainer.train.footprint.events import ACTIVATIONS, GRADIENTS, LOGITS, PARTS, WEIGHTS, Events
 
 ASK_FOR_CONTENT = torch.ops.aten._local_scalar_dense.default
+ASK_FOR_DEVICE = torch.ops.prim.device.default  # two of three calls; the mode below takes long to say it
 
 
 class LiveBytes(TorchDispatchMode):
     """Within this context every new tensor counts until it is freed. ``live``: bytes by part now; ``peak``: at the
-    moment when their sum was highest. ``pass_peak``: when that of all but gradients and weights was.
+    moment when their sum was highest. ``events``: what was taken and freed since ``forget_peak``.
 
     What an operation makes whose last dimension has ``vocabulary`` entries counts as logits. What kernels allocate
     inside of themselves is not seen. ``heap``: where blocks of the same sizes are taken and freed at the same times,
@@ -33,11 +33,12 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, vocabulary: Optional[int] = None, heap: Optional[UntouchedHeap] = None) -> None:
         super().__init__()
-        self.live = dict.fromkeys((WEIGHTS, GRADIENTS, LOGITS, ACTIVATIONS), 0)
-        self.peak = self.pass_peak = dict(self.live)
-        self._total = self._peak_total = self._pass_total = 0
+        self.live = dict.fromkeys(PARTS, 0)
+        self.peak, self.events = dict(self.live), Events()
+        self._total = self._peak_total = 0
         self._vocabulary, self._heap = vocabulary, heap
         self._parts: dict[int, tuple[str, int]] = {}
+        self._taken: dict[int, int] = {}
         self._watched: dict[int, weakref.ref] = {}
 
     def count(self, tensors: Iterable[torch.Tensor], part: str) -> None:
@@ -48,8 +49,9 @@ class LiveBytes(TorchDispatchMode):
                 self._add(tensor, part)
             else:
                 self._parts[_key(tensor)] = part, known[1]
-                self.live[known[0]] -= known[1]
-                self.live[part] += known[1]
+                taken = self._taken.get(_key(tensor), -1)
+                self._change(known[0], -known[1], taken)
+                self._change(part, known[1], taken)
 
     def hold_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[RemovableHandle]:
         """Gradients of these count as such from the moment when they are stored, until the hooks are removed."""
@@ -60,12 +62,15 @@ class LiveBytes(TorchDispatchMode):
         return [parameter.register_post_accumulate_grad_hook(stored) for parameter in parameters]
 
     def forget_peak(self) -> None:
-        self.peak = self.pass_peak = dict(self.live)
-        self._peak_total, self._pass_total = self._total, self._passing
+        self.peak, self._peak_total, self.events = dict(self.live), self._total, Events()
+        self._taken.clear()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is ASK_FOR_CONTENT and isinstance(args[0], FakeTensor):
-            return _no(args[0].dtype)
+        if isinstance(args[0] if args else None, FakeTensor):
+            if function is ASK_FOR_DEVICE:
+                return args[0].fake_device
+            if function is ASK_FOR_CONTENT:
+                return _no(args[0].dtype)
         result = function(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and _key(value) not in self._parts:
@@ -83,22 +88,21 @@ class LiveBytes(TorchDispatchMode):
         self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
         if self._heap is not None and part != WEIGHTS:
             self._heap.take(key, size_bytes)
-        self.live[part] += size_bytes
-        self._total += size_bytes
+        self._taken[key] = len(self.events.sizes)
+        self._change(part, size_bytes, self._taken[key])
         if self._total > self._peak_total:
             self.peak, self._peak_total = dict(self.live), self._total
-        if self._passing > self._pass_total:
-            self.pass_peak, self._pass_total = dict(self.live), self._passing
 
-    @property
-    def _passing(self) -> int:
-        return self.live[LOGITS] + self.live[ACTIVATIONS]
+    def _change(self, part: str, size_bytes: int, taken: int) -> None:
+        self.live[part] += size_bytes
+        self._total += size_bytes
+        self.events.sizes.append((part, size_bytes))
+        self.events.taken.append(taken)
 
     def _forget(self, key: int) -> None:
         part, size_bytes = self._parts.pop(key)
         del self._watched[key]
-        self.live[part] -= size_bytes
-        self._total -= size_bytes
+        self._change(part, -size_bytes, self._taken.pop(key, -1))
         if self._heap is not None:
             self._heap.give(key)
 

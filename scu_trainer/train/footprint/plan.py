@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Optional, Protocol
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scu_trainer.hardware.estimate import Footprint, Trained, footprint
 from scu_trainer.hardware.recommend import Choice
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.train.footprint.layers import kinds_of, of_all_layers, with_layers
+from scu_trainer.train.footprint.events import Events, at_rows
+from scu_trainer.train.footprint.layers import as_all_layers, deepened, kinds_of, layers_of, shallow, with_layers
 from scu_trainer.train.footprint.predict import footprint_of, held_by, loss_kind, step_of, subject_of, trained_of
 from scu_trainer.train.footprint.shapes import Rows, Step
 from scu_trainer.train.footprint.skeleton import of_configuration
@@ -26,8 +28,11 @@ if TYPE_CHECKING:
 
 HALVES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-TRACED_WHOLE = 12
-"""Layers up to which a model is traced whole."""
+TRACED_WHOLE, TRACED_WHOLE_ON_CPU = 3, 12
+"""Layers up to which a model is traced whole. On a CPU only that shows how the heap grows."""
+
+FEW_ROWS = (2, 3)
+"""Rows of the chunks that are traced of a deep model; operations on a single row may copy less."""
 
 
 class Source(Protocol):
@@ -73,8 +78,9 @@ class FromConfiguration:
     def __init__(self, job: Job, config: PretrainedConfig, device: str) -> None:
         self.job, self.config, self.device = job, config, device
         self.stored_dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        self.is_quantized = bool(getattr(config, "quantization_config", None))
         self._kinds = kinds_of(config)
-        self._traced = functools.cache(self._trace)
+        self._deep = functools.cache(self._trace)
 
     def step(self, choice: Choice) -> Step:
         """Rows as long as a row may be: which ones there are is not known before they are read."""
@@ -84,29 +90,31 @@ class FromConfiguration:
 
     def footprint(self, choice: Choice, step: Step) -> Footprint:
         held = replace(held_by(self.job), optim="" if choice.offload else choice.optim)
-        if len(self._kinds) <= TRACED_WHOLE:
-            return footprint_of(self._subject(choice, range(len(self._kinds))), step, held, self.device)
-        traced = self._traced(replace(choice, optim="", offload=False), step.length)
-        at = {name: few + (more - few) * (step.rows - 1) for name, (few, more) in _pairs(traced)}
-        trained = Trained(at["trained"], at["numbers"], at["largest"])
-        if step.chunks > 1:
-            at["gradients"] = trained.size_bytes
-        return footprint(at, trained, held, self.device)
+        alike = replace(choice, optim="", offload=False)
+        if len(self._kinds) > (TRACED_WHOLE_ON_CPU if self.device == "cpu" else TRACED_WHOLE):
+            deep = self._deep(alike, step.length)
+            events = None if deep is None else deep.events(step.rows)
+            if events is not None:
+                before = deep.trained.size_bytes if step.chunks > 1 else None
+                parts = {**events.highest(before), "weights": deep.weights_bytes}
+                return footprint(parts, deep.trained, held, self.device)
+        return footprint_of(self._subject(choice, range(len(self._kinds))), step, held, self.device)
 
-    def _trace(self, choice: Choice, length: int) -> dict[tuple[str, int], int]:
-        """(part, rows) -> bytes, for chunks of one row and of two."""
-
-        def measure(layers: Sequence[int]) -> dict[tuple[str, int], int]:
-            subject = self._subject(choice, layers)
-            trained = trained_of(subject.trained)
-            sizes = {"trained": trained.size_bytes, "numbers": trained.weights, "largest": trained.largest_bytes}
-            return {
-                (name, rows): value
-                for rows in (1, 2)
-                for name, value in {**trace(subject, rows, length, after_others=False).passing, **sizes}.items()
-            }
-
-        return of_all_layers(self._kinds, measure)
+    def _trace(self, choice: Choice, length: int) -> Optional[Deep]:
+        """None where the layers do not run one after the other."""
+        numbers = shallow(self._kinds)
+        subject = self._subject(choice, numbers)
+        layers = layers_of(subject.model, len(numbers))
+        if layers is None:
+            return None
+        stand_ins, found = as_all_layers(self._kinds, numbers), []
+        for rows in FEW_ROWS:
+            traced = trace(subject, rows, length, after_others=False, layers=layers)
+            events = deepened(traced.events, stand_ins)
+            if events is None:
+                return None
+            found.append((rows, events))
+        return Deep(*found, *weights_of(subject.model, layers, [layers[i] for i in stand_ins]))
 
     def _subject(self, choice: Choice, layers: Sequence[int]) -> Subject:
         job, mode, half = with_choice(self.job, choice), FakeTensorMode(), HALVES[choice.mixed_precision]
@@ -117,17 +125,44 @@ class FromConfiguration:
             compute_dtype=half or torch.float32,
             is_checkpointed=choice.checkpoint_every_layer,
         )
-        return Subject(model, mode, _tokens, loss_kind(job, model), half)
+        return Subject(model, mode, _tokens if job.data.packing else _padded, loss_kind(job, model), half)
 
 
-def _pairs(traced: Mapping[tuple[str, int], int]) -> Iterator[tuple[str, tuple[int, int]]]:
-    return ((name, (value, traced[name, 2])) for (name, rows), value in traced.items() if rows == 1)
+@dataclass(frozen=True)
+class Deep:
+    """What is known of a model with all its layers from one with few. ``few``, ``more``: rows of a chunk, and what
+    happens in its step."""
+
+    few: tuple[int, Events]
+    more: tuple[int, Events]
+    weights_bytes: int
+    trained: Trained
+
+    def events(self, rows: int) -> Optional[Events]:
+        return at_rows(rows, self.few, self.more)
+
+
+def weights_of(model: nn.Module, layers: Sequence[nn.Module], all_layers: Sequence[nn.Module]) -> tuple[int, Trained]:
+    """(bytes of weights and buffers, what is trained) of ``model`` with ``all_layers`` in the place of ``layers``."""
+    inside = {id(tensor) for layer in layers for tensor in _held_by(layer)}
+    outside = [tensor for tensor in _held_by(model) if id(tensor) not in inside]
+    tensors = [*outside, *(tensor for layer in all_layers for tensor in _held_by(layer))]
+    return sum(tensor.nbytes for tensor in tensors), trained_of(t for t in tensors if t.requires_grad)
+
+
+def _held_by(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _tokens(rows: int, length: int) -> Mapping[str, Any]:
-    """Rows without padding; nobody reads what they hold."""
+    """Rows without padding, so without a mask; nobody reads what they hold."""
     ids = torch.zeros((rows, length), dtype=torch.int64)
-    return {"input_ids": ids, "labels": ids, "attention_mask": ids}
+    return {"input_ids": ids, "labels": ids}
+
+
+def _padded(rows: int, length: int) -> Mapping[str, Any]:
+    found = _tokens(rows, length)
+    return {**found, "attention_mask": found["input_ids"]}
 
 
 @dataclass(frozen=True)

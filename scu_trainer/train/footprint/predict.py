@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.hardware.estimate import Footprint, Held, Trained, footprint
 from scu_trainer.hardware.heap import UntouchedHeap
+from scu_trainer.train.deepspeed_rules import zero_stage
 from scu_trainer.train.footprint.shapes import Rows, Step, planned_step
 from scu_trainer.train.footprint.skeleton import copy_of
 from scu_trainer.train.footprint.step import LossKind, Subject, trace
@@ -68,6 +69,8 @@ def held_by(job: Job) -> Held:
         optim=str(getattr(job.training.optim, "value", job.training.optim)),
         holds_start=prior is not None and prior.prior == "init",
         holds_averages=job.efficiency.ema_decay is not None,
+        processes=job.training.world_size,
+        zero_stage=zero_stage(job.training) or 0,
     )
 
 
@@ -109,6 +112,8 @@ def autocast_of(job: Job) -> Optional[torch.dtype]:
 def subject_of(job: Job, parts: Parts) -> Subject:
     """The loaded model without content, and batches of its longest row."""
     sample, mode = _longest(parts), FakeTensorMode(allow_non_fake_inputs=True)
+    if not Rows.of(parts.data.train).is_uneven:
+        sample = without_mask(sample)
 
     def batch(rows: int, length: int) -> Mapping[str, Any]:
         return {name: _stretched(name, value, rows, length) for name, value in sample.items()}
@@ -123,6 +128,14 @@ def _longest(parts: Parts) -> dict[str, Any]:
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     batch = parts.collator([data[longest]])
     return {name: value for name, value in batch.items() if name != SAMPLE_INDEX}
+
+
+def without_mask(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """For rows without padding: a model looks whether its mask hides anything, which one without content cannot tell,
+    and attends without a mask where it does not."""
+    mask = sample.get("attention_mask")
+    hides = torch.is_tensor(mask) and not bool(mask.all())
+    return {name: value for name, value in sample.items() if hides or name != "attention_mask"}
 
 
 def _stretched(name: str, value: Any, rows: int, length: int) -> Any:

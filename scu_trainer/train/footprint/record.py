@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any, Optional
 
 from scu_trainer.hardware.estimate import PARTS, Footprint
 from scu_trainer.hardware.heap import keep_freed
 from scu_trainer.run_files import readable
-from scu_trainer.train.deepspeed_rules import uses_deepspeed
 from scu_trainer.train.footprint.predict import predict
 from scu_trainer.train.footprint.shapes import Step
-from scu_trainer.train.job import Job
+from scu_trainer.train.job import Job, is_leader
 from scu_trainer.train.memory import forget_traceback, is_out_of_memory
 from scu_trainer.train.parts import Parts
 
@@ -75,8 +73,9 @@ def _obstacle(job: Job) -> Optional[str]:
         return "predict_memory is false"
     if job.data.streaming:
         return "the rows of a stream are not known before they come"
-    if uses_deepspeed(job.training) or job.training.fsdp or job.model.device_map is not None:
-        return "DeepSpeed, FSDP and device_map place each part themselves"
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return "several processes exchange gradients in buffers of their own"
-    return None
+    zero = getattr(job.training, "hf_deepspeed_config", None)
+    if zero is not None and (zero.is_zero3() or zero.is_offload()):
+        return "ZeRO-3 and offloading move each part when they see fit"
+    if job.training.fsdp or job.model.device_map is not None:
+        return "FSDP and device_map place each part themselves"
+    return None if is_leader() else "the first process says it"

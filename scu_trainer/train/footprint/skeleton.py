@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.load import is_adapter, lora_config
+from scu_trainer.models.load import as_model_error, is_adapter, lora_config
 from scu_trainer.models.quantize import numbers_in, quantizable_layers, quantized_modules, stored_bits
 from scu_trainer.settings import ModelSettings
 
@@ -93,17 +94,20 @@ def of_configuration(
 ) -> nn.Module:
     """The causal language model of ``config``, tuned as ``settings`` say, without weights and without reading any.
 
-    ``compute_dtype``: arithmetic of layers that are stored in 4 bits.
+    ``compute_dtype``: arithmetic of layers that are stored in 4 bits. Raises ModelError where ``config`` is of no such
+    model, or the model cannot be tuned so.
     """
     from transformers import AutoModelForCausalLM
 
+    name = settings.model_name_or_path or "the embedded model"
     with torch.device("meta"):  # peft moves adapters about, which tensors of a mode do not allow
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config),  # which notes the type
-            dtype=stored_dtype(config, settings),
-            trust_remote_code=settings.trust_remote_code,
-            attn_implementation=settings.attn_implementation,
-        )
+        with as_model_error(name, "model"):
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),  # which notes the type
+                dtype=stored_dtype(config, settings),
+                trust_remote_code=settings.trust_remote_code,
+                attn_implementation=settings.attn_implementation,
+            )
         if settings.tuning == "qlora":
             _pack(model, settings, compute_dtype)
         model = _tuned(model, settings)
@@ -147,6 +151,9 @@ def _pack(model: nn.Module, settings: ModelSettings, compute_dtype: torch.dtype)
         packed = PackedLinear(inputs, outputs, layer.bias, stored, compute_dtype if bits == 4 else None)
         model.set_submodule(name, packed)
     model.requires_grad_(False)
+    for parameter in model.parameters():  # as ``prepare_quantized`` does
+        if parameter.dtype == torch.float16:
+            parameter.data = parameter.data.float()
 
 
 def _tuned(model: nn.Module, settings: ModelSettings) -> nn.Module:
@@ -156,5 +163,10 @@ def _tuned(model: nn.Module, settings: ModelSettings) -> nn.Module:
 
     adapter = Path(settings.model_name_or_path or "").expanduser()
     if is_adapter(adapter):
-        return get_peft_model(model, PeftConfig.from_pretrained(str(adapter)))  # its shape; its weights are not read
-    return get_peft_model(model, lora_config(model, settings))
+        saved = PeftConfig.from_pretrained(str(adapter))  # its shape; its weights are not read
+        saved.inference_mode = False  # as it was saved it would be frozen
+        return get_peft_model(model, saved)
+    config = lora_config(model, settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # as ``prepare_for_tuning`` does
+        return get_peft_model(model, config)

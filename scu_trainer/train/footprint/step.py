@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Optional
@@ -12,7 +13,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scu_trainer.hardware.heap import UntouchedHeap
-from scu_trainer.train.footprint.live import GRADIENTS, WEIGHTS, LiveBytes
+from scu_trainer.train.footprint.events import GRADIENTS, WEIGHTS, Events
+from scu_trainer.train.footprint.layers import marked
+from scu_trainer.train.footprint.live import LiveBytes
 from scu_trainer.train.model_loss import head_of, headless, opened
 
 LossKind = Literal["headless", "opened", "returned"]
@@ -44,39 +47,59 @@ class Subject:
 
 @dataclass(frozen=True)
 class Traced:
-    """Bytes by part (see live.py) at the highest moment of a pass; ``passing``: of activations and logits alone.
+    """Bytes by part (see events.py) at the highest moment of a pass; ``events``: of the first one.
     ``heap_bytes``: to which the C library's heap grows for all but the weights; None where it was not asked, or has no
     addresses for so much."""
 
     parts: dict[str, int]
-    passing: dict[str, int]
+    events: Events
     heap_bytes: Optional[int] = None
 
 
 def trace(
-    subject: Subject, rows: int, length: int, *, after_others: bool, kept: Optional[Sequence[int]] = None
+    subject: Subject,
+    rows: int,
+    length: int,
+    *,
+    after_others: bool,
+    kept: Optional[Sequence[int]] = None,
+    layers: Sequence[nn.Module] = (),
 ) -> Traced:
     """Forward and backward over ``rows`` rows of ``length``.
 
     Args:
         after_others: an earlier chunk of the same optimizer step has left its gradients.
         kept: sizes of blocks that stay from the first optimizer step on, where the heap is to be looked at.
+        layers: whose borders are marked among the events.
 
     Raises whatever a model raises that makes tensors whose shape depends on content.
     """
     with contextlib.nullcontext() if kept is None else UntouchedHeap() as heap:
         live = LiveBytes(getattr(head_of(subject.model), "out_features", None), heap)
         live.count([*subject.model.parameters(), *subject.model.buffers()], WEIGHTS)
-        with subject.mode, _trained(subject, live, after_others):
+        with subject.mode, _trained(subject, live, after_others), _quiet():
+            events = live.events
             for number in range(1 if heap is None else PASSES):
-                _pass(subject, subject.inputs(rows, length), live)
+                with contextlib.nullcontext() if number else marked(layers, events):
+                    _pass(subject, subject.inputs(rows, length), live)
                 for index, size_bytes in enumerate(kept or ()):
                     if number == 0:
                         heap.take(("kept", index), size_bytes)
                 if not after_others:
                     _drop_gradients(subject.trained)
         known = heap is not None and not heap.failed_bytes
-        return Traced(live.peak, live.pass_peak, heap.peak_bytes if known else None)
+        return Traced(live.peak, events, heap.peak_bytes if known else None)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What cannot run on tensors without content is raised; torch logs a traceback of it beside."""
+    library = logging.getLogger("torch._subclasses.fake_tensor")
+    before, library.disabled = library.disabled, True
+    try:
+        yield
+    finally:
+        library.disabled = before
 
 
 @contextlib.contextmanager

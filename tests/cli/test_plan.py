@@ -1,0 +1,241 @@
+"""``scu-trainer plan``: what it says of jobs, machines and settings, without weights and without training."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import BertConfig, LlamaConfig, MixtralConfig, T5Config
+
+from scu_trainer.cli import plan
+from scu_trainer.cli.configuration import read_job
+from scu_trainer.cli.plan_screen import without
+from scu_trainer.hardware.recommend import CHANGES, Choice, Means, choices
+from scu_trainer.hardware.target import named
+from tests import tiny
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA = {**SIZES, "vocab_size": 500, "max_position_embeddings": 512, "num_hidden_layers": 4}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("small"), LlamaConfig(**LLAMA))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """8 billion weights in 40 layers, of which there is only the configuration."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = LlamaConfig(**sizes, vocab_size=32_000, num_hidden_layers=40, dtype="bfloat16")
+    return saved(tmp_path_factory.mktemp("large"), config)
+
+
+def saved(folder, config) -> str:
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def words_of(folder, *words) -> list[str]:
+    return ["--model_name_or_path", str(folder), "--block_size", "128", *map(str, words)]
+
+
+def planned(capsys, *words) -> dict:
+    capsys.readouterr()
+    code = plan.main([*map(str, words), "--json"])
+    shown = capsys.readouterr()
+    assert shown.out, shown.err
+    report = json.loads(shown.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert code == (2 if report["recommended"] is None else 0)
+    return report
+
+
+def test_a_large_model_is_planned_from_its_configuration_alone(large, capsys):
+    report = planned(capsys, *words_of(large, "--gpu", "RTX 3090 24GB", "--tuning", "lora", "--block_size", 512))
+    weights = 2 * (2 * 32_000 * 4096 + 40 * (4096 * (4096 + 2 * 1024 + 4096 + 3 * 11008)))
+    assert report["predicted"]["parts"]["weights"] == pytest.approx(weights, rel=0.02)
+    assert report["choices"][0]["settings"] == {} and report["device"] == "cuda"
+    best = next(choice for choice in report["choices"] if choice["fits"])
+    assert best["settings"] == report["recommended"]
+    assert best["peak_bytes"] * (1 + report["margin"]) <= report["limit_bytes"]
+
+
+def test_more_memory_never_makes_a_plan_change_more(small, capsys):
+    words = words_of(small, "--gpu", "H200", "--tuning", "full", "--block_size", 512)
+    changes = []
+    for limit in ("0.64", "0.8"):
+        choices = planned(capsys, *words, "--limit", limit)["choices"]
+        changes.append(next((CHANGES.index(c["changes"]) for c in choices if c["fits"]), len(CHANGES)))
+    assert changes == sorted(changes, reverse=True) and changes[-1] == 0
+
+
+@pytest.mark.parametrize(("limit", "tuning"), [("1GB", "full"), ("0.63", "lora")])
+def test_what_is_recommended_is_accepted_and_fits(small, capsys, limit, tuning):
+    words = words_of(small, "--gpu", "3090", "--tuning", tuning, "--per_device_train_batch_size", 64)
+    report = planned(capsys, *words, "--limit", limit)
+    assert report["recommended"] is not None
+    flags = [word for name, value in report["recommended"].items() for word in (f"--{name}", str(value))]
+    again = planned(capsys, *without(words, report["recommended"]), *flags, "--limit", limit)
+    assert again["fits"] and again["recommended"] == {}
+    own = without(words, [*report["recommended"], "gpu"])
+    assert read_job(None, [*own, *flags, "--use_cpu", "true", "--mixed_precision", "no"]).model.tuning
+
+
+def test_without_memory_control_the_chunk_becomes_a_setting(small, capsys):
+    words = words_of(small, "--gpu", "3050", "--memory_control", "false", "--per_device_train_batch_size", 256)
+    report = planned(capsys, *words, "--limit", "0.8")
+    assert not report["fits"] and report["recommended"]["token_cap"] % 128 == 0
+    again = planned(capsys, *words, "--token_cap", report["recommended"]["token_cap"], "--limit", "0.8")
+    assert again["fits"] and again["recommended"] == {}
+
+
+def test_a_limit_that_nothing_fits(small, capsys):
+    assert plan.main(words_of(small, "--use_cpu", "true", "--limit", "20MB")) == 2
+    assert "None of these fits." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu", "rtx 3055 4gb"], "did you mean 'rtx 3050 4gb'?"),
+        (["--here", "--gpu", "t4"], "--here is this machine"),
+        (["--here", "--ram", "8GB"], "--here is this machine"),
+        (["--limit", "much"], "limit is 'much'"),
+        (["--limit", "0"], "must be above 0"),
+        (["--bf16", "true", "--gpu", "t4"], "this GPU has no bf16"),
+        (["--blok_size", "3"], "block_size"),
+        (["--lora_target_modules", "nope", "--gpu", "t4"], "the model has no module 'nope'"),
+        (["--task", "sensor-classification", "--streaming", "true"], "streaming"),
+        (["--accuracy", "/nowhere/at/all"], "is no folder"),
+    ],
+)
+def test_mistakes_end_with_2(words, message, capsys):
+    assert plan.main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+REFUSED = {
+    "encoder-decoder": (T5Config(d_model=16, num_layers=1, num_heads=2), "cannot load the model"),
+    "router": (MixtralConfig(**{**LLAMA, "num_local_experts": 4}), "cannot be predicted, its code fails on shapes"),
+    "gptq": (LlamaConfig(**LLAMA, quantization_config={"quant_method": "gptq"}), "are stored quantized"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_be_planned_say_why(name, tmp_path, capsys):
+    config, message = REFUSED[name]
+    assert plan.main(words_of(saved(tmp_path, config), "--gpu", "t4", "--tuning", "full")) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err and "Traceback" not in shown.err and not shown.out
+
+
+def test_other_quantizations_are_refused_for_qlora_too(tmp_path, capsys):
+    folder = saved(tmp_path, REFUSED["gptq"][0])
+    assert plan.main(words_of(folder, "--gpu", "t4", "--tuning", "qlora")) == 2
+    assert "the model is stored quantized (gptq)" in capsys.readouterr().err
+
+
+def test_weights_that_lie_packed_are_planned_packed(small, tmp_path, capsys):
+    packed = LlamaConfig(**LLAMA, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    found = [
+        planned(capsys, *words_of(folder, "--gpu", "3090", "--tuning", tuning))["predicted"]["parts"]["weights"]
+        for folder, tuning in ((saved(tmp_path, packed), "qlora"), (small, "qlora"), (small, "lora"))
+    ]
+    assert found[0] == found[1] < found[2]
+
+
+def test_a_model_of_another_kind_with_a_causal_head_is_planned(tmp_path, capsys):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    folder = saved(tmp_path, BertConfig(vocab_size=64, **sizes, max_position_embeddings=128))
+    assert planned(capsys, *words_of(folder, "--gpu", "3090", "--tuning", "full"))["fits"]
+
+
+def test_a_card_without_bf16_gets_fp16():
+    target = named("t4", None)
+    assert target.half == "fp16"
+    asked = Choice("lora", "no", False, "adamw_torch_fused", 512)
+    found = choices(asked, Means(target.half, False, True, True, False), target.device)
+    assert {choice.mixed_precision for choice in found} == {"no", "fp16"}
+    assert "bfloat16" not in {choice.dtype for choice in found}
+
+
+def test_packed_weights_of_bfloat16_files_on_a_card_without_it(tmp_path, capsys):
+    folder = saved(tmp_path, LlamaConfig(**LLAMA, dtype="bfloat16"))
+    assert planned(capsys, *words_of(folder, "--gpu", "t4", "--tuning", "qlora", "--dtype", "float16"))["fits"]
+
+
+def test_an_adapter_folder_is_planned_as_it_is(tmp_path, capsys):
+    base = tiny.saved_llama(tmp_path / "base")
+    adapted = tiny.lora(tiny.llama())
+    adapted.peft_config["default"].base_model_name_or_path = str(base)
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    report = planned(capsys, *words_of(tmp_path / "adapter", "--gpu", "3090", "--tuning", "lora"))
+    ours = sum(weight.nbytes for weight in adapted.parameters() if weight.requires_grad)
+    assert report["predicted"]["parts"]["regularization"] == ours
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--task", "image-classification", "--dataset_size", "40"],
+        ["--task", "sensor-classification", "--sensor_samples", "90"],
+        ["--task", "word-generation", "--dataset_size", "100", "--block_size", "16"],
+    ],
+)
+def test_other_tasks_are_planned(words, tmp_path, capsys):
+    report = planned(capsys, *words, "--use_cpu", "true", "--cache_dir", tmp_path)
+    assert report["fits"] and report["predicted"]["parts"]["weights"] > 0
+    assert all("block_size" not in choice["settings"] for choice in report["choices"])
+
+
+def test_pictures_are_decoded_beside_a_gpu(tmp_path, capsys):
+    words = ["--task", "image-classification", "--dataset_size", "40", "--cache_dir", tmp_path]
+    found = planned(capsys, *words, "--gpu", "3090")["recommended"]
+    assert found == {"dataloader_num_workers": plan.WORKERS_BESIDE_GPU}
+    assert planned(capsys, *words, "--use_cpu", "true")["recommended"] == {}
+
+
+@pytest.mark.parametrize("limit", ["20GB", "0.64"])
+def test_the_screen_keeps_to_80_columns_and_names_what_to_type(small, limit, capsys):
+    words = words_of(small, "--gpu", "3090", "--tuning", "full", "--per_device_train_batch_size", 64)
+    plan.main([*words, "--limit", limit])
+    shown = capsys.readouterr().out
+    report = planned(capsys, *words, "--limit", limit)
+    assert max(map(len, shown.splitlines())) <= 80 or "scu-trainer train" in max(shown.splitlines(), key=len)
+    if report["recommended"]:
+        assert shown.count("--tuning ") == 1, "no flag stands there twice"
+    elif report["recommended"] == {}:
+        assert "Nothing has to be changed." in shown
+
+
+def test_typed_flags_give_way_to_recommended_ones():
+    words = ["--tuning", "full", "--block-size=128", "--seed", "3", "--lora_target_modules", "a", "b", "--scu", "true"]
+    assert without(words, ["tuning", "block_size"]) == words[3:]
+    assert without(words, ["lora_target_modules"]) == [*words[:5], "--scu", "true"]
+    assert without(words, []) == words
+
+
+# -- how far predictions were off --------------------------------------------------------------------------------------
+
+
+def written(folder, name, estimate) -> None:
+    (folder / name).mkdir()
+    (folder / name / "scu_metrics.json").write_text(json.dumps({"memory_estimate": estimate}))
+
+
+def test_accuracy_compares_runs_that_have_both_figures(tmp_path, capsys):
+    written(tmp_path, "near", {"predicted_peak_bytes": 110, "measured_peak_bytes": 100})
+    written(tmp_path, "far", {"predicted_peak_bytes": 150, "measured_peak_bytes": 200})
+    written(tmp_path, "none", {"reason": "a stream", "measured_peak_bytes": 100})
+    assert plan.main(["--accuracy", str(tmp_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["runs"], report["without_both"]) == (2, 1)
+    assert report["largest_error"] == 0.25 and report["median_error"] == pytest.approx(0.175)
+    assert plan.main(["--accuracy", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "+10.0%" in shown and "-25.0%" in shown and shown.index("far") < shown.index("near")
+
+
+def test_accuracy_of_no_runs(tmp_path, capsys):
+    assert plan.main(["--accuracy", str(tmp_path)]) == 0
+    assert "no run in" in capsys.readouterr().out

@@ -1,0 +1,58 @@
+"""A heap of blocks that nobody writes to: it grows as the real one would, takes no memory, and is gone afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scu_trainer.hardware.heap import UntouchedHeap
+from scu_trainer.hardware.probe import resident_bytes
+
+pytestmark = pytest.mark.skipif(not UntouchedHeap.is_known(), reason="this C library does not tell its heap's size")
+
+MEBIBYTE = 2**20
+
+
+def test_it_grows_by_what_lives_at_one_time():
+    with UntouchedHeap() as heap:
+        heap.take("first", MEBIBYTE)
+        kept_before = heap.peak_bytes - MEBIBYTE  # by this process, of what it freed earlier
+        for number in range(8):
+            heap.take(number, 64 * MEBIBYTE)
+        for number in range(8):
+            heap.give(number)
+        heap.take("after", 64 * MEBIBYTE)
+        assert 8 * 64 * MEBIBYTE <= heap.peak_bytes <= kept_before + 8.1 * 64 * MEBIBYTE
+        assert not heap.failed_bytes
+
+
+def test_it_takes_no_memory():
+    before = resident_bytes(Path("/proc/self"))
+    with UntouchedHeap() as heap:
+        for number in range(64):
+            heap.take(number, 64 * MEBIBYTE)
+        assert resident_bytes(Path("/proc/self")) - before < 16 * MEBIBYTE
+        assert heap.peak_bytes >= 63 * 64 * MEBIBYTE
+
+
+def test_what_is_left_is_freed_at_the_end_also_after_an_error():
+    for number in range(2):
+        with pytest.raises(ZeroDivisionError), UntouchedHeap() as heap:
+            heap.take(number, 512 * MEBIBYTE)
+            raise ZeroDivisionError
+    figures = heap._figures()
+    assert not heap._blocks
+    assert figures.uordblks + figures.hblkhd - heap._before_bytes < 64 * MEBIBYTE
+
+
+def test_what_has_no_addresses_is_counted_as_failed():
+    with UntouchedHeap() as heap:
+        heap.take("huge", 2**60)
+        heap.give("huge")
+        assert heap.failed_bytes == 2**60 and heap.peak_bytes == 0
+
+
+def test_freeing_what_is_not_there_does_nothing():
+    with UntouchedHeap() as heap:
+        heap.give("nothing")
