@@ -47,9 +47,15 @@ class Trained:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes at the highest moment, by what they are for. ``regularization``: the weights where training began, toward
-    which lambda pulls. ``averages``: the moving averages of weights. ``exchange``: what processes keep to exchange
-    gradients. ``overhead``: what the allocator cannot use again. ``libraries``: their code and buffers; on a GPU its context, which no allocator counts."""
+    """Bytes at the highest moment, by what they are for.
+
+    Fields:
+        regularization: the weights where training began, toward which lambda pulls.
+        averages: the moving averages of weights.
+        exchange: what processes keep to exchange gradients.
+        overhead: what the allocator cannot use again.
+        libraries: their code and buffers; on a GPU its context, which no allocator counts.
+    """
 
     weights: int
     gradients: int
