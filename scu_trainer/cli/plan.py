@@ -128,8 +128,11 @@ def _limit(text: Optional[str], job: Job) -> Optional[int]:
 
 
 def _source(job: Job, target: Target) -> Source:
+    from scu_trainer.hardware.heap import keep_freed
     from scu_trainer.train.footprint.plan import FromConfiguration, FromParts
 
+    if job.efficiency.keep_freed_memory and target.device == "cpu":
+        keep_freed()  # as training will have it, and the heap that is looked at
     if job.kind.name == "text-generation":
         return FromConfiguration(job, _configuration(job), target.device)
     from rich.console import Console

@@ -30,7 +30,7 @@ class Overhead:
 
 
 OVERHEAD = {
-    "cpu": Overhead(fixed_bytes=72 * 2**20, slack=0.30),
+    "cpu": Overhead(fixed_bytes=80 * 2**20, slack=0.30),
     "cuda": Overhead(fixed_bytes=550 * 2**20, slack=0.06),
 }
 """By kind of device; others count as a CPU."""

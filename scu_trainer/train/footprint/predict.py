@@ -23,6 +23,9 @@ from scu_trainer.train.model_loss import has_causal_loss, head_of, obstacle_to_h
 from scu_trainer.train.parts import Parts
 from scu_trainer.train.rows import PADDING, has_time
 
+ROWS_LOOKED_AT = 64
+"""Of rows without a known length, to find how long they are padded."""
+
 
 def predict(job: Job, parts: Parts) -> tuple[Footprint, Step]:
     """Of a job that is loaded, and the chunk that it is about. Nothing of ``parts`` is changed. Raises what a model
@@ -122,12 +125,19 @@ def subject_of(job: Job, parts: Parts) -> Subject:
 
 
 def _longest(parts: Parts) -> dict[str, Any]:
-    """A batch of the longest row, as the collator makes it."""
+    """The longest row, as the collator pads it. Where rows tell no length, one among some of them."""
     data = parts.data.train
-    lengths = data["length"] if "length" in (getattr(data, "column_names", None) or ()) else [1]
-    longest = max(range(len(lengths)), key=lengths.__getitem__)
-    batch = parts.collator([data[longest]])
-    return {name: value for name, value in batch.items() if name != SAMPLE_INDEX}
+    if "length" in (getattr(data, "column_names", None) or ()):
+        lengths = data["length"]
+        rows = [data[max(range(len(lengths)), key=lengths.__getitem__)]]
+    else:
+        rows = [data[number] for number in range(min(ROWS_LOOKED_AT, len(data)))]
+    batch = parts.collator(rows)
+    return {
+        name: value[:1] if torch.is_tensor(value) and value.dim() and len(value) == len(rows) else value
+        for name, value in batch.items()
+        if name != SAMPLE_INDEX
+    }
 
 
 def without_mask(sample: Mapping[str, Any]) -> dict[str, Any]:
