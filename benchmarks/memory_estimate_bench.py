@@ -21,7 +21,14 @@ from memory_work import EXACT_MEMORY, MIB
 
 ROOT = Path(__file__).parents[1]
 SHARES = (0.8, 0.9, 0.95, 1.05, 1.2)
-OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "MemoryError", "out of memory", "bad_alloc")
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "MemoryError",
+    "out of memory",
+    "bad_alloc",
+    "failed to map segment",
+)
 SAMPLED_EVERY_S = 0.02
 
 NO_SPINNING = {"OMP_WAIT_POLICY": "PASSIVE"}
