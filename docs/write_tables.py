@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from scu_trainer.cli.variants import rows_of
 from scu_trainer.runs.variant_table import BY_NAME, LOOPS
@@ -95,14 +95,13 @@ def _speed(results: list[dict[str, Any]]) -> str:
 
 def estimate_tables(record: dict[str, Any]) -> dict[str, str]:
     """The same for docs/plan.md. ``record``: of benchmarks/memory_estimate.py."""
-    heads = ("training", "measured MiB", "noise", "alive MiB", "predicted MiB", "error")
+    heads = ("training", "measured MiB", "noise", "predicted MiB", "error")
     found = [result for result in record["results"] if result["device"] == "cpu"]
     rows = [
         (
             result["name"],
             _mib(result["measured_bytes"]),
             f"{result['noise']:.1%}",
-            _mib(result["exact_bytes"]),
             _mib(result["predicted_bytes"]),
             f"{result['error']:+.1%}",
         )
@@ -111,8 +110,8 @@ def estimate_tables(record: dict[str, Any]) -> dict[str, str]:
     return {"estimate": markdown(heads, rows)}
 
 
-def _mib(size_bytes: Optional[int]) -> str:
-    return "-" if size_bytes is None else f"{size_bytes / 2**20:,.0f}"
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.0f}"
 
 
 def markdown(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
