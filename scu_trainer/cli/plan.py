@@ -136,10 +136,10 @@ def _job(config: Optional[str], flags: Sequence[str], target: Target) -> Job:
 
 
 def _limit(text: Optional[str], job: Job) -> Optional[int]:
-    from scu_trainer.hardware.target import size_of
+    from scu_trainer.hardware.presets import parse_bytes
 
     if text is not None:
-        return size_of(text, "limit")
+        return parse_bytes(text, "limit")
     limit_gb = job.memory.memory_limit_gb
     return None if limit_gb is None else round(limit_gb * 2**30)
 

@@ -44,7 +44,8 @@ def accuracy(folder: Path, as_json: bool) -> int:
         return 0
     print(_table(found) if found else f"no run in {folder} has both a prediction and a measured peak")
     if errors:
-        print(f"\n{len(found)} runs: median error {median(errors):.1%}, largest {max(errors):.1%}")
+        counted = "1 run" if len(found) == 1 else f"{len(found)} runs"
+        print(f"\n{counted}: median error {median(errors):.1%}, largest {max(errors):.1%}")
     if summary["without_both"]:
         print(f"{summary['without_both']} more without a prediction or without a measured peak")
     return 0

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Optional
 
-from scu_trainer.errors import SettingsError
 from scu_trainer.hardware.precision import DeviceFacts, choose_precision, device_facts
-from scu_trainer.hardware.presets import Preset, find
+from scu_trainer.hardware.presets import Preset, find, parse_bytes
 from scu_trainer.hardware.probe import accelerators, probe
-from scu_trainer.settings.memory import size_in_gib
 
 USABLE_SHARE = 0.95
 """Of a card's memory as sold: the driver and the screen take the rest."""
@@ -55,18 +53,9 @@ def named(gpu: Optional[str], ram: Optional[str]) -> Target:
     """A machine by the name of its card ("RTX 3050 4GB", "cpu-only") and its main memory ("16GB"). Raises
     SettingsError."""
     preset = find(gpu or "cpu-only")
-    ram_bytes = preset.ram_bytes if ram is None else size_of(ram, "ram")
+    ram_bytes = preset.ram_bytes if ram is None else parse_bytes(ram, "ram")
     limit_bytes = ram_bytes if preset.device == "cpu" else int(preset.memory_bytes * USABLE_SHARE)
     return Target(preset.name, _facts(preset), limit_bytes, ram_bytes, False)
-
-
-def size_of(text: str, name: str) -> int:
-    """Bytes of "16GB" or "900MiB"; a bare number counts GiB. Raises SettingsError."""
-    number = float(text) if text.replace(".", "", 1).isdigit() else text
-    size = size_in_gib(name, number)
-    if size is None:
-        raise SettingsError(f"{name} is empty; give a size such as 16GB")
-    return round(size * 2**30)
 
 
 def _facts(preset: Preset) -> DeviceFacts:
