@@ -173,11 +173,15 @@ class FromParts:
     parts: Parts
     device: str
 
+    @functools.cached_property
+    def rows(self) -> Rows:
+        return Rows.of(self.parts.data.train)
+
     def step(self, choice: Choice) -> Step:
-        return step_of(self.job, Rows.of(self.parts.data.train), self.device)
+        return step_of(self.job, self.rows, self.device)
 
     def footprint(self, choice: Choice, step: Step) -> Footprint:
-        subject = replace(subject_of(self.job, self.parts), autocast=HALVES[choice.mixed_precision])
+        subject = replace(subject_of(self.job, self.parts, self.rows), autocast=HALVES[choice.mixed_precision])
         if choice.checkpoint_every_layer and not checkpoints(self.job):
             checkpoint_every_layer(subject.model)
         return footprint_of(subject, step, replace(held_by(self.job), optim=choice.optim), self.device)

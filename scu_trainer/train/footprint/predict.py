@@ -14,13 +14,14 @@ from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.hardware.estimate import Footprint, Held, Trained, footprint
 from scu_trainer.hardware.heap import UntouchedHeap
 from scu_trainer.train.deepspeed_rules import zero_stage
-from scu_trainer.train.footprint.shapes import Rows, Step, planned_step
+from scu_trainer.train.footprint.shapes import Rows, Step, lengths_of, planned_step
 from scu_trainer.train.footprint.skeleton import copy_of
 from scu_trainer.train.footprint.step import LossKind, Subject, trace
 from scu_trainer.train.job import Job
 from scu_trainer.train.loss_path import LARGE_VOCABULARY
 from scu_trainer.train.model_loss import has_causal_loss, head_of, obstacle_to_headless
 from scu_trainer.train.parts import Parts
+from scu_trainer.train.preflight.optimization import optimizer_name
 from scu_trainer.train.rows import PADDING, has_time
 
 ROWS_LOOKED_AT = 64
@@ -30,8 +31,9 @@ ROWS_LOOKED_AT = 64
 def predict(job: Job, parts: Parts) -> tuple[Footprint, Step]:
     """Of a job that is loaded, and the chunk that it is about. Nothing of ``parts`` is changed. Raises what a model
     raises that makes tensors whose shape depends on content."""
-    step = step_of(job, Rows.of(parts.data.train), job.training.device.type)
-    return footprint_of(subject_of(job, parts), step, held_by(job), job.training.device.type), step
+    device, rows = job.training.device.type, Rows.of(parts.data.train)
+    step = step_of(job, rows, device)
+    return footprint_of(subject_of(job, parts, rows), step, held_by(job), device), step
 
 
 def footprint_of(subject: Subject, step: Step, held: Held, device: str) -> Footprint:
@@ -69,7 +71,7 @@ def step_of(job: Job, rows: Rows, device: str) -> Step:
 def held_by(job: Job) -> Held:
     prior = job.regularization
     return Held(
-        optim=str(getattr(job.training.optim, "value", job.training.optim)),
+        optim=optimizer_name(job),
         holds_start=prior is not None and prior.prior == "init",
         holds_averages=job.efficiency.ema_decay is not None,
         processes=job.training.world_size,
@@ -112,10 +114,10 @@ def autocast_of(job: Job) -> Optional[torch.dtype]:
     return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
 
 
-def subject_of(job: Job, parts: Parts) -> Subject:
+def subject_of(job: Job, parts: Parts, kind_of_rows: Rows) -> Subject:
     """The loaded model without content, and batches of its longest row."""
     sample, mode = _longest(parts), FakeTensorMode(allow_non_fake_inputs=True)
-    if not Rows.of(parts.data.train).is_uneven:
+    if not kind_of_rows.is_uneven:
         sample = without_mask(sample)
 
     def batch(rows: int, length: int) -> Mapping[str, Any]:
@@ -127,8 +129,8 @@ def subject_of(job: Job, parts: Parts) -> Subject:
 def _longest(parts: Parts) -> dict[str, Any]:
     """The longest row, as the collator pads it. Where rows tell no length, one among some of them."""
     data = parts.data.train
-    if "length" in (getattr(data, "column_names", None) or ()):
-        lengths = data["length"]
+    lengths = lengths_of(data)
+    if lengths is not None:
         rows = [data[max(range(len(lengths)), key=lengths.__getitem__)]]
     else:
         rows = [data[number] for number in range(min(ROWS_LOOKED_AT, len(data)))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
@@ -23,10 +22,10 @@ class Rows:
     @classmethod
     def of(cls, data: Any) -> Rows:
         """Of prepared training rows; those of a stream are not known before they come."""
-        lengths = data["length"] if "length" in (getattr(data, "column_names", None) or ()) else [1]
-        lengths = [max(1, int(length)) for length in lengths]
-        short = sum(length < max(lengths) for length in lengths)
-        return cls(max(lengths), sum(lengths) / len(lengths), short > len(lengths) / 8)
+        lengths = [max(1, length) for length in lengths_of(data) or [1]]
+        longest = max(lengths)
+        short = sum(length < longest for length in lengths)
+        return cls(longest, sum(lengths) / len(lengths), short > len(lengths) / 8)
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,7 @@ def _batch_tokens(rows: Rows, curriculum: Optional[CurriculumSettings], batch_ro
     return max(rows.longest, curriculum.token_budget or round(batch_rows * rows.mean))
 
 
-def largest_row(lengths: Sequence[int]) -> int:
-    """Number of the longest of some rows."""
-    return max(range(len(lengths)), key=lengths.__getitem__)
+def lengths_of(data: Any) -> Optional[list[int]]:
+    """Tokens of each row; None for rows that tell no length."""
+    has_lengths = "length" in (getattr(data, "column_names", None) or ())
+    return list(data["length"][:]) if has_lengths else None  # a slice is one read, row by row takes seconds
