@@ -2,6 +2,7 @@
 
 VENV := .venv
 STAMP := $(VENV)/.installed
+BROWSER := $(VENV)/.browser
 BIN := $(VENV)/bin
 ARGS ?=
 
@@ -75,10 +76,10 @@ train-gru: $(STAMP) ## CADENCE, a GRU language model over words and their catego
 train-sensors: $(STAMP) ## TRIDENT, a classifier of video, infrared and motion, on generated recordings
 	$(BIN)/python scripts/train.py --config recipes/sensors.yaml $(ARGS)
 
-test: $(STAMP) ## run the tests; ARGS="-k resume" adds pytest flags
+test: $(STAMP) $(BROWSER) ## run the tests; ARGS="-k resume" adds pytest flags
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-cpu: $(STAMP) ## run the tests as on a machine without a GPU
+test-cpu: $(STAMP) $(BROWSER) ## run the tests as on a machine without a GPU
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-smoke: $(STAMP) ## every memory-efficient path for a few real steps: peak memory, step time, loss (about 10 minutes)
@@ -97,4 +98,9 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@rm -f $@
 	'$(PYTHON)' -m venv $(VENV)
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install -e '.[all]' -c constraints.txt
+	@touch $@
+
+# Reports are opened in a real browser by the tests: one that is there, or Debian's.
+$(BROWSER): tests/find_browser.sh
+	@sh tests/find_browser.sh
 	@touch $@

@@ -31,7 +31,7 @@ def setup_lines(section: str, option: str) -> list[str]:
 
 
 def all_declared() -> list[Requirement]:
-    extras = ("qlora", "optimizers", "deepspeed", "report", "dev")
+    extras = ("qlora", "optimizers", "deepspeed", "images", "report", "lm-eval", "wandb", "benchmarks", "dev")
     lines = setup_lines("options", "install_requires")
     lines += [line for extra in extras for line in setup_lines("options.extras_require", extra)]
     return [Requirement(line) for line in lines]
@@ -55,8 +55,9 @@ def make(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
 
 
 def copy_build_files(target: Path) -> None:
-    for name in ("Makefile", "setup.cfg", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, target)
+    for name in ("Makefile", "setup.cfg", "pyproject.toml", "constraints.txt", "tests/find_browser.sh"):
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, target / name)
 
 
 def test_make_lists_every_target():
@@ -97,7 +98,8 @@ def test_targets_install_first_and_then_run(tmp_path, target, command):
     assert lines[-1] == command
     assert any("pip install -e '.[all]' -c constraints.txt" in line for line in lines)
     (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv/.installed").touch()
+    for stamp in (".installed", ".browser"):
+        (tmp_path / ".venv" / stamp).touch()
     assert make("-n", target, "ARGS=--x 1", cwd=tmp_path).stdout.splitlines() == [command]
 
 

@@ -24,6 +24,10 @@ COMMANDS = {
     "modes": "how long a job takes in its sizes tiny, standard and extended, from a few measured steps of each",
     "runs": "train in the background: start, list, status, monitor, logs, stop, resume; alone: a menu",
     "eval": "held-out bits per token of a run, an adapter or a base model, with a confidence interval",
+    "compare": "controllers against each other at equal tokens, over several seeds: a table and a verdict",
+    "report": "runs or a comparison as plots and one HTML page; --watch while they go on",
+    "merge": "the adapter of a run in its base: full weights that need nothing of ours, checked against the adapter",
+    "push": "a run to the Hub, adapter or merged, with a model card; --dry_run shows every file and byte",
 }
 
 

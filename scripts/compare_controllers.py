@@ -1,0 +1,8 @@
+"""``scu-trainer compare`` as a file: controllers against each other at equal tokens, over several seeds."""
+
+import sys
+
+from scu_trainer.cli.compare import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""``scu-trainer report`` as a file: runs or a comparison as plots and one HTML page."""
+
+import sys
+
+from scu_trainer.cli.report import main
+
+if __name__ == "__main__":
+    sys.exit(main())

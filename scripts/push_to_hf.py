@@ -1,0 +1,8 @@
+"""``scu-trainer push`` as a file: a run to the Hub, adapter or merged, with a model card."""
+
+import sys
+
+from scu_trainer.cli.push import main
+
+if __name__ == "__main__":
+    sys.exit(main())
