@@ -1,12 +1,15 @@
-"""Writes the tables of three pages from benchmarks/results/:
+"""Writes the tables of four pages from benchmarks/results/:
 
     docs/paths.md      variants.json: what a path costs, which loops act in it
     docs/families.md   recipes.json and families.json: what the recipes reach, and how fast
     docs/plan.md       memory_estimate.json: predicted against measured memory
+    docs/compare.md    compare.json: controllers against each other at equal tokens
 
     make test-smoke ARGS="--json benchmarks/results/variants.json"
     python benchmarks/recipes.py && python benchmarks/families.py
     python benchmarks/memory_estimate.py
+    python scripts/compare_controllers.py --config recipes/compare.yaml --output_dir runs/compare
+    cp runs/compare/comparison.json benchmarks/results/compare.json
     python docs/write_tables.py
 
 A table stands between two comments that name it; everything else in the page is left alone.
@@ -20,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from scu_trainer.cli.variants import rows_of
+from scu_trainer.report import comparison_text
 from scu_trainer.runs.variant_table import BY_NAME, LOOPS
 from scu_trainer.runs.variants import Outcome
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "paths.md", ROOT / "benchmarks" / "results" / "variants.json"
 FAMILIES_PAGE, PLAN_PAGE = ROOT / "docs" / "families.md", ROOT / "docs" / "plan.md"
+COMPARE_PAGE = ROOT / "docs" / "compare.md"
 CELLS = {"acts": "acts", "refused": "refused", "idle": "idle", "off": "off"}
 
 
@@ -110,6 +115,19 @@ def estimate_tables(record: dict[str, Any]) -> dict[str, str]:
     return {"estimate": markdown(heads, rows)}
 
 
+def comparison_tables(record: dict[str, Any]) -> dict[str, str]:
+    """The same for docs/compare.md. ``record``: comparison.json."""
+    notes = "\n".join(f"- {note}" for note in record["notes"])
+    cost = comparison_text.cost_line(record)
+    return {
+        "budget": f"`{record['command']}`: {comparison_text.budget_line(record)}.",
+        "comparison": comparison_text.markdown_table(record) + (f"\n\n{cost.capitalize()}." if cost else ""),
+        "verdicts": "\n\n".join(
+            [markdown(("arm", "verdict"), comparison_text.verdicts(record)), record["verdict"], notes]
+        ),
+    }
+
+
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:,.0f}"
 
@@ -134,4 +152,7 @@ if __name__ == "__main__":
     FAMILIES_PAGE.write_text(written(FAMILIES_PAGE.read_text(), family_tables(*found)))
     estimates = json.loads((RESULTS.parent / "memory_estimate.json").read_text())
     PLAN_PAGE.write_text(written(PLAN_PAGE.read_text(), estimate_tables(estimates)))
-    print("written: " + ", ".join(str(page.relative_to(ROOT)) for page in (PAGE, FAMILIES_PAGE, PLAN_PAGE)))
+    compared = json.loads((RESULTS.parent / "compare.json").read_text())
+    COMPARE_PAGE.write_text(written(COMPARE_PAGE.read_text(), comparison_tables(compared)))
+    pages = (PAGE, FAMILIES_PAGE, PLAN_PAGE, COMPARE_PAGE)
+    print("written: " + ", ".join(str(page.relative_to(ROOT)) for page in pages))

@@ -61,6 +61,10 @@ class OutOfMemory(UserError):
     """Something does not fit in memory even in its smallest piece."""
 
 
+class HubError(UserError):
+    """The Hub refuses what was asked of it, or cannot be reached."""
+
+
 class NonFiniteLoss(UserError):
     """Loss, gradient or weights are no finite numbers, and not because of single rows."""
 

@@ -90,6 +90,11 @@ def test_make_lists_every_target():
         ("train-device-map", ".venv/bin/python scripts/train.py --config recipes/device_map.yaml --x 1"),
         ("test-cpu", "CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n 2 --dist loadfile --x 1"),
         ("test-smoke", ".venv/bin/scu-trainer variants --x 1"),
+        (
+            "compare",
+            ".venv/bin/python scripts/compare_controllers.py --config recipes/compare.yaml"
+            " --output_dir runs/compare --x 1",
+        ),
     ],
 )
 def test_targets_install_first_and_then_run(tmp_path, target, command):

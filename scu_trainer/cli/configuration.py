@@ -83,7 +83,7 @@ def our_parser(*more: type) -> HfArgumentParser:
 
     class Parser(HfArgumentParser):
         def error(self, message: str):
-            raise SettingsError(_plain(message))
+            raise SettingsError(plain_words(message))
 
     kinds = [_grouped(TaskSettings, "task"), _grouped(ModelSettings, "model"), _grouped(DataSettings, "data")]
     kinds += [_grouped(regularization_flags(), "regularization"), _grouped(memory_flags(), "memory")]
@@ -129,6 +129,7 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
         efficiency=efficiency,
         safety=safety,
         notes=(f"precision: {precision.reason}", *note),
+        changed_from=_changed_from(parser, typed),
     )
 
 
@@ -211,6 +212,13 @@ def _choose_precision(parser: HfArgumentParser, typed: Any, planned_for: Optiona
     return choice
 
 
+def _changed_from(parser: HfArgumentParser, typed: Any) -> dict[str, Any]:
+    """Field -> default, of the fields that file or flags gave another value. Secrets are no settings to compare."""
+    given = {name: value for name, value in vars(typed).items() if value is not None}
+    changed = {name: parser.get_default(name) for name, value in given.items() if value != parser.get_default(name)}
+    return redact_data(json.loads(json.dumps(changed, default=str)))
+
+
 def _has_accelerator() -> bool:
     import torch
 
@@ -243,7 +251,11 @@ def _name(flag: str) -> str:
 def _entries(config: str, names: set[str]) -> dict[str, Any]:
     """Values of a file by field."""
     found = {}
-    for key, value in read_file(Path(config)).items():
+    content = read_file(Path(config))
+    if {"configuration", "versions", "data"} <= {*content}:  # training_config.json of a run
+        content = content["configuration"]
+        content["report_to"] = content.get("report_to") or "none"  # an empty list in a file means the default
+    for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in names:
             raise SettingsError(f"{config}: unknown key {key!r}{nearest(name, names)}")
@@ -297,7 +309,7 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _plain(message: str) -> str:
+def plain_words(message: str) -> str:
     """argparse's "argument --lora_r/--lora-r: invalid int value: 'x'" without the second spelling, and with the choice
     that was probably meant."""
     text = re.sub(r"argument (--\w+)(/--[\w-]+)*", r"\1", message)
@@ -308,4 +320,5 @@ def _plain(message: str) -> str:
 def as_yaml(job: Job) -> str:
     """The resolved configuration; reading it back gives the same one."""
     plain = json.loads(json.dumps(redact_data(job.as_dict()), default=str))
+    plain["report_to"] = plain["report_to"] or "none"  # an empty list in a file means the default
     return yaml.safe_dump({key: value for key, value in plain.items() if value is not None}, sort_keys=False)

@@ -12,6 +12,9 @@ from scu_trainer.run_files import read_json
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.tasks import KINDS, TEXT
 
+BASE, MERGED = "base", "merged"
+"""Words for a model that is made from another one: what it was tuned from, and its adapter in the weights of that."""
+
 CONFIG_FILE, STATUS_FILE = "training_config.json", "run.json"
 
 WHICH_DOCUMENTS = (
@@ -38,11 +41,15 @@ class Subject:
     """A trained or a base model. ``name`` as it was typed, ``model.model_name_or_path`` where it is.
 
     ``run``: content of the training_config.json of the run that it belongs to; None if it belongs to none.
+    ``word``: BASE or MERGED where such a word stood in the place of a name. ``merge_dtype``: the adapter is merged into
+    its base before anything is asked, in this type.
     """
 
     name: str
     model: ModelSettings
     run: Optional[dict[str, Any]] = None
+    word: Optional[str] = None
+    merge_dtype: Optional[str] = None
 
     @property
     def source(self) -> str:
@@ -131,12 +138,22 @@ def base_subject(subject: Subject) -> Subject:
     elif subject.run:
         name = _settings_in(ModelSettings, subject.run).model_name_or_path
         if name is None and subject.task != TEXT:
-            raise ModelError(f"{subject.name} was trained from scratch, so it has no base; drop --against base")
+            raise ModelError(f"{subject.name} was trained from scratch, so it has no base; drop base from --against")
         name = name or _embedded_base(subject)
     else:
         raise ModelError(f"{subject.name} is neither an adapter nor of a run, so its base is unknown; give its path")
     check_source(name)
-    return Subject(name, replace(subject.model, model_name_or_path=name))
+    return Subject(name, replace(subject.model, model_name_or_path=name), word=BASE)
+
+
+def merged_subject(subject: Subject, dtype: str) -> Subject:
+    """``subject`` with its adapter merged into its base, in ``dtype``. Raises ModelError if there is nothing to merge
+    or the model is no language model."""
+    if subject.task != TEXT:
+        raise ModelError(f"{subject.name} is of task: {subject.task}, and merged is for {TEXT}; drop it from --against")
+    if not is_adapter(Path(subject.source)):
+        raise ModelError(f"{subject.name} is no adapter, so there is nothing to merge; drop merged from --against")
+    return replace(subject, name=f"{subject.name} ({MERGED})", word=MERGED, merge_dtype=dtype)
 
 
 def _embedded_base(subject: Subject) -> str:
@@ -182,7 +199,16 @@ def may_have_learned(subject: Subject, settings: DataSettings, seed: int, own: d
     was trained on."""
     if subject.run is None or not _is_same(settings.eval_dataset or settings.dataset, subject.data.dataset):
         return False
+    if subject.task == TEXT and _is_capped_further(settings, subject.data):
+        settings = replace(settings, max_eval_documents=subject.data.max_eval_documents)
     return (_split_rules(subject.data, own_split(subject)), subject.run["seed"]) != (_split_rules(settings, own), seed)
+
+
+def _is_capped_further(settings: DataSettings, trained: DataSettings) -> bool:
+    """Whether fewer documents than the run held out are scored: the first of the same order, so none that it learned.
+    A stream that names no cap has one all the same."""
+    cap, limit = settings.max_eval_documents, trained.max_eval_documents
+    return cap is not None and not trained.streaming and (limit is None or cap < limit)
 
 
 def _is_same(dataset: str, other: str) -> bool:

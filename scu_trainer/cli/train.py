@@ -72,10 +72,12 @@ def _help(with_stock_fields: bool) -> str:
 
 
 def _train(job, log, modes: argparse.Namespace) -> int:
+    from scu_trainer.cli.sharing import after_training, refuse_useless_push
     from scu_trainer.train.deepspeed_start import leave_process_group
     from scu_trainer.train.rehearsal import rehearse
     from scu_trainer.train.session import look_only, run
 
+    refuse_useless_push(job)
     succeeded = False
     try:
         if modes.preflight_only:
@@ -90,4 +92,6 @@ def _train(job, log, modes: argparse.Namespace) -> int:
         raise
     finally:
         leave_process_group(succeeded)
+    if not (modes.preflight_only or modes.test_run):
+        after_training(job)  # the other ranks do not wait for a push
     return 0

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Optional, TypeVar
 
 import numpy
 
@@ -27,7 +28,13 @@ from scu_trainer.data.stream import prepare_stream
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
 
+if TYPE_CHECKING:
+    import datasets
+
 Documents = TypeVar("Documents")
+
+WHOLE = 2**31 - 1
+"""Tokens in a row that no document exceeds."""
 
 
 def prepare(settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, model_name: str) -> PreparedData:
@@ -37,15 +44,37 @@ def prepare(settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, mo
     ``model_name`` appears in messages only. Raises DataError if there is nothing to learn from, StorageError if
     ``cache_dir`` cannot be written.
     """
-    if settings.chat_template is not None:
-        tokenizer.chat_template = read_chat_template(settings.chat_template)
-    source = training_source(settings, cache_dir)
-    held_out = held_out_source(settings, cache_dir) if settings.eval_dataset else source.held_out
-    plan = Plan(settings, Encoder.of(settings, tokenizer, model_name), source, held_out, seed, cache_dir)
+    plan = _plan(settings, tokenizer, seed, cache_dir, model_name)
     if settings.streaming:
         return prepare_stream(plan)
     folder = built_once(cache_dir / "tokenized" / plan.fingerprint, lambda new: _write(new, plan))
     return _open(folder)
+
+
+def whole_held_out(
+    settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, model_name: str
+) -> Optional[datasets.Dataset]:
+    """The documents that ``prepare`` holds out, in memory, each in one row however long it is; columns and numbers of
+    documents as in ``PreparedData.eval``. None if nothing is held out."""
+    import datasets
+    import pyarrow
+
+    plan = _plan(replace(settings, block_size=WHOLE), tokenizer, seed, cache_dir, model_name)
+    if settings.streaming:
+        return prepare_stream(plan).eval
+    books = DataBooks()  # prepare has counted what is dropped
+    _, _, documents, order = both_sides(plan, functools.partial(_tokenized, plan, books=books), books)
+    rows = held_out_rows(documents.numbered(order), plan.settings, books)
+    batches = list(record_batches(rows, held_out_schema()))
+    return datasets.Dataset(pyarrow.Table.from_batches(batches)) if batches else None
+
+
+def _plan(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model_name: str) -> Plan:
+    if settings.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(settings.chat_template)
+    source = training_source(settings, cache_dir)
+    held_out = held_out_source(settings, cache_dir) if settings.eval_dataset else source.held_out
+    return Plan(settings, Encoder.of(settings, tokenizer, model_name), source, held_out, seed, cache_dir)
 
 
 def _open(folder: Path) -> PreparedData:

@@ -118,7 +118,7 @@ def profile(paths: Iterable[Path], measure_disks: bool = True, root: Path = cgro
         system=platform.platform(),
         python=platform.python_version(),
         gpus=tuple(_gpu(item) for item in accelerators()),
-        cpu=_cpu(root),
+        cpu=cpu(root),
         ram=Ram(total_bytes, available_bytes, psutil.swap_memory().total, cgroup.memory_limit_bytes(root)),
         disks=tuple(_disk(path, measure_disks) for path in _one_per_disk(paths)),
         packages={name: installed_version(name) for name in PACKAGES},
@@ -128,7 +128,7 @@ def profile(paths: Iterable[Path], measure_disks: bool = True, root: Path = cgro
 # -- processors --------------------------------------------------------------------------------------------------------
 
 
-def _cpu(root: Path) -> Cpu:
+def cpu(root: Path = cgroup.ROOT) -> Cpu:
     import psutil
 
     words = _cpuinfo(root)

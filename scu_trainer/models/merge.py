@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Union
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.quantize import stored_bits
@@ -172,22 +172,31 @@ def merge_tolerance(adapter_model: nn.Module, dtype: torch.dtype) -> float:
     return max(MERGE_TOLERANCE[name] for name in names if name in MERGE_TOLERANCE)
 
 
-def check_merge(adapter_model: nn.Module, merged: nn.Module, input_ids: torch.Tensor) -> float:
+Inputs = Union["torch.Tensor", Mapping[str, "torch.Tensor"]]
+
+
+def check_merge(adapter_model: nn.Module, merged: nn.Module, inputs: Inputs) -> float:
     """Largest difference of the logits, divided by the largest logit, both models in evaluation mode.
 
-    input_ids: (rows, time). To be held against ``merge_tolerance``.
+    inputs: input_ids (rows, time), or what the models take by name; padding (attention_mask 0) is not compared. To be
+    held against ``merge_tolerance``; NaN where either model gives no numbers, which no tolerance allows.
     """
-    expected, found = _logits(adapter_model, input_ids), _logits(merged, input_ids)
+    inputs = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    expected, found = _logits(adapter_model, inputs), _logits(merged, inputs)
+    mask = inputs.get("attention_mask")
+    if mask is not None:
+        expected, found = expected[mask.cpu().bool()], found[mask.cpu().bool()]
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def _logits(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+def _logits(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     import torch
 
     was_training = model.training
     device = next(model.parameters()).device
     try:
         with torch.no_grad():
-            return model.eval()(input_ids=input_ids.to(device)).logits.float().cpu()
+            there = {name: value.to(device) for name, value in inputs.items()}
+            return model.eval()(**there).logits.float().cpu()
     finally:
         model.train(was_training)

@@ -129,6 +129,11 @@ def family(leader: Identity, token: str, machine: Machine) -> list[Identity]:
     return [member for member in _processes(machine) if _belongs(member, leader, token, machine)]
 
 
+def marked(token: str, machine: Machine) -> list[Identity]:
+    """All that lives and was given ``token`` as its MARK, whoever started it."""
+    return [member for member in _processes(machine) if _has_mark(member.pid, token)]
+
+
 def _processes(machine: Machine) -> Iterator[Identity]:
     for pid in psutil.pids():
         seen = machine.process(pid)

@@ -26,6 +26,9 @@ CONFIG_FILE = "scu_config.json"
 MEMORY_FILE = "memory_history.json"
 CURRICULUM_FILE = "curriculum.json"
 
+BOOKED = tuple("rows real_tokens padded_tokens cut_tokens seen repeated readmitted suspects quarantined unseen".split())
+"""Numbers of a row of curriculum.json that reporters get."""
+
 
 class RegularizationCallback(TrainerCallback):
     """Calls the regularizer at the right moments of the stock loop; writes ``scu_history.json`` and
@@ -56,7 +59,7 @@ class RegularizationCallback(TrainerCallback):
         self._regularizer.start(state.max_steps, steps_per_epoch, args.seed)
         self._said = len(self._regularizer.progress.notices)
         if args.should_save:
-            self.history = _opened(args.output_dir, HISTORY_FILE, state.global_step)
+            self.history = opened(args.output_dir, HISTORY_FILE, state.global_step)
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.rate_factor = self._hold_factor(state.global_step)
@@ -151,11 +154,17 @@ class _HistoryCallback(TrainerCallback):
     def __init__(self, writer: Any, name: str) -> None:
         self._writer, self._name = writer, name
         self.history: Optional[History] = None
+        self.newest: Optional[dict[str, Any]] = None
 
     def _begin(self, args, after_step: int) -> None:
         if args.should_save:
-            self.history = _opened(args.output_dir, self._name, after_step)
-            self._writer.on_row = self.history.append
+            self.history = opened(args.output_dir, self._name, after_step)
+        self.newest, self._writer.on_row = None, self._take
+
+    def _take(self, row: dict[str, Any]) -> None:
+        self.newest = row
+        if self.history is not None:
+            self.history.append(row)
 
     def on_train_end(self, args, state, control, **kwargs):
         self._writer.on_row = lambda row: None
@@ -200,6 +209,14 @@ class CurriculumCallback(_HistoryCallback):
     def on_epoch_end(self, args, state, control, **kwargs):
         self.curriculum.end_epoch()
 
+    def scalars(self) -> dict[str, float]:
+        """The books of the last epoch for one row of the logs; empty until the next one is booked."""
+        row, self.newest = self.newest or {}, None
+        names = ("epoch", *BOOKED)
+        found = {f"curriculum/{name}": row[name] for name in names if row.get(name) is not None}
+        found |= {f"curriculum/difficulty_{name}": value for name, value in (row.get("difficulty") or {}).items()}
+        return found | ({"curriculum/skipped": sum(row["skipped"].values())} if row else {})
+
 
 def _scale_rates(optimizer, scheduler, factor: float) -> None:
     """The scheduled learning rates times ``factor``; untouched at 1."""
@@ -208,7 +225,7 @@ def _scale_rates(optimizer, scheduler, factor: float) -> None:
             group["lr"] = rate * factor
 
 
-def _opened(output_dir: str, name: str, step: int) -> History:
+def opened(output_dir: str, name: str, step: int) -> History:
     """The history file of a run that goes on after ``step``."""
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     history = History(Path(output_dir) / name)

@@ -37,6 +37,7 @@ class Efficiency:
         self.trainer, self.settings = trainer, settings
         self.average: Optional[WeightAverage] = None
         self.throughput: Optional[Throughput] = None
+        self.pace: Optional[Throughput] = None
         self.profile: Optional[ProfileCallback] = None
         if settings.channels_last and not apply_channels_last(trainer.model):
             logger.warning("channels_last: the model has no convolution over pictures; nothing is changed")
@@ -46,11 +47,17 @@ class Efficiency:
             self.average = WeightAverage(trainer, settings.ema_decay)
             trainer.add_callback(self.average)
         if settings.throughput:
-            self.throughput = Throughput(trainer, settings.peak_tflops)
+            self.throughput = self.pace = Throughput(trainer, settings.peak_tflops)
             trainer.add_callback(self.throughput)
         if settings.profile_steps:
             self.profile = ProfileCallback(settings.profile_steps)
             trainer.add_callback(self.profile)
+
+    def measure_pace(self) -> None:
+        """Rows and tokens per second in every row of the logs, also without ``throughput``, which adds utilization."""
+        if self.pace is None:
+            self.pace = Throughput(self.trainer, counts_flops=False)
+            self.trainer.add_callback(self.pace)
 
     @property
     def lines(self) -> list[str]:
@@ -77,8 +84,8 @@ class Efficiency:
 
     def observe(self, inputs: Any, num_items: Any) -> None:
         """An accumulation batch that is about to train."""
-        if self.throughput is not None:
-            self.throughput.observe(inputs, num_items)
+        if self.pace is not None:
+            self.pace.observe(inputs, num_items)
 
     def evaluation(self) -> AbstractContextManager:
         """Around an evaluation."""
@@ -91,7 +98,7 @@ class Efficiency:
 
     def scalars(self) -> dict[str, float]:
         """For a log of a training step."""
-        return {} if self.throughput is None else self.throughput.scalars()
+        return {} if self.pace is None else self.pace.scalars()
 
     def figures(self) -> Optional[dict[str, Any]]:
         """What stands under "throughput" in scu_metrics.json; None where it was off."""

@@ -42,7 +42,7 @@ class Job:
     its ``acts`` False, as the stock Trainer.
 
     ``curriculum``: what was asked for; ``acting_curriculum`` is what runs. ``notes``: lines for the user about what was
-    chosen for this machine.
+    chosen for this machine. ``changed_from``: the default of every field that was given another value.
     """
 
     model: ModelSettings
@@ -56,6 +56,7 @@ class Job:
     efficiency: EfficiencySettings = field(default_factory=EfficiencySettings)
     safety: SafetySettings = field(default_factory=SafetySettings)
     notes: tuple[str, ...] = ()
+    changed_from: dict[str, Any] = field(default_factory=dict)
 
     @property
     def kind(self) -> Task:

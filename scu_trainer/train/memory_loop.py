@@ -91,6 +91,9 @@ class MemoryLoop:
         self._predicted_least = math.inf
         self._learning_until = LEARNING_WINDOWS
         self._collected_step = -STEPS_BETWEEN_COLLECTIONS
+        self._seen: Optional[Reading] = None
+        self._logged_peak_bytes = 0
+        self._ran: dict[str, int] = {}
 
     # -- one window ----------------------------------------------------------------------------------------------------
 
@@ -160,6 +163,11 @@ class MemoryLoop:
         books.real_tokens += window.real_tokens
         books.stock_tokens += window.padded_tokens
         books.processed_tokens += sum(piece.tokens for piece, _ in done)
+        self._ran = {
+            "chunks": len(done),
+            "tokens_per_chunk": max((piece.tokens for piece, _ in done), default=0),
+            "rows_per_chunk": max((len(piece.rows) for piece, _ in done), default=0),
+        }
         if self.gauge is None:
             return
         reading = self._look()
@@ -252,6 +260,7 @@ class MemoryLoop:
         reading = self.gauge.read()
         # As a fraction: on a CPU the tightest limit may be another one than before.
         self._peak_fraction = max(self._peak_fraction, reading.peak_bytes / reading.limit_bytes)
+        self._seen, self._logged_peak_bytes = reading, max(self._logged_peak_bytes, reading.peak_bytes)
         if self._before is not None:  # else the peak is that of loading the model
             self.books.peak_bytes = max(self.books.peak_bytes, reading.own_peak_bytes)
         return reading
@@ -317,6 +326,16 @@ class MemoryLoop:
             reason,
             sum(batch.rows for batch in self._window.batches),
         )
+
+    def scalars(self) -> dict[str, float]:
+        """For a row of the logs: the largest chunk of the last window, every out-of-memory so far, memory now and the
+        most since the last call. Without a gauge no bytes."""
+        found: dict[str, float] = {**self._ran, "out_of_memory": self.books.out_of_memory}
+        if self._seen is not None:
+            used, limit = self._seen.used_bytes, self._seen.limit_bytes
+            found |= {"used_bytes": used, "peak_bytes": max(self._logged_peak_bytes, used), "limit_bytes": limit}
+        self._logged_peak_bytes = 0
+        return {f"memory/{name}": value for name, value in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -11,8 +12,12 @@ import time
 from pathlib import Path
 from typing import Any, Optional
 
+import torch
 from transformers import TrainerCallback
 
+from scu_trainer.hardware import cgroup
+from scu_trainer.hardware.probe import accelerators, ram_bytes
+from scu_trainer.hardware.profile import cpu as profiled_cpu
 from scu_trainer.run_files import RunStatus
 from scu_trainer.train.console import seconds_left
 from scu_trainer.train.run_lock import holds_nothing
@@ -44,6 +49,19 @@ def versions() -> dict[str, Optional[str]]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = None
     return found
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """What trained, in words and bytes. ``device``: of the weights; ``gpus``: all that this process sees."""
+    cpu = profiled_cpu()
+    return {
+        "device": device.type,
+        "cpu": cpu.name,
+        "cores": cpu.usable,
+        "threads": torch.get_num_threads(),
+        "ram_bytes": min(ram_bytes()[0], cgroup.memory_limit_bytes() or math.inf),
+        "gpus": [{"name": gpu.name, "total_bytes": gpu.total_bytes} for gpu in accelerators()],
+    }
 
 
 def git_commit() -> Optional[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
@@ -30,11 +30,12 @@ from scu_trainer.train.evaluate import DocumentScores
 from scu_trainer.train.footprint.record import Prediction, prediction
 from scu_trainer.train.job import Job, is_leader
 from scu_trainer.train.launched import end_with_launcher, is_launched
+from scu_trainer.train.log_history import LogHistoryCallback
 from scu_trainer.train.logs import RunLog, run_log
 from scu_trainer.train.parts import Parts
 from scu_trainer.train.preflight import Finding, before_loading, before_training, report
 from scu_trainer.train.resume import ASKED_FOR, START_NUMBER, Start, next_start_number
-from scu_trainer.train.run_directory import RunStatusCallback, git_commit, versions
+from scu_trainer.train.run_directory import RunStatusCallback, git_commit, hardware, versions
 from scu_trainer.train.sharded import Beforehand, is_sharded, training_precision
 from scu_trainer.train.stopping import StopCallback, StopRequest
 from scu_trainer.train.summary import (
@@ -84,10 +85,12 @@ def _begin(job: Job, console: Console) -> list[Finding]:
     return early
 
 
-def _look(job: Job, parts: Parts, early: list[Finding], output_dir: Path, console: Console) -> None:
-    if job.safety.preflight != "off":
-        found = _by_first_rank(job, lambda: before_training(job, parts, output_dir))
-        report([*early, *found], console, job.safety.preflight)
+def _look(job: Job, parts: Parts, early: list[Finding], output_dir: Path, console: Console) -> list[Finding]:
+    if job.safety.preflight == "off":
+        return []
+    found = [*early, *_by_first_rank(job, lambda: before_training(job, parts, output_dir))]
+    report(found, console, job.safety.preflight)
+    return found
 
 
 def _by_first_rank(job: Job, look: Callable[[], T]) -> T:
@@ -105,8 +108,8 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         if start.is_done:
             return read_json(start.output_dir / "scu_metrics.json")
         parts = job.kind.load(job, console)
-        _look(job, parts, early, start.output_dir, console)
-        description = _description(job, parts, configuration)
+        findings = _look(job, parts, early, start.output_dir, console)
+        description = _description(job, parts, configuration, findings)
         _look_at_checkpoint(job, start, description, console)
         if aside := claim.put_aside():
             console.print(f"put aside, of a past that is not gone on with: {', '.join(aside)}", soft_wrap=True)
@@ -175,7 +178,7 @@ def _last_words(run_json: RunStatus, **changes: Any) -> None:
         logger.warning("%s", error)
 
 
-def _description(job: Job, parts: Parts, configuration: dict[str, Any]) -> dict[str, Any]:
+def _description(job: Job, parts: Parts, configuration: dict[str, Any], findings: Sequence[Finding]) -> dict[str, Any]:
     return {
         "configuration": configuration,
         ASKED_FOR: Path(job.training.output_dir).name,
@@ -185,6 +188,9 @@ def _description(job: Job, parts: Parts, configuration: dict[str, Any]) -> dict[
         "seed": job.training.seed,
         "world_size": job.training.world_size,
         "data": {"fingerprint": parts.data.fingerprint, **parts.data.books.as_dict()},
+        "hardware": hardware(job.training.device),
+        "changed_from": job.changed_from,
+        "preflight": [finding.as_dict() for finding in findings],
     }
 
 
@@ -212,6 +218,8 @@ def build_trainer(job: Job, parts: Parts, status: Optional[RunStatus], console: 
         console.print(line, soft_wrap=True)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ConsoleCallback(console, job.kind.unit))
+    trainer.efficiency.measure_pace()
+    trainer.add_callback(LogHistoryCallback())
     if status is not None:
         trainer.add_callback(RunStatusCallback(status))
     return trainer
@@ -239,7 +247,8 @@ def _train(
         raise _stopped(trainer, stop.stopped_at, request)
     trainer.require_finite_weights()
     with written_or_refused("the trained model"):
-        trainer.save_model()  # before the scores, which take a while and change nothing
+        # Before the scores, which take a while and change nothing. A push waits for them: the card has them.
+        trainer.save_model(_internal_call=True)
         trainer.save_state()
     after = score(job, trainer, parts)
     figures = {
@@ -317,7 +326,7 @@ def _scores(job: Job, trainer: SCUTrainer, parts: Parts) -> DocumentScores:
 
 def _notices(trainer: SCUTrainer) -> list[str]:
     notices = [] if trainer.regularizer is None else list(trainer.regularizer.progress.notices)
-    notices += trainer.checkpoints.notices
+    notices += trainer.checkpoints.notices + trainer.pushes.notices
     if trainer.bad_numbers is not None:
         notices += trainer.bad_numbers.notices
     return notices if trainer.curriculum is None else [*notices, *trainer.curriculum.notices]

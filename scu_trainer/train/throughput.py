@@ -40,17 +40,18 @@ class Interval:
 
 
 class Throughput(TrainerCallback):
-    """Measures one ``SCUTrainer``. ``peak_tflops``: None finds the device's own.
+    """Measures one ``SCUTrainer``. ``peak_tflops``: None finds the device's own. ``counts_flops``: False leaves the
+    operations, and the utilization, out.
 
     The first step of a ``train`` call is left out: in it kernels are chosen, and operations counted.
     """
 
-    def __init__(self, trainer: SCUTrainer, peak_tflops: Optional[float] = None) -> None:
+    def __init__(self, trainer: SCUTrainer, peak_tflops: Optional[float] = None, counts_flops: bool = True) -> None:
         self.trainer, self._stated = trainer, peak_tflops
         self.count: Optional[Count] = None
         self.peak: Optional[Peak] = None
         self.reasons: list[str] = []
-        self._asked = False
+        self._asked = not counts_flops
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -121,7 +122,9 @@ class Throughput(TrainerCallback):
         tokens = None if interval.tokens is None else float(interval.tokens)
         tflops = None if self.count is None else self.count.of(interval.rows, tokens) / seconds / 1e12
         return {
-            "samples_per_second": interval.rows * ranks / seconds,
+            "samples_per_second": interval.rows * ranks / seconds
+            if interval.rows
+            else None,  # 0: rows of no known number
             "tokens_per_second": None if tokens is None else tokens * ranks / seconds,
             "tflops": None if tflops is None else tflops * ranks,
             "mfu": None if tflops is None or self.peak is None else tflops / self.peak.tflops,

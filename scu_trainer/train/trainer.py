@@ -33,6 +33,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Trainer
 
 from scu_trainer.errors import CheckpointError, NonFiniteLoss
+from scu_trainer.models.hub_errors import as_hub_error
 from scu_trainer.models.loading_safety import tensors_only
 from scu_trainer.run_files import write_json
 from scu_trainer.secrets import secret
@@ -45,10 +46,12 @@ from scu_trainer.train.chunked_step import ChunkedStep
 from scu_trainer.train.curriculum_loop import CurriculumLoop
 from scu_trainer.train.efficiency import Efficiency
 from scu_trainer.train.loader_workers import shield
+from scu_trainer.train.log_history import loop_scalars
 from scu_trainer.train.loss_path import LossPath, without_index
 from scu_trainer.train.memory import Gauge, is_out_of_memory
 from scu_trainer.train.optimizer_guard import retry_unchanged
 from scu_trainer.train.prediction import Prediction
+from scu_trainer.train.pushing import Pushes
 from scu_trainer.train.ranks import refuse_arguments
 from scu_trainer.train.regularizer import Regularizer, prior_class_for
 from scu_trainer.train.usable import catch_up, has_optimizer, usable
@@ -109,7 +112,8 @@ class SCUTrainer(Trainer):
         self.curriculum: Optional[CurriculumLoop] = None
         if curriculum is not None:
             self.curriculum = CurriculumLoop(self, curriculum)
-            self.add_callback(CurriculumCallback(self.curriculum))
+            self.curriculum_callback = CurriculumCallback(self.curriculum)
+            self.add_callback(self.curriculum_callback)
         chunked_loss = "never" if memory is None else memory.resolved_chunked_loss
         self.loss_path: Optional[LossPath] = None
         if self.curriculum is not None or chunked_loss != "never":
@@ -123,6 +127,7 @@ class SCUTrainer(Trainer):
         self.efficiency = Efficiency(self, efficiency or EfficiencySettings())
         self.resumes_weights_only = safety is not None and safety.weights_only
         self.checkpoints = CheckpointWriter(self)
+        self.pushes = Pushes(self)
         self._operations_per_input: Optional[int] = None
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
@@ -302,11 +307,7 @@ class SCUTrainer(Trainer):
             self.args.eval_accumulation_steps = None
 
     def log(self, logs: dict[str, float], start_time: Optional[float] = None) -> None:
-        if self.regularizer is not None and "loss" in logs:
-            logs.update(self.regularization_callback.scalars())
-        if "loss" in logs:
-            logs.update(self.efficiency.scalars())
-            logs.update({} if self.bad_numbers is None else self.bad_numbers.scalars())
+        logs.update(loop_scalars(self, logs))
         super().log(logs, start_time)
 
     def _loss_scale(self) -> float:
@@ -337,8 +338,13 @@ class SCUTrainer(Trainer):
         staging = self.checkpoints.staging
         return super()._get_output_dir(trial) if staging is None else str(staging)
 
+    def init_hf_repo(self, token: Optional[str] = None, private: Optional[bool] = None) -> None:
+        with as_hub_error(self.args.hub_model_id or Path(self.args.output_dir).name):
+            super().init_hf_repo(token, private)
+        self.args.hub_model_id = self.hub_model_id  # with its owner
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self.checkpoints.push_later(super()._push_from_checkpoint)
+        self.checkpoints.push_later(self.pushes.begin)
 
     # Controller state travels with the optimizer's: both are what a checkpoint needs to go on, not to be used.
 

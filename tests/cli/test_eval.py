@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from scu_trainer.cli import eval as command
 from scu_trainer.cli import train
-from scu_trainer.cli.eval import as_text, verdict
+from scu_trainer.cli.eval_report import verdict
+from scu_trainer.cli.eval_screen import as_text
+from scu_trainer.cli.subjects import subject_of
+from scu_trainer.data import prepare
+from scu_trainer.models.load import load_tokenizer
 from scu_trainer.run_files import read_json, write_json
 from scu_trainer.train.evaluate import Interval
 from scu_trainer.train.tasks import text
@@ -108,12 +113,14 @@ def test_a_run_has_the_figures_that_training_reported(evaluate, work, kind):
     report = evaluate(run, "--against", "base")
     assert (report["documents"], report["tokens"]) == (HELD_OUT, expected["held_out_tokens"])
     assert report["model"]["bpt"] == pytest.approx(expected["held_out_bpt_after"])
-    assert report["against"]["bpt"] == pytest.approx(expected["held_out_bpt_before"])
-    assert report["model"]["perplexity"] == pytest.approx(2.0 ** report["model"]["bpt"]["value"])
-    assert report["against"]["name"] == str(work.model)
-    change = {name: report["difference"][name] for name in ("value", "low", "high", "confidence")}
+    assert report["against"][0]["bpt"] == pytest.approx(expected["held_out_bpt_before"])
+    for name in ("value", "low", "high"):
+        assert report["model"]["perplexity"][name] == pytest.approx(2.0 ** report["model"]["bpt"][name])
+    assert report["against"][0]["name"] == str(work.model)
+    difference = report["against"][0]["difference"]
+    change = {name: difference[name] for name in ("value", "low", "high", "confidence")}
     assert change == pytest.approx(expected["held_out_bpt_change"], abs=1e-9)
-    assert report["difference"]["verdict"] == "lower" and change["high"] < 0
+    assert difference["verdict"] == "lower" and change["high"] < 0
     assert report["fingerprint"] == read_json(run / "training_config.json")["data"]["fingerprint"]
     assert report["split_seed"] == 5 and report["notes"] == []
 
@@ -122,20 +129,22 @@ def test_a_checkpoint_is_scored_on_the_documents_of_its_run(evaluate, work):
     report = evaluate(work.lora / "checkpoint-2", "--against", work.lora)
     alone = evaluate(work.lora)
     assert report["fingerprint"] == alone["fingerprint"]
-    assert report["against"] == alone["model"]
-    assert report["difference"]["value"] != 0.0
+    difference = report["against"][0].pop("difference")
+    assert report["against"] == [alone["model"]]
+    assert difference["value"] != 0.0
 
 
 @pytest.mark.parametrize("other", ["lora", "lora/checkpoint-3"])
 def test_equal_weights_differ_by_exactly_nothing(evaluate, work, other):
-    difference = evaluate(work.lora, "--against", work.folder / other)["difference"]
+    difference = evaluate(work.lora, "--against", work.folder / other)["against"][0]["difference"]
     assert (difference["value"], difference["low"], difference["high"]) == (0.0, 0.0, 0.0)
-    assert difference["verdict"] == "no difference found"
+    assert difference["verdict"] == "equal to four digits"
 
 
 def test_a_worse_model_is_said_to_be_higher(evaluate, work):
     report = evaluate(work.model, "--against", work.full)
-    assert report["difference"]["verdict"] == "higher" and report["difference"]["low"] > 0
+    (other,) = report["against"]
+    assert other["difference"]["verdict"] == "higher" and other["difference"]["low"] > 0
     assert report["documents"] == HELD_OUT, "the run tells the documents, wherever it stands"
 
 
@@ -149,7 +158,7 @@ def test_an_adapter_without_its_run(evaluate, work, tmp_path):
         evaluate(*words, "--mixed_precision", "no") for words in ((adapter, *data), (work.lora, "--seed", 5))
     )
     assert alone["model"]["bpt"] == of_its_run["model"]["bpt"]
-    assert evaluate(adapter, *data, "--against", "base")["against"]["name"] == str(work.model)
+    assert evaluate(adapter, *data, "--against", "base")["against"][0]["name"] == str(work.model)
 
 
 def test_a_model_on_a_split_and_on_a_whole_file(evaluate, work, tmp_path):
@@ -176,6 +185,17 @@ def test_flags_override_the_data_settings_of_a_run(evaluate, work):
     report = evaluate(work.lora, "--validation_split_percentage", 50)
     assert report["documents"] == DOCUMENTS // 2
     assert report["notes"] == [f"{work.lora} was trained on another split: it may have learned some of these documents"]
+
+
+def test_fewer_of_the_documents_that_a_run_held_out_are_not_learned_either(evaluate, work, capsys):
+    assert evaluate(work.lora, "--max_eval_documents", HELD_OUT - 2)["notes"] == []
+    names = {}
+    for count in (4, HELD_OUT):
+        settings = replace(subject_of(str(work.lora)).data, max_eval_documents=count)
+        tokenizer = load_tokenizer(subject_of(str(work.lora)).model)
+        data = prepare(settings, tokenizer, seed=5, cache_dir=work.folder / "cache", model_name="")
+        names[count] = {document.name for document in data.eval_documents}
+    assert len(names[4]) == 4 and names[4] < names[HELD_OUT]
 
 
 def test_its_own_training_data_as_held_out_data_is_pointed_out(evaluate, work, monkeypatch):
@@ -220,9 +240,10 @@ def test_one_document_has_no_interval_and_no_verdict(evaluate, work, capsys):
     words = (work.lora, "--against", "base", "--max_eval_documents", 1)
     report = evaluate(*words)
     assert report["documents"] == 1
-    assert report["model"]["bpt"]["low"] is report["difference"]["high"] is None
-    assert report["difference"]["verdict"] == "one document cannot tell"
-    assert "interval none" in as_text(report)
+    difference = report["against"][0]["difference"]
+    assert report["model"]["bpt"]["low"] is report["model"]["perplexity"]["low"] is difference["high"] is None
+    assert difference["verdict"] == "one document cannot tell"
+    assert " none " in as_text(report)
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
@@ -233,15 +254,18 @@ def test_text_for_a_person(work, capsys):
     assert command.main([str(work.lora), "--against", "base", "--confidence", "0.9"]) == 0
     lines = capsys.readouterr().out.splitlines()
     expected = read_json(work.lora / "scu_metrics.json")
-    assert lines[0] == (
-        f"held out: {HELD_OUT} documents of {work.documents}, {expected['held_out_tokens']:,} tokens predicted"
-    )
-    assert "bits per token" in lines[2] and "90 % interval" in lines[2] and "perplexity" in lines[2]
-    for line, figures, name in ((lines[3], "after", work.lora), (lines[4], "before", work.model)):
-        assert f"{expected[f'held_out_bpt_{figures}']['value']:.4f}" in line and line.endswith(str(name))
+    assert lines[0] == f"held out: {HELD_OUT} documents of {work.documents}"
+    assert lines[1] == f"{expected['held_out_tokens']:,} tokens predicted, in windows of 64 with stride 64"
+    table = lines[lines.index("") + 1 :]
+    assert table[0].split() == ["bits/token", "90", "%", "interval", "perplexity", "90", "%", "interval"]
+    for line, figures, label in ((table[1], "after", f"{work.folder.name}/lora"), (table[2], "before", "base")):
+        value = expected[f"held_out_bpt_{figures}"]["value"]
+        assert line.split()[:2] == [label, f"{value:.4f}"] and f"{2**value:#.5g}" in line
     change = expected["held_out_bpt_change"]["value"]
-    assert lines[6].startswith(f"{work.lora} is lower than {work.model}: {change:+.4f} bits per token (90 % interval -")
-    assert len(lines) == 7
+    assert table[6].split()[:2] == ["base", f"{change:+.4f}"] and table[6].endswith("  lower: better")
+    assert f"base: {work.model}" in lines and f"{work.folder.name}/lora: {work.lora}" in lines
+    paths = (str(work.documents), str(work.model), str(work.lora))
+    assert max(len(line) for line in lines if not line.endswith(paths)) <= 80
 
 
 @pytest.mark.parametrize(
@@ -250,7 +274,9 @@ def test_text_for_a_person(work, capsys):
         (-0.2, -0.1, 20, "lower"),
         (0.1, 0.2, 20, "higher"),
         (-0.1, 0.2, 20, "no difference found"),
-        (0.0, 0.0, 20, "no difference found"),
+        (0.0, 0.0, 20, "equal to four digits"),
+        (-0.00004, 0.00004, 20, "equal to four digits"),
+        (-0.0002, -0.0001, 20, "lower"),
         (-0.2, 0.0, 20, "no difference found"),
         (-0.2, -0.2, 1, "one document cannot tell"),
     ],
@@ -300,6 +326,20 @@ def test_help_needs_no_torch():
         (["{documents}"], "is a file; give a folder"),
         (["{folder}"], "without config.json or adapter_config.json"),
         (["base"], "base is a word of --against"),
+        (["merged"], "merged is a word of --against"),
+        (["{model}", "--dataset", "{documents}", "--against", "merged"], "{model} is no adapter, so there is nothing"),
+        (["{full}", "--against", "merged"], "{full} is no adapter, so there is nothing to merge"),
+        (["--against", "base", "{lora}"], "required: RUN_OR_MODEL; give it before --against"),
+        (["{lora}", "--against", "bsae"], "--against bsae is no folder here; did you mean the word base?"),
+        (["{lora}", "--against", "merged", "--merge_dtype", "bf16"], "did you mean 'bfloat16'?"),
+        (["{lora}", "--merge_dtype", "float16"], "merge_dtype is for --against merged"),
+        (["{lora}", "--against", "merged", "--merge_dtype", "half"], "invalid choice: 'half'"),
+        (["{lora}", "--against", "base", "base"], "--against names base twice"),
+        (["{lora}", "--stride", "0"], "stride is 0; it must be 1 or more"),
+        (["{lora}", "--max_length", "1"], "max_length is 1; it must be 2 or more"),
+        (["{lora}", "--stride", "65"], "stride 65 exceeds max_length 64, so tokens would be left out; use --stride 64"),
+        (["{lora}", "--max_length", "129"], "windows of 129 tokens exceed the 128 positions of {lora}; use --max_len"),
+        (["{lora}", "--max_length", "32", "--block_size", "32"], "max_length and block_size both say"),
         (["{model}", "--against", "base"], "{model} is neither an adapter nor of a run"),
         (["{lora}", "--against", "./missing"], "'./missing' does not exist"),
         (["{lora}", "--agianst", "base"], "unknown option --agianst (did you mean 'against'?)"),

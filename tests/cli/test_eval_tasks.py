@@ -52,8 +52,10 @@ def test_a_run_has_the_figures_that_training_reported(runs, capsys):
 
 def test_two_models_are_compared_by_accuracy(runs, capsys):
     found = evaluate(capsys, runs.first, "--against", runs.other)
-    values = [found[side]["accuracy"]["value"] for side in ("model", "against")]
-    assert found["difference"]["value"] == pytest.approx(values[0] - values[1]) and found["notes"] == []
+    (other,) = found["against"]
+    values = [model["accuracy"]["value"] for model in (found["model"], other)]
+    assert other["difference"]["value"] == pytest.approx(values[0] - values[1]) and found["notes"] == []
+    assert found["windows"] is None and "perplexity" not in other
 
 
 def test_another_number_of_recordings_is_another_split(runs, capsys):
@@ -69,7 +71,10 @@ def test_averages_beside_a_checkpoint_are_named(runs, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--against", "base"], "was trained from scratch, so it has no base; drop --against base"),
+        (["--against", "base"], "was trained from scratch, so it has no base; drop base from --against"),
+        (["--against", "merged"], "is of task: sensor-classification, and merged is for text-generation"),
+        (["--stride", "8"], "stride has an effect on task: text-generation only"),
+        (["--tasks", "arc_easy"], "tasks of lm-evaluation-harness are for task: text-generation"),
         (["--batch_tokens", "64"], "batch_tokens has no effect on task: sensor-classification"),
         (["--block_size", "64"], "block_size has no effect on task: sensor-classification"),
         (["--task", "image-clasification"], "did you mean 'image-classification'?"),

@@ -14,7 +14,7 @@ from tests import tiny
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.yaml"))
-TEXT = ("device_map.yaml", "qlora.yaml", "scu_lora.yaml")
+TEXT = ("compare.yaml", "device_map.yaml", "qlora.yaml", "scu_lora.yaml")
 FAMILIES = {
     "efficientnet.yaml": {"dataset_size": 40},
     "gru.yaml": {"dataset_size": 200},

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from scu_trainer.errors import ModelError
+from scu_trainer.models.export import export_dtype, require_same_logits
 from scu_trainer.models.load import adapter_targets, load_model
 from scu_trainer.models.merge import MERGE_TOLERANCE, check_merge, merge_adapter, merge_tolerance
 from scu_trainer.settings import ModelSettings
@@ -132,6 +133,24 @@ def test_saved_it_is_a_stock_model(tmp_path, family, dtype):
     is_tied = FAMILIES[family]().config.tie_word_embeddings
     for one in (merged, stock):
         assert (one.get_input_embeddings().weight is one.get_output_embeddings().weight) == is_tied
+
+
+def test_padding_is_not_compared_and_no_number_passes(tmp_path):
+    model = adapted(FAMILIES["llama"], tmp_path, is_quantized=False)
+    merged, mask = merge_adapter(model, torch.float32), torch.ones_like(IDS)
+    mask[0, 5:] = 0
+    assert require_same_logits(model, merged, {"input_ids": IDS, "attention_mask": mask}, torch.float32)[0] <= 1e-5
+    with torch.no_grad():
+        merged.lm_head.weight[7] = float("nan")
+    with pytest.raises(ModelError, match="differ by nan of the largest, and 1e-05 is allowed for float32; nothing was"):
+        require_same_logits(model, merged, {"input_ids": IDS, "attention_mask": mask}, torch.float32)
+
+
+@pytest.mark.parametrize("tuning", ["lora", "qlora"])
+def test_auto_is_the_type_of_the_base(tmp_path, tuning):
+    FAMILIES["llama"]().bfloat16().save_pretrained(tmp_path)
+    model = adapted(FAMILIES["llama"], tmp_path, is_quantized=tuning == "qlora")
+    assert export_dtype(model, "auto") == torch.bfloat16 and export_dtype(model, "float16") == torch.float16
 
 
 def test_the_adapter_model_stays_as_it_was(tmp_path):

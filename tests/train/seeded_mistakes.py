@@ -410,7 +410,7 @@ MISTAKES = (
     ),
     # -- surroundings --------------------------------------------------------------------------------------------------
     Mistake(
-        "no-wandb", "common", "report_to: wandb without wandb", lambda b: {"report_to": "wandb"}, "report-to-missing"
+        "no-mlflow", "common", "report_to: mlflow without mlflow", lambda b: {"report_to": "mlflow"}, "report-to-missing"
     ),
     Mistake("no-token", "common", "push_to_hub without a token", lambda b: {"push_to_hub": "true"}, "no-hub-token"),
     Mistake(

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from scu_trainer.cli.eval import as_text
+from scu_trainer.cli.eval_screen import as_text
 from scu_trainer.train.classification import class_metrics, class_scores, preprocess_class_logits, score_samples
 from scu_trainer.train.evaluate import DocumentScores, bootstrap_accuracy, bootstrap_accuracy_difference
 from scu_trainer.train.summary import best_held_out, held_out_figures, print_table
@@ -93,12 +93,13 @@ def test_the_table_speaks_of_accuracy(tmp_path):
 
 def test_an_evaluation_for_a_person():
     interval = {"value": 0.9, "low": 0.85, "high": 0.95, "confidence": 0.95}
-    model = {"name": "runs/a", "bpt": interval, "accuracy": interval}
+    model = {"name": "runs/a", "word": None, "bpt": interval, "accuracy": interval}
     report = {
         **{"documents": 10, "item": "image", "unit": "label", "dataset": "digits", "mixed_precision": "no"},
-        **{"model": model, "against": {**model, "name": "runs/b"}, "notes": []},
-        "difference": {**interval, "verdict": "higher"},
+        **{"model": model, "against": [{**model, "name": "runs/b", "difference": {**interval, "verdict": "higher"}}]},
+        **{"windows": None, "tasks": None, "notes": []},
     }
     shown = as_text(report)
     assert "held out: 10 images of digits" in shown and "accuracy" in shown and "perplexity" not in shown
-    assert "runs/a is higher than runs/b: +0.9000 accuracy" in shown
+    minus = next(line for line in shown.splitlines() if line.startswith("runs/b") and "+" in line)
+    assert minus.split()[1] == "+0.9000" and minus.endswith("higher: better")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Optional, Protocol
 
 import torch
 from rich.console import Console
@@ -13,17 +13,20 @@ from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.train.evaluate import DocumentScores
 from scu_trainer.train.job import Job
 from scu_trainer.train.parts import Parts
+from scu_trainer.train.sliding import Windows
 
 
 @dataclass(frozen=True)
 class Source:
     """A trained model and the rows that it has not learned. ``model.model_name_or_path``: what to load. ``own``: the
-    task's settings. ``seed``: of the held-out split."""
+    task's settings. ``seed``: of the held-out split. ``windows``: for documents that are longer than a row; None: the
+    rows that training evaluates."""
 
     model: ModelSettings
     data: DataSettings
     own: Any
     seed: int
+    windows: Optional[Windows] = None
 
 
 class Task(Protocol):

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer, prepare
+from scu_trainer.data.prepare import whole_held_out
 from scu_trainer.models.dispatch import check_limits, refuse_unsound
 from scu_trainer.models.fit import require_fit
 from scu_trainer.models.isolation import require_isolation
@@ -28,6 +29,7 @@ from scu_trainer.train.evaluate import (
 )
 from scu_trainer.train.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.parts import Parts, begin_model, checkpoints, finish, say_data
+from scu_trainer.train.sliding import SlidingRows
 from scu_trainer.train.tasks.task import Source
 
 PROBED_TOKENS = 32
@@ -78,7 +80,10 @@ class TextTask:
     def load_scored(self, source: Source) -> Parts:
         tokenizer, cache_dir = load_tokenizer(source.model), default_cache_dir(source.data.cache_dir)
         name = source.model.model_name_or_path
-        data = prepare(source.data, tokenizer, seed=source.seed, cache_dir=cache_dir, model_name=name)
+        of_split = {"seed": source.seed, "cache_dir": cache_dir, "model_name": name}
+        data = prepare(source.data, tokenizer, **of_split)
+        if source.windows is not None and data.eval is not None:
+            data = replace(data, eval=SlidingRows(whole_held_out(source.data, tokenizer, **of_split), source.windows))
         model = load_for_evaluation(name, source.model)
         if data.eval is not None:
             require_fit(model, name, len(tokenizer), max(data.eval["length"]))

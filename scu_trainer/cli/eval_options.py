@@ -1,0 +1,102 @@
+"""What can be asked of ``scu-trainer eval``, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Optional
+
+from scu_trainer.errors import SettingsError
+from scu_trainer.settings.base import check_choices, option, require
+from scu_trainer.settings.tasks import KINDS, TEXT, TaskSettings
+
+BATCH_TOKENS = 8192
+BATCH_SIZE = 8
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """How to score, and what to compare with."""
+
+    _argument_group_name = "evaluation"
+
+    task: Optional[str] = option(None, f"of {', '.join(KINDS)}; default: that of the run, {TEXT} without one")
+    against: Optional[list[str]] = option(
+        None,
+        "other models, each compared with RUN_OR_MODEL; the word base: what it was tuned from; the word merged: its "
+        "adapter in the weights of its base",
+    )
+    merge_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "type of the merged weights; auto: that of the base, of a base in 4 or 8 bits the one it computes in"
+    )
+    max_length: Optional[int] = option(
+        None,
+        "text-generation: tokens in a window; default: block_size, without a run no more than the model's positions",
+    )
+    stride: Optional[int] = option(
+        None,
+        "text-generation: tokens from one window over a long document to the next; smaller: more context for each "
+        "token, and more time; default: max_length, no overlap",
+    )
+    batch_tokens: Optional[int] = option(None, f"padded tokens per forward pass; default: {BATCH_TOKENS}")
+    confidence: float = option(0.95, "level of the intervals, above 0 and below 1")
+    resamples: int = option(2000, "resamples of the documents behind each interval")
+    seed: int = option(0, "seed of the resampling; where no run tells one, also of the held-out split")
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
+        "auto", "arithmetic: bf16 or fp16 autocast, or no: that of the weights. auto: that of the run, no without one"
+    )
+    trust_remote_code: bool = option(False, "run Python code that comes with a model")
+    allow_pickle: bool = option(False, "also read weights that are stored as pickle files: tensors only")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        for name, least in (("batch_tokens", 1), ("resamples", 1), ("seed", 0), ("max_length", 2), ("stride", 1)):
+            value = getattr(self, name)
+            require(value is None or value >= least, f"{name} is {value}; it must be {least} or more")
+        if self.task is not None:
+            TaskSettings(self.task)
+        if not 0 < self.confidence < 1:
+            raise SettingsError(f"confidence is {self.confidence}; it must lie between 0 and 1, for instance 0.95")
+        names = self.against or []
+        twice = next((name for name in names if names.count(name) > 1), None)
+        require(twice is None, f"--against names {twice} twice; name it once")
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Arguments of every bootstrap."""
+        return {"resamples": self.resamples, "confidence": self.confidence, "seed": self.seed}
+
+
+@dataclass(frozen=True)
+class HarnessOptions:
+    """Tasks of lm-evaluation-harness, by its own names for everything."""
+
+    _argument_group_name = "tasks of lm-evaluation-harness"
+
+    tasks: Optional[str] = option(
+        None, "names of its tasks, groups or tags, with commas between; needs pip install 'scu-trainer[lm-eval]'"
+    )
+    num_fewshot: Optional[int] = option(None, "examples before each question; default: what the task says")
+    limit: Optional[float] = option(None, "questions per task, below 1 a share of them; for a try, not for a result")
+    include_path: Optional[str] = option(None, "folder with tasks of your own (YAML; their Python functions are run)")
+    apply_chat_template: bool = option(False, "put questions into the chat template of the tokenizer")
+    batch_size: Optional[int] = option(None, f"questions per forward pass; default: {BATCH_SIZE}")
+
+    def __post_init__(self) -> None:
+        typed = [name for name, value in vars(self).items() if name != "tasks" and value not in (None, False)]
+        require(
+            self.tasks is not None or not typed,
+            f"{typed and typed[0]} belongs to tasks of lm-evaluation-harness; add --tasks NAME, or drop it",
+        )
+        require(self.tasks is None or bool(self.names), "tasks is empty; give names with commas between")
+        for name, least in (("num_fewshot", 0), ("batch_size", 1)):
+            value = getattr(self, name)
+            require(value is None or value >= least, f"{name} is {value}; it must be {least} or more")
+        limit = self.limit
+        require(
+            limit is None or 0 < limit < 1 or (limit >= 1 and limit == int(limit)),
+            f"limit is {limit}; give a whole number of questions, or a share below 1",
+        )
+
+    @property
+    def names(self) -> list[str]:
+        return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]

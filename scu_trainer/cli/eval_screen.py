@@ -1,0 +1,160 @@
+"""The report of ``scu-trainer eval`` for a person: at most 80 columns but for long names, which stand alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+NAME_COLUMNS = 16
+TASK_COLUMNS = 2 + len("minus ") + NAME_COLUMNS
+
+
+def as_text(report: dict[str, Any]) -> str:
+    models = [report["model"], *report["against"]]
+    labels = _labels(models)
+    lines = [*_header(report)]
+    if "bpt" in models[0]:
+        lines += ["", *_table(report, models, labels)]
+        lines += ["", *_differences(report, labels)] if len(models) > 1 else []
+    lines += ["", *_merges(models, labels)]
+    if report["tasks"] is not None:
+        lines += ["", *_tasks(report["tasks"], labels)]
+    lines += ["", *_legend(models, labels), *(f"note: {note}" for note in report["notes"])]
+    return "\n".join(line for number, line in enumerate(lines) if line or (number and lines[number - 1])).strip("\n")
+
+
+def _labels(models: list[dict[str, Any]]) -> list[str]:
+    """Short and different names: the words base and merged, the last parts of a path, numbered where these agree."""
+    found: list[str] = []
+    for model in models:
+        label = model["word"] or _end_of(model["name"])
+        found.append(label if label not in found else f"{label[: NAME_COLUMNS - 3]} {len(found) + 1}")
+    return found
+
+
+def _legend(models: list[dict[str, Any]], labels: list[str]) -> Iterator[str]:
+    for model, label in zip(models, labels, strict=True):
+        if label != model["name"] and "merge" not in model:
+            yield f"{label}: {_under_home(model['name'])}"
+
+
+def _under_home(name: str) -> str:
+    home = f"{Path.home()}/"
+    return f"~/{name.removeprefix(home)}" if name.startswith(home) else name
+
+
+def _end_of(name: str) -> str:
+    if len(name) <= NAME_COLUMNS:
+        return name
+    *_, parent, last = ["", *name.rstrip("/").split("/")]
+    both = f"{parent}/{last}"
+    return both if parent and len(both) <= NAME_COLUMNS else last[:NAME_COLUMNS]
+
+
+# -- held-out documents ------------------------------------------------------------------------------------------------
+
+
+def _header(report: dict[str, Any]) -> Iterator[str]:
+    if report["documents"] is not None:
+        count, item = report["documents"], report["item"]
+        yield f"held out: {count:,} {item}{'s' if count != 1 else ''} of {report['dataset']}"
+        windows = report["windows"]
+        if windows is not None:
+            yield (
+                f"{report['tokens']:,} {report['unit']}s predicted, in windows of {windows['max_length']} with stride "
+                f"{windows['stride']}"
+            )
+    if report["mixed_precision"] != "no":
+        yield f"computed in {report['mixed_precision']} autocast"
+
+
+def _table(report: dict[str, Any], models: list[dict[str, Any]], labels: list[str]) -> Iterator[str]:
+    figures = [(name, title) for name, title in _titles(report).items() if name in models[0]]
+    level = f"{100 * models[0]['bpt']['confidence']:g} % interval"
+    yield _row("", *(word for _, title in figures for word in (title, level)))
+    for model, label in zip(models, labels, strict=True):
+        yield _row(label, *(word for name, _ in figures for word in _words(model[name], name)))
+
+
+def _titles(report: dict[str, Any]) -> dict[str, str]:
+    return {"accuracy": "accuracy", "bpt": f"bits/{report['unit']}", "perplexity": "perplexity"}
+
+
+def _row(label: str, value: str, bounds: str, *second: str, width: int = NAME_COLUMNS) -> str:
+    line = f"{label:<{width}} {value:>10}  {bounds:^18}"
+    return (line + (f"  {second[0]:>10}  {second[1]:^18}" if second else "")).rstrip()
+
+
+def _words(interval: dict[str, Any], name: str) -> tuple[str, str]:
+    shown = "#.5g" if name == "perplexity" else ".4f"
+    return f"{interval['value']:{shown}}".rstrip("."), _range(interval, shown)
+
+
+def _range(interval: dict[str, Any], shown: str = ".4f") -> str:
+    if interval["low"] is None:
+        return "none"
+    return " to ".join(f"{interval[side]:{shown}}".rstrip(".") for side in ("low", "high"))
+
+
+def _differences(report: dict[str, Any], labels: list[str]) -> Iterator[str]:
+    name = "accuracy" if "accuracy" in report["model"] else "bpt"
+    level = f"{100 * report['model']['bpt']['confidence']:g} % interval"
+    yield f"{labels[0]} minus the other, on the same {report['item']}s:"
+    yield f"{_row('', _titles(report)[name], level):<{NAME_COLUMNS + 31}}  verdict on {labels[0]}"
+    for other, label in zip(report["against"], labels[1:], strict=True):
+        difference = other["difference"]
+        yield _verdict_row(label, difference, _judged(difference["verdict"], is_higher_better=name == "accuracy"))
+
+
+def _verdict_row(label: str, difference: dict[str, Any], said: str, width: int = NAME_COLUMNS) -> str:
+    return f"{label:<{width}} {difference['value']:>+10.4f}  {_range(difference, '+.4f'):^18}  {said}"
+
+
+def _judged(found: str, is_higher_better: Optional[bool]) -> str:
+    if found not in ("lower", "higher") or is_higher_better is None:
+        return found
+    return f"{found}: {'better' if (found == 'higher') == is_higher_better else 'worse'}"
+
+
+def _merges(models: list[dict[str, Any]], labels: list[str]) -> list[str]:
+    lines = []
+    for model, label in zip(models, labels, strict=True):
+        if "merge" in model:
+            merge = model["merge"]
+            kept = "within" if merge["is_within_tolerance"] else "ABOVE"
+            lines += [
+                f"{label} in {merge['dtype']}: its logits differ from the adapter's by {merge['logit_difference']:.1e}",
+                f"of the largest, {kept} the tolerance of {merge['tolerance']:g}",
+            ]
+    return lines
+
+
+# -- tasks of lm-evaluation-harness ------------------------------------------------------------------------------------
+
+
+def _tasks(tasks: dict[str, Any], labels: list[str]) -> Iterator[str]:
+    yield f"tasks of {tasks['harness']}; {tasks['interval']}"
+    if tasks["limit"] is not None:
+        yield f"limit {tasks['limit']:g}: a part of the questions, so these are no results of the tasks"
+    keys = dict.fromkeys((row["task"], row["metric"], row["filter"]) for row in tasks["results"])
+    for key in keys:
+        rows = [row for row in tasks["results"] if (row["task"], row["metric"], row["filter"]) == key]
+        yield from _task(rows, labels)
+
+
+def _task(rows: list[dict[str, Any]], labels: list[str]) -> Iterator[str]:
+    """One row of each model, in their order."""
+    first = rows[0]
+    filtered = "" if first["filter"] == "none" else f", filter {first['filter']}"
+    asked = "" if first["questions"] is None else f", {first['questions']:,} questions"
+    shots = "" if first["num_fewshot"] is None else f", {first['num_fewshot']}-shot"
+    yield f"{first['task']}: {first['metric']}{filtered}{asked}{shots}"
+    if first["stderr_method"] is not None:
+        yield f"  stderr: {first['stderr_method']}"
+    for row, label in zip(rows, labels, strict=True):
+        yield _row(f"  {label}", f"{row['value']:.4f}", _range(row), width=TASK_COLUMNS)
+    for row, label in zip(rows[1:], labels[1:], strict=True):
+        if "difference" in row:
+            said = _judged(row["difference"]["verdict"], row["is_higher_better"])
+            yield _verdict_row(f"  minus {label}", row["difference"], said, width=TASK_COLUMNS)

@@ -1,0 +1,145 @@
+"""The model card of a run: README.md beside its weights. It says what the files of the run hold, and nothing else.
+
+``card_of`` renders it; ``write_card`` puts it into a run directory, where a card that somebody has edited stays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.hub import card_text
+from scu_trainer.hub.facts import IMAGES, TEXT, Facts, read_facts
+from scu_trainer.hub.local_paths import is_local
+from scu_trainer.run_files import write_text
+from scu_trainer.secrets import redact
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult, ModelCardData
+
+CARD = "README.md"
+MARK = "<!-- written by scu-trainer {digest}: a card that was edited is kept -->"
+_MARK = re.compile(r"<!-- written by scu-trainer (\w+): .* -->\n?")
+_APPENDED = re.compile(r"\n### Framework versions\n.*", re.DOTALL)
+"""What peft adds to any card that it finds when it saves."""
+
+NOT_STATED = "not stated"
+
+
+def card_of(facts: Facts, name: str, license: Optional[str] = None, base_id: Optional[str] = None) -> str:
+    """The whole README.md. ``name``: Hub id or folder that the code in it loads. ``license``: as it was given or found.
+    ``base_id``: id of the base on the Hub where the files name a folder."""
+    body = redact(card_text.body(facts, name, license or NOT_STATED, base_id or facts.base_id))
+    header = _header(facts, name, license, base_id or facts.base_id).to_yaml()
+    return f"---\n{redact(header)}\n---\n\n{body}\n\n{MARK.format(digest=_digest(body))}\n"
+
+
+def write_card(run: Path, name: Optional[str] = None) -> bool:
+    """README.md of a finished run; False where one that was edited is kept. Raises StorageError."""
+    path = run / CARD
+    if not is_ours(path):
+        return False
+    facts = read_facts(run, run)
+    write_text(path, card_of(facts, name or str(run), base_license(facts.base)))
+    return True
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a card is as it was written here, or is an empty form that a library left; also where there is none."""
+    if not path.is_file():
+        return True
+    body = _APPENDED.sub("", _without_header(path.read_text(errors="replace")))
+    mark = _MARK.search(body)
+    if mark is None:
+        return _is_empty_form(body)
+    return mark[1] == _digest(_MARK.sub("", body))
+
+
+def _without_header(text: str) -> str:
+    return re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.strip().encode()).hexdigest()[:16]
+
+
+def _is_empty_form(body: str) -> bool:
+    """The form of huggingface_hub that peft saves beside every adapter, with nothing filled in."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    return body.split() == ModelCard.from_template(ModelCardData()).text.split()
+
+
+# -- the header that the Hub reads -------------------------------------------------------------------------------------
+
+
+def _header(facts: Facts, name: str, license: Optional[str], base_id: Optional[str]) -> ModelCardData:
+    from huggingface_hub import ModelCardData
+
+    results = [] if facts.merge else _results(facts)  # those were measured on the adapter
+    fields: dict[str, Any] = {
+        "base_model": base_id,
+        "base_model_relation": None if base_id is None else ("adapter" if facts.is_adapter else "finetune"),
+        "library_name": "peft" if facts.is_adapter else "transformers",
+        "pipeline_tag": facts.task if facts.task in (TEXT, IMAGES) else None,
+        "license": license,
+        "tags": _tags(facts),
+        "datasets": _datasets(facts),
+    }
+    if results:
+        fields |= {"model_name": name.rpartition("/")[2], "eval_results": results}
+    return ModelCardData(**{key: value for key, value in fields.items() if value is not None})
+
+
+def _tags(facts: Facts) -> list[str]:
+    tuning = facts.settings.get("tuning")
+    return ["scu-trainer", *([tuning] if tuning in ("lora", "qlora") else []), *(["merged"] if facts.merge else [])]
+
+
+def _datasets(facts: Facts) -> Optional[list[str]]:
+    """Only ids of the Hub: what is embedded or a file here is nothing to link to."""
+    name = facts.settings.get("dataset")
+    return [name] if name and "/" in name and not is_local(name) else None
+
+
+def _results(facts: Facts) -> list[EvalResult]:
+    from huggingface_hub import EvalResult
+
+    found = []
+    for key, kind, what in (
+        ("held_out_bpt_after", "bits_per_token", f"bits per {facts.metrics.get('unit', 'token')}, held out"),
+        ("held_out_accuracy_after", "accuracy", "accuracy, held out"),
+    ):
+        measured = facts.metrics.get(key)
+        if measured:
+            found.append(
+                EvalResult(
+                    task_type=facts.task,
+                    dataset_type=card_text.dataset_name(facts),
+                    dataset_name=card_text.dataset_name(facts),
+                    dataset_split="held out by the run",
+                    metric_type=kind,
+                    metric_name=what,
+                    metric_value=round(measured["value"], 4),
+                )
+            )
+    return found
+
+
+# -- licence -----------------------------------------------------------------------------------------------------------
+
+
+def base_license(base: Optional[str]) -> Optional[str]:
+    """Licence in the card of ``base``, a folder or what was fetched of a Hub id before; None where none is stated. No
+    network."""
+    from huggingface_hub import ModelCard, try_to_load_from_cache
+
+    if not base:
+        return None
+    local = Path(base).expanduser() / CARD
+    found = local if local.is_file() else None if is_local(base) else try_to_load_from_cache(base, CARD)
+    if not isinstance(found, (str, Path)):
+        return None
+    return ModelCard.load(found, ignore_metadata_errors=True).data.license

@@ -1,0 +1,160 @@
+"""The text of a model card, section by section. A section whose figures no file holds is left out or says so."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from scu_trainer.hub import card_training
+from scu_trainer.hub.card_use import loading
+from scu_trainer.hub.facts import IMAGES, TEXT, Facts
+from scu_trainer.hub.local_paths import is_local, without_local_paths
+from scu_trainer.settings import EMBEDDED_DATASETS
+
+TASKS = {
+    TEXT: "causal language model",
+    IMAGES: "image classifier",
+    "word-generation": "language model over words (CADENCE, a GRU)",
+    "sensor-classification": "classifier of sensor recordings (TRIDENT)",
+}
+TUNING = {"lora": "LoRA", "qlora": "QLoRA"}
+
+
+def body(facts: Facts, name: str, license: str, base_id: Optional[str]) -> str:
+    sections = [
+        f"# {name.rstrip('/').rpartition('/')[2]}\n\n{_what(facts, base_id)}",
+        _load(facts, name, base_id),
+        _results(facts),
+        card_training.data(facts, dataset_name(facts)),
+        card_training.training(facts),
+        card_training.controllers(facts),
+        card_training.machine(facts),
+        card_training.again(facts),
+        f"## Licence\n\n{_license(license)}",
+        _limits(facts),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def dataset_name(facts: Facts) -> str:
+    """As somebody else would call it: a path of this machine is its last part."""
+    name = facts.settings.get("dataset") or facts.settings.get("image_dataset") or "not told"
+    return str(without_local_paths(name)).removeprefix("[local]/")
+
+
+# -- sections ----------------------------------------------------------------------------------------------------------
+
+
+def _what(facts: Facts, base_id: Optional[str]) -> str:
+    tuning, kind = facts.settings.get("tuning"), TASKS.get(facts.task, facts.task)
+    if facts.merge:
+        form = f"{kind}, its {TUNING.get(tuning, 'LoRA')} adapter merged into the weights. Trained with scu-trainer."
+    elif facts.is_adapter:
+        form = f"{TUNING.get(tuning, 'LoRA')} adapter of this kind of model: {kind}. Trained with scu-trainer."
+    else:
+        form = f"{kind}, all weights trained with scu-trainer."
+    lines = [form[0].upper() + form[1:], f"- base: {_base(facts, base_id)}"]
+    if facts.step is not None:
+        lines.append(f"- weights of step {facts.step}, before the end of the run")
+    if facts.merge:
+        lines.append(_merge_line(facts.merge))
+    return "\n".join([lines[0], "", *lines[1:]])
+
+
+def _base(facts: Facts, base_id: Optional[str]) -> str:
+    if base_id:
+        return f"[{base_id}](https://huggingface.co/{base_id})"
+    if facts.is_embedded_base:
+        steps = facts.settings.get("embedded_base_steps")
+        return (
+            f"the embedded base of scu-trainer: a small Granite hybrid, trained for {steps} steps on Python's "
+            "documentation on the machine that uses it, and not on the Hub"
+        )
+    if facts.base:
+        return f"{str(without_local_paths(facts.base)).removeprefix('[local]/')}, a folder that is not on the Hub"
+    return f"none: {facts.settings.get('architecture', 'the model')} started from random weights"
+
+
+def _merge_line(merge: dict[str, Any]) -> str:
+    return (
+        f"- merged into {merge['dtype']}: logits on {merge['rows']} rows of {merge['checked_on']} differ from the "
+        f"adapter's by {merge['difference']:.1e} of the largest, where {merge['tolerance']:g} is allowed"
+    )
+
+
+def _load(facts: Facts, name: str, base_id: Optional[str]) -> str:
+    code = loading(facts, name)
+    if code is None:
+        return "## Use\n\nThis adapter needs a base with other classes; `scu-trainer merge` makes a model of both."
+    notes = ["Its base, which is not on the Hub, has to be there."] if facts.is_adapter and not base_id else []
+    if facts.is_adapter and facts.settings.get("tuning") == "qlora":
+        bits = 8 if facts.settings.get("load_in_8bit") else 4
+        notes.append(
+            f"It was trained and measured over a base in {bits} bits, and this code loads the base in full precision: "
+            f"give a `quantization_config` with `load_in_{bits}bit=True` for the model that was measured."
+        )
+    return "\n\n".join(["## Use", f"```python\n{code}\n```", *notes])
+
+
+def _results(facts: Facts) -> str:
+    metrics = facts.metrics
+    if not metrics.get("held_out_documents"):
+        reason = "nothing was held out" if metrics else "these weights were not scored"
+        return f"## Results\n\nNot measured: {reason}."
+    unit, item = metrics.get("unit", "token"), metrics.get("item", "document")
+    rows = [_row(f"bits per {unit}", metrics, "bpt", ".3f")]
+    if "held_out_accuracy_after" in metrics:
+        rows.insert(0, _row("accuracy", metrics, "accuracy", ".1%"))
+    level = metrics["held_out_bpt_after"].get("confidence", 0.95)
+    lines = [
+        "## Results",
+        "",
+        f"On {metrics['held_out_documents']:,} {item}s of {dataset_name(facts)} that were held out from training"
+        f" ({metrics['held_out_tokens']:,} {unit}s), with {level:.0%} bootstrap intervals over {item}s:",
+        "",
+        "| | before | after | change |",
+        "|---|---|---|---|",
+        *rows,
+    ]
+    if facts.merge:
+        lines += ["", "Measured on the adapter, before it was merged."]
+    best = metrics.get("best_held_out")
+    if best:
+        lines += ["", f"Best evaluation on the way: {best['bpt']:.3f} bits per {unit} at step {best['step']}."]
+    return "\n".join(lines)
+
+
+def _row(what: str, metrics: dict[str, Any], key: str, style: str) -> str:
+    before, after, change = (metrics[f"held_out_{key}_{when}"] for when in ("before", "after", "change"))
+    cells = [_cell(before, style), _cell(after, style), _cell(change, f"+{style}")]
+    return f"| {what} | {' | '.join(cells)} |"
+
+
+def _cell(interval: dict[str, Any], style: str) -> str:
+    low, high = interval.get("low"), interval.get("high")
+    bounds = "" if low is None or high is None else f" ({low:{style}} to {high:{style}})"
+    return f"{interval['value']:{style}}{bounds}"
+
+
+def _license(license: str) -> str:
+    if license == "not stated":
+        return "Not stated: none was given, and the files of the base name none. Ask whoever published the base."
+    return license
+
+
+def _limits(facts: Facts) -> str:
+    dataset = dataset_name(facts)
+    whose = "the same dataset" if not facts.settings.get("eval_dataset") else "the held-out dataset"
+    lines = [
+        f"- Measured on {whose} alone ({dataset}): what the model does on other data was not measured."
+        if facts.metrics.get("held_out_documents")
+        else "- How good it is was not measured.",
+        "- No benchmark was run, and what it writes was not looked at for errors, bias or harm.",
+        f"- One run with seed {facts.description['seed']}: how much another seed changes was not measured."
+        if "seed" in facts.description
+        else "- Nothing is known about its training: no files of a run were beside it.",
+    ]
+    if dataset in EMBEDDED_DATASETS:
+        lines.append("- A small model on a small dataset that comes with Python: an example, not a tool.")
+    if is_local(facts.settings.get("dataset")):
+        lines.append("- The data lie on the machine that trained it, and are not published here.")
+    return "\n".join(["## Limits", "", *lines])

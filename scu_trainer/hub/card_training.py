@@ -1,0 +1,150 @@
+"""The sections of a model card that tell how it was made: data, training, controllers, machine."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from scu_trainer.hub.facts import Facts
+from scu_trainer.run_files import readable
+
+HYPERPARAMETERS = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "optim",
+    "weight_decay",
+    "max_grad_norm",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "block_size",
+    "mixed_precision",
+    "seed",
+)
+ADAPTER = ("lora_r", "lora_alpha", "lora_dropout")
+
+
+def data(facts: Facts, name: str) -> str:
+    books = facts.description.get("data")
+    if not books:
+        return ""
+    lines = ["## Data", "", f"- dataset: {name}", *_counts(books)]
+    dropped = books.get("rows_dropped") or books.get("dropped") or {}
+    lines += [f"- left out: {count:,} ({reason})" for reason, count in sorted(dropped.items())]
+    if not dropped:
+        lines.append("- left out: nothing")
+    if books.get("heldout_duplicates"):
+        lines.append(f"- held out and also in training, word for word: {books['heldout_duplicates']:,}")
+    return "\n".join([*lines, f"- fingerprint: {books.get('fingerprint')}"])
+
+
+def _counts(books: dict[str, Any]) -> list[str]:
+    if "rows_read" in books:
+        return [
+            f"- documents: {books['rows_read']:,} read, {books['documents']:,} for training, "
+            f"{books['eval_documents']:,} held out",
+            f"- training: {books['train_tokens']:,} tokens in {books['blocks']:,} rows, of which "
+            f"{books['supervised_tokens']:,} are learned",
+        ]
+    return [f"- {books.get('item', 'sample')}s: {books['read']:,} read, {books['train']:,} for training, "
+            f"{books['eval']:,} held out"]  # fmt: skip
+
+
+def training(facts: Facts) -> str:
+    settings = facts.settings
+    if not settings:
+        return ""
+    names = [*HYPERPARAMETERS, *(ADAPTER if facts.adapter else ())]
+    rows = [f"| {name} | {settings[name]} |" for name in names if settings.get(name) is not None]
+    steps = facts.metrics.get("steps")
+    said = [] if steps is None else [f"{steps:,} optimizer steps in {facts.metrics['train_s']:,.0f} s."]
+    return "\n".join(["## Training", "", *said, *([""] if said else []), "| setting | value |", "|---|---|", *rows])
+
+
+def controllers(facts: Facts) -> str:
+    lines = [
+        *_regularization(facts),
+        *_memory(facts.metrics.get("memory")),
+        *_curriculum(facts.metrics.get("curriculum")),
+        *_bad_numbers(facts.metrics.get("bad_numbers")),
+    ]
+    return "\n".join(["## Controllers", "", *lines]) if lines else ""
+
+
+def _regularization(facts: Facts) -> list[str]:
+    found = facts.metrics.get("regularization")
+    if not found:
+        return ["- regularization: off"] if facts.metrics else []
+    target, end = found.get("target_s"), found.get("final_s")
+    against = f"S {end:.4f} at the end" if end is not None else "S was not measured"
+    against += f" against a target of {target:.4g}" if target is not None else ""
+    law = f"law {found['law']}, sigma {facts.control.get('sigma')}"
+    lines = [f"- regularization ({law}): {against}, {found['verdict']}"]
+    if found.get("settling_step") is not None:
+        overshoot = found.get("overshoot")
+        over = "" if overshoot is None else f", overshoot {max(0.0, overshoot):.1%}"
+        lines.append(f"- tracking: settled at step {found['settling_step']}, bias {found['bias']:+.1%}{over}")
+    if found.get("final_lambda") is not None:
+        lines.append(f"- lambda at the end: {found['final_lambda']:.4g}")
+    if found.get("overhead_fraction") is not None:
+        lines.append(f"- cost of this loop: {found['overhead_fraction']:.2%} of the time of training")
+    return lines
+
+
+def _memory(found: Optional[dict[str, Any]]) -> list[str]:
+    if not found:
+        return []
+    return [
+        f"- memory: {found['chunks']:,} chunks in {found['windows']:,} steps, {found['changes']:,} changes of their "
+        f"size, out of memory and recovered {found['out_of_memory']:,} times"
+    ]
+
+
+def _curriculum(found: Optional[dict[str, Any]]) -> list[str]:
+    if not found:
+        return []
+    return [
+        f"- curriculum: {found['curriculum']}; of {found['samples']:,} rows {found['never_seen']:,} never seen, "
+        f"{found['quarantined']:,} quarantined, {found['suspects']:,} suspect; {found['rows']:,} seen in all"
+    ]
+
+
+def _bad_numbers(found: Optional[dict[str, Any]]) -> list[str]:
+    return [f"- steps without a finite loss, skipped: {found['skipped_steps']:,}"] if found else []
+
+
+def machine(facts: Facts) -> str:
+    costs, versions = facts.metrics.get("costs", {}), facts.description.get("versions", {})
+    lines = []
+    if costs:
+        count = facts.description.get("world_size", 1)
+        lines.append(f"- device: {costs.get('device')}, {count} process{'es' if count > 1 else ''}")
+    lines += _hardware(facts.description.get("hardware") or {})
+    if costs.get("seconds_per_step") is not None:
+        lines.append(f"- {costs['seconds_per_step']:.3f} s per optimizer step")
+    if costs.get("peak_bytes"):
+        lines.append(f"- peak memory of the process: {readable(costs['peak_bytes'])}")
+    known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    lines += [f"- {known}"] if known else []
+    if facts.description.get("git_commit"):
+        lines.append(f"- commit {facts.description['git_commit']}")
+    return "\n".join(["## Hardware and versions", "", *lines]) if lines else ""
+
+
+def _hardware(found: dict[str, Any]) -> list[str]:
+    if not found:
+        return []
+    gpus = [f"{gpu['name']} ({readable(gpu['total_bytes'])})" for gpu in found.get("gpus", [])]
+    return [
+        f"- processor: {found['cpu']}, {found['cores']:g} cores, {readable(found['ram_bytes'])} of main memory",
+        f"- GPUs: {', '.join(gpus) or 'none'}",
+    ]
+
+
+def again(facts: Facts) -> str:
+    if not facts.settings or facts.step is not None:
+        return ""
+    return (
+        "## Again\n\n```\nscu-trainer train --config training_config.json --output_dir runs/again\n```\n\n"
+        "with the training_config.json that lies beside this card. A name that starts with `[local]/` was a path of "
+        "the machine that trained it; give yours."
+    )

@@ -1,0 +1,106 @@
+"""What the files of a run say, read once: everything that a card may claim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.errors import HubError
+from scu_trainer.hub.local_paths import is_local
+from scu_trainer.run_files import read_json
+
+TEXT = "text-generation"
+IMAGES = "image-classification"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """weights: folder of the weights. run: the run directory that they come from, None if there is none.
+
+    description: training_config.json. metrics: scu_metrics.json, empty for the weights of a checkpoint, which it does
+    not describe. adapter: adapter_config.json. config: config.json. merge: merge.json. step: of a checkpoint.
+    """
+
+    weights: Path
+    run: Optional[Path] = None
+    description: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    control: dict[str, Any] = field(default_factory=dict)
+    adapter: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    merge: dict[str, Any] = field(default_factory=dict)
+    step: Optional[int] = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.description.get("configuration", {})
+
+    @property
+    def task(self) -> str:
+        return self.settings.get("task", TEXT)
+
+    @property
+    def is_adapter(self) -> bool:
+        return bool(self.adapter) and not self.merge
+
+    @property
+    def base(self) -> Optional[str]:
+        """What it was tuned from, as the files name it; None where it started from nothing or from the embedded
+        base."""
+        if self.settings and not self.settings.get("model_name_or_path"):
+            return None
+        return self.adapter.get("base_model_name_or_path") or self.settings.get("model_name_or_path")
+
+    @property
+    def is_embedded_base(self) -> bool:
+        """A base that every installation makes for itself."""
+        return bool(self.settings) and self.task == TEXT and not self.settings.get("model_name_or_path")
+
+    @property
+    def base_id(self) -> Optional[str]:
+        """Id of the base on the Hub; None where it is not there."""
+        return self.base if self.base and not is_local(self.base) else None
+
+
+def read_facts(weights: Path, run: Optional[Path], merge: Optional[dict[str, Any]] = None) -> Facts:
+    """``run``: the directory that ``weights`` are, or are a checkpoint of. Raises StorageError for torn files."""
+    checkpoint = run is not None and weights != run
+    return Facts(
+        weights,
+        run,
+        description=_content(run, "training_config.json"),
+        metrics={} if checkpoint else _content(run, "scu_metrics.json"),
+        control=_content(run, "scu_config.json"),
+        adapter=_content(weights, "adapter_config.json"),
+        config=_content(weights, "config.json"),
+        merge=merge or {},
+        step=int(weights.name.rpartition("-")[2]) if checkpoint else None,
+    )
+
+
+def facts_of(path: Path, merge: Optional[dict[str, Any]] = None) -> tuple[Facts, Optional[Path]]:
+    """Facts of a run, a checkpoint, an adapter, or a folder that ``scu-trainer merge`` wrote; of the last also that
+    folder. ``merge``: what merge.json is going to hold. Raises HubError where the run of merged weights is gone."""
+    merged = path if (path / "merge.json").is_file() else None
+    if merged is not None:
+        merge = read_json(path / "merge.json")
+        path = Path(merge["adapter"])
+        if not path.is_dir():
+            raise HubError(f"the adapter that {merged} was made of is no longer in {path}; merge it anew")
+    return read_facts(path, _run_of(path), merge), merged
+
+
+def _run_of(weights: Path) -> Optional[Path]:
+    """The run directory that ``weights`` is, or lies in as a checkpoint."""
+    if (weights / "training_config.json").is_file():
+        return weights
+    in_run = weights.name.startswith("checkpoint-") and (weights.parent / "training_config.json").is_file()
+    return weights.parent if in_run else None
+
+
+def _content(folder: Optional[Path], name: str) -> dict[str, Any]:
+    if folder is None or not (folder / name).is_file():
+        return {}
+    content = read_json(folder / name)
+    return content if isinstance(content, dict) else {}

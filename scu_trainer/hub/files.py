@@ -1,0 +1,139 @@
+"""Which files of a run go to the Hub, and what becomes of the rest: everything is named, nothing is left out silently.
+
+Published are the weights, what reads their inputs, the card, and the small files of results. JSON files lose the
+absolute paths of this machine. A file that holds what looks like a secret stops the push.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional, Union
+
+from scu_trainer.errors import HubError, ModelError
+from scu_trainer.hub.card import CARD, card_of, is_ours
+from scu_trainer.hub.facts import Facts
+from scu_trainer.hub.local_paths import without_local_paths
+from scu_trainer.models.published import ADAPTER, MODEL, PROCESSOR, names_like
+from scu_trainer.run_files import read_json
+from scu_trainer.secrets import redact
+
+RESULTS = (
+    *("training_config.json", "scu_config.json", "scu_metrics.json", "scu_history.json"),
+    *("log_history.json", "memory_history.json", "curriculum.json", "merge.json"),
+)
+TEXTS = (".json", ".md", ".jinja", ".py")
+VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")
+"""JSON whose entries are pieces of words: no paths or secrets, whatever they look like."""
+
+STAY = {
+    "checkpoint-*": "checkpoints",
+    "logs": "logs",
+    "run.json": "state of the process",
+    "_*": "locks",
+    "training_args.bin": "a pickle",
+    "trainer_state.json": "state of the trainer",
+    "*.bin": "pickles",
+    "*.pt": "pickles",
+}
+"""Why what is left out is left out; everything else is told by its name alone."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One file of the Hub: ``source`` is a file here, or its content."""
+
+    path_in_repo: str
+    source: Union[Path, bytes]
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
+
+
+@dataclass(frozen=True)
+class Upload:
+    """``items``: what is published. ``left_out``: name and reason of what else lies in the run directory. ``edited``:
+    the card is the user's own."""
+
+    items: list[Item]
+    left_out: list[tuple[str, str]]
+    edited: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(item.size_bytes for item in self.items)
+
+
+def upload_of(
+    facts: Facts, repo_id: str, license: Optional[str], base_id: Optional[str], merged: Optional[Path] = None
+) -> Upload:
+    """What is published of a run; ``merged``: folder of its merged weights, in the place of its adapter.
+
+    Raises HubError for an adapter whose base nobody else has, and for secrets; ModelError where there are no weights.
+    """
+    weights = merged or facts.weights
+    names = names_like(weights, (ADAPTER if facts.is_adapter else MODEL) + PROCESSOR)
+    if not any(name.endswith(".safetensors") for name in names):
+        raise ModelError(f"{weights} holds no weights in safetensors files; train it anew, or convert them first")
+    if facts.is_adapter:
+        require_shared_base(facts, base_id)
+    sources = {name: weights / name for name in names}
+    results = facts.run if facts.step is None else None
+    sources |= {name: folder / name for folder in (results, merged) if folder for name in names_like(folder, RESULTS)}
+    items = [Item(name, _published(name, path, base_id)) for name, path in sources.items()]
+    card, edited = _card(facts, repo_id, license, base_id)
+    items.append(Item(CARD, card))
+    for item in items:
+        _refuse_secrets(item)
+    left_out = _left_out(facts.weights, {*sources, CARD}, is_merged=merged is not None)
+    return Upload(sorted(items, key=lambda item: item.path_in_repo), left_out, edited)
+
+
+def require_shared_base(facts: Facts, base_id: Optional[str]) -> None:
+    """Raises HubError for an adapter that nobody else could load."""
+    if base_id or facts.base_id:
+        return
+    base = "the embedded base, which each machine makes for itself" if facts.is_embedded_base else facts.base
+    raise HubError(
+        f"the base of this adapter is {base}: whoever downloads the adapter does not have it. Add --merged to push the "
+        "full weights, or --base_model OWNER/NAME if the same base lies on the Hub"
+    )
+
+
+def _published(name: str, path: Path, base_id: Optional[str]) -> Union[Path, bytes]:
+    """The file itself, or what is published in its place."""
+    if not name.endswith(".json") or name in VOCABULARIES or name.endswith(".index.json"):
+        return path
+    content = read_json(path)
+    clean = without_local_paths(content)
+    if name == "adapter_config.json" and base_id:
+        clean["base_model_name_or_path"] = base_id
+    return path if clean == content else (json.dumps(clean, indent=2) + "\n").encode()
+
+
+def _card(facts: Facts, repo_id: str, license: Optional[str], base_id: Optional[str]) -> tuple[bytes, bool]:
+    own = facts.weights / CARD
+    if not facts.merge and facts.step is None and not is_ours(own):
+        return own.read_bytes(), True
+    return card_of(facts, repo_id, license, base_id).encode(), False
+
+
+def _refuse_secrets(item: Item) -> None:
+    if not item.path_in_repo.endswith(TEXTS) or item.path_in_repo in VOCABULARIES:
+        return
+    content = item.source if isinstance(item.source, bytes) else item.source.read_bytes()
+    text = content.decode(errors="replace")
+    if redact(text) != text:
+        raise HubError(f"{item.path_in_repo} holds what looks like a token or password; take it out first")
+
+
+def _left_out(folder: Path, published: set[str], is_merged: bool) -> list[tuple[str, str]]:
+    reasons = {**STAY, **(dict.fromkeys(ADAPTER, "merged into the weights") if is_merged else {})}
+    return [(path.name, _reason(path.name, reasons)) for path in sorted(folder.iterdir()) if path.name not in published]
+
+
+def _reason(name: str, reasons: dict[str, str]) -> str:
+    return next((why for pattern, why in reasons.items() if fnmatch.fnmatchcase(name, pattern)), "not needed to use it")

@@ -1,0 +1,165 @@
+"""The upload: one commit with everything or none, large files first, again after a break.
+
+huggingface_hub sends the large files, and a file that has arrived is not sent twice, by this call or a later one; the
+commit that names them all comes last. What the library does not repeat by itself is repeated here a few times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Optional, TypeVar
+
+from scu_trainer.errors import HubError
+from scu_trainer.hub.files import Upload
+from scu_trainer.models.hub_errors import as_hub_error, end_stalls, endpoint, hub_line, is_passing
+from scu_trainer.secrets import redact, secret
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+WAITS_S = (1, 4, 15)
+"""Seconds before each repetition of a request that a broken connection or a busy server has ended."""
+
+
+def require_repo_id(repo_id: str) -> None:
+    """Raises HubError for what cannot be a name on the Hub, without asking it."""
+    from huggingface_hub.utils import validate_repo_id
+
+    with as_hub_error(repo_id):
+        validate_repo_id(repo_id)
+    if "/" not in repo_id:
+        raise HubError(f"repo_id {repo_id!r} names no owner; give OWNER/{repo_id}")
+
+
+def token_for(given: Optional[str]) -> str:
+    """The token that was given, set or stored, from here on hidden wherever it is printed. Raises HubError."""
+    from huggingface_hub import get_token
+
+    token = secret(given or get_token())
+    if not token:
+        raise HubError("there is no token to push with; run `hf auth login` or set HF_TOKEN")
+    return token
+
+
+def push(
+    upload: Upload,
+    repo_id: str,
+    *,
+    token: str,
+    private: bool,
+    revision: Optional[str],
+    message: str,
+    base_id: Optional[str],
+    say: Say,
+) -> dict[str, Any]:
+    """Send ``upload`` as one commit. Returns repo, url, commit and bytes; ``is_changed`` is False where the Hub had all
+    of it. Raises HubError with one line."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    api = HfApi(token=token)
+    with as_hub_error(repo_id), _retries_told(say):
+        if base_id is not None:
+            _require_base(api, base_id, say)
+        repo_id = _again(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True), say).repo_id
+        if private:
+            _require_private(api, repo_id, say)
+        if revision is not None:
+            _again(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True), say)
+        before = _again(lambda: api.model_info(repo_id, revision=revision), say).sha
+        commit = _again(lambda: _commit(api, upload, repo_id, revision, message), say)
+    return {
+        "repo_id": repo_id,
+        "url": f"{endpoint()}/{repo_id}",
+        "commit": commit.oid,
+        "is_changed": commit.oid != before,
+        "files": len(upload.items),
+        "size_bytes": upload.size_bytes,
+    }
+
+
+def _commit(api: Any, upload: Upload, repo_id: str, revision: Optional[str], message: str) -> Any:
+    """Operations are made anew each time: they remember what the Hub had when it was asked."""
+    from huggingface_hub import CommitOperationAdd
+
+    operations = [CommitOperationAdd(item.path_in_repo, item.source) for item in upload.items]
+    return api.create_commit(repo_id, operations, commit_message=message, revision=revision)
+
+
+def _require_base(api: Any, base_id: str, say: Say) -> None:
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        _again(lambda: api.model_info(base_id), say)
+    except RepositoryNotFoundError as error:
+        if error.response.status_code == 401:
+            raise
+        raise HubError(
+            f"the base {base_id} is not on the Hub, or not for this token: whoever downloads the adapter needs it. Add "
+            "--merged to push the full weights, or name the base with --base_model OWNER/NAME"
+        ) from error
+
+
+def _require_private(api: Any, repo_id: str, say: Say) -> None:
+    if not _again(lambda: api.model_info(repo_id), say).private:
+        raise HubError(
+            f"{repo_id} is there already and is public, so --private has no effect on it; make it private in its "
+            "settings on the Hub, or give another --repo_id"
+        )
+
+
+# -- again -------------------------------------------------------------------------------------------------------------
+
+
+def _again(request: Callable[[], T], say: Say) -> T:
+    """``request`` until it succeeds, or fails for a reason that stays, or has had all of its repetitions."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    for wait_s in (*WAITS_S, None):
+        try:
+            end_stalls()
+            return request()
+        except (HfHubHTTPError, OSError, RuntimeError, _transport_error()) as error:
+            if wait_s is None or not is_passing(error):
+                raise
+            line = hub_line(error, "")
+        say(f"{redact(line).partition(';')[0]}; again in {wait_s} s")
+        time.sleep(wait_s)
+    raise AssertionError("the last repetition returns or raises")
+
+
+def _transport_error() -> type[Exception]:
+    import httpx2
+
+    return httpx2.TransportError
+
+
+class _Said(logging.Handler):
+    """What the library says of its own repetitions, without the addresses, which carry signatures."""
+
+    def __init__(self, say: Say) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = re.sub(r"https?://\S+", lambda found: found[0].partition("?")[0], record.getMessage())
+        if not text.startswith("No files have been modified"):  # ``is_changed`` tells it
+            self._say(redact(" ".join(text.split())))
+
+
+@contextlib.contextmanager
+def _retries_told(say: Say) -> Iterator[None]:
+    logger, handler = logging.getLogger("huggingface_hub"), _Said(say)
+    handlers, propagate = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [handler], False
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = handlers, propagate

@@ -1,0 +1,67 @@
+"""A merged model as files that stock transformers reads, read back and checked before anybody relies on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.errors import ModelError
+from scu_trainer.models.merge import check_merge, merge_tolerance
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedModel
+
+CLASSES = {"text-generation": "AutoModelForCausalLM", "image-classification": "AutoModelForImageClassification"}
+"""Stock class that reads a merged model, by task."""
+
+
+def export_dtype(model: nn.Module, wanted: str) -> torch.dtype:
+    """Type of the merged weights; auto: that in which the frozen weights were loaded, before any was packed."""
+    import torch
+
+    if wanted != "auto":
+        return getattr(torch, wanted)
+    found = model.get_base_model().config.dtype
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def write_model(merged: PreTrainedModel, processor: Any, folder: Path, max_shard_size: str) -> None:
+    """Weights in safetensors files of up to ``max_shard_size``, configuration, and what makes the model's inputs."""
+    merged.save_pretrained(folder, max_shard_size=max_shard_size)
+    processor.save_pretrained(folder)
+
+
+def read_back(folder: Path, task: str, device: torch.device) -> nn.Module:
+    """The model as a stranger reads it."""
+    import transformers
+
+    model, report = getattr(transformers, CLASSES[task]).from_pretrained(folder, output_loading_info=True)
+    wrong = sorted({*report["missing_keys"], *report["unexpected_keys"], *map(str, report["mismatched_keys"])})
+    if wrong:
+        raise ModelError(f"the merged model cannot be read back: {wrong[0]} is not as it was written")
+    return model.eval().to(device)
+
+
+def require_same_logits(
+    adapter_model: nn.Module, merged: nn.Module, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> tuple[float, float]:
+    """(difference, tolerance), see ``check_merge``. Raises ModelError for a difference that the arithmetic does not
+    explain."""
+    difference, tolerance = check_merge(adapter_model, merged, inputs), merge_tolerance(adapter_model, dtype)
+    if difference <= tolerance:  # NaN is not
+        return difference, tolerance
+    finer = "" if str(dtype) == "torch.float32" else ", for instance with --dtype float32"
+    raise ModelError(
+        f"the merged model is another one than the adapter: its logits differ by {difference:.2g} of the largest, and "
+        f"{tolerance:g} is allowed for {str(dtype).removeprefix('torch.')}; nothing was written. Merge another "
+        f"checkpoint{finer}"
+    )
+
+
+def needed_bytes(weights: float, stored_bytes: float, dtype_bytes: Optional[float]) -> tuple[int, int]:
+    """(memory, disk) of a merge of ``weights`` weights: the model as it is loaded, two float32 copies beside it, and
+    the files. ``dtype_bytes``: of a merged weight, None as in the files of the base."""
+    return int(weights * (stored_bytes + 8)), int(weights * (dtype_bytes or stored_bytes) * 1.02)

@@ -1,0 +1,21 @@
+"""Files of a folder that somebody else needs to use the model in it."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from pathlib import Path
+
+ADAPTER = ("adapter_config.json", "adapter_model*.safetensors", "adapter_model.safetensors.index.json")
+MODEL = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "*.py")
+PROCESSOR = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja"),
+    *("preprocessor_config.json", "processor_config.json"),
+)
+
+
+def names_like(folder: Path, patterns: Iterable[str]) -> list[str]:
+    """Names of the regular files directly in ``folder`` that match one of ``patterns``, sorted."""
+    found = sorted(path.name for path in folder.iterdir() if path.is_file())
+    return [name for name in found if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]

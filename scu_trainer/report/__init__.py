@@ -1,0 +1,1 @@
+"""Run directories and comparisons -> figures, tables, pictures, pages. Reads files only."""

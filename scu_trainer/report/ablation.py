@@ -1,0 +1,218 @@
+"""A folder that ``scu-trainer compare`` has written, as plots: held-out bits per arm, paired differences, trajectories.
+
+Arms that failed or are missing keep their row, with the reason. The figures are those of comparison.json; nothing is
+estimated anew here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.errors import StorageError
+from scu_trainer.report.drawing import Interval, Level, Line, Panel, Plot
+from scu_trainer.report.files import Row, RunFiles, points, read_run
+from scu_trainer.report.run_plots import number
+from scu_trainer.run_files import read_json
+
+COMPARISON_FILE = "comparison.json"
+FORMAT = 1
+MOST_CURVES = 14
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``content``: of comparison.json. ``runs``: (arm, seed) -> files of the runs that are there."""
+
+    folder: Path
+    content: Row
+    runs: dict[tuple[str, int], RunFiles]
+
+    @property
+    def arms(self) -> list[str]:
+        return [arm["name"] for arm in self.content["arms"]]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether runs of it are still to come."""
+        return any(run["status"] in ("running", "missing") for run in self.content["runs"])
+
+
+def is_comparison(folder: Path) -> bool:
+    return (folder / COMPARISON_FILE).is_file()
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """Raises StorageError for a file of another format."""
+    path = folder / COMPARISON_FILE
+    content = read_json(path)
+    parts = {"arms": list, "runs": list, "table": list, "seeds": list}
+    if not isinstance(content, dict) or any(not isinstance(content.get(name), kind) for name, kind in parts.items()):
+        raise StorageError(
+            f"{path} holds no comparison (arms, runs, table, seeds); write it anew with scu-trainer compare"
+        )
+    if content.get("format") != FORMAT:
+        raise StorageError(
+            f"{path} is of format {content.get('format')!r}, this version reads {FORMAT}; write it anew with "
+            "scu-trainer compare"
+        )
+    found = {}
+    for run in content["runs"]:
+        place = _folder_of(folder, run)
+        if place is not None:
+            found[run["arm"], run["seed"]] = read_run(place, f"{run['arm']}, seed {run['seed']}", run["status"])
+    return Comparison(folder, content, found)
+
+
+def _folder_of(folder: Path, run: Row) -> Optional[Path]:
+    """Where a run is: as written, or below the folder if that was moved."""
+    named = Path(run.get("folder") or "")
+    places = (folder / named, folder / "runs" / named.name, folder / "runs" / f"{run['arm']}-seed{run['seed']}")
+    return next((place for place in places if run.get("folder") is not None and place.is_dir()), None)
+
+
+def comparison_plots(found: Comparison) -> list[Plot]:
+    return [_arms(found), _differences(found), _s(found), _curves(found)]
+
+
+def _metric(found: Comparison, arm: str, name: str) -> list[tuple[int, float]]:
+    """(seed, value) of the finished runs of an arm that count: one with an error was left out of the table too."""
+    runs = [run for run in found.content["runs"] if run["arm"] == arm and run["status"] == "finished"]
+    runs = [run for run in runs if not run.get("error")]
+    values = [(run["seed"], (run.get("metrics") or {}).get(name)) for run in runs]
+    return [(seed, value) for seed, value in values if value is not None]
+
+
+def _rows(found: Comparison, figure: str, seeds: dict[str, list[float]]) -> list[Interval]:
+    rows = {row["arm"]: row for row in found.content["table"]}
+    drawn = []
+    for place, arm in enumerate(found.arms):
+        row = rows.get(arm, {})
+        value = row.get(figure) or {}
+        missing = (
+            "" if row.get("finished") == row.get("asked") else f"{row.get('finished', 0)} of {row.get('asked')} runs"
+        )
+        drawn.append(Interval(arm, value.get("value"), value.get("low"), value.get("high"), seeds[arm], missing, place))
+    return drawn
+
+
+def _arms(found: Comparison) -> Plot:
+    seeds = {arm: [value for _, value in _metric(found, arm, "held_out_bpt")] for arm in found.arms}
+    rows = _rows(found, "held_out_bpt", seeds)
+    title = f"Mean, {_confidence(found)} interval; dots: seeds"
+    return _interval_plot("arms", "Held-out bits per arm", title, "held-out bits per token", rows, False)
+
+
+def _differences(found: Comparison) -> Plot:
+    reference = str(found.content.get("reference"))
+    base = dict(_metric(found, reference, "held_out_bpt"))
+    paired = {
+        arm: [value - base[seed] for seed, value in _metric(found, arm, "held_out_bpt") if seed in base]
+        for arm in found.arms
+    }
+    rows = [row for row in _rows(found, "difference", paired) if row.label != reference]
+    title = f"Difference from {reference}, paired by seed: mean and {_confidence(found)} interval"
+    label = "bits per token, below 0: lower loss"
+    return _interval_plot("differences", "Paired differences", title, label, rows, True)
+
+
+def _interval_plot(key: str, title: str, panel: str, label: str, rows: Sequence[Interval], zero: bool) -> Plot:
+    if not any(row.points or row.value is not None for row in rows):
+        return Plot(key, title, notes=("no run has finished yet, so there is nothing to draw",))
+    said = [
+        f"{row.label} {number(row.value)} ({number(row.low)} to {number(row.high)})" if row.value is not None
+        else f"{row.label} without a result"
+        for row in rows
+    ]  # fmt: skip
+    drawn = Panel(panel, x_label=label, intervals=rows, zero_line=zero)
+    return Plot(key, title, [drawn], f"{panel}. {'; '.join(said)}.")
+
+
+def _confidence(found: Comparison) -> str:
+    return f"{found.content.get('confidence', 0.95):.0%}".replace("%", " %")
+
+
+# -- trajectories ------------------------------------------------------------------------------------------------------
+
+
+def _s(found: Comparison) -> Plot:
+    lines, without = _means(found, "control", "s_ema")
+    targets = {row["s_target"] for run in found.runs.values() for row in run.control[-1:] if row.get("s_target")}
+    levels = [Level(target, f"target {target:g}") for target in targets] if len(targets) == 1 else []
+    notes = [f"{', '.join(without)}: S was not measured"] if without else []
+    return _curve_plot("s-arms", "S of each arm", "Information ratio S, mean of the seeds", "S", lines, notes, levels)
+
+
+def _curves(found: Comparison) -> Plot:
+    lines, without = _means(found, "logs", "eval_bpt")
+    notes = [f"{', '.join(without)}: no evaluation was logged"] if without else []
+    title = "Held-out bits per token, mean of the seeds"
+    return _curve_plot("curves", "Held-out bits on the way", title, "bits per token", lines, notes)
+
+
+def _curve_plot(
+    key: str, title: str, panel: str, label: str, lines: Sequence[Line], notes: Sequence[str],
+    levels: Sequence[Level] = (),
+) -> Plot:  # fmt: skip
+    if not lines:
+        return Plot(key, title, notes=notes or ("no run has begun yet",))
+    ends = "; ".join(f"{line.label} ends at {number(line.y[-1])}" for line in lines)
+    drawn = Panel(panel, label, lines=lines, levels=levels, from_zero=key == "s-arms", height=1.4)
+    return Plot(key, title, [drawn], f"{panel}. {ends}.", notes)
+
+
+def _means(found: Comparison, part: str, name: str) -> tuple[list[Line], list[str]]:
+    """A line per arm: the mean over seeds at the steps that all of them have. And the arms without one."""
+    lines, without = [], []
+    for place, arm in enumerate(found.arms):
+        curves = [dict(zip(*points(getattr(run, part), name), strict=True)) for run in _runs_of(found, arm)]
+        curves = [curve for curve in curves if curve]
+        steps = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+        if not steps:
+            without.append(arm)
+            continue
+        mean = [sum(curve[step] for curve in curves) / len(curves) for step in steps]
+        marker = "o" if part == "logs" else ""
+        lines.append(Line(arm, steps, mean, place, place + place // 7, marker))
+    return lines, without
+
+
+def _runs_of(found: Comparison, arm: str) -> list[RunFiles]:
+    return [run for (name, _), run in found.runs.items() if name == arm]
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def result_rows(found: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of results, every arm in it."""
+    head = ["arm", "runs", "held-out bits per token", f"difference from {found.content.get('reference')}",
+            "tracking error", "settled at step", "cost of the loop", "verdict"]  # fmt: skip
+    rows = [
+        [
+            row["arm"],
+            f"{row['finished']} of {row['asked']}",
+            _interval(row.get("held_out_bpt"), ".4f"),
+            _interval(row.get("difference"), "+.4f"),
+            _or_dash(row.get("tracking_error"), ".1%"),
+            _or_dash(row.get("settling_step"), ".0f"),
+            _or_dash(row.get("overhead_fraction"), ".2%"),
+            str(row.get("verdict") or "-"),
+        ]
+        for row in found.content["table"]
+    ]
+    return head, rows
+
+
+def _interval(value: Any, style: str) -> str:
+    if not value or value.get("value") is None:
+        return "-"
+    if value.get("low") is None or value.get("high") is None:
+        return f"{value['value']:{style}}"
+    return f"{value['value']:{style}} ({value['low']:{style}} to {value['high']:{style}})"
+
+
+def _or_dash(value: Any, style: str) -> str:
+    return "-" if value is None else f"{value:{style}}"

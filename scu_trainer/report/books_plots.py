@@ -1,0 +1,99 @@
+"""The curriculum's books: which rows an epoch had, how hard they were, what padding cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from scu_trainer.report.drawing import Band, Line, Panel
+from scu_trainer.report.files import Row, RunFiles, points
+
+
+def curriculum_panels(runs: Sequence[RunFiles]) -> list[Panel]:
+    """For one run all of its books; for several the rows, the median difficulty and the padding of each."""
+    found = [run for run in runs if run.epochs]
+    if not found:
+        return []
+    panels = _of_one(found[0].epochs) if len(runs) == 1 else _of_several(runs)
+    return [panel for panel in panels if panel.lines]
+
+
+def _panel(title: str, label: str, lines: Sequence[Line], **more: Any) -> Panel:
+    return Panel(title, label, "epoch", [line for line in lines if line.x], whole_x=True, **more)
+
+
+def _of_one(epochs: Sequence[Row]) -> list[Panel]:
+    rows = flat(epochs)
+    names = [
+        "rows",
+        *(name for name in ("skipped", "repeated", "suspects", "quarantined") if any(r[name] for r in rows)),
+    ]
+    lines = [
+        Line(
+            "rows trained" if name == "rows" else name,
+            *points(rows, name, "epoch"),
+            color=place,
+            dash=place,
+            marker="o",
+        )
+        for place, name in enumerate(names)
+    ]
+    return [
+        _panel(f"Rows of each epoch{_in_part(epochs)}", "rows", lines, from_zero=True, height=0.9),
+        _difficulty(rows),
+        _panel("Processed tokens per real one", "ratio", [Line("", *points(rows, "padding", "epoch"), marker="o")],
+               height=0.8),
+    ]  # fmt: skip
+
+
+def _in_part(*books: Sequence[Row]) -> str:
+    """Said in a title: the last point is of an epoch that was not trained to its end."""
+    return " (the last epoch in part)" if any(book and book[-1].get("complete") is False for book in books) else ""
+
+
+def _difficulty(rows: Sequence[Row]) -> Panel:
+    median = Line("median", *points(rows, "p50", "epoch"), marker="o")
+    bands = []
+    for low, high, label in (("p10", "p90", "10 to 90 % of rows"), ("p25", "p75", "25 to 75 %")):
+        x, bottom = points(rows, low, "epoch")
+        top = points(rows, high, "epoch")[1]
+        if x and len(bottom) == len(top):
+            bands.append(Band(label, x, bottom, top))
+    return _panel("Difficulty: running loss of rows", "nats", [median], bands=bands if len(median.x) > 1 else ())
+
+
+def _of_several(runs: Sequence[RunFiles]) -> list[Panel]:
+    part = _in_part(*(run.epochs for run in runs))
+    shown = (("rows", f"Rows of each epoch{part}", "rows"), ("p50", "Difficulty: median loss of rows", "nats"),
+             ("padding", "Processed tokens per real one", "ratio"))  # fmt: skip
+    return [
+        _panel(
+            title,
+            label,
+            [
+                Line(run.name, *points(flat(run.epochs), name, "epoch"), color=place, dash=place, marker="o")
+                for place, run in enumerate(runs)
+            ],
+            height=0.9,
+        )
+        for name, title, label in shown
+    ]
+
+
+def flat(epochs: Sequence[Row]) -> list[Row]:
+    """Rows of curriculum.json with the sums and quantiles that are drawn, one level deep."""
+    return [
+        {
+            "epoch": row.get("epoch"),
+            "rows": row.get("rows"),
+            "skipped": sum((row.get("skipped") or {}).values()),
+            **{name: row.get(name) or 0 for name in ("repeated", "suspects", "quarantined")},
+            **(row.get("difficulty") or {}),
+            "padding": _ratio(row.get("padded_tokens"), row.get("real_tokens")),
+        }
+        for row in epochs
+    ]
+
+
+def _ratio(padded: Any, real: Any) -> float | None:
+    return padded / real if padded and real else None

@@ -1,0 +1,150 @@
+"""Intervals over seeds, and what they allow to say. Pure: numbers in, numbers and sentences out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Optional
+
+FEWEST_SEEDS = 3
+"""With fewer pairs nothing is said of a difference."""
+
+FEW_SEEDS = 10
+"""With fewer an interval hangs much on its own scatter; that is said."""
+
+BySeed = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Mean, and Student's t interval around it. ``low`` and ``high`` are None for a single value."""
+
+    value: float
+    low: Optional[float]
+    high: Optional[float]
+
+    @property
+    def half_width(self) -> Optional[float]:
+        return None if self.high is None else self.high - self.value
+
+
+def t_interval(values: Sequence[float], confidence: float) -> Optional[Interval]:
+    """Of the mean of ``values``, which are taken as independent and about normal. None without a value."""
+    if not values:
+        return None
+    mean = fmean(values)
+    if len(values) == 1:
+        return Interval(mean, None, None)
+    half_width = t_quantile(confidence, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return Interval(mean, mean - half_width, mean + half_width)
+
+
+def t_quantile(confidence: float, degrees: int) -> float:
+    """How many standard errors a two-sided interval reaches to each side."""
+    from scipy.stats import t
+
+    return float(t.ppf((1.0 + confidence) / 2.0, degrees))
+
+
+def paired_difference(values: BySeed, reference: BySeed, confidence: float) -> Optional[Interval]:
+    """``values`` minus ``reference``, over the seeds that both have. None where there is none."""
+    return t_interval([values[seed] - reference[seed] for seed in sorted(values.keys() & reference.keys())], confidence)
+
+
+def direction(difference: Optional[Interval], pairs: int) -> str:
+    """lower, higher, none (the interval holds 0), or unknown (fewer than FEWEST_SEEDS pairs)."""
+    if difference is None or difference.low is None or pairs < FEWEST_SEEDS:
+        return "unknown"
+    if difference.high < 0:
+        return "lower"
+    return "higher" if difference.low > 0 else "none"
+
+
+def sentence(difference: Optional[Interval], pairs: int, reference: str) -> str:
+    """What the interval of an arm against ``reference`` says."""
+    found = direction(difference, pairs)
+    if found == "unknown":
+        return f"too few seeds to judge: {pairs} of at least {FEWEST_SEEDS}"
+    if found == "none":
+        return f"no difference found: {difference.value:+.3f} ({difference.low:+.3f} to {difference.high:+.3f})"
+    low, high = sorted((abs(difference.low), abs(difference.high)))
+    return f"{found} than {reference} by {abs(difference.value):.3f} ({low:.3f} to {high:.3f})"
+
+
+# -- over all arms -----------------------------------------------------------------------------------------------------
+
+
+def overall(arms: Mapping[str, BySeed], reference: str, confidence: float) -> str:
+    """The verdict over all arms. ``arms``: held-out bits per token by seed of each arm, the reference among them."""
+    others = [name for name in arms if name != reference]
+    found = {name: _against(arms, name, reference, confidence) for name in others}
+    judged = [name for name in others if found[name] != "unknown"]
+    if not judged:
+        return f"Nothing can be said yet: no arm has {FEWEST_SEEDS} finished seeds in common with {reference}."
+    said = [_found(found, way, reference) for way in ("lower", "higher")]
+    unknown = [name for name in others if found[name] == "unknown"]
+    if unknown:
+        said.append(f"Not judged: {', '.join(unknown)}.")
+    return " ".join([*said, best(arms, confidence)])
+
+
+def _against(arms: Mapping[str, BySeed], name: str, other: str, confidence: float) -> str:
+    pairs = len(arms[name].keys() & arms[other].keys())
+    return direction(paired_difference(arms[name], arms[other], confidence), pairs)
+
+
+def _found(found: Mapping[str, str], way: str, reference: str) -> str:
+    names = [name for name in found if found[name] == way]
+    if not names:
+        return f"No arm was found {way} than {reference}."
+    return f"Found {way} than {reference}: {', '.join(names)}."
+
+
+def best(arms: Mapping[str, BySeed], confidence: float) -> str:
+    """Names a best arm only if its interval against each other arm supports it."""
+    full = {name: values for name, values in arms.items() if len(values) >= FEWEST_SEEDS}
+    if len(full) < 2:
+        return "No best arm is named: fewer than two have enough seeds."
+    lowest = min(full, key=lambda name: fmean(full[name].values()))
+    rivals = [name for name in full if name != lowest and _against(full, lowest, name, confidence) != "lower"]
+    if not rivals:
+        return f"{lowest} is lower than every other arm that was judged."
+    return f"No best arm is named: {lowest} has the lowest mean, and was not found lower than {', '.join(rivals)}."
+
+
+def notes(arms: Mapping[str, BySeed], reference: str, confidence: float, seeds: int) -> list[str]:
+    """What a reader must know beside the verdict: how many were compared, and what chance alone gives."""
+    others = [name for name in arms if name != reference]
+    judged = [name for name in others if _against(arms, name, reference, confidence) != "unknown"]
+    found = [f"Seeds: {seeds}. {_seeds_note(seeds)}"]
+    if judged:
+        count = len(judged)
+        expected = count * (1.0 - confidence)
+        corrected = 1.0 - (1.0 - confidence) / count
+        still = [name for name in judged if _against(arms, name, reference, corrected) in ("lower", "higher")]
+        compared = f"{count} arm{'s were' if count > 1 else ' was'} compared with {reference}"
+        found.append(
+            f"{compared} at {percent(confidence)}: if none of them differed, chance alone would call {expected:.2g} of "
+            f"them lower or higher on average. With intervals widened for {count} comparisons (Bonferroni) there "
+            f"remain: {', '.join(still) or 'none'}."
+        )
+    found.append(
+        "An interval covers the scatter over seeds on this model, data and number of steps, nothing beyond. No "
+        "difference found does not mean that there is none."
+    )
+    return found
+
+
+def percent(share: float) -> str:
+    """ "95 %"."""
+    return f"{100 * share:g} %"
+
+
+def _seeds_note(seeds: int) -> str:
+    if seeds < FEWEST_SEEDS:
+        return f"That is too few to judge: give {FEWEST_SEEDS} or more, such as --seeds 0 1 2."
+    if seeds < FEW_SEEDS:
+        return "That is few: a small difference will not be found, and an interval hangs much on its own scatter."
+    return "Pairs of an arm and the reference share their seed."

@@ -1,0 +1,160 @@
+"""The files of one run, read as far as they can be read: what is missing or torn is named, never a crash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional, TypeVar
+
+from scu_trainer.errors import StorageError
+from scu_trainer.run_files import read_json, read_rows
+
+T = TypeVar("T")
+Row = dict[str, Any]
+
+LOG_FILE = "log_history.json"
+STOCK_LOG_FILE = "trainer_state.json"
+CONTROL_FILE = "scu_history.json"
+MEMORY_FILE = "memory_history.json"
+CURRICULUM_FILE = "curriculum.json"
+CONFIG_FILE = "training_config.json"
+METRICS_FILE = "scu_metrics.json"
+STATUS_FILE = "run.json"
+SUSPECTS_FILE = "suspects.jsonl"
+
+UNITS = {
+    "text-generation": "token", "word-generation": "word", "image-classification": "label",
+    "sensor-classification": "label",
+}  # fmt: skip
+"""What held-out bits are counted per, by task, until scu_metrics.json says so."""
+
+BEGUN = (CONFIG_FILE, LOG_FILE, CONTROL_FILE, MEMORY_FILE, CURRICULUM_FILE, STOCK_LOG_FILE)
+"""Files that training writes: with one of them a folder is a run that has begun."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """``state``: what the run is doing, in a word; ``detail``: the same in words. ``faults``: files that could not be
+    read, each with the reason. Rows are as in the files; an absent file gives none."""
+
+    name: str
+    folder: Path
+    state: str = "unknown"
+    detail: str = ""
+    is_alive: bool = False
+    status: Row = field(default_factory=dict)
+    config: Row = field(default_factory=dict)
+    metrics: Row = field(default_factory=dict)
+    logs: Sequence[Row] = ()
+    control: Sequence[Row] = ()
+    memory: Sequence[Row] = ()
+    epochs: Sequence[Row] = ()
+    suspects: int = 0
+    faults: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> Row:
+        """The resolved configuration."""
+        return self.config.get("configuration") or {}
+
+    @property
+    def unit(self) -> str:
+        """What held-out bits are counted per."""
+        return self.metrics.get("unit") or UNITS.get(self.settings.get("task", ""), "token")
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether training has written anything there yet."""
+    return any((folder / name).is_file() for name in BEGUN) or newest_stock_log(folder) is not None
+
+
+def is_run(folder: Path) -> bool:
+    """Whether ``folder`` is a run, also one that waits for its turn."""
+    waits = (folder / STATUS_FILE).is_file() or (folder / "background" / "start.json").is_file()
+    return folder.is_dir() and (waits or has_begun(folder))
+
+
+def read_run(folder: Path, name: str, state: str = "unknown", detail: str = "", is_alive: bool = False) -> RunFiles:
+    """Everything of a run. ``name``: what plots and tables call it. ``state``, ``detail``, ``is_alive``: of the caller,
+    who can ask for its process."""
+    reader = _Reader(folder)
+    return RunFiles(
+        name=name,
+        folder=folder,
+        state=state,
+        detail=detail,
+        is_alive=is_alive,
+        status=reader.mapping(STATUS_FILE),
+        config=reader.mapping(CONFIG_FILE),
+        metrics=reader.mapping(METRICS_FILE),
+        logs=reader.rows(LOG_FILE) if (folder / LOG_FILE).is_file() else reader.stock_logs(),
+        control=reader.rows(CONTROL_FILE),
+        memory=reader.rows(MEMORY_FILE),
+        epochs=reader.rows(CURRICULUM_FILE),
+        suspects=reader.line_count(SUSPECTS_FILE),
+        faults=tuple(reader.faults),
+    )
+
+
+def newest_stock_log(folder: Path) -> Optional[Path]:
+    """``trainer_state.json`` of the folder itself or of its newest checkpoint: the stock Trainer's own rows."""
+    if (folder / STOCK_LOG_FILE).is_file():
+        return folder / STOCK_LOG_FILE
+    found = [path for path in folder.glob(f"checkpoint-*/{STOCK_LOG_FILE}") if path.parent.name[11:].isdigit()]
+    return max(found, key=lambda path: int(path.parent.name[11:]), default=None)
+
+
+class _Reader:
+    """Reads what is there; collects what cannot be read in ``faults``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.faults = folder, []
+
+    def mapping(self, name: str) -> Row:
+        content = self._read(name, read_json, {})
+        if isinstance(content, dict):
+            return content
+        self.faults.append(f"{name} holds no object")
+        return {}
+
+    def rows(self, name: str) -> Sequence[Row]:
+        return [row for row in self._read(name, read_rows, []) if isinstance(row, dict)]
+
+    def stock_logs(self) -> Sequence[Row]:
+        path = newest_stock_log(self.folder)
+        if path is None:
+            return []
+        rows = self.mapping(str(path.relative_to(self.folder))).get("log_history")
+        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+    def line_count(self, name: str) -> int:
+        return self._read(name, lambda path: path.read_bytes().count(b"\n"), 0)
+
+    def _read(self, name: str, read: Callable[[Path], T], nothing: T) -> T:
+        path = self.folder / name
+        if not path.is_file():
+            return nothing
+        try:
+            return read(path)
+        except (StorageError, OSError) as error:
+            self.faults.append(str(error))
+            return nothing
+
+
+# -- rows as points ----------------------------------------------------------------------------------------------------
+
+
+def points(rows: Sequence[Row], name: str, x: str = "step", factor: float = 1.0) -> tuple[list[float], list[float]]:
+    """(x, y) of the rows that have a number under ``name``; rows without one leave no trace in either."""
+    found = [(row[x], row[name] * factor) for row in rows if _is_number(row.get(x)) and _is_number(row.get(name))]
+    return [at for at, _ in found], [value for _, value in found]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def newest(rows: Sequence[Row], name: str) -> Any:
+    """The last value under ``name`` that is a number; None without one."""
+    return next((row[name] for row in reversed(rows) if _is_number(row.get(name))), None)

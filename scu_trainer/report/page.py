@@ -1,0 +1,88 @@
+"""One HTML page that needs nothing but itself: what is on it as data, and the template that lays it out."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+from scu_trainer.report.drawing import Plot
+from scu_trainer.report.render import FONTS, NARROW_IN, THEMES, WIDE_IN, svg
+
+GENERATOR = "scu-trainer report"
+
+
+@dataclass(frozen=True)
+class Table:
+    """``head``: of all columns. Each row begins with its name."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    kind: str = "table"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A sentence, or with ``is_code`` a block that is copied as it stands; with ``fold`` behind a line to click."""
+
+    text: str
+    is_code: bool = False
+    fold: str = ""
+    kind: str = "text"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A plot in two widths; without panels its notes alone."""
+
+    plot: Plot
+    wide: str = ""
+    narrow: str = ""
+    kind: str = "drawing"
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    blocks: Sequence[Table | Text | Drawing]
+
+
+@dataclass(frozen=True)
+class Page:
+    """``pills``: (text, mood) beside the title, mood one of good, bad, live, calm. ``reload_s``: seconds after which an
+    open page reads itself again; None for one that stays as it is."""
+
+    title: str
+    lead: str
+    pills: Sequence[tuple[str, str]]
+    sections: Sequence[Section]
+    written: str
+    reload_s: Optional[float] = None
+
+
+def drawing(plot: Plot) -> Drawing:
+    if not plot.panels:
+        return Drawing(plot)
+    return Drawing(plot, svg(plot, WIDE_IN), svg(plot, NARROW_IN))
+
+
+def html(page: Page) -> str:
+    """The whole page. Every word of a run is escaped; only our own drawings, styles and script are not."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoescape
+
+    environment = Environment(
+        loader=FunctionLoader(_source),
+        autoescape=select_autoescape(default=True, default_for_string=True),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    template = environment.get_template("page.html")
+    return template.render(page=page, css=_source("page.css"), script=_source("page.js"), themes=THEMES, fonts=FONTS,
+                           generator=GENERATOR)  # fmt: skip
+
+
+def _source(name: str) -> str:
+    return (importlib.resources.files("scu_trainer.report") / "templates" / name).read_text(encoding="utf-8")

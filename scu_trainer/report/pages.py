@@ -1,0 +1,160 @@
+"""Run directories, or a comparison -> the page about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer.report.ablation import Comparison, comparison_plots, result_rows
+from scu_trainer.report.drawing import Plot
+from scu_trainer.report.files import RunFiles
+from scu_trainer.report.page import Drawing, Page, Section, Table, Text
+from scu_trainer.report.run_plots import run_plots
+from scu_trainer.report.settings_table import as_rows, changed, differences, hardware, repeat_command, repeat_yaml, show
+from scu_trainer.report.words import key_figures, notes, warnings
+
+MOODS = {
+    "finished": "good",
+    "running": "live",
+    "starting": "live",
+    "stopping": "live",
+    "queued": "calm",
+    "stopped": "calm",
+}
+"""Every other state is a bad end."""
+
+
+def plots_of(subject: Sequence[RunFiles] | Comparison) -> list[Plot]:
+    return comparison_plots(subject) if isinstance(subject, Comparison) else run_plots(subject)
+
+
+def page_of(
+    subject: Sequence[RunFiles] | Comparison, drawings: Sequence[Drawing], written: str, files: Sequence[Path],
+    reload_s: Optional[float] = None,
+) -> Page:  # fmt: skip
+    """``written``: when, for the foot of the page. ``files``: the configuration of each run as a file, to repeat it."""
+    if isinstance(subject, Comparison):
+        return _comparison_page(subject, drawings, written, reload_s)
+    many = len(subject) > 1
+    title = " and ".join(run.name for run in subject) if len(subject) < 4 else f"{len(subject)} runs"
+    pills = [(f"{run.name}: {run.state}" if many else run.state, MOODS.get(run.state, "bad")) for run in subject]
+    sections = [
+        Section("Key figures", [Table(*_figures(subject))]),
+        *(Section(item.plot.title, [item]) for item in drawings),
+        Section("Warnings and notices", _warnings(subject)),
+        Section("Settings", _settings(subject)),
+        Section("Hardware and versions", _hardware(subject)),
+        Section("Repeat it", _repeat(subject, files)),
+    ]
+    return Page(title, _lead(subject), pills, sections, written, reload_s)
+
+
+def _lead(runs: Sequence[RunFiles]) -> str:
+    if len(runs) > 1:
+        return "Lines of one colour and dash are one run in all plots."
+    return runs[0].detail or runs[0].metrics.get("regularization", {}).get("verdict_line", "")
+
+
+def _head(runs: Sequence[RunFiles], first: str) -> list[str]:
+    return [first, *(run.name if len(runs) > 1 else "value" for run in runs)]
+
+
+def _figures(runs: Sequence[RunFiles]) -> tuple[list[str], list[list[str]]]:
+    rows = as_rows([dict(key_figures(run)) for run in runs])
+    return _head(runs, "figure"), [[name, *values] for name, values in rows if set(values) != {"-"}]
+
+
+def _warnings(runs: Sequence[RunFiles]) -> list[Table | Text]:
+    many, blocks = len(runs) > 1, []
+    rows = [[run.name, *row] if many else list(row) for run in runs for row in warnings(run)]
+    if rows:
+        blocks.append(Table([*(["run"] if many else []), "where", "what"], rows))
+    else:
+        blocks.append(Text("None: no notice, no error, no change of the chunk, nothing found by preflight."))
+    said = [f"{run.name}: {text}" if many else text for run in runs for text in notes(run)]
+    return [*blocks, Text("\n".join(said), True, "notes of preflight")] if said else blocks
+
+
+def _settings(runs: Sequence[RunFiles]) -> list[Table | Text]:
+    if len(runs) > 1:
+        rows = differences(runs)
+        if not rows:
+            return [Text("The runs have the same settings, data, code and versions.")]
+        return [
+            Table(_head(runs, "setting"), [[name, *values] for name, values in rows], "what differs between the runs")
+        ]
+    run = runs[0]
+    if not run.settings:
+        return [Text("The run has no training_config.json: its settings are not known.")]
+    everything = Text("\n".join(f"{name}: {show(value)}" for name, value in run.settings.items()), True, "all settings")
+    rows = [list(row) for row in changed(run)]
+    if not rows:
+        return [Text("Its files do not say what the defaults of its version were."), everything]
+    return [Table(["setting", "value", "default"], rows, "what differs from the defaults"), everything]
+
+
+def _hardware(runs: Sequence[RunFiles]) -> list[Table | Text]:
+    rows = as_rows([dict(hardware(run)) for run in runs])
+    if not rows:
+        return [Text("The files do not say on what it ran.")]
+    return [Table(_head(runs, "part"), [[name, *values] for name, values in rows])]
+
+
+def _repeat(runs: Sequence[RunFiles], files: Sequence[Path]) -> list[Table | Text]:
+    blocks: list[Table | Text] = []
+    for run, path in zip(runs, files, strict=True):
+        text = repeat_yaml(run)
+        if not text:
+            blocks.append(Text(f"{run.name} has no training_config.json, so nothing says how to repeat it."))
+            continue
+        blocks += [
+            Text(repeat_command(run, path), is_code=True),
+            Text(text, True, f"{path.name}: the settings of {run.name}"),
+        ]
+    return blocks
+
+
+# -- comparisons -------------------------------------------------------------------------------------------------------
+
+
+def _comparison_page(found: Comparison, drawings: Sequence[Drawing], written: str, reload_s: Optional[float]) -> Page:
+    content = found.content
+    ended = [run for run in content["runs"] if run["status"] == "finished"]
+    failed = [run for run in content["runs"] if run["status"] == "failed"]
+    pills = [
+        (
+            f"{len(ended)} of {len(content['runs'])} runs finished",
+            "good" if len(ended) == len(content["runs"]) else "calm",
+        )
+    ]
+    pills += [(f"{len(failed)} failed", "bad")] if failed else []
+    sections = [
+        Section("Results", [Table(*result_rows(found)), *(Text(text) for text in content.get("notes") or [])]),
+        *(Section(item.plot.title, [item]) for item in drawings),
+        Section("Arms", [_arms(found)]),
+        Section("Runs", [_runs(found)]),
+        Section("Repeat it", [Text(str(content.get("command") or "comparison.json holds no command"), is_code=True)]),
+    ]
+    return Page(
+        f"Comparison {found.folder.name}", str(content.get("verdict") or ""), pills, sections, written, reload_s
+    )
+
+
+def _arms(found: Comparison) -> Table:
+    rows = [
+        [arm["name"], str(arm.get("what") or "-"),
+         ", ".join(f"{name}: {show(value)}" for name, value in (arm.get("settings") or {}).items()) or "-"]
+        for arm in found.content["arms"]
+    ]  # fmt: skip
+    return Table(["arm", "what it is", "settings"], rows)
+
+
+def _runs(found: Comparison) -> Table:
+    rows = []
+    for run in found.content["runs"]:
+        figures = run.get("metrics") or {}
+        bits = figures.get("held_out_bpt")
+        rows.append([f"{run['arm']}, seed {run['seed']}", run["status"], "-" if bits is None else f"{bits:.4f}",
+                     str(run.get("error") or "-")])  # fmt: skip
+    return Table(["run", "status", "held-out bits per token", "error"], rows)

@@ -1,0 +1,243 @@
+"""Plots as SVG and PNG by matplotlib. One drawing serves light and dark pages: its colours are names until the end.
+
+Text stays text: it can be searched and copied, and is as sharp as the page around it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from scu_trainer.errors import RequirementError
+from scu_trainer.report.drawing import DASHES, INK, MUTED, Interval, Panel, Plot, thinned
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, told apart by colour-blind readers too; on dark ground its light ones.
+THEMES: dict[str, dict[str, str]] = {
+    "light": {
+        "c0": "#0072b2", "c1": "#d55e00", "c2": "#009e73", "c3": "#cc79a7", "c4": "#e69f00", "c5": "#56b4e9",
+        "c6": "#000000", "ink": "#1b1f24", "muted": "#59636e", "grid": "#d8dde3", "ground": "#ffffff",
+    },
+    "dark": {
+        "c0": "#56b4e9", "c1": "#e69f00", "c2": "#009e73", "c3": "#cc79a7", "c4": "#f0e442", "c5": "#d55e00",
+        "c6": "#ffffff", "ink": "#e8eaed", "muted": "#a3adb8", "grid": "#333a42", "ground": "#15181c",
+    },
+}  # fmt: skip
+COLORS = 7
+NAMES = tuple(THEMES["light"])
+HELD_PLACES = {name: f"#0a0b{number:02x}" for number, name in enumerate(NAMES)}
+"""Colours that stand for names until a theme is chosen."""
+
+FONTS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "DejaVu Sans", sans-serif'
+WIDE_IN, NARROW_IN = 9.6, 4.7
+PANEL_IN = {WIDE_IN: 2.35, NARROW_IN: 2.15}
+FONT_PT = {WIDE_IN: 10.0, NARROW_IN: 10.5}
+ROW_IN = 0.34
+LEAST_SPAN = 0.01
+"""Of a y axis, as a share of its values."""
+
+PNG_DPI = 140
+
+
+def svg(plot: Plot, width_in: float) -> str:
+    """The drawing as an ``<svg>`` element whose colours are CSS variables (``var(--c0)``). Raises RequirementError."""
+    import matplotlib
+
+    options = {"svg.fonttype": "none", "svg.hashsalt": plot.key, "font.size": FONT_PT[width_in]}
+    buffer = io.StringIO()
+    with matplotlib.rc_context(options):
+        drawn = figure(plot, width_in, HELD_PLACES, with_title=False)
+        drawn.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    for name, color in HELD_PLACES.items():
+        text = text.replace(color, f"var(--{name})")
+    return _own_names(_own_fonts(text), f"{plot.key}-{round(width_in)}")
+
+
+def in_theme(text: str, theme: str, plot: Plot) -> str:
+    """An SVG file of its own: the colours of ``theme`` on its ground, with the description inside."""
+    for name, color in THEMES[theme].items():
+        text = text.replace(f"var(--{name})", color)
+    head = text.index(">") + 1
+    ground = f"<title>{_escaped(plot.title)}</title><desc>{_escaped(plot.alt)}</desc>"
+    ground += f'<rect width="100%" height="100%" fill="{THEMES[theme]["ground"]}"/>'
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + text[:head] + ground + text[head:]
+
+
+def png(plot: Plot, theme: str) -> bytes:
+    """The drawing as a picture, with its title."""
+    import matplotlib
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"font.size": FONT_PT[WIDE_IN]}):
+        drawn = figure(plot, WIDE_IN, THEMES[theme], with_title=True)
+        metadata = {"Software": None, "Description": plot.alt}
+        drawn.savefig(buffer, format="png", dpi=PNG_DPI, facecolor=THEMES[theme]["ground"], metadata=metadata)
+    return buffer.getvalue()
+
+
+def require_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise RequirementError("a report needs matplotlib; pip install 'scu-trainer[report]'") from error
+
+
+def _own_fonts(text: str) -> str:
+    """The page's fonts in the place of the one that widths were measured with, which is a wide one."""
+    text = re.sub(r"(font: [^;\"]*?)'[^;\"]*", rf"\1{FONTS.replace(chr(34), chr(39))}", text)
+    return re.sub(r'(<svg [^>]*?) width="[^"]*" height="[^"]*"|(<svg [^>]*?) height="[^"]*" width="[^"]*"',
+                  lambda found: found[1] or found[2], text, count=1)  # fmt: skip
+
+
+def _own_names(text: str, prefix: str) -> str:
+    """Several drawings in one page must not share ids."""
+    text = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', text)
+    return re.sub(r'(url\(#|href="#)', rf"\g<1>{prefix}-", text)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def figure(plot: Plot, width_in: float, colors: dict[str, str], with_title: bool) -> Figure:
+    from matplotlib.figure import Figure
+
+    heights = [_height_in(panel, width_in) for panel in plot.panels]
+    drawn = Figure(figsize=(width_in, sum(heights) + 0.35 * with_title), layout="constrained")
+    drawn.get_layout_engine().set(h_pad=0.09, w_pad=0.03, hspace=0.02)
+    axes = drawn.subplots(len(plot.panels), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for place, panel in zip(axes, plot.panels, strict=True):
+        _draw(place, panel, width_in, colors)
+    steps = [place for place, panel in zip(axes, plot.panels, strict=True) if not panel.whole_x and not panel.intervals]
+    if len(steps) > 1:  # panels below each other show the same steps
+        ends = [place.get_xlim() for place in steps]
+        for place in steps:
+            place.set_xlim(min(low for low, _ in ends), max(high for _, high in ends))
+    drawn.align_ylabels(axes)
+    if with_title:
+        drawn.suptitle(plot.title, x=0.01, ha="left", fontweight="bold", color=colors["ink"])
+    return drawn
+
+
+def _height_in(panel: Panel, width_in: float) -> float:
+    more_lines = len(_title_lines(panel, width_in)) - 1
+    if panel.intervals:
+        return 1.15 + ROW_IN * len(panel.intervals) + 0.2 * more_lines
+    rows = _legend_rows(panel, width_in)[0]
+    return PANEL_IN[width_in] * panel.height + 0.2 * (max(0, rows - 1) + more_lines)
+
+
+def _title_lines(panel: Panel, width_in: float) -> list[str]:
+    """The title begins where the axes do, right of the names of their ticks."""
+    names = max((len(item.label) for item in panel.intervals), default=8)
+    room_pt = width_in * 72 - 20 - names * 0.6 * FONT_PT[width_in]
+    return textwrap.wrap(panel.title, max(12, int(room_pt / (0.55 * (FONT_PT[width_in] + 1)))))
+
+
+def _draw(axes: Axes, panel: Panel, width_in: float, colors: dict[str, str]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    _style(axes, colors)
+    if panel.intervals:
+        _draw_intervals(axes, panel, colors)
+    else:
+        _draw_lines(axes, panel, colors)
+        nice = {"steps": [1, 2, 2.5, 5, 10]}
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8 if width_in == WIDE_IN else 5, integer=True, **nice))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=panel.whole_x and _is_whole(panel), **nice))
+    rows, columns = _legend_rows(panel, width_in)
+    size = FONT_PT[width_in]
+    title = "\n".join(_title_lines(panel, width_in))
+    axes.set_title(title, loc="left", fontsize=size + 1, pad=7 + rows * 1.55 * size, color=colors["ink"])
+    axes.set_xlabel(panel.x_label, color=colors["muted"])
+    axes.set_ylabel(panel.y_label, color=colors["muted"])
+    if rows:
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False, borderaxespad=0.1,
+            labelcolor=colors["ink"], fontsize=size - 0.5, handlelength=2.4, columnspacing=1.4, borderpad=0.1,
+        )  # fmt: skip
+
+
+def _is_whole(panel: Panel) -> bool:
+    return all(float(value).is_integer() for line in panel.lines for value in line.y)
+
+
+def _style(axes: Axes, colors: dict[str, str]) -> None:
+    axes.set_facecolor("none")
+    axes.grid(color=colors["grid"], linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(colors["grid"])
+    axes.tick_params(color=colors["grid"], labelcolor=colors["muted"])
+    axes.ticklabel_format(useOffset=False) if hasattr(axes.yaxis.get_major_formatter(), "set_useOffset") else None
+
+
+def _draw_lines(axes: Axes, panel: Panel, colors: dict[str, str]) -> None:
+    for band in panel.bands:
+        paint = _color(band.color, colors)
+        axes.fill_between(band.x, band.low, band.high, color=paint, alpha=0.16, linewidth=0, label=band.label or None)
+    for level in panel.levels:
+        axes.axhline(level.y, color=colors["muted"], linewidth=1.2, linestyle=(0, (4, 3)), label=level.label or None)
+    for line in panel.lines:
+        x, y = thinned(line.x, line.y)
+        axes.plot(
+            x, y, color=_color(line.color, colors), linestyle=DASHES[line.dash % len(DASHES)] if line.is_joined else "",
+            marker=line.marker or ("o" if len(x) == 1 else ""), markersize=7 if not line.is_joined else 4,
+            linewidth=0.9 if line.faint else 1.8, alpha=0.4 if line.faint else 1.0, label=line.label or None,
+            drawstyle="steps-post" if line.is_step else "default", zorder=2 if line.faint else 3,
+        )  # fmt: skip
+    axes.margins(x=0.02)
+    low, high = axes.get_ylim()
+    if panel.from_zero:
+        axes.set_ylim(0, 1.04 * high if high > 0 and any(max(line.y) > 0 for line in panel.lines) else 1)
+    elif high - low < LEAST_SPAN * abs(high):  # else noise in the last digit would look like an event
+        middle = (low + high) / 2
+        axes.set_ylim(middle - LEAST_SPAN * abs(middle), middle + LEAST_SPAN * abs(middle))
+
+
+def _draw_intervals(axes: Axes, panel: Panel, colors: dict[str, str]) -> None:
+    """One row per interval, the first on top; every single result is a point."""
+    for row, item in enumerate(panel.intervals):
+        paint = _color(item.color, colors)
+        axes.plot(item.points, [row + 0.2] * len(item.points), "o", color=paint, alpha=0.55, markersize=4.5, mew=0)
+        if item.value is not None:
+            if item.low is not None and item.high is not None:
+                axes.plot([item.low, item.high], [row, row], color=paint, linewidth=2.2, solid_capstyle="butt")
+            axes.plot([item.value], [row], "D", color=paint, markersize=6)
+    axes.set_yticks(range(len(panel.intervals)), [_row_name(item) for item in panel.intervals])
+    axes.tick_params(axis="y", labelcolor=colors["ink"], length=0)
+    axes.set_ylim(len(panel.intervals) - 0.4, -0.6)
+    if panel.zero_line:
+        axes.axvline(0, color=colors["ink"], linewidth=1.2)
+    axes.margins(x=0.05)
+
+
+def _row_name(item: Interval) -> str:
+    return f"{item.label}\n{item.note}" if item.note else item.label
+
+
+def _color(number: int, colors: dict[str, str]) -> str:
+    named: dict[int, str] = {INK: "ink", MUTED: "muted"}
+    return colors[named.get(number, f"c{number % COLORS}")]
+
+
+def _legend_rows(panel: Panel, width_in: float) -> tuple[int, int]:
+    """(rows, columns) of a legend above the panel; (0, 1) where the title says it all."""
+    shown: list[Any] = [*panel.bands, *panel.levels, *panel.lines]
+    labels = [item.label for item in shown if item.label]
+    if not labels:
+        return 0, 1
+    entry_pt = (max(map(len, labels)) * 0.58 + 4.6) * FONT_PT[width_in]
+    columns = max(1, min(len(labels), int((width_in * 72 - 60) / entry_pt)))
+    return math.ceil(len(labels) / columns), columns

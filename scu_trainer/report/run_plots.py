@@ -1,0 +1,273 @@
+"""The plots of one run or of several over each other, from their files. A run that lacks the rows of a plot is named
+with the reason; a plot that no run has rows for is that reason alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Optional
+
+from scu_trainer.report.books_plots import curriculum_panels
+from scu_trainer.report.drawing import MUTED, Band, Level, Line, Panel, Plot
+from scu_trainer.report.files import Row, RunFiles, newest, points
+
+GIB = 2**30
+FAR_LIMIT = 2.5
+"""A limit that is this many times the peak is told in words: drawn, it would press everything else to the ground."""
+
+Draw = Callable[[Sequence[RunFiles]], list[Panel]]
+
+
+def run_plots(runs: Sequence[RunFiles]) -> list[Plot]:
+    """All plots of a report, in the order of the page."""
+    kinds: tuple[tuple[str, str, Draw, Callable[[RunFiles], str]], ...] = (
+        ("loss", "Loss and held-out bits", _loss_panels, _why_no_loss),
+        ("s", "S, its target and lambda", _s_panels, _why_no_s),
+        ("memory", "Memory and chunks", _memory_panels, _why_no_memory),
+        ("throughput", "Throughput", _throughput_panels, _why_no_throughput),
+        ("curriculum", "Curriculum books", curriculum_panels, _why_no_curriculum),
+        ("rate", "Learning rate and gradient", _rate_panels, _why_no_loss),
+    )
+    return [_plot(key, title, draw, why, runs) for key, title, draw, why in kinds]
+
+
+def _plot(key: str, title: str, draw: Draw, why: Callable[[RunFiles], str], runs: Sequence[RunFiles]) -> Plot:
+    panels = [panel for panel in draw(runs) if panel.lines or panel.bands]
+    empty = [run for run in runs if not draw([run])]
+    notes = [why(run) if len(runs) == 1 else f"{run.name}: {why(run)}" for run in empty]
+    shown = [_without_needless_legend(panel) for panel in panels] if len(runs) == 1 else panels
+    return Plot(key, title, shown, _alt(title, panels, runs), notes)
+
+
+def _without_needless_legend(panel: Panel) -> Panel:
+    """One line is named by the title."""
+    if len(panel.lines) > 1 or panel.levels or panel.bands:
+        return panel
+    return replace(panel, lines=[replace(line, label="") for line in panel.lines])
+
+
+def _alt(title: str, panels: Sequence[Panel], runs: Sequence[RunFiles]) -> str:
+    """What is drawn and where each line ends, in words."""
+    said = [f"{title} of {', '.join(run.name for run in runs)}."]
+    for panel in panels:
+        ends = [f"{line.label or 'line'} ends at {number(line.y[-1])}" for line in panel.lines if line.label and line.y]
+        said.append(f"{panel.title}: {'; '.join(ends)}." if ends else f"{panel.title}.")
+    return " ".join(said)
+
+
+def number(value: Optional[float]) -> str:
+    """For people: four digits, thousands with commas."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+class Style:
+    """How lines are told apart: by what they show where there is one run, by the run where there are several."""
+
+    def __init__(self, runs: Sequence[RunFiles]) -> None:
+        self.is_alone = len(runs) == 1
+        self._runs = list(runs)
+
+    def line(
+        self, run: RunFiles, label: str, xy: tuple[Sequence[float], Sequence[float]], color: int = 0, **looks
+    ) -> Line:
+        place = 0 if self.is_alone else self._runs.index(run)
+        name = label if self.is_alone else run.name if label else ""
+        return Line(name, *xy, color=color if self.is_alone else place, dash=0 if self.is_alone else place, **looks)
+
+
+def _drawn(lines: Iterator[Line]) -> list[Line]:
+    return [line for line in lines if len(line.x)]
+
+
+# -- loss --------------------------------------------------------------------------------------------------------------
+
+
+def _in_bits(run: RunFiles) -> bool:
+    return any("eval_bpt" in row for row in run.logs) or any("data_bpt" in row for row in run.control[:1])
+
+
+def _loss_panels(runs: Sequence[RunFiles]) -> list[Panel]:
+    style = Style(runs)
+    is_bits = all(_in_bits(run) for run in runs if run.logs or run.control)
+    unit = f"bits per {runs[0].unit}" if is_bits else "loss"
+    factor = 1 / math.log(2) if is_bits else 1.0
+    training = Panel("Training loss", unit, lines=_drawn(_training_lines(runs, style, factor, is_bits)))
+    held_out = Panel("Held-out documents" if runs[0].unit in ("token", "word") else "Held-out samples", unit,
+                     lines=_drawn(_held_out_lines(runs, style, is_bits)))  # fmt: skip
+    right = [style.line(run, "accuracy", points(run.logs, "eval_accuracy", factor=100), 2, marker="o") for run in runs]
+    accuracy = Panel("Held-out accuracy", "%", lines=_drawn(iter(right)))
+    return [panel for panel in (training, held_out, accuracy) if panel.lines]
+
+
+def _training_lines(runs: Sequence[RunFiles], style: Style, factor: float, is_bits: bool) -> Iterator[Line]:
+    for run in runs:
+        logged = points(run.logs, "loss", factor=factor)
+        each = points(run.control, "data_bpt") if is_bits else points(run.control, "loss")
+        if style.is_alone or not logged[0]:
+            yield style.line(run, "each step", each, 0, faint=bool(logged[0]))
+        yield style.line(run, "mean since the last log", logged, 0)
+
+
+def _held_out_lines(runs: Sequence[RunFiles], style: Style, is_bits: bool) -> Iterator[Line]:
+    for run in runs:
+        x, y = points(run.logs, "eval_bpt" if is_bits else "eval_loss")
+        before = (run.metrics.get("held_out_bpt_before") or {}).get("value")
+        if is_bits and before is not None:
+            x, y = [0, *x], [before, *y]
+        yield style.line(run, "held out", (x, y), 1, marker="o")
+
+
+def _why_no_loss(run: RunFiles) -> str:
+    if run.logs:
+        return "its rows of logs hold none of these figures"
+    return (
+        "nothing is logged yet"
+        if run.is_alive or run.state in ("queued", "starting")
+        else "it ended before its first log"
+    )
+
+
+# -- S -----------------------------------------------------------------------------------------------------------------
+
+
+def _s_panels(runs: Sequence[RunFiles]) -> list[Panel]:
+    style, found = Style(runs), [run for run in runs if run.control]
+    if not found:
+        return []
+    targets = sorted({row["s_target"] for run in found for row in run.control[-1:] if row.get("s_target")})
+    levels = [Level(target, f"target {target:g}") for target in targets] if len(targets) <= 3 else []
+    band = _target_band(found, targets)
+    lines = _drawn(_s_lines(runs, style))
+    strength = [style.line(run, "lambda", points(run.control, "lambda"), 1) for run in found]
+    return [
+        Panel("Information ratio S", "S", lines=lines, levels=levels, bands=band, from_zero=True),
+        Panel("Lambda: the pull toward the start", "lambda", lines=_drawn(iter(strength)),
+              from_zero=True, height=0.85),
+    ]  # fmt: skip
+
+
+def _s_lines(runs: Sequence[RunFiles], style: Style) -> Iterator[Line]:
+    for run in runs:
+        if style.is_alone:
+            yield style.line(run, "S of each step", points(run.control, "s"), 0, faint=True)
+        yield style.line(run, "S, averaged", points(run.control, "s_ema"), 0)
+
+
+def _target_band(runs: Sequence[RunFiles], targets: Sequence[float]) -> list[Band]:
+    if len(targets) != 1:
+        return []
+    steps = [row["step"] for run in runs for row in run.control]
+    span = [min(steps), max(steps)]
+    return [Band("within 10 %", span, [0.9 * targets[0]] * 2, [1.1 * targets[0]] * 2, MUTED)]
+
+
+def _why_no_s(run: RunFiles) -> str:
+    if run.settings.get("scu") is False:
+        return "regularization was off (scu: false)"
+    return (
+        "no control step was taken yet"
+        if run.is_alive
+        else "it has no scu_history.json with rows: no control step was taken, or regularization was off"
+    )
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _memory_panels(runs: Sequence[RunFiles]) -> list[Panel]:
+    style = Style(runs)
+    found = [run for run in runs if run.memory or newest(run.logs, "memory/chunks") is not None]
+    if not found:
+        return []
+    used, chunks = _drawn(_memory_lines(found, style)), _drawn(_chunk_lines(found, style))
+    limits = _limits(found, used)
+    far = [f"limit {limit / GIB:.1f} GiB, far above" for limit in limits if not _is_near(limit, used)]
+    levels = [Level(limit / GIB, f"limit {limit / GIB:.1f} GiB") for limit in limits if _is_near(limit, used)]
+    title = f"Memory in use ({far[0]})" if len(far) == 1 and not levels else "Memory in use"
+    count = sum(len(ooms(run.memory)) for run in found)
+    crosses = f"crosses: out of memory, {count} in all" if count else "never out of memory"
+    return [
+        Panel(title, "GiB", lines=used, levels=levels, from_zero=True),
+        Panel(f"Chunk size ({crosses})", "tokens per chunk", lines=chunks, from_zero=True),
+    ]
+
+
+def _limits(runs: Sequence[RunFiles], used: Sequence[Line]) -> list[float]:
+    found = {newest(run.logs, "memory/limit_bytes") or newest(run.memory, "limit_bytes") for run in runs}
+    limits = sorted(limit for limit in found if limit)
+    return limits[-1:] if len(limits) == 2 and limits[1] < 1.01 * limits[0] else limits
+
+
+def _is_near(limit_bytes: float, used: Sequence[Line]) -> bool:
+    return limit_bytes / GIB < FAR_LIMIT * max((max(line.y) for line in used), default=1.0)
+
+
+def _memory_lines(runs: Sequence[RunFiles], style: Style) -> Iterator[Line]:
+    for run in runs:
+        for name, label, color in (("peak_bytes", "peak since the last point", 1), ("used_bytes", "in use", 0)):
+            logged = points(run.logs, f"memory/{name}", factor=1 / GIB)
+            noted = points(run.memory, name, factor=1 / GIB)
+            if style.is_alone or name == "peak_bytes":
+                yield style.line(run, label, merged(logged, noted), color, marker="." if len(logged[0]) < 60 else "")
+
+
+def _chunk_lines(runs: Sequence[RunFiles], style: Style) -> Iterator[Line]:
+    for run in runs:
+        yield style.line(run, "largest chunk that ran", points(run.logs, "memory/tokens_per_chunk"), 0)
+        if style.is_alone:
+            yield style.line(run, "most that is allowed", points(run.memory, "tokens_per_chunk"), 2, is_step=True)
+        yield style.line(run, "out of memory" if style.is_alone else "", points(ooms(run.memory), "tokens_per_chunk"),
+                         1, marker="x", is_joined=False)  # fmt: skip
+
+
+def ooms(rows: Sequence[Row]) -> list[Row]:
+    """Rows of memory_history.json that an out-of-memory has made."""
+    return [row for row in rows if str(row.get("reason", "")).startswith("out of memory")]
+
+
+def merged(first: tuple[list[float], list[float]], second: tuple[list[float], list[float]]) -> tuple[list, list]:
+    """Points of two files in the order of their steps."""
+    pairs = sorted([*zip(*first, strict=True), *zip(*second, strict=True)])
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def _why_no_memory(run: RunFiles) -> str:
+    if run.settings.get("memory_control") is False:
+        return "the memory loop was off (memory_control: false)"
+    if run.is_alive:
+        return "nothing is logged yet"
+    return "its files hold no rows of memory: nothing changed the chunk, and this run logged no memory"
+
+
+# -- throughput, learning rate -----------------------------------------------------------------------------------------
+
+
+def _throughput_panels(runs: Sequence[RunFiles]) -> list[Panel]:
+    style, found = Style(runs), []
+    for name, title in (("tokens_per_second", "Tokens per second"), ("samples_per_second", "Rows per second")):
+        lines = [style.line(run, title, points(run.logs, f"throughput/{name}"), len(found)) for run in runs]
+        unit = f"{title.split()[0].lower()} / s"
+        found.append(Panel(title, unit, lines=_drawn(iter(lines)), from_zero=True, height=0.85))
+    return [panel for panel in found if panel.lines]
+
+
+def _why_no_throughput(run: RunFiles) -> str:
+    return "nothing is logged yet" if run.is_alive and not run.logs else "its logs hold no rows or tokens per second"
+
+
+def _rate_panels(runs: Sequence[RunFiles]) -> list[Panel]:
+    style, found = Style(runs), []
+    for name, title in (("learning_rate", "Learning rate"), ("grad_norm", "Gradient norm before clipping")):
+        lines = [style.line(run, title, points(run.logs, name), len(found)) for run in runs]
+        label = "rate" if name == "learning_rate" else "norm"
+        found.append(Panel(title, label, lines=_drawn(iter(lines)), from_zero=True, height=0.85))
+    return [panel for panel in found if panel.lines]
+
+
+def _why_no_curriculum(run: RunFiles) -> str:
+    if run.is_alive or run.state in ("queued", "starting"):
+        return "no epoch is booked yet"
+    return "it has no curriculum.json with rows: no epoch was booked, or no books were kept"

@@ -1,0 +1,97 @@
+"""What distinguishes runs, or one run from the defaults; on what it ran; and the command that repeats it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scu_trainer.report.files import RunFiles
+from scu_trainer.run_files import readable
+
+PLACES = ("output_dir", "run_name", "logging_dir")
+"""Settings that say where a run is, not what it is."""
+
+MISSING = "-"
+
+
+def differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
+    """(name, value of each run) of the settings, data, code and versions in which the runs differ."""
+    facts = [_facts(run) for run in runs]
+    names = list(dict.fromkeys(name for known in facts for name in known))
+    shown = [(name, [show(known.get(name, MISSING)) for known in facts]) for name in names if name not in PLACES]
+    return [(name, values) for name, values in shown if len(set(values)) > 1]
+
+
+def changed(run: RunFiles) -> list[tuple[str, str, str]]:
+    """(name, value, default) of what one run was given instead of the defaults of its version."""
+    defaults, settings = run.config.get("changed_from") or {}, run.settings
+    rows = [(name, show(settings[name]), show(defaults[name])) for name in defaults if name in settings]
+    return [row for row in rows if row[0] not in PLACES and row[1] != row[2]]
+
+
+def _facts(run: RunFiles) -> dict[str, Any]:
+    versions = run.config.get("versions") or {}
+    return {
+        **run.settings,
+        "data fingerprint": (run.config.get("data") or {}).get("fingerprint", MISSING),
+        "processes": run.config.get("world_size", MISSING),
+        "git commit": run.config.get("git_commit") or MISSING,
+        **{f"version of {name}": version for name, version in versions.items()},
+    }
+
+
+def show(value: Any) -> str:
+    """A setting as it would be typed."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def hardware(run: RunFiles) -> list[tuple[str, str]]:
+    """Name and value; empty for a run whose files do not say."""
+    found, versions = run.config.get("hardware") or {}, run.config.get("versions") or {}
+    rows = []
+    if found:
+        gpus = [f"{gpu['name']}, {readable(gpu['total_bytes'])}" for gpu in found.get("gpus") or []]
+        rows = [
+            ("trained on", str(found.get("device", MISSING))),
+            ("GPUs", "; ".join(gpus) or "none"),
+            ("CPU", f"{found.get('cpu')}, {found.get('cores'):g} cores usable, {found.get('threads')} threads"),
+            ("main memory", readable(found["ram_bytes"])),
+        ]
+    elif (run.metrics.get("costs") or {}).get("device"):
+        rows = [("trained on", str(run.metrics["costs"]["device"]))]
+    rows += [("processes", str(run.config["world_size"]))] if "world_size" in run.config else []
+    rows += [("system", str(versions["platform"]))] if versions.get("platform") else []
+    packages = [f"{name} {version}" for name, version in versions.items() if version and name != "platform"]
+    rows += [("versions", ", ".join(packages))] if packages else []
+    return rows + ([("git commit", run.config["git_commit"])] if run.config.get("git_commit") else [])
+
+
+def repeat_yaml(run: RunFiles) -> str:
+    """The resolved configuration as ``scu-trainer train --config`` reads it; "" where the run has none."""
+    import yaml
+
+    kept = {name: value for name, value in run.settings.items() if value is not None and value != []}
+    if run.settings.get("report_to") == []:
+        kept["report_to"] = "none"  # an empty list in a file means the default
+    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True) if kept else ""
+
+
+def repeat_command(run: RunFiles, config: Path) -> str:
+    """What to type to train the same again, beside the run and not over it."""
+    words = ["--config", str(config), "--output_dir", f"{run.folder}-again"]
+    processes = int(run.config.get("world_size") or 1)
+    launcher = ["torchrun", "--nproc_per_node", str(processes), "scripts/train.py"]
+    return shlex.join([*(launcher if processes > 1 else ["scu-trainer", "train"]), *words])
+
+
+def as_rows(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:
+    """Tables of several runs as rows with a value for each; a name that one lacks is a dash there."""
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    return [(name, [column.get(name, MISSING) for column in columns]) for name in names]

@@ -1,0 +1,172 @@
+"""Figures of a run in words, the same on every page: a missing one is a dash, never a zero."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Optional
+
+from scu_trainer.report.files import RunFiles, newest, points
+from scu_trainer.report.run_plots import number, ooms
+from scu_trainer.run_files import readable
+
+NONE = "-"
+
+
+def key_figures(run: RunFiles) -> list[tuple[str, str]]:
+    """Name and value of what a person wants to know first."""
+    figures, control = run.metrics, run.metrics.get("regularization") or {}
+    return [
+        ("status", f"{run.state}: {run.detail}" if run.detail else run.state),
+        ("steps", _steps(run)),
+        *_held_out(run),
+        ("training loss, last logged", number(newest(run.logs, "loss"))),
+        ("S against target", _s(run, control)),
+        ("lambda, newest", number(control.get("final_lambda", newest(run.control, "lambda")))),
+        ("cost of the loop", _percent(control.get("overhead_fraction"))),
+        ("tokens per second, mean", number(_mean(points(run.logs, "throughput/tokens_per_second")[1]))),
+        ("peak memory", _peak(run)),
+        ("out of memory, recovered", str(_ooms(run))),
+        ("time of training", duration(figures.get("train_s") or newest(run.logs, "train_runtime"))),
+        ("seed", str(run.config.get("seed", NONE))),
+        ("model", str(run.settings.get("model_name_or_path") or _without_model(run))),
+        ("data", _data(run)),
+    ]
+
+
+def _without_model(run: RunFiles) -> str:
+    return "the embedded one" if run.settings else NONE
+
+
+def _steps(run: RunFiles) -> str:
+    step, most = run.status.get("step"), run.status.get("max_steps")
+    if step is None:
+        step = max((row["step"] for row in run.logs if isinstance(row.get("step"), int)), default=None)
+    if step is None:
+        return "none yet"
+    return f"{step:,} of {most:,}" if most else f"{step:,}"
+
+
+def _held_out(run: RunFiles) -> list[tuple[str, str]]:
+    name, figures = f"held-out bits per {run.unit}", run.metrics
+    before, after, change = (figures.get(f"held_out_bpt_{when}") for when in ("before", "after", "change"))
+    if not after:
+        newest_bpt = newest(run.logs, "eval_bpt")
+        return [(name, NONE if newest_bpt is None else f"{newest_bpt:.3f} at the last evaluation")]
+    found = [(name, f"{before['value']:.3f} before, {after['value']:.3f} after" if before else f"{after['value']:.3f}")]
+    if change:
+        found.append(
+            ("change, 95 % interval", f"{change['value']:+.3f} ({change['low']:+.3f} to {change['high']:+.3f})")
+        )
+    best = figures.get("best_held_out")
+    if best and best.get("bpt") is not None:
+        found.append(("best on the way", f"{best['bpt']:.3f} at step {best['step']}"))
+    accuracy = figures.get("held_out_accuracy_after")
+    return [*found, ("held-out accuracy", f"{accuracy['value']:.1%}")] if accuracy else found
+
+
+def _s(run: RunFiles, control: Mapping[str, Any]) -> str:
+    if run.settings.get("scu") is False:
+        return "regularization was off"
+    s, target = newest(run.control, "s_ema"), newest(run.control, "s_target")
+    if s is None:
+        return NONE
+    verdict = f": {control['verdict']}" if control.get("verdict") else ""
+    return f"{s:.4f}" + ("" if target is None else f" against {target:.4g}") + verdict
+
+
+def _peak(run: RunFiles) -> str:
+    peak = (run.metrics.get("costs") or {}).get("peak_bytes") or (run.metrics.get("memory") or {}).get("peak_bytes")
+    if peak:
+        return f"{readable(peak)} (this process)"
+    logged = points(run.logs, "memory/peak_bytes")[1]
+    return f"{readable(max(logged))} (all that counts toward the limit)" if logged else NONE
+
+
+def _ooms(run: RunFiles) -> int:
+    books = (run.metrics.get("memory") or {}).get("out_of_memory")
+    return len(ooms(run.memory)) if books is None else books
+
+
+def _data(run: RunFiles) -> str:
+    data = run.config.get("data") or {}
+    rows = data.get("blocks", data.get("samples", data.get("rows_read")))
+    named = str(run.settings.get("dataset") or NONE)
+    return f"{named}, {rows:,} rows" if isinstance(rows, int) else named
+
+
+def _mean(values: list[float]) -> Optional[float]:
+    return sum(values) / len(values) if values else None
+
+
+def _percent(share: Optional[float]) -> str:
+    return NONE if share is None else f"{share:.2%} of the time of training"
+
+
+def duration(seconds: Optional[float]) -> str:
+    """ "42 s", "3 min 20 s", "2 h 05 min", "3 d 4 h"."""
+    if seconds is None:
+        return NONE
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+# -- what a person should know -----------------------------------------------------------------------------------------
+
+MOST_ROWS = 30
+"""Of one kind in a list of warnings; the rest is counted."""
+
+
+def warnings(run: RunFiles) -> list[tuple[str, str]]:
+    """(where it was said, what) of all that went wrong or was noticed."""
+    found = [("this report", f"cannot be read: {fault}") for fault in run.faults]
+    if run.status.get("error"):
+        found.append(("run.json", str(run.status["error"])))
+    found += [("run.json", str(text)) for text in run.status.get("notices") or []]
+    for part in ("regularization", "curriculum", "throughput"):
+        said = (run.metrics.get(part) or {}).get("notices") or []
+        found += [
+            ("scu_metrics.json", f"{part}: {text}") for text in said if text not in (run.status.get("notices") or [])
+        ]
+    found += _bad_numbers(run) + _preflight(run, ("error", "warning"))
+    if run.suspects:
+        found.append(("suspects.jsonl", f"rows that look wrong, worst first: {run.suspects:,}"))
+    changes = [("memory_history.json", f"step {row.get('step')}: {row.get('reason')}") for row in run.memory]
+    if len(changes) > MOST_ROWS:
+        changes = [*changes[:MOST_ROWS], ("memory_history.json", f"and {len(changes) - MOST_ROWS:,} more changes")]
+    return found + changes
+
+
+def notes(run: RunFiles) -> list[str]:
+    """The plan of the run, as preflight has told it."""
+    return [text for _, text in _preflight(run, ("note",))]
+
+
+def _preflight(run: RunFiles, levels: tuple[str, ...]) -> list[tuple[str, str]]:
+    said = [item for item in run.config.get("preflight") or [] if item.get("level") in levels]
+    return [(f"preflight {item['level']}", _finding(item)) for item in said]
+
+
+def _finding(item: Mapping[str, Any]) -> str:
+    if item.get("level") == "note":
+        return str(item.get("what"))
+    fix = f"; {item['fix']}" if item.get("fix") else ""
+    return f"{item.get('check')}: {item.get('what')}{fix}"
+
+
+def _bad_numbers(run: RunFiles) -> list[tuple[str, str]]:
+    books = run.metrics.get("bad_numbers") or {}
+    count = books.get("skipped_steps", newest(run.logs, "skipped_steps")) or 0
+    if not count:
+        return []
+    steps = "1 step was" if count == 1 else f"{count:,} steps were"
+    found = [("bad numbers", f"{steps} skipped for a loss or gradient that was no finite number")]
+    for item in (books.get("skipped") or [])[:MOST_ROWS]:
+        words = ", ".join(f"{name} {value}" for name, value in item.items() if value not in (None, [], ""))
+        found.append(("bad numbers", words))
+    return found

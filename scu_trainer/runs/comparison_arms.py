@@ -1,0 +1,153 @@
+"""The arms of a comparison: what each controller is, what it sets of the training command, how a person names it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import yaml
+
+from scu_trainer.errors import SettingsError, nearest
+
+DEFAULT_ARMS = ("none", "fixed", "weight_decay", "schedule", "original", "model")
+FORMS = "none, fixed[:LAMBDA], weight_decay[:VALUE], schedule[:linear|cosine], original, model[:TARGET]"
+SHAPES = ("linear", "cosine")
+
+FIXED_PULLS, WEIGHT_DECAY_PULLS = (1.0, 3.0, 10.0), (1.0, 5.0, 20.0)
+"""Default grids, as the total pull over a run, learning rate x steps x value: with nothing that pushes back, weights
+would shrink by a factor of e to this power. The loop itself ends at about 3 on recipes/scu_lora.yaml."""
+
+SCHEDULE_PULL = 6.0
+"""At the end of a ramp from 0: on average the pull of the middle of the fixed grid."""
+
+ORIGINAL = {"scu": True, "scu_law": "original", "scu_sigma": 0.01, "scu_target_s": 0.01}
+"""The published defaults of the original law for small models. Its gains, bounds and averages are our defaults too."""
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """``settings``: fields of the training command that this arm sets; all others are those of every arm."""
+
+    name: str
+    label: str
+    what: str
+    settings: dict[str, Any]
+
+    @property
+    def flags(self) -> list[str]:
+        return [f"--{name}={_word(value)}" for name, value in self.settings.items()]
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def chosen_arms(words: Sequence[str], own: Sequence[str], rate_times_steps: Callable[[], Optional[float]]) -> list[Arm]:
+    """Arms in the order in which they were named. ``words``: forms, ``own``: "NAME:field=value,...".
+
+    ``rate_times_steps``: of the job, asked for only where a default grid is meant; None if it is not known. Raises
+    SettingsError.
+    """
+    found: list[Arm] = []
+    for word in words:
+        found += _of_form(word, rate_times_steps)
+    found += [_own_arm(text) for text in own]
+    names = [arm.name for arm in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise SettingsError(f"arm {twice[0]} is named twice; name each arm once")
+    if len(found) < 2:
+        raise SettingsError(f"there is 1 arm ({', '.join(names)}); a comparison needs 2 or more, such as none,model")
+    return found
+
+
+def _of_form(word: str, rate_times_steps: Callable[[], Optional[float]]) -> list[Arm]:
+    kind, _, value = word.partition(":")
+    if kind not in DEFAULT_ARMS:
+        raise SettingsError(f"unknown arm {word!r}{nearest(kind, DEFAULT_ARMS)}; arms: {FORMS}")
+    if kind in ("none", "original") and value:
+        raise SettingsError(f"arm {word!r}: {kind} takes no value; arms: {FORMS}")
+    if kind == "none":
+        return [Arm("none", "none", "no regularization loop", {"scu": False})]
+    if kind == "original":
+        return [Arm("original", "original law", "the published PI law, its defaults, penalty that acts", ORIGINAL)]
+    if kind == "model":
+        return [_model(word, value)]
+    if kind == "schedule":
+        unit = _unit(rate_times_steps)
+        return [_schedule(word, shape, unit) for shape in ([value] if value else SHAPES)]
+    if value:
+        return [_strength(kind, _number(word, value))]
+    unit, pulls = _unit(rate_times_steps), FIXED_PULLS if kind == "fixed" else WEIGHT_DECAY_PULLS
+    return [_strength(kind, _rounded(pull * unit)) for pull in pulls]
+
+
+def _unit(rate_times_steps: Callable[[], Optional[float]]) -> float:
+    known = rate_times_steps()
+    if not known:
+        raise SettingsError(
+            "the default strengths of fixed, weight_decay and schedule depend on learning rate and steps: give "
+            "max_steps, or your own values, such as --arms none,fixed:3,weight_decay:5,model"
+        )
+    return 1.0 / known
+
+
+def _rounded(value: float) -> float:
+    """To one significant digit: a grid that a person would type."""
+    return float(f"{value:.1g}")
+
+
+def _number(word: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise SettingsError(f"arm {word!r}: {text!r} is no number above 0, such as {word.partition(':')[0]}:3")
+    return value
+
+
+def _strength(kind: str, value: float) -> Arm:
+    if kind == "fixed":
+        settings = {"scu": True, "scu_law": "fixed", "scu_lambda_init": value}
+        return Arm(f"fixed_{value:g}", f"fixed lambda {value:g}", f"lambda is {value:g} throughout", settings)
+    what = f"AdamW's weight decay {value:g}, no loop"
+    return Arm(f"weight_decay_{value:g}", f"weight decay {value:g}", what, {"scu": False, "weight_decay": value})
+
+
+def _schedule(word: str, shape: str, unit: float) -> Arm:
+    if shape not in SHAPES:
+        raise SettingsError(f"arm {word!r}: unknown shape {shape!r}{nearest(shape, SHAPES)}; shapes: linear, cosine")
+    final = _rounded(SCHEDULE_PULL * unit)
+    ramp = {"scu_schedule": shape, "scu_lambda_init": 0.0, "scu_lambda_final": final}
+    settings = {"scu": True, "scu_law": "schedule", **ramp}
+    return Arm(f"schedule_{shape}", f"{shape} ramp", f"lambda goes from 0 to {final:g}, {shape}", settings)
+
+
+def _model(word: str, value: str) -> Arm:
+    settings: dict[str, Any] = {"scu": True, "scu_law": "model"}
+    if not value:
+        return Arm("model", "model law", "the loop of this package, at scu_target_s", settings)
+    target = _number(word, value)
+    what = f"the loop of this package, at S = {target:g}"
+    return Arm(f"model_{target:g}", f"model law, S {target:g}", what, {**settings, "scu_target_s": target})
+
+
+def _own_arm(text: str) -> Arm:
+    """``text``: NAME:field=value,field=value. Values are read as YAML, as in a recipe."""
+    name, _, fields = text.partition(":")
+    settings = {}
+    for field in filter(None, fields.split(",")):
+        key, equals, value = field.partition("=")
+        if not equals or not key.strip():
+            raise SettingsError(f"--arm {text!r}: {field!r} is no field=value; write NAME:field=value,field=value")
+        settings[key.strip().replace("-", "_")] = yaml.safe_load(value)
+    if NAME.fullmatch(name) is None or not settings:
+        raise SettingsError(
+            f"--arm {text!r} must read NAME:field=value,field=value, with a name of letters, digits, '.', '_', '-'"
+        )
+    return Arm(name, name, "set by --arm", settings)

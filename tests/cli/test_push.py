@@ -1,0 +1,106 @@
+"""``scu-trainer push`` before it asks the Hub: what would be sent, and what is refused first."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from scu_trainer.cli import push
+from scu_trainer.cli.main import main
+from scu_trainer.run_files import read_json, write_json
+from tests.hub.runs import train
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("push"), "run")
+
+
+@pytest.fixture
+def run(finished, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def refused(capsys, *words) -> str:
+    assert main(["push", *map(str, words)]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and len(told.err.splitlines()) == 1
+    return told.err
+
+
+def test_a_dry_run_names_every_file_and_what_stays_here(run, capsys):
+    assert push.main([str(run), "--repo_id", "me/x", "--base_model", "me/base", "--dry_run", "--private"]) == 0
+    told = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in told.splitlines()), told
+    assert "to me/x, branch main (private)" in told and "stays here: checkpoint-1, checkpoint-2 (checkpoints)" in told
+    assert f"{(run / 'adapter_model.safetensors').stat().st_size:,} bytes" in told
+    named = {name for line in told.splitlines() for name in line.replace(",", " ").split()}
+    assert {path.name for path in run.iterdir()} <= named, "neither sent nor said to stay"
+
+
+def test_json_holds_the_same(run, capsys):
+    assert push.main([str(run), "--repo_id", "me/x", "--base_model", "me/base", "--dry_run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["size_bytes"] == sum(told["files"].values())
+    assert {*told["files"], *told["left_out"]} == {path.name for path in run.iterdir()}
+
+
+def test_a_card_that_was_edited_is_sent_as_it_is(run, capsys):
+    (run / "README.md").write_text("My own words.\n")
+    assert push.main([str(run), "--repo_id", "me/x", "--base_model", "me/base", "--dry_run"]) == 0
+    told = capsys.readouterr().out
+    assert "README.md was edited, and is sent as it is" in told and " 14 bytes" in told
+
+
+def test_an_adapter_whose_base_nobody_has(run, capsys):
+    told = refused(capsys, run, "--repo_id", "me/x", "--dry_run")
+    assert "Add --merged to push the full weights, or --base_model OWNER/NAME" in told
+
+
+def test_a_run_that_is_not_finished(run, capsys):
+    write_json(run / "run.json", {**read_json(run / "run.json"), "status": "running"})
+    assert "holds no finished model, its status is running" in refused(capsys, run, "--repo_id", "me/x", "--dry_run")
+    words = [run / "checkpoint-1", "--repo_id", "me/x", "--base_model", "me/base", "--dry_run"]
+    assert main(["push", *map(str, words)]) == 0
+
+
+def test_secrets_in_a_file_that_would_be_public(run, capsys):
+    (run / "README.md").write_text("Use my token hf_" + "A1b2C3d4E5f6G7h8I9j0K1l2\n")
+    told = refused(capsys, run, "--repo_id", "me/x", "--base_model", "me/base", "--dry_run")
+    assert "README.md holds what looks like a token or password" in told and "A1b2C3" not in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "push needs --repo_id OWNER/NAME"),
+        (["--repo_id", "name"], "names no owner; give OWNER/name"),
+        (["--repo_id", "me/a b"], "is no name of the Hub"),
+        (["--repo-idd", "me/x"], "unknown option --repo-idd (did you mean 'repo_id'?)"),
+        (["--repo_id", "me/x", "--base_model", "me/base"], "there is no token to push with; run `hf auth login`"),
+        (["--repo_id", "me/x", "--merged", "--dtype", "int8", "--dry_run"], "invalid choice: 'int8'"),
+    ],
+)
+def test_mistakes_at_the_keyboard(run, capsys, words, told):
+    assert told in refused(capsys, run, *words)
+
+
+def test_something_else_than_a_folder(capsys):
+    assert "me/model is no folder here" in refused(capsys, "me/model", "--repo_id", "me/x", "--dry_run")
+
+
+def test_it_answers_without_torch(run):
+    import subprocess
+
+    code = (
+        f"import sys; from scu_trainer.cli.push import main; main([{str(run)!r}, '--repo_id', 'me/x', '--base_model', "
+    )
+    code += (
+        "'me/b', '--dry_run']); sys.exit(str([m for m in ('torch', 'transformers', 'peft') if m in sys.modules] or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip() == "", done.stderr

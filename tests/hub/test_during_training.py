@@ -1,0 +1,119 @@
+"""``push_to_hub`` with the real command against a Hub on this machine: whole checkpoints, the card at the end, and a
+run that goes on when the Hub does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from transformers.trainer_utils import HubStrategy
+
+from scu_trainer.cli.train import main
+from scu_trainer.run_files import read_json
+from scu_trainer.train.pushing import Pushes
+from tests.hub.runs import documents, flags
+from tests.hub.server import running
+
+MODEL = {"config.json", "generation_config.json", "model.safetensors"}
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+TRAIN_ALL = """
+import json, sys
+from scu_trainer.cli.train import main
+print(json.dumps([main(words) for words in json.loads(sys.argv[1])]))
+"""
+RUNS = {
+    "kept": {"hub_strategy": "checkpoint", "hub_always_push": "true", "save_total_limit": 1},
+    "end": {"hub_strategy": "end", "hub_private_repo": "true"},
+    "every": {"hub_strategy": "every_save", "hub_always_push": "true"},
+}
+
+
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory):
+    """Full-tuning runs in one process, which has the address of the Hub from its start; one of them is refused what it
+    sends first."""
+    from tests import tiny
+
+    folder = tmp_path_factory.mktemp("pushed")
+    tiny.saved_llama(folder / "model")
+    documents(folder / "documents.jsonl")
+    common = {"tuning": "full", "push_to_hub": "true", "max_steps": 3}
+    calls = [flags(folder, name, hub_model_id=f"me/{name}", **common, **own) for name, own in RUNS.items()]
+    with running() as hub:
+        hub.faults.refuse_repo = ("me/every", 1)
+        environment = {**os.environ, **hub.environment(folder / "home")}
+        program = [sys.executable, "-c", TRAIN_ALL, json.dumps(calls)]
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        yield SimpleNamespace(folder=folder, hub=hub, done=done)
+
+
+def commits(pushed, name: str) -> list[dict]:
+    return pushed.hub.repos[f"me/{name}"].commits["main"]
+
+
+def test_every_save_sends_the_model_of_each_whole_checkpoint(pushed):
+    """The first push is refused."""
+    *saves, last = commits(pushed, "every")
+    assert [made["message"] for made in saves] == [f"Training in progress, step {step}" for step in (2, 3)]
+    for step, made in enumerate(saves, 2):
+        assert made["files"].keys() == MODEL | TOKENIZER
+        checkpoint = pushed.folder / "every" / f"checkpoint-{step}"
+        assert all(made["files"][name] == (checkpoint / name).read_bytes() for name in MODEL)
+    assert len({made["files"]["model.safetensors"] for made in saves}) == 2
+    assert last["message"] == "End of training"
+
+
+def test_the_last_push_holds_the_card_and_nothing_that_stays_here(pushed):
+    for name in ("every", "end"):
+        files = commits(pushed, name)[-1]["files"]
+        card = files["README.md"].decode()
+        assert "held out from training" in card and f'from_pretrained("me/{name}")' in card
+        assert not [file for file in files if file.startswith(("_", "logs", "checkpoint")) or file.endswith(".bin")]
+        assert str(pushed.folder).encode() not in b"".join(files.values())
+    assert len(commits(pushed, "end")) == 1 and pushed.hub.repos["me/end"].private
+
+
+def test_a_checkpoint_that_is_rotated_away_arrives_whole(pushed):
+    *saves, _ = commits(pushed, "kept")
+    assert len(saves) == 3 and not (pushed.folder / "kept" / "checkpoint-1").exists()
+    for step, made in enumerate(saves, 1):
+        inside = {
+            name.removeprefix("last-checkpoint/") for name in made["files"] if name.startswith("last-checkpoint/")
+        }
+        assert {"manifest.json", "optimizer.pt", "trainer_state.json", *MODEL} <= inside
+        assert json.loads(made["files"]["last-checkpoint/trainer_state.json"])["global_step"] == step
+    assert not list((pushed.folder / "kept").glob("_pushing*"))
+
+
+def test_a_push_that_fails_is_told_and_costs_the_run_nothing(pushed):
+    run = pushed.folder / "every"
+    status = read_json(run / "run.json")
+    assert status["status"] == "finished" and status["step"] == 3
+    assert len(status["notices"]) == 1 and "checkpoint-1 was not pushed to the Hub: " in status["notices"][0]
+    assert "checkpoint-1 was not pushed" in pushed.done.stderr and "Traceback" not in pushed.done.stderr
+    assert (run / "checkpoint-1" / "manifest.json").is_file()
+
+
+def test_an_adapter_of_a_local_base_is_refused_before_anything_is_loaded(tmp_path, capsys):
+    assert main(["--push_to_hub", "true", "--tuning", "lora", "--output_dir", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    assert "push_to_hub would send an adapter of the embedded base" in told and "--merged" in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_costs_the_push_alone(tmp_path):
+    """Where the checkpoint cannot be held, here because it is gone."""
+    control = SimpleNamespace(on_push_begin=lambda *arguments: None)
+    arguments = SimpleNamespace(hub_strategy=HubStrategy.EVERY_SAVE, hub_always_push=True, hub_token=None)
+    trainer = SimpleNamespace(
+        is_world_process_zero=lambda: True, push_in_progress=None, args=arguments, callback_handler=control
+    )
+    trainer.state = trainer.control = None
+    pushes = Pushes(trainer)
+    pushes.begin(str(tmp_path / "checkpoint-7"))
+    assert len(pushes.notices) == 1 and pushes.notices[0].startswith("checkpoint-7 was not pushed to the Hub: ")

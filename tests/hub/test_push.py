@@ -1,0 +1,194 @@
+"""``scripts/push_to_hf.py`` in a process of its own against a Hub on this machine, with connections that break."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.hub.server import TOKEN, Faults, Repo, running
+
+ROOT = Path(__file__).parents[2]
+REPO = "me/tiny"
+RESULTS = {
+    *("training_config.json", "scu_config.json", "scu_metrics.json", "scu_history.json", "log_history.json"),
+    *("memory_history.json", "curriculum.json"),
+}
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "README.md", *TOKENIZER, *RESULTS}
+MERGED = {"config.json", "generation_config.json", "merge.json", "README.md", "model.safetensors.index.json"}
+
+
+@pytest.fixture(scope="module")
+def shared(finished):
+    with running() as hub:
+        yield SimpleNamespace(**vars(finished), hub=hub)
+
+
+@pytest.fixture(autouse=True)
+def fresh(shared):
+    shared.hub.repos.clear()
+    shared.hub.blobs.clear()
+    shared.hub.requests.clear()
+    shared.hub.puts.clear()
+    shared.hub.faults = Faults()
+    shared.hub.repos["me/base"] = Repo()
+
+
+def push(shared, *words, token=TOKEN, **environment):
+    command = [sys.executable, str(ROOT / "scripts" / "push_to_hf.py"), *map(str, words)]
+    around = {**os.environ, **shared.hub.environment(shared.folder / "home", token), **environment}
+    return subprocess.run(command, env=around, capture_output=True, text=True, timeout=60)
+
+
+def shards(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("model-*.safetensors")}
+
+
+def commits(shared, branch: str = "main") -> list:
+    return shared.hub.repos[REPO].commits[branch]
+
+
+# -- what arrives ------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_arrives_byte_for_byte(shared):
+    done = push(shared, shared.run, "--repo_id", REPO, "--base_model", "me/base", "--license", "mit")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"{shared.hub.url}/{REPO}" and "as one commit" in done.stdout
+    assert len(commits(shared)) == 1
+    files = shared.hub.repos[REPO].files()
+    assert files.keys() == ADAPTER
+    changed = {name for name in files if files[name] != (shared.run / name).read_bytes()}
+    assert changed == {"README.md", "adapter_config.json", "training_config.json"}
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "me/base"
+    configuration = json.loads(files["training_config.json"])["configuration"]
+    assert configuration["output_dir"] == "[local]/run" and configuration["dataset"] == "[local]/documents.jsonl"
+    together = b"".join(files.values())
+    assert str(shared.folder).encode() not in together and b"hf_" not in together
+    card = files["README.md"].decode()
+    assert "base_model: me/base\n" in card and "license: mit\n" in card and f'from_pretrained("{REPO}")' in card
+
+
+def test_merged_weights_arrive_and_a_second_call_sends_nothing(shared):
+    done = push(shared, shared.run, "--merged", "--repo_id", REPO, "--private")
+    assert done.returncode == 0, done.stderr
+    files = shared.hub.repos[REPO].files()
+    assert len(shards(shared.merged)) > 2
+    assert files.keys() == {*MERGED, *TOKENIZER, *RESULTS, *shards(shared.merged)}
+    assert all(files[name] == (shared.merged / name).read_bytes() for name in shards(shared.merged))
+    assert shared.hub.repos[REPO].private
+    sent = len(shared.hub.puts)
+    again = push(shared, shared.merged, "--repo_id", REPO, "--json")
+    assert again.returncode == 0 and json.loads(again.stdout)["is_changed"] is False
+    assert len(shared.hub.puts) == sent and len(commits(shared)) == 1
+
+
+def test_to_a_branch(shared):
+    done = push(shared, shared.merged, "--repo_id", REPO, "--revision", "v2", "--commit_message", "second")
+    assert done.returncode == 0, done.stderr
+    assert [made["message"] for made in commits(shared, "v2")] == ["second"] and commits(shared) == []
+
+
+# -- what breaks -------------------------------------------------------------------------------------------------------
+
+
+def test_an_upload_cut_in_the_middle_is_sent_again(shared):
+    shared.hub.faults.drop_put = (2,)
+    done = push(shared, shared.merged, "--repo_id", REPO)
+    assert done.returncode == 0 and "Retrying in 1s" in done.stderr and "signature" not in done.stderr
+    files = shared.hub.repos[REPO].files()
+    assert all(files[name] == (shared.merged / name).read_bytes() for name in shards(shared.merged))
+    assert len(commits(shared)) == 1
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        ({"fail_create": [503], "fail_commit": [0]}, ["the Hub failed (503); again in 1 s", "broke"]),
+        ({"fail_commit": [429]}, ["too many requests; again in 1 s"]),
+        ({"lose_answer": True}, ["broke (Server disconnected without sending a response); again in 1 s"]),
+    ],
+    ids=["cut", "busy", "lost answer"],
+)
+def test_what_the_library_does_not_repeat_is_repeated_here(shared, faults, said):
+    vars(shared.hub.faults).update(faults)
+    done = push(shared, shared.merged, "--repo_id", REPO)
+    assert done.returncode == 0, done.stderr
+    assert all(line in done.stderr for line in said) and len(done.stderr.splitlines()) == len(said)
+    assert len(commits(shared)) == 1 and shards(shared.merged) <= shared.hub.repos[REPO].files().keys()
+
+
+def test_a_hub_that_says_nothing_is_given_up_on_and_asked_again(shared):
+    shared.hub.faults.stall_s = [30.0]
+    code = "import sys; from scu_trainer.models import hub_errors; from scu_trainer.cli.push import main; "
+    code += "hub_errors.STALL_S = 0.3; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, str(shared.merged), "--repo_id", REPO]
+    around = {**os.environ, **shared.hub.environment(shared.folder / "home")}
+    done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0 and "timed out); again in 1 s" in done.stderr, done.stderr
+    assert len(commits(shared)) == 1
+
+
+def test_a_second_call_sends_only_what_is_missing(shared):
+    shared.hub.faults.refuse_put = (3,)
+    broken = push(shared, shared.merged, "--repo_id", REPO)
+    assert broken.returncode == 2 and commits(shared) == [] and "Traceback" not in broken.stderr
+    there = set(shared.hub.blobs)
+    assert there
+    shared.hub.puts.clear()
+    assert push(shared, shared.merged, "--repo_id", REPO).returncode == 0
+    large = set(shared.hub.blobs)
+    assert len(shared.hub.puts) == len(large - there) < len(large) and len(commits(shared)) == 1
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def one_line(done, text: str) -> None:
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert re.search(text, done.stderr), done.stderr
+
+
+def test_a_wrong_token_is_one_line_and_appears_nowhere(shared):
+    wrong = "hf_" + "WrongWrongWrong0123456789abcdefg"
+    before = {path: path.stat().st_mtime_ns for path in shared.folder.rglob("*")}
+    for words in ([], ["--token", wrong]):
+        done = push(shared, shared.merged, "--repo_id", REPO, *words, token=None if words else wrong)
+        one_line(done, "does not accept the token; make one with write access")
+        assert wrong not in done.stdout + done.stderr
+    written = [
+        path for path in shared.folder.rglob("*") if path.is_file() and before.get(path) != path.stat().st_mtime_ns
+    ]
+    assert not any(wrong in path.read_text(errors="replace") for path in written)
+    assert REPO not in shared.hub.repos
+
+
+def test_refusals_of_the_hub_are_one_line_each(shared):
+    shared.hub.faults.create_status = 403
+    one_line(
+        push(shared, shared.merged, "--repo_id", REPO), "may not write to me/tiny; use one with write access to me"
+    )
+    shared.hub.faults.create_status = None
+    shared.hub.repos[REPO] = Repo(private=False)
+    one_line(push(shared, shared.merged, "--repo_id", REPO, "--private"), "is there already and is public")
+    one_line(
+        push(shared, shared.run, "--repo_id", REPO, "--base_model", "me/none"),
+        "the base me/none is not on the Hub, .* Add --merged",
+    )
+    one_line(push(shared, shared.merged, "--repo_id", REPO, HF_HUB_OFFLINE="1"), "HF_HUB_OFFLINE is set")
+    assert commits(shared) == [] and shared.hub.puts == []
+
+
+def test_a_dry_run_asks_nobody_and_needs_no_token(shared):
+    done = push(shared, shared.run, "--merged", "--repo_id", REPO, "--dry_run", "--json", token=None)
+    assert done.returncode == 0 and shared.hub.requests == [], done.stderr
+    promised = json.loads(done.stdout)["files"]
+    assert push(shared, shared.run, "--merged", "--repo_id", REPO).returncode == 0
+    assert {name: len(content) for name, content in shared.hub.repos[REPO].files().items()} == promised

@@ -1,0 +1,54 @@
+"""docs/compare.md holds the table of benchmarks/results/compare.json, which is the comparison.json of its command."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from scu_trainer.report.comparison_statistics import notes, overall
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    spec = importlib.util.spec_from_file_location("write_tables", ROOT / "docs" / "write_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def record(tables):
+    return json.loads((tables.RESULTS.parent / "compare.json").read_text())
+
+
+def test_the_page_holds_the_results(tables, record):
+    page = tables.COMPARE_PAGE.read_text()
+    assert page.count("<!-- table ") == 3
+    assert tables.written(page, tables.comparison_tables(record)) == page, "run: python docs/write_tables.py"
+
+
+def test_a_changed_result_changes_the_page(tables, record):
+    changed = json.loads(json.dumps(record))
+    changed["table"][1]["held_out_bpt"]["value"] += 1.0
+    page = tables.COMPARE_PAGE.read_text()
+    assert tables.written(page, tables.comparison_tables(changed)) != page
+
+
+def test_the_verdict_follows_from_the_runs_that_are_recorded(record):
+    counted = {
+        arm["name"]: {
+            run["seed"]: run["metrics"]["held_out_bpt"]
+            for run in record["runs"]
+            if run["arm"] == arm["name"] and run["status"] == "finished" and run["error"] is None
+        }
+        for arm in record["arms"]
+    }
+    assert len(record["seeds"]) >= 3
+    assert record["verdict"].endswith(overall(counted, record["reference"], record["confidence"]))
+    expected = notes(counted, record["reference"], record["confidence"], len(record["seeds"]))
+    assert record["notes"][-len(expected) :] == expected

@@ -1,0 +1,126 @@
+"""comparison.json from run directories that are written here: what counts, what is left out, what is said of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scu_trainer.report import comparison_text as text
+from scu_trainer.report.comparison import metrics_of, record
+from scu_trainer.run_files import write_json
+
+S_VALUES = (0.02, 0.09, 0.11, 0.10)
+SEEDS = (0, 1, 2)
+
+
+def write_run(folder: Path, bits: float, tokens: int = 100, before: float = 8.0, data: str = "d", controlled=False):
+    folder.mkdir(parents=True)
+    control = {"verdict": "on target", "target_s": 0.1, "settling_step": 2, "overhead_fraction": 0.004, "final_s": 0.1}
+    figures = {
+        "steps": 4,
+        "train_s": 3.0,
+        "held_out_bpt_before": {"value": before},
+        "held_out_bpt_after": {"value": bits},
+        "best_held_out": {"step": 2, "bpt": bits - 0.1},
+        "curriculum": {"real_tokens": tokens},
+        **({"regularization": control} if controlled else {}),
+    }
+    write_json(folder / "scu_metrics.json", figures)
+    write_json(folder / "training_config.json", {"configuration": {}, "data": {"fingerprint": data}})
+    rows = [{"step": step, "s_ema": s} for step, s in enumerate(S_VALUES, start=1)]
+    write_json(folder / "scu_history.json", rows)
+
+
+def described(arms=("none", "model")) -> dict:
+    made = [{"name": name, "label": name, "what": f"{name} in words", "settings": {"scu": False}} for name in arms]
+    facts = {"command": "scu-trainer compare", "config": "r.yaml", "seeds": list(SEEDS)}
+    return {**facts, "reference": "none", "confidence": 0.95, "arms": made}
+
+
+def state(arm: str, seed: int, status: str = "finished", error: str | None = None) -> dict:
+    return {"arm": arm, "seed": seed, "status": status, "folder": f"runs/{arm}-seed{seed}", "error": error}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    for seed in SEEDS:
+        write_run(tmp_path / "runs" / f"none-seed{seed}", 7.0 + seed)
+        write_run(tmp_path / "runs" / f"model-seed{seed}", 6.5 + seed, controlled=True)
+    return tmp_path
+
+
+ALL = [state(arm, seed) for seed in SEEDS for arm in ("none", "model")]
+
+
+def row_of(found: dict, arm: str) -> dict:
+    return next(row for row in found["table"] if row["arm"] == arm)
+
+
+def test_a_whole_comparison(folder):
+    found = record(described(), ALL, folder)
+    assert found["budget"] == {"steps": 4, "tokens": 100}
+    assert row_of(found, "none")["difference"] is None and row_of(found, "none")["verdict"] == "the reference"
+    model = row_of(found, "model")
+    assert model["difference"] == pytest.approx({"value": -0.5, "low": -0.5, "high": -0.5})
+    assert model["verdict"] == "lower than none by 0.500 (0.500 to 0.500)"
+    assert (model["settling_step"], model["settled"], model["overhead_fraction"]) == (2, 3, pytest.approx(0.004))
+    assert "Found lower than none: model." in found["verdict"] and "Not complete" not in found["verdict"]
+    assert "Tokens trained: 100 (seed 0), 100 (seed 1), 100 (seed 2), the same in all" in found["notes"][0]
+
+
+def test_tracking_error_is_taken_after_settling(folder):
+    """Steps 2 to 4: 10, 10 and 0 % off."""
+    assert metrics_of(folder / "runs" / "model-seed0")["tracking_error"] == pytest.approx(0.2 / 3)
+    plain = metrics_of(folder / "runs" / "none-seed0")
+    assert plain["tracking_error"] is None and plain["settling_step"] is None and plain["overhead_fraction"] is None
+
+
+def test_failed_and_missing_runs_are_told_in_their_row(folder):
+    states = [*ALL[:-1], state("model", 2, "failed", "exit code 2: no room")]
+    states += [state("late", seed, "missing", "not started yet") for seed in SEEDS]
+    found = record(described(("none", "model", "late")), states, folder)
+    assert row_of(found, "model")["verdict"].endswith(
+        "too few seeds to judge: 2 of at least 3; seed 2 failed: exit code 2: no room"
+    )
+    late = row_of(found, "late")
+    assert (late["finished"], late["asked"], late["held_out_bpt"]) == (0, 3, None)
+    assert "seed 0 not started yet" in late["verdict"]
+    assert found["verdict"].startswith("Not complete: 5 of 9 runs are finished, 1 failed, 3 are not done.")
+    assert ("late", "0/3", "-", "-", "-", "-", "-") in text.rows(found)
+    assert "| late | 0/3 |" in text.document(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tokens": 90}, "it trained 90 tokens, none 100"),
+        ({"before": 8.1}, "it began at 8.1000 held-out bits, none at 8.0000: other weights"),
+        ({"data": "other"}, "its data are not those of none"),
+    ],
+)
+def test_a_run_that_trained_otherwise_does_not_count(folder, changes, reason):
+    for seed in SEEDS:
+        write_run(folder / "runs" / f"odd-seed{seed}", 1.0, **(changes if seed == 1 else {}))
+    states = ALL + [state("odd", seed) for seed in SEEDS]
+    found = record(described(("none", "model", "odd")), states, folder)
+    odd = row_of(found, "odd")
+    assert odd["finished"] == 2 and f"seed 1 left out: {reason}" in odd["verdict"]
+    assert "Not judged: odd." in found["verdict"]
+    assert next(run for run in found["runs"] if run["arm"] == "odd" and run["seed"] == 1)["error"].endswith(reason)
+    assert found["notes"][0].startswith("odd, seed 1: left out: ")
+
+
+def test_without_the_reference_of_a_seed_the_others_still_agree_among_themselves(folder):
+    states = [one if one["arm"] != "none" else state("none", one["seed"], "failed", "x") for one in ALL]
+    found = record(described(), states, folder)
+    assert row_of(found, "model")["finished"] == 3 and row_of(found, "model")["difference"] is None
+    assert "Nothing can be said yet" in found["verdict"]
+
+
+def test_the_page_says_everything_and_bars_in_words_do_not_break_its_table(folder):
+    states = [*ALL[:-1], state("model", 2, "failed", "exit code 1: a | b\nc")]
+    page = text.document(record(described(), states, folder))
+    assert "a \\| b c" in page and "## Arms" in page and "`scu: false`" in page
+    lines = [line for line in page.splitlines() if line.startswith("| model | 2/3")]
+    assert len(lines) == 1 and lines[0].count("|") == 8

@@ -1,0 +1,264 @@
+"""Files of runs -> what is drawn: every figure where it belongs, every absence said, whatever is torn or missing."""
+
+from __future__ import annotations
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from scu_trainer.report.ablation import comparison_plots, read_comparison, result_rows
+from scu_trainer.report.drawing import DASHES, thinned
+from scu_trainer.report.files import has_begun, is_run, read_run
+from scu_trainer.report.render import COLORS, HELD_PLACES, NAMES, THEMES, WIDE_IN, in_theme, png, svg
+from scu_trainer.report.run_plots import run_plots
+from scu_trainer.report.settings_table import changed, differences, hardware, repeat_command, repeat_yaml
+from scu_trainer.report.words import duration, key_figures, warnings
+from tests.report.made_runs import make_comparison, make_run
+
+
+def plots(*folders):
+    runs = [read_run(folder, folder.name, "finished") for folder in folders]
+    return {plot.key: plot for plot in run_plots(runs)}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    make_run(folder / "one")
+    make_run(folder / "off", scu=False, memory_control=False, best=6.9, learning_rate=0.002)
+    make_comparison(folder / "study")
+    return folder
+
+
+def lines(plot) -> dict:
+    return {line.label: line for panel in plot.panels for line in panel.lines}
+
+
+# -- plots -------------------------------------------------------------------------------------------------------------
+
+
+def test_one_run_has_every_plot_with_its_own_figures(made):
+    found = plots(made / "one")
+    assert list(found) == ["loss", "s", "memory", "throughput", "curriculum", "rate"]
+    assert all(plot.panels and not plot.notes for plot in found.values())
+    held_out = found["loss"].panels[1].lines[0]
+    assert held_out.x == [0, 20, 40, 60] and held_out.y[0] == 7.48, "the score before training is the first point"
+    logged = lines(found["loss"])["mean since the last log"]
+    assert logged.y[-1] == pytest.approx(4.7 / 0.6931472), "nats as bits"
+    assert found["s"].panels[0].levels[0].y == 0.1
+    assert lines(found["memory"])["peak since the last point"].y[-1] == pytest.approx(3 + 60 / 1024)
+    assert found["memory"].panels[0].levels[0].y == 4.0
+    rows = lines(found["curriculum"])
+    assert rows["rows trained"].y == [254, 250] and rows["skipped"].y == [4, 8]
+
+
+def test_every_out_of_memory_is_marked(made):
+    marks = lines(plots(made / "one")["memory"])["out of memory"]
+    assert (marks.x, marks.y, marks.marker, marks.is_joined) == ([7, 9], [1024, 512], "x", False)
+
+
+def test_runs_over_each_other_differ_in_colour_and_dash_and_keep_both(made):
+    found = plots(made / "one", made / "off")
+    for plot in found.values():
+        for panel in plot.panels:
+            looks = {line.label: (line.color, line.dash) for line in panel.lines if line.label}
+            assert set(looks.items()) <= {("one", (0, 0)), ("off", (1, 1))}
+    places = [(place % COLORS, place % len(DASHES)) for place in range(COLORS * len(DASHES))]
+    assert len(set(places)) == len(places), "28 runs are told apart"
+
+
+def test_a_loop_that_was_off_says_so_in_place_of_its_plot(made):
+    alone = plots(made / "off")
+    assert alone["s"].panels == [] and alone["s"].notes == ["regularization was off (scu: false)"]
+    assert alone["memory"].notes == ["the memory loop was off (memory_control: false)"]
+    both = plots(made / "one", made / "off")
+    assert both["s"].notes == ["off: regularization was off (scu: false)"] and both["s"].panels
+
+
+def test_a_limit_far_above_is_told_in_the_title(made, tmp_path):
+    run = make_run(tmp_path / "run")
+    rows = json.loads((run / "log_history.json").read_text())
+    for row in rows:
+        row.update({"memory/limit_bytes": 100 * 2**30} if "loss" in row else {})
+    (run / "log_history.json").write_text(json.dumps(rows))
+    panel = plots(run)["memory"].panels[0]
+    assert panel.levels == [] and "limit 100.0 GiB, far above" in panel.title
+
+
+def test_rows_without_a_number_leave_a_gap_and_no_crash(tmp_path):
+    run = make_run(tmp_path / "run")
+    rows = json.loads((run / "log_history.json").read_text())
+    rows[0]["loss"] = None  # what NaN becomes
+    (run / "log_history.json").write_text(json.dumps(rows))
+    assert lines(plots(run)["loss"])["mean since the last log"].x[0] == 10
+
+
+@pytest.mark.parametrize(
+    "name", ["log_history.json", "scu_history.json", "memory_history.json", "curriculum.json", "scu_metrics.json",
+             "training_config.json", "run.json"]
+)  # fmt: skip
+@pytest.mark.parametrize("harm", ["gone", "torn", "other"])
+def test_any_file_may_be_gone_torn_or_something_else(tmp_path, name, harm):
+    run = make_run(tmp_path / "run")
+    if harm == "gone":
+        (run / name).unlink()
+    elif harm == "torn":
+        content = (run / name).read_bytes()
+        (run / name).write_bytes(content[: len(content) * 2 // 3])
+    else:
+        (run / name).write_text('"something else"')
+    found = read_run(run, "run", "finished")
+    drawn = run_plots([found])
+    assert len(drawn) == 6 and all(plot.panels or plot.notes for plot in drawn)
+    key_figures(found), hardware(found), repeat_yaml(found), changed(found)
+    said = [text for where, text in warnings(found) if where == "this report"]
+    is_torn_row = harm == "torn" and name in ("log_history.json", "scu_history.json", "memory_history.json",
+                                              "curriculum.json")  # fmt: skip
+    assert len(said) == (0 if harm == "gone" or is_torn_row else 1), "what cannot be read is named, whole rows are kept"
+
+
+def test_rows_of_the_stock_trainer_stand_in_for_those_that_are_not_there(tmp_path):
+    for step in (9, 100):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": step, "loss": 1.0}]}))
+    assert is_run(tmp_path) and has_begun(tmp_path)
+    found = read_run(tmp_path, "stock")
+    assert [row["step"] for row in found.logs] == [100], "of the newest by number, not by name"
+    panel = run_plots([found])[0].panels[0]
+    assert panel.y_label == "loss" and panel.lines[0].y == [1.0], "a loss of no known unit is not called bits"
+
+
+def test_thinning_keeps_ends_and_peaks():
+    y = [0.0] * 100_000
+    y[54_321] = 9.0
+    x, kept = thinned(range(100_000), y)
+    assert len(x) <= 700 and 9.0 in kept and (x[0], x[-1]) == (0, 99_999)
+    assert thinned([1, 2], [3, 4]) == ([1, 2], [3, 4])
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_drawing_names_its_colours_and_its_own_ids(made):
+    found = plots(made / "one")["memory"]
+    text = svg(found, WIDE_IN)
+    ElementTree.fromstring(text)
+    assert not any(color in text for color in HELD_PLACES.values()), "every colour has become a name"
+    assert set(re.findall(r"var\(--(\w+)\)", text)) <= set(NAMES)
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids)) and all(name.startswith("memory-10-") for name in ids)
+    assert set(re.findall(r"url\(#([^)]+)\)", text)) <= set(ids)
+    assert "<text" in text and "tokens per chunk" in text
+    assert svg(found, WIDE_IN) == text, "the same files give the same drawing"
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_files_hold_the_colours_of_their_theme(made, theme):
+    found = plots(made / "one")["loss"]
+    text = in_theme(svg(found, WIDE_IN), theme, found)
+    ElementTree.fromstring(text.encode())
+    assert "var(--" not in text and THEMES[theme]["c0"] in text and THEMES[theme]["ground"] in text
+    assert png(found, theme).startswith(b"\x89PNG")
+
+
+def contrast(first: str, second: str) -> float:
+    """As WCAG 2 defines it, 1 to 21."""
+
+    def luminance(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(first), luminance(second)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_text_has_contrast(theme):
+    colors = THEMES[theme]
+    assert contrast(colors["ink"], colors["ground"]) > 12 and contrast(colors["muted"], colors["ground"]) > 4.5
+    assert contrast(colors["c0"], colors["ground"]) > 4.5, "links"
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def test_figures_and_warnings_of_a_run(made):
+    run = read_run(made / "one", "one", "finished")
+    found = dict(key_figures(run))
+    assert found["held-out bits per token"] == "7.480 before, 6.800 after"
+    assert found["S against target"] == "0.0993 against 0.1: on target" and found["out of memory, recovered"] == "2"
+    assert found["peak memory"] == "3.0 GiB (this process)" and found["time of training"] == "1 min 10 s"
+    said = [text for _, text in warnings(run)]
+    for words in ("S was measured late", "1 step was skipped", "few-steps: only 60 steps; raise max_steps",
+                  "rows that look wrong, worst first: 2", "step 7: out of memory at 8 rows x 256"):  # fmt: skip
+        assert any(words in text for text in said), words
+
+
+def test_durations():
+    assert [duration(s) for s in (None, 59.4, 61, 7260, 200_000)] == [
+        "-",
+        "59 s",
+        "1 min 01 s",
+        "2 h 01 min",
+        "2 d 7 h",
+    ]
+
+
+def test_what_distinguishes_runs(made):
+    one, off = (read_run(made / name, name) for name in ("one", "off"))
+    assert differences([one, off]) == [
+        ("scu", ["true", "false"]), ("memory_control", ["true", "false"]), ("learning_rate", ["0.004", "0.002"])
+    ]  # fmt: skip
+    assert changed(one) == [("learning_rate", "0.004", "5e-05"), ("max_steps", "60", "-1")]
+    assert differences([one, one]) == []
+
+
+def test_the_command_of_several_processes(made):
+    run = read_run(made / "one", "one")
+    assert repeat_command(run, made / "a b.yaml").startswith("scu-trainer train --config ")
+    run.config["world_size"] = 2
+    assert repeat_command(run, made / "r.yaml").startswith("torchrun --nproc_per_node 2 scripts/train.py --config ")
+
+
+# -- comparisons -------------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_keeps_every_arm(made):
+    found = read_comparison(made / "study")
+    arms, differences_plot, s, curves = comparison_plots(found)
+    rows = {row.label: row for row in arms.panels[0].intervals}
+    assert list(rows) == found.arms and rows["original"].note == "0 of 3 runs" and rows["original"].value is None
+    assert rows["model"].points == pytest.approx([6.79, 6.80, 6.81])
+    changes = {row.label: row for row in differences_plot.panels[0].intervals}
+    assert "none" not in changes and changes["model"].points == pytest.approx([-0.07] * 3)
+    assert differences_plot.panels[0].zero_line
+    assert [line.label for line in s.panels[0].lines] == ["model"] and "fixed-1" in s.notes[0]
+    assert [line.label for line in curves.panels[0].lines] == ["none", "fixed-1", "weight_decay-10", "model"]
+    assert "original, schedule-cosine: no evaluation" in curves.notes[0]
+    head, table = result_rows(found)
+    assert len(table) == 6 and all(len(row) == len(head) for row in table)
+
+
+def test_a_run_that_the_comparison_left_out_is_no_point(made, tmp_path):
+    folder = make_comparison(tmp_path / "study")
+    content = json.loads((folder / "comparison.json").read_text())
+    content["runs"][0]["error"] = "other tokens"
+    (folder / "comparison.json").write_text(json.dumps(content))
+    rows = comparison_plots(read_comparison(folder))[0].panels[0].intervals
+    assert rows[0].points == pytest.approx([6.87, 6.88])
+
+
+def test_a_comparison_without_results_yet(tmp_path):
+    folder = make_comparison(tmp_path / "study")
+    content = json.loads((folder / "comparison.json").read_text())
+    for run in content["runs"]:
+        run.update(status="missing", metrics={}, folder=None)
+    for row in content["table"]:
+        row.update(held_out_bpt=None, difference=None, finished=0)
+    (folder / "comparison.json").write_text(json.dumps(content))
+    found = comparison_plots(read_comparison(folder))
+    assert all(not plot.panels and plot.notes for plot in found)
