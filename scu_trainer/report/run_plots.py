@@ -85,13 +85,13 @@ def _drawn(lines: Iterator[Line]) -> list[Line]:
 # -- loss --------------------------------------------------------------------------------------------------------------
 
 
-def _in_bits(run: RunFiles) -> bool:
+def in_bits(run: RunFiles) -> bool:
     return any("eval_bpt" in row for row in run.logs) or any("data_bpt" in row for row in run.control[:1])
 
 
 def _loss_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     style = Style(runs)
-    is_bits = all(_in_bits(run) for run in runs if run.logs or run.control)
+    is_bits = all(in_bits(run) for run in runs if run.logs or run.control)
     unit = f"bits per {runs[0].unit}" if is_bits else "loss"
     factor = 1 / math.log(2) if is_bits else 1.0
     training = Panel("Training loss", unit, lines=_drawn(_training_lines(runs, style, factor, is_bits)))

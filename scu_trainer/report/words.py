@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Optional
 
 from scu_trainer.report.files import RunFiles, newest, points
-from scu_trainer.report.run_plots import number, ooms
+from scu_trainer.report.run_plots import in_bits, number, ooms
 from scu_trainer.run_files import readable
 
 NONE = "-"
@@ -19,7 +20,7 @@ def key_figures(run: RunFiles) -> list[tuple[str, str]]:
         ("status", f"{run.state}: {run.detail}" if run.detail else run.state),
         ("steps", _steps(run)),
         *_held_out(run),
-        ("training loss, last logged", number(newest(run.logs, "loss"))),
+        ("training loss, last logged", _loss(run)),
         ("S against target", _s(run, control)),
         ("lambda, newest", number(control.get("final_lambda", newest(run.control, "lambda")))),
         ("cost of the loop", _percent(control.get("overhead_fraction"))),
@@ -31,6 +32,14 @@ def key_figures(run: RunFiles) -> list[tuple[str, str]]:
         ("model", str(run.settings.get("model_name_or_path") or _without_model(run))),
         ("data", _data(run)),
     ]
+
+
+def _loss(run: RunFiles) -> str:
+    """As it was logged, in nats, and in the unit of the plot."""
+    loss = newest(run.logs, "loss")
+    if loss is None or not in_bits(run):
+        return number(loss)
+    return f"{loss:.3f} nats, {loss / math.log(2):.3f} bits per {run.unit}"
 
 
 def _without_model(run: RunFiles) -> str:

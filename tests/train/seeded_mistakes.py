@@ -410,7 +410,11 @@ MISTAKES = (
     ),
     # -- surroundings --------------------------------------------------------------------------------------------------
     Mistake(
-        "no-mlflow", "common", "report_to: mlflow without mlflow", lambda b: {"report_to": "mlflow"}, "report-to-missing"
+        "no-mlflow",
+        "common",
+        "report_to: mlflow without mlflow",
+        lambda b: {"report_to": "mlflow"},
+        "report-to-missing",
     ),
     Mistake("no-token", "common", "push_to_hub without a token", lambda b: {"push_to_hub": "true"}, "no-hub-token"),
     Mistake(
