@@ -257,3 +257,29 @@ def test_loopback_is_open():
         client.sendall(b"x")
         with server.accept()[0] as accepted:
             assert accepted.recv(1) == b"x"
+
+
+@pytest.mark.parametrize(
+    ("programs", "ci", "code", "said"),
+    [
+        (("google-chrome",), "", 0, ""),
+        (("apt-get",), "true", 0, "installing Debian's"),
+        ((), "", 0, "the tests that open pages in one are skipped"),
+        ((), "true", 1, "apt-get install chromium"),
+    ],
+)
+def test_a_browser_is_found_or_installed_or_missed_aloud(tmp_path, programs, ci, code, said):
+    """apt-get is a stand-in that puts a chromium beside itself."""
+    (tmp_path / "id").write_text("#!/bin/sh\necho 0\n")
+    for program in programs:
+        (tmp_path / program).write_text(f'#!/bin/sh\n[ "$1" = update ] || cp {tmp_path}/id {tmp_path}/chromium\n')
+    for tool in ("sh", "cp"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    for program in (*programs, "id"):
+        (tmp_path / program).chmod(0o755)
+    environment = {"PATH": str(tmp_path), "CI": ci}
+    done = subprocess.run(
+        [shutil.which("sh"), str(ROOT / "tests/find_browser.sh")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == code and said in done.stdout + done.stderr
+    assert (tmp_path / "chromium").exists() == ("apt-get" in programs)
