@@ -18,6 +18,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from scu_trainer.cli import main
 from tests.conftest import NetworkForbidden
 
 ROOT = Path(__file__).parents[1]
@@ -283,3 +284,25 @@ def test_a_browser_is_found_or_installed_or_missed_aloud(tmp_path, programs, ci,
     )
     assert done.returncode == code and said in done.stdout + done.stderr
     assert (tmp_path / "chromium").exists() == ("apt-get" in programs)
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_each_command_explains_itself(name, capsys):
+    try:
+        code = main.main([name, "--help"])
+    except SystemExit as end:  # argparse's own
+        code = end.code
+    shown = capsys.readouterr().out
+    assert code == 0 and f"scu-trainer {name}" in shown
+
+
+def test_each_script_is_a_command():
+    """Two thin lines: what a script does is what the command does."""
+    called = {}
+    for path in sorted((ROOT / "scripts").glob("*.py")):
+        found = re.findall(r"^from scu_trainer\.cli\.(\w+) import main$", path.read_text(), re.MULTILINE)
+        assert len(found) == 1, path
+        called[path.stem] = found[0]
+    assert set(called.values()) <= set(main.COMMANDS)
+    seeds = {"eval_bpt": "eval", "compare_controllers": "compare", "push_to_hf": "push"}
+    assert called.items() >= (seeds | {"generate_ablation_plots": "report"}).items()
