@@ -11,11 +11,10 @@ from typing import Any, Optional
 
 from scu_trainer.cli import compare_screen as screens
 from scu_trainer.cli.compare_plan import arms_of, check_words, plan_of, reference_of, shared_out
-from scu_trainer.cli.compare_runs import RECORD_FILE, Start, exit_code, known_runs
+from scu_trainer.cli.compare_runs import RECORD_FILE, Start, exit_code, known_runs, read_record
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError
-from scu_trainer.run_files import read_json
 from scu_trainer.runs import comparison
 from scu_trainer.runs.comparison_plan import Plan, read_plan, require_same
 from scu_trainer.runs.comparison_state import found_states
@@ -95,11 +94,11 @@ def _lasting(argv: Sequence[str]) -> list[str]:
 
 
 def _show(folder: str, argv: Sequence[str], console: Any) -> int:
-    if len(argv) > 2:
+    if len(argv) > (1 if f"--table={folder}" in argv else 2):
         raise SettingsError("--table prints what is there and takes no other option")
-    if not (Path(folder) / RECORD_FILE).is_file():
+    record = read_record(Path(folder))
+    if record is None:
         raise SettingsError(f"{folder} holds no {RECORD_FILE}; give the output_dir of a comparison")
-    record = read_json(Path(folder) / RECORD_FILE)
     screens.print_record(console, record)
     return exit_code(record)
 
@@ -114,5 +113,5 @@ def _dry_run(plan: Plan, devices: Sequence[str], console: Any) -> int:
     done = sum(state.status == "finished" for state in states.values())
     screens.print_wrapped(console, screens.start_line(plan, devices) + f", {done} done before")
     example = comparison.words(plan, next((key for key in plan.runs if states[key].status != "finished"), plan.runs[0]))
-    screens.print_wrapped(console, "such as: " + shlex.join(example))
+    console.print("such as:", shlex.join(example), soft_wrap=True, markup=False)
     return 0

@@ -16,7 +16,7 @@ from scu_trainer.errors import SettingsError, UserError, nearest
 from scu_trainer.hardware.probe import ram_bytes, usable_cores
 from scu_trainer.runs import room
 from scu_trainer.runs.comparison_arms import DEFAULT_ARMS, Arm, chosen_arms
-from scu_trainer.runs.comparison_plan import Plan, check_comparable, differences
+from scu_trainer.runs.comparison_plan import Plan, check_comparable, check_equal_budget, differences
 
 BYTES_PER_JOB = 4 * 2**30
 """Main memory that is left for each run where nobody says how many go at a time."""
@@ -28,6 +28,13 @@ OURS = {
     "resume_from_checkpoint": "runs go on by themselves; drop it",
 }
 """Fields of the training command that a comparison sets itself, and what to type instead."""
+
+OF_A_RUN = {
+    "seed": OURS["seed"],
+    "resume_from_checkpoint": OURS["resume_from_checkpoint"],
+    "output_dir": "each run has its own below --output_dir; drop it",
+}
+"""Those that an arm cannot set either: they differ between its runs."""
 
 
 def check_words(options: argparse.Namespace, flags: Sequence[str]) -> None:
@@ -57,7 +64,11 @@ def arms_of(options: argparse.Namespace, flags: Sequence[str]) -> list[Arm]:
         values = read_values(options.config, flags)
         return values["learning_rate"] * values["max_steps"] if values["max_steps"] > 0 else None
 
-    return chosen_arms(words, options.arm, rate_times_steps)
+    arms = chosen_arms(words, options.arm, rate_times_steps)
+    for arm in arms:
+        for name in arm.settings.keys() & OF_A_RUN.keys():
+            raise SettingsError(f"arm {arm.name}: {name} is set by the comparison: {OF_A_RUN[name]}")
+    return arms
 
 
 def reference_of(asked: str, arms: Sequence[Arm]) -> str:
@@ -76,6 +87,7 @@ def plan_of(options: argparse.Namespace, flags: Sequence[str], arms: Sequence[Ar
         with _named(arm):
             resolved[arm.name], texts[arm.name] = _resolved(options.config, words)
         check_comparable(arm.name, resolved[arm.name])
+    check_equal_budget(resolved)
     return Plan(folder, command, options.config, tuple(arms), tuple(options.seeds), 1, resolved, texts)
 
 

@@ -9,10 +9,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from scu_trainer.cli import compare_screen as screens
 from scu_trainer.errors import Stopped, StorageError
+from scu_trainer.report.comparison import FORMAT
 from scu_trainer.report.comparison import record as record_of
 from scu_trainer.report.comparison_text import document
 from scu_trainer.run_files import read_json, require_writable, write_json, write_text
@@ -116,8 +117,19 @@ def _described(key: Key, state: State) -> dict[str, Any]:
 
 
 def known_runs(folder: Path) -> list[dict[str, Any]]:
+    record = read_record(folder)
+    return [] if record is None else record["runs"]
+
+
+def read_record(folder: Path) -> Optional[dict[str, Any]]:
+    """Content of comparison.json; None where there is none. Raises StorageError."""
     path = folder / RECORD_FILE
-    return read_json(path)["runs"] if path.is_file() else []
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise StorageError(f"{path} is no comparison of this version; move it away")
+    return found
 
 
 def exit_code(record: Mapping[str, Any]) -> int:

@@ -75,9 +75,9 @@ def _verdict_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def print_wrapped(console: Console, line: str) -> None:
-    """On the screen's width, further lines set in."""
-    width = max(20, console.width)
-    console.print("\n".join(textwrap.wrap(line, width, subsequent_indent="  ")), markup=False, soft_wrap=True)
+    """On the screen's width, further lines set in. Names of runs and paths stay whole, to be copied."""
+    whole = {"subsequent_indent": "  ", "break_on_hyphens": False, "break_long_words": False}
+    console.print("\n".join(textwrap.wrap(line, max(20, console.width), **whole)), markup=False, soft_wrap=True)
 
 
 def start_line(plan: Plan, devices: Sequence[str]) -> str:

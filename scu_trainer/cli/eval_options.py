@@ -82,7 +82,8 @@ class HarnessOptions:
     batch_size: Optional[int] = option(None, f"questions per forward pass; default: {BATCH_SIZE}")
 
     def __post_init__(self) -> None:
-        typed = [name for name, value in vars(self).items() if name != "tasks" and value not in (None, False)]
+        typed = [name for name, value in vars(self).items() if name != "tasks" and value is not None]
+        typed = [name for name in typed if getattr(self, name) is not False]  # 0 is typed
         require(
             self.tasks is not None or not typed,
             f"{typed and typed[0]} belongs to tasks of lm-evaluation-harness; add --tasks NAME, or drop it",

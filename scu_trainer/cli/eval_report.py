@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -90,8 +91,13 @@ def _figures_of(subject: Subject, answer: Answer, options: EvalOptions) -> dict[
     if scores.correct is not None:
         return {**row, "accuracy": _bounds(bootstrap_accuracy(scores, **options.how), scores)}
     bits = row["bpt"]
-    powers = {name: None if bits[name] is None else 2.0 ** bits[name] for name in ("value", "low", "high")}
+    powers = {name: _perplexity(bits[name]) for name in ("value", "low", "high")}
     return {**row, "perplexity": {**powers, "confidence": options.confidence}}
+
+
+def _perplexity(bits: Optional[float]) -> Optional[float]:
+    """None where there are no bits, or so many that no float holds it."""
+    return None if bits is None or bits >= sys.float_info.max_exp else 2.0**bits
 
 
 def _difference(other: DocumentScores, model: DocumentScores, options: EvalOptions) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class Question:
     def _parts(self, subject: Subject) -> Parts:
         from scu_trainer.train.tasks.task import Source
 
-        source = Source(subject.model, self.settings, self._own(subject), self.seed, self.windows)
+        source = Source(subject.model, self.settings, self._own(subject), self.seed, self.windows, self.owner.model)
         parts = replace(self.task.load_scored(source), batch_tokens=self.batch_tokens)
         if parts.data.eval is None:
             raise DataError(

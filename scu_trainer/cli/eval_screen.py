@@ -88,11 +88,13 @@ def _row(label: str, value: str, bounds: str, *second: str, width: int = NAME_CO
 
 def _words(interval: dict[str, Any], name: str) -> tuple[str, str]:
     shown = "#.5g" if name == "perplexity" else ".4f"
+    if interval["value"] is None:
+        return "too large", _range(interval, shown)
     return f"{interval['value']:{shown}}".rstrip("."), _range(interval, shown)
 
 
 def _range(interval: dict[str, Any], shown: str = ".4f") -> str:
-    if interval["low"] is None:
+    if interval["low"] is None or interval["high"] is None:
         return "none"
     return " to ".join(f"{interval[side]:{shown}}".rstrip(".") for side in ("low", "high"))
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -70,8 +71,7 @@ def merge_options(typed: argparse.Namespace) -> MergeOptions:
 
 
 def _require_size(text: str) -> None:
-    number = text.upper().removesuffix("B").rstrip("KMGTI")
-    if not number.isdigit() or int(number) < 1 or number == text:
+    if not re.fullmatch(r"0*[1-9]\d*[KMGT]B", text, re.IGNORECASE | re.ASCII):
         raise SettingsError(f"max_shard_size is {text!r}; give a size with its unit, for instance 5GB or 500MB")
 
 
@@ -242,13 +242,14 @@ def _merged(subject: Subject, output: Path, options: MergeOptions) -> dict[str, 
         built_once(output, merging.build)
     finally:
         output.with_name(f"{output.name}.lock").unlink(missing_ok=True)
+    if "difference" not in facts:
+        raise StorageError(f"another process has written {output} meanwhile; look at it, or merge into another folder")
     return facts
 
 
 def adapter_hash(source: Path) -> str:
     """SHA-256 of the weights of an adapter: merged weights belong to these and no others."""
-    found = sorted(source.glob("adapter_model*"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in found)).hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(source.glob("adapter_model*")))).hexdigest()
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ def _main(argv: list[str]) -> int:
         base_id=(typed.base_model or facts.base_id) if facts.is_adapter else None,
         say=lambda line: print(line, file=sys.stderr),
     )
-    print(json.dumps(sent) if typed.json else _sent_screen(sent))
+    print(json.dumps(sent) if typed.json else _sent_screen(sent, upload))
     return 0
 
 
@@ -91,11 +91,22 @@ def _upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional[str]]:
     if typed.merged and merged is None:
         merged = _merged_folder(subject, typed)
         facts, merged = facts_of(merged)
+    elif merged is not None:
+        _require_its_adapter(facts, merged)
     elif facts.is_adapter:
         _require_text(facts, typed.run)
         require_shared_base(facts, typed.base_model)
     license = typed.license or base_license(facts.base)
     return facts, upload_of(facts, typed.repo_id, license, typed.base_model, merged), license
+
+
+def _require_its_adapter(facts: Facts, merged: Path) -> None:
+    """The card tells of the run that lies there: it has to be the one that was merged."""
+    if facts.merge.get("adapter_sha256") != adapter_hash(facts.weights):
+        raise HubError(
+            f"{merged} was made of an adapter that is no longer in {facts.weights}: that was trained anew, and its "
+            "scores are not those of the merged weights; merge it anew"
+        )
 
 
 def _require_text(facts: Facts, name: str) -> None:
@@ -117,6 +128,7 @@ def _merged_folder(subject: Subject, typed: argparse.Namespace) -> Path:
     made_of = facts.merge.get("adapter_sha256")
     is_same = merged is not None and made_of == adapter_hash(Path(subject.source))
     if is_same and options.dtype in ("auto", facts.merge["dtype"]):
+        print(f"merged before, taken as it is: {output}", file=sys.stderr)
         return output
     what = "of another adapter" if not is_same else f"in {facts.merge['dtype']}"
     raise ModelError(f"{output} is there and holds a model {what}; remove it, or push it by its own name")
@@ -164,7 +176,9 @@ def _as_dict(upload: Upload, typed: argparse.Namespace) -> dict:
     }
 
 
-def _sent_screen(sent: dict) -> str:
+def _sent_screen(sent: dict, upload: Upload) -> str:
     what = f"{sent['files']} files ({readable(sent['size_bytes'])})"
     line = f"pushed {what} as one commit" if sent["is_changed"] else f"unchanged: all {what} were there"
-    return f"{line}\n{sent['url']}"
+    notes = ["card: README.md was edited, and was sent as it is"] if upload.edited else []
+    notes += [f"removed, of an earlier push: {', '.join(sent['removed'])}"] if sent["removed"] else []
+    return "\n".join([line, *notes, sent["url"]])

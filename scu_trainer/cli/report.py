@@ -15,9 +15,9 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.report.page import Drawing, drawing, html
 from scu_trainer.report.pages import page_of, plots_of
-from scu_trainer.report.render import THEMES, in_theme, png, require_matplotlib
+from scu_trainer.report.render import THEMES, boxed_letters, in_theme, png, require_matplotlib
 from scu_trainer.report.settings_table import repeat_yaml
-from scu_trainer.report.write import PAGE, check_folder, forget_old, write_files
+from scu_trainer.report.write import PAGE, check_folder, forget_old, pictures, repeat_file, write_files
 from scu_trainer.run_files import readable
 from scu_trainer.runs.store import ROOT
 
@@ -50,8 +50,7 @@ def _main(argv: list[str], sleep: Callable[[float], None]) -> int:
     folder = options.output or _default_folder(wanted)
     if options.watch is not None:
         return _watch(wanted, folder, options.watch, sleep)
-    if options.output is None:
-        subjects.require_begun(wanted)
+    subjects.require_begun(wanted, folder)
     _say(folder, _write_all(wanted, folder))
     return 0
 
@@ -107,7 +106,9 @@ def _write_all(wanted: subjects.Wanted, folder: Path) -> list[str]:
     files[PAGE] = html(page_of(subject, drawings, _written(), [folder / name for name in repeats]))
     write_files(folder, files)
     forget_old(folder, names)
-    return [f"{plot.key}: {note}" for plot in plots for note in plot.notes]
+    letters = boxed_letters(drawn)
+    boxes = [f"{letters} in PNG files, whose font lacks them; the page and SVG files have them"] if letters else []
+    return [f"{plot.key}: {note}" for plot in plots for note in plot.notes] + boxes
 
 
 def _pictures(item: Drawing) -> dict[str, str | bytes]:
@@ -124,9 +125,7 @@ def _repeats(wanted: subjects.Wanted, subject) -> dict[str, str]:
     if wanted.is_comparison:
         return {}
     single = len(subject) == 1
-    names = [
-        "repeat.yaml" if single else f"repeat-{number}-{run.folder.name}.yaml" for number, run in enumerate(subject, 1)
-    ]
+    names = ["repeat.yaml" if single else repeat_file(number, run.name) for number, run in enumerate(subject, 1)]
     return {name: repeat_yaml(run) for name, run in zip(names, subject, strict=True)}
 
 
@@ -145,9 +144,8 @@ def _written() -> str:
 
 def _say(folder: Path, notes: Sequence[str]) -> None:
     page = folder / PAGE
-    count = sum(1 for path in folder.glob("*-*.*") if path.suffix in (".png", ".svg"))
     print(f"report: {page} ({readable(page.stat().st_size)}, needs nothing but itself)")
-    print(f"        {count} files of plots beside it: PNG and SVG, light and dark")
+    print(f"        {len(pictures(folder))} files of plots beside it: PNG and SVG, light and dark")
     for note in notes:
         print(f"not drawn: {note}")
 
@@ -158,6 +156,9 @@ def _say(folder: Path, notes: Sequence[str]) -> None:
 def _watch(wanted: subjects.Wanted, folder: Path, every_s: float, sleep: Callable[[float], None]) -> int:
     """Until all runs have ended, then the page as it stays; Ctrl-C leaves such a page too."""
     print(f"watching every {every_s:g} s until all runs have ended, Ctrl-C ends it: {folder / PAGE}", flush=True)
+    for run in wanted.folders:
+        if not run.exists():
+            print(f"{run} is not there yet: waiting for it", flush=True)
     try:
         while not wanted.may_write(folder) or wanted.is_alive():
             if wanted.may_write(folder):

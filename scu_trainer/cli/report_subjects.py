@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,8 @@ from scu_trainer.runs.store import Run, all_runs
 
 MOST_NAMED = 8
 LOCK_FILE = "_run.lock"
+QUIET_S = 60.0
+"""A comparison with runs to come, none of which is alive for longer than this, has been stopped."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,13 @@ class Wanted:
     def is_alive(self) -> bool:
         """Whether anything is still to come."""
         if self.is_comparison:
-            return read_comparison(self.folders[0]).is_alive
+            return _is_under_way(read_comparison(self.folders[0]))
         return any(_state(folder, name)[2] for folder, name in zip(self.folders, self.names, strict=True))
 
     def may_write(self, folder: Path) -> bool:
         """A report inside of a run that has not begun would take the place that training claims for itself."""
-        inside = [run for run in self.folders if run.absolute() in folder.absolute().parents]
+        place = folder.resolve()
+        inside = [run for run in self.folders if run.resolve() in (place, *place.parents)]
         return self.is_comparison or all(has_begun(run) for run in inside)
 
 
@@ -56,19 +61,19 @@ def find(words: Sequence[str], root: Path, waits: bool) -> Wanted:
     for folder, word in zip(folders, words, strict=True):
         if not is_run(folder) and not (waits and _may_become_one(folder)):
             raise SettingsError(_no_run(folder, word, root))
-    absolute = [folder.absolute() for folder in folders]
+    absolute = [Path(os.path.abspath(folder)) for folder in folders]  # without "..", and links keep their names
     twice = next((word for word, place in zip(words, absolute, strict=True) if absolute.count(place) > 1), None)
     if twice is not None:
         raise SettingsError(f"{twice} is given twice; give each run once")
     return Wanted(tuple(folders), tuple(_names(absolute)))
 
 
-def require_begun(wanted: Wanted) -> None:
-    """Raise SettingsError for a single run in whose folder a report must not be written yet."""
-    if not wanted.may_write(wanted.folders[0] / "report") and len(wanted.folders) == 1:
+def require_begun(wanted: Wanted, folder: Path) -> None:
+    """Raise SettingsError where the report would be written into a run that has not begun."""
+    if not wanted.may_write(folder):
         raise SettingsError(
-            f"{wanted.folders[0]} has not begun to train, and a report in it would take its place; add --watch to "
-            "wait for it, or give --output DIR"
+            f"{folder} belongs to a run that has not begun to train, and a report in it would take its place; add "
+            "--watch to wait for it, or give another --output"
         )
 
 
@@ -111,6 +116,14 @@ def _listed(names: Sequence[str]) -> str:
 def _read(folder: Path, name: str) -> RunFiles:
     state, detail, is_alive = _state(folder, name)
     return read_run(folder, name, state, detail, is_alive)
+
+
+def _is_under_way(found: Comparison) -> bool:
+    """Whether runs of it are still to come, and somebody is about to run them."""
+    if not found.is_alive:
+        return False
+    is_recent = time.time() - (found.folder / COMPARISON_FILE).stat().st_mtime < QUIET_S
+    return is_recent or any(_state(run.folder, run.name)[2] for run in found.runs.values())
 
 
 def _state(folder: Path, name: str) -> tuple[str, str, bool]:

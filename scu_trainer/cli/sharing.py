@@ -11,7 +11,7 @@ from scu_trainer.hub.card import CARD, base_license, write_card
 from scu_trainer.hub.facts import facts_of
 from scu_trainer.hub.files import upload_of
 from scu_trainer.hub.local_paths import is_local
-from scu_trainer.hub.push import push, token_for
+from scu_trainer.hub.push import push, require_open, token_for
 from scu_trainer.models.load import base_of, located
 from scu_trainer.run_files import read_json
 from scu_trainer.settings.tasks import TEXT
@@ -35,6 +35,15 @@ def refuse_useless_push(job: Job) -> None:
         f"push_to_hub would send an adapter of {what}, and whoever downloads it does not have that. Drop push_to_hub, "
         "and after training push the full weights: scu-trainer push RUN --merged --repo_id OWNER/NAME"
     )
+
+
+def require_open_hub(training: TrainingArguments) -> None:
+    """Raise HubError, before anything is loaded, where the Hub would take none of the pushes of ``push_to_hub``."""
+    repo_id = training.hub_model_id or Path(training.output_dir).absolute().name
+    try:
+        require_open(repo_id, token_for(training.hub_token), bool(training.hub_private_repo))
+    except HubError as error:
+        raise HubError(f"push_to_hub is on, and nothing was trained: {error}") from error
 
 
 def after_training(job: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Optional
@@ -72,12 +73,16 @@ def _help(with_stock_fields: bool) -> str:
 
 
 def _train(job, log, modes: argparse.Namespace) -> int:
-    from scu_trainer.cli.sharing import after_training, refuse_useless_push
+    from scu_trainer.cli.sharing import after_training, refuse_useless_push, require_open_hub
+    from scu_trainer.train.claim import from_first_rank
     from scu_trainer.train.deepspeed_start import leave_process_group
     from scu_trainer.train.rehearsal import rehearse
     from scu_trainer.train.session import look_only, run
 
     refuse_useless_push(job)
+    if job.training.push_to_hub and not modes.test_run:  # which pushes nothing
+        ask = functools.partial(require_open_hub, job.training)
+        from_first_rank(ask, job.training.process_index, job.training.world_size)
     succeeded = False
     try:
         if modes.preflight_only:

@@ -113,13 +113,13 @@ def _results(facts: Facts) -> list[EvalResult]:
         ("held_out_accuracy_after", "accuracy", "accuracy, held out"),
     ):
         measured = facts.metrics.get(key)
-        if measured:
+        if measured and measured["value"] is not None:
             found.append(
                 EvalResult(
                     task_type=facts.task,
-                    dataset_type=card_text.dataset_name(facts),
-                    dataset_name=card_text.dataset_name(facts),
-                    dataset_split="held out by the run",
+                    dataset_type=card_text.held_out_name(facts),
+                    dataset_name=card_text.held_out_name(facts),
+                    dataset_split=None if facts.settings.get("eval_dataset") else "held out by the run",
                     metric_type=kind,
                     metric_name=what,
                     metric_value=round(measured["value"], 4),
@@ -132,9 +132,10 @@ def _results(facts: Facts) -> list[EvalResult]:
 
 
 def base_license(base: Optional[str]) -> Optional[str]:
-    """Licence in the card of ``base``, a folder or what was fetched of a Hub id before; None where none is stated. No
-    network."""
+    """Licence in the card of ``base``, a folder or what was fetched of a Hub id before; None where none is stated, or
+    nothing that can be read. No network."""
     from huggingface_hub import ModelCard, try_to_load_from_cache
+    from yaml import YAMLError
 
     if not base:
         return None
@@ -142,4 +143,8 @@ def base_license(base: Optional[str]) -> Optional[str]:
     found = local if local.is_file() else None if is_local(base) else try_to_load_from_cache(base, CARD)
     if not isinstance(found, (str, Path)):
         return None
-    return ModelCard.load(found, ignore_metadata_errors=True).data.license
+    try:
+        license = ModelCard.load(found, ignore_metadata_errors=True).data.license
+    except (YAMLError, ValueError):  # somebody else's mistake, which must not cost a finished run its card
+        return None
+    return ", ".join(map(str, license)) if isinstance(license, list) else license

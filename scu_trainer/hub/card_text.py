@@ -29,7 +29,7 @@ def body(facts: Facts, name: str, license: str, base_id: Optional[str]) -> str:
         card_training.controllers(facts),
         card_training.machine(facts),
         card_training.again(facts),
-        f"## Licence\n\n{_license(license)}",
+        f"## Licence\n\n{_license(facts, license)}",
         _limits(facts),
     ]
     return "\n\n".join(section for section in sections if section)
@@ -39,6 +39,12 @@ def dataset_name(facts: Facts) -> str:
     """As somebody else would call it: a path of this machine is its last part."""
     name = facts.settings.get("dataset") or facts.settings.get("image_dataset") or "not told"
     return str(without_local_paths(name)).removeprefix("[local]/")
+
+
+def held_out_name(facts: Facts) -> str:
+    """Of the dataset that was scored."""
+    own = facts.settings.get("eval_dataset")
+    return str(without_local_paths(own)).removeprefix("[local]/") if own else dataset_name(facts)
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------
@@ -54,7 +60,7 @@ def _what(facts: Facts, base_id: Optional[str]) -> str:
         form = f"{kind}, all weights trained with scu-trainer."
     lines = [form[0].upper() + form[1:], f"- base: {_base(facts, base_id)}"]
     if facts.step is not None:
-        lines.append(f"- weights of step {facts.step}, before the end of the run")
+        lines.append(f"- weights of step {facts.step}, a checkpoint of the run")
     if facts.merge:
         lines.append(_merge_line(facts.merge))
     return "\n".join([lines[0], "", *lines[1:]])
@@ -105,10 +111,11 @@ def _results(facts: Facts) -> str:
     if "held_out_accuracy_after" in metrics:
         rows.insert(0, _row("accuracy", metrics, "accuracy", ".1%"))
     level = metrics["held_out_bpt_after"].get("confidence", 0.95)
+    which = "a dataset for scoring alone" if facts.settings.get("eval_dataset") else "held out from training"
     lines = [
         "## Results",
         "",
-        f"On {metrics['held_out_documents']:,} {item}s of {dataset_name(facts)} that were held out from training"
+        f"On {metrics['held_out_documents']:,} {item}s of {held_out_name(facts)}, {which}"
         f" ({metrics['held_out_tokens']:,} {unit}s), with {level:.0%} bootstrap intervals over {item}s:",
         "",
         "| | before | after | change |",
@@ -130,12 +137,16 @@ def _row(what: str, metrics: dict[str, Any], key: str, style: str) -> str:
 
 
 def _cell(interval: dict[str, Any], style: str) -> str:
+    if interval["value"] is None:  # no finite loss
+        return "no number"
     low, high = interval.get("low"), interval.get("high")
     bounds = "" if low is None or high is None else f" ({low:{style}} to {high:{style}})"
     return f"{interval['value']:{style}}{bounds}"
 
 
-def _license(license: str) -> str:
+def _license(facts: Facts, license: str) -> str:
+    if license == "not stated" and not facts.base:
+        return "Not stated: none was given."
     if license == "not stated":
         return "Not stated: none was given, and the files of the base name none. Ask whoever published the base."
     return license
@@ -145,10 +156,10 @@ def _limits(facts: Facts) -> str:
     dataset = dataset_name(facts)
     whose = "the same dataset" if not facts.settings.get("eval_dataset") else "the held-out dataset"
     lines = [
-        f"- Measured on {whose} alone ({dataset}): what the model does on other data was not measured."
+        f"- Measured on {whose} alone ({held_out_name(facts)}): what the model does on other data was not measured."
         if facts.metrics.get("held_out_documents")
         else "- How good it is was not measured.",
-        "- No benchmark was run, and what it writes was not looked at for errors, bias or harm.",
+        "- No benchmark was run, and its output was not looked at for errors, bias or harm.",
         f"- One run with seed {facts.description['seed']}: how much another seed changes was not measured."
         if "seed" in facts.description
         else "- Nothing is known about its training: no files of a run were beside it.",

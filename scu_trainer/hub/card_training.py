@@ -56,8 +56,16 @@ def training(facts: Facts) -> str:
     names = [*HYPERPARAMETERS, *(ADAPTER if facts.adapter else ())]
     rows = [f"| {name} | {settings[name]} |" for name in names if settings.get(name) is not None]
     steps = facts.metrics.get("steps")
-    said = [] if steps is None else [f"{steps:,} optimizer steps in {facts.metrics['train_s']:,.0f} s."]
+    said = [] if steps is None else [_pace(facts.metrics, steps)]
     return "\n".join(["## Training", "", *said, *([""] if said else []), "| setting | value |", "|---|---|", *rows])
+
+
+def _pace(metrics: dict[str, Any], steps: int) -> str:
+    """Of a run that was resumed, only what its last start did was timed."""
+    timed = metrics.get("steps_of_this_start", steps)
+    if timed == steps:
+        return f"{steps:,} optimizer steps in {metrics['train_s']:,.0f} s."
+    return f"{steps:,} optimizer steps; since it was resumed {timed:,} of them, in {metrics['train_s']:,.0f} s."
 
 
 def controllers(facts: Facts) -> str:

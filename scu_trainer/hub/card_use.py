@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Optional
 
 from scu_trainer.hub.facts import IMAGES, TEXT, Facts
@@ -12,22 +13,23 @@ def loading(facts: Facts, name: str) -> Optional[str]:
     base which was changed before it was trained."""
     if facts.is_adapter and facts.task != TEXT:
         return None
+    name = json.dumps(name, ensure_ascii=False)  # quotes inside of it are Python's too
     lines = _weights(facts, name)
     if facts.task in (TEXT, "word-generation"):
-        lines += ["", "from transformers import AutoTokenizer", f'tokenizer = AutoTokenizer.from_pretrained("{name}")']
+        lines += ["", "from transformers import AutoTokenizer", f"tokenizer = AutoTokenizer.from_pretrained({name})"]
     elif facts.task == IMAGES:
         lines += ["", "from transformers import AutoImageProcessor"]
-        lines += [f'processor = AutoImageProcessor.from_pretrained("{name}")']
+        lines += [f"processor = AutoImageProcessor.from_pretrained({name})"]
     return "\n".join(lines)
 
 
 def _weights(facts: Facts, name: str) -> list[str]:
     if facts.is_adapter:
         kind = "AutoPeftModelForCausalLM"
-        return [f"from peft import {kind}", f'model = {kind}.from_pretrained("{name}")']
+        return [f"from peft import {kind}", f"model = {kind}.from_pretrained({name})"]
     kind = _auto_class(facts)
     code = ", trust_remote_code=True" if facts.config.get("auto_map") else ""
-    return [f"from transformers import {kind}", f'model = {kind}.from_pretrained("{name}"{code})']
+    return [f"from transformers import {kind}", f"model = {kind}.from_pretrained({name}{code})"]
 
 
 def _auto_class(facts: Facts) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional, Union
@@ -16,7 +17,7 @@ from scu_trainer.errors import HubError, ModelError
 from scu_trainer.hub.card import CARD, card_of, is_ours
 from scu_trainer.hub.facts import Facts
 from scu_trainer.hub.local_paths import without_local_paths
-from scu_trainer.models.published import ADAPTER, MODEL, PROCESSOR, names_like
+from scu_trainer.models.published import ADAPTER, PROCESSOR, WEIGHTS, model_files, names_like
 from scu_trainer.run_files import read_json
 from scu_trainer.secrets import redact
 
@@ -75,7 +76,7 @@ def upload_of(
     Raises HubError for an adapter whose base nobody else has, and for secrets; ModelError where there are no weights.
     """
     weights = merged or facts.weights
-    names = names_like(weights, (ADAPTER if facts.is_adapter else MODEL) + PROCESSOR)
+    names = names_like(weights, (ADAPTER if facts.is_adapter else model_files(weights)) + PROCESSOR)
     if not any(name.endswith(".safetensors") for name in names):
         raise ModelError(f"{weights} holds no weights in safetensors files; train it anew, or convert them first")
     if facts.is_adapter:
@@ -84,12 +85,22 @@ def upload_of(
     results = facts.run if facts.step is None else None
     sources |= {name: folder / name for folder in (results, merged) if folder for name in names_like(folder, RESULTS)}
     items = [Item(name, _published(name, path, base_id)) for name, path in sources.items()]
-    card, edited = _card(facts, repo_id, license, base_id)
+    card, edited = _card(facts, weights / CARD, repo_id, license, base_id)
     items.append(Item(CARD, card))
     for item in items:
         _refuse_secrets(item)
     left_out = _left_out(facts.weights, {*sources, CARD}, is_merged=merged is not None)
     return Upload(sorted(items, key=lambda item: item.path_in_repo), left_out, edited)
+
+
+def superseded(there: Iterable[str], upload: Upload) -> list[str]:
+    """Which of the files ``there`` on the Hub an earlier push left, and would be read in the place of ``upload``.
+
+    Whoever loads the repository gets the base of an ``adapter_config.json``, or ``model.safetensors`` before an index,
+    also where the weights beside it are newer."""
+    sent = {item.path_in_repo for item in upload.items}
+    patterns = (*ADAPTER, *RESULTS) if "adapter_config.json" in sent else (*ADAPTER, *WEIGHTS, *RESULTS)
+    return sorted(name for name in {*there} - sent if any(fnmatch.fnmatchcase(name, one) for one in patterns))
 
 
 def require_shared_base(facts: Facts, base_id: Optional[str]) -> None:
@@ -114,9 +125,9 @@ def _published(name: str, path: Path, base_id: Optional[str]) -> Union[Path, byt
     return path if clean == content else (json.dumps(clean, indent=2) + "\n").encode()
 
 
-def _card(facts: Facts, repo_id: str, license: Optional[str], base_id: Optional[str]) -> tuple[bytes, bool]:
-    own = facts.weights / CARD
-    if not facts.merge and facts.step is None and not is_ours(own):
+def _card(facts: Facts, own: Path, repo_id: str, license: Optional[str], base_id: Optional[str]) -> tuple[bytes, bool]:
+    """Content, and whether it is the user's ``own``."""
+    if not is_ours(own):
         return own.read_bytes(), True
     return card_of(facts, repo_id, license, base_id).encode(), False
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Optional, TypeVar
 
 from scu_trainer.errors import HubError
-from scu_trainer.hub.files import Upload
-from scu_trainer.models.hub_errors import as_hub_error, end_stalls, endpoint, hub_line, is_passing
+from scu_trainer.hub.files import Upload, superseded
+from scu_trainer.models.hub_errors import as_hub_error, end_stalls, endpoint, hub_line, is_passing, status_of
 from scu_trainer.secrets import redact, secret
 
 T = TypeVar("T")
@@ -40,10 +40,36 @@ def token_for(given: Optional[str]) -> str:
     """The token that was given, set or stored, from here on hidden wherever it is printed. Raises HubError."""
     from huggingface_hub import get_token
 
-    token = secret(given or get_token())
+    token = secret((given or get_token() or "").strip())
     if not token:
         raise HubError("there is no token to push with; run `hf auth login` or set HF_TOKEN")
+    if not re.fullmatch(r"[!-~]+", token):  # what a header of HTTP cannot carry
+        raise HubError(
+            "the token holds a space, a line break or a letter that no token has; copy it anew from "
+            f"{endpoint()}/settings/tokens"
+        )
     return token
+
+
+def require_open(repo_id: str, token: str, private: bool) -> None:
+    """Raises HubError where the Hub would refuse what is to be pushed later, as far as it tells without being written
+    to: the token, a repository of somebody else, one that is public and must not be."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi(token=token)
+    with as_hub_error(repo_id):
+        end_stalls()
+        if "/" not in repo_id:
+            repo_id = f"{api.whoami()['name']}/{repo_id}"
+        try:
+            api.auth_check(repo_id, write=True)
+        except HfHubHTTPError as error:
+            if status_of(error) != 404:
+                raise
+            return  # it is going to be made
+        if private:
+            _require_private(api.model_info(repo_id))
 
 
 def push(
@@ -57,8 +83,8 @@ def push(
     base_id: Optional[str],
     say: Say,
 ) -> dict[str, Any]:
-    """Send ``upload`` as one commit. Returns repo, url, commit and bytes; ``is_changed`` is False where the Hub had all
-    of it. Raises HubError with one line."""
+    """Send ``upload`` as one commit. Returns repo, url, commit and bytes; ``removed``: files of an earlier push that
+    are not of this one; ``is_changed`` is False where the Hub had all of it. Raises HubError with one line."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
@@ -70,16 +96,17 @@ def push(
             _require_base(api, base_id, say)
         repo_id = _again(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True), say).repo_id
         if private:
-            _require_private(api, repo_id, say)
+            _require_private(_again(lambda: api.model_info(repo_id), say))
         if revision is not None:
             _again(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True), say)
-        before = _again(lambda: api.model_info(repo_id, revision=revision), say).sha
+        before = _again(lambda: api.model_info(repo_id, revision=revision), say)
         commit = _again(lambda: _commit(api, upload, repo_id, revision, message), say)
     return {
         "repo_id": repo_id,
         "url": f"{endpoint()}/{repo_id}",
         "commit": commit.oid,
-        "is_changed": commit.oid != before,
+        "is_changed": commit.oid != before.sha,
+        "removed": _superseded(before, upload),
         "files": len(upload.items),
         "size_bytes": upload.size_bytes,
     }
@@ -87,10 +114,16 @@ def push(
 
 def _commit(api: Any, upload: Upload, repo_id: str, revision: Optional[str], message: str) -> Any:
     """Operations are made anew each time: they remember what the Hub had when it was asked."""
-    from huggingface_hub import CommitOperationAdd
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
+    gone = _superseded(api.model_info(repo_id, revision=revision), upload)
     operations = [CommitOperationAdd(item.path_in_repo, item.source) for item in upload.items]
+    operations += [CommitOperationDelete(name) for name in gone]
     return api.create_commit(repo_id, operations, commit_message=message, revision=revision)
+
+
+def _superseded(info: Any, upload: Upload) -> list[str]:
+    return superseded([file.rfilename for file in info.siblings or ()], upload)
 
 
 def _require_base(api: Any, base_id: str, say: Say) -> None:
@@ -107,11 +140,11 @@ def _require_base(api: Any, base_id: str, say: Say) -> None:
         ) from error
 
 
-def _require_private(api: Any, repo_id: str, say: Say) -> None:
-    if not _again(lambda: api.model_info(repo_id), say).private:
+def _require_private(info: Any) -> None:
+    if not info.private:
         raise HubError(
-            f"{repo_id} is there already and is public, so --private has no effect on it; make it private in its "
-            "settings on the Hub, or give another --repo_id"
+            f"{info.id} is there already and is public, and what is pushed was to be private; make it private in its "
+            "settings on the Hub, or push to another name"
         )
 
 

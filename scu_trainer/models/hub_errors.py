@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 from scu_trainer.errors import HubError, UserError
 
-PASSING_STATUS = (408, 429, 500, 502, 503, 504)
+PASSING_STATUS = (408, 409, 412, 429, 500, 502, 503, 504)
 """Answers after which the same request may succeed."""
 
 STALL_S = 120.0
@@ -96,6 +96,8 @@ def _answer(error: BaseException, repo_id: str) -> str:
         402: f"{owner} would have to pay for {repo_id}; push to a public repository or to another owner",
         403: f"the token may not write to {repo_id}; use one with write access to {owner}, or another --repo_id",
         404: f"there is no {repo_id} that this token may see, or no such revision; check --repo_id and --revision",
+        409: f"another commit to the repository came first; {AGAIN}",
+        412: f"another commit to the repository came first; {AGAIN}",
         413: f"the Hub refuses files of this size in {repo_id}: {_short(error)}",
         429: f"the Hub has had too many requests; wait some minutes, then {AGAIN}",
     }

@@ -6,13 +6,24 @@ import fnmatch
 from collections.abc import Iterable
 from pathlib import Path
 
+from scu_trainer.run_files import read_json
+
 ADAPTER = ("adapter_config.json", "adapter_model*.safetensors", "adapter_model.safetensors.index.json")
-MODEL = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "*.py")
+MODEL = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
+WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 PROCESSOR = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja"),
     *("preprocessor_config.json", "processor_config.json"),
 )
+
+
+def model_files(folder: Path) -> tuple[str, ...]:
+    """Patterns of the files of a full model; its code only where its configuration says that it has some: other Python
+    files in the folder of a run are the user's own business."""
+    config = folder / "config.json"
+    has_code = config.is_file() and "auto_map" in read_json(config)
+    return (*MODEL, "*.py") if has_code else MODEL
 
 
 def names_like(folder: Path, patterns: Iterable[str]) -> list[str]:

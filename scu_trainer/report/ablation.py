@@ -6,6 +6,7 @@ estimated anew here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from scu_trainer.run_files import read_json
 
 COMPARISON_FILE = "comparison.json"
 FORMAT = 1
-MOST_CURVES = 14
+MOST_TARGETS = 3
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,22 @@ def _confidence(found: Comparison) -> str:
 
 def _s(found: Comparison) -> Plot:
     lines, without = _means(found, "control", "s_ema")
-    targets = {row["s_target"] for run in found.runs.values() for row in run.control[-1:] if row.get("s_target")}
-    levels = [Level(target, f"target {target:g}") for target in targets] if len(targets) == 1 else []
+    levels = _target_levels(found)
     notes = [f"{', '.join(without)}: S was not measured"] if without else []
     return _curve_plot("s-arms", "S of each arm", "Information ratio S, mean of the seeds", "S", lines, notes, levels)
+
+
+def _target_levels(found: Comparison) -> list[Level]:
+    """The targets of S, each with its arms where there are several; none where they are too many to be told apart."""
+    arms: dict[float, list[str]] = {}
+    for (arm, _), run in found.runs.items():
+        for target in (row["s_target"] for row in run.control[-1:] if row.get("s_target")):
+            arms.setdefault(target, [])
+            arms[target] += [arm] if arm not in arms[target] else []
+    if len(arms) > MOST_TARGETS:
+        return []
+    names = {target: f" of {', '.join(arms[target])}" if len(arms[target]) == 1 < len(arms) else "" for target in arms}
+    return [Level(target, f"target {target:g}{names[target]}") for target in sorted(arms)]
 
 
 def _curves(found: Comparison) -> Plot:
@@ -175,12 +188,20 @@ def _means(found: Comparison, part: str, name: str) -> tuple[list[Line], list[st
             continue
         mean = [sum(curve[step] for curve in curves) / len(curves) for step in steps]
         marker = "o" if part == "logs" else ""
-        lines.append(Line(arm, steps, mean, place, place + place // 7, marker))
+        lines.append(Line(arm, steps, mean, place, place, marker))
     return lines, without
 
 
 def _runs_of(found: Comparison, arm: str) -> list[RunFiles]:
     return [run for (name, _), run in found.runs.items() if name == arm]
+
+
+FIGURES = re.compile(r"(: | by )[+-]?[\d.]+ \([^)]*\)")
+"""In a verdict: the difference and its interval, which have a column of their own."""
+
+
+def _words(verdict: Optional[str]) -> str:
+    return FIGURES.sub("", verdict) if verdict else "-"
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -199,7 +220,7 @@ def result_rows(found: Comparison) -> tuple[list[str], list[list[str]]]:
             _or_dash(row.get("tracking_error"), ".1%"),
             _or_dash(row.get("settling_step"), ".0f"),
             _or_dash(row.get("overhead_fraction"), ".2%"),
-            str(row.get("verdict") or "-"),
+            _words(row.get("verdict")),
         ]
         for row in found.content["table"]
     ]

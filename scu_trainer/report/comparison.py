@@ -111,7 +111,7 @@ def unequal_runs(runs: Sequence[Run], reference: str, arms: Sequence[str]) -> di
 
 def _unequal(run: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Optional[str]:
     if run["held_out_bpt"] is None:
-        return "it has no held-out figure"
+        return "it has no finite held-out figure"
     for key, what in (("tokens", "trained {} tokens"), ("steps", "took {} steps")):
         if run[key] != other[key]:
             return f"it {what.format(run[key])}, {name} {other[key]}"

@@ -124,11 +124,12 @@ def notes(arms: Mapping[str, BySeed], reference: str, confidence: float, seeds: 
         expected = count * (1.0 - confidence)
         corrected = 1.0 - (1.0 - confidence) / count
         still = [name for name in judged if _against(arms, name, reference, corrected) in ("lower", "higher")]
+        widened = f"{count} comparison{'s' if count > 1 else ''}"
         compared = f"{count} arm{'s were' if count > 1 else ' was'} compared with {reference}"
         found.append(
             f"{compared} at {percent(confidence)}: if none of them differed, chance alone would call {expected:.2g} of "
-            f"them lower or higher on average. With intervals widened for {count} comparisons (Bonferroni) there "
-            f"remain: {', '.join(still) or 'none'}."
+            f"them lower or higher on average. With intervals widened for {widened} (Bonferroni) there remain: "
+            f"{', '.join(still) or 'none'}."
         )
     found.append(
         "An interval covers the scatter over seeds on this model, data and number of steps, nothing beyond. No "

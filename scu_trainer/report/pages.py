@@ -21,6 +21,8 @@ MOODS = {
     "stopping": "live",
     "queued": "calm",
     "stopped": "calm",
+    "not there yet": "calm",
+    "unknown": "calm",
 }
 """Every other state is a bad end."""
 

@@ -9,6 +9,8 @@ import io
 import math
 import re
 import textwrap
+import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from scu_trainer.errors import RequirementError
@@ -38,20 +40,29 @@ FONTS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, 
 WIDE_IN, NARROW_IN = 9.6, 4.7
 PANEL_IN = {WIDE_IN: 2.35, NARROW_IN: 2.15}
 FONT_PT = {WIDE_IN: 10.0, NARROW_IN: 10.5}
+LETTER, MARK, AXIS_PT = 0.58, 4.6, 60
+"""Widths: of a letter and of the mark before a name, both in sizes of the font, and of what stands left of the axes."""
+
 ROW_IN = 0.34
 LEAST_SPAN = 0.01
 """Of a y axis, as a share of its values."""
 
+SMALL = 1e-3
+"""An axis whose values are all below reads 4e-05, without a factor above it, where the legend is."""
+
 PNG_DPI = 140
+AS_IT_STANDS = {"text.parse_math": False}
+"""A name with two dollar signs is a name."""
 
 
 def svg(plot: Plot, width_in: float) -> str:
     """The drawing as an ``<svg>`` element whose colours are CSS variables (``var(--c0)``). Raises RequirementError."""
     import matplotlib
 
-    options = {"svg.fonttype": "none", "svg.hashsalt": plot.key, "font.size": FONT_PT[width_in]}
+    options = {"svg.fonttype": "none", "svg.hashsalt": plot.key, "font.size": FONT_PT[width_in], **AS_IT_STANDS}
     buffer = io.StringIO()
-    with matplotlib.rc_context(options):
+    with matplotlib.rc_context(options), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a browser has the letters that the measuring font lacks
         drawn = figure(plot, width_in, HELD_PLACES, with_title=False)
         drawn.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
@@ -76,11 +87,22 @@ def png(plot: Plot, theme: str) -> bytes:
     import matplotlib
 
     buffer = io.BytesIO()
-    with matplotlib.rc_context({"font.size": FONT_PT[WIDE_IN]}):
+    with matplotlib.rc_context({"font.size": FONT_PT[WIDE_IN], **AS_IT_STANDS}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # told by boxed_letters
         drawn = figure(plot, WIDE_IN, THEMES[theme], with_title=True)
         metadata = {"Software": None, "Description": plot.alt}
         drawn.savefig(buffer, format="png", dpi=PNG_DPI, facecolor=THEMES[theme]["ground"], metadata=metadata)
     return buffer.getvalue()
+
+
+def boxed_letters(plots: Sequence[Plot]) -> str:
+    """Letters of the plots that their PNG files show as boxes: the font lacks them."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    font = get_font(findfont(FontProperties()))
+    panels = [panel for plot in plots for panel in plot.panels]
+    text = "".join(item.label for panel in panels for item in [*panel.lines, *panel.levels, *panel.intervals])
+    return "".join(letter for letter in dict.fromkeys(text) if not font.get_char_index(ord(letter)))
 
 
 def require_matplotlib() -> None:
@@ -134,13 +156,14 @@ def _height_in(panel: Panel, width_in: float) -> float:
     more_lines = len(_title_lines(panel, width_in)) - 1
     if panel.intervals:
         return 1.15 + ROW_IN * len(panel.intervals) + 0.2 * more_lines
-    rows = _legend_rows(panel, width_in)[0]
-    return PANEL_IN[width_in] * panel.height + 0.2 * (max(0, rows - 1) + more_lines)
+    rows = _legend_size(panel, width_in)[0]
+    return PANEL_IN[width_in] * panel.height + 0.2 * more_lines + max(0, rows - 1) * _legend_line_pt(width_in) / 72
 
 
 def _title_lines(panel: Panel, width_in: float) -> list[str]:
     """The title begins where the axes do, right of the names of their ticks."""
-    names = max((len(item.label) for item in panel.intervals), default=8)
+    rows = [_row_name(item, width_in) for item in panel.intervals]
+    names = max((len(line) for row in rows for line in row.split("\n")), default=8)
     room_pt = width_in * 72 - 20 - names * 0.6 * FONT_PT[width_in]
     return textwrap.wrap(panel.title, max(12, int(room_pt / (0.55 * (FONT_PT[width_in] + 1)))))
 
@@ -150,23 +173,31 @@ def _draw(axes: Axes, panel: Panel, width_in: float, colors: dict[str, str]) -> 
 
     _style(axes, colors)
     if panel.intervals:
-        _draw_intervals(axes, panel, colors)
+        _draw_intervals(axes, panel, width_in, colors)
     else:
         _draw_lines(axes, panel, colors)
         nice = {"steps": [1, 2, 2.5, 5, 10]}
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8 if width_in == WIDE_IN else 5, integer=True, **nice))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=panel.whole_x and _is_whole(panel), **nice))
-    rows, columns = _legend_rows(panel, width_in)
+        if _largest(panel) < SMALL or _largest(panel) >= 10_000:
+            axes.yaxis.set_major_formatter("{x:g}" if _largest(panel) < SMALL else "{x:,.0f}")
+    rows, columns = _legend_size(panel, width_in)
     size = FONT_PT[width_in]
     title = "\n".join(_title_lines(panel, width_in))
-    axes.set_title(title, loc="left", fontsize=size + 1, pad=7 + rows * 1.55 * size, color=colors["ink"])
+    axes.set_title(title, loc="left", fontsize=size + 1, pad=7 + rows * _legend_line_pt(width_in), color=colors["ink"])
     axes.set_xlabel(panel.x_label, color=colors["muted"])
     axes.set_ylabel(panel.y_label, color=colors["muted"])
     if rows:
+        named = [item for item in [*axes.collections, *axes.lines] if item.get_label() in _labels(panel)]
         axes.legend(
+            named, [_folded(item.get_label(), width_in) for item in named],
             loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False, borderaxespad=0.1,
             labelcolor=colors["ink"], fontsize=size - 0.5, handlelength=2.4, columnspacing=1.4, borderpad=0.1,
         )  # fmt: skip
+
+
+def _largest(panel: Panel) -> float:
+    return max((abs(value) for line in panel.lines for value in line.y), default=0.0)
 
 
 def _is_whole(panel: Panel) -> bool:
@@ -180,7 +211,7 @@ def _style(axes: Axes, colors: dict[str, str]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(colors["grid"])
     axes.tick_params(color=colors["grid"], labelcolor=colors["muted"])
-    axes.ticklabel_format(useOffset=False) if hasattr(axes.yaxis.get_major_formatter(), "set_useOffset") else None
+    axes.ticklabel_format(style="plain", useOffset=False)
 
 
 def _draw_lines(axes: Axes, panel: Panel, colors: dict[str, str]) -> None:
@@ -193,11 +224,13 @@ def _draw_lines(axes: Axes, panel: Panel, colors: dict[str, str]) -> None:
         x, y = thinned(line.x, line.y)
         axes.plot(
             x, y, color=_color(line.color, colors), linestyle=DASHES[line.dash % len(DASHES)] if line.is_joined else "",
-            marker=line.marker or ("o" if len(x) == 1 else ""), markersize=7 if not line.is_joined else 4,
+            marker="o" if len(x) == 1 and line.is_joined else line.marker, markersize=7 if not line.is_joined else 4,
             linewidth=0.9 if line.faint else 1.8, alpha=0.4 if line.faint else 1.0, label=line.label or None,
             drawstyle="steps-post" if line.is_step else "default", zorder=2 if line.faint else 3,
         )  # fmt: skip
     axes.margins(x=0.02)
+    if panel.whole_x and len({x for line in panel.lines for x in line.x}) == 1:
+        axes.set_xlim(axes.dataLim.x0 - 1, axes.dataLim.x0 + 1)  # else its ticks are parts of an epoch
     low, high = axes.get_ylim()
     if panel.from_zero:
         axes.set_ylim(0, 1.04 * high if high > 0 and any(max(line.y) > 0 for line in panel.lines) else 1)
@@ -206,7 +239,7 @@ def _draw_lines(axes: Axes, panel: Panel, colors: dict[str, str]) -> None:
         axes.set_ylim(middle - LEAST_SPAN * abs(middle), middle + LEAST_SPAN * abs(middle))
 
 
-def _draw_intervals(axes: Axes, panel: Panel, colors: dict[str, str]) -> None:
+def _draw_intervals(axes: Axes, panel: Panel, width_in: float, colors: dict[str, str]) -> None:
     """One row per interval, the first on top; every single result is a point."""
     for row, item in enumerate(panel.intervals):
         paint = _color(item.color, colors)
@@ -215,7 +248,7 @@ def _draw_intervals(axes: Axes, panel: Panel, colors: dict[str, str]) -> None:
             if item.low is not None and item.high is not None:
                 axes.plot([item.low, item.high], [row, row], color=paint, linewidth=2.2, solid_capstyle="butt")
             axes.plot([item.value], [row], "D", color=paint, markersize=6)
-    axes.set_yticks(range(len(panel.intervals)), [_row_name(item) for item in panel.intervals])
+    axes.set_yticks(range(len(panel.intervals)), [_row_name(item, width_in) for item in panel.intervals])
     axes.tick_params(axis="y", labelcolor=colors["ink"], length=0)
     axes.set_ylim(len(panel.intervals) - 0.4, -0.6)
     if panel.zero_line:
@@ -223,8 +256,10 @@ def _draw_intervals(axes: Axes, panel: Panel, colors: dict[str, str]) -> None:
     axes.margins(x=0.05)
 
 
-def _row_name(item: Interval) -> str:
-    return f"{item.label}\n{item.note}" if item.note else item.label
+def _row_name(item: Interval, width_in: float) -> str:
+    """At most a third of the width."""
+    label = "\n".join(textwrap.wrap(item.label, int(width_in * 24 / (LETTER * FONT_PT[width_in])))) or item.label
+    return f"{label}\n{item.note}" if item.note else label
 
 
 def _color(number: int, colors: dict[str, str]) -> str:
@@ -232,12 +267,26 @@ def _color(number: int, colors: dict[str, str]) -> str:
     return colors[named.get(number, f"c{number % COLORS}")]
 
 
-def _legend_rows(panel: Panel, width_in: float) -> tuple[int, int]:
-    """(rows, columns) of a legend above the panel; (0, 1) where the title says it all."""
+def _labels(panel: Panel) -> list[str]:
     shown: list[Any] = [*panel.bands, *panel.levels, *panel.lines]
-    labels = [item.label for item in shown if item.label]
+    return [item.label for item in shown if item.label]
+
+
+def _legend_size(panel: Panel, width_in: float) -> tuple[int, int]:
+    """(lines of text, columns) of a legend above the panel; (0, 1) where the title says it all."""
+    labels = [_folded(label, width_in).split("\n") for label in _labels(panel)]
     if not labels:
         return 0, 1
-    entry_pt = (max(map(len, labels)) * 0.58 + 4.6) * FONT_PT[width_in]
-    columns = max(1, min(len(labels), int((width_in * 72 - 60) / entry_pt)))
-    return math.ceil(len(labels) / columns), columns
+    entry_pt = (max(len(line) for label in labels for line in label) * LETTER + MARK) * FONT_PT[width_in]
+    columns = max(1, min(len(labels), int((width_in * 72 - AXIS_PT) / entry_pt)))
+    return math.ceil(len(labels) / columns) if columns > 1 else sum(map(len, labels)), columns
+
+
+def _legend_line_pt(width_in: float) -> float:
+    return 1.55 * FONT_PT[width_in]
+
+
+def _folded(label: str, width_in: float) -> str:
+    """A name that is wider than the panel, on several lines: it is not to push the axes aside."""
+    most = int(((width_in * 72 - AXIS_PT) / FONT_PT[width_in] - MARK) / LETTER)
+    return "\n".join(textwrap.wrap(label, most)) or label

@@ -8,6 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Optional
 
+from scu_trainer.report.absent import (
+    why_half_a_loss,
+    why_no_curriculum,
+    why_no_loss,
+    why_no_memory,
+    why_no_s,
+    why_no_throughput,
+)
 from scu_trainer.report.books_plots import curriculum_panels
 from scu_trainer.report.drawing import MUTED, Band, Level, Line, Panel, Plot
 from scu_trainer.report.files import Row, RunFiles, newest, points
@@ -22,22 +30,28 @@ Draw = Callable[[Sequence[RunFiles]], list[Panel]]
 def run_plots(runs: Sequence[RunFiles]) -> list[Plot]:
     """All plots of a report, in the order of the page."""
     kinds: tuple[tuple[str, str, Draw, Callable[[RunFiles], str]], ...] = (
-        ("loss", "Loss and held-out bits", _loss_panels, _why_no_loss),
-        ("s", "S, its target and lambda", _s_panels, _why_no_s),
-        ("memory", "Memory and chunks", _memory_panels, _why_no_memory),
-        ("throughput", "Throughput", _throughput_panels, _why_no_throughput),
-        ("curriculum", "Curriculum books", curriculum_panels, _why_no_curriculum),
-        ("rate", "Learning rate and gradient", _rate_panels, _why_no_loss),
+        ("loss", "Loss and held-out bits", _loss_panels, why_no_loss),
+        ("s", "S, its target and lambda", _s_panels, why_no_s),
+        ("memory", "Memory and chunks", _memory_panels, why_no_memory),
+        ("throughput", "Throughput", _throughput_panels, why_no_throughput),
+        ("curriculum", "Curriculum books", curriculum_panels, why_no_curriculum),
+        ("rate", "Learning rate and gradient", _rate_panels, why_no_loss),
     )
-    return [_plot(key, title, draw, why, runs) for key, title, draw, why in kinds]
+    loss, *others = (_plot(key, title, draw, why, runs) for key, title, draw, why in kinds)
+    said = [f"{_of(run, runs)}{why}" for run in runs if (why := why_half_a_loss(run))]
+    return [replace(loss, notes=[*loss.notes, *said]), *others]
 
 
 def _plot(key: str, title: str, draw: Draw, why: Callable[[RunFiles], str], runs: Sequence[RunFiles]) -> Plot:
     panels = [panel for panel in draw(runs) if panel.lines or panel.bands]
     empty = [run for run in runs if not draw([run])]
-    notes = [why(run) if len(runs) == 1 else f"{run.name}: {why(run)}" for run in empty]
+    notes = [f"{_of(run, runs)}{why(run)}" for run in empty]
     shown = [_without_needless_legend(panel) for panel in panels] if len(runs) == 1 else panels
     return Plot(key, title, shown, _alt(title, panels, runs), notes)
+
+
+def _of(run: RunFiles, runs: Sequence[RunFiles]) -> str:
+    return "" if len(runs) == 1 else f"{run.name}: "
 
 
 def _without_needless_legend(panel: Panel) -> Panel:
@@ -92,14 +106,18 @@ def in_bits(run: RunFiles) -> bool:
 def _loss_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     style = Style(runs)
     is_bits = all(in_bits(run) for run in runs if run.logs or run.control)
-    unit = f"bits per {runs[0].unit}" if is_bits else "loss"
+    unit = f"bits per {' or '.join(dict.fromkeys(run.unit for run in runs))}" if is_bits else "loss"
     factor = 1 / math.log(2) if is_bits else 1.0
     training = Panel("Training loss", unit, lines=_drawn(_training_lines(runs, style, factor, is_bits)))
-    held_out = Panel("Held-out documents" if runs[0].unit in ("token", "word") else "Held-out samples", unit,
-                     lines=_drawn(_held_out_lines(runs, style, is_bits)))  # fmt: skip
+    held_out = Panel(_held_out_title(runs), unit, lines=_drawn(_held_out_lines(runs, style, is_bits)))
     right = [style.line(run, "accuracy", points(run.logs, "eval_accuracy", factor=100), 2, marker="o") for run in runs]
     accuracy = Panel("Held-out accuracy", "%", lines=_drawn(iter(right)))
     return [panel for panel in (training, held_out, accuracy) if panel.lines]
+
+
+def _held_out_title(runs: Sequence[RunFiles]) -> str:
+    names = dict.fromkeys("documents" if run.unit in ("token", "word") else "samples" for run in runs)
+    return f"Held-out {' and '.join(names)}"
 
 
 def _training_lines(runs: Sequence[RunFiles], style: Style, factor: float, is_bits: bool) -> Iterator[Line]:
@@ -118,16 +136,6 @@ def _held_out_lines(runs: Sequence[RunFiles], style: Style, is_bits: bool) -> It
         if is_bits and before is not None:
             x, y = [0, *x], [before, *y]
         yield style.line(run, "held out", (x, y), 1, marker="o")
-
-
-def _why_no_loss(run: RunFiles) -> str:
-    if run.logs:
-        return "its rows of logs hold none of these figures"
-    return (
-        "nothing is logged yet"
-        if run.is_alive or run.state in ("queued", "starting")
-        else "it ended before its first log"
-    )
 
 
 # -- S -----------------------------------------------------------------------------------------------------------------
@@ -164,16 +172,6 @@ def _target_band(runs: Sequence[RunFiles], targets: Sequence[float]) -> list[Ban
     return [Band("within 10 %", span, [0.9 * targets[0]] * 2, [1.1 * targets[0]] * 2, MUTED)]
 
 
-def _why_no_s(run: RunFiles) -> str:
-    if run.settings.get("scu") is False:
-        return "regularization was off (scu: false)"
-    return (
-        "no control step was taken yet"
-        if run.is_alive
-        else "it has no scu_history.json with rows: no control step was taken, or regularization was off"
-    )
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -184,9 +182,9 @@ def _memory_panels(runs: Sequence[RunFiles]) -> list[Panel]:
         return []
     used, chunks = _drawn(_memory_lines(found, style)), _drawn(_chunk_lines(found, style))
     limits = _limits(found, used)
-    far = [f"limit {limit / GIB:.1f} GiB, far above" for limit in limits if not _is_near(limit, used)]
+    far = " and ".join(f"{limit / GIB:.1f} GiB" for limit in limits if not _is_near(limit, used))
     levels = [Level(limit / GIB, f"limit {limit / GIB:.1f} GiB") for limit in limits if _is_near(limit, used)]
-    title = f"Memory in use ({far[0]})" if len(far) == 1 and not levels else "Memory in use"
+    title = f"Memory in use (limit {far}, far above)" if far else "Memory in use"
     count = sum(len(ooms(run.memory)) for run in found)
     crosses = f"crosses: out of memory, {count} in all" if count else "never out of memory"
     return [
@@ -197,8 +195,10 @@ def _memory_panels(runs: Sequence[RunFiles]) -> list[Panel]:
 
 def _limits(runs: Sequence[RunFiles], used: Sequence[Line]) -> list[float]:
     found = {newest(run.logs, "memory/limit_bytes") or newest(run.memory, "limit_bytes") for run in runs}
-    limits = sorted(limit for limit in found if limit)
-    return limits[-1:] if len(limits) == 2 and limits[1] < 1.01 * limits[0] else limits
+    limits: list[float] = []
+    for limit in sorted(limit for limit in found if limit):
+        limits = [*limits, limit] if not limits or limit > 1.01 * limits[-1] else [*limits[:-1], limit]
+    return limits
 
 
 def _is_near(limit_bytes: float, used: Sequence[Line]) -> bool:
@@ -218,9 +218,17 @@ def _chunk_lines(runs: Sequence[RunFiles], style: Style) -> Iterator[Line]:
     for run in runs:
         yield style.line(run, "largest chunk that ran", points(run.logs, "memory/tokens_per_chunk"), 0)
         if style.is_alone:
-            yield style.line(run, "most that is allowed", points(run.memory, "tokens_per_chunk"), 2, is_step=True)
+            yield style.line(run, "most that is allowed", _held(points(run.memory, "tokens_per_chunk"), run), 2,
+                             is_step=True)  # fmt: skip
         yield style.line(run, "out of memory" if style.is_alone else "", points(ooms(run.memory), "tokens_per_chunk"),
                          1, marker="x", is_joined=False)  # fmt: skip
+
+
+def _held(xy: tuple[list[float], list[float]], run: RunFiles) -> tuple[list[float], list[float]]:
+    """The points of a value that holds until it is changed, to the newest step of the run."""
+    x, y = xy
+    newest_step = newest(run.logs, "step")
+    return ([*x, newest_step], [*y, y[-1]]) if x and newest_step and newest_step > x[-1] else xy
 
 
 def ooms(rows: Sequence[Row]) -> list[Row]:
@@ -232,14 +240,6 @@ def merged(first: tuple[list[float], list[float]], second: tuple[list[float], li
     """Points of two files in the order of their steps."""
     pairs = sorted([*zip(*first, strict=True), *zip(*second, strict=True)])
     return [x for x, _ in pairs], [y for _, y in pairs]
-
-
-def _why_no_memory(run: RunFiles) -> str:
-    if run.settings.get("memory_control") is False:
-        return "the memory loop was off (memory_control: false)"
-    if run.is_alive:
-        return "nothing is logged yet"
-    return "its files hold no rows of memory: nothing changed the chunk, and this run logged no memory"
 
 
 # -- throughput, learning rate -----------------------------------------------------------------------------------------
@@ -254,10 +254,6 @@ def _throughput_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     return [panel for panel in found if panel.lines]
 
 
-def _why_no_throughput(run: RunFiles) -> str:
-    return "nothing is logged yet" if run.is_alive and not run.logs else "its logs hold no rows or tokens per second"
-
-
 def _rate_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     style, found = Style(runs), []
     for name, title in (("learning_rate", "Learning rate"), ("grad_norm", "Gradient norm before clipping")):
@@ -265,9 +261,3 @@ def _rate_panels(runs: Sequence[RunFiles]) -> list[Panel]:
         label = "rate" if name == "learning_rate" else "norm"
         found.append(Panel(title, label, lines=_drawn(iter(lines)), from_zero=True, height=0.85))
     return [panel for panel in found if panel.lines]
-
-
-def _why_no_curriculum(run: RunFiles) -> str:
-    if run.is_alive or run.state in ("queued", "starting"):
-        return "no epoch is booked yet"
-    return "it has no curriculum.json with rows: no epoch was booked, or no books were kept"

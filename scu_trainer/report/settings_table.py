@@ -61,7 +61,11 @@ def hardware(run: RunFiles) -> list[tuple[str, str]]:
         rows = [
             ("trained on", str(found.get("device", MISSING))),
             ("GPUs", "; ".join(gpus) or "none"),
-            ("CPU", f"{found.get('cpu')}, {found.get('cores'):g} cores usable, {found.get('threads')} threads"),
+            (
+                "CPU",
+                f"{found.get('cpu')}, {found.get('cores'):g} cores usable, "
+                f"{found.get('threads')} thread{'' if found.get('threads') == 1 else 's'}",
+            ),
             ("main memory", readable(found["ram_bytes"])),
         ]
     elif (run.metrics.get("costs") or {}).get("device"):
@@ -78,6 +82,7 @@ def repeat_yaml(run: RunFiles) -> str:
     import yaml
 
     kept = {name: value for name, value in run.settings.items() if value is not None and value != []}
+    kept.pop("resume_from_checkpoint", None)  # the same again begins where the first part of the run began
     if run.settings.get("report_to") == []:
         kept["report_to"] = "none"  # an empty list in a file means the default
     return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True) if kept else ""
@@ -85,7 +90,8 @@ def repeat_yaml(run: RunFiles) -> str:
 
 def repeat_command(run: RunFiles, config: Path) -> str:
     """What to type to train the same again, beside the run and not over it."""
-    words = ["--config", str(config), "--output_dir", f"{run.folder}-again"]
+    again = run.folder if run.folder.name not in ("", "..") else run.folder.resolve()
+    words = ["--config", str(config), "--output_dir", f"{again}-again"]
     processes = int(run.config.get("world_size") or 1)
     launcher = ["torchrun", "--nproc_per_node", str(processes), "scripts/train.py"]
     return shlex.join([*(launcher if processes > 1 else ["scu-trainer", "train"]), *words])

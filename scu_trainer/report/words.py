@@ -26,7 +26,7 @@ def key_figures(run: RunFiles) -> list[tuple[str, str]]:
         ("cost of the loop", _percent(control.get("overhead_fraction"))),
         ("tokens per second, mean", number(_mean(points(run.logs, "throughput/tokens_per_second")[1]))),
         ("peak memory", _peak(run)),
-        ("out of memory, recovered", str(_ooms(run))),
+        ("out of memory, recovered", _ooms(run)),
         ("time of training", duration(figures.get("train_s") or newest(run.logs, "train_runtime"))),
         ("seed", str(run.config.get("seed", NONE))),
         ("model", str(run.settings.get("model_name_or_path") or _without_model(run))),
@@ -61,8 +61,9 @@ def _held_out(run: RunFiles) -> list[tuple[str, str]]:
     if not after:
         newest_bpt = newest(run.logs, "eval_bpt")
         return [(name, NONE if newest_bpt is None else f"{newest_bpt:.3f} at the last evaluation")]
-    found = [(name, f"{before['value']:.3f} before, {after['value']:.3f} after" if before else f"{after['value']:.3f}")]
-    if change:
+    bits = [_bits(interval["value"]) for interval in (before, after) if interval]
+    found = [(name, f"{bits[0]} before, {bits[1]} after" if before else bits[0])]
+    if change and change["value"] is not None:
         found.append(
             ("change, 95 % interval", f"{change['value']:+.3f} ({change['low']:+.3f} to {change['high']:+.3f})")
         )
@@ -71,6 +72,10 @@ def _held_out(run: RunFiles) -> list[tuple[str, str]]:
         found.append(("best on the way", f"{best['bpt']:.3f} at step {best['step']}"))
     accuracy = figures.get("held_out_accuracy_after")
     return [*found, ("held-out accuracy", f"{accuracy['value']:.1%}")] if accuracy else found
+
+
+def _bits(value: Optional[float]) -> str:
+    return "no finite number" if value is None else f"{value:.3f}"
 
 
 def _s(run: RunFiles, control: Mapping[str, Any]) -> str:
@@ -91,9 +96,10 @@ def _peak(run: RunFiles) -> str:
     return f"{readable(max(logged))} (all that counts toward the limit)" if logged else NONE
 
 
-def _ooms(run: RunFiles) -> int:
-    books = (run.metrics.get("memory") or {}).get("out_of_memory")
-    return len(ooms(run.memory)) if books is None else books
+def _ooms(run: RunFiles) -> str:
+    books = (run.metrics.get("memory") or {}).get("out_of_memory", newest(run.logs, "memory/out_of_memory"))
+    count = len(ooms(run.memory)) or None if books is None else books
+    return NONE if count is None else f"{count:,}"
 
 
 def _data(run: RunFiles) -> str:

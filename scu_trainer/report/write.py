@@ -50,6 +50,16 @@ def forget_old(folder: Path, names: Iterable[str]) -> None:
     write_json(folder / LIST, {"format": FORMAT, "files": kept})
 
 
+def pictures(folder: Path) -> list[str]:
+    """Names of the files of plots that the report has there."""
+    return [name for name in _listed(folder) if name.endswith((".png", ".svg"))]
+
+
+def repeat_file(number: int, run: str) -> str:
+    """The file of settings of one of several runs: a name that is known again as ours, whatever the run is called."""
+    return f"repeat-{number}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', run).strip('-') or 'run'}.yaml"
+
+
 def _listed(folder: Path) -> list[str]:
     """Names that a report of ours wrote there; only plain names of the kinds that we write count."""
     path = folder / LIST

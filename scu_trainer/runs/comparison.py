@@ -23,6 +23,7 @@ from scu_trainer.runs.comparison_plan import Plan, run_name
 from scu_trainer.runs.comparison_state import Key, State, is_finished, last_words
 from scu_trainer.runs.launch import command, environment
 from scu_trainer.runs.process import MARK, Machine, Platform, marked, this_platform
+from scu_trainer.runs.progress import START_LINE
 from scu_trainer.runs.queue import FileLock
 from scu_trainer.runs.room import GPU, visible_devices
 
@@ -38,6 +39,8 @@ Spawn = Callable[[Sequence[str], Mapping[str, str], Path], Any]
 def spawn(words: Sequence[str], variables: Mapping[str, str], console: Path) -> subprocess.Popen:
     """A session of its own: Ctrl-C at the terminal is ours to pass on, once."""
     with console.open("ab") as output:
+        output.write(f"{START_LINE}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+        output.flush()
         return subprocess.Popen(
             list(words),
             env=dict(variables),
@@ -84,11 +87,12 @@ class Runner:
         with self._listening():
             try:
                 while running or (waiting and not self.asked):
-                    for device in [name for name in self._places(running) if waiting and not self.asked]:
-                        running[device] = self._start(waiting.pop(0), device)
+                    for place in self._places(running):
+                        if waiting and not self.asked:
+                            running[place] = self._start(waiting.pop(0), place)
                     told = self._pass_on(running, told)
-                    for device in [place for place, (_, process) in running.items() if process.poll() is not None]:
-                        self._ended(*running.pop(device))
+                    for place in [name for name, (_, process) in running.items() if process.poll() is not None]:
+                        self._ended(*running.pop(place))
                     if self.hands.clock() - looked_at_s >= TELL_EVERY_S:
                         looked_at_s = self.hands.clock()
                         self.looked(self.states)

@@ -22,8 +22,16 @@ would shrink by a factor of e to this power. The loop itself ends at about 3 on 
 SCHEDULE_PULL = 6.0
 """At the end of a ramp from 0: on average the pull of the middle of the fixed grid."""
 
-ORIGINAL = {"scu": True, "scu_law": "original", "scu_sigma": 0.01, "scu_target_s": 0.01}
-"""The published defaults of the original law for small models. Its gains, bounds and averages are our defaults too."""
+ORIGINAL = {
+    "scu": True,
+    "scu_law": "original",
+    "scu_sigma": 0.01,
+    "scu_target_s": 0.01,
+    "scu_kp": 0.8,
+    "scu_ki": 0.15,
+}
+"""The published defaults of the original law for small models, whatever the job says. Its bounds and averages are our
+defaults too."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 
@@ -137,6 +145,18 @@ def _model(word: str, value: str) -> Arm:
     return Arm(f"model_{target:g}", f"model law, S {target:g}", what, {**settings, "scu_target_s": target})
 
 
+def _plain_value(arm: str, text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = None
+    if isinstance(value, bool) and text.strip().lower() not in ("true", "false"):
+        return text.strip()  # mixed_precision=no is a word
+    if value is None or isinstance(value, (list, dict)):
+        raise SettingsError(f"--arm {arm!r}: {text!r} is no number, word, true or false; put it into the configuration")
+    return value
+
+
 def _own_arm(text: str) -> Arm:
     """``text``: NAME:field=value,field=value. Values are read as YAML, as in a recipe."""
     name, _, fields = text.partition(":")
@@ -145,7 +165,7 @@ def _own_arm(text: str) -> Arm:
         key, equals, value = field.partition("=")
         if not equals or not key.strip():
             raise SettingsError(f"--arm {text!r}: {field!r} is no field=value; write NAME:field=value,field=value")
-        settings[key.strip().replace("-", "_")] = yaml.safe_load(value)
+        settings[key.strip().replace("-", "_")] = _plain_value(text, value)
     if NAME.fullmatch(name) is None or not settings:
         raise SettingsError(
             f"--arm {text!r} must read NAME:field=value,field=value, with a name of letters, digits, '.', '_', '-'"

@@ -23,6 +23,13 @@ PLAN_FILE, FORMAT = "plan.json", 1
 PLACE = frozenset("output_dir run_name seed resume_from_checkpoint".split())
 """Settings that say where and which run of an arm it is: they differ between runs that are compared."""
 
+BUDGET = (
+    "task dataset dataset_config_name dataset_split dataset_size eval_dataset validation_split_percentage "
+    "max_eval_documents block_size packing max_steps num_train_epochs per_device_train_batch_size "
+    "gradient_accumulation_steps"
+).split()
+"""Settings that decide which tokens are trained and scored: the same in all arms."""
+
 SELECTING = ("noise_guard", "acmds", "infobatch")
 
 
@@ -87,9 +94,26 @@ def _shown(settings: Mapping[str, Any], name: str) -> str:
 def check_comparable(arm: str, settings: Mapping[str, Any]) -> None:
     """Raise SettingsError where an arm would not train the same tokens as the others, or would choose by the held-out
     loss that is compared. ``settings``: resolved."""
+    if settings.get("push_to_hub"):
+        raise SettingsError(
+            f"arm {arm} has push_to_hub: true, and all runs would go to one repository, each over the last; drop it, "
+            "and give the run that you want to scu-trainer push"
+        )
     reason = _obstacle(settings)
     if reason is not None:
         raise SettingsError(f"arm {arm} cannot be compared at equal tokens: {reason}")
+
+
+def check_equal_budget(resolved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise SettingsError where arms would train or be scored on different tokens. ``resolved``: settings by arm."""
+    first, expected = next(iter(resolved.items()))
+    for arm, settings in resolved.items():
+        for name in BUDGET:
+            if settings.get(name) != expected.get(name):
+                raise SettingsError(
+                    f"arm {arm} cannot be compared at equal tokens: its {name} is {settings.get(name)}, that of "
+                    f"{first} {expected.get(name)}; give --{name} for all arms, or drop it"
+                )
 
 
 def _obstacle(settings: Mapping[str, Any]) -> Optional[str]:

@@ -11,7 +11,7 @@ from typing import Any, Optional
 from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_json
 from scu_trainer.runs.comparison_plan import Plan, differences, run_name
-from scu_trainer.runs.progress import tail
+from scu_trainer.runs.progress import START_LINE, tail
 
 Key = tuple[str, int]
 """Arm and seed."""
@@ -89,8 +89,10 @@ def _place(plan: Plan, key: Key) -> str:
 
 
 def last_words(console: Path, code: int) -> str:
-    """Why a run failed, in a line: its message, else the last line that it printed, else how it ended."""
-    lines = [line.strip() for line in tail(console).splitlines() if line.strip()]
+    """Why the newest start of a run failed, in a line: its message, else the last line that it printed, else how it
+    ended."""
+    _, mark, printed = tail(console).rpartition(START_LINE)
+    lines = [line.strip() for line in printed.splitlines()[1 if mark else 0 :] if line.strip()]
     said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)
     if code < 0:
         return f"killed by signal {-code}"

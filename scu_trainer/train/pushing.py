@@ -20,7 +20,7 @@ from transformers.utils.hub import PushInProgress
 
 from scu_trainer.errors import StorageError
 from scu_trainer.models.hub_errors import end_stalls, hub_line
-from scu_trainer.models.published import ADAPTER, MODEL, PROCESSOR, names_like
+from scu_trainer.models.published import ADAPTER, PROCESSOR, model_files, names_like
 from scu_trainer.safe_paths import remove_inside
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Pushes:
         self.trainer = trainer
         self.notices: list[str] = []
         self._api: Optional[HfApi] = None
+        self._has_branch = False
 
     def begin(self, checkpoint_folder: str) -> None:
         """What the stock ``_push_from_checkpoint`` does, for a checkpoint that has the name that it keeps."""
@@ -84,6 +85,9 @@ class Pushes:
     def _commit(self, held: Path, name: str) -> None:
         end_stalls()
         args = self.trainer.args
+        if args.hub_revision is not None and not self._has_branch:  # the stock Trainer makes the repository alone
+            self._api.create_branch(self.trainer.hub_model_id, branch=args.hub_revision, exist_ok=True)
+            self._has_branch = True
         self._api.create_commit(
             self.trainer.hub_model_id,
             _operations(held, name, args.hub_strategy),
@@ -125,7 +129,9 @@ def _operations(held: Path, name: str, strategy: HubStrategy) -> list[CommitOper
     """The model in the root of the repository, and the whole checkpoint in a folder where the strategy says so."""
     from huggingface_hub import CommitOperationAdd
 
-    found = [CommitOperationAdd(file, held / file) for file in names_like(held, (*ADAPTER, *MODEL, *PROCESSOR))]
+    found = [
+        CommitOperationAdd(file, held / file) for file in names_like(held, (*ADAPTER, *model_files(held), *PROCESSOR))
+    ]
     folder = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: name}.get(strategy)
     if folder is None:
         return found

@@ -253,6 +253,7 @@ def _train(
     after = score(job, trainer, parts)
     figures = {
         "steps": trainer.state.global_step,
+        "steps_of_this_start": trainer.state.global_step - trainer._initial_global_step,
         "train_s": outcome.metrics["train_runtime"],
         "item": job.kind.item,
         "unit": job.kind.unit,

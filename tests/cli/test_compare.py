@@ -15,8 +15,9 @@ from typing import NoReturn, Optional
 
 import pytest
 import yaml
+from rich.console import Console
 
-from scu_trainer.cli import compare, compare_plan, train
+from scu_trainer.cli import compare, compare_plan, compare_screen, train
 from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_rows
 from scu_trainer.runs.comparison import Hands
@@ -163,8 +164,10 @@ def test_a_changed_job_is_refused_by_the_name_of_its_setting(compared, config, c
 
 def test_a_dry_run_writes_nothing(config, tmp_path, capsys):
     assert compare.main(words(config, tmp_path / "out", "--dry_run"), Hands(spawn=nothing_starts)) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "2 arms x 3 seeds = 6 runs, 1 at a time" in shown and "arms/none.yaml --seed 0" in shown
+    lines = capsys.readouterr().out.splitlines()
+    assert "2 arms x 3 seeds = 6 runs, 1 at a time" in " ".join(" ".join(lines).split())
+    command = f"--config {tmp_path}/out/arms/none.yaml --seed 0 --output_dir {tmp_path}/out/runs/none-seed0 "
+    assert command in lines[-1] and lines[-1].startswith("such as: "), "on one line, to be copied"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -187,6 +190,9 @@ def test_the_list_of_arms_follows_the_job(config, capsys):
         (["--learning_rat", "1"], "unknown option --learning_rat (did you mean 'learning_rate'?)"),
         (["--arm", "mine:scu_kpp=1"], "arm mine: unknown option --scu_kpp (did you mean 'scu_kp'?)"),
         (["--arm", "mine:scu=true,scu_stop_at_target=true"], "arm mine cannot be compared at equal tokens"),
+        (["--arm", "mine:seed=5"], "arm mine: seed is set by the comparison: each run has its own: give --seeds"),
+        (["--arm", "mine:output_dir=x"], "arm mine: output_dir is set by the comparison"),
+        (["--arm", "mine:max_steps=5"], "at equal tokens: its max_steps is 5, that of none 3"),
         (["--curriculum", "noise_guard"], "noise_guard leaves out rows by their loss; set curriculum: none"),
         (["--validation_split_percentage", "0"], "nothing is held out"),
         (["--table", "somewhere"], "--table prints what is there and takes no other option"),
@@ -196,6 +202,20 @@ def test_what_a_person_can_fix(config, tmp_path, capsys, more, said):
     assert compare.main(words(config, tmp_path / "out", *more), Hands(spawn=nothing_starts)) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_of_something_else(tmp_path, capsys):
+    path = tmp_path / "comparison.json"
+    path.write_text("{}")
+    assert compare.main(["--table", str(tmp_path)]) == 2
+    assert f"{path} is no comparison of this version" in capsys.readouterr().err
+    assert compare.main([f"--table={tmp_path}", "--list"]) == 2
+    assert "takes no other option" in capsys.readouterr().err
+
+
+def test_names_stay_whole_where_lines_are_wrapped(capsys):
+    compare_screen.print_wrapped(Console(width=20), "a line before none-seed0 and after it")
+    assert capsys.readouterr().out.splitlines() == ["a line before", "  none-seed0 and", "  after it"]
 
 
 def test_without_a_configuration_and_under_a_launcher(config, tmp_path, capsys, monkeypatch):

@@ -56,6 +56,7 @@ def work(tmp_path_factory) -> SimpleNamespace:
         "learning_rate": 0.01,
         "report_to": "none",
         "use_cpu": "true",
+        "predict_memory": "false",
         "seed": 5,
         "cache_dir": folder / "cache",
     }
@@ -159,6 +160,30 @@ def test_an_adapter_without_its_run(evaluate, work, tmp_path):
     )
     assert alone["model"]["bpt"] == of_its_run["model"]["bpt"]
     assert evaluate(adapter, *data, "--against", "base")["against"][0]["name"] == str(work.model)
+
+
+def test_the_chat_template_of_the_run_makes_the_rows_of_all(evaluate, broken_run, tmp_path):
+    """A base has another template or none, and would read the same conversations as other tokens."""
+    path = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "the file"}, {"role": "assistant", "content": "of a list is read"}]
+    path.write_text((json.dumps({"messages": turns}) + "\n") * 20)
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} is read by it {% endfor %}"
+    (broken_run / "chat_template.jinja").write_text(template)
+    alone = evaluate(broken_run, "--eval_dataset", path, "--assistant_only_loss", "false")
+    beside = evaluate(broken_run, "--eval_dataset", path, "--assistant_only_loss", "false", "--against", "base")
+    assert beside["model"] == alone["model"] and beside["tokens"] == alone["tokens"] > 0
+    assert beside["fingerprint"] == alone["fingerprint"]
+    assert beside["against"][0]["difference"]["value"] != 0.0
+
+
+def test_more_bits_than_a_perplexity_can_tell(evaluate, work, tmp_path):
+    model = Path(shutil.copytree(work.model, tmp_path / "model"))
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = 1e3 * torch.randn(weights["lm_head.weight"].shape)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    report = evaluate(model, "--eval_dataset", work.documents, "--block_size", 64)
+    assert report["model"]["bpt"]["value"] > 1024 and report["model"]["perplexity"]["value"] is None
+    assert "too large" in as_text(report)
 
 
 def test_a_model_on_a_split_and_on_a_whole_file(evaluate, work, tmp_path):
@@ -347,6 +372,7 @@ def test_help_needs_no_torch():
         (["{lora}", "--resamples", "0"], "resamples is 0; it must be 1 or more"),
         (["{lora}", "--resamples", "many"], "invalid int value: 'many'"),
         (["{lora}", "--batch_tokens", "0"], "batch_tokens is 0"),
+        (["{lora}", "--num_fewshot", "0"], "num_fewshot belongs to tasks of lm-evaluation-harness"),
         (["{lora}", "--seed", "-1"], "seed is -1"),
         (["{lora}", "--confidence", "95"], "confidence is 95.0; it must lie between 0 and 1"),
         (["{lora}", "--block_size", "1"], "block_size is 1"),

@@ -13,6 +13,7 @@ from scu_trainer.run_files import read_json
 
 SMALL = "--sensor_hidden_size 16 --sensor_heads 2 --sensor_layers 1 --sensor_fusion_layers 1 --sensor_channels 4"
 SHORT = "--max_steps 2 --eval_strategy no --save_strategy no --report_to none --use_cpu true --ema_decay 0.5"
+SHORT += " --predict_memory false"
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from scu_trainer.cli import eval as evaluate
 from scu_trainer.cli import merge
 from scu_trainer.cli.main import main
 from scu_trainer.cli.subjects import Subject
+from scu_trainer.data import store
 from scu_trainer.errors import ModelError
 from scu_trainer.hardware import probe
 from scu_trainer.models import export
@@ -105,6 +106,12 @@ def test_a_disk_that_is_full_meanwhile(folder, tmp_path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_another_process_was_faster(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(store, "built_once", lambda output, build: output)
+    told = refused(capsys, folder / "lora", "--output", tmp_path / "merged")
+    assert "another process has written" in told and list(tmp_path.iterdir()) == []
+
+
 def test_too_little_memory_is_told_before_anything_is_loaded(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(probe, "ram_bytes", lambda: (2**30, 2**20))
     monkeypatch.setattr(merge, "_merged", lambda *arguments: pytest.fail("began to merge"))
@@ -149,6 +156,8 @@ def test_adapters_of_models_that_are_ours(folder):
         (["nothing"], "nothing"),
         (["lora", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["lora", "--max_shard_size", "5"], "give a size with its unit, for instance 5GB or 500MB"),
+        (["lora", "--max_shard_size", "5GiB"], "give a size with its unit, for instance 5GB or 500MB"),
+        (["lora", "--max_shard_size", "5G"], "give a size with its unit, for instance 5GB or 500MB"),
         (["lora", "--outputt", "x"], "unknown option --outputt (did you mean 'output'?)"),
     ],
 )

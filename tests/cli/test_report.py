@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import time
 
 import pytest
 import yaml
@@ -34,14 +36,16 @@ def quick(monkeypatch):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Two runs and a comparison, each reported once."""
+    """Two runs and a comparison, each reported once; one of the reports with its pictures, which take long."""
     folder = tmp_path_factory.mktemp("made")
     make_run(folder / "one")
     make_run(folder / "off", scu=False, memory_control=False, best=6.9, learning_rate=0.002)
     make_comparison(folder / "study")
     assert command.main([str(folder / "one")]) == 0
-    assert command.main([str(folder / "one"), str(folder / "off"), "--output", str(folder / "both")]) == 0
-    assert command.main([str(folder / "study")]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "png", lambda plot, theme: b"picture")
+        assert command.main([str(folder / "one"), str(folder / "off"), "--output", str(folder / "both")]) == 0
+        assert command.main([str(folder / "study")]) == 0
     return folder
 
 
@@ -129,7 +133,7 @@ def test_what_is_no_run_is_refused_with_what_is_allowed(capsys, tmp_path):
     assert "holds none of run.json" in refused(capsys, tmp_path / "empty")
     assert "it holds runs: first; give one of them" in refused(capsys, tmp_path / "runs")
     assert "did you mean 'first'" in refused(capsys, "frist", "--root", tmp_path / "runs")
-    assert "is given twice" in refused(capsys, tmp_path / "runs/first", tmp_path / "runs" / "first")
+    assert "is given twice" in refused(capsys, tmp_path / "runs/first", tmp_path / "runs" / ".." / "runs" / "first")
     assert "no number of seconds" in refused(capsys, tmp_path / "runs/first", "--watch", "0")
     assert "runs stand before --watch" in refused(capsys, "--watch", tmp_path / "runs/first")
     assert "did you mean '--output'" in refused(capsys, tmp_path / "runs/first", "--otput", "x")
@@ -156,6 +160,17 @@ def test_runs_of_one_name_are_told_apart(tmp_path, quick):
     assert "a/run" in text and "b/run" in text
 
 
+def test_a_report_knows_its_files_again_whatever_the_runs_are_called(capsys, tmp_path, quick):
+    runs = [make_run(tmp_path / name) for name in ("my run é", "实验")]
+    for _ in range(2):
+        assert command.main([*map(str, runs), "--output", str(tmp_path / "out")]) == 0
+        (tmp_path / "out" / "not-ours.png").write_text("mine")
+    assert {path.name for path in (tmp_path / "out").glob("*.yaml")} == {"repeat-1-my-run.yaml", "repeat-2-run.yaml"}
+    *_, count, letters = capsys.readouterr().out.splitlines()
+    assert f"{len(PLOTS)} files of plots" in count, "of the report's own"
+    assert letters.startswith("not drawn: 实验 in PNG files")
+
+
 def waiting(folder):
     """A run that has been started in the background and waits for its turn."""
     (folder / "background").mkdir(parents=True)
@@ -165,7 +180,8 @@ def waiting(folder):
 
 def test_a_report_never_takes_the_place_of_a_run_that_waits(capsys, tmp_path, quick):
     run = waiting(tmp_path / "run")
-    assert "has not begun to train" in refused(capsys, run)
+    for more in ((), ("--output", run), ("--output", run / "report")):
+        assert "has not begun to train" in refused(capsys, run, *more)
     assert command.main([str(run), "--output", str(tmp_path / "out")]) == 0
     assert {path.name for path in run.iterdir()} == {"run.json", "background"}
 
@@ -204,12 +220,12 @@ def test_watching_follows_a_run_from_nothing_to_its_end(capsys, tmp_path, quick)
     assert seen[:3] == [None] * 3, "nothing is written into a folder that training will claim"
     assert 'data-reload-s="5.0"' in seen[3] and "20 of 60" in seen[3]
     assert len(seen) == 4 and "data-reload-s" not in page.read_text() and "60 of 60" in page.read_text()
-    assert capsys.readouterr().out.startswith("watching every 5 s")
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("watching every 5 s") and said[1] == f"{run} is not there yet: waiting for it"
 
 
 def be_alive(run) -> None:
     """As if this process were the one that trains, and had written just now."""
-    import os
     from datetime import UTC, datetime
 
     status = json.loads((run / "run.json").read_text())
@@ -242,6 +258,14 @@ def test_a_comparison_is_watched_until_no_run_is_to_come(tmp_path, quick):
     assert "6 failed" in text and "data-reload-s" not in text
 
 
+def test_a_comparison_that_was_stopped_is_not_watched_for_ever(tmp_path, quick):
+    folder = make_comparison(tmp_path / "study")
+    long_ago_s = time.time() - 120
+    os.utime(folder / "comparison.json", (long_ago_s, long_ago_s))
+    assert command.main([str(folder), "--watch"], sleep=lambda seconds: pytest.fail("it waits")) == 0
+    assert "data-reload-s" not in (folder / "report" / "index.html").read_text()
+
+
 def test_ctrl_c_leaves_a_page_that_stays_as_it_is(tmp_path, capsys, quick):
     run = make_run(tmp_path / "run", steps=20, status="running")
     be_alive(run)
@@ -266,12 +290,13 @@ def test_no_torch_is_loaded(made):
     import sys
 
     code = (
-        "import sys; from scu_trainer.cli.report import main; code = main(sys.argv[1:]); "
+        "import sys; from scu_trainer.cli import report; report.png = lambda plot, theme: b''; "
+        "report.drawing = report.Drawing; code = report.main(sys.argv[1:]); "
         "heavy = [name for name in ('torch', 'transformers', 'datasets') if name in sys.modules]; sys.exit(str(heavy))"
     )
     words = [str(made / "one"), "--output", str(made / "again")]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
-    assert done.stderr.strip() == "[]", done.stderr
+    assert done.stderr.strip() == "[]" and (made / "again" / "index.html").exists(), done.stderr
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------
@@ -294,8 +319,9 @@ def test_pages_are_whole_quiet_and_fit_every_window(made, chromium):
              made / "study/report/index.html": COMPARED}  # fmt: skip
     for file, keys in pages.items():
         for width_px in (390, 1440):
-            for scheme in ("light", "dark"):
-                with visit(chromium, file, width_px, scheme) as seen:
+            with visit(chromium, file, width_px, "light") as seen:
+                for scheme in ("light", "dark"):
+                    seen.page.emulate_media(color_scheme=scheme)
                     case = f"{file.parent} at {width_px} px, {scheme}"
                     assert seen.errors == [] and seen.foreign == [], case
                     assert seen.overflow_px <= 0, case
@@ -322,6 +348,15 @@ def test_the_theme_can_be_chosen_and_is_kept(made, chromium):
         assert seen.page.inner_text("#theme") == "theme: dark" and seen.page.evaluate(ink) != before
         seen.page.reload()
         assert seen.page.inner_text("#theme") == "theme: dark" and seen.errors == []
+
+
+def test_a_sandboxed_frame_that_may_keep_nothing_shows_the_page_too(made, tmp_path, chromium):
+    address = (made / "one/report/index.html").as_uri()
+    (tmp_path / "frame.html").write_text(f'<iframe sandbox="allow-scripts" src="{address}"></iframe>')
+    with visit(chromium, tmp_path / "frame.html", 800, "light") as seen:
+        inner = seen.page.frames[1]
+        inner.click("#theme")
+        assert inner.inner_text("#theme") == "theme: light" and seen.errors == []
 
 
 def test_an_open_page_follows_and_keeps_its_place(made, tmp_path, chromium):

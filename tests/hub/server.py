@@ -218,6 +218,17 @@ def _branch(handler: Any, hub: Hub, body: bytes, repo: str, branch: str) -> None
     return handler.reply(200, {})
 
 
+def _may_write(handler: Any, hub: Hub, body: bytes, repo: str) -> None:
+    if repo not in hub.repos:
+        return handler.reply(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+    status = hub.faults.create_status
+    return handler.reply(status or 200, {"error": "You don't have the rights"} if status else {})
+
+
+def _who(handler: Any, hub: Hub, body: bytes) -> None:
+    handler.reply(200, {"type": "user", "name": "me"})
+
+
 def _card(handler: Any, hub: Hub, body: bytes) -> None:
     content = json.loads(body)["content"]
     hub.cards.append(content)
@@ -228,6 +239,8 @@ def _card(handler: Any, hub: Hub, body: bytes) -> None:
 
 
 def _preupload(handler: Any, hub: Hub, body: bytes, repo: str, branch: str) -> None:
+    if branch not in hub.repos[repo].commits:
+        return handler.reply(404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
     there = hub.repos[repo].files(branch)
     answers = []
     for asked in json.loads(body)["files"]:
@@ -272,6 +285,8 @@ def _commit(handler: Any, hub: Hub, body: bytes, repo: str, branch: str) -> None
             files[value["path"]] = hub.blobs[value["oid"]]
         elif line["key"] == "file":
             files[value["path"]] = base64.b64decode(value["content"])
+        elif line["key"] == "deletedFile":
+            del files[value["path"]]
     sha = hashlib.sha1(f"{len(commits)}{sorted(files)}".encode()).hexdigest()
     commits.append({"sha": sha, "message": lines[0]["value"]["summary"], "files": files})
     if hub.faults.lose_answer:
@@ -323,6 +338,8 @@ REPO = r"([\w.-]+/[\w.-]+)"
 ROUTES = [
     (r"/api/repos/create", ("POST",), _create),
     (r"/api/validate-yaml", ("POST",), _card),
+    (r"/api/whoami-v2", ("GET",), _who),
+    (rf"/api/models/{REPO}/auth-check/write", ("GET",), _may_write),
     (rf"/api/models/{REPO}/branch/(.+)", ("POST",), _branch),
     (rf"/api/models/{REPO}/preupload/(.+)", ("POST",), _preupload),
     (rf"/api/models/{REPO}/commit/(.+)", ("POST",), _commit),

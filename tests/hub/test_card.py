@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from huggingface_hub import ModelCard
 
 from scu_trainer.cli.configuration import read_job
+from scu_trainer.cli.main import main
 from scu_trainer.hub.card import CARD, base_license, card_of, is_ours, write_card
+from scu_trainer.hub.card_use import loading
 from scu_trainer.hub.facts import facts_of, read_facts
 from scu_trainer.hub.local_paths import is_local, without_local_paths
 from scu_trainer.run_files import read_json, write_json
@@ -51,6 +55,16 @@ def test_what_was_not_measured_is_not_claimed(run):
     assert "weights of step 1" in checkpoint and "these weights were not scored" in checkpoint
 
 
+def test_a_run_without_a_finite_loss(run):
+    """Infinity is null in the files of a run."""
+    metrics = read_json(run / "scu_metrics.json")
+    for when in ("after", "change"):
+        metrics[f"held_out_bpt_{when}"] = {"value": None, "low": None, "high": None, "confidence": 0.95}
+    write_json(run / "scu_metrics.json", metrics)
+    card = card_of(read_facts(run, run), "me/x")
+    assert "| no number | no number |" in card and "model-index" not in card
+
+
 def test_drops_are_counted(run):
     description = read_json(run / "training_config.json")
     description["data"]["rows_dropped"] = {"empty text": 1234}
@@ -70,6 +84,76 @@ def test_licence_as_given_as_the_base_states_it_or_not_stated(run, tmp_path):
     (base / CARD).write_text("---\nlicense: mit\n---\nA model.\n")
     assert base_license(str(base)) == "mit"
     assert base_license("me/never-fetched") is None
+    (base / CARD).write_text("---\nlicense: [mit, cc0-1.0]\n---\n")
+    assert base_license(str(base)) == "mit, cc0-1.0"
+    for torn in (b"---\nlicense: [\n---\n", b"---\n- license\n---\n", b"\xff\xfe"):
+        (base / CARD).write_bytes(torn)
+        assert base_license(str(base)) is None
+
+
+def changed(run, **settings):
+    """Facts of ``run`` as if it had been given these settings."""
+    description = read_json(run / "training_config.json")
+    description["configuration"] |= settings
+    write_json(run / "training_config.json", description)
+    return read_facts(run, run)
+
+
+def test_a_model_that_started_from_nothing_has_no_base_to_ask(run):
+    facts = replace(changed(run, model_name_or_path=None, task="image-classification"), adapter={})
+    card = card_of(facts, "me/x")
+    assert "the model started from random weights" in card and "Not stated: none was given." in card
+    assert "published the base" not in card
+
+
+def test_the_dataset_that_was_scored_is_the_one_that_is_named(run):
+    card = card_of(changed(run, eval_dataset="/data/other: docs.jsonl"), "me/x")
+    assert "documents of other: docs.jsonl, a dataset for scoring alone" in card
+    assert "on the held-out dataset alone (other: docs.jsonl)" in card and "- dataset: documents.jsonl" in card
+    data = ModelCard(card).data
+    assert data.eval_results[0].dataset_name == "other: docs.jsonl" and data.eval_results[0].dataset_split is None
+
+
+def test_only_what_was_timed_is_given_a_time(run):
+    metrics = read_json(run / "scu_metrics.json")
+    assert "\n2 optimizer steps in " in card_of(read_facts(run, run), "me/x")
+    write_json(run / "scu_metrics.json", {**metrics, "steps_of_this_start": 1, "train_s": 7.0})
+    assert "\n2 optimizer steps; since it was resumed 1 of them, in 7 s." in card_of(read_facts(run, run), "me/x")
+
+
+def test_code_of_a_name_with_quotes_is_python(run):
+    code = loading(read_facts(run, run), 'runs/"mine" é\\x')
+    names = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    assert names == ['runs/"mine" é\\x'] * 2
+
+
+# -- of merged weights -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def merged(finished, run, tmp_path):
+    """Merged weights of ``run``, in a folder of their own."""
+    folder = shutil.copytree(finished.merged, tmp_path / "merged")
+    write_json(folder / "merge.json", {**read_json(folder / "merge.json"), "adapter": str(run)})
+    return folder
+
+
+def dry_run(folder) -> int:
+    return main(["push", str(folder), "--repo_id", "me/x", "--dry_run"])
+
+
+def test_an_edited_card_of_merged_weights_is_kept_too(merged, capsys):
+    assert dry_run(merged) == 0 and "was edited" not in capsys.readouterr().out
+    (merged / CARD).write_text("My own words.\n")
+    assert dry_run(merged) == 0
+    told = capsys.readouterr().out
+    assert "README.md was edited, and is sent as it is" in told and " 14 bytes" in told
+
+
+def test_scores_of_another_training_in_the_same_folder_are_not_claimed(merged, run, capsys):
+    (run / "adapter_model.safetensors").write_bytes(b"trained anew")
+    assert dry_run(merged) == 2
+    assert "that was trained anew, and its scores are not those of the merged weights" in capsys.readouterr().err
 
 
 def test_a_card_that_was_edited_is_kept(run):

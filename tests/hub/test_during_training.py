@@ -16,7 +16,7 @@ from scu_trainer.cli.train import main
 from scu_trainer.run_files import read_json
 from scu_trainer.train.pushing import Pushes
 from tests.hub.runs import documents, flags
-from tests.hub.server import running
+from tests.hub.server import Repo, running
 
 MODEL = {"config.json", "generation_config.json", "model.safetensors"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -26,9 +26,22 @@ from scu_trainer.cli.train import main
 print(json.dumps([main(words) for words in json.loads(sys.argv[1])]))
 """
 RUNS = {
-    "kept": {"hub_strategy": "checkpoint", "hub_always_push": "true", "save_total_limit": 1},
+    "kept": {
+        "hub_strategy": "checkpoint",
+        "hub_always_push": "true",
+        "save_total_limit": 1,
+        "hub_revision": "new",  # a branch that is not there yet
+    },
     "end": {"hub_strategy": "end", "hub_private_repo": "true"},
     "every": {"hub_strategy": "every_save", "hub_always_push": "true"},
+}
+
+
+WRONG = "hf_" + "WrongWrongWrong0123456789abcdefg"
+REFUSED = {
+    "public": {"hub_private_repo": "true"},
+    "wrong": {"hub_token": WRONG},
+    "torn": {"hub_token": "hf_ torn"},
 }
 
 
@@ -42,8 +55,9 @@ def pushed(tmp_path_factory):
     tiny.saved_llama(folder / "model")
     documents(folder / "documents.jsonl")
     common = {"tuning": "full", "push_to_hub": "true", "max_steps": 3}
-    calls = [flags(folder, name, hub_model_id=f"me/{name}", **common, **own) for name, own in RUNS.items()]
+    calls = [flags(folder, name, hub_model_id=f"me/{name}", **common, **own) for name, own in (RUNS | REFUSED).items()]
     with running() as hub:
+        hub.repos["me/public"] = Repo()
         hub.faults.refuse_repo = ("me/every", 1)
         environment = {**os.environ, **hub.environment(folder / "home")}
         program = [sys.executable, "-c", TRAIN_ALL, json.dumps(calls)]
@@ -53,7 +67,7 @@ def pushed(tmp_path_factory):
 
 
 def commits(pushed, name: str) -> list[dict]:
-    return pushed.hub.repos[f"me/{name}"].commits["main"]
+    return pushed.hub.repos[f"me/{name}"].commits[RUNS[name].get("hub_revision", "main")]
 
 
 def test_every_save_sends_the_model_of_each_whole_checkpoint(pushed):
@@ -97,6 +111,24 @@ def test_a_push_that_fails_is_told_and_costs_the_run_nothing(pushed):
     assert len(status["notices"]) == 1 and "checkpoint-1 was not pushed to the Hub: " in status["notices"][0]
     assert "checkpoint-1 was not pushed" in pushed.done.stderr and "Traceback" not in pushed.done.stderr
     assert (run / "checkpoint-1" / "manifest.json").is_file()
+
+
+def test_what_the_hub_will_not_take_is_told_before_anything_is_loaded(pushed):
+    assert json.loads(pushed.done.stdout.splitlines()[-1]) == [0] * len(RUNS) + [2] * len(REFUSED)
+    refusals = [
+        line for line in pushed.done.stderr.splitlines() if "push_to_hub is on, and nothing was trained" in line
+    ]
+    told = ("me/public is there already and is public", "does not accept the token", "the token holds a space")
+    assert len(refusals) == len(told) and all(text in line for text, line in zip(told, refusals, strict=True))
+    assert WRONG not in pushed.done.stderr + pushed.done.stdout and "hf_ torn" not in pushed.done.stderr
+    assert pushed.hub.repos["me/public"].commits["main"] == []
+    assert not any((pushed.folder / name).exists() for name in REFUSED) and "me/wrong" not in pushed.hub.repos
+
+
+def test_a_machine_without_a_hub_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", WRONG)
+    assert main(["--push_to_hub", "true", "--tuning", "full", "--output_dir", str(tmp_path / "run")]) == 2
+    assert "nothing was trained: HF_HUB_OFFLINE is set" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_an_adapter_of_a_local_base_is_refused_before_anything_is_loaded(tmp_path, capsys):

@@ -27,6 +27,8 @@ def answer(status: int, text: str = "no") -> Exception:
         (answer(402), "me would have to pay for me/x", False),
         (answer(403), "the token may not write to me/x", False),
         (answer(404), "there is no me/x that this token may see, or no such revision", False),
+        (answer(409), "another commit to the repository came first; type the same command again", True),
+        (answer(412), "another commit to the repository came first; type the same command again", True),
         (answer(413), "the Hub refuses files of this size in me/x", False),
         (answer(429), "the Hub has had too many requests", True),
         (answer(503), "the Hub failed (503); type the same command again", True),

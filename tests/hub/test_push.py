@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,9 +91,25 @@ def test_merged_weights_arrive_and_a_second_call_sends_nothing(shared):
     assert len(shared.hub.puts) == sent and len(commits(shared)) == 1
 
 
-def test_to_a_branch(shared):
-    done = push(shared, shared.merged, "--repo_id", REPO, "--revision", "v2", "--commit_message", "second")
+def test_what_an_earlier_push_left_there_does_not_load_in_its_place(shared):
+    """Readers take the base of an adapter_config.json, and model.safetensors before the index of many files."""
+    left = {"adapter_config.json", "adapter_model.safetensors", "model.safetensors", "model-00001-of-00009.safetensors"}
+    kept = {"notes.md", "eval.py", "pytorch_model.bin", "last-checkpoint/model.safetensors"}
+    there = dict.fromkeys(left | kept | {"curriculum.json"}, b"old")
+    shared.hub.repos[REPO] = Repo(commits={"main": [{"sha": "1" * 40, "message": "earlier", "files": there}]})
+    done = push(shared, shared.merged, "--repo_id", REPO)
     assert done.returncode == 0, done.stderr
+    assert f"removed, of an earlier push: {', '.join(sorted(left))}" in done.stdout
+    assert shared.hub.repos[REPO].files().keys() == {*MERGED, *TOKENIZER, *RESULTS, *shards(shared.merged), *kept}
+    assert commits(shared)[0]["files"] == there, "what was there is in the history"
+
+
+def test_to_a_branch(shared, tmp_path):
+    merged = shutil.copytree(shared.merged, tmp_path / "merged")
+    (merged / "README.md").write_text("My own words.\n")
+    done = push(shared, merged, "--repo_id", REPO, "--revision", "v2", "--commit_message", "second")
+    assert done.returncode == 0 and "README.md was edited, and was sent as it is" in done.stdout, done.stderr
+    assert shared.hub.repos[REPO].files("v2")["README.md"] == b"My own words.\n"
     assert [made["message"] for made in commits(shared, "v2")] == ["second"] and commits(shared) == []
 
 
@@ -112,10 +129,11 @@ def test_an_upload_cut_in_the_middle_is_sent_again(shared):
     ("faults", "said"),
     [
         ({"fail_create": [503], "fail_commit": [0]}, ["the Hub failed (503); again in 1 s", "broke"]),
+        ({"fail_commit": [412]}, ["another commit to the repository came first; again in 1 s"]),
         ({"fail_commit": [429]}, ["too many requests; again in 1 s"]),
         ({"lose_answer": True}, ["broke (Server disconnected without sending a response); again in 1 s"]),
     ],
-    ids=["cut", "busy", "lost answer"],
+    ids=["cut", "overtaken", "busy", "lost answer"],
 )
 def test_what_the_library_does_not_repeat_is_repeated_here(shared, faults, said):
     vars(shared.hub.faults).update(faults)

@@ -6,14 +6,22 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.export import export_dtype, require_same_logits
+from scu_trainer.models.export import export_dtype, read_back, require_same_logits
 from scu_trainer.models.load import adapter_targets, load_model
-from scu_trainer.models.merge import MERGE_TOLERANCE, check_merge, merge_adapter, merge_tolerance
+from scu_trainer.models.merge import (
+    MERGE_TOLERANCE,
+    _from_state,
+    _merged,
+    check_merge,
+    merge_adapter,
+    merge_tolerance,
+)
 from scu_trainer.settings import ModelSettings
 from tests import tiny
 from tests.offloading import saved, with_adapters
@@ -178,6 +186,25 @@ def test_positions_keep_their_precision(tmp_path):
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_got_lost_are_told(tmp_path):
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    lost = weights.pop("model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(ModelError, match=r"cannot be written as full weights: .*up_proj\.weight has no"):
+        _from_state(FAMILIES["llama"](), dict(weights), torch.float32)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"cannot be read back: .*up_proj\.weight is not as it was written"):
+        read_back(tmp_path, "text-generation", lost.device)
+
+
+def test_an_adapter_of_another_base(tmp_path):
+    model = adapted(FAMILIES["llama"], tmp_path, is_quantized=False)
+    layer = next(name for name in get_peft_model_state_dict(model) if "layers.0" in name)
+    other = {layer.replace("layers.0", "layers.99"): torch.zeros(4, 64)}
+    with pytest.raises(ModelError, match=r"the adapter does not fit its base: .*layers\.99"):
+        _merged(FAMILIES["llama"](), model.peft_config["default"], other)
 
 
 def test_two_active_adapters(tmp_path):

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
+import matplotlib
 import pytest
 
-from scu_trainer.report.ablation import comparison_plots, read_comparison, result_rows
-from scu_trainer.report.drawing import DASHES, thinned
-from scu_trainer.report.files import has_begun, is_run, read_run
-from scu_trainer.report.render import COLORS, HELD_PLACES, NAMES, THEMES, WIDE_IN, in_theme, png, svg
+from scu_trainer.report.ablation import Comparison, comparison_plots, read_comparison, result_rows
+from scu_trainer.report.drawing import DASHES, Line, Panel, Plot, thinned
+from scu_trainer.report.files import RunFiles, has_begun, is_run, read_run
+from scu_trainer.report.render import (
+    AS_IT_STANDS,
+    COLORS,
+    HELD_PLACES,
+    NAMES,
+    NARROW_IN,
+    THEMES,
+    WIDE_IN,
+    figure,
+    in_theme,
+    png,
+    svg,
+)
 from scu_trainer.report.run_plots import run_plots
 from scu_trainer.report.settings_table import changed, differences, hardware, repeat_command, repeat_yaml
 from scu_trainer.report.words import duration, key_figures, warnings
@@ -77,6 +91,39 @@ def test_a_loop_that_was_off_says_so_in_place_of_its_plot(made):
     assert both["s"].notes == ["off: regularization was off (scu: false)"] and both["s"].panels
 
 
+def test_the_most_that_is_allowed_holds_to_the_end(made):
+    allowed = lines(plots(made / "one")["memory"])["most that is allowed"]
+    assert (allowed.x, allowed.y) == ([7, 9, 30, 60], [1024, 512, 1024, 1024])
+
+
+def test_runs_too_short_to_log_a_step_say_so(tmp_path):
+    run = make_run(tmp_path / "run", logging_steps=100, scu=False, memory_control=True)
+    (run / "memory_history.json").unlink()
+    (run / "log_history.json").write_text('[{"step": 60, "train_runtime": 3.0}]')
+    found = plots(run)
+    for key in ("loss", "memory", "throughput", "rate"):
+        assert found[key].notes == ["no step of training was logged (logging_steps: 100)"], key
+
+
+def test_a_run_that_was_never_evaluated_says_so(made, tmp_path):
+    run = make_run(tmp_path / "run", eval_strategy="no")
+    rows = [row for row in json.loads((run / "log_history.json").read_text()) if "loss" in row]
+    (run / "log_history.json").write_text(json.dumps(rows))
+    assert plots(run)["loss"].notes == ["no evaluation was logged (eval_strategy: no)"]
+    assert plots(made / "one", run)["loss"].notes == ["run: no evaluation was logged (eval_strategy: no)"]
+    (run / "scu_history.json").unlink()
+    (run / "log_history.json").write_text('[{"step": 20, "eval_bpt": 7.0}]')
+    assert plots(run)["loss"].notes == ["no step of training was logged"]
+
+
+def test_units_of_different_tasks_are_all_named(made, tmp_path):
+    pictures = make_run(tmp_path / "pictures", task="image-classification")
+    (pictures / "scu_metrics.json").unlink()
+    panels = plots(made / "one", pictures)["loss"].panels
+    assert [panel.y_label for panel in panels] == ["bits per token or label"] * 2
+    assert panels[1].title == "Held-out documents and samples"
+
+
 def test_a_limit_far_above_is_told_in_the_title(made, tmp_path):
     run = make_run(tmp_path / "run")
     rows = json.loads((run / "log_history.json").read_text())
@@ -85,6 +132,8 @@ def test_a_limit_far_above_is_told_in_the_title(made, tmp_path):
     (run / "log_history.json").write_text(json.dumps(rows))
     panel = plots(run)["memory"].panels[0]
     assert panel.levels == [] and "limit 100.0 GiB, far above" in panel.title
+    panel = plots(made / "one", run)["memory"].panels[0]
+    assert [level.label for level in panel.levels] == ["limit 4.0 GiB"] and "limit 100.0 GiB, far" in panel.title
 
 
 def test_rows_without_a_number_leave_a_gap_and_no_crash(tmp_path):
@@ -155,6 +204,31 @@ def test_a_drawing_names_its_colours_and_its_own_ids(made):
     assert svg(found, WIDE_IN) == text, "the same files give the same drawing"
 
 
+LONG = "an-experiment-with-a-very-long-name-lr-0.00005-rank-16-seed-1234-on-the-large-set"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["_first", "lr$1e-3$x_$\\frac$", LONG])
+def test_any_name_of_a_run_is_in_the_legend_and_leaves_the_axes_their_room(name):
+    panel = Panel("Rate", "rate", lines=[Line(name, [0, 1], [1e-5, 4e-5]), Line("b", [0, 1], [0, 2e-5])])
+    with matplotlib.rc_context(AS_IT_STANDS):
+        drawn = figure(Plot("rate", "Rate", [panel]), NARROW_IN, THEMES["light"], False)
+        drawn.draw_without_rendering()
+    (axes,) = drawn.axes
+    shown = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert [text.replace("\n", "") for text in shown] == [name, "b"]
+    place, legend = axes.get_position(), axes.get_legend().get_window_extent()
+    assert place.width > 0.7 and place.height > 0.3 and legend.x1 < drawn.bbox.x1
+    assert axes.yaxis.get_offset_text().get_text() == "", "it would stand in the legend"
+    assert "4e\N{MINUS SIGN}05" in [text.get_text() for text in axes.get_yticklabels()]
+
+
+def test_one_epoch_is_not_cut_into_parts():
+    panel = Panel("Rows", "rows", "epoch", [Line("", [1], [250], marker="o")], whole_x=True)
+    (axes,) = figure(Plot("rows", "Rows", [panel]), NARROW_IN, THEMES["light"], False).axes
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
 @pytest.mark.parametrize("theme", THEMES)
 def test_files_hold_the_colours_of_their_theme(made, theme):
     found = plots(made / "one")["loss"]
@@ -198,6 +272,25 @@ def test_figures_and_warnings_of_a_run(made):
         assert any(words in text for text in said), words
 
 
+def test_figures_of_a_run_without_a_finite_loss(tmp_path):
+    """Infinity is null in the files of a run."""
+    folder = make_run(tmp_path / "diverged")
+    metrics = json.loads((folder / "scu_metrics.json").read_text())
+    for when in ("after", "change"):
+        metrics[f"held_out_bpt_{when}"] = dict.fromkeys(("value", "low", "high"))
+    (folder / "scu_metrics.json").write_text(json.dumps(metrics))
+    found = dict(key_figures(read_run(folder, "diverged", "finished")))
+    assert found["held-out bits per token"] == "7.480 before, no finite number after"
+    assert "change, 95 % interval" not in found
+
+
+def test_nothing_counted_is_a_dash_and_no_zero(made, tmp_path):
+    off = make_run(tmp_path / "off", memory_control=False)
+    (off / "scu_metrics.json").unlink()
+    for folder, count in ((off, "-"), (made / "one", "2")):
+        assert dict(key_figures(read_run(folder, "run")))["out of memory, recovered"] == count
+
+
 def test_durations():
     assert [duration(s) for s in (None, 59.4, 61, 7260, 200_000)] == [
         "-",
@@ -224,6 +317,13 @@ def test_the_command_of_several_processes(made):
     assert repeat_command(run, made / "r.yaml").startswith("torchrun --nproc_per_node 2 scripts/train.py --config ")
 
 
+def test_repeating_a_resumed_run_begins_anew_and_not_in_the_checkpoint(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", resume_from_checkpoint="run/checkpoint-20")
+    assert "resume_from_checkpoint" not in repeat_yaml(read_run(run, "run"))
+    monkeypatch.chdir(run)
+    assert repeat_command(read_run(Path("."), "run"), Path("r.yaml")).endswith(f"--output_dir {run}-again")
+
+
 # -- comparisons -------------------------------------------------------------------------------------------------------
 
 
@@ -239,8 +339,24 @@ def test_a_comparison_keeps_every_arm(made):
     assert [line.label for line in s.panels[0].lines] == ["model"] and "fixed-1" in s.notes[0]
     assert [line.label for line in curves.panels[0].lines] == ["none", "fixed-1", "weight_decay-10", "model"]
     assert "original, schedule-cosine: no evaluation" in curves.notes[0]
+    found.content["table"][1]["verdict"] = "lower than none by 0.109 (0.006 to 0.212); seed 2 failed: no room"
     head, table = result_rows(found)
     assert len(table) == 6 and all(len(row) == len(head) for row in table)
+    assert table[1][-1] == "lower than none; seed 2 failed: no room", "its figures have a column"
+
+
+def test_arms_of_a_comparison_are_told_apart_and_have_their_targets():
+    arms = [f"arm-{number}" for number in range(COLORS * len(DASHES))]
+    targets = {(arm, 0): 0.01 if arm == "arm-3" else 0.1 for arm in arms}
+    runs = {
+        key: RunFiles("", Path(), control=[{"step": 1, "s_ema": 0.1, "s_target": target}])
+        for key, target in targets.items()
+    }
+    content = {"arms": [{"name": arm} for arm in arms], "runs": [], "table": [], "seeds": [0]}
+    (panel,) = comparison_plots(Comparison(Path(), content, runs))[2].panels
+    looks = {(line.color % COLORS, line.dash % len(DASHES)) for line in panel.lines}
+    assert len(looks) == len(arms)
+    assert [level.label for level in panel.levels] == ["target 0.01 of arm-3", "target 0.1"]
 
 
 def test_a_run_that_the_comparison_left_out_is_no_point(made, tmp_path):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
 from scu_trainer.errors import SettingsError, StorageError
-from scu_trainer.runs.comparison import Hands, Runner, end_of, variables, words
+from scu_trainer.runs.comparison import Hands, Runner, end_of, spawn, variables, words
 from scu_trainer.runs.comparison_arms import chosen_arms
 from scu_trainer.runs.comparison_plan import (
     check_comparable,
+    check_equal_budget,
     differences,
     fingerprint,
     read_plan,
@@ -57,6 +61,7 @@ def test_the_original_law_acts_with_its_penalty():
     settings = RegularizationSettings(**fields)
     assert settings.resolved_actuator == "penalty" and settings.lambda_bounds == (1e-4, 10.0)
     assert (settings.sigma, settings.target_s, settings.kp, settings.ki) == (0.01, 0.01, 0.8, 0.15)
+    assert {"sigma", "target_s", "kp", "ki"} <= {*fields}, "whatever the job says"
 
 
 @pytest.mark.parametrize(
@@ -73,6 +78,8 @@ def test_the_original_law_acts_with_its_penalty():
         (["none"], ["mine"], "must read NAME:field=value"),
         (["none"], ["a/b:scu=true"], "with a name of letters"),
         (["none"], ["mine:scu"], "'scu' is no field=value"),
+        (["none"], ["mine:scu_kp="], "'' is no number, word, true or false"),
+        (["none"], ["mine:scu_kp=[1"], "'[1' is no number, word, true or false"),
     ],
 )
 def test_arms_that_a_person_can_put_right(arms, own, said):
@@ -85,6 +92,16 @@ def test_a_grid_without_known_steps_is_asked_for():
     with pytest.raises(SettingsError, match="give max_steps, or your own values"):
         chosen("none", "fixed", pull=None)
     assert len(chosen("none", "fixed:3", "model", pull=None)) == 3
+
+
+def test_runs_are_not_pushed_over_each_other():
+    with pytest.raises(SettingsError, match="arm a has push_to_hub: true, and all runs would go to one repository"):
+        check_comparable("a", {"push_to_hub": True})
+
+
+def test_a_word_that_yaml_takes_for_false_stays_a_word():
+    arm = chosen("none", own=["mine:mixed_precision=no,scu=false"])[-1]
+    assert arm.settings == {"mixed_precision": "no", "scu": False}
 
 
 @pytest.mark.parametrize(
@@ -116,6 +133,13 @@ def test_what_cannot_be_compared(settings, said):
 )
 def test_what_can_be_compared(settings):
     check_comparable("a", settings)
+
+
+def test_arms_of_other_tokens_are_refused():
+    settings = {"max_steps": 9, "dataset": "a.jsonl", "learning_rate": 1e-3}
+    check_equal_budget({"none": settings, "mine": {**settings, "learning_rate": 2e-3}})
+    with pytest.raises(SettingsError, match=r"arm mine .* its max_steps is 5, that of none 9; give --max_steps"):
+        check_equal_budget({"none": settings, "mine": {**settings, "max_steps": 5}})
 
 
 # -- written down ------------------------------------------------------------------------------------------------------
@@ -192,6 +216,16 @@ def test_last_words_without_an_error_line(tmp_path):
     assert last_words(console, 1) == "exit code 1: ValueError: bad"
 
 
+def test_last_words_are_those_of_the_newest_start(tmp_path):
+    """The log keeps what earlier starts said."""
+    console = tmp_path / "x.log"
+    for code in ("print('error: no room')", "raise ValueError('bad')", "pass"):
+        spawn([sys.executable, "-S", "-c", code], os.environ, console).wait()
+        said = {"p": "no room", "r": "ValueError: bad"}
+        expected = "it said nothing" if code == "pass" else said[code[0]]
+        assert last_words(console, 1) == f"exit code 1: {expected}"
+
+
 def test_failures_are_remembered_where_they_left_no_directory(tmp_path):
     made = plan(tmp_path, seeds=(0,))
     before = [{"arm": "none", "seed": 0, "status": "failed", "error": "exit code 2: x"}]
@@ -253,6 +287,12 @@ def test_a_place_is_taken_again_when_a_run_ends(tmp_path):
     runner, started = raced(plan(tmp_path, seeds=(0, 1)), [(5, 1), (2, 1), (9, 1), (7, 1)])
     assert len(started) == 4 and {state.status for state in runner.states.values()} == {"failed"}
     assert all(one.heard == [] for one in started)
+
+
+def test_places_that_are_free_at_once_share_the_last_run(tmp_path):
+    arms = {name: {} for name in ("none", "model", "fixed_3")}
+    runner, started = raced(plan(tmp_path, arms, seeds=(0,)), [(2, 1), (2, 1), (4, 1)])
+    assert len(started) == 3 and {state.status for state in runner.states.values()} == {"failed"}
 
 
 def test_once_asked_to_stop_nothing_starts_any_more(tmp_path):

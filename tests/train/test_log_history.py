@@ -15,6 +15,8 @@ from transformers import TrainerCallback
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
 from scu_trainer.train.log_history import LOG_FILE, LogHistoryCallback, plain
+from scu_trainer.train.memory import Reading
+from scu_trainer.train.memory_loop import MemoryLoop
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, UnevenRows, arguments, llama, pad, same, trained, weights_of
 
@@ -100,6 +102,31 @@ def test_throughput_counts_real_tokens(tmp_path):
     assert all(4 * min(lengths) <= row["throughput/tokens_per_second"] <= 4 * max(lengths) for row in rows[1:])
     assert len({row["throughput/tokens_per_second"] for row in rows[1:]}) == 2, "padding would make them equal"
     assert "throughput/mfu" not in rows[1], "operations are not counted unasked"
+
+
+def test_the_peak_of_memory_is_the_most_since_the_last_row():
+    readings = iter([Reading(100, 10, 10), Reading(100, 20, 70), Reading(100, 30, 30), Reading(100, 25, 25)])
+
+    class Readings:
+        def read(self) -> Reading:
+            return next(readings)
+
+    loop, rows = MemoryLoop(MemorySettings(), Readings(), torch.device("cpu")), []
+    for looks in (2, 1, 1):
+        for _ in range(looks):
+            loop.stepped()
+        rows.append(loop.scalars())
+    assert [row["memory/peak_bytes"] for row in rows] == [70, 30, 25]
+    assert [row["memory/used_bytes"] for row in rows] == [20, 30, 25]
+
+
+def test_the_device_is_waited_for_only_where_a_row_is_written(tmp_path, monkeypatch):
+    from scu_trainer.train import throughput
+
+    steps = []
+    monkeypatch.setattr(throughput, "_wait_for", lambda device: steps.append(None))
+    run(tmp_path, max_steps=6, logging_steps=3, eval_strategy="no", save_strategy="no")
+    assert len(steps) == 3, "after the first step, which is not timed, and at two logs"
 
 
 class Dies(TrainerCallback):

@@ -78,12 +78,13 @@ class TextTask:
         )
 
     def load_scored(self, source: Source) -> Parts:
+        name, of_rows = source.model.model_name_or_path, source.tokenizer_of or source.model
         tokenizer, cache_dir = load_tokenizer(source.model), default_cache_dir(source.data.cache_dir)
-        name = source.model.model_name_or_path
-        of_split = {"seed": source.seed, "cache_dir": cache_dir, "model_name": name}
-        data = prepare(source.data, tokenizer, **of_split)
+        makes_rows = tokenizer if of_rows == source.model else load_tokenizer(of_rows)
+        of_split = {"seed": source.seed, "cache_dir": cache_dir, "model_name": of_rows.model_name_or_path}
+        data = prepare(source.data, makes_rows, **of_split)
         if source.windows is not None and data.eval is not None:
-            data = replace(data, eval=SlidingRows(whole_held_out(source.data, tokenizer, **of_split), source.windows))
+            data = replace(data, eval=SlidingRows(whole_held_out(source.data, makes_rows, **of_split), source.windows))
         model = load_for_evaluation(name, source.model)
         if data.eval is not None:
             require_fit(model, name, len(tokenizer), max(data.eval["length"]))

@@ -1,0 +1,65 @@
+"""Why a plot of a run is not there, in words that stand in its place."""
+
+from __future__ import annotations
+
+from scu_trainer.report.files import RunFiles, newest
+
+
+def why_no_row(run: RunFiles) -> str:
+    """Empty where steps of training were logged."""
+    if not run.logs or newest(run.logs, "loss") is not None:
+        return ""
+    every = run.settings.get("logging_steps")
+    return "no step of training was logged" + (f" (logging_steps: {every:g})" if every else "")
+
+
+def why_half_a_loss(run: RunFiles) -> str:
+    """Of a run that has training or evaluations to draw; empty where it has both, or neither."""
+    is_trained = newest(run.logs, "loss") is not None or bool(run.control)
+    is_evaluated = any("eval_bpt" in row or "eval_loss" in row for row in run.logs)
+    if is_trained == is_evaluated:
+        return ""
+    if is_evaluated:
+        return why_no_row(run)
+    strategy = f" (eval_strategy: {run.settings['eval_strategy']})" if "eval_strategy" in run.settings else ""
+    return f"no evaluation {'yet' if run.is_alive else 'was logged'}{strategy}"
+
+
+def why_no_loss(run: RunFiles) -> str:
+    if run.logs:
+        return why_no_row(run) or "its rows of logs hold none of these figures"
+    return (
+        "nothing is logged yet"
+        if run.is_alive or run.state in ("queued", "starting")
+        else "it ended before its first log"
+    )
+
+
+def why_no_s(run: RunFiles) -> str:
+    if run.settings.get("scu") is False:
+        return "regularization was off (scu: false)"
+    return (
+        "no control step was taken yet"
+        if run.is_alive
+        else "it has no scu_history.json with rows: no control step was taken, or regularization was off"
+    )
+
+
+def why_no_memory(run: RunFiles) -> str:
+    if run.settings.get("memory_control") is False:
+        return "the memory loop was off (memory_control: false)"
+    if run.is_alive:
+        return "nothing is logged yet"
+    return why_no_row(run) or "its files hold no rows of memory: nothing changed the chunk, and none was logged"
+
+
+def why_no_throughput(run: RunFiles) -> str:
+    if run.is_alive and not run.logs:
+        return "nothing is logged yet"
+    return why_no_row(run) or "its logs hold no rows or tokens per second"
+
+
+def why_no_curriculum(run: RunFiles) -> str:
+    if run.is_alive or run.state in ("queued", "starting"):
+        return "no epoch is booked yet"
+    return "it has no curriculum.json with rows: no epoch was booked, or no books were kept"
