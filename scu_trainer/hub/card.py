@@ -101,7 +101,7 @@ def _tags(facts: Facts) -> list[str]:
 def _datasets(facts: Facts) -> Optional[list[str]]:
     """Only ids of the Hub: what is embedded or a file here is nothing to link to."""
     name = facts.settings.get("dataset")
-    return [name] if name and "/" in name and not is_local(name) else None
+    return [name] if name and "/" in name and not is_local(name, facts.weights) else None
 
 
 def _results(facts: Facts) -> list[EvalResult]:

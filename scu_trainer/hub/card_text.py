@@ -166,6 +166,6 @@ def _limits(facts: Facts) -> str:
     ]
     if dataset in EMBEDDED_DATASETS:
         lines.append("- A small model on a small dataset that comes with Python: an example, not a tool.")
-    if is_local(facts.settings.get("dataset")):
+    if is_local(facts.settings.get("dataset"), facts.weights):
         lines.append("- The data lie on the machine that trained it, and are not published here.")
     return "\n".join(["## Limits", "", *lines])

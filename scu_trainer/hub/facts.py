@@ -60,7 +60,7 @@ class Facts:
     @property
     def base_id(self) -> Optional[str]:
         """Id of the base on the Hub; None where it is not there."""
-        return self.base if self.base and not is_local(self.base) else None
+        return self.base if self.base and not is_local(self.base, self.weights) else None
 
 
 def read_facts(weights: Path, run: Optional[Path], merge: Optional[dict[str, Any]] = None) -> Facts:

@@ -14,11 +14,14 @@ _INSIDE = re.compile(r"(?<![\w:/.\]])(?:~|/[^\s/'\":,;()\[\]]+)(?:/[^\s/'\":,;()
 """An absolute path of two parts or more inside of a text; the paths of web addresses are none."""
 
 
-def is_local(name: Optional[str]) -> bool:
-    """Whether a model or dataset is a path and not an id of the Hub."""
+def is_local(name: Optional[str], run: Optional[Path] = None) -> bool:
+    """Whether a model or dataset is a path and not an id of the Hub. ``run``: the folder whose files name it; training
+    may have been started in another folder than this one, most often in one above the run."""
     if not name:
         return False
-    return name.startswith((".", "/", "~", LOCAL)) or name.count("/") > 1 or Path(name).expanduser().exists()
+    if name.startswith((".", "/", "~", LOCAL)) or name.count("/") > 1 or Path(name).expanduser().exists():
+        return True
+    return run is not None and any((above / name).exists() for above in run.absolute().parents)
 
 
 def without_local_paths(data: Any) -> Any:

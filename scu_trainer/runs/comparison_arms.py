@@ -29,6 +29,7 @@ ORIGINAL = {
     "scu_target_s": 0.01,
     "scu_kp": 0.8,
     "scu_ki": 0.15,
+    "scu_actuator": "penalty",
 }
 """The published defaults of the original law for small models, whatever the job says. Its bounds and averages are our
 defaults too."""

@@ -197,3 +197,6 @@ def test_paths_of_this_machine(text, published):
 def test_which_names_are_local(tmp_path):
     assert all(map(is_local, [str(tmp_path), "./x", "~/x", "a/b/c", "[local]/x"]))
     assert not any(map(is_local, ["me/model", "gpt2", None, ""]))
+    (tmp_path / "data" / "docs").mkdir(parents=True)
+    run = tmp_path / "runs" / "one"
+    assert is_local("data/docs", run) and not is_local("data/docs") and not is_local("me/model", run)

@@ -61,7 +61,7 @@ def test_the_original_law_acts_with_its_penalty():
     settings = RegularizationSettings(**fields)
     assert settings.resolved_actuator == "penalty" and settings.lambda_bounds == (1e-4, 10.0)
     assert (settings.sigma, settings.target_s, settings.kp, settings.ki) == (0.01, 0.01, 0.8, 0.15)
-    assert {"sigma", "target_s", "kp", "ki"} <= {*fields}, "whatever the job says"
+    assert {"sigma", "target_s", "kp", "ki", "actuator"} <= {*fields}, "whatever the job says"
 
 
 @pytest.mark.parametrize(
