@@ -119,6 +119,7 @@ def print_table(console: Console, figures: dict[str, Any], output_dir: Path, tra
     console.print(table)
     against = " --against base" if figures["has_base"] else ""
     console.print(f"next: scu-trainer eval {output_dir}{against}", soft_wrap=True)
+    console.print(f"      scu-trainer report {output_dir}", soft_wrap=True)
     if (output_dir / "logs" / "tensorboard").is_dir():
         console.print(f"      tensorboard --logdir {output_dir}/logs/tensorboard", soft_wrap=True)
 
