@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import os
 import shutil
@@ -9,7 +10,11 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
+import pytest
+
+ROOT = Path(__file__).parents[1]
 PRIVATE = Path(tempfile.mkdtemp(prefix="scu_trainer_tests_"))
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -52,3 +57,12 @@ sys.addaudithook(_forbid_network)
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(PRIVATE, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def tables() -> ModuleType:
+    """docs/write_tables.py, which is no part of a package."""
+    spec = importlib.util.spec_from_file_location("write_tables", ROOT / "docs" / "write_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -12,14 +11,6 @@ from scu_trainer.runs.variant_table import BY_NAME, LOOPS
 from scu_trainer.runs.variants import Outcome, broken_promises
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def tables():
-    spec = importlib.util.spec_from_file_location("write_tables", ROOT / "docs" / "write_tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

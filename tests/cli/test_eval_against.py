@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scu_trainer.cli import eval as command
 from scu_trainer.cli import train
 from scu_trainer.cli.eval_screen import as_text
 from scu_trainer.models.load import load_for_evaluation, load_tokenizer
@@ -92,32 +91,6 @@ def write_task(folder: Path) -> Path:
     broken = TASK.format(questions=folder / "gone.jsonl").replace("first_or_second", "without_data")
     (folder / "broken.yaml").write_text(broken)
     return questions
-
-
-@pytest.fixture
-def evaluate(capsys):
-    """``evaluate(words...)`` -> the JSON object."""
-
-    def run(*words) -> dict:
-        capsys.readouterr()
-        assert command.main([*map(str, words), "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    return run
-
-
-@pytest.fixture
-def refused(capsys):
-    """``refused(words...)`` -> the error that the user can fix."""
-
-    def run(*words) -> str:
-        capsys.readouterr()
-        assert command.main(list(map(str, words))) == 2
-        printed = capsys.readouterr()
-        assert printed.out == "" and "Traceback" not in printed.err
-        return printed.err.strip().splitlines()[-1].removeprefix("error: ")
-
-    return run
 
 
 # -- windows -----------------------------------------------------------------------------------------------------------
