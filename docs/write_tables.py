@@ -1,15 +1,17 @@
-"""Writes the tables of four pages from benchmarks/results/:
+"""Writes the tables of five pages from benchmarks/results/:
 
     docs/paths.md      variants.json: what a path costs, which loops act in it
     docs/families.md   recipes.json and families.json: what the recipes reach, and how fast
     docs/plan.md       memory_estimate.json: predicted against measured memory
     docs/compare.md    compare.json: controllers against each other at equal tokens
+    docs/benchmarks.md startup.json: seconds until something happens, against stock
 
     make test-smoke ARGS="--json benchmarks/results/variants.json"
     python benchmarks/recipes.py && python benchmarks/families.py
     python benchmarks/memory_estimate.py
     python scripts/compare_controllers.py --config recipes/compare.yaml --output_dir runs/compare
     cp runs/compare/comparison.json benchmarks/results/compare.json
+    python benchmarks/startup.py
     python docs/write_tables.py
 
 A table stands between two comments that name it; everything else in the page is left alone.
@@ -30,7 +32,7 @@ from scu_trainer.runs.variants import Outcome
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "paths.md", ROOT / "benchmarks" / "results" / "variants.json"
 FAMILIES_PAGE, PLAN_PAGE = ROOT / "docs" / "families.md", ROOT / "docs" / "plan.md"
-COMPARE_PAGE = ROOT / "docs" / "compare.md"
+COMPARE_PAGE, BENCHMARKS_PAGE = ROOT / "docs" / "compare.md", ROOT / "docs" / "benchmarks.md"
 CELLS = {"acts": "acts", "refused": "refused", "idle": "idle", "off": "off"}
 
 
@@ -128,6 +130,28 @@ def comparison_tables(record: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def startup_tables(record: dict[str, Any]) -> dict[str, str]:
+    """The same for docs/benchmarks.md. ``record``: of benchmarks/startup.py."""
+    rows = []
+    for result in record["results"]:
+        ratio = "" if result["ratio"] is None else f"{result['ratio']:.2f}"
+        sides = ", ".join(f"{name} {median:.2f}" for name, median in result["median_s"].items())
+        rows.append((result["question"], sides, ratio))
+    heads = ("until", "median seconds", "ours / stock")
+    return {"startup": f"{_source(record)}\n\n{markdown(heads, rows)}"}
+
+
+def _source(record: dict[str, Any]) -> str:
+    """Command, date, machine and versions of a results file in a line."""
+    names = ("torch", "transformers", "peft")
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in names)
+    machine = record["machine"]
+    return (
+        f"`{record['command']}`, {record['date']}, {machine['cores']} cores, {machine['ram_gib']} GiB, {versions}; "
+        f"medians of {record['repeats']}."
+    )
+
+
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:,.0f}"
 
@@ -146,13 +170,17 @@ def written(page: str, found: dict[str, str]) -> str:
     return re.sub(r"(<!-- table (\w+) -->)\n(.*?)(<!-- end -->)", put, page, flags=re.DOTALL)
 
 
+PAGES = (
+    (PAGE, tables, ("variants",)),
+    (FAMILIES_PAGE, family_tables, ("recipes", "families")),
+    (PLAN_PAGE, estimate_tables, ("memory_estimate",)),
+    (COMPARE_PAGE, comparison_tables, ("compare",)),
+    (BENCHMARKS_PAGE, startup_tables, ("startup",)),
+)
+"""Page, what makes its tables, and the results files that this takes."""
+
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(), tables(json.loads(RESULTS.read_text()))))
-    found = [json.loads((RESULTS.parent / f"{name}.json").read_text()) for name in ("recipes", "families")]
-    FAMILIES_PAGE.write_text(written(FAMILIES_PAGE.read_text(), family_tables(*found)))
-    estimates = json.loads((RESULTS.parent / "memory_estimate.json").read_text())
-    PLAN_PAGE.write_text(written(PLAN_PAGE.read_text(), estimate_tables(estimates)))
-    compared = json.loads((RESULTS.parent / "compare.json").read_text())
-    COMPARE_PAGE.write_text(written(COMPARE_PAGE.read_text(), comparison_tables(compared)))
-    pages = (PAGE, FAMILIES_PAGE, PLAN_PAGE, COMPARE_PAGE)
-    print("written: " + ", ".join(str(page.relative_to(ROOT)) for page in pages))
+    for page, make, names in PAGES:
+        records = [json.loads((RESULTS.parent / f"{name}.json").read_text()) for name in names]
+        page.write_text(written(page.read_text(), make(*records)))
+    print("written: " + ", ".join(str(page.relative_to(ROOT)) for page, *_ in PAGES))

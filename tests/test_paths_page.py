@@ -66,3 +66,10 @@ def test_predictions_of_memory_kept_their_targets(tables):
     assert record["worst_error"] <= 0.25
     assert record["fits_said_of_runs_that_died"] == 0
     assert record["limits"]
+
+
+def test_the_page_of_benchmarks_holds_the_results(tables):
+    record = json.loads((tables.RESULTS.parent / "startup.json").read_text())
+    page = tables.BENCHMARKS_PAGE.read_text()
+    assert page.count("<!-- table ") == 1
+    assert tables.written(page, tables.startup_tables(record)) == page, "run: python docs/write_tables.py"
