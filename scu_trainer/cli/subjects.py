@@ -90,6 +90,7 @@ def subject_of(name: str) -> Subject:
     path = Path(name).expanduser().resolve()
     run_folder = _run_folder(path)
     if run_folder is None:
+        _refuse_comparison(path)
         check_source(name)
         return Subject(name, ModelSettings(model_name_or_path=str(path) if path.is_dir() else name))
     if path == run_folder:
@@ -97,6 +98,12 @@ def subject_of(name: str) -> Subject:
     check_source(str(path))
     run = _description(run_folder)
     return Subject(name, replace(_settings_in(ModelSettings, run), model_name_or_path=str(path)), run)
+
+
+def _refuse_comparison(path: Path) -> None:
+    runs = sorted(folder.name for folder in (path / "runs").glob("*") if folder.is_dir())
+    if (path / "comparison.json").is_file() and runs:
+        raise ModelError(f"{path} is a comparison of runs; give one of its {len(runs)}, such as {path}/runs/{runs[0]}")
 
 
 def _run_folder(path: Path) -> Optional[Path]:

@@ -91,6 +91,13 @@ def test_mistakes_at_the_keyboard(run, capsys, words, told):
     assert told in refused(capsys, run, *words)
 
 
+def test_a_comparison_is_not_a_run(tmp_path, capsys):
+    (tmp_path / "runs" / "none-seed0").mkdir(parents=True)
+    (tmp_path / "comparison.json").write_text("{}")
+    told = refused(capsys, tmp_path, "--repo_id", "me/x", "--dry_run")
+    assert f"is a comparison of runs; give one of its 1, such as {tmp_path}/runs/none-seed0\n" in told
+
+
 def test_something_else_than_a_folder(capsys):
     assert "me/model is no folder here" in refused(capsys, "me/model", "--repo_id", "me/x", "--dry_run")
 
