@@ -11,10 +11,11 @@ from typing import Any, Optional
 
 from scu_trainer.cli import compare_screen as screens
 from scu_trainer.cli.compare_plan import arms_of, check_words, plan_of, reference_of, shared_out
-from scu_trainer.cli.compare_runs import RECORD_FILE, Start, exit_code, known_runs, read_record
+from scu_trainer.cli.compare_runs import Start, exit_code, known_runs, read_record
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError
+from scu_trainer.report.comparison import COMPARISON_FILE
 from scu_trainer.runs import comparison
 from scu_trainer.runs.comparison_plan import Plan, read_plan, require_same
 from scu_trainer.runs.comparison_state import found_states
@@ -98,7 +99,7 @@ def _show(folder: str, argv: Sequence[str], console: Any) -> int:
         raise SettingsError("--table prints what is there and takes no other option")
     record = read_record(Path(folder))
     if record is None:
-        raise SettingsError(f"{folder} holds no {RECORD_FILE}; give the output_dir of a comparison")
+        raise SettingsError(f"{folder} holds no {COMPARISON_FILE}; give the output_dir of a comparison")
     screens.print_record(console, record)
     return exit_code(record)
 

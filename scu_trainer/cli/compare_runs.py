@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 from scu_trainer.cli import compare_screen as screens
 from scu_trainer.errors import Stopped, StorageError
-from scu_trainer.report.comparison import FORMAT
+from scu_trainer.report.comparison import COMPARISON_FILE, FORMAT
 from scu_trainer.report.comparison import record as record_of
 from scu_trainer.report.comparison_text import document
 from scu_trainer.run_files import read_json, require_writable, write_json, write_text
@@ -21,7 +21,7 @@ from scu_trainer.runs import comparison
 from scu_trainer.runs.comparison_plan import Plan, read_plan, require_same, run_name, write_plan
 from scu_trainer.runs.comparison_state import NOT_STARTED, Key, State, found_states
 
-RECORD_FILE, PAGE_FILE = "comparison.json", "comparison.md"
+PAGE_FILE = "comparison.md"
 FAILED = 1
 """Exit code where a run has failed or could not be compared; the others are in the table all the same."""
 
@@ -83,7 +83,7 @@ class Start:
 
     def write(self, states: Mapping[Key, State]) -> dict[str, Any]:
         """comparison.json and comparison.md, each whole or not at all, where something in them is new."""
-        path, options = self.plan.folder / RECORD_FILE, self.options
+        path, options = self.plan.folder / COMPARISON_FILE, self.options
         facts = {
             "command": self.plan.command,
             "config": self.plan.config,
@@ -107,7 +107,7 @@ class Start:
         if missing:
             raise Stopped(f"stopped: {len(missing)} of {len(states)} runs are not done; the same command goes on")
         screens.print_record(self.console, record)
-        screens.print_wrapped(self.console, f"written: {self.plan.folder / RECORD_FILE}, {PAGE_FILE}")
+        screens.print_wrapped(self.console, f"written: {self.plan.folder / COMPARISON_FILE}, {PAGE_FILE}")
         return exit_code(record)
 
 
@@ -123,7 +123,7 @@ def known_runs(folder: Path) -> list[dict[str, Any]]:
 
 def read_record(folder: Path) -> Optional[dict[str, Any]]:
     """Content of comparison.json; None where there is none. Raises StorageError."""
-    path = folder / RECORD_FILE
+    path = folder / COMPARISON_FILE
     if not path.is_file():
         return None
     found = read_json(path)

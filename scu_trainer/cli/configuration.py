@@ -6,6 +6,7 @@ flags in front of the typed ones, so both meet the same checks.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -232,7 +233,7 @@ def _regularization(flags: Any) -> RegularizationSettings | None:
     return RegularizationSettings(**{item.name: getattr(flags, PREFIX + item.name) for item in fields})
 
 
-def field_names(parser: HfArgumentParser) -> set[str]:
+def field_names(parser: argparse.ArgumentParser) -> set[str]:
     """Every flag without its dashes, with underscores: ``learning_rate``, ``no_scu``."""
     return {_name(flag) for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
 
@@ -242,6 +243,13 @@ def check_names(arguments: Iterable[str], names: set[str]) -> None:
     for argument in arguments:
         if argument.startswith("--") and _name(argument) not in names:
             raise SettingsError(f"unknown option {argument.split('=')[0]}{nearest(_name(argument), names)}")
+
+
+def parse_checked(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse ``argv``, after ``check_names`` where nobody asks for help."""
+    if not {"-h", "--help"} & {*argv}:
+        check_names(argv, field_names(parser))
+    return parser.parse_args(argv)
 
 
 def _name(flag: str) -> str:

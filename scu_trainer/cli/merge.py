@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from scu_trainer.cli.configuration import check_names, field_names
+from scu_trainer.cli.configuration import parse_checked
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.subjects import Subject, subject_of
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError, StorageError
-from scu_trainer.hub.local_paths import without_local_paths
+from scu_trainer.hub.local_paths import public_name
 from scu_trainer.models.load import is_adapter
 from scu_trainer.run_files import readable, require_room, require_writable, write_json, write_text
 from scu_trainer.settings import DataSettings
@@ -85,10 +85,7 @@ def _parser() -> Parser:
 
 
 def _main(argv: list[str]) -> int:
-    parser = _parser()
-    if not {"-h", "--help"} & {*argv}:
-        check_names(argv, field_names(parser))
-    typed = parser.parse_args(argv)
+    typed = parse_checked(_parser(), argv)
     options, subject = merge_options(typed), subject_of(typed.run)
     output = default_output(subject) if typed.output is None else Path(typed.output).expanduser().absolute()
     facts = merge(subject, output, options)
@@ -284,7 +281,7 @@ def _loaded(subject: Subject) -> tuple[Parts, str]:
         print(f"the data of the run cannot be read ({error}); checked on {ALWAYS_THERE} instead", file=sys.stderr)
         data = elsewhere
         parts = task.load_scored(Source(subject.model, data, own, seed))
-    name = str(without_local_paths(data.dataset)).removeprefix("[local]/")
+    name = public_name(data.dataset)
     if data is elsewhere:
         return parts, f"{name} (comes with Python)"
     return parts, f"{name} ({'held out' if parts.data.eval is not None else 'trained on'})"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
-from scu_trainer.cli.configuration import check_names, field_names
+from scu_trainer.cli.configuration import parse_checked
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.merge import adapter_hash, add_merge_options, default_output, merge, merge_options
 from scu_trainer.cli.parsing import Parser
@@ -52,10 +52,7 @@ def _parser() -> Parser:
 
 
 def _main(argv: list[str]) -> int:
-    parser = _parser()
-    if not {"-h", "--help"} & {*argv}:
-        check_names(argv, field_names(parser))
-    typed = parser.parse_args(argv)
+    typed = parse_checked(_parser(), argv)
     remember(*filter(None, [typed.token]))
     if typed.repo_id is None:
         raise SettingsError("push needs --repo_id OWNER/NAME; the name it is to have on the Hub")

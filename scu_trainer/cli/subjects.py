@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 from scu_trainer.errors import DataError, ModelError
 from scu_trainer.models.load import base_of, check_source, is_adapter
+from scu_trainer.report.comparison import COMPARISON_FILE
 from scu_trainer.run_files import read_json
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.tasks import KINDS, TEXT
@@ -102,7 +103,7 @@ def subject_of(name: str) -> Subject:
 
 def _refuse_comparison(path: Path) -> None:
     runs = sorted(folder.name for folder in (path / "runs").glob("*") if folder.is_dir())
-    if (path / "comparison.json").is_file() and runs:
+    if (path / COMPARISON_FILE).is_file() and runs:
         raise ModelError(f"{path} is a comparison of runs; give one of its {len(runs)}, such as {path}/runs/{runs[0]}")
 
 

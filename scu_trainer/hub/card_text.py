@@ -7,7 +7,7 @@ from typing import Any, Optional
 from scu_trainer.hub import card_training
 from scu_trainer.hub.card_use import loading
 from scu_trainer.hub.facts import IMAGES, TEXT, Facts
-from scu_trainer.hub.local_paths import is_local, without_local_paths
+from scu_trainer.hub.local_paths import is_local, public_name
 from scu_trainer.settings import EMBEDDED_DATASETS
 
 TASKS = {
@@ -38,13 +38,13 @@ def body(facts: Facts, name: str, license: str, base_id: Optional[str]) -> str:
 def dataset_name(facts: Facts) -> str:
     """As somebody else would call it: a path of this machine is its last part."""
     name = facts.settings.get("dataset") or facts.settings.get("image_dataset") or "not told"
-    return str(without_local_paths(name)).removeprefix("[local]/")
+    return public_name(name)
 
 
 def held_out_name(facts: Facts) -> str:
     """Of the dataset that was scored."""
     own = facts.settings.get("eval_dataset")
-    return str(without_local_paths(own)).removeprefix("[local]/") if own else dataset_name(facts)
+    return public_name(own) if own else dataset_name(facts)
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def _base(facts: Facts, base_id: Optional[str]) -> str:
             "documentation on the machine that uses it, and not on the Hub"
         )
     if facts.base:
-        return f"{str(without_local_paths(facts.base)).removeprefix('[local]/')}, a folder that is not on the Hub"
+        return f"{public_name(facts.base)}, a folder that is not on the Hub"
     return f"none: {facts.settings.get('architecture', 'the model')} started from random weights"
 
 

@@ -33,6 +33,11 @@ def without_local_paths(data: Any) -> Any:
     return [without_local_paths(item) for item in data] if isinstance(data, (list, tuple)) else data
 
 
+def public_name(name: str) -> str:
+    """As somebody else would call a model or dataset: a path of this machine is its last part."""
+    return str(without_local_paths(name)).removeprefix(f"{LOCAL}/")
+
+
 def _is_path(text: str) -> bool:
     return text.startswith(("/", "~/")) and "\n" not in text and text.strip("/") != ""
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import StorageError
+from scu_trainer.report.comparison import COMPARISON_FILE, FORMAT
 from scu_trainer.report.drawing import Interval, Level, Line, Panel, Plot
 from scu_trainer.report.files import Row, RunFiles, points, read_run
 from scu_trainer.report.run_plots import number
 from scu_trainer.run_files import read_json
 
-COMPARISON_FILE = "comparison.json"
-FORMAT = 1
 MOST_TARGETS = 3
 
 

@@ -12,7 +12,7 @@ from typing import Any, Optional
 from scu_trainer.report import comparison_statistics as statistics
 from scu_trainer.run_files import read_json, read_rows
 
-FORMAT = 1
+COMPARISON_FILE, FORMAT = "comparison.json", 1
 SAME_BITS = 1e-4
 """Relative difference of held-out bits before training up to which two runs began with the same weights."""
 

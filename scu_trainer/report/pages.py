@@ -55,7 +55,7 @@ def page_of(
 def _lead(runs: Sequence[RunFiles]) -> str:
     if len(runs) > 1:
         return "Lines of one colour and dash are one run in all plots."
-    return runs[0].detail or runs[0].metrics.get("regularization", {}).get("verdict_line", "")
+    return runs[0].detail
 
 
 def _head(runs: Sequence[RunFiles], first: str) -> list[str]:

@@ -122,9 +122,8 @@ class Throughput(TrainerCallback):
         tokens = None if interval.tokens is None else float(interval.tokens)
         tflops = None if self.count is None else self.count.of(interval.rows, tokens) / seconds / 1e12
         return {
-            "samples_per_second": interval.rows * ranks / seconds
-            if interval.rows
-            else None,  # 0: rows of no known number
+            # 0: rows of no known number
+            "samples_per_second": interval.rows * ranks / seconds if interval.rows else None,
             "tokens_per_second": None if tokens is None else tokens * ranks / seconds,
             "tflops": None if tflops is None else tflops * ranks,
             "mfu": None if tflops is None or self.peak is None else tflops / self.peak.tflops,

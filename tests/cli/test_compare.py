@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
 import signal
-import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, Optional
@@ -22,6 +19,7 @@ from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_rows
 from scu_trainer.runs.comparison import Hands
 from tests import tiny
+from tests.forked import act_as_child
 from tests.runs.comparison_stand_in import plan
 
 STEPS = 3
@@ -49,22 +47,13 @@ class Forked:
 
 def _train(words: Sequence[str], variables: Mapping[str, str], console: Path) -> NoReturn:
     """``words``: interpreter, scripts/train.py, and its flags."""
-    code = 1
-    try:
+
+    def act() -> int:
         os.environ.clear()
         os.environ.update(variables)
-        descriptor = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
-        code = train.main(list(words[2:]))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        return train.main(list(words[2:]))
+
+    act_as_child(act, console)
 
 
 def nothing_starts(words: Sequence[str], variables: Mapping[str, str], console: Path) -> NoReturn:

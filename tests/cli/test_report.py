@@ -18,7 +18,7 @@ from scu_trainer.report.page import Drawing, drawing, html
 from scu_trainer.report.pages import page_of, plots_of
 from scu_trainer.run_files import write_json
 from tests.browser import browser, visit
-from tests.report.made_runs import make_comparison, make_run
+from tests.report.made_runs import make_comparison, make_run, make_two_and_a_study
 
 KEYS = ("loss", "s", "memory", "throughput", "curriculum", "rate")
 COMPARED = ("arms", "differences", "s-arms", "curves")
@@ -38,9 +38,7 @@ def quick(monkeypatch):
 def made(tmp_path_factory):
     """Two runs and a comparison, each reported once; one of the reports with its pictures, which take long."""
     folder = tmp_path_factory.mktemp("made")
-    make_run(folder / "one")
-    make_run(folder / "off", scu=False, memory_control=False, best=6.9, learning_rate=0.002)
-    make_comparison(folder / "study")
+    make_two_and_a_study(folder)
     assert command.main([str(folder / "one")]) == 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "png", lambda plot, theme: b"picture")

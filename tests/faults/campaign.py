@@ -21,6 +21,7 @@ from typing import Optional
 
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.train.checkpoint import checkpoints, fault_of_files
+from tests.forked import act_as_child
 
 WRITING = os.O_WRONLY | os.O_RDWR
 PATIENCE_S = 120.0
@@ -46,7 +47,7 @@ class Child:
         gc.freeze()  # the collections of the child need not walk over what the parent has imported
         self.pid = os.fork()
         if self.pid == 0:
-            _be_a_child(act, log)
+            act_as_child(act, log, truncate=True)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
@@ -68,25 +69,6 @@ class Child:
             return None
         text = self.log.read_text(errors="replace")
         return Ended(os.waitstatus_to_exitcode(status), text, time.monotonic() - self._began_s)
-
-
-def _be_a_child(act: Callable[[], int], log: Path) -> None:
-    code = 1
-    try:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
-        code = act()
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
 
 
 def train(flags: list[str]) -> int:

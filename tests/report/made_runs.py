@@ -192,3 +192,10 @@ def _table_row(arm: str, asked: int) -> dict[str, Any]:
     change = None if arm == "none" else interval(mean - 6.86, 0.02)
     return {**row, "finished": asked, "held_out_bpt": interval(mean + 0.01, 0.025), "difference": change,
             "overhead_fraction": 0.004, "verdict": "lower than none" if change else "the reference"}  # fmt: skip
+
+
+def make_two_and_a_study(folder: Path) -> None:
+    """``one``, ``off`` (without its loops) and the comparison ``study``."""
+    make_run(folder / "one")
+    make_run(folder / "off", scu=False, memory_control=False, best=6.9, learning_rate=0.002)
+    make_comparison(folder / "study")

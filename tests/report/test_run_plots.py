@@ -29,7 +29,7 @@ from scu_trainer.report.render import (
 from scu_trainer.report.run_plots import run_plots
 from scu_trainer.report.settings_table import changed, differences, hardware, repeat_command, repeat_yaml
 from scu_trainer.report.words import duration, key_figures, warnings
-from tests.report.made_runs import make_comparison, make_run
+from tests.report.made_runs import make_comparison, make_run, make_two_and_a_study
 
 
 def plots(*folders):
@@ -40,9 +40,7 @@ def plots(*folders):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
-    make_run(folder / "one")
-    make_run(folder / "off", scu=False, memory_control=False, best=6.9, learning_rate=0.002)
-    make_comparison(folder / "study")
+    make_two_and_a_study(folder)
     return folder
 
 

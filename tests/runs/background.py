@@ -13,9 +13,7 @@ import os
 import random
 import re
 import signal
-import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +32,7 @@ from scu_trainer.runs.store import Options, Run
 from scu_trainer.train.checkpoint import checkpoints, step_of
 from scu_trainer.train.usable import fault_of
 from tests.faults import campaign
+from tests.forked import act_as_child
 
 PATIENCE_S = 120.0
 
@@ -71,25 +70,15 @@ def spawn(words: Sequence[str], cwd: str, environment: Mapping[str, str], log: P
 
 
 def _be_a_leader(path: Path, cwd: str, environment: Mapping[str, str], log: Path) -> NoReturn:
-    code = 1
-    try:
+    def act() -> int:
         os.setsid()
         os.closerange(3, 256)
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
-        code = lead(Run(path, path.name), Outside(train, sleep=lambda seconds: time.sleep(min(seconds, 0.02))))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        return lead(Run(path, path.name), Outside(train, sleep=lambda seconds: time.sleep(min(seconds, 0.02))))
+
+    act_as_child(act, log)
 
 
 def hands() -> Hands:
