@@ -24,7 +24,7 @@ export TOKENIZERS_PARALLELISM = false
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help deps verify-install plan background check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map train-resnet train-efficientnet train-gru train-sensors compare test test-cpu test-smoke lint
+.PHONY: help deps verify-install plan background check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map train-resnet train-efficientnet train-gru train-sensors compare regressions test test-cpu test-smoke lint
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ train-sensors: $(STAMP) ## TRIDENT, a classifier of video, infrared and motion, 
 
 compare: $(STAMP) ## controllers against each other on embedded data, equal tokens, 3 seeds: table and verdict (see docs/compare.md)
 	$(BIN)/python scripts/compare_controllers.py --config recipes/compare.yaml --output_dir runs/compare $(ARGS)
+
+regressions: $(STAMP) ## run benchmarks again and say what moved since their results; ARGS="overhead startup"
+	$(BIN)/python benchmarks/regressions.py $(ARGS)
 
 test: $(STAMP) $(BROWSER) ## run the tests; ARGS="-k resume" adds pytest flags
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import json
-import platform
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,12 +18,14 @@ from rich.console import Console
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
 from scu_trainer.data import Collator, PreparedData, default_cache_dir, embedded_tokenizer, prepare
+from scu_trainer.hardware.profile import cpu as profiled_cpu
 from scu_trainer.models.load import load_model, prepare_for_tuning
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.train.base_model import embedded_base
 from scu_trainer.train.run_directory import git_commit, versions
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
+"""Folder of the result files; the variable is for a run that is only to be compared with them."""
 
 
 def embedded_data(seed: int, **settings: Any) -> PreparedData:
@@ -76,18 +79,30 @@ def write_result(name: str, command: str, result: dict[str, Any]) -> Path:
         "command": command,
         "date": datetime.date.today().isoformat(),
         "machine": {
-            "processor": platform.processor() or platform.machine(),
+            "processor": profiled_cpu().name,
             "cores": psutil.cpu_count(),
             "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
         },
-        "versions": versions(),
+        "versions": {**versions(), **_of_others()},
         "git_commit": git_commit(),
         **result,
     }
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(path)  # a file that is written again and again is whole at any time
     Console().print(f"written: {path}")
     return path
+
+
+def _of_others() -> dict[str, str]:
+    """Versions of what is measured against, where it is installed."""
+    names = ("trl", "liger-kernel", "bitsandbytes", "deepspeed", "flash-attn", "unsloth", "axolotl")
+    return {name: importlib.metadata.version(name) for name in names if _is_installed(name)}
+
+
+def _is_installed(name: str) -> bool:
+    return any(importlib.metadata.distributions(name=name))
 
 
 def not_repeated(name: str, results: list[dict[str, Any]], keys: tuple[str, ...]) -> list[dict[str, Any]]:

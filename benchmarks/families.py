@@ -12,21 +12,21 @@ steps per second as a ratio to the faster of the other sides, and each side's he
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import contextlib
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Optional
 
 import torch
-from common import command_line, not_repeated, write_result
+from common import command_line, not_repeated, quiet, write_result
+from memory_work import Witness
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerCallback, get_scheduler
+from transformers import Trainer, get_scheduler
+from turns import Ended, Side, TakesTurns, Turns, rounds, values
 
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.train.logs import run_log
@@ -35,54 +35,15 @@ from scu_trainer.train.session import build_trainer
 RECIPES = Path(__file__).parents[1] / "recipes"
 FAMILIES = ("resnet", "efficientnet", "gru", "sensors")
 STEPS_PER_TURN = 5
-WARM_UP_TURNS = 2
 GROUPS = {"equal": ("plain", "stock", "ours"), "recipe": ("plain", "ours")}
-
-Seconds = dict[str, list[float]]
-"""Of each side's turns, after the first ones."""
-Ends = dict[str, dict[str, Any]]
+FLOAT32 = ("--mixed_precision", "no")
 
 
-class Turns:
-    """A side's part in taking turns, in a process of its own: ``STEPS_PER_TURN`` optimizer steps when it is asked."""
-
-    def __init__(self, parent: Connection) -> None:
-        self._parent = parent
-        self._steps, self._begun_s = 0, 0.0
-
-    def begin(self) -> None:
-        """Wait to be asked. All is set up by now."""
-        self._parent.send(None)
-        self._go_on()
-
-    def step(self) -> None:
-        self._steps += 1
-        if self._steps == STEPS_PER_TURN:
-            self._parent.send(time.perf_counter() - self._begun_s)
-            self._go_on()
-
-    def _go_on(self) -> None:
-        self._parent.recv()
-        self._steps, self._begun_s = 0, time.perf_counter()
-
-
-class TakesTurns(TrainerCallback):
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._turns.begin()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step < state.max_steps:
-            self._turns.step()
-
-
-def read(recipe: str, steps: int, folder: str, is_recipe: bool) -> Any:
-    flags = ["--config", str(RECIPES / f"{recipe}.yaml")][1:]
+def read(recipe: str, steps: int, folder: str, flags: Sequence[str] = ()) -> Any:
+    """The job of a recipe, with ``flags`` of the command after it, that keeps and prints nothing."""
     words = ["--output_dir", f"{folder}/run", "--report_to", "none", "--save_strategy", "no", "--eval_strategy", "no"]
-    words += ["--max_steps", str(steps), "--logging_steps", "100000", "--use_cpu", "true"]
-    return read_job(flags[0], [*words, *([] if is_recipe else ["--mixed_precision", "no"])])
+    words += ["--max_steps", str(steps), "--logging_steps", "100000", "--use_cpu", "true", *flags]
+    return read_job(str(RECIPES / f"{recipe}.yaml"), words)
 
 
 def plain(parts: Any, job: Any, turns: Turns) -> torch.nn.Module:
@@ -98,7 +59,8 @@ def plain(parts: Any, job: Any, turns: Turns) -> torch.nn.Module:
     step = 0
     while step < args.max_steps:
         for batch in loader:
-            loss = _loss(model, batch, args)
+            with _precision(args):
+                loss = _loss(model, batch, args)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             optimizer.step()
@@ -109,6 +71,10 @@ def plain(parts: Any, job: Any, turns: Turns) -> torch.nn.Module:
                 break
             turns.step()
     return model
+
+
+def _precision(args: Any) -> contextlib.AbstractContextManager:
+    return torch.autocast("cpu", torch.bfloat16) if args.bf16 else contextlib.nullcontext()
 
 
 def _loss(model: torch.nn.Module, batch: Any, args: Any) -> torch.Tensor:
@@ -125,91 +91,66 @@ def stock(parts: Any, job: Any, turns: Turns) -> torch.nn.Module:
     return _trained(trainer, turns)
 
 
-def ours(parts: Any, job: Any, turns: Turns) -> torch.nn.Module:
-    return _trained(build_trainer(job, parts, None, Console(quiet=True)), turns)
+def ours(parts: Any, job: Any, turns: Turns, witness: Optional[Witness] = None) -> torch.nn.Module:
+    """``witness``: in the place of the memory loop's gauge, which restarts the peak that it would see."""
+    trainer = build_trainer(job, parts, None, Console(quiet=True))
+    if witness is not None and trainer.chunked is not None and trainer.chunked.loop.gauge is not None:
+        trainer.chunked.loop.gauge = witness
+    return _trained(trainer, turns)
 
 
 def _trained(trainer: Trainer, turns: Turns) -> torch.nn.Module:
-    trainer.remove_callback(PrinterCallback)
     trainer.add_callback(TakesTurns(turns))
-    trainer.train()
+    quiet(trainer).train()
     return trainer.model
 
 
 SIDES: dict[str, Callable] = {"plain": plain, "stock": stock, "ours": ours}
 
 
-def run_side(name: str, recipe: str, group: str, steps: int, parent: Connection) -> None:
-    """In a process of its own: one side, a turn whenever ``parent`` asks; at the end its score."""
+def run_side(turns: Turns, name: str, recipe: str, group: str, steps: int) -> dict[str, Any]:
+    """In a process of its own: one side, a turn whenever it is asked; at the end its score."""
+    flags = () if group == "recipe" and name == "ours" else FLOAT32
     with run_log(), tempfile.TemporaryDirectory() as folder:
-        job = read(recipe, steps, folder, is_recipe=group == "recipe" and name == "ours")
+        job = read(recipe, steps, folder, flags)
         parts = job.kind.load(job, Console(quiet=True))
-        score = job.kind.score(SIDES[name](parts, job, Turns(parent)), parts)
-    parent.send(
-        {
-            "bpt": score.bpt,
-            "accuracy": None if score.correct is None else float(score.correct.sum() / score.tokens.sum()),
-            "mixed_precision": job.model.mixed_precision,
-            "rows_per_step": job.training.per_device_train_batch_size * job.training.gradient_accumulation_steps,
-        }
-    )
-
-
-def in_turns(order: Sequence[str], recipe: str, group: str, steps: int) -> tuple[Seconds, Ends]:
-    """Seconds of each side's turns, and what each says at the end. Processes start in ``order``."""
-    spawn = multiprocessing.get_context("spawn")
-    connections, processes = {}, []
-    for name in order:
-        connections[name], theirs = spawn.Pipe()
-        processes.append(spawn.Process(target=run_side, args=(name, recipe, group, steps, theirs), daemon=True))
-        processes[-1].start()
-        theirs.close()  # so that the end of the process ends the waiting for it
-        connections[name].recv()
-    seconds: Seconds = {name: [] for name in order}
-    ends: Ends = {}
-    while not ends:
-        for name, connection in connections.items():
-            connection.send(None)
-            answer = connection.recv()
-            if isinstance(answer, dict):
-                ends[name] = answer
-            else:
-                seconds[name].append(answer)
-    for process in processes:
-        process.join()
-    return {name: turns[WARM_UP_TURNS:] for name, turns in seconds.items()}, ends
+        score = job.kind.score(SIDES[name](parts, job, turns), parts)
+    return {
+        "bpt": score.bpt,
+        "accuracy": None if score.correct is None else float(score.correct.sum() / score.tokens.sum()),
+        "mixed_precision": job.model.mixed_precision,
+        "rows_per_step": job.training.per_device_train_batch_size * job.training.gradient_accumulation_steps,
+    }
 
 
 def compare(recipe: str, group: str, steps: int) -> dict[str, Any]:
     """Each side is the first to start once: which one starts first matters by some percent on two cores."""
     names = GROUPS[group]
-    orders = [names[first:] + names[:first] for first in range(len(names))]
-    rounds, ends = [], {}
-    for order in orders:
-        seconds, ends = in_turns(order, recipe, group, steps)
-        rounds.append(seconds)
-    ratios = {name: [_ratio(seconds, name) for seconds in rounds] for name in names if name != "ours"}
+    found = rounds([Side(name, run_side, (name, recipe, group, steps)) for name in names], STEPS_PER_TURN, len(names))
+    ends, accuracies = found[-1]["ours"].said, values(found[-1], "accuracy")
+    ratios = {name: [speed(ended, "ours", name) for ended in found] for name in names if name != "ours"}
     return {
         "recipe": recipe,
         "group": group,
         "steps": steps,
-        "mixed_precision": ends["ours"]["mixed_precision"],
-        "rows_per_step": ends["ours"]["rows_per_step"],
+        "mixed_precision": ends["mixed_precision"],
+        "rows_per_step": ends["rows_per_step"],
         "seconds_per_step": {
-            name: median(turn for seconds in rounds for turn in seconds[name]) / STEPS_PER_TURN for name in names
+            name: median(turn for ended in found for turn in ended[name].seconds) / STEPS_PER_TURN for name in names
         },
-        "speed_against": {name: median(found) for name, found in ratios.items()},
+        "speed_against": {name: median(by_order) for name, by_order in ratios.items()},
         "speed_against_by_order": ratios,
-        "speed_against_the_better": min(median(found) for found in ratios.values()),
-        "held_out_bpt": {name: ends[name]["bpt"] for name in names},
-        "held_out_accuracy": {name: ends[name]["accuracy"] for name in names if ends[name]["accuracy"] is not None},
-        "turns": sum(len(seconds["ours"]) for seconds in rounds),
+        "speed_against_the_better": min(median(by_order) for by_order in ratios.values()),
+        "held_out_bpt": {name: values(found[-1], "bpt")[name] for name in names},
+        "held_out_accuracy": {name: accuracies[name] for name in names if accuracies[name] is not None},
+        "turns": sum(len(ended["ours"].seconds) for ended in found),
     }
 
 
-def _ratio(seconds: Seconds, other: str) -> float:
-    """Steps per second of ours against ``other``'s."""
-    return median(theirs / own for own, theirs in zip(seconds["ours"], seconds[other], strict=True))
+def speed(ended: Mapping[str, Ended], own: str, other: str) -> float:
+    """Steps per second of ``own`` as a ratio to ``other``'s: median of the paired turns."""
+    pairs = zip(ended[own].seconds, ended[other].seconds, strict=True)
+    return median(theirs / mine for mine, theirs in pairs)
 
 
 def show(results: list[dict[str, Any]]) -> None:

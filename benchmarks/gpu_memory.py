@@ -72,7 +72,9 @@ def _work(console: Console, name: str, shape: Shape, given) -> dict:
 def _limited(console: Console, shape: Shape, given) -> dict:
     job = real_memory.Job(given.steps, shape, DISTRIBUTIONS[given.lengths[0]], given.device)
     compared = real_memory.compare(job, given.share)
-    console.print(real_memory.table_of(compared, job), *real_memory.notes(compared), sep="\n", highlight=False)
+    console.print(
+        real_memory.table_of(compared, job), *real_memory.notes(compared), sep="\n", highlight=False, markup=False
+    )
     return compared
 
 

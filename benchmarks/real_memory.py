@@ -307,7 +307,7 @@ def main() -> None:
     job = Job(given.steps, Shape(vocab=32_000, hidden=64, layers=2, longest_row=160), LENGTHS)
     compared = compare(job, given.share)
     console = Console(width=170)
-    console.print(table_of(compared, job), *notes(compared), sep="\n", highlight=False)
+    console.print(table_of(compared, job), *notes(compared), sep="\n", highlight=False, markup=False)
     write_result("real_memory", command_line(), compared)
 
 

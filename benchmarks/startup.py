@@ -1,12 +1,13 @@
 """How long until it does something? Seconds from the start of a process, ours beside stock, in turn.
 
-    python benchmarks/startup.py [--repeats 7]
+    python benchmarks/startup.py [--repeats 5] [--quick]
 
 Three questions: until the trainer class is imported, until --help has been printed, and until the first optimizer step
 of a small LoRA job has been logged (the embedded base, the same documents, tokenized before by an earlier start). The
 stock side of the last is benchmarks/startup_stock.py. Ours looks at settings, data, memory and disk first; what that
 costs is in the ratio. Beside them our commands that need no torch. Absolute times mean little on a shared machine;
-ratios are of medians.
+ratios are medians over
+repeats.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from common import command_line, write_result
-from rich.console import Console
-from rich.table import Table
+from outcome import Figure, Grid, figure, finish
 
 from scu_trainer.data import default_cache_dir
 from scu_trainer.data.embedded import python_docs
@@ -105,23 +105,41 @@ def measured(sides: Sides, repeats: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args().repeats
-    results = []
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one start of each; writes nothing")
+    given = parser.parse_args()
+    repeats = 1 if given.quick else given.repeats
     with tempfile.TemporaryDirectory() as folder:
-        for question, sides in questions(Path(folder)).items():
-            seconds = measured(sides, repeats)
-            medians = {name: statistics.median(values) for name, values in seconds.items()}
-            ratio = medians["ours"] / medians["stock"] if "stock" in medians else None
-            results.append({"question": question, "median_s": medians, "ratio": ratio, "seconds": seconds})
-    table = Table("question", "side", "median s", "ours / stock")
-    for result in results:
-        for name, median in result["median_s"].items():
-            ratio = f"{result['ratio']:.2f}" if result["ratio"] and name == "ours" else ""
-            table.add_row(result["question"], name, f"{median:.2f}", ratio)
-    Console().print(table)
-    write_result("startup", command_line(), {"repeats": repeats, "results": results})
+        results = [
+            {"question": question, "seconds": measured(sides, repeats)}
+            for question, sides in questions(Path(folder)).items()
+        ]
+    title = "seconds from the start of a process"
+    finish(
+        "startup", title, grid_of(results), figures_of(results), rehearsal=given.quick, repeats=repeats, results=results
+    )
+
+
+def figures_of(results: list[dict[str, Any]]) -> dict[str, Figure]:
+    """Ours over stock, repeat by repeat."""
+    both = [(one["question"], one["seconds"]) for one in results if "stock" in one["seconds"]]
+    return {
+        f"seconds until: {question}, ours / stock": figure(
+            [ours / stock for ours, stock in zip(seconds["ours"], seconds["stock"], strict=True)], "lower"
+        )
+        for question, seconds in both
+    }
+
+
+def grid_of(results: list[dict[str, Any]]) -> Grid:
+    ratios = {name.split(": ")[1].split(",")[0]: one.value for name, one in figures_of(results).items()}
+    rows = []
+    for one in results:
+        question, medians = one["question"], {name: statistics.median(s) for name, s in one["seconds"].items()}
+        sides = ", ".join(f"{name} {value:.2f}" for name, value in medians.items())
+        rows.append((question, sides, f"{ratios[question]:.2f}" if question in ratios else ""))
+    return Grid(("until", "median seconds", "ours / stock"), rows)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,14 @@
     docs/families.md   recipes.json and families.json: what the recipes reach, and how fast
     docs/plan.md       memory_estimate.json: predicted against measured memory
     docs/compare.md    compare.json: controllers against each other at equal tokens
-    docs/benchmarks.md startup.json: seconds until something happens, against stock
+    docs/benchmarks.md each file of the suite that has a place there, against what people would use instead
 
     make test-smoke ARGS="--json benchmarks/results/variants.json"
     python benchmarks/recipes.py && python benchmarks/families.py
     python benchmarks/memory_estimate.py
     python scripts/compare_controllers.py --config recipes/compare.yaml --output_dir runs/compare
     cp runs/compare/comparison.json benchmarks/results/compare.json
-    python benchmarks/startup.py
+    python benchmarks/overhead.py, and what else docs/benchmarks.md names
     python docs/write_tables.py
 
 A table stands between two comments that name it; everything else in the page is left alone.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from scu_trainer.runs.variant_table import BY_NAME, LOOPS
 from scu_trainer.runs.variants import Outcome
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+from outcome import Figure  # noqa: E402 - the benchmarks are scripts beside each other
+
 PAGE, RESULTS = ROOT / "docs" / "paths.md", ROOT / "benchmarks" / "results" / "variants.json"
 FAMILIES_PAGE, PLAN_PAGE = ROOT / "docs" / "families.md", ROOT / "docs" / "plan.md"
 COMPARE_PAGE, BENCHMARKS_PAGE = ROOT / "docs" / "compare.md", ROOT / "docs" / "benchmarks.md"
@@ -130,26 +134,31 @@ def comparison_tables(record: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def startup_tables(record: dict[str, Any]) -> dict[str, str]:
-    """The same for docs/benchmarks.md. ``record``: of benchmarks/startup.py."""
-    rows = []
-    for result in record["results"]:
-        ratio = "" if result["ratio"] is None else f"{result['ratio']:.2f}"
-        sides = ", ".join(f"{name} {median:.2f}" for name, median in result["median_s"].items())
-        rows.append((result["question"], sides, ratio))
-    heads = ("until", "median seconds", "ours / stock")
-    return {"startup": f"{_source(record)}\n\n{markdown(heads, rows)}"}
+def suite_tables(*records: dict[str, Any]) -> dict[str, str]:
+    """The same for docs/benchmarks.md: each benchmark of the suite brings its table and its figures."""
+    return {record["benchmark"]: _of_suite(record) for record in records}
+
+
+def _of_suite(record: dict[str, Any]) -> str:
+    table = markdown(tuple(record["table"]["heads"]), [tuple(row) for row in record["table"]["rows"]])
+    aims = [_aim(name, figure) for name, figure in record["figures"].items() if figure["target"] is not None]
+    return "\n\n".join([_source(record), table, *(["\n".join(aims)] if aims else [])])
+
+
+def _aim(name: str, figure: dict[str, Any]) -> str:
+    one = Figure(**figure)
+    bound = "at least" if one.better == "higher" else "at most"
+    return f"- {name}: **{one.value:.3g}** ({bound} {one.target:g}: {'met' if one.is_met else 'missed'})"
 
 
 def _source(record: dict[str, Any]) -> str:
     """Command, date, machine and versions of a results file in a line."""
-    names = ("torch", "transformers", "peft")
-    versions = ", ".join(f"{name} {record['versions'][name]}" for name in names)
-    machine = record["machine"]
-    return (
-        f"`{record['command']}`, {record['date']}, {machine['cores']} cores, {machine['ram_gib']} GiB, {versions}; "
-        f"medians of {record['repeats']}."
-    )
+    names = ("torch", "transformers", "trl")
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in names if name in record["versions"])
+    machine, repeats = record["machine"], record["repeats"]
+    device = f"{machine['cores']} cores, {machine['ram_gib']} GiB"
+    times = "taken once" if repeats == 1 else f"medians of {repeats}"
+    return f"`{record['command']}`, {record['date']}, {record.get('device', device)}, {versions}; {times}."
 
 
 def _mib(size_bytes: int) -> str:
@@ -170,12 +179,18 @@ def written(page: str, found: dict[str, str]) -> str:
     return re.sub(r"(<!-- table (\w+) -->)\n(.*?)(<!-- end -->)", put, page, flags=re.DOTALL)
 
 
+def suite_names() -> tuple[str, ...]:
+    """Results files that bring their own table, in the order of the page."""
+    named = re.findall(r"<!-- table (\w+) -->", BENCHMARKS_PAGE.read_text())
+    return tuple(dict.fromkeys(named))
+
+
 PAGES = (
     (PAGE, tables, ("variants",)),
     (FAMILIES_PAGE, family_tables, ("recipes", "families")),
     (PLAN_PAGE, estimate_tables, ("memory_estimate",)),
     (COMPARE_PAGE, comparison_tables, ("compare",)),
-    (BENCHMARKS_PAGE, startup_tables, ("startup",)),
+    (BENCHMARKS_PAGE, suite_tables, suite_names()),
 )
 """Page, what makes its tables, and the results files that this takes."""
 

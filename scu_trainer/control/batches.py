@@ -19,7 +19,7 @@ class Batches:
     """Micro-batch b holds the rows ``order[ends[b - 1]:ends[b]]``, the first one ``order[:ends[0]]``."""
 
     order: np.ndarray
-    """int64 (rows,), sample numbers."""
+    """int32 or int64 (rows,), sample numbers."""
     ends: np.ndarray
     """int64 (batches,), strictly increasing; the last is the number of rows."""
 
@@ -82,6 +82,8 @@ def for_ranks(batches: Batches, multiple: int) -> tuple[Batches, np.ndarray]:
     while missing and (cut := _largest_cut(ends)) is not None:
         ends = np.sort(np.append(ends, cut))
         missing -= 1
+    if not missing:
+        return Batches(batches.order, ends), batches.order[:0]
     repeated = np.resize(batches.order, missing)
     ends = np.append(ends, batches.order.size + 1 + np.arange(missing, dtype=np.int64))
     return Batches(np.append(batches.order, repeated), ends), repeated
@@ -90,7 +92,7 @@ def for_ranks(batches: Batches, multiple: int) -> tuple[Batches, np.ndarray]:
 def _some_rows(ids: np.ndarray) -> np.ndarray:
     if not ids.size:
         raise ValueError("there is no row to make a micro-batch of; at least 1 is needed")
-    return np.asarray(ids, dtype=np.int64)
+    return np.asarray(ids)
 
 
 def _filled(pool: np.ndarray, lengths: np.ndarray, budget_tokens: Optional[int], rows_per_batch: int) -> Batches:

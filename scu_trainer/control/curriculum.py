@@ -73,7 +73,7 @@ class Law:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One epoch. Sample numbers are int64."""
+    """One epoch. Sample numbers are int32 or int64, as those of the permutation."""
 
     epoch: int
     batches: Batches
@@ -147,7 +147,7 @@ def plan(
         weights=chosen.weights,
         skipped=chosen.skipped,
         suspects=chosen.suspects,
-        readmitted=chosen.readmitted[np.isin(chosen.readmitted, chosen.ids)],
+        readmitted=_still_in(chosen.readmitted, chosen.ids),
         repeated=repeated,
         notes=chosen.notes + _repeat_notes(epoch, chosen.ids.size, repeated.size, world),
     )
@@ -207,7 +207,7 @@ def _selected(
     lengths: np.ndarray,
     seed: int,
 ) -> Selection:
-    chosen = selection.without_quarantined(snapshot, np.asarray(permutation, dtype=np.int64))
+    chosen = selection.without_quarantined(snapshot, np.asarray(permutation))
     if "noise_guard" in law.methods:
         rng = _stream(seed, epoch, GUARD)
         chosen = _then(chosen, selection.noise_guard(snapshot, chosen.ids, law, epoch, rng))
@@ -219,6 +219,10 @@ def _selected(
         costs = lengths if snapshot.costs is None else snapshot.costs
         chosen = _then(chosen, selection.acmds(snapshot, chosen.ids, law, epoch, epochs, rng, costs))
     return chosen
+
+
+def _still_in(readmitted: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    return readmitted[np.isin(readmitted, ids)] if readmitted.size else readmitted  # which sorts all ``ids``
 
 
 def _then(earlier: Selection, later: Selection) -> Selection:

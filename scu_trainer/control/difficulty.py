@@ -35,7 +35,7 @@ STATE_TYPES = {
 class Snapshot:
     """What was known of every sample at one moment; an epoch is planned from it.
 
-    All arrays have the shape (samples,) and are read-only copies.
+    All arrays have the shape (samples,) and are read-only.
     """
 
     scores: np.ndarray
@@ -70,8 +70,8 @@ class Difficulty:
 
     ``scores`` (float32, nats, NaN until seen), ``observations`` (int32, finite losses seen), ``last_epoch`` (int32,
     epoch of the newest of them, -1 for none), ``quarantined`` (bool, gave a loss that is not finite), ``means``
-    (float32, plain mean of all finite losses) and ``labels`` (int32, class, -1 where not known) have the shape
-    (samples,): 21 bytes per sample.
+    (float32, plain mean of all finite losses) and ``labels`` (int32, class, -1 where not known; None until one is) have
+    the shape (samples,): 17 bytes per sample, 21 with labels.
     """
 
     def __init__(self, samples: int, alpha: float, window_epochs: int):
@@ -82,7 +82,7 @@ class Difficulty:
         self.last_epoch = np.full(samples, -1, dtype=np.int32)
         self.quarantined = np.zeros(samples, dtype=np.bool_)
         self.means = np.full(samples, np.nan, dtype=np.float32)
-        self.labels = np.full(samples, -1, dtype=np.int32)
+        self.labels: Optional[np.ndarray] = None  # none is known
 
     def update(self, ids: np.ndarray, losses: np.ndarray, epoch: int, labels: Optional[np.ndarray] = None) -> None:
         """Book losses (nats, shape (k,)) of the samples ``ids`` (shape (k,)), in this order where an id occurs twice.
@@ -92,12 +92,13 @@ class Difficulty:
         """
         ids, losses = np.asarray(ids, dtype=np.int64), np.asarray(losses, dtype=np.float64)
         self._check(ids, losses)
-        if labels is not None:
+        if labels is not None and (self.labels is not None or np.any(np.asarray(labels) >= 0)):
+            self.labels = np.full(self.scores.size, -1, dtype=np.int32) if self.labels is None else self.labels
             self.labels[ids] = labels
         finite = np.abs(losses) <= LARGEST_SCORE
         self.quarantined[ids[~finite]] = True
         ids, losses = ids[finite], losses[finite]
-        for part in _without_repeats(ids, self.scores.size):
+        for part in _without_repeats(ids):
             self._book(ids[part], losses[part], epoch)
 
     def see(self, ids: np.ndarray, epoch: int) -> None:
@@ -124,23 +125,43 @@ class Difficulty:
 
     def snapshot(self, availability: float = 1.0, costs: Optional[np.ndarray] = None) -> Snapshot:
         """A copy that later updates do not touch."""
+        copies = {name: array.copy() for name, array in self._known().items()}
+        return Snapshot(**copies, availability=availability, costs=None if costs is None else costs.copy())
+
+    def view(self, availability: float = 1.0, costs: Optional[np.ndarray] = None) -> Snapshot:
+        """The same without copying, for what is decided before the next update."""
+        return Snapshot(**self._known(), availability=availability, costs=costs)
+
+    def _known(self) -> dict[str, np.ndarray]:
+        """The live arrays; labels only where some are known."""
+        arrays = self.arrays()
+        if self.labels is not None and not (self.labels >= 0).any():
+            del arrays["labels"]
+        return arrays
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The live arrays; ``labels`` only once one was booked."""
         arrays = {name: getattr(self, name) for name in STATE_TYPES}
-        if not (self.labels >= 0).any():
-            arrays["labels"] = None
-        return Snapshot(**arrays, availability=availability, costs=costs)
+        return {name: array for name, array in arrays.items() if array is not None}
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of the arrays."""
-        return {name: getattr(self, name).copy() for name in STATE_TYPES}
+        return {name: array.copy() for name, array in self.arrays().items()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Take over what ``state_dict`` gave, bit for bit. Raises ValueError if it is of another number of samples."""
         for name in STATE_TYPES:
+            if name == "labels" and name not in state:
+                continue
             if name not in state or np.shape(state[name]) != self.scores.shape:
                 found = f"shape {np.shape(state[name])}" if name in state else "missing"
                 raise ValueError(f"difficulty state {name!r}: {found}; {self.scores.shape} is needed")
-        for name, kind in STATE_TYPES.items():
-            setattr(self, name, np.array(state[name], dtype=kind))
+        if "labels" not in state:
+            self.labels = None
+        elif self.labels is None:
+            self.labels = np.full(self.scores.size, -1, dtype=np.int32)
+        for name, array in self.arrays().items():
+            array[:] = state[name]  # in place: one array at a time where ``state`` reads them from a file
 
     def _check(self, ids: np.ndarray, losses: np.ndarray) -> None:
         samples = self.scores.size
@@ -160,18 +181,15 @@ class Difficulty:
 
 
 def _frozen(values: np.ndarray, kind: type) -> np.ndarray:
-    copy = np.array(values, dtype=kind)
-    copy.setflags(write=False)
-    return copy
+    view = np.asarray(values, dtype=kind).view()
+    view.setflags(write=False)
+    return view
 
 
-def _without_repeats(ids: np.ndarray, samples: int) -> Iterator[np.ndarray]:
+def _without_repeats(ids: np.ndarray) -> Iterator[np.ndarray]:
     """Positions in ``ids`` in parts without a repeat: the first occurrence of every id, the second, and so on."""
     left = np.arange(ids.size)
-    first_position = np.empty(samples, dtype=np.int64)
     while left.size:
-        backwards = left[::-1]
-        first_position[ids[backwards]] = backwards  # of several writes to one place the last one stays
-        first = first_position[ids[left]] == left
-        yield left[first]
-        left = left[~first]
+        _, first = np.unique(ids[left], return_index=True)
+        yield np.sort(left[first])
+        left = np.delete(left, first)

@@ -37,7 +37,7 @@ def _no_ids() -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """What one rule decided. Sample numbers are int64."""
+    """What one rule decided. Sample numbers are int32 or int64, as those that came in."""
 
     ids: np.ndarray
     """Seen in the epoch, in the order in which they came."""
@@ -55,6 +55,8 @@ class Selection:
 
 def without_quarantined(snapshot: Snapshot, ids: np.ndarray) -> Selection:
     """All but the samples that gave a loss that is not finite."""
+    if not snapshot.quarantined.any():
+        return Selection(ids, {"quarantined": ids[:0]})
     out = snapshot.quarantined[ids]
     return Selection(ids[~out], {"quarantined": ids[out]})
 

@@ -96,18 +96,16 @@ class NumberedCollator:
 
 
 def lengths_of(rows: Any, length_column: str = "length") -> numpy.ndarray:
-    """Tokens of every row, int64 of shape (rows,): the length column, else ``input_ids``, else 1 (pictures)."""
+    """Tokens of every row, int32 of shape (rows,): the length column, else ``input_ids``, else 1 (pictures)."""
     if len(rows) == 0:
-        return numpy.zeros(0, dtype=numpy.int64)
+        return numpy.zeros(0, dtype=numpy.int32)
     columns = getattr(rows, "column_names", None)
-    if isinstance(columns, list) and length_column in columns:
-        return numpy.asarray(rows.with_format("numpy")[length_column][:], dtype=numpy.int64)
-    if isinstance(columns, list) and "input_ids" in columns:
-        return _arrow_lengths(rows)
+    if isinstance(columns, list) and (length_column in columns or "input_ids" in columns):
+        return _arrow_lengths(rows, length_column)
     first = rows[0]
     if not (isinstance(first, Mapping) and "input_ids" in first):
-        return numpy.ones(len(rows), dtype=numpy.int64)
-    return numpy.fromiter((len(rows[i]["input_ids"]) for i in range(len(rows))), dtype=numpy.int64, count=len(rows))
+        return numpy.ones(len(rows), dtype=numpy.int32)
+    return numpy.fromiter((len(rows[i]["input_ids"]) for i in range(len(rows))), dtype=numpy.int32, count=len(rows))
 
 
 def content_crc32(rows: Any) -> Optional[int]:
@@ -143,10 +141,15 @@ def _bytes_of(value: Any) -> bytes:
         return b""
 
 
-def _arrow_lengths(rows: Any) -> numpy.ndarray:
-    """Without turning tokens into Python numbers."""
+def _arrow_lengths(rows: Any, length_column: str) -> numpy.ndarray:
+    """Piece by piece, and without turning tokens or lengths into Python numbers."""
     import pyarrow.compute as compute
 
-    tables = rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=ROWS_PER_READ)
-    parts = [compute.list_value_length(table["input_ids"]).to_numpy() for table in tables]
-    return numpy.concatenate(parts).astype(numpy.int64)
+    has_lengths = length_column in rows.column_names
+    column = length_column if has_lengths else "input_ids"
+    lengths, start = numpy.empty(len(rows), dtype=numpy.int32), 0
+    for table in rows.select_columns([column]).with_format("arrow").iter(batch_size=ROWS_PER_READ):
+        piece = table[column] if has_lengths else compute.list_value_length(table[column])
+        lengths[start : start + len(piece)] = piece.to_numpy()
+        start += len(piece)
+    return lengths

@@ -7,7 +7,6 @@ other than -100 are exactly what a causal loss counts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
@@ -19,7 +18,9 @@ from scu_trainer.settings import DataSettings
 if TYPE_CHECKING:
     import pyarrow
 
-ROWS_PER_BATCH = 256
+MOST_ROWS_PER_BATCH, MOST_VALUES_PER_BATCH = 8192, 2**19
+"""Values: tokens and labels, characters of texts. A batch is held in memory while it is written, and its place in the
+file whenever the file is open: few batches where rows are short, small ones where they are long."""
 
 
 class NumberedDocument(NamedTuple):
@@ -159,10 +160,22 @@ def held_out_schema() -> pyarrow.Schema:
 
 
 def record_batches(rows: Iterable[dict], schema: pyarrow.Schema) -> Iterator[pyarrow.RecordBatch]:
-    """Arrow batches of a few hundred rows; arrays of integers go in without becoming Python lists."""
+    """Arrow batches, of some megabytes at most unless one row is longer; arrays of integers go in without becoming
+    Python lists."""
     import pyarrow
 
-    rows = iter(rows)
-    while batch := list(islice(rows, ROWS_PER_BATCH)):
+    for batch in _batches(rows):
         columns = [pyarrow.array([row[name] for row in batch], type=schema.field(name).type) for name in schema.names]
         yield pyarrow.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _batches(rows: Iterable[dict]) -> Iterator[list[dict]]:
+    batch, values = [], 0
+    for row in rows:
+        batch.append(row)
+        values += sum(len(value) for value in row.values() if hasattr(value, "__len__"))
+        if len(batch) == MOST_ROWS_PER_BATCH or values >= MOST_VALUES_PER_BATCH:
+            yield batch
+            batch, values = [], 0
+    if batch:
+        yield batch

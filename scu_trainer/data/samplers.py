@@ -13,7 +13,7 @@ every rank makes the same one. A checkpoint holds the plan that was begun.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Optional
 
@@ -27,6 +27,9 @@ from scu_trainer.control.difficulty import Difficulty
 from scu_trainer.control.selection import without_quarantined
 from scu_trainer.errors import CheckpointError, DataError
 from scu_trainer.settings import CurriculumSettings
+
+LARGEST_INT32 = 2**31 - 1
+LENGTHS_PER_PIECE = 2**16
 
 
 class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this class for a rank-aware batch sampler
@@ -51,7 +54,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         world: int = 1,
         content: Optional[int] = None,
     ) -> None:
-        self.lengths = numpy.asarray(lengths, dtype=numpy.int64)
+        self.lengths = numpy.asarray(lengths, dtype=numpy.int32)
         if not len(self.lengths):
             raise DataError("the training dataset is empty: there is nothing to plan; check the path and the filters")
         self.settings, self.epochs, self.seed, self.rank, self.world = settings, epochs, seed, rank, world
@@ -69,8 +72,9 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         return self.nominal_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        for ids in self._plan.batches_of(self.rank, self.world):
-            yield ids.tolist()
+        plan = self._plan
+        for batch in range(self.rank, plan.micro_batches, self.world):
+            yield plan.batches[batch].tolist()
 
     def set_epoch(self, epoch: int) -> None:
         self.plan(epoch)
@@ -87,8 +91,9 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
 
     def _made(self, epoch: int) -> control.Plan:
         generator = torch.Generator().manual_seed(self.seed + epoch)  # the stock Trainer's order of the epoch
-        permutation = torch.randperm(len(self.lengths), generator=generator).numpy()
-        snapshot = self.difficulty.snapshot(self.availability, self.costs)
+        kind = torch.int32 if len(self.lengths) <= LARGEST_INT32 else torch.int64  # the numbers drawn are the same
+        permutation = torch.randperm(len(self.lengths), generator=generator, dtype=kind).numpy()
+        snapshot = self.difficulty.view(self.availability, self.costs)
         try:
             return control.plan(
                 self.law, snapshot, epoch, self.epochs, permutation, self.lengths, self.world, self.seed
@@ -104,7 +109,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
 
     def suspects(self) -> numpy.ndarray:
         """Samples that look wrong to the noise guard as things stand now, worst first."""
-        snapshot = self.difficulty.snapshot()
+        snapshot = self.difficulty.view()
         ids = without_quarantined(snapshot, numpy.arange(len(self.lengths))).ids
         return noise.suspects(snapshot, ids, self.law)[0]
 
@@ -130,8 +135,9 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, numpy.ndarray]]:
-        """(JSON-safe part, arrays). The same on every rank, if ``update`` was."""
-        arrays = {f"difficulty.{name}": array for name, array in self.difficulty.state_dict().items()}
+        """(JSON-safe part, arrays). The same on every rank, if ``update`` was. The arrays are the live ones: write them
+        before the next ``update``."""
+        arrays = {f"difficulty.{name}": array for name, array in self.difficulty.arrays().items()}
         arrays |= {f"plan.{name}": array for name, array in self._plan.to_arrays().items()}
         return {
             **self._identity(),
@@ -140,7 +146,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
             "micro_batches": self._plan.micro_batches,
             "classes": self.law.classes,
             "samples": len(self.lengths),
-            "lengths_crc32": zlib.crc32(self.lengths.tobytes()),
+            "lengths_crc32": _crc32_of(self.lengths),
             "content": self.content,
         }, arrays
 
@@ -156,7 +162,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         }
 
     def load_state_dict(
-        self, state: dict[str, Any], arrays: dict[str, numpy.ndarray], done: int, cut_anew: bool = False
+        self, state: dict[str, Any], arrays: Mapping[str, numpy.ndarray], done: int, cut_anew: bool = False
     ) -> list[str]:
         """Go on where ``state_dict`` was taken, ``done`` micro-batches (of all ranks) into its epoch.
 
@@ -165,9 +171,9 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         them from their first micro-batch. Raises CheckpointError where the data are not the same.
         """
         self._require_same_data(state)
-        self.difficulty.load_state_dict(_under("difficulty", arrays))
+        self.difficulty.load_state_dict(_Under("difficulty", arrays))
         self.law = replace(self.law, classes=state["classes"])
-        self._plan = control.Plan.from_arrays(_under("plan", arrays), state["epoch"], state["notes"])
+        self._plan = control.Plan.from_arrays(_Under("plan", arrays), state["epoch"], state["notes"])
         now = self._identity()
         changes = {name: (state[name], value) for name, value in now.items() if state[name] != value}
         left = len(self._plan.batches.order) - int(self._plan.batches.ends[done - 1] if done else 0)
@@ -178,7 +184,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         return _what_changed(changes, state["epoch"], left if cut_anew else 0)
 
     def _require_same_data(self, state: dict[str, Any]) -> None:
-        same = (len(self.lengths), zlib.crc32(self.lengths.tobytes())) == (state["samples"], state["lengths_crc32"])
+        same = (len(self.lengths), _crc32_of(self.lengths)) == (state["samples"], state["lengths_crc32"])
         same_content = None in (self.content, state["content"]) or self.content == state["content"]
         if not (same and same_content):
             difference = "with other content" if same else "or of other lengths"
@@ -205,8 +211,29 @@ def _what_changed(changes: dict[str, tuple[Any, Any]], epoch: int, rows_cut_anew
     return sentences
 
 
-def _under(prefix: str, arrays: dict[str, numpy.ndarray]) -> dict[str, numpy.ndarray]:
-    return {name.removeprefix(f"{prefix}."): array for name, array in arrays.items() if name.startswith(f"{prefix}.")}
+def _crc32_of(lengths: numpy.ndarray) -> int:
+    """Of the lengths as int64, piece by piece."""
+    checksum = 0
+    for start in range(0, len(lengths), LENGTHS_PER_PIECE):
+        checksum = zlib.crc32(lengths[start : start + LENGTHS_PER_PIECE].astype(numpy.int64), checksum)
+    return checksum
+
+
+class _Under(Mapping[str, numpy.ndarray]):
+    """Those of ``arrays`` whose names begin with ``prefix`` and a dot, under the rest of their names; none is asked for
+    before its turn."""
+
+    def __init__(self, prefix: str, arrays: Mapping[str, numpy.ndarray]) -> None:
+        self._prefix, self._arrays = f"{prefix}.", arrays
+
+    def __getitem__(self, name: str) -> numpy.ndarray:
+        return self._arrays[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self._prefix) for name in self._arrays if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def law_of(settings: CurriculumSettings, rows_per_batch: int) -> control.Law:

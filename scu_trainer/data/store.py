@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from scu_trainer.errors import StorageError
 
 if TYPE_CHECKING:
     import datasets
+    import numpy
     import pyarrow
 
 
@@ -96,6 +97,27 @@ def open_arrow(path: Path) -> datasets.Dataset:
         return datasets.Dataset.from_file(str(path))
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise StorageError(f"cached data in {path.parent} cannot be read ({error}); delete that folder") from error
+
+
+class StoredArrays(Mapping[str, "numpy.ndarray"]):
+    """The arrays of a safetensors file, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        self._file = safe_open(path, framework="numpy")
+        self._names = list(self._file.keys())
+
+    def __getitem__(self, name: str) -> numpy.ndarray:
+        if name not in self._names:  # what the file would raise is no KeyError
+            raise KeyError(name)
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @contextmanager

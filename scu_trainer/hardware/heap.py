@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
+import mmap
+import threading
 from collections.abc import Callable, Hashable
 from typing import Optional
 
@@ -40,8 +43,9 @@ def _function(name: str) -> Optional[Callable[..., int]]:
     return getattr(ctypes.CDLL(None), name, None)
 
 
-LOOK_EVERY_BYTES = 2**19
-"""Bytes taken between two looks at the heap, which cost more than the smallest blocks."""
+def _in_pages(size_bytes: int) -> int:
+    """What the library maps for a block of its own: its header, and room to align it, in whole pages."""
+    return math.ceil((size_bytes + 2 * TENSOR_ALIGNMENT_BYTES) / mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class _HeapFigures(ctypes.Structure):
@@ -58,25 +62,28 @@ class UntouchedHeap:
     memory, and show how far this very C library lets the heap grow. It is more than what is alive at one time: freed
     blocks lie between others that are in use, and some versions (glibc before 2.38) cannot use an aligned one again.
 
-    ``peak_bytes``: the most that the heap had beyond what was in use when this began, up to ``LOOK_EVERY_BYTES``. At
-    the end of the context what is left is freed.
+    ``peak_bytes``: the most that the heap had beyond what was in use when this began. mallinfo2 walks through all free
+    blocks of the process, so it is asked once; from then on the end of the heap (sbrk) and the blocks that lie beyond
+    it, which the library has mapped one by one, tell the same. At the end of the context what is left is freed.
     """
 
     def __init__(self) -> None:
         give_back_freed()
         self._library = ctypes.CDLL(None)
         self._library.free.argtypes = [ctypes.c_void_p]
-        self._figures = self._library.mallinfo2
-        self._figures.restype = _HeapFigures
-        begun = self._figures()
-        self._before_bytes = begun.uordblks + begun.hblkhd
-        self._blocks: dict[Hashable, ctypes.c_void_p] = {}
-        self.peak_bytes = self.failed_bytes = self._unseen_bytes = 0
+        self._end_of_heap = self._library.sbrk
+        self._end_of_heap.restype, self._end_of_heap.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
+        figures = self._library.mallinfo2
+        figures.restype = _HeapFigures
+        begun = figures()
+        self._unused_bytes = begun.arena - begun.uordblks - self._end_of_heap(0)
+        self._blocks: dict[Hashable, tuple[ctypes.c_void_p, int]] = {}
+        self.peak_bytes = self.failed_bytes = self._mapped_bytes = 0
 
     @classmethod
     def is_known(cls) -> bool:
-        """Whether the C library can say how large its heap is (glibc from 2.33 on)."""
-        return _function("mallinfo2") is not None
+        """Whether the C library can say how large its heap is (glibc from 2.33 on), to the main thread, whose it is."""
+        return _function("mallinfo2") is not None and threading.current_thread() is threading.main_thread()
 
     def take(self, key: Hashable, size_bytes: int) -> None:
         """A block for ``key``. What even the address space has no room for is counted in ``failed_bytes``."""
@@ -85,16 +92,16 @@ class UntouchedHeap:
         if self._library.posix_memalign(ctypes.byref(block), alignment, size):
             self.failed_bytes += size_bytes
             return
-        self._blocks[key] = block
-        self._unseen_bytes += size_bytes
-        if self._unseen_bytes >= LOOK_EVERY_BYTES:
-            self._unseen_bytes = 0
-            now = self._figures()
-            self.peak_bytes = max(self.peak_bytes, now.arena + now.hblkhd - self._before_bytes)
+        end = self._end_of_heap(0)
+        mapped_bytes = _in_pages(size_bytes) if block.value > end else 0
+        self._blocks[key] = block, mapped_bytes
+        self._mapped_bytes += mapped_bytes
+        self.peak_bytes = max(self.peak_bytes, end + self._unused_bytes + self._mapped_bytes)
 
     def give(self, key: Hashable) -> None:
-        block = self._blocks.pop(key, None)
+        block, mapped_bytes = self._blocks.pop(key, (None, 0))
         if block is not None:
+            self._mapped_bytes -= mapped_bytes
             self._library.free(block)
 
     def __enter__(self) -> UntouchedHeap:

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, Optional
 import numpy
 import torch
 from accelerate.utils import gather_object
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from scu_trainer.control import curriculum as control
 from scu_trainer.control.difficulty import Difficulty
 from scu_trainer.data.numbered import Numbered, NumberedCollator, content_crc32, lengths_of
 from scu_trainer.data.samplers import CurriculumSampler
+from scu_trainer.data.store import StoredArrays
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.run_files import write_json
 from scu_trainer.settings import CurriculumSettings
@@ -178,7 +179,8 @@ class CurriculumLoop:
         # In steps of an eighth: the same run on the same machine shall plan the same epochs.
         self.sampler.availability = round(8 * min(free for free, _ in found)) / 8
         coefficients = found[0][1]  # one rank's, or ranks would plan different epochs
-        self.sampler.costs = None if coefficients is None else coefficients.bytes_of(lengths, lengths**2)
+        tokens = lengths.astype(numpy.float64)
+        self.sampler.costs = None if coefficients is None else coefficients.bytes_of(tokens, tokens**2)
 
     def _from_all(self, values: list) -> list:
         return values if self.sampler.world == 1 else gather_object(values)
@@ -201,8 +203,10 @@ class CurriculumLoop:
         return replace(self.sampler.law, warmup_share=share)
 
     def before_scheduler(self, step: int, scheduler: Any) -> None:
-        """``step``: of the run, counted from 1."""
+        """``step``: of the run, counted from 1. Its losses are final."""
         self.length.set_scheduler(step, scheduler)
+        if self.sampler.world == 1 and self._seen.is_full:
+            self.gather()
 
     # -- losses of rows ------------------------------------------------------------------------------------------------
 
@@ -300,14 +304,14 @@ class CurriculumLoop:
             "notices": self.notices,
         }
         write_json(Path(folder) / STATE_FILE, state)
-        save_file({name: numpy.array(array, order="C") for name, array in arrays.items()}, Path(folder) / ARRAYS_FILE)
+        save_file({name: numpy.ascontiguousarray(array) for name, array in arrays.items()}, Path(folder) / ARRAYS_FILE)
 
     def resume(self, checkpoint: str, stock_position: tuple[int, int]) -> tuple[int, int]:
         """(epoch to go on with, micro-batches of it that each rank skips)."""
         path = Path(checkpoint) / STATE_FILE
         if not path.is_file():
             return self._resume_blindly(checkpoint, stock_position)
-        state, arrays = json.loads(path.read_text()), load_file(Path(checkpoint) / ARRAYS_FILE)
+        state, arrays = json.loads(path.read_text()), StoredArrays(Path(checkpoint) / ARRAYS_FILE)
         done = min(state["micro_batches"], state["steps_done"] * state["accumulation"] * state["processes"])
         other_steps = state["accumulation"] != self.trainer.args.gradient_accumulation_steps
         self._say(self.sampler.load_state_dict(state, arrays, done, cut_anew=other_steps))

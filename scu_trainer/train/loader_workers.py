@@ -7,8 +7,10 @@ leaves them alone, which torch's workers notice within seconds.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Optional
@@ -40,4 +42,17 @@ def shield(loader: Any) -> Any:
     inner = getattr(loader, "base_dataloader", loader)  # accelerate's loaders are shells
     if isinstance(inner, DataLoader) and inner.num_workers > 0:
         inner.worker_init_fn = LeaveSignals(inner.worker_init_fn)
+        _shielded.add(inner)
     return loader
+
+
+_shielded: weakref.WeakSet[DataLoader] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_persistent() -> None:
+    """Before the exit of multiprocessing, which sends one SIGTERM and then waits: persistent workers would leave it."""
+    for loader in list(_shielded):
+        iterator = getattr(loader, "_iterator", None)  # what a loader keeps between epochs
+        if iterator is not None:
+            iterator._shutdown_workers()

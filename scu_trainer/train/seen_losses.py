@@ -22,6 +22,9 @@ MOST_BAD_ROWS = 16
 PENDING_BATCHES = 256
 """Batches whose losses stay on the device; then they move to the host together."""
 
+MOST_PARTS = 64
+"""Of so many batches each. Rows of a whole epoch would take more memory here than all that is known of them."""
+
 
 @dataclass(frozen=True)
 class Losses:
@@ -101,6 +104,11 @@ class SeenLosses:
         """The rows of the present series are not set aside: a run that goes on from here shall not miss them."""
         self._to_host()
         self._on_host = [seen.take((seen.steps < self._bad_since) | ~seen.is_bad) for seen in self._on_host]
+
+    @property
+    def is_full(self) -> bool:
+        """Time for ``drain``: much has come together, and no row of it may still be released."""
+        return len(self._on_host) >= MOST_PARTS and not self._bad_batches
 
     def drain(self) -> Losses:
         """All since the last call. What ran again after an out-of-memory comes several times, its last time holds."""

@@ -70,7 +70,7 @@ def test_batches_without_a_row_per_sample_are_refused(collator, expected):
 @pytest.mark.parametrize("columns", [{"input_ids": TOKENS}, {"input_ids": TOKENS, "length": [3, 1, 0, 2]}])
 def test_lengths_of_a_table(columns):
     found = lengths_of(datasets.Dataset.from_dict(columns))
-    assert found.dtype == numpy.int64 and found.tolist() == [3, 1, 0, 2]
+    assert found.dtype == numpy.int32 and found.tolist() == [3, 1, 0, 2]
 
 
 def test_lengths_of_a_table_whose_rows_were_chosen_and_shown_as_tensors():

@@ -5,7 +5,15 @@ from itertools import pairwise
 import numpy
 import pytest
 
-from scu_trainer.data.packing import NumberedDocument, packed, windows
+from scu_trainer.data.packing import (
+    MOST_ROWS_PER_BATCH,
+    MOST_VALUES_PER_BATCH,
+    NumberedDocument,
+    held_out_schema,
+    packed,
+    record_batches,
+    windows,
+)
 
 LENGTHS = (5, 30, 8, 1, 17, 64)
 
@@ -63,3 +71,12 @@ def test_windows_of_any_length(length):
     rows = list(windows([NumberedDocument(0, ids, ids)], 16))
     assert sum(row.learned_tokens for row in rows) == length - 1
     assert all(row.learned_tokens for row in rows)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(4, 2 * MOST_ROWS_PER_BATCH + 1), (MOST_VALUES_PER_BATCH // 8, 10)])
+def test_arrow_batches_are_few_for_short_rows_and_small_for_long_ones(tokens, rows):
+    ids = numpy.arange(tokens, dtype=numpy.int32)
+    given = ({"input_ids": ids, "labels": ids, "length": tokens, "document": number} for number in range(rows))
+    batches = list(record_batches(given, held_out_schema()))
+    numbers = [number for batch in batches for number in batch["document"].to_pylist()]
+    assert numbers == list(range(rows)) and len(batches) == 3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+import zlib
 from dataclasses import replace
 
 import numpy
@@ -207,3 +209,36 @@ def test_the_report_counts():
     assert report["difficulty"]["p50"] == pytest.approx(numpy.median(scores))
     assert (report["difficulty"]["p0"], report["difficulty"]["p100"]) == (scores.min(), scores.max())
     json.dumps(report, allow_nan=False)
+
+
+# -- size --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_takes_few_bytes():
+    """Nothing of Python's own per sample or per batch: lengths, losses and order as arrays."""
+    samples = 200_000
+    lengths = numpy.full(samples, 7, dtype=numpy.int32)
+    tracemalloc.start()
+    try:
+        subject = sampler(lengths=lengths, rows=8)
+        first = next(iter(subject))
+        held, peak = (size / samples for size in tracemalloc.get_traced_memory())
+        tracemalloc.reset_peak()
+        state, arrays = subject.state_dict()
+        _, saving = (size / samples for size in tracemalloc.get_traced_memory())
+    finally:
+        tracemalloc.stop()
+    assert len(first) == 8
+    assert held < 24 and peak < 32 and saving < 26
+    assert sum(array.nbytes for array in arrays.values()) / samples < 23
+    assert state["lengths_crc32"] == zlib.crc32(lengths.astype(numpy.int64).tobytes())
+
+
+def test_a_checkpoint_from_before_labels_were_left_out_is_read():
+    whole = passed(sampler(), 1)
+    state, arrays = whole.state_dict()
+    older = {name: array.astype(numpy.int64) if name == "plan.order" else array for name, array in arrays.items()}
+    older["difficulty.labels"] = numpy.full(len(LENGTHS), -1, dtype=numpy.int32)
+    resumed = sampler()
+    assert resumed.load_state_dict(json.loads(json.dumps(state)), older, done=1) == []
+    assert same_plan(resumed.current, whole.current) and same_plan(resumed.plan(2), whole.plan(2))

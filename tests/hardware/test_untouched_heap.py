@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from scu_trainer.hardware.heap import UntouchedHeap
+from scu_trainer.hardware.heap import UntouchedHeap, _HeapFigures
 from scu_trainer.hardware.probe import resident_bytes
+
+
+def library_figures():
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = _HeapFigures
+    return ask()
+
+
+def bytes_in_use():
+    figures = library_figures()
+    return figures.uordblks + figures.hblkhd
+
 
 pytestmark = pytest.mark.skipif(not UntouchedHeap.is_known(), reason="this C library does not tell its heap's size")
 
@@ -37,13 +51,32 @@ def test_it_takes_no_memory():
 
 
 def test_what_is_left_is_freed_at_the_end_also_after_an_error():
+    before_bytes = bytes_in_use()
     for number in range(2):
         with pytest.raises(ZeroDivisionError), UntouchedHeap() as heap:
             heap.take(number, 512 * MEBIBYTE)
+            assert bytes_in_use() - before_bytes >= 512 * MEBIBYTE
             raise ZeroDivisionError
-    figures = heap._figures()
     assert not heap._blocks
-    assert figures.uordblks + figures.hblkhd - heap._before_bytes < 64 * MEBIBYTE
+    assert bytes_in_use() - before_bytes < 64 * MEBIBYTE
+
+
+@pytest.mark.parametrize("size_bytes", [1_000, 70_000, 3 * MEBIBYTE, 40 * MEBIBYTE])
+def test_it_grows_as_the_library_says(size_bytes):
+    with UntouchedHeap() as heap:
+        begun = library_figures()
+        for number in range(40):
+            heap.take(number, size_bytes)
+            if number % 3 == 0:
+                heap.give(number)
+        now = library_figures()
+        grown_bytes = now.arena + now.hblkhd - begun.uordblks - begun.hblkhd
+        assert heap.peak_bytes == pytest.approx(grown_bytes, rel=0.01, abs=2 * size_bytes)
+
+
+def test_a_thread_cannot_follow_the_heap_of_the_main_one():
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(UntouchedHeap.is_known).result()
 
 
 def test_what_has_no_addresses_is_counted_as_failed():

@@ -15,6 +15,7 @@ from transformers import BertForSequenceClassification, PreTrainedTokenizerFast
 from scu_trainer.control.difficulty import Difficulty
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings
+from scu_trainer.train import seen_losses
 from scu_trainer.train.suspects import MOST_SUSPECTS, PREVIEW_TOKENS, write_suspects
 from tests.tiny import Examples, UnevenRows, bert, images, labelled, vit
 from tests.train.curricula import curriculum_run
@@ -70,6 +71,17 @@ def test_every_epoch_has_a_row_with_its_counts(runs, name):
 def test_equal_tokens_are_padded_less(runs):
     by_name = {name: sum(row["padded_tokens"] for row in read_rows(runs[name][1] / "curriculum.json")) for name in runs}
     assert by_name["token_budget"] < 0.95 * by_name["none"]
+
+
+@pytest.mark.parametrize("name", ["none", "token_budget+noise_guard+infobatch"])
+def test_losses_booked_within_an_epoch_are_those_booked_at_its_end(runs, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(seen_losses, "PENDING_BATCHES", 1)
+    monkeypatch.setattr(seen_losses, "MOST_PARTS", 1)
+    early = curriculum_run(tmp_path, name, data=DATA, num_train_epochs=4)
+    trainer, folder = runs[name]
+    assert read_rows(tmp_path / "curriculum.json") == read_rows(folder / "curriculum.json")
+    for array, other in zip(early.difficulty.arrays().values(), trainer.difficulty.arrays().values(), strict=True):
+        numpy.testing.assert_array_equal(array, other)
 
 
 def test_memory_chunks_change_no_count(runs, tmp_path):

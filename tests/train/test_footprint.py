@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from torch import nn
@@ -301,17 +302,11 @@ def test_smaller_chunks_of_the_same_rows_are_more():
 
 
 def test_rows_count_as_uneven_where_many_are_short():
-    class Data(list):
-        column_names = ("length",)
+    def data(short: int) -> datasets.Dataset:
+        return datasets.Dataset.from_dict({"length": [16] * 10 + [8] * short})
 
-        def __getitem__(self, name):
-            return [16] * 10 + [8] * self.short
-
-    data = Data()
-    data.short = 1
-    assert not Rows.of(data).is_uneven
-    data.short = 4
-    assert Rows.of(data) == Rows(16, (160 + 32) / 14, True)
+    assert not Rows.of(data(1)).is_uneven
+    assert Rows.of(data(4)) == Rows(16, (160 + 32) / 14, True)
     assert Rows.of(object()) == Rows(1, 1.0, False)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -83,6 +85,19 @@ def test_without_workers_nothing_is_changed():
     loader = DataLoader(Rows(), num_workers=0)
     assert shield(loader).worker_init_fn is None
     assert shield([1, 2]) == [1, 2]
+
+
+PERSISTENT = """
+from torch.utils.data import DataLoader
+from scu_trainer.train.loader_workers import shield
+loader = shield(DataLoader(range(4), num_workers=1, persistent_workers=True, multiprocessing_context="fork"))
+print(sum(int(batch) for batch in loader), flush=True)
+"""
+
+
+def test_a_process_with_persistent_workers_comes_to_its_end():
+    done = subprocess.run([sys.executable, "-c", PERSISTENT], stdout=subprocess.PIPE, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "6\n")
 
 
 def test_a_second_sigterm_ends_a_worker_that_hangs():

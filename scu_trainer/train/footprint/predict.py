@@ -131,7 +131,7 @@ def _longest(parts: Parts) -> dict[str, Any]:
     data = parts.data.train
     lengths = lengths_of(data)
     if lengths is not None:
-        rows = [data[max(range(len(lengths)), key=lengths.__getitem__)]]
+        rows = [data[int(lengths.argmax())]]
     else:
         rows = [data[number] for number in range(min(ROWS_LOOKED_AT, len(data)))]
     batch = parts.collator(rows)

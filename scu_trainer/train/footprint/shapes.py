@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
+import numpy
+
 from scu_trainer.control import chunks
+from scu_trainer.data import numbered
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train.memory_loop import BUSY_TOKENS, BUSY_TOKENS_ELSEWHERE
 
@@ -22,10 +25,11 @@ class Rows:
     @classmethod
     def of(cls, data: Any) -> Rows:
         """Of prepared training rows; those of a stream are not known before they come."""
-        lengths = [max(1, length) for length in lengths_of(data) or [1]]
-        longest = max(lengths)
-        short = sum(length < longest for length in lengths)
-        return cls(longest, sum(lengths) / len(lengths), short > len(lengths) / 8)
+        found = lengths_of(data)
+        lengths = numpy.ones(1, dtype=numpy.int32) if found is None or not len(found) else numpy.maximum(1, found)
+        longest = int(lengths.max())
+        short = int(numpy.count_nonzero(lengths < longest))
+        return cls(longest, int(lengths.sum()) / len(lengths), short > len(lengths) / 8)
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def _batch_tokens(rows: Rows, curriculum: Optional[CurriculumSettings], batch_ro
     return max(rows.longest, curriculum.token_budget or round(batch_rows * rows.mean))
 
 
-def lengths_of(data: Any) -> Optional[list[int]]:
-    """Tokens of each row; None for rows that tell no length."""
+def lengths_of(data: Any) -> Optional[numpy.ndarray]:
+    """Tokens of each row, int32; None for rows that tell no length."""
     has_lengths = "length" in (getattr(data, "column_names", None) or ())
-    return list(data["length"][:]) if has_lengths else None  # a slice is one read, row by row takes seconds
+    return numbered.lengths_of(data) if has_lengths else None

@@ -1,0 +1,135 @@
+"""Sides that take turns: each in a process of its own, as its user would start it, a few optimizer steps at a time.
+
+Drift of the machine hits all sides alike, and those that wait do nothing. A turn's time includes loading its batches.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest.mock import patch
+
+from transformers import TrainerCallback
+
+WARM_UP_TURNS = 2
+"""Left out at the start of each side: caches, lazy set-up, chunks that a loop measures one by one."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """``work(turns, *arguments)`` runs in a process of its own and returns what the side says at its end."""
+
+    name: str
+    work: Callable[..., dict[str, Any]]
+    arguments: tuple = ()
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+class Turns:
+    """A side's part: ``steps_per_turn`` optimizer steps when it is asked."""
+
+    def __init__(self, parent: Connection, steps_per_turn: int) -> None:
+        self._parent, self._steps_per_turn = parent, steps_per_turn
+        self._steps, self._begun_s = 0, 0.0
+
+    def begin(self) -> None:
+        """Wait to be asked. All is set up by now."""
+        self._parent.send(None)
+        self._go_on()
+
+    def step(self) -> None:
+        self._steps += 1
+        if self._steps == self._steps_per_turn:
+            self.end()
+            self._go_on()
+
+    def end(self) -> None:
+        """Of the last turn, too: it may be short."""
+        self._parent.send(time.perf_counter() - self._begun_s)
+
+    def _go_on(self) -> None:
+        self._parent.recv()
+        self._steps, self._begun_s = 0, time.perf_counter()
+
+
+class TakesTurns(TrainerCallback):
+    """Of any Trainer: the step that ends the training ends no turn."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._turns.begin()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step < state.max_steps:
+            self._turns.step()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One side of one round. ``seconds``: of its turns after the first ones."""
+
+    seconds: list[float]
+    said: dict[str, Any]
+
+
+def in_turns(sides: Sequence[Side], steps_per_turn: int, warm_up_turns: int = WARM_UP_TURNS) -> dict[str, Ended]:
+    """All sides to their end. Processes start in the order of ``sides``. Raises RuntimeError for a side that fails."""
+    started = {side.name: _start(side, steps_per_turn) for side in sides}
+    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+    said: dict[str, dict[str, Any]] = {}
+    while len(said) < len(sides):
+        for name, (_, connection) in started.items():
+            if name in said:
+                continue
+            connection.send(None)
+            answer = _answer(name, connection)
+            if isinstance(answer, dict):
+                said[name] = answer
+            else:
+                seconds[name].append(answer)
+    for process, _ in started.values():
+        process.join()
+    return {name: Ended(turns[warm_up_turns:], said[name]) for name, turns in seconds.items()}
+
+
+def rounds(sides: Sequence[Side], steps_per_turn: int, repeats: int, **given: int) -> list[dict[str, Ended]]:
+    """``repeats`` times all sides, each time another one first: which one starts first matters on two cores."""
+    orders = [[*sides[first:], *sides[:first]] for first in (number % len(sides) for number in range(repeats))]
+    return [in_turns(order, steps_per_turn, **given) for order in orders]
+
+
+def _start(side: Side, steps_per_turn: int) -> tuple[multiprocessing.Process, Connection]:
+    spawn = multiprocessing.get_context("spawn")
+    connection, theirs = spawn.Pipe()
+    process = spawn.Process(target=_run, args=(side, steps_per_turn, theirs), daemon=True)
+    with patch.dict(os.environ, dict(side.environment)):
+        process.start()
+    theirs.close()  # so that the end of the process ends the waiting for it
+    _answer(side.name, connection)
+    return process, connection
+
+
+def _run(side: Side, steps_per_turn: int, parent: Connection) -> None:
+    # Loaders have children, which a daemon may not, and make them as in a process of a user's own.
+    multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method(None, force=True)
+    parent.send(side.work(Turns(parent, steps_per_turn), *side.arguments))
+
+
+def _answer(name: str, connection: Connection) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:
+        raise RuntimeError(f"{name} ended without a result; its own message is above") from None
+
+
+def values(found: Mapping[str, Ended], key: str) -> dict[str, Any]:
+    """What each side said under ``key``."""
+    return {name: ended.said.get(key) for name, ended in found.items()}

@@ -1,0 +1,113 @@
+"""Waits of the host: which calls count, and where."""
+
+from __future__ import annotations
+
+import host_syncs
+import pytest
+import torch
+from host_syncs import COPIES, READS, CountsWaits, Waits
+
+DEVICE = torch.device("cpu")
+"""It stands for the device."""
+
+
+def counted(work, *tensors: torch.Tensor) -> dict[str, int]:
+    """Waits of ``work`` by kind; the tensors, made before, are the device's."""
+    waits = Waits(is_on=True)
+    with CountsWaits(waits):
+        work(*tensors)
+    found = dict.fromkeys((READS, COPIES), 0)
+    for (kind, _), count in waits.by_place.items():
+        found[kind] += count
+    return found
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x.sum().item(),
+        lambda x: float(x.sum()),
+        lambda x: bool((x > 0).all()),
+        lambda x: x.tolist(),
+        lambda x: (x + 1).cpu(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.to("cpu"),
+        lambda x: torch.equal(x, x),
+        lambda x: torch.zeros(3).copy_(x),
+    ],
+)
+def test_what_needs_a_number_of_the_device_waits(work):
+    assert counted(work, torch.ones(3)) == {READS: 1, COPIES: 0}
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: torch.tensor([1.0]).to(DEVICE),
+        lambda x: torch.tensor(1.0, device=DEVICE),
+        lambda x: x[torch.tensor([0, 2])],
+        lambda x: x[[0, 2]],
+        lambda x: x.copy_(torch.zeros(3)),
+    ],
+)
+def test_what_goes_up_at_once_waits(work):
+    assert counted(work, torch.ones(3)) == {READS: 0, COPIES: 1}
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x * 2 + x.sum(),
+        lambda x: torch.tensor([1.0, 2.0]).tolist(),
+        lambda x: (torch.arange(3) + 1).sum().item(),
+        lambda x: x.cpu,
+        lambda x: torch.tensor([1.0]).to(DEVICE, non_blocking=True),
+        lambda x: torch.zeros(3, device=DEVICE) + x,
+        lambda x: x[1:],
+        lambda x: torch.where(x > 0, x, 0.0),
+        lambda x: x.to(torch.float64),
+    ],
+)
+def test_work_of_the_device_alone_and_of_the_host_alone_does_not(work):
+    assert counted(work, torch.ones(3)) == {READS: 0, COPIES: 0}
+
+
+def test_what_has_been_read_once_is_on_the_host():
+    assert counted(lambda x: x.cpu().tolist(), torch.ones(3)) == {READS: 1, COPIES: 0}
+
+
+def test_a_tensor_made_on_the_device_from_one_of_the_host_is_the_devices():
+    assert counted(lambda x: torch.tensor([1.0]).to(DEVICE).item(), torch.ones(3)) == {READS: 1, COPIES: 1}
+
+
+def test_gradients_made_in_the_backward_are_the_devices():
+    def work(x: torch.Tensor) -> None:
+        (x * 2).sum().backward()
+        x.grad.norm().item()
+
+    assert counted(work, torch.ones(3, requires_grad=True)) == {READS: 1, COPIES: 0}
+
+
+def test_the_table_adds_up():
+    places = [(READS, "scu_trainer/losses.py: _order", 6), (COPIES, "accelerate/operations.py: send_to_device", 12)]
+    waits = [{"kind": kind, "place": place, "count": count} for kind, place, count in places]
+    results = [
+        {"side": side, "steps": 2, "forwards": 8, "waits": waits[:shown]}
+        for side, shown in (("stock", 1), ("ours, memory", 2), ("ours, all loops", 2))
+    ]
+
+    grid, figures = host_syncs.grid(results), host_syncs.figures(results)
+
+    assert grid.rows[:2] == [["all", "3", "9", "9"], ["forward passes", "4", "4", "4"]]
+    assert grid.rows[2] == ["copies: accelerate/operations.py: send_to_device", "", "6", "6"]
+    assert figures["waits per step, ours, memory / stock"].value == 3
+    assert figures["waits per step in scu_trainer, ours, memory"].value == 3
+
+
+def test_ours_waits_once_per_chunk_for_the_loss_and_never_in_sizing_it():
+    found = host_syncs.counted("ours, memory", 1)
+
+    places = {wait["place"]: wait["count"] for wait in found["waits"]}
+    assert places["scu_trainer/losses.py: _order"] == found["forwards"]
+    assert not any("memory_loop" in place or "step.py" in place for place in places)

@@ -1,0 +1,187 @@
+"""The suite's arithmetic, and that its sides do the same work. Nothing here looks at a time."""
+
+import json
+import multiprocessing
+
+import pytest
+import regressions
+import text_job
+from memory_work import DISTRIBUTIONS, Shape
+from outcome import Figure, Grid, figure, finish
+from text_race import Raced, _book
+from turns import Ended, Side, in_turns
+
+JOB = text_job.Job(Shape(vocab=64, hidden=16, layers=1, longest_row=64), DISTRIBUTIONS["alpaca"], 3, 4, 2)
+
+
+class NoTurns:
+    """A side that runs alone."""
+
+    steps = 0
+
+    def begin(self):
+        pass
+
+    def step(self):
+        self.steps += 1
+
+
+@pytest.fixture(scope="module")
+def done():
+    return {name: text_job.run(NoTurns(), name, JOB) for name in text_job.WORKERS}
+
+
+def test_plain_loop_and_stock_trainer_end_with_the_same_weights(done):
+    assert done["plain"] == done["stock"]
+    assert len(done["stock"]["step_tokens"]) == JOB.steps
+
+
+def test_sides_train_on_the_same_tokens_to_the_same_loss(done):
+    stock = done["stock"]
+    for name in ("ours", "ours, no loop", "trl", "trl, padding-free"):
+        assert done[name]["step_tokens"] == stock["step_tokens"], name
+        assert done[name]["held_out_bits"] == pytest.approx(stock["held_out_bits"], abs=1e-4), name
+
+
+def test_packing_leaves_no_token_out(done):
+    assert sum(done["trl, packing"]["step_tokens"]) == sum(done["stock"]["step_tokens"])
+
+
+def test_training_is_seen_in_the_held_out_loss(done):
+    untrained = text_job.held_out_bits(JOB.model(), JOB)
+    assert untrained - done["stock"]["held_out_bits"] > 0.001
+
+
+def test_a_ratio_counts_tokens_and_leaves_the_first_steps_out():
+    raced = {name: Raced(name) for name in ("stock", "ours")}
+    said = {"held_out_bits": 1.0, "step_tokens": [100, 100, 300, 100]}
+    found = {"stock": Ended([9.0, 1.0, 3.0], said), "ours": Ended([27.0, 0.5, 1.0], said)}
+    _book(raced, found, steps_per_turn=1, warm_up_turns=1)
+    assert raced["ours"].ratios == [pytest.approx((400 / 1.5) / (400 / 4.0))]
+    assert raced["ours"].whole_ratios == [pytest.approx(13.0 / 28.5)]
+    assert raced["ours"].paired_ratios == [pytest.approx(2.5)]
+    assert (raced["ours"].tokens, raced["ours"].optimizer_steps) == (600, 4)
+
+
+def _three_steps(turns, factor):
+    turns.begin()
+    for _ in range(2):
+        turns.step()
+    return {"factor": factor}
+
+
+def _dies(turns):
+    turns.begin()
+    raise ValueError("of the side")
+
+
+@pytest.fixture
+def forks(monkeypatch):
+    """Sides that compute nothing need no process of their own from the ground up."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr("turns.multiprocessing.get_context", lambda method: fork)
+
+
+def test_sides_take_turns_in_processes_and_say_their_end(forks):
+    found = in_turns([Side("one", _three_steps, (1,)), Side("two", _three_steps, (2,))], 1, warm_up_turns=1)
+    assert {name: ended.said for name, ended in found.items()} == {"one": {"factor": 1}, "two": {"factor": 2}}
+    assert [len(ended.seconds) for ended in found.values()] == [1, 1]
+
+
+def test_a_side_that_dies_is_named(forks):
+    with pytest.raises(RuntimeError, match="the bad one ended without a result"):
+        in_turns([Side("good", _three_steps, (1,)), Side("the bad one", _dies)], 1)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def test_figures_say_whether_they_reach_their_target():
+    found = figure([2.0, 2.5, 2.2], "higher", 2.4)
+    assert (found.value, found.is_met) == (2.2, False)
+    assert found.said("speed") == "speed: 2.2 (repeats 23% apart), at least 2.4: MISSED"
+    assert Figure(0.19, "lower", target=0.2).is_met
+    assert not Figure(0.21, "lower", target=0.2).is_met
+    assert Figure(7.0, "lower").is_met
+
+
+def test_results_hold_table_figures_machine_and_versions(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.RESULTS", tmp_path)
+    grid = Grid(("side", "ratio"), [("ours", "1.00")])
+    path = finish("some", "a title", grid, {"ratio": figure([1.0, 1.1], "higher")}, repeats=2, results=[1])
+    record = json.loads(path.read_text())
+    assert record["table"] == {"heads": ["side", "ratio"], "rows": [["ours", "1.00"]]}
+    assert record["figures"]["ratio"]["value"] == pytest.approx(1.05)
+    assert record["machine"]["cores"] >= 1
+    assert {"torch", "transformers", "trl"} <= set(record["versions"])
+
+
+def test_a_rehearsal_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.RESULTS", tmp_path)
+    assert finish("some", "a title", Grid(("side",), []), {}, rehearsal=True) is None
+    assert not list(tmp_path.iterdir())
+
+
+# -- what moved --------------------------------------------------------------------------------------------------------
+
+
+def record(**figures):
+    return {
+        "benchmark": "some",
+        "command": "python benchmarks/some.py",
+        "date": "2026-01-01",
+        "machine": {"cores": 2},
+        "versions": {"torch": "2"},
+        "figures": {
+            name: {"value": value, "better": better, "spread": spread, "target": None}
+            for name, (value, better, spread) in figures.items()
+        },
+    }
+
+
+def test_a_figure_moves_when_it_leaves_the_noise():
+    before = record(speed=(2.0, "higher", 0.1), peak=(1.0, "lower", None), left=(1.0, "lower", None))
+    now = record(speed=(1.85, "higher", 0.05), peak=(1.04, "lower", None), fresh=(1.0, "lower", None))
+    verdicts = {one.name: one.verdict for one in regressions.compared(before, now)}
+    assert verdicts == {"speed": "as before", "peak": "WORSE", "left": "gone", "fresh": "new"}
+    now = record(speed=(1.7, "higher", 0.05), peak=(0.9, "lower", None), left=(1.0, "lower", None))
+    verdicts = {one.name: one.verdict for one in regressions.compared(before, now)}
+    assert verdicts == {"speed": "WORSE", "peak": "better", "left": "as before"}
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "some.json").write_text(json.dumps(record(speed=(2.0, "higher", None))))
+    monkeypatch.setattr(regressions, "RESULTS", folder)
+    return folder
+
+
+@pytest.mark.parametrize(("speed", "code", "said"), [(2.5, 0, "nothing got worse"), (1.5, 1, "worse: some")])
+def test_newer_results_are_held_against_the_files(results, tmp_path, capsys, speed, code, said):
+    newer = record(speed=(speed, "higher", None)) | {"versions": {"torch": "3"}}
+    (tmp_path / "some.json").write_text(json.dumps(newer))
+    assert regressions.main(["--found", str(tmp_path)]) == code
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert "torch: 2 before, 3 now" in shown
+
+
+def test_the_recorded_command_runs_again_elsewhere(results, tmp_path, monkeypatch):
+    script = tmp_path / "benchmarks" / "some.py"
+    script.parent.mkdir()
+    newer = json.dumps(record(speed=(2.0, "higher", None)))
+    script.write_text(f"import os\nopen(os.environ['BENCHMARK_RESULTS'] + '/some.json', 'w').write({newer!r})\n")
+    monkeypatch.setattr(regressions, "__file__", str(script))
+    before = (results / "some.json").read_text()
+    assert regressions.main(["some", "--keep", str(tmp_path / "kept")]) == 0
+    assert (results / "some.json").read_text() == before
+    assert (tmp_path / "kept" / "some.json").is_file()
+
+
+def test_an_unknown_benchmark_is_named_with_those_that_there_are(results, capsys):
+    with pytest.raises(SystemExit) as ended:
+        regressions.main(["other"])
+    assert ended.value.code == 2
+    assert "no results with figures for other; there are some" in capsys.readouterr().err
