@@ -50,6 +50,7 @@ from outcome import finish
 NAME = "gpu"
 RAN = ("measured", "out of memory", "failed")
 KEYS = ("card", "work", "shape", "tuning", "side")
+SUBJECT = ("shape", "tuning", "side")
 TINY = {"lengths": "tiny", "steps": 2, "batch_rows": 4, "accumulation": 2}
 SHOWN_ERROR = 2000
 """Characters of a failed process's last words."""
@@ -165,8 +166,10 @@ def _kept(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if now is None or not (RESULTS / f"{NAME}.json").is_file():
         return []
     same = (now["card"], now["work"])
+    again = {tuple(result[key] for key in SUBJECT) for result in found}  # also where it died: what it did once is over
     earlier = not_repeated(NAME, ran, KEYS)
-    return [one for one in earlier if (one["card"], one["work"]) == same and one["status"] in RAN]
+    alike = [one for one in earlier if (one["card"], one["work"]) == same and one["status"] in RAN]
+    return [one for one in alike if tuple(one[key] for key in SUBJECT) not in again]
 
 
 def options(words: Optional[Sequence[str]] = None) -> argparse.Namespace:

@@ -63,7 +63,7 @@ def unsloth(job: CardJob, window: Window) -> Trained:
         window.watch(model)
         quiet = {"output_dir": out, "report_to": "none", "save_strategy": "no", "logging_steps": 100_000}
         given = {**job.training(), **quiet, "remove_unused_columns": True, "max_length": job.shape.longest_row}
-        del given["gradient_checkpointing"]  # the model has Unsloth's own
+        given["activation_checkpointing"] = False  # the model has Unsloth's own
         trainer = SFTTrainer(model, SFTConfig(**given), train_dataset=columns, processing_class=tokenizer)
         trainer.add_callback(TakesTurns(window))
         step_tokens = counted(trainer)

@@ -13,8 +13,9 @@ from scu_trainer.train.memory import free_memory
 
 WARM_UP_STEPS = 4
 """Left out: kernels are chosen, optimizer state is made, chunks are measured one by one."""
-EXTRA_STEPS = 1
-"""After the measured ones, for what would cost time in them."""
+EXTRA_STEPS = 2
+"""After the measured ones, for what would cost time in them: waits are counted in the first of them, and the end of the
+training, which waits for its books, comes after the second."""
 SYNC = "synchronizing CUDA operation"
 
 
@@ -65,6 +66,8 @@ class Window:
             self.seconds, self._is_open = time.perf_counter() - self._begun_s, False
             if self.device.type == "cuda":
                 self._syncs.start()
+        elif self._steps == self._last + 1:
+            self._syncs.stop()
 
     def end(self) -> None:
         """The training is over. Raises RuntimeError where it was over before the last measured step."""

@@ -44,7 +44,8 @@ SETTLED_STEPS = 5
 """Left out: by then every chunk has been measured, and the model asked how its loss adds up."""
 
 AS_THE_COMMANDS = (("logging_nan_inf_filter", False),)
-"""Of ``scu-trainer train``. The stock loop else asks twice per batch whether its loss is a number."""
+"""Of ``scu-trainer train``, here for all sides. The stock loop else asks twice per batch whether its loss is a
+number."""
 
 SIDES = {
     "stock": WORKERS["stock"],
@@ -197,7 +198,7 @@ class Counting:
 def counted(name: str, steps: int) -> dict[str, Any]:
     """One side: waits by place, and forward passes, of ``steps`` steps after the settled ones."""
     work, settings = SIDES[name]
-    job = job_of(steps, AS_THE_COMMANDS if work is ours else ())
+    job = job_of(steps, AS_THE_COMMANDS)
     mode, forwards = CountsWaits(Waits()), Counter()
 
     def moved(batch: Any, *args: Any, **kwargs: Any) -> Any:

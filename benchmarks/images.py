@@ -126,6 +126,10 @@ def _row(found: Sequence[Round], name: str) -> tuple[str, ...]:
     )
 
 
+SAME_ACCURACY = 0.02
+"""Share of the held-out images; the plain loop takes its rows in another order."""
+
+
 def figures(found: Sequence[Round]) -> dict[str, Figure]:
     """Above 1 an ingredient pays, whether the recipe has it or not."""
     per_second = "images per second, recipe"
@@ -135,7 +139,7 @@ def figures(found: Sequence[Round]) -> dict[str, Figure]:
     for name in WITH:
         shown[f"{per_second} with {name} / recipe"] = figure(ratios(found, f"recipe with {name}", OURS), "higher")
     accuracy = said(found, OURS, "accuracy") - said(found, PLAIN, "accuracy")
-    shown["held-out accuracy, recipe - plain loop"] = Figure(accuracy, "higher")
+    shown["held-out accuracy, recipe - plain loop"] = Figure(accuracy, "higher", tolerance=SAME_ACCURACY)
     shown["peak memory, recipe / plain loop"] = figure(peaks(found, OURS), "lower")
     return shown
 

@@ -30,6 +30,10 @@ from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.callbacks import MEMORY_FILE
 from scu_trainer.train.logs import run_log
+from scu_trainer.train.memory import is_out_of_memory
+
+NO_BATCH_LEFT = "No executable batch size found"
+"""What ``auto_find_batch_size`` ends with."""
 
 KILLED = "the process was killed"
 
@@ -112,6 +116,8 @@ def _train(trainer: Trainer) -> Optional[str]:
     try:
         trainer.train()
     except (RuntimeError, MemoryError, OutOfMemory) as error:
+        if not (isinstance(error, OutOfMemory) or is_out_of_memory(error) or NO_BATCH_LEFT in str(error)):
+            raise
         return str(error).partition("\n")[0]
     return None
 

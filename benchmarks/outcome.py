@@ -21,13 +21,15 @@ class Figure:
     """One number that a benchmark stands for, a ratio where it can be one.
 
     ``spread``: (highest - lowest) / value over the repeats, None for what does not vary or was taken once.
-    ``target``: what it is to reach, None where nothing is promised.
+    ``better``: None for a figure of somebody else, which is told and not judged. ``target``: what it is to reach, None
+    where nothing is promised. ``tolerance``: what is no difference, in the figure's own unit, for those near 0.
     """
 
     value: float
-    better: Literal["higher", "lower"]
+    better: Optional[Literal["higher", "lower"]]
     spread: Optional[float] = None
     target: Optional[float] = None
+    tolerance: float = 0.0
 
     @property
     def is_met(self) -> bool:
@@ -45,7 +47,9 @@ class Figure:
         return f"{text}, {bound} {self.target:g}: {'met' if self.is_met else 'MISSED'}"
 
 
-def figure(values: Sequence[float], better: Literal["higher", "lower"], target: Optional[float] = None) -> Figure:
+def figure(
+    values: Sequence[float], better: Optional[Literal["higher", "lower"]], target: Optional[float] = None
+) -> Figure:
     """The median of the repeats, and how far they lie apart."""
     middle = median(values)
     return Figure(middle, better, (max(values) - min(values)) / middle if len(values) > 1 else None, target)

@@ -7,8 +7,8 @@ folder (--keep: in this one); results/ stays as it is. --found compares files th
 Without a NAME: every benchmark of the suite, which takes about an hour.
 
 A figure has moved when it differs by more than both runs' repeats lie apart, and by more than 3 %. Another machine or
-other versions are said first: then a difference tells of them. Exit code 1 if a figure got worse, 0 if none did, 2 for
-a name without results.
+other versions are said first: then a difference tells of them. Figures of other sides are told and not judged. Exit
+code 1 if a figure got worse, 2 if a benchmark left no newer results or a name is unknown, else 0.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from outcome import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -65,23 +66,17 @@ def _moved(name: str, before: Optional[dict[str, Any]], now: Optional[dict[str, 
         here = (value, None, "gone") if now is None else (None, value, "new")
         return Moved(name, here[0], here[1], 0.0, here[2])
     noise = max(LEAST_SHARE, before["spread"] or 0.0, now["spread"] or 0.0)
-    return Moved(name, before["value"], now["value"], noise, _verdict(before, now, noise))
+    bound = max(noise * abs(before["value"]), before.get("tolerance", 0.0), now.get("tolerance", 0.0))
+    return Moved(name, before["value"], now["value"], noise, _verdict(before, now, bound))
 
 
-def _verdict(before: dict[str, Any], now: dict[str, Any], noise: float) -> str:
+def _verdict(before: dict[str, Any], now: dict[str, Any], bound: float) -> str:
     difference = now["value"] - before["value"]
-    if abs(difference) <= noise * abs(before["value"]):
-        return "as before"
-    if _is_met(before) and _is_met(now) and before["target"] is not None and abs(before["value"]) < 1e-2:
-        return "as before"  # both are next to nothing, and below what is allowed
+    if abs(difference) <= bound:
+        return "as before, target now missed" if Figure(**before).is_met > Figure(**now).is_met else "as before"
+    if now["better"] is None:
+        return "moved, nobody's aim"
     return "better" if (difference > 0) == (now["better"] == "higher") else "WORSE"
-
-
-def _is_met(figure: dict[str, Any]) -> bool:
-    if figure["target"] is None:
-        return True
-    distance = figure["value"] - figure["target"]
-    return distance >= 0 if figure["better"] == "higher" else distance <= 0
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -96,12 +91,12 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return lines
 
 
-def run_again(record: dict[str, Any], folder: Path) -> None:
-    """Raises CalledProcessError where the benchmark fails."""
+def run_again(record: dict[str, Any], folder: Path) -> int:
+    """Its exit code."""
     words = shlex.split(record["command"])
     script = Path(__file__).parents[1] / words[1]
     environment = {**os.environ, "BENCHMARK_RESULTS": str(folder)}
-    subprocess.run([sys.executable, str(script), *words[2:]], check=True, env=environment)
+    return subprocess.run([sys.executable, str(script), *words[2:]], env=environment).returncode
 
 
 def show(console: Console, name: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
@@ -131,19 +126,27 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     console = Console(width=140)
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.found or given.keep or Path(scratch)
-        worse = [name for name in names if _one(console, name, known[name], folder, runs=given.found is None)]
+        verdicts = {name: _one(console, name, known[name], folder, runs=given.found is None) for name in names}
+    worse = [name for name, verdict in verdicts.items() if verdict is True]
+    absent = [name for name, verdict in verdicts.items() if verdict is None]
     console.print(f"worse: {', '.join(worse)}" if worse else "nothing got worse", highlight=False)
-    return int(bool(worse))
+    if absent:
+        console.print(f"no newer results of {', '.join(absent)}", highlight=False)
+    return 1 if worse else 2 if absent else 0
 
 
-def _one(console: Console, name: str, path: Path, folder: Path, runs: bool) -> bool:
+def _one(console: Console, name: str, path: Path, folder: Path, runs: bool) -> Optional[bool]:
+    """Whether a figure got worse; None without newer results."""
     before = json.loads(path.read_text())
+    newer = folder / path.name
     if runs:
         folder.mkdir(parents=True, exist_ok=True)
-        run_again(before, folder)
-    newer = folder / path.name
+        newer.unlink(missing_ok=True)
+        code = run_again(before, folder)
+        if code:
+            console.print(f"{before['command']} ended with {code}", highlight=False)
     if not newer.is_file():
-        raise SystemExit(f"{newer} is not there; run {before['command']} with BENCHMARK_RESULTS={folder}")
+        return None
     return show(console, name, before, json.loads(newer.read_text()))
 
 

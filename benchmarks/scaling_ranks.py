@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -88,9 +90,21 @@ def launched(side: str, ranks: int, quick: bool) -> Run:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         command += [__file__, side, str(ranks), str(int(quick)), str(answer)]
         one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, env=one_thread)
-        if done.returncode:
-            raise RuntimeError(f"{side} with {ranks} ranks ended with {done.returncode}: {done.stderr[-2000:]}")
+        launcher = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=one_thread,
+            start_new_session=True,
+        )
+        try:
+            _, said = launcher.communicate(timeout=LONGEST_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # its ranks would outlive it
+                os.killpg(launcher.pid, signal.SIGKILL)
+        if launcher.returncode:
+            raise RuntimeError(f"{side} with {ranks} ranks ended with {launcher.returncode}: {said[-2000:]}")
         return json.loads(answer.read_text())
 
 
@@ -127,7 +141,9 @@ def summary(rounds: list[Mapping[str, Run]]) -> tuple[Grid, dict[str, Figure]]:
                 ]
             )
     heads = ["side", "tokens per second over 1 rank", "ours / stock", "held-out bits per token"]
-    figures = {f"2 ranks over 1, {side}": figure(gain[side], "higher") for side in reversed(SIDES)}
+    figures = {
+        f"2 ranks over 1, {side}": figure(gain[side], "higher" if side == "ours" else None) for side in reversed(SIDES)
+    }
     figures |= {f"{ranks} rank{'s' if ranks > 1 else ''}, ours / stock": figure(against[ranks], "higher", 1.0)
                 for ranks in RANKS}  # fmt: skip
     return Grid(heads, rows), figures

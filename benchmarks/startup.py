@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,10 +84,13 @@ def seconds_until(command: Sequence[str], text: str) -> float:
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
         seen_s = None
+        limit = threading.Timer(LONGEST_S, process.kill)
+        limit.start()
         for line in process.stdout:
             if text and seen_s is None and text in line:
                 seen_s = time.perf_counter() - begun_s
-        code = process.wait(LONGEST_S)
+        code = process.wait()
+        limit.cancel()
         if code or (text and seen_s is None):
             errors.seek(0)
             raise RuntimeError(f"{' '.join(command)} ended with {code}: {errors.read()[-2000:]}")

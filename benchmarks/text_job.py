@@ -5,12 +5,15 @@ held-out loss of what it trained, which is the proof that all did the same work.
 padding is no work.
 
     plain     a hand-written PyTorch loop: the floor
-    stock     transformers.Trainer
-    trl ...   TRL's SFTTrainer: as it comes (its loss never makes the whole logits), padding-free, packing
-    ours ...  SCUTrainer: memory loop alone, or all three loops
+    stock     transformers.Trainer; also with its own remedy for padding, batches grouped by length
+    trl ...   TRL's SFTTrainer: as it comes, padding-free, packing. Its loss goes through tiles of the logits, 4,096
+              tokens by 32,768 words
+    ours ...  SCUTrainer: without regularization, which moves weights on purpose; with all three loops, as the commands
+              have it; with none
 
 TRL's own defaults of bfloat16 and gradient checkpointing are set to what all sides use, else the arithmetic would be
-compared. Packing keeps tokens per optimizer step by taking fewer, longer rows.
+compared. Packing keeps tokens per optimizer step by taking fewer, longer rows; grouping by length has other rows in
+each step.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.train.logs import run_log
 
 HELD_OUT_ROWS, HELD_OUT_SEED = 64, 100_000
+PACKED_TOKENS = 1024
+"""``max_length`` of SFTConfig."""
 SHIFT = 1
 """Of a row's tokens the first is predicted by nothing."""
 
@@ -152,8 +157,9 @@ def _precision(job: Job) -> contextlib.AbstractContextManager:
     return torch.autocast(job.device, torch.bfloat16) if job.precision == "bf16" else contextlib.nullcontext()
 
 
-def stock(job: Job, turns: Turns) -> Trained:
-    with scratch_arguments(**job.training()) as args:
+def stock(job: Job, turns: Turns, **changes: Any) -> Trained:
+    """``changes``: of TrainingArguments."""
+    with scratch_arguments(**{**job.training(), **changes}) as args:
         trainer = StockTrainer(job.model(), args, data_collator=_padded, train_dataset=job.token_rows())
         return _trained(trainer, turns)
 
@@ -181,7 +187,7 @@ def trl(job: Job, turns: Turns, **changes: Any) -> Trained:
         given = {**job.training(), "output_dir": args.output_dir, "report_to": "none", "disable_tqdm": True}
         given |= {"save_strategy": "no", "logging_steps": 100_000, "max_length": job.shape.longest_row}
         if changes.get("packing"):
-            given |= _packed(job, rows)
+            given |= _packed(rows, job.steps)
         config = SFTConfig(**{**given, "remove_unused_columns": True, **changes})
         tokenizer = embedded_tokenizer(default_cache_dir(None))
         kind = type("CountedSFTTrainer", (Counted, SFTTrainer), {})
@@ -189,10 +195,12 @@ def trl(job: Job, turns: Turns, **changes: Any) -> Trained:
         return _trained(trainer, turns)
 
 
-def _packed(job: Job, rows: TokenRows) -> dict[str, int]:
-    """One pass over packed rows, as many of them to a step as hold the tokens of a step of the others."""
-    rows_per_step = max(1, round(sum(rows.lengths) / job.steps / job.shape.longest_row))
-    one_pass = {"max_steps": -1, "num_train_epochs": 1}
+def _packed(rows: TokenRows, steps: int) -> dict[str, int]:
+    """One pass over rows of TRL's own default length, or of the longest document; as many to a step as hold the tokens
+    of a step of the others."""
+    length = max(rows.lengths) if max(rows.lengths) > PACKED_TOKENS else min(PACKED_TOKENS, 8 * max(rows.lengths))
+    rows_per_step = max(1, round(sum(rows.lengths) / steps / length))
+    one_pass = {"max_steps": -1, "num_train_epochs": 1, "max_length": length}
     return {**one_pass, "per_device_train_batch_size": 1, "gradient_accumulation_steps": rows_per_step}
 
 
@@ -204,11 +212,13 @@ def _trained(trainer: Trainer, turns: Turns) -> Trained:
 
 
 LOOPS = {"memory": MemorySettings(), "curriculum": CurriculumSettings(), "safety": SafetySettings()}
-"""As the commands have them: rows cut and measured, each row's loss booked, bad numbers refused."""
+"""As the commands have them: rows cut and measured, each row's loss booked, bad numbers refused. Regularization, which
+the commands also turn on, comes on top."""
 
 WORKERS: dict[str, tuple[Callable[..., Trained], dict[str, Any]]] = {
     "plain": (plain, {}),
     "stock": (stock, {}),
+    "stock, group_by_length": (stock, {"train_sampling_strategy": "group_by_length"}),
     "ours": (ours, LOOPS),
     "ours, no loop": (ours, {}),
     "ours, all loops": (ours, {**LOOPS, "regularization": RegularizationSettings()}),
@@ -253,12 +263,16 @@ def memory(name: str, job: Job) -> dict[str, int]:
     with run_log():
         work(job, watches, **settings)
         watches.witness.read()
+    if not watches.level_bytes:
+        raise RuntimeError(f"{name} made one optimizer step; what it holds between steps shows from two on")
     return {"level_bytes": watches.level_bytes, "peak_bytes": watches.witness.highest_bytes}
 
 
 def tiny(job: Job) -> Job:
-    """The same with rows of eight tokens: what model, optimizer and trainer hold by themselves."""
-    return replace(job, lengths=Lengths("tiny", WARM_UP_TOKENS, 0.0), steps=2)
+    """The same with rows of eight tokens: what model, optimizer and trainer hold. Packed rows are as short
+    as to make two steps, too."""
+    shape = replace(job.shape, longest_row=8 * WARM_UP_TOKENS)
+    return replace(job, lengths=Lengths("tiny", WARM_UP_TOKENS, 0.0), shape=shape, steps=2)
 
 
 @torch.no_grad()

@@ -111,7 +111,7 @@ class Plan:
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], epoch: int, notes: Iterable[str]) -> Plan:
         """The plan that ``to_arrays`` wrote. Raises KeyError if an array is missing."""
-        skipped = {name.removeprefix("skipped."): ids for name, ids in arrays.items() if name.startswith("skipped.")}
+        skipped = {name.removeprefix("skipped."): arrays[name] for name in arrays if name.startswith("skipped.")}
         named = {name: arrays[name] for name in ("suspects", "readmitted", "repeated")}
         batches = Batches(arrays["order"], arrays["ends"])
         return cls(epoch, batches, arrays.get("weights"), skipped, **named, notes=tuple(notes))

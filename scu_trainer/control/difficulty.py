@@ -149,7 +149,8 @@ class Difficulty:
         return {name: array.copy() for name, array in self.arrays().items()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take over what ``state_dict`` gave, bit for bit. Raises ValueError if it is of another number of samples."""
+        """Take over what ``state_dict`` gave, bit for bit. Raises ValueError if it is of another number of samples; an
+        error of the storage in the middle leaves some arrays of each."""
         for name in STATE_TYPES:
             if name == "labels" and name not in state:
                 continue

@@ -56,7 +56,7 @@ class Selection:
 def without_quarantined(snapshot: Snapshot, ids: np.ndarray) -> Selection:
     """All but the samples that gave a loss that is not finite."""
     if not snapshot.quarantined.any():
-        return Selection(ids, {"quarantined": ids[:0]})
+        return Selection(ids, {"quarantined": _no_ids()})
     out = snapshot.quarantined[ids]
     return Selection(ids[~out], {"quarantined": ids[out]})
 

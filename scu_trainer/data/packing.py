@@ -18,7 +18,7 @@ from scu_trainer.settings import DataSettings
 if TYPE_CHECKING:
     import pyarrow
 
-MOST_ROWS_PER_BATCH, MOST_VALUES_PER_BATCH = 8192, 2**19
+MOST_ROWS_PER_BATCH, MOST_VALUES_PER_BATCH = 8192, 2**21
 """Values: tokens and labels, characters of texts. A batch is held in memory while it is written, and its place in the
 file whenever the file is open: few batches where rows are short, small ones where they are long."""
 

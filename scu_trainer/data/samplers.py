@@ -135,8 +135,12 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, numpy.ndarray]]:
-        """(JSON-safe part, arrays). The same on every rank, if ``update`` was. The arrays are the live ones: write them
-        before the next ``update``."""
+        """(JSON-safe part, arrays). The same on every rank, if ``update`` was."""
+        state, arrays = self.live_state()
+        return state, {name: array.copy() for name, array in arrays.items()}
+
+    def live_state(self) -> tuple[dict[str, Any], dict[str, numpy.ndarray]]:
+        """``state_dict`` without copying: the next ``update`` changes the arrays, so write them before."""
         arrays = {f"difficulty.{name}": array for name, array in self.difficulty.arrays().items()}
         arrays |= {f"plan.{name}": array for name, array in self._plan.to_arrays().items()}
         return {
@@ -220,14 +224,16 @@ def _crc32_of(lengths: numpy.ndarray) -> int:
 
 
 class _Under(Mapping[str, numpy.ndarray]):
-    """Those of ``arrays`` whose names begin with ``prefix`` and a dot, under the rest of their names; none is asked for
-    before its turn."""
+    """Those of ``arrays`` whose names begin with ``prefix`` and a dot, under the rest of their names."""
 
     def __init__(self, prefix: str, arrays: Mapping[str, numpy.ndarray]) -> None:
         self._prefix, self._arrays = f"{prefix}.", arrays
 
     def __getitem__(self, name: str) -> numpy.ndarray:
         return self._arrays[self._prefix + name]
+
+    def __contains__(self, name: object) -> bool:
+        return f"{self._prefix}{name}" in self._arrays
 
     def __iter__(self) -> Iterator[str]:
         return (name.removeprefix(self._prefix) for name in self._arrays if name.startswith(self._prefix))

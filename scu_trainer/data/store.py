@@ -108,6 +108,9 @@ class StoredArrays(Mapping[str, "numpy.ndarray"]):
         self._file = safe_open(path, framework="numpy")
         self._names = list(self._file.keys())
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __getitem__(self, name: str) -> numpy.ndarray:
         if name not in self._names:  # what the file would raise is no KeyError
             raise KeyError(name)

@@ -48,6 +48,11 @@ def _in_pages(size_bytes: int) -> int:
     return math.ceil((size_bytes + 2 * TENSOR_ALIGNMENT_BYTES) / mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+def _is_mapped(block: ctypes.c_void_p) -> bool:
+    """By malloc's own mark: bit 1 of the size that stands before each block."""
+    return bool(ctypes.c_size_t.from_address(block.value - ctypes.sizeof(ctypes.c_size_t)).value & 2)
+
+
 class _HeapFigures(ctypes.Structure):
     """mallinfo2 of malloc.h."""
 
@@ -63,7 +68,7 @@ class UntouchedHeap:
     blocks lie between others that are in use, and some versions (glibc before 2.38) cannot use an aligned one again.
 
     ``peak_bytes``: the most that the heap had beyond what was in use when this began. mallinfo2 walks through all free
-    blocks of the process, so it is asked once; from then on the end of the heap (sbrk) and the blocks that lie beyond
+    blocks of the process, so it is asked once; from then on the end of the heap (sbrk) and the blocks that are not in
     it, which the library has mapped one by one, tell the same. At the end of the context what is left is freed.
     """
 
@@ -93,7 +98,7 @@ class UntouchedHeap:
             self.failed_bytes += size_bytes
             return
         end = self._end_of_heap(0)
-        mapped_bytes = _in_pages(size_bytes) if block.value > end else 0
+        mapped_bytes = _in_pages(size_bytes) if _is_mapped(block) else 0
         self._blocks[key] = block, mapped_bytes
         self._mapped_bytes += mapped_bytes
         self.peak_bytes = max(self.peak_bytes, end + self._unused_bytes + self._mapped_bytes)

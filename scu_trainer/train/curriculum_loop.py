@@ -291,7 +291,7 @@ class CurriculumLoop:
         self.gather()
         if not self.trainer.args.should_save:
             return
-        state, arrays = self.sampler.state_dict()
+        state, arrays = self.sampler.live_state()
         step, length = self.trainer.state.global_step, self.length
         state |= {
             "steps_done": step - length.first_step,

@@ -42,17 +42,18 @@ def shield(loader: Any) -> Any:
     inner = getattr(loader, "base_dataloader", loader)  # accelerate's loaders are shells
     if isinstance(inner, DataLoader) and inner.num_workers > 0:
         inner.worker_init_fn = LeaveSignals(inner.worker_init_fn)
-        _shielded.add(inner)
+        _shielded[inner] = os.getpid()
     return loader
 
 
-_shielded: weakref.WeakSet[DataLoader] = weakref.WeakSet()
+_shielded: weakref.WeakKeyDictionary[DataLoader, int] = weakref.WeakKeyDictionary()
+"""By process: a fork inherits the loaders, and their workers are not its own to end."""
 
 
 @atexit.register
 def _end_persistent() -> None:
     """Before the exit of multiprocessing, which sends one SIGTERM and then waits: persistent workers would leave it."""
-    for loader in list(_shielded):
+    for loader, process in list(_shielded.items()):
         iterator = getattr(loader, "_iterator", None)  # what a loader keeps between epochs
-        if iterator is not None:
+        if iterator is not None and process == os.getpid():
             iterator._shutdown_workers()

@@ -22,8 +22,9 @@ MOST_BAD_ROWS = 16
 PENDING_BATCHES = 256
 """Batches whose losses stay on the device; then they move to the host together."""
 
-MOST_PARTS = 64
-"""Of so many batches each. Rows of a whole epoch would take more memory here than all that is known of them."""
+MOST_ROWS = 2**20
+"""On the host, where one process trains: those of a whole epoch would take more memory than all that is known of them.
+Several ranks exchange theirs at the end of the epoch and at checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class SeenLosses:
     @property
     def is_full(self) -> bool:
         """Time for ``drain``: much has come together, and no row of it may still be released."""
-        return len(self._on_host) >= MOST_PARTS and not self._bad_batches
+        return sum(len(part.ids) for part in self._on_host) >= MOST_ROWS and not self._bad_batches
 
     def drain(self) -> Losses:
         """All since the last call. What ran again after an out-of-memory comes several times, its last time holds."""

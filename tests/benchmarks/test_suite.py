@@ -6,6 +6,7 @@ import multiprocessing
 import pytest
 import regressions
 import text_job
+import variable_length
 from memory_work import DISTRIBUTIONS, Shape
 from outcome import Figure, Grid, figure, finish
 from text_race import Raced, _book
@@ -93,6 +94,17 @@ def test_a_side_that_dies_is_named(forks):
         in_turns([Side("good", _three_steps, (1,)), Side("the bad one", _dies)], 1)
 
 
+def test_the_best_of_trl_may_be_one_that_ran_once():
+    raced = {
+        name: Raced(name, ratios=[1.0, 1.0], whole_ratios=[1.0], held_out_bits=2.0) for name in variable_length.SIDES
+    }
+    raced["ours"].ratios, raced["trl"].ratios = [3.0, 2.0], [1.5]
+    figures = variable_length.figures_of(raced)
+    assert figures["tokens per second, ours / best of TRL"].value == pytest.approx(2.0)
+    assert figures["tokens per second, ours / stock"].value == pytest.approx(2.5)
+    assert len(variable_length.grid_of(raced).rows) == len(variable_length.SIDES)
+
+
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
@@ -149,6 +161,25 @@ def test_a_figure_moves_when_it_leaves_the_noise():
     assert verdicts == {"speed": "WORSE", "peak": "better", "left": "as before"}
 
 
+def test_figures_near_nothing_and_of_other_sides_are_no_regression():
+    near = {"value": 1e-7, "better": "lower", "spread": None, "target": 1e-3, "tolerance": 1e-3}
+    theirs = {"value": 1.0, "better": None, "spread": None, "target": None}
+    tight = {"value": 0.985, "better": "higher", "spread": None, "target": 0.98}
+    before = record() | {"figures": {"near": near, "theirs": theirs, "tight": tight}}
+    now = record() | {
+        "figures": {
+            "near": near | {"value": 5e-7},
+            "theirs": theirs | {"value": 0.5},
+            "tight": tight | {"value": 0.975},
+        }
+    }
+    assert [one.verdict for one in regressions.compared(before, now)] == [
+        "as before",
+        "moved, nobody's aim",
+        "as before, target now missed",
+    ]
+
+
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     folder = tmp_path / "results"
@@ -178,6 +209,23 @@ def test_the_recorded_command_runs_again_elsewhere(results, tmp_path, monkeypatc
     assert regressions.main(["some", "--keep", str(tmp_path / "kept")]) == 0
     assert (results / "some.json").read_text() == before
     assert (tmp_path / "kept" / "some.json").is_file()
+
+
+def test_a_benchmark_that_fails_is_said_and_the_others_go_on(results, tmp_path, monkeypatch, capsys):
+    (results / "other.json").write_text(json.dumps(record() | {"command": "python benchmarks/other.py"}))
+    scripts = tmp_path / "benchmarks"
+    scripts.mkdir()
+    (scripts / "other.py").write_text("raise SystemExit(3)\n")
+    newer = json.dumps(record(speed=(2.0, "higher", None)))
+    (scripts / "some.py").write_text(
+        f"import os\nopen(os.environ['BENCHMARK_RESULTS'] + '/some.json', 'w').write({newer!r})\n"
+    )
+    monkeypatch.setattr(regressions, "__file__", str(scripts / "regressions.py"))
+    assert regressions.main([]) == 2
+    shown = capsys.readouterr().out
+    assert "python benchmarks/other.py ended with 3" in shown
+    assert "no newer results of other" in shown
+    assert "speed" in shown
 
 
 def test_an_unknown_benchmark_is_named_with_those_that_there_are(results, capsys):

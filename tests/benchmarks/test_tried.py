@@ -31,7 +31,6 @@ def test_a_change_that_is_tried_gains_what_its_turns_are_shorter():
 
     assert one.speed == pytest.approx(1.2)
     assert one.memory == pytest.approx(0.9)
-    assert one.spread == pytest.approx(0.2 / 1.2)
 
 
 def test_of_what_is_used_already_the_side_without_it_is_the_changed_one():
@@ -95,3 +94,13 @@ def test_changes_of_batches_and_loss_train_the_same_model():
         assert abs(one.loss_difference) < 1e-4, one.entry.name
         assert math.isfinite(one.speed)
         assert one.ratios
+
+
+def test_every_entry_can_become_figures():
+    found = [
+        tried.Measured(one, [] if one.needs else [1.1], 0.0, 90 if one.has_memory else None, 100)
+        for one in tried_register.ENTRIES
+    ]
+    said = [one.said(name) for name, one in tried.figures(found).items()]
+
+    assert len(said) >= len(tried.FIGURES)

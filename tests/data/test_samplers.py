@@ -224,14 +224,25 @@ def test_a_sample_takes_few_bytes():
         first = next(iter(subject))
         held, peak = (size / samples for size in tracemalloc.get_traced_memory())
         tracemalloc.reset_peak()
-        state, arrays = subject.state_dict()
+        state, arrays = subject.live_state()
         _, saving = (size / samples for size in tracemalloc.get_traced_memory())
     finally:
         tracemalloc.stop()
     assert len(first) == 8
+    assert subject.current.batches.order.dtype == numpy.int32
     assert held < 24 and peak < 32 and saving < 26
     assert sum(array.nbytes for array in arrays.values()) / samples < 23
     assert state["lengths_crc32"] == zlib.crc32(lengths.astype(numpy.int64).tobytes())
+
+
+def test_a_state_taken_earlier_is_gone_back_to():
+    subject = passed(sampler(), 1)
+    state, arrays = subject.state_dict()
+    before = subject.difficulty.scores.copy()
+    subject.update(numpy.arange(4), numpy.full(4, 99.0), 1)
+    assert not numpy.array_equal(subject.difficulty.scores, before, equal_nan=True)
+    subject.load_state_dict(state, arrays, done=0)
+    assert numpy.array_equal(subject.difficulty.scores, before, equal_nan=True)
 
 
 def test_a_checkpoint_from_before_labels_were_left_out_is_read():

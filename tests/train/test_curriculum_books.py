@@ -76,7 +76,7 @@ def test_equal_tokens_are_padded_less(runs):
 @pytest.mark.parametrize("name", ["none", "token_budget+noise_guard+infobatch"])
 def test_losses_booked_within_an_epoch_are_those_booked_at_its_end(runs, tmp_path, monkeypatch, name):
     monkeypatch.setattr(seen_losses, "PENDING_BATCHES", 1)
-    monkeypatch.setattr(seen_losses, "MOST_PARTS", 1)
+    monkeypatch.setattr(seen_losses, "MOST_ROWS", 1)
     early = curriculum_run(tmp_path, name, data=DATA, num_train_epochs=4)
     trainer, folder = runs[name]
     assert read_rows(tmp_path / "curriculum.json") == read_rows(folder / "curriculum.json")
