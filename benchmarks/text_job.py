@@ -44,7 +44,8 @@ SHIFT = 1
 
 @dataclass(frozen=True)
 class Job:
-    """``rows`` documents per optimizer step, as ``batch_rows`` x accumulation."""
+    """``step_rows`` documents per optimizer step, as ``batch_rows`` x ``accumulation``. ``arguments``: of
+    TrainingArguments, beyond what every side gets."""
 
     shape: Shape
     lengths: Lengths

@@ -88,7 +88,7 @@ def test_the_configuration_is_that_of_the_start(root):
 
 def test_a_second_request_to_stop_is_no_second_signal(root):
     """Training would take that for "now", and write no checkpoint."""
-    run = begun(root, "a", "step_s: 1.0")
+    run = begun(root, "a", "step_s: 4.0")
     reaches(run, "running")
     assert stop(run, HANDS, 0.05).state.status == stop(run, HANDS, 0.05).state.status == "stopping"
     after = stop(run, HANDS, 20)
