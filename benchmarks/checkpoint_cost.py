@@ -30,6 +30,7 @@ from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from turns import another_first
 
 from scu_trainer import SCUTrainer
 from scu_trainer.train import checkpoint
@@ -104,7 +105,7 @@ def measure(tuning: str, rounds: int, folder: Path) -> dict[str, Any]:
     trainer, final = trained(tuning, folder), folder / "checkpoint-1"
     took: dict[str, list[Took]] = {way: [] for way in WAYS}
     for number in range(rounds + 1):
-        for way in WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]:
+        for way in another_first(WAYS, number):
             os.sync()
             found = timed(lambda way=way: save(trainer, way))
             size_bytes = checkpoint.size_bytes(final)

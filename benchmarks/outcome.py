@@ -37,14 +37,18 @@ class Figure:
             return True
         return self.value >= self.target if self.better == "higher" else self.value <= self.target
 
+    @property
+    def aim(self) -> str:
+        """Of a figure with a target, in words."""
+        return f"{'at least' if self.better == 'higher' else 'at most'} {self.target:g}"
+
     def said(self, name: str) -> str:
         text = f"{name}: {self.value:.4g}"
         if self.spread is not None:
             text += f" (repeats {self.spread:.0%} apart)"
         if self.target is None:
             return text
-        bound = "at least" if self.better == "higher" else "at most"
-        return f"{text}, {bound} {self.target:g}: {'met' if self.is_met else 'MISSED'}"
+        return f"{text}, {self.aim}: {'met' if self.is_met else 'MISSED'}"
 
 
 def figure(

@@ -199,7 +199,8 @@ def trl(job: Job, turns: Turns, **changes: Any) -> Trained:
 def _packed(rows: TokenRows, steps: int) -> dict[str, int]:
     """One pass over rows of TRL's own default length, or of the longest document; as many to a step as hold the tokens
     of a step of the others."""
-    length = max(rows.lengths) if max(rows.lengths) > PACKED_TOKENS else min(PACKED_TOKENS, 8 * max(rows.lengths))
+    longest = max(rows.lengths)
+    length = max(longest, min(PACKED_TOKENS, 8 * longest))  # of tiny documents a few, so that there are several rows
     rows_per_step = max(1, round(sum(rows.lengths) / steps / length))
     one_pass = {"max_steps": -1, "num_train_epochs": 1, "max_length": length}
     return {**one_pass, "per_device_train_batch_size": 1, "gradient_accumulation_steps": rows_per_step}

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from memory_work import EXACT_MEMORY, MIB, in_fresh_process
 from text_job import Job, memory, side_of, tiny
-from turns import Ended, in_turns
+from turns import Ended, another_first, in_turns
 
 BASE = "stock"
 
@@ -48,9 +48,8 @@ def race(
     raced = {name: Raced(name) for name in names}
     for number in range(repeats):
         present = [name for name in names if number == 0 or name not in once]
-        first = number % len(present)  # which one starts first matters on two cores
-        order = [*present[first:], *present[:first]]
-        found = in_turns([side_of(name, job) for name in order], steps_per_turn, warm_up_turns=0)
+        order = another_first([side_of(name, job) for name in present], number)
+        found = in_turns(order, steps_per_turn, warm_up_turns=0)
         _book(raced, found, steps_per_turn, warm_up_steps // steps_per_turn)
     return raced
 

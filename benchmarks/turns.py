@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 from transformers import TrainerCallback
+
+T = TypeVar("T")
 
 WARM_UP_TURNS = 2
 """Left out at the start of each side: caches, lazy set-up, chunks that a loop measures one by one."""
@@ -100,9 +102,14 @@ def in_turns(sides: Sequence[Side], steps_per_turn: int, warm_up_turns: int = WA
 
 
 def rounds(sides: Sequence[Side], steps_per_turn: int, repeats: int, **given: int) -> list[dict[str, Ended]]:
-    """``repeats`` times all sides, each time another one first: which one starts first matters on two cores."""
-    orders = [[*sides[first:], *sides[:first]] for first in (number % len(sides) for number in range(repeats))]
-    return [in_turns(order, steps_per_turn, **given) for order in orders]
+    """``repeats`` times all sides, each time another one first."""
+    return [in_turns(another_first(sides, number), steps_per_turn, **given) for number in range(repeats)]
+
+
+def another_first(sides: Sequence[T], number: int) -> list[T]:
+    """The order of a round: which side starts first matters on two cores."""
+    first = number % len(sides)
+    return [*sides[first:], *sides[:first]]
 
 
 def _start(side: Side, steps_per_turn: int) -> tuple[multiprocessing.Process, Connection]:

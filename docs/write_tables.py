@@ -147,8 +147,7 @@ def _of_suite(record: dict[str, Any]) -> str:
 
 def _aim(name: str, figure: dict[str, Any]) -> str:
     one = Figure(**figure)
-    bound = "at least" if one.better == "higher" else "at most"
-    return f"- {name}: **{one.value:.3g}** ({bound} {one.target:g}: {'met' if one.is_met else 'missed'})"
+    return f"- {name}: **{one.value:.3g}** ({one.aim}: {'met' if one.is_met else 'missed'})"
 
 
 def _source(record: dict[str, Any]) -> str:
