@@ -15,8 +15,8 @@ from turns import Side, Turns, rounds
 
 REPEATS = 2
 SIDES = ("stock", "ours")
-WARM_UP_TURNS = 3
-STEPS = 9
+WARM_UP_TURNS = 8
+STEPS = 20
 """Optimizer steps of each point, a turn each."""
 
 

@@ -1,6 +1,6 @@
 """Fine-tuning on rows of uneven length, as it comes: real tokens per second, at equal held-out loss.
 
-    python benchmarks/variable_length.py [--lengths alpaca] [--steps 10] [--repeats 2] [--quick]
+    python benchmarks/variable_length.py [--lengths alpaca] [--steps 24] [--repeats 2] [--quick]
 
 A Llama of 19 million weights with 32,000 words, all of it trained in float32, lognormal row lengths (alpaca: median
 100, sigma .6; chat: 400, .9), 32 rows per optimizer step as batch 8 x accumulation 4, AdamW. Sides in turns, step by
@@ -74,7 +74,7 @@ def grid_of(raced: dict[str, Raced]) -> Grid:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", choices=list(DISTRIBUTIONS), default="alpaca")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="every path on a tiny model; writes nothing")
     given = parser.parse_args()

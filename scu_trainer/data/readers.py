@@ -17,6 +17,7 @@ from scu_trainer.errors import DataError
 
 BLANK_TWICE = 2  # a document of a single .txt ends at this many blank lines
 BLANK_ONCE = 1  # a paragraph
+READ_BYTES = 2**20  # of a column of a parquet file at a time
 
 
 def read_file(path: Path, text_column: str) -> Iterator[Record]:
@@ -130,7 +131,8 @@ def _parquet(path: Path) -> Iterator[Record]:
     from pyarrow import parquet
 
     try:
-        with parquet.ParquetFile(path) as file:
+        # By default all row groups are fetched ahead: the whole file. A buffered stream holds a page at a time.
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=READ_BYTES) as file:
             rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
             for number, row in enumerate(rows, start=1):
                 yield Record(f"{path.name} row {number}", row)

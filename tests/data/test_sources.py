@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import datasets
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from scu_trainer.data.sources import held_out_source, training_source
 from scu_trainer.errors import DataError
@@ -40,6 +43,20 @@ def test_every_kind_of_table(source, tmp_path, suffix, jsonl):
     result = source(path)
     assert texts(result) == TEXTS == texts(result)
     assert [record.place for record in result.read()][2] == f"{path.name} row 3"
+
+
+@pytest.mark.parametrize("rows_per_group", [4_000, 80_000])
+def test_memory_does_not_grow_with_a_parquet_file(source, tmp_path, rows_per_group):
+    path, number = tmp_path / "rows.parquet", itertools.count()
+    table = pyarrow.table({"text": [f"{next(number):>400}" for _ in range(80_000)]})
+    parquet.write_table(table, path, row_group_size=rows_per_group, use_dictionary=False, compression="none")
+    del table
+    pool, most_bytes = pyarrow.default_memory_pool(), 0
+    before_bytes = pool.bytes_allocated()
+    for record in source(path).read():
+        most_bytes = max(most_bytes, pool.bytes_allocated() - before_bytes)
+    assert record.place == "rows.parquet row 80000"
+    assert most_bytes < path.stat().st_size / 4
 
 
 def test_text_file_is_cut_where_it_is_blank_twice(source, tmp_path):
