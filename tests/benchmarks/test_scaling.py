@@ -47,7 +47,8 @@ def test_ranks_share_the_rows_of_one():
 
 
 def test_turns_are_told_apart_by_job():
-    first, second = [9.0, 9.0, 9.0, 1.0, 2.0], [9.0, 9.0, 9.0, 3.0]
+    early = [9.0] * scaling_sizes.WARM_UP_TURNS
+    first, second = [*early, 1.0, 2.0], [*early, 3.0]
     assert scaling_sizes.by_job([*first, None, *second]) == [[1.0, 2.0], [3.0]]
 
 
