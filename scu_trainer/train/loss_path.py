@@ -19,9 +19,9 @@ import torch
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.errors import ControlError, SettingsError
+from scu_trainer.train.loss_analysis import mixing_modules, tolerance, untouched
 from scu_trainer.train.memory import forget_traceback, is_out_of_memory
 from scu_trainer.train.model_loss import has_causal_loss, head_of, headless, obstacle_to_headless, opened
-from scu_trainer.train.reduction import mixing_modules, tolerance, untouched
 from scu_trainer.train.row_readings import CAUSAL, Reading, RowLosses, find_reading
 from scu_trainer.train.rows import PADDING, has_time, pick
 
@@ -68,13 +68,32 @@ class LossPath:
         self._kind: Optional[str] = None
         self._wanted = chunked
         self._mixes: Optional[bool] = None
+        self._records = True
 
     @property
     def is_chunked(self) -> bool:
         return self._kind == "headless"
 
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Inside, losses of rows are neither kept nor weighed."""
+        self._records = False
+        try:
+            yield
+        finally:
+            self._records = True
+
+    def _unrecorded_loss(self, model, inputs, num_items, stock) -> torch.Tensor:
+        inputs = without_index(inputs)
+        if self._kind != "headless":
+            return stock(model, inputs, False, num_items)
+        with headless(self.trainer.model, None, lambda losses: None):
+            return stock(model, inputs, False, num_items)
+
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any, stock: Callable) -> torch.Tensor:
         """``stock(model, inputs, return_outputs, num_items)``: the Trainer's ``compute_loss``."""
+        if not self._records:
+            return self._unrecorded_loss(model, inputs, num_items, stock)
         if self.rows is None:
             return self._forward(model, inputs, num_items, stock, None)[0]
         ids, inputs = inputs.get(SAMPLE_INDEX), without_index(inputs)

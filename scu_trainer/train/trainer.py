@@ -55,7 +55,7 @@ from scu_trainer.train.pushing import Pushes
 from scu_trainer.train.ranks import refuse_arguments
 from scu_trainer.train.regularizer import Regularizer, prior_class_for
 from scu_trainer.train.usable import catch_up, has_optimizer, usable
-from scu_trainer.train.wrap import adopt, countable
+from scu_trainer.train.wrap import adopt, countable, weighed
 
 STATE_FILE = "scu_state.json"
 PRIOR_FILE = "scu_prior.safetensors"
@@ -258,6 +258,11 @@ class SCUTrainer(Trainer):
         finally:
             self._in_loss = False
 
+    @property
+    def changes_loss(self) -> bool:
+        """Whether somebody's own code computes the loss or changes it on its way from the model."""
+        return self.compute_loss_func is not None or type(self).compute_loss is not SCUTrainer.compute_loss
+
     def _first_of_outputs(self, module, inputs, output):
         """A plain module may return its loss alone; the stock ``compute_loss`` looks for it inside of something."""
         is_bare_loss = self._in_loss and torch.is_tensor(output) and output.dim() == 0
@@ -289,7 +294,8 @@ class SCUTrainer(Trainer):
     def _get_num_items_in_batch(self, batch_samples, device):
         if self.prediction is not None and self.prediction.items is not None:
             return self.prediction.items[0]
-        return super()._get_num_items_in_batch(countable(self, batch_samples), device)
+        items = super()._get_num_items_in_batch(countable(self, batch_samples), device)
+        return weighed(self, batch_samples, items, device)
 
     def evaluation_loop(self, *args, **kwargs):
         with self.efficiency.evaluation():
