@@ -136,8 +136,7 @@ class LossAnalysis:
         if self._windows & (self._windows - 1):
             return True
         found = self._audit(window, pieces, num_items)
-        if found is None:
-            self._windows -= 1  # this window tells nothing: the next one is looked at
+        if found is None:  # this window tells nothing: a later one will
             return True
         # A sum of many floats rounds more coarsely than the loss of the few rows that were asked about.
         bound = max(tolerance(self.trainer.model, self._low_precision), EXACT)

@@ -50,13 +50,16 @@ class Auditor:
         self, window: Window, pieces: Sequence[Piece], num_items: Any, turn: int, full: bool
     ) -> Optional[Audited]:
         """``turn``: the number of this audit, by which batch and rows are drawn. ``full``: a whole batch as the loader
-        gave it. None where its rows tell nothing: the loss is no number, or nothing is learned."""
+        gave it. None where its rows tell nothing: the loss is no number, nothing is learned, or no two rows fit."""
         number = turn % len(window.batches)
         groups = [[row for row in piece.rows if row[0] == number] for piece in pieces]
         groups = [group for group in groups if group]
         if not full:
             groups = _sampled(window, groups, _budget(window, pieces), turn)
-        while sum(map(len, groups)) > 1:
+        while True:
+            rows = sum(map(len, groups))
+            if rows < 2:
+                return None
             try:
                 return self._compared(window, _at_least_two(groups), num_items)
             except (RuntimeError, MemoryError) as error:
@@ -64,8 +67,7 @@ class Auditor:
                     raise
                 forget_traceback(error)
             self.free_memory()
-            groups = _sampled(window, groups, sum(_tokens(window, groups)) // 2, turn)
-        return None
+            groups = _sampled(window, groups, sum(_tokens(window, groups)) // 2, turn) if rows > 2 else []
 
     def _compared(self, window: Window, groups: list[list[Row]], num_items: Any) -> Optional[Audited]:
         rows = [row for group in groups for row in group]
