@@ -259,8 +259,9 @@ class ChunkedStep:
             return
         if not self.reduction.is_exact:
             logger.warning(
-                "a split batch would not give the gradient of the whole: %s. Batches run whole while memory allows; "
-                "min_batch_size (now %d) bounds how small they may become",
+                "a split batch would not give the gradient of the whole: %s. Batches run whole while memory allows "
+                "(max_batch_size and token_cap do not cut them); min_batch_size (now %d) bounds how small they may "
+                "become",
                 self.reduction.mixes,
                 self.settings.min_batch_size,
             )

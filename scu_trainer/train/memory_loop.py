@@ -210,7 +210,8 @@ class MemoryLoop:
         if room is not None and room < min(limit, piece.tokens):
             limit = min(limit, max(room, self._floor))
             self._note_prediction(piece, limit)
-        most = self.settings.max_batch_size
+        # Where rows act on each other only memory may cut: a bound of one's own would train something else.
+        most = self.settings.max_batch_size if self._window.can_pool else None
         if piece.tokens <= limit and (most is None or len(piece.rows) <= most):
             return [piece]
         return self._window.split(piece, limit, most, self.settings.min_batch_size)
@@ -303,6 +304,8 @@ class MemoryLoop:
     def _note(self, reason: str, reading: Reading, pressure: str, tokens: Optional[int] = None) -> None:
         """A row of the history and a line of the log. ``tokens``: of a chunk from now on, if not the cap."""
         tokens = self._cap if tokens is None else tokens
+        if not self._window.can_pool:
+            reason = f"{reason}; rows act on each other, so the gradient in parts is not that of the whole batch"
         rows_per_chunk = max(1, tokens // max(1, self._window.longest_row))
         self.books.changes += 1
         self.on_row(

@@ -145,7 +145,8 @@ class Window:
 
     def split(self, piece: Piece, token_cap: int, max_rows: Optional[int], min_rows: int) -> list[Piece]:
         """``piece`` under a smaller cap; [piece] if it cannot be cut any further."""
-        if len(piece.rows) < 2 * min_rows or self.batches[piece.batch].obstacle is not None:
+        is_movable = self.reduction is not None and self.batches[piece.batch].obstacle is None
+        if len(piece.rows) < 2 * min_rows or not is_movable:
             return [piece]
         pieces = self._cut(list(piece.rows), token_cap, max_rows, min_rows)
         return [piece for piece in pieces if piece.weight != 0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -31,6 +32,7 @@ class LossAnalysis:
     """``reduction``: how the loss adds up over rows, None before it is known; then nothing may be cut.
 
     ``notices``: what was said of a loss that turned out to be another one on the way. ``audits``: those that passed.
+    ``seconds``: host time spent on questions and audits.
     """
 
     def __init__(self, trainer: SCUTrainer) -> None:
@@ -39,7 +41,7 @@ class LossAnalysis:
         self.notices: list[str] = []
         self.audits = 0
         self.last_good_step: Optional[int] = None
-        self.largest_difference = 0.0
+        self.largest_difference = self.seconds = 0.0
         self._windows = self._asked = 0
         self._keys: Optional[frozenset[str]] = None
         self._seen: set[int] = set()
@@ -97,7 +99,6 @@ class LossAnalysis:
 
     def _ask(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
         trainer = self.trainer
-        trainer.model.train()
         with self._unrecorded():
             return probe(
                 self._loss_of,
@@ -116,10 +117,16 @@ class LossAnalysis:
         with trainer.compute_loss_context_manager():
             return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs), num_items_in_batch=items)
 
-    def _unrecorded(self) -> contextlib.AbstractContextManager[None]:
-        """Losses of rows that are taken inside are nobody's business."""
-        path = self.trainer.loss_path
-        return contextlib.nullcontext() if path is None else path.unrecorded()
+    @contextlib.contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """Inside the model is in training mode, losses of rows are nobody's business, and time is counted."""
+        began, path = time.perf_counter(), self.trainer.loss_path
+        self.trainer.model.train()
+        try:
+            with contextlib.nullcontext() if path is None else path.unrecorded():
+                yield
+        finally:
+            self.seconds += time.perf_counter() - began
 
     @property
     def _low_precision(self) -> bool:
@@ -150,7 +157,6 @@ class LossAnalysis:
 
     def _audit(self, window: Window, pieces: Sequence[Piece], num_items: Any) -> Optional[Audited]:
         trainer = self.trainer
-        trainer.model.train()
         auditor = Auditor(trainer.model, self._loss_of, trainer.chunked.free_memory, trainer)
         full = self.audits == 0 and not self._is_known_throughout
         with self._unrecorded():
@@ -205,6 +211,7 @@ class LossAnalysis:
             "audits": self.audits,
             "last_good_step": self.last_good_step,
             "largest_difference": self.largest_difference,
+            "seconds": self.seconds,
             "notices": list(self.notices),
         }
 

@@ -91,7 +91,7 @@ class WithoutNoise(TorchDispatchMode):
     """Every draw gives its mean, so dropout is the identity and no result depends on how many rows are drawn for.
 
     Below autograd, where all ways to dropout end: torch's modules and functions, attention's ``dropout_p``, recurrent
-    layers. Permutations and integers stay random: a mean of them would hide that rows are mixed.
+    layers. Permutations move every entry, so that rows which they mix always show. Random integers stay random.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -144,6 +144,11 @@ def _uniform_in_place(func, args, kwargs):
     return args[0].fill_((_of("from", func, args, kwargs, 0.0) + _of("to", func, args, kwargs, 1.0)) / 2)
 
 
+def _permutation(func, args, kwargs):
+    made = func(*args, **kwargs)
+    return made.copy_(made.sort().values.roll(1))
+
+
 MEANS_OF_DRAWS = {
     aten.bernoulli_: _bernoulli_in_place,
     aten.bernoulli: _bernoulli,
@@ -154,5 +159,6 @@ MEANS_OF_DRAWS = {
     aten.rand_like: _filled(0.5),
     aten.randn: _filled(0.0),
     aten.randn_like: _filled(0.0),
+    aten.randperm: _permutation,
 }
 """Operations that draw, and what stands for a draw."""

@@ -1,0 +1,215 @@
+"""What a loss turns into on the way is found while training: audits, new classes, new inputs, and what is said."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import TrainerCallback, TrainingArguments
+
+from scu_trainer import SCUTrainer
+from scu_trainer.settings import MemorySettings
+from tests.train.test_loss_kinds import MIXES, WEIGHTS, Net, contrast
+
+STEPS, ROWS, ACCUMULATION = 9, 6, 2
+
+
+class Pictures(torch.utils.data.Dataset):
+    """``labels(row)``: the class; ``length(row)``: tokens."""
+
+    def __init__(self, labels=lambda row: row % 4, count: int = STEPS * ROWS * ACCUMULATION) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.ids = torch.randint(1, 32, (count, 9), generator=generator)
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        mask = (torch.arange(9) < 4 + row % 6).long()
+        return {"input_ids": self.ids[row] * mask, "attention_mask": mask, "labels": torch.tensor(self.labels(row))}
+
+
+class Steps(TrainerCallback):
+    """Tells the model which step it is; keeps the gradients of each."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, torch.Tensor]] = []
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        model.step = torch.tensor(state.global_step + 1)
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+
+def train(loss, folder, memory, rows=None, steps: int = STEPS, base=SCUTrainer, **changes):
+    seen = Steps()
+    arguments = TrainingArguments(
+        folder,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        optim="sgd",
+        learning_rate=1e-3,
+        max_grad_norm=0.0,
+        max_steps=steps,
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=ACCUMULATION,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        **changes,
+    )
+    trainer = base(Net(loss), arguments, train_dataset=rows or Pictures(), memory=memory, callbacks=[seen])
+    trainer.train()
+    return trainer, seen.gradients
+
+
+def wrong_steps(found, expected) -> list[int]:
+    def apart(step: int) -> float:
+        largest = max(float(g.abs().max()) for g in expected[step].values())
+        return max(float((found[step][name] - g).abs().max()) for name, g in expected[step].items()) / largest
+
+    return [step + 1 for step in range(len(expected)) if apart(step) > 1e-5]
+
+
+CUT = MemorySettings(max_batch_size=2)
+
+
+def plain(net, pooled, logits, mask, labels):
+    return functional.cross_entropy(logits, labels)
+
+
+def late(begin: int):
+    def loss(net, pooled, logits, mask, labels):
+        return plain(net, pooled, logits, mask, labels) + (0.2 * contrast(pooled) if net.step >= begin else 0.0)
+
+    return loss
+
+
+def test_a_loss_that_stays_what_it_is_passes_every_audit(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "scu_trainer"):
+        trainer, found = train(plain, tmp_path, CUT)
+    _, expected = train(plain, tmp_path, None)
+    analysis = trainer.chunked.analysis
+    assert wrong_steps(found, expected) == []
+    assert (analysis.audits, analysis.last_good_step) == (4, 8)  # steps 1, 2, 4 and 8
+    assert analysis.largest_difference < 1e-6 and not analysis.notices
+    assert trainer.chunked.loop.books.chunks == STEPS * ACCUMULATION * 3
+
+
+@pytest.mark.parametrize(("begin", "found_at"), [(2, 2), (3, 4), (6, 8)])
+def test_a_term_that_comes_later_ends_splitting_at_the_next_audit_and_is_said(tmp_path, caplog, begin, found_at):
+    with caplog.at_level(logging.WARNING, "scu_trainer"):
+        trainer, found = train(late(begin), tmp_path, CUT)
+    _, expected = train(late(begin), tmp_path, None)
+    assert wrong_steps(found, expected) == list(range(begin, found_at))
+    (notice,) = trainer.chunked.analysis.notices
+    assert notice in caplog.text and notice.startswith(f"from step {found_at} on batches run whole")
+    before = {
+        2: "the step before was audited",
+        4: "the gradient of step 3 may be",
+        8: "gradients of steps 5 to 7 may be",
+    }
+    assert before[found_at] in notice and "apart" in notice
+    figures = trainer.chunked.analysis.figures()
+    assert figures["is_exact"] is False and figures["last_good_step"] == found_at // 2
+    assert json.dumps(figures)
+
+
+def test_a_term_of_many_rows_only_is_found_before_the_first_step(tmp_path):
+    """The few rows that are asked about do not show it; the first audit takes a whole batch of a stranger's loss."""
+
+    def loss(net, pooled, logits, mask, labels):
+        return plain(net, pooled, logits, mask, labels) + (0.2 * contrast(pooled) if len(pooled) > 5 else 0.0)
+
+    trainer, found = train(loss, tmp_path, CUT)
+    _, expected = train(loss, tmp_path, None)
+    assert wrong_steps(found, expected) == []
+    assert "from step 1 on batches run whole" in trainer.chunked.analysis.notices[0]
+
+
+def test_without_audits_the_same_loss_trains_on_another_gradient(tmp_path, monkeypatch):
+    """What the audits are for: with them taken out the gradients are wrong and nobody says so."""
+    monkeypatch.setattr("scu_trainer.train.loss_analysis.analysis.LossAnalysis.holds", lambda *given: True)
+    trainer, found = train(late(3), tmp_path, CUT)
+    _, expected = train(late(3), tmp_path, None)
+    assert wrong_steps(found, expected) == list(range(3, STEPS + 1)) and not trainer.chunked.analysis.notices
+
+
+def test_a_class_that_comes_later_is_asked_about_at_once(tmp_path):
+    """Weights by hand cancel while all rows are of one class; the step with another one is not an audit's."""
+    rows = Pictures(lambda row: 3 if row >= 4 * ROWS * ACCUMULATION and row % 2 else 1)
+    loss = MIXES["weights of classes by hand"]
+    trainer, found = train(loss, tmp_path, CUT, rows)
+    _, expected = train(loss, tmp_path, None, rows)
+    assert wrong_steps(found, expected) == []
+    assert trainer.chunked.analysis.notices[0].startswith("from step 5 on batches run whole")
+    assert not trainer.chunked.reduction.is_exact
+
+
+def test_the_usual_override_with_weights_of_classes_is_split_by_its_weights(tmp_path):
+    class Weighted(SCUTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            logits = model(**inputs, labels=labels)["logits"]
+            return nn.CrossEntropyLoss(weight=WEIGHTS)(logits, labels)
+
+    def logits_alone(net, pooled, logits, mask, labels):
+        return {"logits": logits}
+
+    for rows in (Pictures(), Pictures(lambda row: 0), Pictures(lambda row: row // 5 % 4)):
+        trainer, found = train(logits_alone, tmp_path, CUT, rows, steps=3, base=Weighted)
+        _, expected = train(logits_alone, tmp_path, None, rows, steps=3, base=Weighted)
+        assert wrong_steps(found, expected) == []
+        assert trainer.chunked.reduction.kind == "targets" and trainer.chunked.reduction.known
+        assert trainer.chunked.loop.books.chunks > 3 * ACCUMULATION
+
+
+def test_inputs_with_other_names_are_asked_about_again(tmp_path):
+    class Named(Pictures):
+        def __getitem__(self, row: int):
+            item = super().__getitem__(row)
+            return item if row < 2 * ROWS * ACCUMULATION else {**item, "extra": torch.ones(())}
+
+    def loss(net, pooled, logits, mask, labels, extra=None):
+        return plain(net, pooled, logits, mask, labels) + (0.0 if extra is None else 0.2 * contrast(pooled))
+
+    trainer, found = train(loss, tmp_path, CUT, Named(), steps=4)
+    _, expected = train(loss, tmp_path, None, Named(), steps=4)
+    assert wrong_steps(found, expected) == []
+    assert trainer.chunked.analysis.notices[0].startswith("from step 3 on batches run whole")
+
+
+def test_dropout_does_not_disturb_an_audit(tmp_path):
+    class Dropping(Net):
+        def __init__(self, loss) -> None:
+            super().__init__(loss, dropout=0.5)
+
+    arguments = TrainingArguments(
+        tmp_path, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", max_steps=4,
+        per_device_train_batch_size=ROWS, gradient_accumulation_steps=ACCUMULATION, remove_unused_columns=False,
+    )  # fmt: skip
+    model = Dropping(plain)
+    trainer = SCUTrainer(model, arguments, train_dataset=Pictures(), memory=CUT, callbacks=[Steps()])
+    trainer.train()
+    assert trainer.chunked.reduction.is_exact and trainer.chunked.analysis.audits == 3
+
+
+def test_auditing_changes_nothing_of_the_run(tmp_path, monkeypatch):
+    """The weights and buffers after a run are, bit for bit, those of one without audits, dropout included."""
+
+    def weights(holds) -> dict[str, torch.Tensor]:
+        with monkeypatch.context() as patch:
+            if holds is not None:
+                patch.setattr("scu_trainer.train.loss_analysis.analysis.LossAnalysis.holds", holds)
+            trainer, _ = train(plain, tmp_path, CUT, steps=5)
+        return trainer.model.state_dict()
+
+    audited, left_alone = weights(None), weights(lambda *given: True)
+    assert all(torch.equal(audited[name], value) for name, value in left_alone.items())

@@ -1,0 +1,296 @@
+"""Losses of strangers: what each divides by, and that no reading is taken for another that came out alike."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from scu_trainer.train.loss_analysis import probe
+from scu_trainer.train.loss_analysis.no_trace import WithoutNoise
+from scu_trainer.train.rows import read_layout
+
+ROWS, WORDS, CLASSES = 6, 32, 4
+WEIGHTS = torch.tensor([1.0, 0.2, 3.0, 7.0])
+
+
+class Net(nn.Module):
+    """``loss(self, pooled, logits, **inputs)``; logits (rows, classes), token logits in ``self.words``."""
+
+    def __init__(self, loss, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head, self.out = nn.Embedding(WORDS, 8), nn.Linear(8, CLASSES), nn.Linear(8, WORDS)
+        self.dropout, self.loss, self.calls = nn.Dropout(dropout), loss, 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids, attention_mask, labels=None, weight=None, extra=None):
+        inputs = {"labels": labels, "weight": weight, "extra": extra}
+        inputs = {name: value for name, value in inputs.items() if value is not None}
+        self.seen += 1
+        self.calls += 1
+        states = self.dropout(self.table(input_ids))
+        mask = attention_mask.unsqueeze(-1)
+        self.words = self.out(states)
+        pooled = (states * mask).sum(1) / mask.sum(1)
+        return self.loss(self, pooled, self.head(pooled), mask=attention_mask, **inputs)
+
+
+def batch(labels, lengths=(9, 5, 8, 4, 7, 6), **more):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, WORDS, (ROWS, 9), generator=generator)
+    mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels, **more}
+
+
+def words(**more):
+    made = batch(None, **more)
+    return {**made, "labels": torch.where(made["attention_mask"].bool(), made["input_ids"], -100)}
+
+
+def classes(labels=(0, 1, 2, 3, 1, 0), **more):
+    return batch(torch.tensor(labels), **more)
+
+
+def ask(loss, inputs, items=None, model=None, **options):
+    model = model or Net(loss, options.pop("dropout", 0.0))
+    model.train()
+    return probe(lambda given, count: model(**given), model, [read_layout(inputs)], items, 0, **options)
+
+
+def contrast(pooled):
+    return functional.cross_entropy(
+        5 * functional.normalize(pooled) @ functional.normalize(pooled).T, torch.arange(len(pooled))
+    )
+
+
+def tokens(net, labels, **how):
+    return functional.cross_entropy(net.words[:, :-1].transpose(1, 2), labels[:, 1:], **how)
+
+
+KNOWN = {
+    "mean over classes": (classes(), lambda n, p, o, mask, labels: functional.cross_entropy(o, labels), "labels"),
+    "sum over classes": (
+        classes(),
+        lambda n, p, o, mask, labels: functional.cross_entropy(o, labels, reduction="sum"),
+        "sum",
+    ),
+    "weights of classes": (
+        classes(),
+        lambda n, p, o, mask, labels: nn.CrossEntropyLoss(weight=WEIGHTS)(o, labels),
+        "targets",
+    ),
+    "weights of classes, all rows of one class": (
+        classes([2] * ROWS),
+        lambda n, p, o, mask, labels: functional.cross_entropy(o, labels, weight=WEIGHTS),
+        "targets",
+    ),
+    "smoothed weights of classes": (
+        classes(),
+        lambda n, p, o, mask, labels: functional.cross_entropy(o, labels, weight=WEIGHTS, label_smoothing=0.2),
+        "targets",
+    ),
+    "another mark of what is not learned": (
+        classes([0, 3, 3, 1, 2, 3]),
+        lambda n, p, o, mask, labels: functional.cross_entropy(o, labels, ignore_index=3),
+        "targets",
+    ),
+    "next tokens": (words(), lambda n, p, o, mask, labels: tokens(n, labels), "shifted_labels"),
+    "tokens in their place": (
+        words(),
+        lambda n, p, o, mask, labels: functional.cross_entropy(n.words.transpose(1, 2), labels),
+        "labels",
+    ),
+    "squares": (
+        batch(torch.rand(ROWS, CLASSES)),
+        lambda n, p, o, mask, labels: functional.mse_loss(o, labels),
+        "rows",
+    ),
+    "ctc, targets of one length": (
+        batch(torch.randint(1, CLASSES, (ROWS, 2)), lengths=[9] * ROWS),
+        lambda n, p, o, mask, labels: functional.ctc_loss(
+            n.words.log_softmax(-1).transpose(0, 1), labels, mask.sum(1), torch.full((len(labels),), 2)
+        ),
+        "rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_public_functions_say_what_they_divide_by(case):
+    inputs, loss, kind = KNOWN[case]
+    found = ask(loss, inputs)
+    assert found.is_exact and found.kind == kind and found.known.startswith("torch.nn.functional.")
+
+
+def test_the_divisor_of_weights_is_that_of_every_class():
+    """Also of those that no row asked about had."""
+    found = ask(KNOWN["weights of classes"][1], classes([0, 1, 0, 1, 0, 1]))
+    assert found.row_items({"labels": torch.tensor([3, 2, 0])}, 3) == pytest.approx([7.0, 3.0, 1.0])
+
+
+ASKED = {
+    "mean per sequence": (
+        words(),
+        lambda n, p, o, mask, labels: (
+            tokens(n, labels, reduction="none").sum(1) / labels[:, 1:].ne(-100).sum(1).clamp(min=1)
+        ).mean(),
+        "rows",
+    ),
+    "mean over the mask": (
+        words(),
+        lambda n, p, o, mask, labels: (n.words.square().mean(-1) * mask).sum() / mask.sum(),
+        "mask",
+    ),
+    "mean over the mask but its first column": (
+        words(),
+        lambda n, p, o, mask, labels: (n.words.square().mean(-1) * mask)[:, 1:].sum() / mask[:, 1:].sum(),
+        "shifted_mask",
+    ),
+    "weights of rows": (
+        classes(weight=torch.rand(ROWS) + 0.5),
+        lambda n, p, o, mask, labels, weight: (
+            (weight * functional.cross_entropy(o, labels, reduction="none")).sum() / weight.sum()
+        ),
+        "column",
+    ),
+    "focal": (
+        classes(),
+        lambda n, p, o, mask, labels: (
+            (1 - o.softmax(-1).gather(1, labels[:, None])[:, 0]).square()
+            * functional.cross_entropy(o, labels, reduction="none")
+        ).mean(),
+        "labels",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_losses_of_strangers_are_asked(case):
+    inputs, loss, kind = ASKED[case]
+    found = ask(loss, inputs)
+    assert found.is_exact and found.kind == kind and found.known is None
+
+
+MIXES = {
+    "contrastive": lambda n, p, o, mask, labels: contrast(p),
+    "contrastive in training only": lambda n, p, o, mask, labels: (
+        functional.cross_entropy(o, labels) + (0.1 * contrast(p) if n.training else 0.0)
+    ),
+    "gradient without a value": lambda n, p, o, mask, labels: (
+        functional.cross_entropy(o, labels) + contrast(p) - contrast(p).detach()
+    ),
+    "weights of classes by hand": lambda n, p, o, mask, labels: (
+        (WEIGHTS[labels] * functional.cross_entropy(o, labels, reduction="none")).sum() / WEIGHTS[labels].sum()
+    ),
+    "the hardest row": lambda n, p, o, mask, labels: functional.cross_entropy(o, labels, reduction="none").max(),
+    "rows that see each other": lambda n, p, o, mask, labels: functional.cross_entropy(n.head(p - p.mean(0)), labels),
+    "a known loss and another": lambda n, p, o, mask, labels: (
+        functional.cross_entropy(o, labels) + 0.1 * o.softmax(-1).mean(0).square().sum()
+    ),
+    "two means with different divisors": lambda n, p, o, mask, labels: (
+        functional.cross_entropy(o, labels) + functional.cross_entropy(o, labels, weight=WEIGHTS)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MIXES)
+def test_losses_that_mix_rows_are_not_split(case):
+    assert not ask(MIXES[case], classes()).is_exact
+
+
+def test_near_a_flat_start_values_are_alike_and_gradients_tell():
+    """All rows have the loss ln(classes): every mean of them is the same number."""
+
+    def loss(net, pooled, logits, mask, labels):
+        return MIXES["weights of classes by hand"](net, pooled, logits, mask, labels)
+
+    model = Net(loss)
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    assert not ask(loss, classes(), model=model).is_exact
+
+
+def test_dropout_is_the_identity_while_a_loss_is_asked():
+    found = ask(KNOWN["mean over classes"][1], classes(), dropout=0.5)
+    assert found.is_exact and found.known is not None
+
+
+NOISE = {
+    "dropout": lambda x: functional.dropout(x, 0.3, training=True),
+    "channels": lambda x: functional.dropout1d(x[None], 0.3, training=True)[0],
+    "attention": lambda x: functional.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.3)[0],
+    "layers": lambda x: x * torch.rand(len(x), 1).add(0.9).floor(),
+    "gaussian": lambda x: x + torch.randn_like(x),
+    "uniform": lambda x: x + torch.empty_like(x).uniform_(-1, 1),
+    "recurrent": lambda x: nn.GRU(4, 4, num_layers=2, dropout=0.5).train()(x[None])[0][0].detach() * 0 + x,
+}
+
+
+@pytest.mark.parametrize("case", NOISE)
+def test_draws_give_their_means(case):
+    x = torch.rand(3, 4)
+    with WithoutNoise():
+        first, second = NOISE[case](x), NOISE[case](x)
+    assert torch.equal(first, second)
+    if case not in ("attention",):
+        torch.testing.assert_close(first, x)
+
+
+def test_permutations_move_every_entry():
+    """One that happened to move nothing would hide that rows are mixed."""
+    with WithoutNoise():
+        assert torch.randperm(4).tolist() == [3, 0, 1, 2]
+
+    def mixed_up(net, pooled, logits, mask, labels):
+        lam = 0.7
+        mixed = lam * pooled + (1 - lam) * pooled[torch.randperm(len(pooled))]
+        return functional.cross_entropy(net.head(mixed), labels)
+
+    assert not ask(mixed_up, classes()).is_exact
+
+
+def test_asking_in_training_mode_leaves_nothing_behind():
+    def loss(net, pooled, logits, mask, labels):
+        random.random(), np.random.rand(), torch.rand(1)
+        net.flag = True
+        return functional.cross_entropy(logits, labels)
+
+    model, fired = Net(loss, dropout=0.3), []
+    model.train()
+    model.table.eval()
+    model.flag = False
+    for weight in model.parameters():
+        weight.register_hook(fired.append)
+    modes = [module.training for module in model.modules()]
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    weights = list(model.parameters())
+    inputs = classes()
+    assert probe(lambda given, _: model(**given), model, [read_layout(inputs)], None, 0).is_exact
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[2]
+    assert np.array_equal(np.random.get_state()[1], before[1])
+    assert float(model.seen) == 0 and model.calls == 0 and model.flag is False
+    assert not fired and all(a is b for a, b in zip(model.parameters(), weights, strict=True))
+    assert all(p.grad is None for p in model.parameters()) and not model._forward_hooks
+
+
+def test_kinds_that_came_out_alike_are_remembered():
+    """Without a gap in the labels a mean over labels and one over rows are the same."""
+    made = words(lengths=[9] * ROWS)
+
+    def per_sequence(net, pooled, logits, mask, labels):
+        counts = labels[:, 1:].ne(-100).sum(1).clamp(min=1)
+        return (tokens(net, labels, reduction="none").sum(1) / counts).mean()
+
+    found = ask(per_sequence, made)
+    assert found.is_exact and "rows" in (found.kind, *found.tied) and found.tied
+    assert not found.tells_apart(made, ROWS)
+    uneven = words()
+    assert found.tells_apart(uneven, ROWS)
+    again = ask(per_sequence, uneven)
+    assert again.kind == "rows" and not {"labels", "shifted_labels"} & set(again.tied)
