@@ -72,6 +72,10 @@ class ChunkedStep:
 
     # -- life of a run -------------------------------------------------------------------------------------------------
 
+    def begin_anew(self) -> None:
+        """Before a training is set up, and before it reads a checkpoint."""
+        self.loop.begin_anew()
+
     def start(self) -> None:
         """When training begins: the model is wrapped and placed."""
         model = self.trainer.model

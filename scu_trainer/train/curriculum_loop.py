@@ -12,7 +12,6 @@ Nothing here looks into a batch's values.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -37,6 +36,7 @@ from scu_trainer.train.deliveries import Counts, Deliveries
 from scu_trainer.train.row_readings import Reading, RowLosses
 from scu_trainer.train.row_weights import RowWeights
 from scu_trainer.train.run_length import RunLength
+from scu_trainer.train.saved_state import read_state, reading
 from scu_trainer.train.seen_losses import Losses, SeenLosses
 from scu_trainer.train.suspects import write_suspects
 
@@ -97,6 +97,7 @@ class CurriculumLoop:
         self._tell_classes()
         require_enough_epochs(self.settings, self.length.epochs)
         self.counts, self.totals, self._totals_before = Counts(), Counts(), Counts()
+        self.notices = []
         self.owes_row = False  # of an epoch whose last step was saved before it was booked
         self._resumed_at: Optional[tuple[int, float]] = None
         self._seen, self._deliveries = SeenLosses(), Deliveries(trainer.model)
@@ -311,10 +312,12 @@ class CurriculumLoop:
         path = Path(checkpoint) / STATE_FILE
         if not path.is_file():
             return self._resume_blindly(checkpoint, stock_position)
-        state, arrays = json.loads(path.read_text()), StoredArrays(Path(checkpoint) / ARRAYS_FILE)
+        state, arrays = read_state(path), Path(checkpoint) / ARRAYS_FILE
         done = min(state["micro_batches"], state["steps_done"] * state["accumulation"] * state["processes"])
         other_steps = state["accumulation"] != self.trainer.args.gradient_accumulation_steps
-        self._say(self.sampler.load_state_dict(state, arrays, done, cut_anew=other_steps))
+        with reading(arrays):
+            told = self.sampler.load_state_dict(state, StoredArrays(arrays), done, cut_anew=other_steps)
+        self._say(told)
         self.notices = [*state["notices"], *(note for note in self.notices if note not in state["notices"])]
         self.counts, self.totals = Counts(**state["counts"]), Counts(**state["totals"])
         self._totals_before = self.totals + self.counts

@@ -1,17 +1,33 @@
-"""Which checkpoint can be gone on from: the newest that is whole, and has what a run needs besides its weights."""
+"""Which checkpoint can be gone on from, and which is chosen unasked.
+
+Three kinds of findings, and who minds them:
+
+    damage      what must not be gone on from: no folder, no readable trainer_state.json, a file that training reads
+                is shorter than it was written or cannot be opened, a torn manifest. Never chosen; refused by name
+    changes     what is not as it was written, but reads: an edited file, one that is gone, other weights in its place.
+                Chosen unasked only where nothing is whole; by name it is gone on from, with a warning
+    spare       a file that going on does not need is gone. Chosen, with a warning
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import os
+import re
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
-from scu_trainer.errors import CheckpointError
+from safetensors import SafetensorError, safe_open
+from transformers import TrainerState
+
+from scu_trainer.errors import CheckpointError, StorageError
 from scu_trainer.run_files import read_json
-from scu_trainer.train.checkpoint import checkpoints, fault_of_files, step_of
+from scu_trainer.train.checkpoint import Difference, differences, json_object, named_as_one, step_of
+from scu_trainer.train.saved_state import OF_LOOPS, SHAPES, TENSORS, misfit, read_state
 
 logger = logging.getLogger("scu_trainer")
 
@@ -20,6 +36,44 @@ OPTIMIZER_STATES = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
 
 WEIGHTS_ONLY_HINT = "--weights_only takes its weights and begins the optimizer anew"
 
+STATE = "trainer_state.json"
+WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model)\b.*\.(safetensors|bin)")
+ZIPPED = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+READ = re.compile(
+    rf"{WEIGHTS.pattern}|(model|pytorch_model)\b.*\.index\.json|optimizer\..*|scheduler\.pt|scaler\.pt|rng_state.*\.pth"
+    r"|trainer_state\.json|config\.json|latest|.*/.*"
+)
+"""Files that a resume of the stock Trainer opens, those of DeepSpeed and FSDP in folders among them."""
+
+NEEDED_OF_STATE = {
+    **dict.fromkeys(("global_step", "num_input_tokens_seen"), int),
+    **dict.fromkeys(("epoch", "total_flos", "best_metric"), float),
+    **dict.fromkeys(("train_batch_size", "best_global_step"), Optional[int]),
+    "best_model_checkpoint": Optional[str],
+    "log_history": list,
+    "stateful_callbacks": Union[dict, list, None],
+}
+"""Of trainer_state.json, what a training goes on with. The rest is computed anew."""
+
+FIELDS_OF_STATE = {field.name for field in dataclasses.fields(TrainerState)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """About one checkpoint, in words; see the module's text."""
+
+    damage: Optional[str] = None
+    changes: tuple[str, ...] = ()
+    spare: tuple[str, ...] = ()
+
+    @property
+    def fault(self) -> Optional[str]:
+        """What keeps it from being chosen before an older one; None if nothing does."""
+        return self.damage or (self.changes[0] if self.changes else None)
+
+
+# -- choosing ----------------------------------------------------------------------------------------------------------
+
 
 def newest_checkpoint(run: Path, world_size: Optional[int], weights_only: bool = False) -> Optional[Path]:
     """The newest one in ``run`` from which ``world_size`` ranks can go on; each newer one is named in the log."""
@@ -27,15 +81,24 @@ def newest_checkpoint(run: Path, world_size: Optional[int], weights_only: bool =
 
 
 def newest_with_reasons(run: Path, world_size: Optional[int], weights_only: bool) -> tuple[Optional[Path], list[str]]:
-    """Also why newer ones were skipped."""
+    """Also why newer ones were skipped. Where none is whole, the newest that can be read."""
     skipped: list[str] = []
-    for checkpoint in checkpoints(run):
-        fault = fault_of(checkpoint, world_size, weights_only) or _past_the_run(checkpoint)
+    changed: Optional[tuple[Path, Findings]] = None
+    for checkpoint in named_as_one(run):
+        found = examine(checkpoint, world_size, weights_only)
+        fault = found.fault or _past_the_run(checkpoint)
         if fault is None:
+            _warn(checkpoint, found)
             return checkpoint, skipped
+        if changed is None and found.damage is None and _past_the_run(checkpoint) is None:
+            changed = checkpoint, found
         logger.warning("%s is skipped: %s", checkpoint, fault)
         skipped.append(f"{checkpoint.name} is skipped: {fault}")
-    return None, skipped
+    if changed is None:
+        return None, skipped
+    checkpoint, found = changed
+    _warn(checkpoint, found)
+    return checkpoint, [line for line in skipped if not line.startswith(f"{checkpoint.name} ")]
 
 
 def whole_checkpoint(run: Path, weights_only: bool) -> tuple[Path, list[str]]:
@@ -49,49 +112,176 @@ def whole_checkpoint(run: Path, weights_only: bool) -> tuple[Path, list[str]]:
     return newest, skipped
 
 
-def usable(wanted: str | bool, output_dir: str, weights_only: bool) -> str:
+def usable(wanted: Any, output_dir: str, weights_only: bool, hashes: bool = True) -> Any:
     """The checkpoint of ``train(resume_from_checkpoint=wanted)``; True: the newest whole one in ``output_dir``.
 
-    Contents were compared when the checkpoint was chosen, or are now for True. Raises CheckpointError.
+    What is not there at all, or no path, is returned as it is: the stock Trainer says what is wrong with it.
+    ``hashes``: also compare the contents of one that is named. Raises CheckpointError.
     """
     if wanted is True:
-        return str(whole_checkpoint(Path(output_dir), weights_only)[0])
-    fault = fault_of(Path(wanted), None, weights_only, hashes=False)
-    if fault is not None:
-        raise CheckpointError(f"{wanted} cannot be gone on from: {fault}")
+        run = Path(output_dir)
+        return str(whole_checkpoint(run, weights_only)[0]) if run.is_dir() and named_as_one(run) else wanted
+    if not isinstance(wanted, (str, os.PathLike)) or not os.path.lexists(wanted):
+        return wanted
+    found = examine(Path(wanted), None, weights_only, hashes=hashes)
+    if found.damage is not None:
+        raise CheckpointError(f"{wanted} cannot be gone on from: {found.damage}")
+    _warn(Path(wanted), found)
     return str(wanted)
+
+
+def _warn(checkpoint: Path, found: Findings) -> None:
+    differing = "; ".join((*found.changes, *found.spare))
+    if differing:
+        logger.warning("%s is not as it was written, and is gone on from all the same: %s", checkpoint, differing)
+
+
+# -- looking at one ----------------------------------------------------------------------------------------------------
+
+
+def fault_of(
+    checkpoint: Path, world_size: Optional[int], weights_only: bool = False, hashes: bool = True
+) -> Optional[str]:
+    """What keeps ``checkpoint`` from being a whole one for ``world_size`` ranks (None: any number of them)."""
+    return examine(checkpoint, world_size, weights_only, hashes).fault
+
+
+def examine(checkpoint: Path, world_size: Optional[int], weights_only: bool = False, hashes: bool = True) -> Findings:
+    """All that can be known of ``checkpoint`` without loading it. ``hashes``: contents are compared, not only sizes.
+
+    Of one that the stock Trainer has written (no manifest): rank 0 writes trainer_state.json last, but the other ranks
+    write their random state without waiting for it.
+    """
+    try:
+        return _examined(checkpoint, world_size, weights_only, hashes)
+    except OSError as error:
+        return Findings(f"it cannot be read ({error.strerror or error})")
+
+
+def _examined(checkpoint: Path, world_size: Optional[int], weights_only: bool, hashes: bool) -> Findings:
+    if not checkpoint.is_dir():
+        return Findings("it is no folder")
+    found = differences(checkpoint, hashes=hashes)
+    damage = _damage(checkpoint, found)
+    if damage is not None:
+        return Findings(damage)
+    if not has_optimizer(checkpoint) and not weights_only:
+        return Findings(f"it holds no optimizer state ({WEIGHTS_ONLY_HINT})")
+    spare = [one.text for one in found if not READ.fullmatch(one.name) and one.name not in OF_LOOPS]
+    changes = [one.text for one in found if one.text not in spare]
+    changes += [f"no whole {name}" for name in _random_states(world_size) if not (checkpoint / name).is_file()]
+    changes += _torn_states(checkpoint)
+    changes += _of_another_step(checkpoint)
+    return Findings(None, tuple(dict.fromkeys(changes)), tuple(spare))
 
 
 def has_optimizer(checkpoint: Path) -> bool:
     return any((checkpoint / name).exists() for name in OPTIMIZER_STATES)
 
 
-def catch_up(scheduler: Any, checkpoint: Path) -> None:
-    """A schedule whose state was not saved goes to where the checkpoint is."""
-    steps = read_json(checkpoint / "trainer_state.json")["global_step"]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # no weight was stepped yet
-        for _ in range(steps):
-            scheduler.step()
+def _damage(checkpoint: Path, found: list[Difference]) -> Optional[str]:
+    reasons = [_damage_of_state(checkpoint / STATE)]
+    reasons += [one.text for one in found if one.is_torn and (READ.fullmatch(one.name) or one.name == "manifest.json")]
+    reasons += [_unreadable(checkpoint), _lost_weights(checkpoint, found), _rotten(checkpoint, found)]
+    return next((reason for reason in reasons if reason is not None), None)
 
 
-def fault_of(
-    checkpoint: Path, world_size: Optional[int], weights_only: bool = False, hashes: bool = True
-) -> Optional[str]:
-    """What keeps ``world_size`` ranks from going on from here; None if nothing does. None ranks: any number of them.
+def _damage_of_state(path: Path) -> Optional[str]:
+    content = json_object(path)
+    if content is None:
+        return f"no whole {STATE}, so it was being written when the run ended"
+    if "global_step" not in content:
+        return f"{STATE} has no global_step"
+    known = {name: hint for name, hint in NEEDED_OF_STATE.items() if name in content}
+    wrong = next((text for name, hint in known.items() if (text := misfit(content[name], hint, name))), None)
+    unknown = next((name for name in content if name not in FIELDS_OF_STATE), None)
+    if wrong is None and unknown is not None:
+        wrong = f"{unknown} is not known"
+    return None if wrong is None else f"{STATE} is not what the Trainer writes: {wrong}"
 
-    Of one that the stock Trainer has written (no manifest): rank 0 writes trainer_state.json last, but the other ranks
-    write their random state without waiting for it.
-    """
-    if not _is_json(checkpoint / "trainer_state.json"):
-        return "no whole trainer_state.json, so it was being written when the run ended"
-    changed = fault_of_files(checkpoint, hashes=hashes)
-    if changed is not None:
-        return changed
-    if not has_optimizer(checkpoint):
-        return None if weights_only else f"it holds no optimizer state ({WEIGHTS_ONLY_HINT})"
-    torn = next((name for name in _random_states(world_size) if not _is_zip(checkpoint / name)), None)
-    return None if torn is None else f"no whole {torn}"
+
+def _unreadable(checkpoint: Path) -> Optional[str]:
+    """Weights and optimizer whose end, or beginning, is missing; no content is read."""
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        if WEIGHTS.fullmatch(path.name) and not _is_safetensors(path):
+            return f"no whole {path.name}"
+    for pattern in ZIPPED:
+        torn = next((path for path in sorted(checkpoint.glob(pattern)) if _is_torn_zip(path)), None)
+        if torn is not None:
+            return f"no whole {torn.name}"
+    for index in sorted(checkpoint.glob("*.index.json")):
+        parts = (json_object(index) or {}).get("weight_map")
+        if not isinstance(parts, dict):
+            return f"no whole {index.name}"
+        missing = next((name for name in parts.values() if not (checkpoint / str(name)).is_file()), None)
+        if missing is not None and not _has_whole_weights(checkpoint):
+            return f"{missing} is missing, which {index.name} names"
+    return None
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Its header says how long the file must be, and opening it compares that."""
+    try:
+        with safe_open(path, framework="numpy"):
+            return True
+    except (SafetensorError, OSError):
+        return False
+
+
+def _is_torn_zip(path: Path) -> bool:
+    """``torch.save`` writes a zip archive, whose directory comes last; what begins otherwise is an older format."""
+    if not path.is_file():
+        return True
+    with open(path, "rb") as file:
+        begins = file.read(2)
+    return not zipfile.is_zipfile(path) if begins == b"PK" else not begins
+
+
+def _has_whole_weights(checkpoint: Path) -> bool:
+    return any((checkpoint / name).is_file() for name in ("model.safetensors", "pytorch_model.bin"))
+
+
+def _lost_weights(checkpoint: Path, found: list[Difference]) -> Optional[str]:
+    """Files of weights that are gone, and none in their place: weights may be cut into other files by anybody."""
+    lost = [one for one in found if WEIGHTS.fullmatch(one.name) and not (checkpoint / one.name).exists()]
+    others = [path for path in checkpoint.iterdir() if WEIGHTS.fullmatch(path.name)]
+    return lost[0].text if lost and not others else None
+
+
+def _rotten(checkpoint: Path, found: list[Difference]) -> Optional[str]:
+    """A changed archive of torch says by its own checksums whether somebody wrote it so."""
+    for one in found:
+        path = checkpoint / one.name
+        if any(path.match(pattern) for pattern in ZIPPED) and zipfile.is_zipfile(path):
+            try:
+                bad = zipfile.ZipFile(path).testzip()
+            except zipfile.BadZipFile:
+                bad = path.name
+            if bad is not None:
+                return f"{one.text}, and {bad} in it is damaged"
+    return None
+
+
+def _torn_states(checkpoint: Path) -> list[str]:
+    """Of the loops. Whoever runs without them needs none of it."""
+    torn = [f"no whole {name}" for name in TENSORS if _is_there_and_torn(checkpoint / name)]
+    for name in SHAPES:
+        if os.path.lexists(checkpoint / name):
+            try:
+                read_state(checkpoint / name)
+            except CheckpointError as error:
+                torn.append(str(error).partition(": go on from")[0])
+    return torn
+
+
+def _is_there_and_torn(path: Path) -> bool:
+    return os.path.lexists(path) and not _is_safetensors(path)
+
+
+def _of_another_step(checkpoint: Path) -> list[str]:
+    """By its name; a copy under another one would be the newest of all."""
+    step, named = json_object(checkpoint / STATE)["global_step"], step_of(checkpoint)
+    return [f"{STATE} is of step {step}"] if named not in (-1, step) else []
 
 
 def _random_states(world_size: Optional[int]) -> list[str]:
@@ -103,23 +293,26 @@ def _random_states(world_size: Optional[int]) -> list[str]:
 def _past_the_run(checkpoint: Path) -> Optional[str]:
     """A run that was taken back to an earlier checkpoint leaves later ones of another past behind."""
     step = content_of(checkpoint.parent / "run.json").get("step")
-    if step is None or step_of(checkpoint) <= step:
+    if not isinstance(step, int) or step_of(checkpoint) <= step:
         return None
     return f"the run was last seen at step {step}, so it is of an earlier start"
 
 
-def _is_json(path: Path) -> bool:
-    try:
-        return isinstance(json.loads(path.read_bytes()), dict)
-    except (FileNotFoundError, ValueError):
-        return False
+# -- besides -----------------------------------------------------------------------------------------------------------
 
 
-def _is_zip(path: Path) -> bool:
-    """``torch.save`` writes a zip archive, whose directory comes last."""
-    return path.is_file() and zipfile.is_zipfile(path)
+def catch_up(scheduler: Any, checkpoint: Path) -> None:
+    """A schedule whose state was not saved goes to where the checkpoint is."""
+    steps = read_json(checkpoint / STATE)["global_step"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # no weight was stepped yet
+        for _ in range(steps):
+            scheduler.step()
 
 
 def content_of(path: Path) -> dict[str, Any]:
-    """Of a JSON file; {} where there is none."""
-    return read_json(path) if path.is_file() else {}
+    """Of a JSON file; {} where there is none. Raises StorageError for what is no object."""
+    content = read_json(path) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise StorageError(f"{path} holds {json.dumps(content)[:40]} instead of an object; delete it or restore it")
+    return content
