@@ -26,7 +26,7 @@ from transformers import TrainerState
 
 from scu_trainer.errors import CheckpointError, StorageError
 from scu_trainer.run_files import read_json
-from scu_trainer.train.checkpoint import Difference, differences, json_object, named_as_one, step_of
+from scu_trainer.train.checkpoint import MANIFEST, Difference, differences, json_object, named_as_one, step_of
 from scu_trainer.train.saved_state import OF_LOOPS, SHAPES, TENSORS, misfit, read_state
 
 logger = logging.getLogger("scu_trainer")
@@ -167,12 +167,18 @@ def _examined(checkpoint: Path, world_size: Optional[int], weights_only: bool, h
         return Findings(damage)
     if not has_optimizer(checkpoint) and not weights_only:
         return Findings(f"it holds no optimizer state ({WEIGHTS_ONLY_HINT})")
-    spare = [one.text for one in found if not READ.fullmatch(one.name) and one.name not in OF_LOOPS]
+    spare = [one.text for one in found if _is_spare(checkpoint, one)]
     changes = [one.text for one in found if one.text not in spare]
     changes += [f"no whole {name}" for name in _random_states(world_size) if not (checkpoint / name).is_file()]
     changes += _torn_states(checkpoint)
     changes += _of_another_step(checkpoint)
     return Findings(None, tuple(dict.fromkeys(changes)), tuple(spare))
+
+
+def _is_spare(checkpoint: Path, one: Difference) -> bool:
+    if one.name == "config.json":  # read where it is there
+        return not (checkpoint / one.name).exists()
+    return not READ.fullmatch(one.name) and one.name not in OF_LOOPS
 
 
 def has_optimizer(checkpoint: Path) -> bool:
@@ -181,9 +187,20 @@ def has_optimizer(checkpoint: Path) -> bool:
 
 def _damage(checkpoint: Path, found: list[Difference]) -> Optional[str]:
     reasons = [_damage_of_state(checkpoint / STATE)]
-    reasons += [one.text for one in found if one.is_torn and (READ.fullmatch(one.name) or one.name == "manifest.json")]
+    reasons += [one.text for one in found if one.is_torn and _is_torn(checkpoint / one.name, one.name)]
     reasons += [_unreadable(checkpoint), _lost_weights(checkpoint, found), _rotten(checkpoint, found)]
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _is_torn(path: Path, name: str) -> bool:
+    """Of a file that is shorter than it was: one that is complete in itself was written so by somebody."""
+    if name == MANIFEST:
+        return True
+    if not READ.fullmatch(name):
+        return False
+    if path.suffix == ".json":
+        return json_object(path) is None
+    return not (_is_safetensors(path) if path.suffix == ".safetensors" else zipfile.is_zipfile(path))
 
 
 def _damage_of_state(path: Path) -> Optional[str]:
