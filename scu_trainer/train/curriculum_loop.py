@@ -112,7 +112,7 @@ class CurriculumLoop:
         self._numbered = Numbered(rows, self._seed)
         trainer.data_collator = NumberedCollator(trainer._get_collator_with_removed_columns(own_collator, "training"))
         try:
-            return trainer._get_dataloader(
+            loader = trainer._get_dataloader(
                 dataset=self._numbered,
                 description="Training",
                 batch_size=trainer._train_batch_size,
@@ -121,6 +121,9 @@ class CurriculumLoop:
             )
         finally:
             trainer.data_collator = own_collator
+        # For ``loader.total_batch_size``. Not before: accelerate would take batches of other sizes for unfinished ones.
+        self.sampler.batch_size = trainer._train_batch_size
+        return loader
 
     def training_values(self, values: tuple) -> tuple:
         """The stock Trainer's, with as many epochs as ``max_steps`` may take when epochs are shorter than the first."""

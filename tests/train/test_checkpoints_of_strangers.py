@@ -84,7 +84,7 @@ def test_a_wrong_wish_is_told_as_the_stock_trainer_tells_it(tmp_path, wish, exis
     for kind, extra in ((Trainer, {}), (SCUTrainer, loops)):
         trainer = kind(llama(), arguments(folder), train_dataset=Rows(), **extra)
         folder.mkdir() if exists and not folder.exists() else None
-        with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever the stock one raises
+        with pytest.raises(Exception) as caught:
             trainer.train(resume_from_checkpoint=WISHES[wish](folder))
         told.append((type(caught.value), str(caught.value)))
     assert told[0] == told[1]
@@ -264,7 +264,8 @@ HARMS: dict[str, list[Callable[[Path], Any]]] = {
     ],
     "scu_state.json": [
         cut, written(""), written("[1]"), written("{}"), with_value("state", "lam"), with_value("progress", "tokens_n"),
-        with_value("state", "unheard_of", value=1), with_value("interval", value=[[1]]), with_value("settings", value=3),
+        with_value("state", "unheard_of", value=1), with_value("interval", value=[[1]]),
+        with_value("settings", value=3),
     ],
     "memory_state.json": [
         cut, written("null"), with_value("books", value=None), with_value("books", "windows"),

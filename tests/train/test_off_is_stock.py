@@ -26,7 +26,7 @@ from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, UnevenRows, arguments, conv_net, gpt2, images, llama, lora, pad, same, weights_of
 
 BOTH = [Trainer, SCUTrainer]
-TIMED = ("runtime", "per_second", "mem_")
+TIMED = ("time", "per_second", "mem_")
 
 
 class BareLoss(nn.Module):
