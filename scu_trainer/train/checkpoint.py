@@ -138,9 +138,10 @@ def _is_whole(checkpoint: Path) -> bool:
     return fault_of_files(checkpoint, hashes=False) is None
 
 
-def set_aside(run: Path, step: int) -> list[str]:
-    """Give checkpoints after ``step`` another name: the run goes on from there, and writes its own. Returns names."""
-    later = [path for path in checkpoints(run) if step_of(path) > step] if run.is_dir() else []
+def set_aside(run: Path, step: int, kept: Optional[Path] = None) -> list[str]:
+    """Give checkpoints after ``step`` another name: the run goes on from there, and writes its own. ``kept``: the one
+    that is gone on from, whatever its number. Returns names."""
+    later = [path for path in checkpoints(run) if step_of(path) > step and path != kept] if run.is_dir() else []
     for path in later:
         path.rename(_free(run / f"{SUPERSEDED}{path.name}"))
     return [path.name for path in reversed(later)]

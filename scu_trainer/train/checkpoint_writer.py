@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from safetensors import SafetensorError
+from transformers.trainer_utils import rotate_checkpoints
 
 from scu_trainer.errors import StorageError
 from scu_trainer.run_files import free_bytes, readable
@@ -121,8 +122,11 @@ class CheckpointWriter:
         files.seal(staged, {"step": trainer.state.global_step, **self.facts})
         files.publish(staged, final)
         self._written_bytes = files.size_bytes(final)
-        best = trainer.state.best_model_checkpoint
-        files.rotate(final.parent, final, trainer.args.save_total_limit, None if best is None else Path(best))
+        best, limit = trainer.state.best_model_checkpoint, trainer.args.save_total_limit
+        if trainer.is_stock:  # the oldest are those that were written first, whoever wrote them
+            rotate_checkpoints(str(final.parent), limit, best, use_mtime=True)
+        else:
+            files.rotate(final.parent, final, limit, None if best is None else Path(best))
 
     def _name_best(self, final: Path, staged: Path) -> None:
         """The stock Trainer looks for the best checkpoint beside this one, and writes its path into the state."""

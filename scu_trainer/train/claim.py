@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 from scu_trainer.errors import CheckpointError, UserError
-from scu_trainer.train.checkpoint import checkpoints, clear_staging, set_aside, step_of
+from scu_trainer.train.checkpoint import checkpoints, clear_staging, set_aside
 from scu_trainer.train.resume import Request, Start, decide, going_on, restarted_since_s, wanted_checkpoint
 from scu_trainer.train.run_lock import RunLock
-from scu_trainer.train.usable import examine, fault_of, whole_checkpoint
+from scu_trainer.train.usable import examine, fault_of, step_inside, whole_checkpoint
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -61,9 +61,10 @@ class Claim:
         """Once it is certain that the run goes on: checkpoints of a past that it does not go on with. Their names."""
         if self._lock is None:
             return []
-        checkpoint = self.start.checkpoint
-        step = 0 if checkpoint is None else max(0, step_of(Path(str(checkpoint))))
-        return set_aside(self.start.output_dir, step)
+        if self.start.checkpoint is None:
+            return set_aside(self.start.output_dir, 0)
+        checkpoint = Path(str(self.start.checkpoint))  # which may have any name
+        return set_aside(self.start.output_dir, step_inside(checkpoint), checkpoint)
 
     def close(self) -> None:
         if self._lock is not None:

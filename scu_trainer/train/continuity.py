@@ -72,14 +72,14 @@ class Change:
 
 def facts_of(checkpoint: Path) -> dict[str, Any]:
     """What is known of the run that wrote ``checkpoint``: its manifest, else training_config.json beside it, or {}."""
-    manifest = _sound(read_manifest(checkpoint))
+    manifest = sound(read_manifest(checkpoint))
     if "configuration" in manifest:
         return manifest
     description = checkpoint.parent / "training_config.json"
-    return _sound(content_of(description)) or manifest
+    return sound(content_of(description)) or manifest
 
 
-def _sound(facts: dict[str, Any]) -> dict[str, Any]:
+def sound(facts: dict[str, Any]) -> dict[str, Any]:
     """Without what cannot be compared: a file may have been edited, or be of another program."""
     return {name: fact for name, fact in facts.items() if isinstance(fact, KINDS.get(name, object))}
 

@@ -56,7 +56,7 @@ from scu_trainer.train.pushing import Pushes
 from scu_trainer.train.ranks import refuse_arguments
 from scu_trainer.train.regularizer import Regularizer, prior_class_for
 from scu_trainer.train.saved_state import read_state, read_tensors
-from scu_trainer.train.usable import catch_up, has_optimizer, usable
+from scu_trainer.train.usable import catch_up, has_optimizer, tell_of_fresh_optimizer, usable
 from scu_trainer.train.wrap import adopt, countable
 
 STATE_FILE = "scu_state.json"
@@ -392,6 +392,8 @@ class SCUTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: Optional[str]) -> None:
         with tensors_only(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            tell_of_fresh_optimizer(Path(checkpoint))
         if self.is_stock:
             return
         if checkpoint is not None and not has_optimizer(Path(checkpoint)):  # weights_only: everything else begins anew

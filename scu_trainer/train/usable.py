@@ -297,8 +297,13 @@ def _is_there_and_torn(path: Path) -> bool:
 
 def _of_another_step(checkpoint: Path) -> list[str]:
     """By its name; a copy under another one would be the newest of all."""
-    step, named = json_object(checkpoint / STATE)["global_step"], step_of(checkpoint)
+    step, named = step_inside(checkpoint), step_of(checkpoint)
     return [f"{STATE} is of step {step}"] if named not in (-1, step) else []
+
+
+def step_inside(checkpoint: Path) -> int:
+    """Of one without damage."""
+    return int(json_object(checkpoint / STATE)["global_step"])
 
 
 def _random_states(world_size: Optional[int]) -> list[str]:
@@ -316,6 +321,14 @@ def _past_the_run(checkpoint: Path) -> Optional[str]:
 
 
 # -- besides -----------------------------------------------------------------------------------------------------------
+
+
+def tell_of_fresh_optimizer(checkpoint: Path) -> None:
+    """The stock Trainer reads optimizer and schedule both or, without a word, neither."""
+    missing = [name for name in ("optimizer.pt", "scheduler.pt") if not (checkpoint / name).is_file()]
+    if missing:
+        names = " and no ".join(missing)
+        logger.warning("%s holds no %s: the optimizer and its schedule start over", checkpoint, names)
 
 
 def catch_up(scheduler: Any, checkpoint: Path) -> None:

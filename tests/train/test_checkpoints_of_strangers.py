@@ -19,6 +19,8 @@ from transformers import Trainer
 from scu_trainer.errors import CheckpointError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.train import checkpoint as files
+from scu_trainer.train.claim import Claim
+from scu_trainer.train.resume import AUTO, Request, decide
 from scu_trainer.train.trainer import SCUTrainer
 from scu_trainer.train.usable import examine, newest_checkpoint, newest_with_reasons
 from tests.tiny import Rows, arguments, llama, same, trained, weights_of
@@ -157,6 +159,15 @@ def test_edited_it_resumes_as_with_the_stock_trainer(ours, tmp_path, caplog, edi
     ]
 
 
+@pytest.mark.parametrize("missing", ["optimizer.pt", "scheduler.pt"])
+def test_an_optimizer_that_starts_over_is_said(stock, tmp_path, caplog, missing):
+    """The stock Trainer reads both or, without a word, neither."""
+    checkpoint = copied(stock, tmp_path, 4) / "checkpoint-4"
+    (checkpoint / missing).unlink()
+    resumed(SCUTrainer, str(checkpoint), tmp_path / "off")
+    assert f"checkpoint-4 holds no {missing}: the optimizer and its schedule start over" in caplog.text
+
+
 @pytest.mark.parametrize("edit", EDITS)
 def test_unasked_an_edited_one_comes_after_a_whole_one(ours, tmp_path, caplog, edit):
     change, said, is_chosen = EDITS[edit]
@@ -209,6 +220,35 @@ def test_a_number_that_is_not_its_step_is_not_the_newest(ours, tmp_path, caplog)
     assert "trainer_state.json is of step 2" in caplog.text
     shutil.rmtree(run / "checkpoint-4")
     assert newest_checkpoint(run, 1) == huge
+
+
+def test_what_is_put_aside_goes_by_the_step_inside(ours, tmp_path):
+    run = copied(ours, tmp_path / "run", 2, 4, 6)
+    mine = (run / "checkpoint-4").rename(run / "checkpoint-5")
+    (run / "run.json").write_text("{}")
+    with Claim(arguments(run, resume_from_checkpoint=str(mine))) as claim:
+        assert claim.put_aside() == ["checkpoint-6"]
+    mine = mine.rename(run / "mine")
+    shutil.copytree(ours / "checkpoint-6", run / "checkpoint-6")
+    with Claim(arguments(run, resume_from_checkpoint=str(mine))) as claim:
+        assert claim.put_aside() == ["checkpoint-6"]
+    assert (run / "checkpoint-2").is_dir()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"run.json": '{"updated": 3, "step": "x"}'},
+        {"run.json": '{"updated": "yesterday"}', "training_config.json": '{"start_number": "x", "world_size": []}'},
+        {"run.json": "{}", "training_config.json": '{"configuration": [], "data": 1}'},
+    ],
+)
+def test_wrong_types_beside_it_do_not_count(ours, tmp_path, content):
+    run = copied(ours, tmp_path / "run", 2)
+    for name, text in content.items():
+        (run / name).write_text(text)
+    assert decide(Request(AUTO, run, 1)).checkpoint == str(run / "checkpoint-2")
+    assert decide(Request(None, run, 1, configuration={"seed": 1})).checkpoint is None
 
 
 # -- what is broken ----------------------------------------------------------------------------------------------------
@@ -342,6 +382,19 @@ def test_facts_of_a_manifest_that_are_none_do_not_count(ours, tmp_path, change):
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     now = {"configuration": {"seed": 1}, "data": {"fingerprint": "a"}, "world_size": 1, "versions": {"torch": "2"}}
     assert check_continuity(checkpoint, now) == []
+
+
+@pytest.mark.parametrize("is_cut", [True, False], ids=["a shard", "all weights"])
+def test_weights_that_are_gone(ours, tmp_path, is_cut):
+    run = copied(ours, tmp_path, 2, 4)
+    if is_cut:
+        cut_into_shards(run / "checkpoint-4")
+    lost = "model-00002-of-00002.safetensors" if is_cut else "model.safetensors"
+    (run / "checkpoint-4" / lost).unlink()
+    with pytest.raises(CheckpointError, match=f"{lost} is missing"):
+        resumed(SCUTrainer, str(run / "checkpoint-4"), tmp_path / "new")
+    shutil.rmtree(run / "checkpoint-2")
+    assert newest_checkpoint(run, 1) is None
 
 
 def test_a_rotten_optimizer_is_not_an_edited_one(ours, tmp_path):

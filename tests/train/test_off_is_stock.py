@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import json
+import os
 import pickle
 import random
 import weakref
@@ -204,6 +205,18 @@ def all_of(trainer: Trainer) -> dict[str, Any]:
     }
 
 
+def test_the_same_checkpoints_stay(tmp_path):
+    """Also where there are some of an earlier run, with higher numbers."""
+    left = []
+    for kind in BOTH:
+        folder = tmp_path / kind.__name__
+        (folder / "checkpoint-100").mkdir(parents=True)
+        os.utime(folder / "checkpoint-100", (1e9, 1e9))
+        made(kind, folder, llama, **SAVE, save_total_limit=2).train()
+        left.append({path.name for path in folder.iterdir()})
+    assert left[0] == left[1] == {"checkpoint-4", "checkpoint-6"}
+
+
 @pytest.mark.parametrize("case", CONFIGURATIONS)
 def test_side_by_side(tmp_path, case):
     make, changes, derived = CONFIGURATIONS[case]
@@ -257,7 +270,10 @@ ON = {
 
 
 def attributes_of(model: nn.Module) -> list[Any]:
-    return [{name: len(value) for name, value in vars(m).items() if hasattr(value, "__len__")} for m in model.modules()]
+    def size(value: Any) -> int:
+        return len(value) if hasattr(value, "__len__") else 1
+
+    return [{name: size(value) for name, value in vars(module).items()} for module in model.modules()]
 
 
 @pytest.mark.parametrize("loops", [{}, ON], ids=["off", "on"])
@@ -266,7 +282,8 @@ def test_nothing_stays_on_the_model_and_the_optimizer(tmp_path, kind, loops):
     if kind is BareLoss and loops:
         loops = {**loops, "regularization": RegularizationSettings(target_s=0.02, tokens=100.0)}
     model, rows = kind(), Points() if kind is BareLoss else Rows()
-    before = attributes_of(model)
+    beside = made(Trainer, tmp_path / "stock", Tupled if kind is BareLoss else kind, dataset=rows, max_steps=3)
+    beside.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     hooks = {name: len(value) for name, value in vars(optimizer).items() if "hooks" in name}
     collator = pad if kind is llama else None
@@ -277,7 +294,7 @@ def test_nothing_stays_on_the_model_and_the_optimizer(tmp_path, kind, loops):
     pickle.loads(pickle.dumps(model))
     used = trainer.data_collator
     trainer.train()
-    assert attributes_of(model) == before
+    assert attributes_of(model) == attributes_of(beside.model)
     assert {name: len(value) for name, value in vars(optimizer).items() if "hooks" in name} == hooks
     assert trainer.data_collator is used and trainer.optimizer.optimizer is optimizer
     assert set(vars(args)) == set(vars(arguments(tmp_path))) and args.remove_unused_columns
