@@ -37,11 +37,11 @@ OPTIMIZER_STATES = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
 WEIGHTS_ONLY_HINT = "--weights_only takes its weights and begins the optimizer anew"
 
 STATE = "trainer_state.json"
-WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model)\b.*\.(safetensors|bin)")
+WEIGHTS = re.compile(r"(adapter_|pytorch_)?model[^/]*\.(safetensors|bin)")
 ZIPPED = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
 READ = re.compile(
-    rf"{WEIGHTS.pattern}|(model|pytorch_model)\b.*\.index\.json|optimizer\..*|scheduler\.pt|scaler\.pt|rng_state.*\.pth"
-    r"|trainer_state\.json|config\.json|latest|.*/.*"
+    rf"{WEIGHTS.pattern}|(pytorch_)?model[^/]*\.index\.json|(adapter_)?config\.json|optimizer\..*|scheduler\.pt|scaler\.pt"
+    r"|rng_state.*\.pth|trainer_state\.json|latest|.*/.*"
 )
 """Files that a resume of the stock Trainer opens, those of DeepSpeed and FSDP in folders among them."""
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
+from scu_trainer.cli import train
 from scu_trainer.errors import CheckpointError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.train import checkpoint as files
@@ -23,7 +24,7 @@ from scu_trainer.train.claim import Claim
 from scu_trainer.train.resume import AUTO, Request, decide
 from scu_trainer.train.trainer import SCUTrainer
 from scu_trainer.train.usable import examine, newest_checkpoint, newest_with_reasons
-from tests.tiny import Rows, arguments, llama, same, trained, weights_of
+from tests.tiny import Rows, arguments, llama, same, saved_llama, trained, weights_of
 
 STEPS = {"max_steps": 6, "lr_scheduler_type": "linear"}
 SAVED = {**STEPS, "save_strategy": "steps", "save_steps": 2}
@@ -449,3 +450,40 @@ def test_one_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path, mon
     assert caught.value is error
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2"}
     assert newest_checkpoint(tmp_path, 1) == tmp_path / "checkpoint-2"
+
+
+# -- on the command line -----------------------------------------------------------------------------------------------
+
+
+def test_the_command_ends_in_one_line_or_takes_the_older(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "The cat sat on mat {i}."}}\n' * 3 for i in range(9)))
+    options = {
+        "model_name_or_path": saved_llama(tmp_path / "model"),
+        "dataset": tmp_path / "rows.jsonl",
+        "block_size": 32,
+        "max_steps": 4,
+        "save_steps": 2,
+        "per_device_train_batch_size": 2,
+        "output_dir": tmp_path / "run",
+        "cache_dir": tmp_path / "cache",
+        "use_cpu": "true",
+        "predict_memory": "false",
+        "preflight": "off",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert train.main(words) == 0
+    run, broken = tmp_path / "run", tmp_path / "run" / "checkpoint-4"
+    with_value("books", value=None)(broken / "memory_state.json")
+    (broken / files.MANIFEST).unlink()
+    os.mkfifo(run / "checkpoint-6")
+
+    capsys.readouterr()
+    assert train.main([*words, "--max_steps", "8", "--resume_from_checkpoint", str(broken)]) == 2
+    said = capsys.readouterr().err
+    told = next(line for line in said.splitlines() if line.startswith("error: "))
+    assert "memory_state.json is not what a run writes there (books is missing)" in told and "Traceback" not in said
+    with_step = json.loads((run / "run.json").read_text()) | {"step": 9}
+    (run / "run.json").write_text(json.dumps(with_step))
+    assert train.main([*words, "--max_steps", "3", "--resume_from_checkpoint", "true"]) == 0
+    said = "".join(capsys.readouterr())
+    assert f"going on from {run / 'checkpoint-2'}" in said and "checkpoint-6 is skipped: it is no folder" in said
