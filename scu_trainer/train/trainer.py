@@ -121,10 +121,10 @@ class SCUTrainer(Trainer):
             self.curriculum = CurriculumLoop(self, curriculum)
             self.curriculum_callback = CurriculumCallback(self.curriculum)
             self.add_callback(self.curriculum_callback)
-        chunked_loss = "never" if memory is None else memory.resolved_chunked_loss
+        self._chunked_loss = "never" if memory is None else memory.resolved_chunked_loss
         self.loss_path: Optional[LossPath] = None
-        if self.curriculum is not None or chunked_loss != "never":
-            self.loss_path = LossPath(self, chunked_loss, self.curriculum)
+        if self.curriculum is not None or self._chunked_loss != "never":
+            self.loss_path = LossPath(self, self._chunked_loss, self.curriculum)
         if regularization is not None:
             prior_class = prior_class_for(self, regularization)
             self.regularizer = Regularizer(regularization, self.model, regularization_tokens, prior_class)
@@ -153,10 +153,12 @@ class SCUTrainer(Trainer):
             self.efficiency.finish()
 
     def _begin_anew(self) -> None:
-        """What an earlier ``train`` of this trainer has counted is not of this one."""
+        """What an earlier ``train`` of this trainer has counted, and found out about its model, is not of this one."""
         for loop in (self.regularizer, self.chunked, self.bad_numbers):
             if loop is not None:
                 loop.begin_anew()
+        if self.loss_path is not None:
+            self.loss_path = LossPath(self, self._chunked_loss, self.curriculum)
 
     @property
     def difficulty(self):

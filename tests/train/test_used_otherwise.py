@@ -15,7 +15,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Examples, Rows, UnevenRows, arguments, llama, pad, same, weights_of
-from tests.train.test_off_is_stock import tensors, untimed
+from tests.train.test_off_is_stock import BareLoss, Points, tensors, untimed
 
 LOOPS = {
     "regularization": RegularizationSettings(target_s=0.02),
@@ -137,6 +137,24 @@ def test_every_training_of_a_model_init_is_pulled(tmp_path):
     reference = SCUTrainer(llama(), arguments(tmp_path / "one"), train_dataset=Rows(), regularization=lam)
     reference.train()
     assert same(ends[0], weights_of(reference.model)) and same(ends[1], ends[0])
+
+
+class Normed(BareLoss):
+    """Whose rows act on each other, where the mean of ``BareLoss`` adds up over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(self.inner, torch.nn.BatchNorm1d(1))
+
+
+def test_what_was_found_out_of_one_model_is_not_taken_for_the_next(tmp_path):
+    kinds = iter((BareLoss, BareLoss, Normed))  # the first is made with the trainer
+    args, memory = arguments(tmp_path, max_steps=2), MemorySettings(max_batch_size=2)
+    trainer = SCUTrainer(args=args, model_init=lambda: next(kinds)(), train_dataset=Points(), memory=memory)
+    trainer.train()
+    assert trainer.chunked.reduction.is_exact
+    trainer.train()
+    assert not trainer.chunked.reduction.is_exact
 
 
 # -- again from a checkpoint, in the same process ----------------------------------------------------------------------
