@@ -161,7 +161,8 @@ class BadNumbers(TrainerCallback):
     @property
     def _has_learned(self) -> bool:
         """Whether any row of this rank was trained on; rows without a finite loss are set aside one by one."""
-        return not self._tracks_rows or self.trainer.loss_path.has_learned
+        path = self.trainer.loss_path
+        return not self._tracks_rows or path.has_learned or not path.was_asked
 
     def _gradient(self, norm: Any) -> torch.Tensor:
         if self.trainer.is_deepspeed_enabled:

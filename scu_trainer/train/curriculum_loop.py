@@ -31,7 +31,7 @@ from scu_trainer.data.store import StoredArrays
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.run_files import write_json
 from scu_trainer.settings import CurriculumSettings
-from scu_trainer.train.curriculum_rules import check_reading, refuse, require_enough_epochs
+from scu_trainer.train.curriculum_rules import check_loss_path, check_reading, refuse, require_enough_epochs
 from scu_trainer.train.deliveries import Counts, Deliveries
 from scu_trainer.train.row_readings import Reading, RowLosses
 from scu_trainer.train.row_weights import RowWeights
@@ -222,6 +222,19 @@ class CurriculumLoop:
         if reading is not None and reading.classes is not None and reading.classes > 1:
             self._classes = reading.classes
             self._tell_classes()
+
+    def found_no_loss(self) -> None:
+        """The first step was trained past the trainer's own ``compute_loss``. Raises ControlError."""
+        self._say([check_loss_path(self.settings, type(self.trainer).__name__)])
+
+    def require_own_loader(self) -> None:
+        """Raises ControlError where somebody else chooses the samples of this training."""
+        if self.sampler is None:
+            raise ControlError(
+                f"get_train_dataloader of {type(self.trainer).__name__} gives a loader of its own, so a curriculum "
+                "cannot choose its samples; take the loader from super().get_train_dataloader(), or leave the "
+                "curriculum out"
+            )
 
     def _tell_classes(self) -> None:
         self.sampler.law = replace(self.sampler.law, classes=self._classes)

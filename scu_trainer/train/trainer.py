@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, Trainer
 
-from scu_trainer.errors import CheckpointError, NonFiniteLoss
+from scu_trainer.errors import CheckpointError, ControlError, NonFiniteLoss
 from scu_trainer.models.hub_errors import as_hub_error
 from scu_trainer.models.loading_safety import tensors_only
 from scu_trainer.run_files import write_json
@@ -154,11 +154,23 @@ class SCUTrainer(Trainer):
 
     def _begin_anew(self) -> None:
         """What an earlier ``train`` of this trainer has counted, and found out about its model, is not of this one."""
+        there = self.callback_handler.callbacks
+        missing = [type(one).__name__ for one in self._callbacks_of_loops() if one not in there]
+        if missing:
+            raise ControlError(
+                f"{', '.join(missing)} was taken off this trainer, and its loop cannot act without it; leave the loop "
+                "out where the trainer is made, or put the callback back with add_callback"
+            )
         for loop in (self.regularizer, self.chunked, self.bad_numbers):
             if loop is not None:
                 loop.begin_anew()
         if self.loss_path is not None:
             self.loss_path = LossPath(self, self._chunked_loss, self.curriculum)
+
+    def _callbacks_of_loops(self):
+        own = [self.bad_numbers, self.efficiency.average, self.efficiency.throughput, self.efficiency.profile]
+        own += [getattr(self, f"{name}_callback", None) for name in ("memory", "curriculum", "regularization")]
+        return [callback for callback in own if callback is not None]
 
     @property
     def difficulty(self):
@@ -177,6 +189,8 @@ class SCUTrainer(Trainer):
         return loader if self.is_stock else shield(loader)
 
     def set_initial_training_values(self, args, dataloader):
+        if self.curriculum is not None:
+            self.curriculum.require_own_loader()
         values = super().set_initial_training_values(args, dataloader)
         self._steps_per_epoch = values[1]
         return values if self.curriculum is None else self.curriculum.training_values(values)
@@ -243,6 +257,8 @@ class SCUTrainer(Trainer):
             if self.bad_numbers is None:
                 raise
             self.bad_numbers.stop_at(error)
+        if self.curriculum is not None and not self.loss_path.was_asked:
+            self.curriculum.found_no_loss()
         if self.bad_numbers is not None:
             self.bad_numbers.observe(loss, num_items_in_batch)
         if self.regularizer is not None:

@@ -10,6 +10,7 @@ import torch
 from accelerate import skip_first_batches
 from transformers import Trainer
 
+from scu_trainer.errors import ControlError
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
@@ -72,6 +73,39 @@ def test_a_planned_loader_has_what_the_stock_one_has(tmp_path):
     assert len(list(skip_first_batches(ours, 1))) == len(ours) - 1
     with pytest.raises(AttributeError):
         _ = ours.dataset.nothing
+
+
+class OwnLoader(SCUTrainer):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=2, collate_fn=pad)
+
+
+class OwnLoss(SCUTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(input_ids=inputs["input_ids"], labels=inputs["labels"])["loss"]
+
+
+def test_who_chooses_samples_and_losses_past_a_curriculum_is_told(tmp_path):
+    with pytest.raises(ControlError, match=r"get_train_dataloader of OwnLoader .* super\(\)\.get_train_dataloader"):
+        made(tmp_path, OwnLoader, **LOOPS).train()
+    with pytest.raises(ControlError, match=r"that of OwnLoss does not call it; .* super\(\)\.compute_loss"):
+        made(tmp_path, OwnLoss, **LOOPS).train()
+    only_books = made(tmp_path, OwnLoss, **LOOPS | {"curriculum": CurriculumSettings("none")})
+    only_books.train()
+    assert only_books.state.global_step == 6 and only_books.bad_numbers.skipped_steps == 0
+    assert any("compute_loss of OwnLoss does not call" in notice for notice in only_books.curriculum.notices)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_whose_callback_was_taken_off_says_so(tmp_path, name):
+    trainer = made(tmp_path, **{name: LOOPS[name]})
+    taken = trainer._callbacks_of_loops()
+    assert taken
+    trainer.remove_callback(type(taken[0]))
+    with pytest.raises(ControlError, match=f"{type(taken[0]).__name__} was taken off this trainer"):
+        trainer.train()
+    trainer.add_callback(taken[0])
+    assert trainer.train().global_step == 6
 
 
 # -- twice -------------------------------------------------------------------------------------------------------------
