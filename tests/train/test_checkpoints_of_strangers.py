@@ -123,6 +123,11 @@ def other_weights(folder: Path) -> None:
     save_file({k: 0.5 * w for k, w in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def shorter_weights(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file({k: w.bfloat16() for k, w in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def without(*names: str) -> Callable[[Path], None]:
     return lambda folder: [(folder / name).unlink() for name in names]
 
@@ -132,6 +137,7 @@ EDITS: dict[str, tuple[Callable[[Path], Any], str, bool]] = {
     "no random state": (without("rng_state.pth"), "rng_state.pth is missing", False),
     "an edited state": (edit_state, "trainer_state.json has", False),
     "other weights": (other_weights, "model.safetensors was changed", False),
+    "weights in half the bytes": (shorter_weights, "model.safetensors has", False),
     "no optimizer": (without("optimizer.pt", "scheduler.pt"), "optimizer.pt is missing", False),
     "no schedule": (without("scheduler.pt"), "scheduler.pt is missing", False),
     "without what is not needed": (without("training_args.bin", "config.json"), "training_args.bin is missing", True),
