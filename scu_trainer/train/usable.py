@@ -98,7 +98,8 @@ def newest_with_reasons(run: Path, world_size: Optional[int], weights_only: bool
         return None, skipped
     checkpoint, found = changed
     _warn(checkpoint, found)
-    return checkpoint, [line for line in skipped if not line.startswith(f"{checkpoint.name} ")]
+    others = [line for line in skipped if not line.startswith(f"{checkpoint.name} ")]
+    return checkpoint, [*others, f"{checkpoint.name} itself was changed: {found.fault}"]
 
 
 def whole_checkpoint(run: Path, weights_only: bool) -> tuple[Path, list[str]]:

@@ -183,7 +183,9 @@ def test_unasked_an_edited_one_comes_after_a_whole_one(ours, tmp_path, caplog, e
     assert newest_checkpoint(run, 1, weights_only=True) == run / f"checkpoint-{4 if is_chosen else 2}"
     assert said in caplog.text
     shutil.rmtree(run / "checkpoint-2")
-    assert newest_with_reasons(run, 1, weights_only=True) == (run / "checkpoint-4", [])
+    chosen, reasons = newest_with_reasons(run, 1, weights_only=True)
+    assert chosen == run / "checkpoint-4"
+    assert [reason.partition(": ")[0] for reason in reasons] == ["checkpoint-4 itself was changed"] * (not is_chosen)
 
 
 @pytest.mark.parametrize("edit", ["in two files", "no random state", "an edited state", "without what is not needed"])
