@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 from scu_trainer.errors import CheckpointError, UserError
 from scu_trainer.train.checkpoint import checkpoints, clear_staging, set_aside
+from scu_trainer.train.findings import examine, step_inside
 from scu_trainer.train.resume import Request, Start, decide, going_on, restarted_since_s, wanted_checkpoint
 from scu_trainer.train.run_lock import RunLock
-from scu_trainer.train.usable import examine, fault_of, step_inside, whole_checkpoint
+from scu_trainer.train.usable import fault_of, whole_checkpoint
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -46,6 +46,7 @@ from scu_trainer.train.checkpoint_writer import CheckpointWriter
 from scu_trainer.train.chunked_step import ChunkedStep
 from scu_trainer.train.curriculum_loop import CurriculumLoop
 from scu_trainer.train.efficiency import Efficiency
+from scu_trainer.train.findings import has_optimizer
 from scu_trainer.train.loader_workers import shield
 from scu_trainer.train.log_history import loop_scalars
 from scu_trainer.train.loss_path import LossPath, without_index
@@ -56,7 +57,7 @@ from scu_trainer.train.pushing import Pushes
 from scu_trainer.train.ranks import refuse_arguments
 from scu_trainer.train.regularizer import Regularizer, prior_class_for
 from scu_trainer.train.saved_state import read_state, read_tensors
-from scu_trainer.train.usable import catch_up, has_optimizer, tell_of_fresh_optimizer, usable
+from scu_trainer.train.usable import catch_up, tell_of_fresh_optimizer, usable
 from scu_trainer.train.wrap import adopt, countable
 
 STATE_FILE = "scu_state.json"

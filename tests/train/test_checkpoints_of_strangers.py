@@ -21,9 +21,10 @@ from scu_trainer.errors import CheckpointError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.train import checkpoint as files
 from scu_trainer.train.claim import Claim
+from scu_trainer.train.findings import examine
 from scu_trainer.train.resume import AUTO, Request, decide
 from scu_trainer.train.trainer import SCUTrainer
-from scu_trainer.train.usable import examine, newest_checkpoint, newest_with_reasons
+from scu_trainer.train.usable import newest_checkpoint, newest_with_reasons
 from tests.tiny import Rows, arguments, llama, same, saved_llama, trained, weights_of
 
 STEPS = {"max_steps": 6, "lr_scheduler_type": "linear"}
