@@ -49,8 +49,8 @@ class ControlError(UserError):
     """A controller cannot do what it was asked with this model, optimizer or launcher."""
 
 
-class CheckpointError(UserError):
-    """A checkpoint cannot be resumed as asked."""
+class CheckpointError(UserError, ValueError):
+    """A checkpoint cannot be resumed as asked. The stock Trainer raises ValueError where it notices."""
 
 
 class PreflightError(UserError):

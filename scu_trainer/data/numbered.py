@@ -37,6 +37,12 @@ class Numbered(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __getattr__(self, name: str) -> Any:
+        """What is looked for on ``loader.dataset`` is what the user's own dataset has."""
+        if name.startswith("_") or name == "rows":  # not yet there while this is unpickled
+            raise AttributeError(name)
+        return getattr(self.rows, name)
+
     def __getitem__(self, index: int) -> tuple[int, Any]:
         return self.__getitems__([index])[0]
 

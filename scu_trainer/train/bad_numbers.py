@@ -14,7 +14,6 @@ nothing to save.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ from scu_trainer.train.checkpoint import checkpoints
 from scu_trainer.train.divergence_watch import DivergenceWatch
 from scu_trainer.train.first_nonfinite import Finding, locate, nonfinite_weight, weights_are_finite
 from scu_trainer.train.marks import ChangingBuffers
+from scu_trainer.train.saved_state import read_state
 
 if TYPE_CHECKING:
     from scu_trainer.train.trainer import SCUTrainer
@@ -65,9 +65,7 @@ class BadNumbers(TrainerCallback):
 
     def __init__(self, trainer: SCUTrainer, settings: SafetySettings) -> None:
         self.trainer, self.settings = trainer, settings
-        self.skipped_steps = self.in_a_row = 0
         self.divergence: Optional[DivergenceWatch] = None
-        self._records: list[dict[str, Any]] = []
         self._batches: Sequence[Any] = ()
         self._losses: list[torch.Tensor] = []
         self._items: Any = None
@@ -76,6 +74,14 @@ class BadNumbers(TrainerCallback):
         if settings.divergence != "off":
             self.divergence = DivergenceWatch(trainer, settings)
             trainer.add_callback(self.divergence)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Before a training, which may go on with the counts of its checkpoint."""
+        self.skipped_steps = self.in_a_row = 0
+        self._records: list[dict[str, Any]] = []
+        if self.divergence is not None:
+            self.divergence.begin_anew()
 
     # -- events of the stock loop --------------------------------------------------------------------------------------
 
@@ -155,7 +161,8 @@ class BadNumbers(TrainerCallback):
     @property
     def _has_learned(self) -> bool:
         """Whether any row of this rank was trained on; rows without a finite loss are set aside one by one."""
-        return not self._tracks_rows or self.trainer.loss_path.has_learned
+        path = self.trainer.loss_path
+        return not self._tracks_rows or path.has_learned or not path.was_asked
 
     def _gradient(self, norm: Any) -> torch.Tensor:
         if self.trainer.is_deepspeed_enabled:
@@ -344,7 +351,7 @@ class BadNumbers(TrainerCallback):
         path = Path(checkpoint) / STATE_FILE
         if not path.is_file():
             return
-        saved = json.loads(path.read_text())
+        saved = read_state(path)
         self.skipped_steps, self._records = saved["skipped_steps"], saved["records"]
         if self.divergence is not None and saved["divergence"] is not None:
             self.divergence.load_state_dict(saved["divergence"])

@@ -58,6 +58,7 @@ class RegularizationCallback(TrainerCallback):
         steps_per_epoch = math.ceil(len(loader) / accumulation) if has_length(loader) else state.max_steps
         self._regularizer.start(state.max_steps, steps_per_epoch, args.seed)
         self._said = len(self._regularizer.progress.notices)
+        self.rate_factor, self.seconds, self.last_row = 1.0, 0.0, None  # of this training
         if args.should_save:
             self.history = opened(args.output_dir, HISTORY_FILE, state.global_step)
 

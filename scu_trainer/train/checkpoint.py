@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
@@ -43,6 +44,11 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoints(run: Path) -> list[Path]:
     """Every checkpoint-N folder of ``run``, whole or not, the newest first."""
+    return [path for path in named_as_one(run) if path.is_dir()]
+
+
+def named_as_one(run: Path) -> list[Path]:
+    """Everything in ``run`` that is called checkpoint-N, the newest first: also files, pipes and links to nowhere."""
     return sorted((path for path in run.glob("checkpoint-*") if step_of(path) >= 0), key=step_of, reverse=True)
 
 
@@ -81,7 +87,7 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
 def publish(staged: Path, final: Path) -> None:
     """Give a sealed folder its name. One that has it already is put aside first, and is gone afterwards."""
     staging = staged.parent
-    if final.exists():  # on a kill between the two renames the older checkpoints and the sealed one are there
+    if os.path.lexists(final):  # on a kill between the two renames the older checkpoints and the sealed one are there
         final.rename(staging / f"replaced-{final.name}")
     staged.rename(final)
     sync_directory(final.parent)
@@ -132,9 +138,10 @@ def _is_whole(checkpoint: Path) -> bool:
     return fault_of_files(checkpoint, hashes=False) is None
 
 
-def set_aside(run: Path, step: int) -> list[str]:
-    """Give checkpoints after ``step`` another name: the run goes on from there, and writes its own. Returns names."""
-    later = [path for path in checkpoints(run) if step_of(path) > step] if run.is_dir() else []
+def set_aside(run: Path, step: int, kept: Optional[Path] = None) -> list[str]:
+    """Give checkpoints after ``step`` another name: the run goes on from there, and writes its own. ``kept``: the one
+    that is gone on from, whatever its number. Returns names."""
+    later = [path for path in checkpoints(run) if step_of(path) > step and path != kept] if run.is_dir() else []
     for path in later:
         path.rename(_free(run / f"{SUPERSEDED}{path.name}"))
     return [path.name for path in reversed(later)]
@@ -154,40 +161,70 @@ def has_manifest(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
+def json_object(path: Path) -> Optional[dict[str, Any]]:
+    """Of a regular file that holds one; None for anything else. A pipe would be waited for."""
+    try:
+        content = json.loads(path.read_bytes()) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Content of the manifest; empty where there is none (stock checkpoints) or it is torn."""
-    try:
-        content = json.loads((folder / MANIFEST).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return json_object(folder / MANIFEST) or {}
 
 
-def fault_of_files(folder: Path, *, hashes: bool = True) -> Optional[str]:
-    """What differs from the manifest; None if nothing does, or if there never was one (a stock checkpoint).
+@dataclass(frozen=True)
+class Difference:
+    """Between the manifest and the file ``name``, in words. ``is_torn``: bytes that were written are not there."""
+
+    name: str
+    text: str
+    is_torn: bool = False
+
+
+def differences(folder: Path, *, hashes: bool = True) -> list[Difference]:
+    """Empty where nothing differs from the manifest, or there never was one (a stock checkpoint).
 
     ``hashes``: also compare contents, not only sizes.
     """
-    if not has_manifest(folder):
-        return None
+    if not os.path.lexists(folder / MANIFEST):
+        return []
     listed = read_manifest(folder).get("files")
+    wrong = _wrong_in_list(listed)
+    if wrong is not None:
+        return [Difference(MANIFEST, wrong, is_torn=True)]
+    found = (_difference(folder / name, name, entry, hashes) for name, entry in listed.items())
+    return [difference for difference in found if difference is not None]
+
+
+def fault_of_files(folder: Path, *, hashes: bool = True) -> Optional[str]:
+    """The first of the ``differences``, in words; None without any."""
+    found = differences(folder, hashes=hashes)
+    return found[0].text if found else None
+
+
+def _wrong_in_list(listed: Any) -> Optional[str]:
     if not isinstance(listed, dict):
         return f"no whole {MANIFEST}"
     for name, entry in listed.items():
-        fault = _fault_of_file(folder / name, name, entry, hashes)
-        if fault is not None:
-            return fault
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+            return f"no whole {MANIFEST}: it lists {name!r}, which is not in the folder"
+        if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or "xxh3_128" not in entry:
+            return f"no whole {MANIFEST}: {name} has no size and hash there"
     return None
 
 
-def _fault_of_file(path: Path, name: str, entry: dict[str, Any], hashes: bool) -> Optional[str]:
+def _difference(path: Path, name: str, entry: dict[str, Any], hashes: bool) -> Optional[Difference]:
     if not path.is_file():
-        return f"{name} is missing"
+        return Difference(name, f"{name} is missing")
     size_bytes = path.stat().st_size
     if size_bytes != entry["bytes"]:
-        return f"{name} has {size_bytes:,} of {entry['bytes']:,} bytes"
+        text = f"{name} has {size_bytes:,} of {entry['bytes']:,} bytes"
+        return Difference(name, text, is_torn=size_bytes < entry["bytes"])
     if hashes and _hash(path) != entry["xxh3_128"]:
-        return f"{name} was changed after it was written"
+        return Difference(name, f"{name} was changed after it was written")
     return None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from safetensors import SafetensorError
+from transformers.trainer_utils import rotate_checkpoints
 
 from scu_trainer.errors import StorageError
 from scu_trainer.run_files import free_bytes, readable
@@ -46,16 +47,20 @@ class CheckpointWriter:
         self._written_bytes = 0
 
     def save(self, trial: Any, stock_save: Callable[[], None]) -> None:
-        """Every rank calls it. Raises StorageError where several ranks write and one of them cannot."""
+        """Every rank calls it. Raises StorageError where several ranks write and one of them cannot; without any loop
+        and ``safety`` what the stock Trainer raises, for it would not go on either."""
         trainer = self.trainer
         run = Path(trainer._get_output_dir(trial))
         final = run / f"checkpoint-{trainer.state.global_step}"
         staging = files.staging_of(run, trainer.state.global_step)
         self.before()
-        problem = self._lack_of_room(run) or self._write(staging, stock_save) or self._name(staging, final)
-        if problem is not None:
-            self._give_up(staging, final, problem)
-            return
+        if trainer.is_stock:
+            self._save_or_raise(staging, final, stock_save)
+        else:
+            problem = self._written(staging, final, stock_save)
+            if problem is not None:
+                self._give_up(staging, final, problem)
+                return
         self.newest = final
         if self._waiting_push is not None:
             push, self._waiting_push = self._waiting_push, None
@@ -67,6 +72,22 @@ class CheckpointWriter:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
+    def _save_or_raise(self, staging: Path, final: Path, stock_save: Callable[[], None]) -> None:
+        try:
+            if self.trainer.args.should_save:
+                _make_anew(staging)
+            self._fill(staging, stock_save)
+            if self.trainer.args.should_save:
+                self._seal(staging / final.name, final)
+            self._wait()
+        except Exception:
+            self._clear(staging)
+            raise
+
+    def _written(self, staging: Path, final: Path, stock_save: Callable[[], None]) -> Optional[str]:
+        """What went wrong, None if nothing did."""
+        return self._lack_of_room(final.parent) or self._write(staging, stock_save) or self._name(staging, final)
+
     def _write(self, staging: Path, stock_save: Callable[[], None]) -> Optional[str]:
         """What went wrong, None if nothing did."""
         if self.trainer.args.should_save:
@@ -74,15 +95,18 @@ class CheckpointWriter:
                 _make_anew(staging)
             if problems:
                 return problems[0]
+        with self._problems() as problems:
+            self._fill(staging, stock_save)
+        self._wait()
+        return problems[0] if problems else None
+
+    def _fill(self, staging: Path, stock_save: Callable[[], None]) -> None:
         self._wait()
         self.staging = staging
         try:
-            with self._problems() as problems:
-                stock_save()
+            stock_save()
         finally:
             self.staging = None
-        self._wait()
-        return problems[0] if problems else None
 
     def _name(self, staging: Path, final: Path) -> Optional[str]:
         problems: list[str] = []
@@ -98,8 +122,11 @@ class CheckpointWriter:
         files.seal(staged, {"step": trainer.state.global_step, **self.facts})
         files.publish(staged, final)
         self._written_bytes = files.size_bytes(final)
-        best = trainer.state.best_model_checkpoint
-        files.rotate(final.parent, final, trainer.args.save_total_limit, None if best is None else Path(best))
+        best, limit = trainer.state.best_model_checkpoint, trainer.args.save_total_limit
+        if trainer.is_stock:  # the oldest are those that were written first, whoever wrote them
+            rotate_checkpoints(str(final.parent), limit, best, use_mtime=True)
+        else:
+            files.rotate(final.parent, final, limit, None if best is None else Path(best))
 
     def _name_best(self, final: Path, staged: Path) -> None:
         """The stock Trainer looks for the best checkpoint beside this one, and writes its path into the state."""
@@ -126,11 +153,14 @@ class CheckpointWriter:
         older = files.checkpoints(final.parent) if final.parent.is_dir() else []
         newest = f"the newest is {older[0].name}" if older else "there is none yet"
         line = f"{final.name} could not be written: {problem}; {newest}"
+        self._clear(staging)
+        self.notices.append(line)
+        logger.warning("%s; the run goes on without it. Free some room or give output_dir another disk", line)
+
+    def _clear(self, staging: Path) -> None:
         if self.trainer.args.should_save:
             with contextlib.suppress(StorageError):  # a folder that cannot be written cannot be cleaned either
                 remove_inside(staging.parent, staging.name, files.OURS)
-        self.notices.append(line)
-        logger.warning("%s; the run goes on without it. Free some room or give output_dir another disk", line)
 
     @contextlib.contextmanager
     def _problems(self) -> Iterator[list[str]]:

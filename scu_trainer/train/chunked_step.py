@@ -50,11 +50,10 @@ class ChunkedStep:
         self.trainer = trainer
         self.settings = settings
         self.loop = MemoryLoop(settings, gauge if settings.memory_control else None, device)
-        self.analysis = LossAnalysis(trainer)
         self.ranks: Optional[Ranks] = None
         self._guard: Optional[OptimizerGuard] = None
-        self._said = self._said_foreign = False
-        self._not_by_rows: set[str] = set()
+        self._said_foreign = False
+        self._logical_rows: Optional[int] = None
         if settings.batch_mode == "logical":
             rows = settings.max_batch_size or trainer.args.per_device_train_batch_size
             if rows > trainer.args.per_device_train_batch_size:
@@ -63,11 +62,21 @@ class ChunkedStep:
                     f"{trainer.args.per_device_train_batch_size}, which batch_mode: logical starts from and never "
                     "exceeds; raise per_device_train_batch_size"
                 )
-            self.loop.logical = LogicalBatches(rows, settings.batch_size_lr_rule, self._layout)
+            self._logical_rows = rows
+        self.begin_anew()
         self._prefetched: Sequence[Any] = ()
         self._losses: deque[torch.Tensor] = deque()
 
     # -- life of a run -------------------------------------------------------------------------------------------------
+
+    def begin_anew(self) -> None:
+        """Before a training is set up, and before it reads a checkpoint. The model may be another one by now."""
+        self.loop.begin_anew()
+        if self._logical_rows is not None:
+            self.loop.logical = LogicalBatches(self._logical_rows, self.settings.batch_size_lr_rule, self._layout)
+        self.analysis = LossAnalysis(self.trainer)
+        self._said = False
+        self._not_by_rows: set[str] = set()
 
     def start(self) -> None:
         """When training begins: the model is wrapped and placed."""

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 from scu_trainer.errors import CheckpointError, UserError
-from scu_trainer.train.checkpoint import checkpoints, clear_staging, set_aside, step_of
+from scu_trainer.train.checkpoint import checkpoints, clear_staging, set_aside
+from scu_trainer.train.findings import examine, step_inside
 from scu_trainer.train.resume import Request, Start, decide, going_on, restarted_since_s, wanted_checkpoint
 from scu_trainer.train.run_lock import RunLock
 from scu_trainer.train.usable import fault_of, whole_checkpoint
@@ -61,9 +62,10 @@ class Claim:
         """Once it is certain that the run goes on: checkpoints of a past that it does not go on with. Their names."""
         if self._lock is None:
             return []
-        checkpoint = self.start.checkpoint
-        step = 0 if checkpoint is None else max(0, step_of(Path(str(checkpoint))))
-        return set_aside(self.start.output_dir, step)
+        if self.start.checkpoint is None:
+            return set_aside(self.start.output_dir, 0)
+        checkpoint = Path(str(self.start.checkpoint))  # which may have any name
+        return set_aside(self.start.output_dir, step_inside(checkpoint), checkpoint)
 
     def close(self) -> None:
         if self._lock is not None:
@@ -82,12 +84,12 @@ def _checked(start: Start, request: Request) -> Start:
         newest, skipped = whole_checkpoint(request.output_dir, request.weights_only)
         return Start(request.output_dir, str(newest), going_on(newest, skipped))
     checkpoint = Path(str(start.checkpoint))
-    fault = fault_of(checkpoint, None, request.weights_only)
-    if fault is not None:
+    found = examine(checkpoint, None, request.weights_only)
+    if found.damage is not None:
         others = [path for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name]
         whole = next((path for path in others if fault_of(path, None, request.weights_only) is None), None)
         instead = f"resume_from_checkpoint: {whole} is whole" if whole is not None else "none beside it is whole"
-        raise CheckpointError(f"{checkpoint} cannot be gone on from: {fault}; {instead}")
+        raise CheckpointError(f"{checkpoint} cannot be gone on from: {found.damage}; {instead}")
     return start
 
 

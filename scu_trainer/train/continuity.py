@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import CheckpointError
-from scu_trainer.run_files import read_json
 from scu_trainer.train.checkpoint import read_manifest
+from scu_trainer.train.usable import content_of
 
 HARMLESS = frozenset(
     "output_dir run_name resume resume_from_checkpoint weights_only allow_pickle preflight grace_period_s divergence "
@@ -47,6 +47,9 @@ DATA = frozenset(
 )
 
 
+KINDS = {"configuration": dict, "data": dict, "versions": dict, "world_size": int, "git_commit": str}
+
+
 @dataclass(frozen=True)
 class Change:
     """``name`` was ``before`` and is ``now``. ``is_refused``: going on would train something else, or fail."""
@@ -69,11 +72,16 @@ class Change:
 
 def facts_of(checkpoint: Path) -> dict[str, Any]:
     """What is known of the run that wrote ``checkpoint``: its manifest, else training_config.json beside it, or {}."""
-    manifest = read_manifest(checkpoint)
+    manifest = sound(read_manifest(checkpoint))
     if "configuration" in manifest:
         return manifest
     description = checkpoint.parent / "training_config.json"
-    return read_json(description) if description.is_file() else manifest
+    return sound(content_of(description)) or manifest
+
+
+def sound(facts: dict[str, Any]) -> dict[str, Any]:
+    """Without what cannot be compared: a file may have been edited, or be of another program."""
+    return {name: fact for name, fact in facts.items() if isinstance(fact, KINDS.get(name, object))}
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

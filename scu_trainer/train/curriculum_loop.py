@@ -12,7 +12,6 @@ Nothing here looks into a batch's values.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -32,11 +31,12 @@ from scu_trainer.data.store import StoredArrays
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.run_files import write_json
 from scu_trainer.settings import CurriculumSettings
-from scu_trainer.train.curriculum_rules import check_reading, refuse, require_enough_epochs
+from scu_trainer.train.curriculum_rules import check_loss_path, check_reading, refuse, require_enough_epochs
 from scu_trainer.train.deliveries import Counts, Deliveries
 from scu_trainer.train.row_readings import Reading, RowLosses
 from scu_trainer.train.row_weights import RowWeights
 from scu_trainer.train.run_length import RunLength
+from scu_trainer.train.saved_state import read_state, reading
 from scu_trainer.train.seen_losses import Losses, SeenLosses
 from scu_trainer.train.suspects import write_suspects
 
@@ -97,6 +97,7 @@ class CurriculumLoop:
         self._tell_classes()
         require_enough_epochs(self.settings, self.length.epochs)
         self.counts, self.totals, self._totals_before = Counts(), Counts(), Counts()
+        self.notices = []
         self.owes_row = False  # of an epoch whose last step was saved before it was booked
         self._resumed_at: Optional[tuple[int, float]] = None
         self._seen, self._deliveries = SeenLosses(), Deliveries(trainer.model)
@@ -111,7 +112,7 @@ class CurriculumLoop:
         self._numbered = Numbered(rows, self._seed)
         trainer.data_collator = NumberedCollator(trainer._get_collator_with_removed_columns(own_collator, "training"))
         try:
-            return trainer._get_dataloader(
+            loader = trainer._get_dataloader(
                 dataset=self._numbered,
                 description="Training",
                 batch_size=trainer._train_batch_size,
@@ -120,6 +121,9 @@ class CurriculumLoop:
             )
         finally:
             trainer.data_collator = own_collator
+        # For ``loader.total_batch_size``. Not before: accelerate would take batches of other sizes for unfinished ones.
+        self.sampler.batch_size = trainer._train_batch_size
+        return loader
 
     def training_values(self, values: tuple) -> tuple:
         """The stock Trainer's, with as many epochs as ``max_steps`` may take when epochs are shorter than the first."""
@@ -219,6 +223,19 @@ class CurriculumLoop:
             self._classes = reading.classes
             self._tell_classes()
 
+    def found_no_loss(self) -> None:
+        """The first step was trained past the trainer's own ``compute_loss``. Raises ControlError."""
+        self._say([check_loss_path(self.settings, type(self.trainer).__name__)])
+
+    def require_own_loader(self) -> None:
+        """Raises ControlError where somebody else chooses the samples of this training."""
+        if self.sampler is None:
+            raise ControlError(
+                f"get_train_dataloader of {type(self.trainer).__name__} gives a loader of its own, so a curriculum "
+                "cannot choose its samples; take the loader from super().get_train_dataloader(), or leave the "
+                "curriculum out"
+            )
+
     def _tell_classes(self) -> None:
         self.sampler.law = replace(self.sampler.law, classes=self._classes)
 
@@ -311,10 +328,12 @@ class CurriculumLoop:
         path = Path(checkpoint) / STATE_FILE
         if not path.is_file():
             return self._resume_blindly(checkpoint, stock_position)
-        state, arrays = json.loads(path.read_text()), StoredArrays(Path(checkpoint) / ARRAYS_FILE)
+        state, arrays = read_state(path), Path(checkpoint) / ARRAYS_FILE
         done = min(state["micro_batches"], state["steps_done"] * state["accumulation"] * state["processes"])
         other_steps = state["accumulation"] != self.trainer.args.gradient_accumulation_steps
-        self._say(self.sampler.load_state_dict(state, arrays, done, cut_anew=other_steps))
+        with reading(arrays):
+            told = self.sampler.load_state_dict(state, StoredArrays(arrays), done, cut_anew=other_steps)
+        self._say(told)
         self.notices = [*state["notices"], *(note for note in self.notices if note not in state["notices"])]
         self.counts, self.totals = Counts(**state["counts"]), Counts(**state["totals"])
         self._totals_before = self.totals + self.counts

@@ -83,6 +83,17 @@ def check_reading(settings: CurriculumSettings, reading: Optional[Reading]) -> O
     return "difficulty is each row's plain loss as its logits tell; the loss that is trained has other parts as well"
 
 
+def check_loss_path(settings: CurriculumSettings, trainer_name: str) -> str:
+    """What to say where ``compute_loss`` is a subclass's own altogether. Raises ControlError where that cannot be."""
+    if settings.methods:
+        raise ControlError(
+            f"curriculum {settings.curriculum} sees and weighs the losses of rows in the trainer's own compute_loss, "
+            f"and that of {trainer_name} does not call it; take the loss from super().compute_loss(...), or leave the "
+            "curriculum out"
+        )
+    return f"compute_loss of {trainer_name} does not call the trainer's own: difficulties stay unknown"
+
+
 def require_enough_epochs(settings: CurriculumSettings, epochs: float) -> None:
     """Raises SettingsError for infobatch in too short a run."""
     if "infobatch" in settings.methods and epochs < FEWEST_EPOCHS_TO_PRUNE:

@@ -28,8 +28,12 @@ class DivergenceWatch(TrainerCallback):
 
     def __init__(self, trainer: SCUTrainer, settings: SafetySettings) -> None:
         self.trainer, self.settings = trainer, settings
-        self.notices: list[str] = []
         self._law = control.Law(factor=settings.divergence_factor)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Before a training."""
+        self.notices: list[str] = []
         self._state = control.State()
         self._counted = 0
 
@@ -39,9 +43,9 @@ class DivergenceWatch(TrainerCallback):
     def on_epoch_begin(self, args, state, control, **kwargs) -> None:
         curriculum = self.trainer.curriculum
         if curriculum is not None and curriculum.settings.methods:
-            self._begin_anew()  # this epoch's samples may be harder ones, and their loss is another loss
+            self._forget()  # this epoch's samples may be harder ones, and their loss is another loss
 
-    def _begin_anew(self) -> None:
+    def _forget(self) -> None:
         self._state = control.State()
 
     def count(self) -> None:

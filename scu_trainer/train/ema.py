@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import TrainerCallback
 
 from scu_trainer.errors import CheckpointError, ControlError
+from scu_trainer.train.saved_state import reading
 from scu_trainer.train.sharded import is_sharded
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class WeightAverage(TrainerCallback):
 
     def _read(self, checkpoint: Path) -> None:
         _require_file(checkpoint)
-        with safe_open(checkpoint / EMA_FILE, framework="pt") as saved:
+        with reading(checkpoint / EMA_FILE), safe_open(checkpoint / EMA_FILE, framework="pt") as saved:
             if sorted(saved.keys()) != sorted(self._names):
                 raise CheckpointError(
                     f"{checkpoint / EMA_FILE} averages other weights than those that are trained now; resume with the "

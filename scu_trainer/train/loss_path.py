@@ -59,13 +59,13 @@ class LossPath:
     """The training loss of one ``SCUTrainer``. ``rows``: None where nobody asks for the losses of rows.
 
     ``chunked``: "always", "never" or "auto" (``MemorySettings.chunked_loss``). ``has_learned``: whether any row was not
-    set aside since somebody has set it to False.
+    set aside since somebody has set it to False. ``was_asked``: whether the training loss has come this way at all.
     """
 
     def __init__(self, trainer: SCUTrainer, chunked: str, rows: Optional[Rows] = None) -> None:
         self.trainer, self.rows = trainer, rows
         self.reading: Optional[Reading] = None
-        self.has_learned = False
+        self.has_learned = self.was_asked = False
         self._has_reading = False
         self._kind: Optional[str] = None
         self._wanted = chunked
@@ -94,6 +94,7 @@ class LossPath:
 
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any, stock: Callable) -> torch.Tensor:
         """``stock(model, inputs, return_outputs, num_items)``: the Trainer's ``compute_loss``."""
+        self.was_asked = True
         if not self._records:
             return self._unrecorded_loss(model, inputs, num_items, stock)
         if self.rows is None:

@@ -74,8 +74,7 @@ class MemoryLoop:
         self.gauge = gauge
         self.device = device
         self.law = law_of(settings)
-        self.state = control.State()
-        self.books = Books()
+        self.begin_anew()
         self.on_row: Callable[[dict[str, Any]], None] = lambda row: None
         self.step = 0
         self.logical: Optional[LogicalBatches] = None
@@ -88,10 +87,14 @@ class MemoryLoop:
         self.gradient_bytes = self._growth_bytes = 0
         self._peak_fraction = 0.0
         self._attempts = self._planned = 0
+        self._seen: Optional[Reading] = None
+
+    def begin_anew(self) -> None:
+        """As before the first training: sizes that fitted then may not fit now."""
+        self.state, self.books = control.State(), Books()
         self._predicted_least = math.inf
         self._learning_until = LEARNING_WINDOWS
         self._collected_step = -STEPS_BETWEEN_COLLECTIONS
-        self._seen: Optional[Reading] = None
         self._logged_peak_bytes = 0
         self._ran: dict[str, int] = {}
 

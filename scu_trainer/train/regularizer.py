@@ -56,15 +56,24 @@ class Regularizer:
         prior_class: type[Prior] = Prior,
     ) -> None:
         self.settings = settings
-        self.prior = prior_class(model, settings.prior, settings.measure)
-        self.progress = Progress(tokens_n=settings.tokens or tokens)
+        self._prior_class, self._tokens = prior_class, settings.tokens or tokens
+        self.follow(model)
         self.law: Optional[control.Law] = None
+        self.begin_anew()
+
+    def follow(self, model: nn.Module) -> None:
+        """Its trained weights as they are now are w0: a ``model_init`` gives every training a model of its own."""
+        self.prior = self._prior_class(model, self.settings.prior, self.settings.measure)
+
+    # -- life of a run -------------------------------------------------------------------------------------------------
+
+    def begin_anew(self) -> None:
+        """Forget what an earlier training has measured, but not w0."""
+        self.progress = Progress(tokens_n=self._tokens)
         self.state = control.State()
         self._loaded: Optional[dict[str, Any]] = None
         self._losses: list[torch.Tensor] = []
         self._interval: list[tuple[torch.Tensor, Any]] = []
-
-    # -- life of a run -------------------------------------------------------------------------------------------------
 
     def start(self, max_steps: int, steps_per_epoch: float, seed: int) -> None:
         """Resolve the law for a run of ``max_steps`` optimizer steps; picks up state loaded from a checkpoint."""
@@ -83,7 +92,7 @@ class Regularizer:
 
     def _apply_changed_goals(self, saved: dict[str, Any]) -> None:
         """Target and fixed lambda may be others after a resume; the checkpoint's state still holds the old ones."""
-        if saved["target_s"] != self.settings.target_s:
+        if saved.get("target_s") != self.settings.target_s:
             self.state = replace(self.state, target_s=self.law.target_s, reached_step=None)
             self.progress.outlook_done, self.progress.milestone = False, None
         if self.law.name == "fixed":

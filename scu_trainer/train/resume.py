@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import CheckpointError
 from scu_trainer.train.checkpoint import checkpoints
-from scu_trainer.train.continuity import changed_settings
+from scu_trainer.train.continuity import changed_settings, sound
 from scu_trainer.train.run_directory import free_name, names_in_use
 from scu_trainer.train.run_lock import holds_nothing
 from scu_trainer.train.usable import content_of, newest_checkpoint, newest_with_reasons
@@ -196,7 +196,7 @@ def _go_on(run: Path, request: Request) -> Start:
 
 def going_on(checkpoint: Path, skipped: Sequence[str] = ()) -> str:
     """What the user is told."""
-    return f"going on from {checkpoint}" + (f", the newest that is whole ({'; '.join(skipped)})" if skipped else "")
+    return f"going on from {checkpoint}" + (f", the newest that can be used ({'; '.join(skipped)})" if skipped else "")
 
 
 def _require_same_ranks(run: Path, world_size: int) -> None:
@@ -226,7 +226,8 @@ def next_start_number(output_dir: Path) -> int:
 
 
 def _start_number(run: Path) -> int:
-    return _description(run).get(START_NUMBER, 0)
+    number = _description(run).get(START_NUMBER)
+    return number if isinstance(number, int) else 0
 
 
 def _runs_of(output_dir: Path) -> list[Path]:
@@ -244,7 +245,7 @@ def _status(run: Path) -> dict[str, Any]:
 
 
 def _description(run: Path) -> dict[str, Any]:
-    return content_of(run / "training_config.json")
+    return sound(content_of(run / "training_config.json"))
 
 
 def _is_finished(run: Path) -> bool:
@@ -253,8 +254,10 @@ def _is_finished(run: Path) -> bool:
 
 def _updated_s(run: Path) -> float:
     """Seconds since 1970."""
-    updated = _status(run).get("updated")
-    return datetime.fromisoformat(updated).timestamp() if updated else 0.0
+    try:
+        return datetime.fromisoformat(_status(run)["updated"]).timestamp()
+    except (KeyError, TypeError, ValueError):  # not yet written, or not by us
+        return 0.0
 
 
 def _is_of_this_launch(run: Path, request: Request) -> bool:

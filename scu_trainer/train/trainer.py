@@ -18,21 +18,22 @@ their arithmetic in ``control/``. One optimizer step runs
 
 ``compute_loss`` goes through ``loss_path.py``, which reads the loss of each row for the curriculum.
 With ``regularization=None``, ``memory=None`` and ``curriculum=None`` none of this runs, and the result is the stock
-Trainer's bit for bit.
+Trainer's bit for bit. Without ``efficiency`` and ``safety`` as well (``is_stock``) every method here is the stock one,
+errors included, but for checkpoints that are whole or absent, and a Hub token that is never pickled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import PreTrainedModel, Trainer
 
-from scu_trainer.errors import CheckpointError, NonFiniteLoss
+from scu_trainer.errors import CheckpointError, ControlError, NonFiniteLoss
 from scu_trainer.models.hub_errors import as_hub_error
 from scu_trainer.models.loading_safety import tensors_only
 from scu_trainer.run_files import write_json
@@ -45,6 +46,7 @@ from scu_trainer.train.checkpoint_writer import CheckpointWriter
 from scu_trainer.train.chunked_step import ChunkedStep
 from scu_trainer.train.curriculum_loop import CurriculumLoop
 from scu_trainer.train.efficiency import Efficiency
+from scu_trainer.train.findings import has_optimizer
 from scu_trainer.train.loader_workers import shield
 from scu_trainer.train.log_history import loop_scalars
 from scu_trainer.train.loss_path import LossPath, without_index
@@ -54,7 +56,8 @@ from scu_trainer.train.prediction import Prediction
 from scu_trainer.train.pushing import Pushes
 from scu_trainer.train.ranks import refuse_arguments
 from scu_trainer.train.regularizer import Regularizer, prior_class_for
-from scu_trainer.train.usable import catch_up, has_optimizer, usable
+from scu_trainer.train.saved_state import read_state, read_tensors
+from scu_trainer.train.usable import catch_up, tell_of_fresh_optimizer, usable
 from scu_trainer.train.wrap import adopt, countable, weighed
 
 STATE_FILE = "scu_state.json"
@@ -80,8 +83,12 @@ class SCUTrainer(Trainer):
     Raises ControlError where lambda could not reach the trained weights (FSDP, ZeRO-3, float16 weights).
     """
 
-    _in_loss = False
     _steps_per_epoch: Optional[int] = None
+    _is_training = _rests = False
+    # The stock constructor calls methods of this class before there is any of them.
+    regularizer: Optional[Regularizer] = None
+    # For a training_step before train(), where the stock Trainer has none yet.
+    current_gradient_accumulation_steps = 1
 
     def __init__(
         self,
@@ -95,9 +102,10 @@ class SCUTrainer(Trainer):
         safety: Optional[SafetySettings] = None,
         **kwargs: Any,
     ) -> None:
+        # With nothing on, every method below is the stock one.
+        self.is_stock = (regularization, memory, curriculum, efficiency, safety) == (None,) * 5
         super().__init__(*args, **kwargs)
         self.args.hub_token = secret(self.args.hub_token)  # each checkpoint holds a pickled copy of the arguments
-        self._accept_bare_loss(self.model)
         adopt(self)
         # The first of our callbacks: the others ask whether it has skipped the step.
         self.bad_numbers: Optional[BadNumbers] = None if safety is None else BadNumbers(self, safety)
@@ -114,11 +122,10 @@ class SCUTrainer(Trainer):
             self.curriculum = CurriculumLoop(self, curriculum)
             self.curriculum_callback = CurriculumCallback(self.curriculum)
             self.add_callback(self.curriculum_callback)
-        chunked_loss = "never" if memory is None else memory.resolved_chunked_loss
+        self._chunked_loss = "never" if memory is None else memory.resolved_chunked_loss
         self.loss_path: Optional[LossPath] = None
-        if self.curriculum is not None or chunked_loss != "never":
-            self.loss_path = LossPath(self, chunked_loss, self.curriculum)
-        self.regularizer: Optional[Regularizer] = None
+        if self.curriculum is not None or self._chunked_loss != "never":
+            self.loss_path = LossPath(self, self._chunked_loss, self.curriculum)
         if regularization is not None:
             prior_class = prior_class_for(self, regularization)
             self.regularizer = Regularizer(regularization, self.model, regularization_tokens, prior_class)
@@ -128,18 +135,43 @@ class SCUTrainer(Trainer):
         self.resumes_weights_only = safety is not None and safety.weights_only
         self.checkpoints = CheckpointWriter(self)
         self.pushes = Pushes(self)
-        self._operations_per_input: Optional[int] = None
 
-    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         if resume_from_checkpoint:
-            resume_from_checkpoint = usable(resume_from_checkpoint, self.args.output_dir, self.resumes_weights_only)
-        self._operations_per_input = None
+            takes_weights_only = self.resumes_weights_only or self.is_stock
+            hashes = self.is_world_process_zero()
+            resume_from_checkpoint = usable(
+                resume_from_checkpoint, self.args.output_dir, takes_weights_only, hashes=hashes
+            )
+        self._begin_anew()
+        self._is_training = True
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
+            self._is_training = False
             if self.chunked is not None:  # also after an error: the optimizer is the caller's again
                 self.chunked.finish()
             self.efficiency.finish()
+
+    def _begin_anew(self) -> None:
+        """What an earlier ``train`` of this trainer has counted, and found out about its model, is not of this one."""
+        there = self.callback_handler.callbacks
+        missing = [type(one).__name__ for one in self._callbacks_of_loops() if one not in there]
+        if missing:
+            raise ControlError(
+                f"{', '.join(missing)} was taken off this trainer, and its loop cannot act without it; leave the loop "
+                "out where the trainer is made, or put the callback back with add_callback"
+            )
+        for loop in (self.regularizer, self.chunked, self.bad_numbers):
+            if loop is not None:
+                loop.begin_anew()
+        if self.loss_path is not None:
+            self.loss_path = LossPath(self, self._chunked_loss, self.curriculum)
+
+    def _callbacks_of_loops(self):
+        own = [self.bad_numbers, self.efficiency.average, self.efficiency.throughput, self.efficiency.profile]
+        own += [getattr(self, f"{name}_callback", None) for name in ("memory", "curriculum", "regularization")]
+        return [callback for callback in own if callback is not None]
 
     @property
     def difficulty(self):
@@ -154,9 +186,12 @@ class SCUTrainer(Trainer):
         return self.curriculum.loader()
 
     def _get_dataloader(self, *args, **kwargs):
-        return shield(super()._get_dataloader(*args, **kwargs))
+        loader = super()._get_dataloader(*args, **kwargs)
+        return loader if self.is_stock else shield(loader)
 
     def set_initial_training_values(self, args, dataloader):
+        if self.curriculum is not None:
+            self.curriculum.require_own_loader()
         values = super().set_initial_training_values(args, dataloader)
         self._steps_per_epoch = values[1]
         return values if self.curriculum is None else self.curriculum.training_values(values)
@@ -176,7 +211,8 @@ class SCUTrainer(Trainer):
         return self.curriculum.resume(resume_from_checkpoint, position)
 
     def _run_epoch(self, **kwargs):
-        if self.state.global_step >= self.state.max_steps:  # killed after its last step: the stock loop adds one more
+        is_over = self.state.global_step >= self.state.max_steps  # killed after its last step
+        if is_over and not self.is_stock:  # which would add one more
             self.control.should_training_stop = True
             return None
         if self.curriculum is not None:
@@ -190,15 +226,6 @@ class SCUTrainer(Trainer):
             share = (self.state.global_step - self._initial_global_step) / max(self.state.max_steps, 1)
             num_train_samples = self.curriculum.rows_trained / share if share else 0
         return super()._finalize_training(trial, num_train_samples, start_time)
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """As the stock one, which counts the weights of the whole model anew in every step."""
-        main_input = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        if main_input is None or not main_input.numel():
-            return super().floating_point_ops(inputs)
-        if self._operations_per_input is None:
-            self._operations_per_input = super().floating_point_ops(inputs) // main_input.numel()
-        return main_input.numel() * self._operations_per_input
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if self.curriculum is not None:
@@ -217,6 +244,12 @@ class SCUTrainer(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        if not self._is_training:  # there is no run whose loops could act: the stock step
+            self._rests = True
+            try:
+                return self.stock_training_step(model, inputs, num_items_in_batch)
+            finally:
+                self._rests = False
         self.efficiency.observe(inputs, num_items_in_batch)
         step = self.stock_training_step if self.chunked is None else self.chunked.loss
         try:
@@ -225,6 +258,8 @@ class SCUTrainer(Trainer):
             if self.bad_numbers is None:
                 raise
             self.bad_numbers.stop_at(error)
+        if self.curriculum is not None and not self.loss_path.was_asked:
+            self.curriculum.found_no_loss()
         if self.bad_numbers is not None:
             self.bad_numbers.observe(loss, num_items_in_batch)
         if self.regularizer is not None:
@@ -238,35 +273,28 @@ class SCUTrainer(Trainer):
 
     def call_model_init(self, trial=None):
         model = super().call_model_init(trial)
-        self._accept_bare_loss(model)
+        if self.regularizer is not None:  # else it would pull at the weights of the model before
+            if self.place_model_on_device:
+                self._move_model_to_device(model, self.args.device)
+            self.regularizer.follow(model)
         return model
 
-    def _accept_bare_loss(self, model: torch.nn.Module) -> None:
-        if not isinstance(model, PreTrainedModel):
-            model.register_forward_hook(self._first_of_outputs)
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if self.loss_path is None or return_outputs or not model.training:
+        if self.loss_path is None or self._rests or return_outputs or not model.training:
             inputs = inputs if self.curriculum is None else without_index(inputs)
             return self._stock_loss(model, inputs, return_outputs, num_items_in_batch)
         return self.loss_path.loss(model, inputs, num_items_in_batch, self._stock_loss)
 
     def _stock_loss(self, model, inputs, return_outputs, num_items_in_batch):
-        self._in_loss = True
-        try:
+        """Also of a plain module that returns its loss alone; the stock method looks for it inside of something."""
+        is_plain = not isinstance(self.model, PreTrainedModel)
+        with self.model.register_forward_hook(_bare_loss_in_tuple) if is_plain else contextlib.nullcontext():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        finally:
-            self._in_loss = False
 
     @property
     def changes_loss(self) -> bool:
         """Whether somebody's own code computes the loss or changes it on its way from the model."""
         return self.compute_loss_func is not None or type(self).compute_loss is not SCUTrainer.compute_loss
-
-    def _first_of_outputs(self, module, inputs, output):
-        """A plain module may return its loss alone; the stock ``compute_loss`` looks for it inside of something."""
-        is_bare_loss = self._in_loss and torch.is_tensor(output) and output.dim() == 0
-        return (output,) if is_bare_loss else None
 
     def _clip_grad_norm(self, model):
         if self.chunked is None or not self.chunked.ranks.recoverable:
@@ -297,18 +325,24 @@ class SCUTrainer(Trainer):
         items = super()._get_num_items_in_batch(countable(self, batch_samples), device)
         return weighed(self, batch_samples, items, device)
 
-    def evaluation_loop(self, *args, **kwargs):
-        with self.efficiency.evaluation():
-            return self._evaluation_loop(*args, **kwargs)
-
-    def _evaluation_loop(self, dataloader, description, prediction_loss_only=None, *args, **kwargs):
-        args = (dataloader, description, prediction_loss_only, *args)
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        with self.efficiency.evaluation(), self._logits_leave_the_device(loss_only):
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+
+    @contextlib.contextmanager
+    def _logits_leave_the_device(self, loss_only: bool):
+        """Batch by batch, instead of piling up there."""
         if self.prediction is None or loss_only or self.args.eval_accumulation_steps is not None:
-            return super().evaluation_loop(*args, **kwargs)
-        self.args.eval_accumulation_steps = 1  # logits leave the device batch by batch instead of piling up there
+            yield
+            return
+        self.args.eval_accumulation_steps = 1
         try:
-            return super().evaluation_loop(*args, **kwargs)
+            yield
         finally:
             self.args.eval_accumulation_steps = None
 
@@ -327,7 +361,8 @@ class SCUTrainer(Trainer):
         return factor if self.chunked is None else factor * self.chunked.rate_factor
 
     def _get_learning_rate(self) -> float:
-        return super()._get_learning_rate() * self.rate_factor
+        rate, factor = super()._get_learning_rate(), self.rate_factor
+        return rate if factor == 1.0 else rate * factor
 
     # Checkpoints are whole or absent: the stock method writes into a folder beside, which gets its name last.
 
@@ -345,12 +380,15 @@ class SCUTrainer(Trainer):
         return super()._get_output_dir(trial) if staging is None else str(staging)
 
     def init_hf_repo(self, token: Optional[str] = None, private: Optional[bool] = None) -> None:
+        if self.is_stock:
+            return super().init_hf_repo(token, private)
         with as_hub_error(self.args.hub_model_id or Path(self.args.output_dir).name):
             super().init_hf_repo(token, private)
-        self.args.hub_model_id = self.hub_model_id  # with its owner
+        if self.hub_model_id is not None:  # only the leading process asks the Hub
+            self.args.hub_model_id = self.hub_model_id  # with its owner
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self.checkpoints.push_later(self.pushes.begin)
+        self.checkpoints.push_later(super()._push_from_checkpoint if self.is_stock else self.pushes.begin)
 
     # Controller state travels with the optimizer's: both are what a checkpoint needs to go on, not to be used.
 
@@ -379,6 +417,10 @@ class SCUTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: Optional[str]) -> None:
         with tensors_only(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            tell_of_fresh_optimizer(Path(checkpoint))
+        if self.is_stock:
+            return
         if checkpoint is not None and not has_optimizer(Path(checkpoint)):  # weights_only: everything else begins anew
             catch_up(self.lr_scheduler, Path(checkpoint))
             return
@@ -391,7 +433,12 @@ class SCUTrainer(Trainer):
         if self.chunked is not None and checkpoint is not None:
             saved = Path(checkpoint) / MEMORY_STATE_FILE
             if saved.is_file():  # without it chunks start anew: no result depends on them but in rounding
-                self.chunked.loop.load_state_dict(json.loads(saved.read_text()))
+                self.chunked.loop.load_state_dict(read_state(saved))
+
+
+def _bare_loss_in_tuple(module: torch.nn.Module, inputs: Any, output: Any) -> Optional[tuple[torch.Tensor]]:
+    """A forward hook, there only while a loss is computed: it holds no trainer, and pickles."""
+    return (output,) if torch.is_tensor(output) and output.dim() == 0 else None
 
 
 def _has_adapters(model: torch.nn.Module) -> bool:
@@ -406,4 +453,4 @@ def _read_controller_state(checkpoint: Path) -> tuple[dict[str, Any], Optional[d
             "save_only_model; "
             "resume with scu: false, or start anew from its weights with model_name_or_path"
         )
-    return json.loads(state_file.read_text()), load_file(prior_file) if prior_file.is_file() else None
+    return read_state(state_file), read_tensors(prior_file) if prior_file.is_file() else None

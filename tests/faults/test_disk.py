@@ -14,11 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from transformers import Trainer, TrainerCallback
 
 from scu_trainer.run_files import read_json, write_json
 from scu_trainer.train.checkpoint import checkpoints, step_of
 from scu_trainer.train.checkpoint_writer import is_write_error
+from scu_trainer.train.trainer import SCUTrainer
 from scu_trainer.train.usable import fault_of
+from tests import tiny
 from tests.faults import campaign
 from tests.faults.campaign import Child, Ended
 from tests.faults.test_kills import same_result
@@ -191,6 +194,36 @@ def test_a_full_disk_ends_the_run_which_goes_on_with_room(site, tmp_path):
         ended = started(site.flags(run), log)
         assert ended.code == 0 and f"going on from {run / 'checkpoint-3'}" in ended.said, ended.said
         same_result(site, run)
+
+    on_a_disk(scene, tmp_path / "scene")
+
+
+class At(TrainerCallback):
+    """Something that happens to the disk after a step."""
+
+    def __init__(self, step: int, event: Callable[[], object]) -> None:
+        self.step, self.event = step, event
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.event()
+
+
+@pytest.mark.parametrize("event", ["fill", "protect"])
+def test_without_a_loop_it_is_the_error_of_the_stock_trainer(tmp_path, event):
+    def scene() -> None:
+        raised = []
+        for kind in (Trainer, SCUTrainer):
+            disk = SmallDisk(tmp_path / kind.__name__)
+            run = disk.folder / "run"
+            args = tiny.arguments(run, max_steps=6, save_strategy="steps", save_steps=2)
+            trainer = kind(tiny.llama(), args, train_dataset=tiny.Rows(), callbacks=[At(3, getattr(disk, event))])
+            with pytest.raises(Exception) as caught:
+                trainer.train()
+            raised.append(type(caught.value))
+        assert raised[0] is raised[1] and is_write_error(caught.value)
+        assert [path.name for path in run.iterdir()] == ["checkpoint-2"]
+        assert fault_of(run / "checkpoint-2", 1) is None
 
     on_a_disk(scene, tmp_path / "scene")
 

@@ -1,0 +1,232 @@
+"""The trainer with its loops on, used otherwise than by one ``train()``: steps by hand, twice, from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import skip_first_batches
+from transformers import Trainer
+
+from scu_trainer.errors import ControlError
+from scu_trainer.run_files import read_json, read_rows
+from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
+from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.train.trainer import SCUTrainer
+from tests.tiny import Examples, Rows, UnevenRows, arguments, llama, pad, same, weights_of
+from tests.train.test_off_is_stock import BareLoss, Points, tensors, untimed
+
+LOOPS = {
+    "regularization": RegularizationSettings(target_s=0.02),
+    "memory": MemorySettings(),
+    "curriculum": CurriculumSettings("token_budget+noise_guard"),
+    "efficiency": EfficiencySettings(ema_decay=0.9),
+    "safety": SafetySettings(),
+}
+EACH = {**{name: {name: settings} for name, settings in LOOPS.items()}, "all": LOOPS}
+
+
+def made(folder, kind=SCUTrainer, model=None, rows=None, **changes) -> Trainer:
+    loops = {name: changes.pop(name) for name in list(changes) if name in LOOPS}
+    args = arguments(folder, **changes)
+    return kind(model or llama(), args, train_dataset=rows or UnevenRows(), data_collator=pad, **loops)
+
+
+@pytest.mark.parametrize("loops", EACH.values(), ids=EACH)
+def test_a_step_before_training_is_that_of_the_model(tmp_path, loops):
+    batch = pad([UnevenRows()[i] for i in range(4)])
+    model = llama().train()
+    model(**batch).loss.backward()
+    trainer = made(tmp_path, **loops)
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    for inputs in (batch, batch):
+        trainer.model.zero_grad()
+        trainer.training_step(trainer.model, dict(inputs))
+        assert same({name: p.grad for name, p in trainer.model.named_parameters()}, expected)
+    trainer.training_step(trainer.model, next(iter(trainer.get_train_dataloader())))
+    trainer.model.zero_grad()
+    trainer.train()
+    untouched = made(tmp_path, **loops)
+    untouched.train()
+    assert same(weights_of(trainer.model), weights_of(untouched.model))
+    trainer.training_step(trainer.model, dict(batch))
+
+
+class Named(Examples):
+    nickname = "mine"
+
+
+def test_a_planned_loader_has_what_the_stock_one_has(tmp_path):
+    rows = Named(Rows(12)[i] for i in range(12))
+    stock, ours = (
+        made(tmp_path, kind, rows=rows, **loops).get_train_dataloader()
+        for kind, loops in ((Trainer, {}), (SCUTrainer, {"curriculum": CurriculumSettings("none")}))
+    )
+    plain = ("total_batch_size", "total_dataset_length", "batch_size", "drop_last", "num_workers", "skip_batches")
+    for name in plain:
+        assert getattr(ours, name) == getattr(stock, name), name
+    assert set(dir(stock)) - {"_loader"} <= set(dir(ours))
+    assert len(ours) == len(stock) and ours.dataset.nickname == stock.dataset.nickname
+    ours.set_epoch(1)
+    assert len(list(skip_first_batches(ours, 1))) == len(ours) - 1
+    with pytest.raises(AttributeError):
+        _ = ours.dataset.nothing
+
+
+class OwnLoader(SCUTrainer):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=2, collate_fn=pad)
+
+
+class OwnLoss(SCUTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(input_ids=inputs["input_ids"], labels=inputs["labels"])["loss"]
+
+
+def test_who_chooses_samples_and_losses_past_a_curriculum_is_told(tmp_path):
+    with pytest.raises(ControlError, match=r"get_train_dataloader of OwnLoader .* super\(\)\.get_train_dataloader"):
+        made(tmp_path, OwnLoader, **LOOPS).train()
+    with pytest.raises(ControlError, match=r"that of OwnLoss does not call it; .* super\(\)\.compute_loss"):
+        made(tmp_path, OwnLoss, **LOOPS).train()
+    only_books = made(tmp_path, OwnLoss, **LOOPS | {"curriculum": CurriculumSettings("none")})
+    only_books.train()
+    assert only_books.state.global_step == 6 and only_books.bad_numbers.skipped_steps == 0
+    assert any("compute_loss of OwnLoss does not call" in notice for notice in only_books.curriculum.notices)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_whose_callback_was_taken_off_says_so(tmp_path, name):
+    trainer = made(tmp_path, **{name: LOOPS[name]})
+    taken = trainer._callbacks_of_loops()
+    assert taken
+    trainer.remove_callback(type(taken[0]))
+    with pytest.raises(ControlError, match=f"{type(taken[0]).__name__} was taken off this trainer"):
+        trainer.train()
+    trainer.add_callback(taken[0])
+    assert trainer.train().global_step == 6
+
+
+# -- twice -------------------------------------------------------------------------------------------------------------
+
+IDLE = {
+    "regularization": RegularizationSettings(law="fixed", lambda_init=0.0),
+    "memory": MemorySettings(memory_control=False, token_cap=None),
+    "curriculum": CurriculumSettings("none"),
+    "safety": SafetySettings(),
+}
+
+
+def test_trained_twice_it_is_the_stock_trainer_trained_twice(tmp_path):
+    both = [made(tmp_path / kind.__name__, kind, **loops) for kind, loops in ((Trainer, {}), (SCUTrainer, IDLE))]
+    for trainer in both:
+        trainer.train()
+        trainer.train()
+    assert same(weights_of(both[1].model), weights_of(both[0].model))
+
+
+def counted(trainer) -> tuple[float, ...]:
+    """Windows, rows, tokens."""
+    loop, curriculum, regularizer = trainer.chunked.loop, trainer.curriculum, trainer.regularizer
+    return loop.books.windows, curriculum.rows_trained, regularizer.progress.tokens_seen
+
+
+def test_the_second_training_has_its_own_books(tmp_path):
+    trainer = made(tmp_path, **LOOPS)
+    trainer.train()
+    start = weights_of(llama())
+    firsts = counted(trainer)
+    trainer.train()
+    assert same(trainer.regularizer.prior.state_dict(), start), "lambda pulls toward where the first training began"
+    assert counted(trainer) == firsts
+    rows = read_rows(tmp_path / "scu_history.json")
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert rows[-1]["tokens"] == firsts[2]
+    assert read_json(tmp_path / "scu_config.json")["tokens_n"] == trainer.regularizer.progress.tokens_n
+
+
+def test_skipped_steps_and_notices_are_those_of_the_last_training(tmp_path):
+    trainer = made(tmp_path, safety=SafetySettings(), curriculum=CurriculumSettings("none"))
+    trainer.train()
+    trainer.bad_numbers.skipped_steps = 3
+    trainer.bad_numbers.divergence.notices.append("it diverged")
+    trainer.curriculum.notices.append("said before")
+    trainer.train()
+    assert trainer.bad_numbers.skipped_steps == 0 and trainer.bad_numbers.notices == []
+    assert "said before" not in trainer.curriculum.notices
+
+
+def test_every_training_of_a_model_init_is_pulled(tmp_path):
+    """Each has a model of its own, as in a search for hyperparameters."""
+    lam = RegularizationSettings(law="fixed", lambda_init=5.0)
+    ends = []
+    for times in (1, 2):
+        args = arguments(tmp_path / str(times))
+        trainer = SCUTrainer(args=args, model_init=lambda: llama(), train_dataset=Rows(), regularization=lam)
+        for _ in range(times):
+            trainer.train()
+        assert trainer.regularizer.prior.weights[0] is next(trainer.model.parameters())
+        ends.append(weights_of(trainer.model))
+    reference = SCUTrainer(llama(), arguments(tmp_path / "one"), train_dataset=Rows(), regularization=lam)
+    reference.train()
+    assert same(ends[0], weights_of(reference.model)) and same(ends[1], ends[0])
+
+
+class Normed(BareLoss):
+    """Whose rows act on each other, where the mean of ``BareLoss`` adds up over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(self.inner, torch.nn.BatchNorm1d(1))
+
+
+def test_what_was_found_out_of_one_model_is_not_taken_for_the_next(tmp_path):
+    kinds = iter((BareLoss, BareLoss, Normed))  # the first is made with the trainer
+    args, memory = arguments(tmp_path, max_steps=2), MemorySettings(max_batch_size=2)
+    trainer = SCUTrainer(args=args, model_init=lambda: next(kinds)(), train_dataset=Points(), memory=memory)
+    trainer.train()
+    assert trainer.chunked.reduction.is_exact
+    trainer.train()
+    assert not trainer.chunked.reduction.is_exact
+
+
+# -- again from a checkpoint, in the same process ----------------------------------------------------------------------
+
+
+def everything(trainer: Trainer) -> dict:
+    folder = Path(trainer.args.output_dir)
+    newest = folder / "checkpoint-6"
+    histories = [
+        read_rows(folder / name) for name in ("scu_history.json", "curriculum.json") if (folder / name).is_file()
+    ]
+    states = {path.name: path.read_text() for path in newest.glob("*_state.json") if path.name != "trainer_state.json"}
+    states = {name: json.loads(text) for name, text in states.items() if name != "memory_state.json"}
+    return {
+        "weights": {name: w.tolist() for name, w in weights_of(trainer.model).items()},
+        "optimizer": {k: v.tolist() for k, v in tensors(trainer.optimizer.state_dict()).items()},
+        "histories": histories,
+        "states": states,
+        "logs": [_unmeasured(untimed(row)) for row in trainer.state.log_history],
+        "generator": torch.get_rng_state().tolist(),
+    }
+
+
+def _unmeasured(row: dict) -> dict:
+    return {key: value for key, value in row.items() if not key.startswith("memory/") or key.endswith("_per_chunk")}
+
+
+@pytest.mark.parametrize("loops", [{}, *EACH.values()], ids=["off", *EACH])
+def test_resumed_in_the_process_that_trained_it_is_resumed_in_a_fresh_one(tmp_path, loops):
+    saved = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 1, "lr_scheduler_type": "linear", **loops}
+    first = made(tmp_path / "same", **saved)
+    first.train()
+    uninterrupted = everything(first)
+    first.train(resume_from_checkpoint=str(tmp_path / "same" / "checkpoint-3"))
+    fresh = made(tmp_path / "fresh", **saved)
+    fresh.train()
+    fresh = made(tmp_path / "fresh", **saved)
+    fresh.train(resume_from_checkpoint=str(tmp_path / "fresh" / "checkpoint-3"))
+    for part, expected in everything(fresh).items():
+        assert everything(first)[part] == expected, part
+    assert everything(first)["weights"] == uninterrupted["weights"]
