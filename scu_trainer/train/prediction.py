@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.memory import forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.reduction import Reduction, probe
 from scu_trainer.train.rows import Batch, layout_for, rows_of, take
+from scu_trainer.train.second_try import second_try
 
 if TYPE_CHECKING:
     from scu_trainer.train.trainer import SCUTrainer
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("scu_trainer")
 
 Result = TypeVar("Result")
+
+FEWER_LOGITS = (
+    "Lower per_device_eval_batch_size, set prediction_loss_only: true, or keep less of the logits "
+    "(preprocess_logits_for_metrics)"
+)
 
 
 class Halving:
@@ -39,9 +46,10 @@ class Halving:
         self.out_of_memory = 0
 
     def run(self, count: int, attempt: Callable[[range], Result]) -> list[tuple[range, Result]]:
-        """``attempt`` gets consecutive ranges of rows that cover 0 to ``count``. Raises OutOfMemory at one row."""
+        """``attempt`` gets consecutive ranges of rows that cover 0 to ``count``. Raises OutOfMemory where one row fails
+        twice."""
         results: list[tuple[range, Result]] = []
-        begin = 0
+        begin, is_second_try = 0, False
         while begin < count:
             part = range(begin, min(count, begin + (self.largest_rows or count)))
             failed = None
@@ -53,19 +61,23 @@ class Halving:
                 failed = str(error).partition("\n")[0]
                 forget_traceback(error)
             if failed is None:
-                begin = part.stop
+                begin, is_second_try = part.stop, False
                 continue
             free_memory(self.device)
-            self._shrink(len(part), failed)
+            self._shrink(len(part), failed, is_second_try)
+            is_second_try = len(part) == 1
         return results
 
-    def _shrink(self, rows: int, failed: str) -> None:
+    def _shrink(self, rows: int, failed: str, is_second_try: bool) -> None:
         self.out_of_memory += 1
-        if rows == 1:
+        if is_second_try:
             raise OutOfMemory(
-                "evaluation of a single row does not fit in memory; shorten the held-out rows (block_size) or use a "
-                f"smaller model. The failed allocation said: {failed}"
+                "evaluation of a single row does not fit in memory, even after memory was freed; shorten the held-out "
+                f"rows (block_size) or use a smaller model. The failed allocation said: {failed}"
             )
+        if rows == 1:
+            logger.warning("evaluation ran out of memory with a single row; once more, now that memory was freed")
+            return
         self.largest_rows = rows // 2
         logger.warning("evaluation ran out of memory with %d rows at once; %d from now on", rows, self.largest_rows)
 
@@ -82,15 +94,17 @@ class Prediction:
     def step(self, inputs: Any, predict: Callable[[Any], tuple], loss_only: bool) -> tuple:
         """(loss, logits, labels) of ``inputs``, as ``predict`` gives them for as many rows as fit at once."""
         batch = rows_of(self.trainer.model, inputs)
-        if batch.obstacle is not None or batch.rows == 0:
-            return predict(inputs)
         # Counted once for the whole batch: the count is a collective, and ranks may need different numbers of parts.
         count = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
         with self._counted(count):
+            if batch.obstacle is not None or batch.rows == 0:
+                doing = f"evaluation of a batch that cannot be cut by rows ({batch.obstacle or 'it has none'})"
+                return second_try(partial(predict, inputs), doing, "Lower per_device_eval_batch_size")
             parts = self.halving.run(batch.rows, lambda part: self._part_result(batch, part, predict))
             if len(parts) == 1:
                 return parts[0][1]
-            return self._joined(batch, parts, count, loss_only)
+            join = partial(self._joined, batch, parts, count, loss_only)
+            return second_try(join, "putting the parts of an evaluated batch together", FEWER_LOGITS)
 
     def _part_result(self, batch: Batch, part: range, predict: Callable[[Any], tuple]) -> tuple:
         loss, logits, labels = predict(_part(batch, part))

@@ -23,8 +23,11 @@ Trainer's bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Optional
 
@@ -45,15 +48,15 @@ from scu_trainer.train.checkpoint_writer import CheckpointWriter
 from scu_trainer.train.chunked_step import ChunkedStep
 from scu_trainer.train.curriculum_loop import CurriculumLoop
 from scu_trainer.train.efficiency import Efficiency
-from scu_trainer.train.loader_workers import shield
+from scu_trainer.train.loader_workers import collating_again, shield
 from scu_trainer.train.log_history import loop_scalars
 from scu_trainer.train.loss_path import LossPath, without_index
-from scu_trainer.train.memory import Gauge, is_out_of_memory
-from scu_trainer.train.optimizer_guard import retry_unchanged
+from scu_trainer.train.memory import Gauge
 from scu_trainer.train.prediction import Prediction
 from scu_trainer.train.pushing import Pushes
 from scu_trainer.train.ranks import refuse_arguments
 from scu_trainer.train.regularizer import Regularizer, prior_class_for
+from scu_trainer.train.second_try import last_word, second_try
 from scu_trainer.train.usable import catch_up, has_optimizer, usable
 from scu_trainer.train.wrap import adopt, countable
 
@@ -135,7 +138,8 @@ class SCUTrainer(Trainer):
             resume_from_checkpoint = usable(resume_from_checkpoint, self.args.output_dir, self.resumes_weights_only)
         self._operations_per_input = None
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            with self._last_word(lambda: f"step {self.state.global_step + 1} of training"):
+                return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             if self.chunked is not None:  # also after an error: the optimizer is the caller's again
                 self.chunked.finish()
@@ -154,7 +158,8 @@ class SCUTrainer(Trainer):
         return self.curriculum.loader()
 
     def _get_dataloader(self, *args, **kwargs):
-        return shield(super()._get_dataloader(*args, **kwargs))
+        loader = shield(super()._get_dataloader(*args, **kwargs))
+        return loader if self.prediction is None else collating_again(loader)
 
     def set_initial_training_values(self, args, dataloader):
         values = super().set_initial_training_values(args, dataloader)
@@ -228,8 +233,11 @@ class SCUTrainer(Trainer):
         if self.bad_numbers is not None:
             self.bad_numbers.observe(loss, num_items_in_batch)
         if self.regularizer is not None:
-            adds_means = self.chunked is not None and self.chunked.adds_means(num_items_in_batch)
-            self.regularizer.observe_loss(loss / self.current_gradient_accumulation_steps if adds_means else loss)
+            if self.chunked is not None and self.chunked.adds_means(num_items_in_batch):
+                of_mean = functools.partial(torch.div, loss, self.current_gradient_accumulation_steps)
+                self.regularizer.observe_loss(second_try(of_mean, "taking the mean of the losses"))
+            else:
+                self.regularizer.observe_loss(loss)
             self.regularization_callback.items_in_window = num_items_in_batch
             if self.accelerator.sync_gradients:
                 with self.regularization_callback.timed():
@@ -264,15 +272,18 @@ class SCUTrainer(Trainer):
         return (output,) if is_bare_loss else None
 
     def _clip_grad_norm(self, model):
-        if self.chunked is None or not self.chunked.ranks.recoverable:
-            return super()._clip_grad_norm(model)
-        gradients = [p.grad for p in self.chunked.parameters if p.grad is not None]
-        clip = functools.partial(super()._clip_grad_norm, model)
-        return retry_unchanged(clip, gradients, is_out_of_memory, self.chunked.free_memory)
+        return self._clipped(functools.partial(super()._clip_grad_norm, model))
 
     def _get_grad_norm(self, model, grad_norm=None):
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = self._clipped(functools.partial(super()._get_grad_norm, model, grad_norm=grad_norm))
         return norm if self.bad_numbers is None else self.bad_numbers.before_optimizer(norm)
+
+    def _clipped(self, clip: Callable[[], Any]) -> Any:
+        """``clip``, which writes to gradients last, once more where it runs out of memory before."""
+        if self.chunked is None or not self.chunked.ranks.recoverable:
+            return clip()
+        gradients = [p.grad for p in self.chunked.parameters if p.grad is not None]
+        return second_try(clip, "clipping the gradients, or taking their norm,", unchanged=gradients)
 
     # Evaluation is protected in the same way, with sizes of its own.
 
@@ -289,11 +300,21 @@ class SCUTrainer(Trainer):
     def _get_num_items_in_batch(self, batch_samples, device):
         if self.prediction is not None and self.prediction.items is not None:
             return self.prediction.items[0]
-        return super()._get_num_items_in_batch(countable(self, batch_samples), device)
+
+        def count():
+            return super(SCUTrainer, self)._get_num_items_in_batch(countable(self, batch_samples), device)
+
+        if self.prediction is None or self.accelerator.num_processes > 1:  # ranks count together, once
+            return count()
+        return second_try(count, "counting the labels of a step")
 
     def evaluation_loop(self, *args, **kwargs):
-        with self.efficiency.evaluation():
+        with self._last_word(lambda: "evaluation"), self.efficiency.evaluation():
             return self._evaluation_loop(*args, **kwargs)
+
+    def _last_word(self, doing: Callable[[], str]) -> AbstractContextManager:
+        """With memory control, whatever runs out of memory and could not be repeated is told in one line."""
+        return contextlib.nullcontext() if self.prediction is None else last_word(doing)
 
     def _evaluation_loop(self, dataloader, description, prediction_loss_only=None, *args, **kwargs):
         args = (dataloader, description, prediction_loss_only, *args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import torch
 from scu_trainer.control import chunks
 from scu_trainer.train.reduction import Reduction
 from scu_trainer.train.rows import NOT_LEARNED, Batch, Row, follows_time, has_time, signature, take
+from scu_trainer.train.second_try import second_try
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,8 @@ class Window:
     def _items_of(self, number: int) -> list[float]:
         """Per row of the batch, how much it counts in the batch's mean; the same for every row where it is no mean."""
         if number not in self._items:
-            self._items[number] = _row_items(self.reduction.kind, self.batches[number])
+            count = functools.partial(_row_items, self.reduction.kind, self.batches[number])
+            self._items[number] = second_try(count, "counting the labels of a batch")
         return self._items[number]
 
     # -- batches for the model -----------------------------------------------------------------------------------------

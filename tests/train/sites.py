@@ -16,7 +16,8 @@ from tests.faults import OutOfMemoryAt, oom
 class Sites(OutOfMemoryAt):
     """Operations inside the calls in which a step does its work; nothing outside of them is counted or fails.
 
-    ``failed_kinds``: beside ``raised``, where it was: forward, backward, clip, optimizer, or what ``watch`` was told.
+    ``failed_kinds``: beside ``raised``, where it was: forward, backward, marks (what a failed piece is taken back to),
+    clip, optimizer, or what ``watch`` was told.
     """
 
     def __init__(self, k: int | Collection[int] = (), error: Callable[[], BaseException] = oom) -> None:
@@ -42,6 +43,8 @@ class Sites(OutOfMemoryAt):
         class WatchOptimizer(TrainerCallback):
             def on_train_begin(self, args, state, control, **kwargs):
                 sites._count_in(trainer.optimizer, "step", "optimizer")
+                for name in ("mark", "keep_gradients", "restore"):
+                    sites._count_in(trainer.chunked._place, name, "marks")
 
         trainer.add_callback(WatchOptimizer())
 
