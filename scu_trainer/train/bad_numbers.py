@@ -59,7 +59,8 @@ SAID = {
 
 
 class BadNumbers(TrainerCallback):
-    """Guards the steps of one ``SCUTrainer``; add it before every callback that acts on an optimizer step.
+    """Guards the steps of one ``SCUTrainer``; add it before every callback that acts on an optimizer step but
+    ``OverflowWatch``.
 
     ``skipped_steps``: of the whole run. ``in_a_row``: up to now. Raises NonFiniteLoss, on all ranks, past
     ``SafetySettings.max_nonfinite_steps``.

@@ -52,6 +52,7 @@ from scu_trainer.train.loader_workers import collating_again, shield
 from scu_trainer.train.log_history import loop_scalars
 from scu_trainer.train.loss_path import LossPath, without_index
 from scu_trainer.train.memory import Gauge
+from scu_trainer.train.overflow import OverflowWatch, unscaled
 from scu_trainer.train.prediction import Prediction
 from scu_trainer.train.pushing import Pushes
 from scu_trainer.train.ranks import refuse_arguments
@@ -102,7 +103,10 @@ class SCUTrainer(Trainer):
         self.args.hub_token = secret(self.args.hub_token)  # each checkpoint holds a pickled copy of the arguments
         self._accept_bare_loss(self.model)
         adopt(self)
-        # The first of our callbacks: the others ask whether it has skipped the step.
+        averages = efficiency is not None and efficiency.ema_decay is not None
+        if averages or any(loop is not None for loop in (regularization, memory, curriculum, safety)):
+            self.callback_handler.callbacks.insert(0, OverflowWatch(self))  # also before those of the user
+        # The next of our callbacks: the others ask whether it has skipped the step.
         self.bad_numbers: Optional[BadNumbers] = None if safety is None else BadNumbers(self, safety)
         self.chunked: Optional[ChunkedStep] = None
         self.prediction: Optional[Prediction] = None
@@ -275,7 +279,8 @@ class SCUTrainer(Trainer):
         return self._clipped(functools.partial(super()._clip_grad_norm, model))
 
     def _get_grad_norm(self, model, grad_norm=None):
-        norm = self._clipped(functools.partial(super()._get_grad_norm, model, grad_norm=grad_norm))
+        norm = functools.partial(super()._get_grad_norm, model, grad_norm=grad_norm)
+        norm = norm() if grad_norm is not None else self._clipped(norm)
         return norm if self.bad_numbers is None else self.bad_numbers.before_optimizer(norm)
 
     def _clipped(self, clip: Callable[[], Any]) -> Any:
@@ -283,7 +288,8 @@ class SCUTrainer(Trainer):
         if self.chunked is None or not self.chunked.ranks.recoverable:
             return clip()
         gradients = [p.grad for p in self.chunked.parameters if p.grad is not None]
-        return second_try(clip, "clipping the gradients, or taking their norm,", unchanged=gradients)
+        with unscaled(self.accelerator, gradients):
+            return second_try(clip, "clipping the gradients, or taking their norm,", unchanged=gradients)
 
     # Evaluation is protected in the same way, with sizes of its own.
 
