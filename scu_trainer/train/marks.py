@@ -195,11 +195,15 @@ def _names(model: nn.Module, wanted: nn.Module) -> list[str]:
     return [f"{name}.{key}" if name else key for key, buffer in wanted._buffers.items() if buffer is not None]
 
 
+Generators = list[tuple[Callable[[Any], None], Any]]
+"""(what puts a generator of random numbers back, its state)"""
+
+
 @dataclass
 class Mark:
     """The state of RNG, buffers and gradients before a chunk. ``parameters``: the trainable ones."""
 
-    rng: list[tuple[Callable[[Any], None], Any]]
+    rng: Generators
     buffers: ChangingBuffers
     copies: KeptBuffers
     parameters: Sequence[nn.Parameter]
@@ -207,14 +211,11 @@ class Mark:
 
     @classmethod
     def take(cls, devices: Sequence[str], buffers: ChangingBuffers, parameters: Sequence[nn.Parameter]) -> Mark:
-        rng = host_generators()
-        rng += [_device_rng(torch.device(name)) for name in devices if torch.device(name).type not in ("cpu", "meta")]
-        return cls(rng, buffers, buffers.copies(), parameters, _versions(parameters))
+        return cls(generators(devices), buffers, buffers.copies(), parameters, _versions(parameters))
 
     def restore_surroundings(self) -> None:
         """RNG and buffers as they were; gradients are the caller's. Raises as ``ChangingBuffers.restore``."""
-        for restore, state in self.rng:
-            restore(state)
+        put_back(self.rng)
         self.buffers.restore(self.copies)
 
     def gradients_touched(self) -> bool:
@@ -222,13 +223,19 @@ class Mark:
         return self.gradients != _versions(self.parameters)
 
 
-def host_generators() -> list[tuple[Callable[[Any], None], Any]]:
-    """(what puts it back, state) of torch's generator for the CPU, of numpy's and of Python's."""
-    return [
+def generators(devices: Sequence[str] = ()) -> Generators:
+    """Those of torch (for the CPU and ``devices``), of numpy and of Python, as they are now."""
+    found: Generators = [
         (torch.set_rng_state, torch.get_rng_state()),
         (np.random.set_state, np.random.get_state()),
         (random.setstate, random.getstate()),
     ]
+    return found + [_device_rng(torch.device(n)) for n in devices if torch.device(n).type not in ("cpu", "meta")]
+
+
+def put_back(states: Generators) -> None:
+    for restore, state in states:
+        restore(state)
 
 
 def _device_rng(device: torch.device) -> tuple[Callable[[Any], None], Any]:

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 import torch
 from accelerate.utils import send_to_device
+from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import nested_concat
 
 from scu_trainer.errors import OutOfMemory
+from scu_trainer.train.marks import generators, put_back
 from scu_trainer.train.memory import forget_traceback, free_memory, is_out_of_memory
+from scu_trainer.train.out_of_memory import is_out_of_memory_in_loader
 from scu_trainer.train.reduction import Reduction, probe
 from scu_trainer.train.rows import Batch, layout_for, rows_of, take
 from scu_trainer.train.second_try import second_try
@@ -105,6 +108,32 @@ class Prediction:
                 return parts[0][1]
             join = partial(self._joined, batch, parts, count, loss_only)
             return second_try(join, "putting the parts of an evaluated batch together", FEWER_LOGITS)
+
+    def evaluated(self, evaluate: Callable[[], Result], loader: Any) -> Result:
+        """``evaluate()``, a whole pass over ``loader``; from its first batch once more where something between the
+        batches ran out of memory (the stock loop's own collecting of logits, metrics, the loader). Nothing is learned
+        in it, so a second pass gives the same figures; random numbers are those of before.
+        """
+        if not self._can_begin_again(loader):
+            return evaluate()
+        states = generators([str(self.trainer.args.device)])
+        try:
+            return evaluate()
+        except (RuntimeError, MemoryError, OSError) as error:
+            if not (is_out_of_memory(error) or is_out_of_memory_in_loader(error)):
+                raise
+            text = str(error).partition("\n")[0]
+            forget_traceback(error)
+        free_memory(self.trainer.args.device)
+        put_back(states)
+        logger.warning("evaluation ran out of memory between two batches and begins again, once: %s", text)
+        return evaluate()
+
+    def _can_begin_again(self, loader: Any) -> bool:
+        """Rows that can be read twice, metrics that were not told of some batches already, no rank that waits."""
+        dataset, trainer = getattr(loader, "dataset", None), self.trainer
+        can_be_read_again = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+        return can_be_read_again and not trainer.args.batch_eval_metrics and trainer.accelerator.num_processes == 1
 
     def _part_result(self, batch: Batch, part: range, predict: Callable[[Any], tuple]) -> tuple:
         loss, logits, labels = predict(_part(batch, part))

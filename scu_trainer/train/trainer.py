@@ -48,7 +48,7 @@ from scu_trainer.train.checkpoint_writer import CheckpointWriter
 from scu_trainer.train.chunked_step import ChunkedStep
 from scu_trainer.train.curriculum_loop import CurriculumLoop
 from scu_trainer.train.efficiency import Efficiency
-from scu_trainer.train.loader_workers import collating_again, shield
+from scu_trainer.train.loader_workers import loading_again, shield
 from scu_trainer.train.log_history import loop_scalars
 from scu_trainer.train.loss_path import LossPath, without_index
 from scu_trainer.train.memory import Gauge
@@ -163,7 +163,7 @@ class SCUTrainer(Trainer):
 
     def _get_dataloader(self, *args, **kwargs):
         loader = shield(super()._get_dataloader(*args, **kwargs))
-        return loader if self.prediction is None else collating_again(loader)
+        return loader if self.prediction is None else loading_again(loader)
 
     def set_initial_training_values(self, args, dataloader):
         values = super().set_initial_training_values(args, dataloader)
@@ -325,11 +325,14 @@ class SCUTrainer(Trainer):
     def _evaluation_loop(self, dataloader, description, prediction_loss_only=None, *args, **kwargs):
         args = (dataloader, description, prediction_loss_only, *args)
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        if self.prediction is None or loss_only or self.args.eval_accumulation_steps is not None:
-            return super().evaluation_loop(*args, **kwargs)
+        evaluate = functools.partial(super().evaluation_loop, *args, **kwargs)
+        if self.prediction is None:
+            return evaluate()
+        if loss_only or self.args.eval_accumulation_steps is not None:
+            return self.prediction.evaluated(evaluate, dataloader)
         self.args.eval_accumulation_steps = 1  # logits leave the device batch by batch instead of piling up there
         try:
-            return super().evaluation_loop(*args, **kwargs)
+            return self.prediction.evaluated(evaluate, dataloader)
         finally:
             self.args.eval_accumulation_steps = None
 
