@@ -121,6 +121,27 @@ class Sites(OutOfMemoryAt):
             self._call, self._depth = outer, self._depth - 1
 
 
+class CountedRows(torch.utils.data.Dataset):
+    """``rows`` whose reading is a place of ``sites``, called "rows"."""
+
+    def __init__(self, rows, sites: Sites) -> None:
+        self.rows, self._read = rows, sites.inside(lambda index: _cloned(rows[index]), "rows")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int):
+        return self._read(index)
+
+
+def _cloned(item):
+    if isinstance(item, dict):
+        return {name: _cloned(value) for name, value in item.items()}
+    if isinstance(item, tuple):
+        return tuple(_cloned(value) for value in item)
+    return item.clone() if torch.is_tensor(item) else item
+
+
 class OneFaultPerStep(TrainerCallback):
     """Step i fails at its operation number ``numbers[i - 1]``. Every step begins as if none had failed before."""
 

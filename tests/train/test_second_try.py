@@ -17,12 +17,12 @@ from scu_trainer.errors import OutOfMemory
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train.loader_workers import CollatesAgain
+from scu_trainer.train.loader_workers import CollatesAgain, loading_again
 from scu_trainer.train.second_try import last_word, second_try
 from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
 from tests.faults import CPU_TEXT, CUDA_TEXT, FakeGauge, oom
-from tests.train.sites import Sites
+from tests.train.sites import CountedRows, Sites
 
 LOOPS = {
     "memory": MemorySettings(),
@@ -52,25 +52,12 @@ def fewer_objects():
     gc.unfreeze()
 
 
-class Counted(torch.utils.data.Dataset):
-    """``rows`` whose reading is a place of ``sites``."""
-
-    def __init__(self, rows, sites: Sites) -> None:
-        self.rows, self.read = rows, sites.inside(lambda index: {k: v.clone() for k, v in rows[index].items()}, "rows")
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int):
-        return self.read(index)
-
-
 def trained(folder, sites: Sites, subject: str = "language", max_grad_norm: float = 0.5, **loops) -> SCUTrainer:
     make, rows = SUBJECTS[subject]
     trainer = SCUTrainer(
         make(),
         tiny.arguments(folder, **{**WINDOW, "max_grad_norm": max_grad_norm}),
-        train_dataset=Counted(rows(), sites),
+        train_dataset=CountedRows(rows(), sites),
         data_collator=sites.inside(tiny.pad, "collator"),
         memory_gauge=FakeGauge(2**40),
         **{**LOOPS, **loops},
@@ -264,9 +251,11 @@ def test_a_worker_collates_once_more(tmp_path):
     assert tiny.same(tiny.weights_of(found.model), tiny.weights_of(expected.model))
 
 
-def test_a_row_that_no_worker_can_read_is_told(tmp_path):
-    with pytest.raises(OutOfMemory, match="dataloader_num_workers") as caught:
-        with_workers(tmp_path, Unreadable(), tiny.pad)
+def test_a_row_that_no_worker_can_read_is_told():
+    loader = loading_again(torch.utils.data.DataLoader(Unreadable(), num_workers=1))
+    with pytest.raises(OutOfMemory, match=r"step 1 of training.*dataloader_num_workers") as caught:
+        with last_word(lambda: "step 1 of training"):
+            next(iter(loader))
     assert "\n" not in str(caught.value)
 
 
