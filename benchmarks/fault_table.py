@@ -38,7 +38,6 @@ from transformers import BertForSequenceClassification
 
 from scu_trainer.data.sensor_collate import SensorCollator
 from scu_trainer.data.sensor_synthetic import synthetic
-from scu_trainer.errors import UserError
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
@@ -269,7 +268,7 @@ def outcome(case: Case) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         try:
             found = run(case, folder, sites, lambda trainer: noted.append(record(case, trainer)))
-        except (RuntimeError, UserError) as error:
+        except Exception as error:  # whatever the fault has led to: it is in the table
             if not sites.raised:
                 raise
             text = f"{type(error).__name__}: {str(error)[:200]}"

@@ -95,6 +95,11 @@ class Window:
     def can_pool(self) -> bool:
         return self.reduction is not None and self.reduction.is_exact
 
+    @property
+    def fewest_rows(self) -> int:
+        """A single row has no statistics over rows: BatchNorm refuses it, and a loss over pairs says nothing."""
+        return 1 if self.can_pool else 2
+
     # -- cutting -------------------------------------------------------------------------------------------------------
 
     def whole_batches(self) -> list[Piece]:
@@ -147,6 +152,7 @@ class Window:
 
     def split(self, piece: Piece, token_cap: int, max_rows: Optional[int], min_rows: int) -> list[Piece]:
         """``piece`` under a smaller cap; [piece] if it cannot be cut any further."""
+        min_rows = max(min_rows, self.fewest_rows)
         if len(piece.rows) < 2 * min_rows or self.batches[piece.batch].obstacle is not None:
             return [piece]
         pieces = self._cut(list(piece.rows), token_cap, max_rows, min_rows)
