@@ -38,7 +38,7 @@ class KeptBuffer:
 
 @dataclass(frozen=True)
 class KeptBuffers:
-    """``modules``: those that were there; what one that is made later registers is its own affair."""
+    """``modules``: those that were there when the window began; what later ones register is their own affair."""
 
     buffers: list[KeptBuffer]
     modules: list[nn.Module]
@@ -56,14 +56,17 @@ class ChangingBuffers:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._is_first = True
+        self._modules: Optional[list[nn.Module]] = None
         self._changing: set[nn.Module] = set()
         self._stamps: dict[nn.Module, tuple] = {}
         self._large_copies: dict[tuple[nn.Module, str], tuple[tuple, Optional[torch.Tensor]]] = {}
 
     def copies(self) -> KeptBuffers:
         """The buffers as they are now, for ``restore``."""
-        modules = list(self._model.modules())
-        found = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
+        if self._modules is None:  # walking through adapters of a large model takes as long as copying its buffers
+            self._modules = list(self._model.modules())
+        owners = [module for module in self._modules if module._buffers]
+        found = [(module, name, buffer) for module in owners for name, buffer in module._buffers.items()]
         large = _large([buffer for _, _, buffer in found if buffer is not None])
         kept = []
         for module, name, buffer in found:
@@ -76,7 +79,7 @@ class ChangingBuffers:
                 copy = buffer.clone()
             version = 0 if buffer is None else _version(buffer)
             kept.append(KeptBuffer(module, name, buffer, copy, version, is_large))
-        return KeptBuffers(kept, modules)
+        return KeptBuffers(kept, self._modules)
 
     def _copy_of_large(self, module: nn.Module, name: str, buffer: torch.Tensor) -> Optional[torch.Tensor]:
         """One copy for as long as the module's buffers stay as they are; None where it is taken for constant."""
@@ -97,7 +100,7 @@ class ChangingBuffers:
             self._say_constant(constant)
         for place in [place for place in self._large_copies if place[0] not in self._changing]:
             del self._large_copies[place]
-        self._stamps, self._is_first = {}, False
+        self._stamps, self._modules, self._is_first = {}, None, False
 
     def _say_constant(self, modules: Sequence[nn.Module]) -> None:
         names = [name for module in modules for name in _names(self._model, module)]
