@@ -66,10 +66,8 @@ class OverflowWatch(TrainerCallback):
         if found_inf is not None and bool(found_inf):
             self.trainer.optimizer._is_overflow = True
 
-    def on_train_end(self, args, state, control, **kwargs) -> None:
-        self.detach()
-
     def detach(self) -> None:
+        """After training, also one that raised: the optimizer is the caller's again."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -103,9 +103,11 @@ class SCUTrainer(Trainer):
         self.args.hub_token = secret(self.args.hub_token)  # each checkpoint holds a pickled copy of the arguments
         self._accept_bare_loss(self.model)
         adopt(self)
+        self.overflow: Optional[OverflowWatch] = None
         averages = efficiency is not None and efficiency.ema_decay is not None
         if averages or any(loop is not None for loop in (regularization, memory, curriculum, safety)):
-            self.callback_handler.callbacks.insert(0, OverflowWatch(self))  # also before those of the user
+            self.overflow = OverflowWatch(self)
+            self.callback_handler.callbacks.insert(0, self.overflow)  # also before those of the user
         # The next of our callbacks: the others ask whether it has skipped the step.
         self.bad_numbers: Optional[BadNumbers] = None if safety is None else BadNumbers(self, safety)
         self.chunked: Optional[ChunkedStep] = None
@@ -147,6 +149,8 @@ class SCUTrainer(Trainer):
         finally:
             if self.chunked is not None:  # also after an error: the optimizer is the caller's again
                 self.chunked.finish()
+            if self.overflow is not None:
+                self.overflow.detach()
             self.efficiency.finish()
 
     @property

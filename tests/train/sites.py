@@ -18,7 +18,8 @@ class Sites(OutOfMemoryAt):
     """Operations inside the calls in which a step does its work; nothing outside of them is counted or fails.
 
     ``failed_kinds``: beside ``raised``, where it was: forward, backward, marks (what a failed piece is taken back to),
-    clip, optimizer, or what ``watch`` was told. ``only``: the one kind that is counted and fails; None: all.
+    kept and put back (gradients from before a window), clip, optimizer, or what ``watch`` was told. ``only``: the one
+    kind that is counted and fails; None: all.
     ``kinds``: how many of each were counted.
     """
 
@@ -62,8 +63,14 @@ class Sites(OutOfMemoryAt):
         class WatchOptimizer(TrainerCallback):
             def on_train_begin(self, args, state, control, **kwargs):
                 sites.count_in(trainer.optimizer, "step", "optimizer")
-                for name in ("mark", "keep_gradients", "restore"):
-                    sites.count_in(trainer.chunked._place, name, "marks")
+                places = {
+                    "mark": "marks",
+                    "keep_gradients": "kept",
+                    "restore": "marks",
+                    "_restore_gradients": "put back",
+                }
+                for name, call in places.items():
+                    sites.count_in(trainer.chunked._place, name, call)
 
         trainer.add_callback(WatchOptimizer())
 
