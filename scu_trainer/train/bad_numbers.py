@@ -14,6 +14,7 @@ nothing to save.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from scu_trainer.train.divergence_watch import DivergenceWatch
 from scu_trainer.train.first_nonfinite import Finding, locate, nonfinite_weight, weights_are_finite
 from scu_trainer.train.marks import ChangingBuffers
 from scu_trainer.train.saved_state import read_state
+from scu_trainer.train.second_try import second_try
 
 if TYPE_CHECKING:
     from scu_trainer.train.trainer import SCUTrainer
@@ -57,7 +59,8 @@ SAID = {
 
 
 class BadNumbers(TrainerCallback):
-    """Guards the steps of one ``SCUTrainer``; add it before every callback that acts on an optimizer step.
+    """Guards the steps of one ``SCUTrainer``; add it before every callback that acts on an optimizer step but
+    ``OverflowWatch``.
 
     ``skipped_steps``: of the whole run. ``in_a_row``: up to now. Raises NonFiniteLoss, on all ranks, past
     ``SafetySettings.max_nonfinite_steps``.
@@ -98,7 +101,10 @@ class BadNumbers(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self._losses.clear()
-        self._sum_before, self._buffers_before = self.trainer._tr_loss.clone(), self._buffers.copies()
+        self._sum_before, self._buffers_before = second_try(
+            lambda: (self.trainer._tr_loss.clone(), self._buffers.copies()),
+            "a copy of what a step with a bad number would change (BatchNorm's statistics)",
+        )
         if self._tracks_rows:
             self.trainer.loss_path.has_learned = False
 
@@ -127,7 +133,7 @@ class BadNumbers(TrainerCallback):
             self._count_as_skipped(False)
             self._is_skipping = False
         else:
-            self._buffers.forget_constant_ones()
+            self._buffers.end_window()
         self._batches = ()
 
     def _count_as_skipped(self, value: bool) -> None:
@@ -145,10 +151,8 @@ class BadNumbers(TrainerCallback):
         return self.trainer.curriculum is not None
 
     def _fault(self, norm: Any) -> Optional[str]:
-        device = self.trainer.args.device
-        loss = torch.stack([loss.to(device).float().reshape(()) for loss in self._losses]).sum()
-        numbers = torch.stack([loss, self._gradient(norm).to(device).float().reshape(())])
-        flags = torch.cat([~torch.isfinite(numbers), torch.full((1,), self._has_learned, device=device)]).int()
+        ask = functools.partial(self._flags, self._gradient(norm))
+        flags = second_try(ask, "asking whether loss and gradient are finite")
         if self.trainer.accelerator.num_processes > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # a loss is one rank's own, and all must decide alike
         bad_loss, bad_gradient, has_learned = flags.tolist()
@@ -157,6 +161,13 @@ class BadNumbers(TrainerCallback):
         if bad_loss:
             return LOSS
         return GRADIENT if bad_gradient and not self._is_overflow_of_scale() else None
+
+    def _flags(self, gradient: torch.Tensor) -> torch.Tensor:
+        """(3,) of this rank: is the loss no number, is the gradient none, was any row trained on."""
+        device = self.trainer.args.device
+        loss = torch.stack([loss.to(device).float().reshape(()) for loss in self._losses]).sum()
+        numbers = torch.stack([loss, gradient.to(device).float().reshape(())])
+        return torch.cat([~torch.isfinite(numbers), torch.full((1,), self._has_learned, device=device)]).int()
 
     @property
     def _has_learned(self) -> bool:
@@ -212,7 +223,7 @@ class BadNumbers(TrainerCallback):
             for group in trainer.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-        self._buffers.restore(self._buffers_before)
+        second_try(lambda: self._buffers.restore(self._buffers_before), "putting back the model's buffers")
         trainer._tr_loss.copy_(self._sum_before)
         # The stock loop divides sums of losses by numbers of steps since these two.
         trainer._globalstep_last_logged += 1
@@ -222,8 +233,8 @@ class BadNumbers(TrainerCallback):
 
     def _find(self, fault: str) -> Finding:
         if fault != ROWS:
-            return locate(self.trainer, self._batches, self._items)
-        weight = nonfinite_weight(self.trainer.model)
+            return second_try(lambda: locate(self.trainer, self._batches, self._items), "looking for the bad number")
+        weight = second_try(lambda: nonfinite_weight(self.trainer.model), "looking for the bad number")
         if weight is not None:
             return Finding(f"{weight} is not finite itself", is_weight=True)
         return Finding("each of them was set aside")
@@ -301,7 +312,8 @@ class BadNumbers(TrainerCallback):
     def weights_are_finite(self) -> bool:
         """Whether all weights are numbers. All ranks call it."""
         trainer = self.trainer
-        is_bad = torch.tensor([not weights_are_finite(trainer.model)], dtype=torch.int32, device=trainer.args.device)
+        is_finite = second_try(lambda: weights_are_finite(trainer.model), "asking whether the weights are finite")
+        is_bad = torch.tensor([not is_finite], dtype=torch.int32, device=trainer.args.device)
         if trainer.accelerator.num_processes > 1:
             dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
         return not bool(is_bad)

@@ -31,6 +31,7 @@ from scu_trainer.train.memory_loop import MemoryLoop
 from scu_trainer.train.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
 from scu_trainer.train.ranks import Ranks, ranks_for
 from scu_trainer.train.rows import Batch, layout_for
+from scu_trainer.train.second_try import second_try
 from scu_trainer.train.sharded import is_fsdp, reshard
 from scu_trainer.train.window import Piece, Window
 
@@ -171,22 +172,32 @@ class ChunkedStep:
 
     def _run(self, model: torch.nn.Module, raw: Sequence[Any], num_items: Any) -> list[torch.Tensor]:
         self._follow_parameters()
-        window = self._window(raw, num_items)
         failure, done = None, []
         with self.ranks.window(model):
-            keep_step = self.ranks.agree if self.ranks.even_chunks else None
-            pieces = self.loop.begin(window, self.trainer.state.global_step + 1, keep_step)
-            if keep_step is None and not self.analysis.holds(window, pieces, num_items):
-                window = Window(window.batches, self.reduction, window.pad_token_id)
-                pieces = self.loop.begin(window, self.trainer.state.global_step + 1)
             try:
+                window = second_try(functools.partial(self._window, raw, num_items), "reading the rows of a step")
+                window, pieces = self._audited(window, self._begin(window), num_items)
                 done = self._work_off(pieces, model, window, num_items)
             except OutOfMemory as error:
                 failure = error
             self._all_or_none(failure)
             self.loop.end(done, self.ranks.agree)
-        self._place.buffers.forget_constant_ones()
-        return _per_batch(done, len(raw), self.trainer.args.device)
+        self._place.buffers.end_window()
+        add = functools.partial(_per_batch, done, len(raw), self.trainer.args.device)
+        return second_try(add, "adding up the losses of a step")
+
+    def _audited(self, window: Window, pieces: list[Piece], num_items: Any) -> tuple[Window, list[Piece]]:
+        """Whole batches from now on where the loss turns out not to be the sum over its pieces."""
+        if self.ranks.even_chunks or self.analysis.holds(window, pieces, num_items):
+            return window, pieces
+        window = Window(window.batches, self.reduction, window.pad_token_id)
+        return window, self._begin(window)
+
+    def _begin(self, window: Window) -> list[Piece]:
+        step = self.trainer.state.global_step + 1
+        if self.ranks.even_chunks:  # ranks agree on the way: none may begin a second time alone
+            return self.loop.begin(window, step, self.ranks.agree)
+        return second_try(functools.partial(self.loop.begin, window, step), "planning the micro-batches of a step")
 
     def _work_off(self, pieces, model, window, num_items) -> list[tuple[Piece, torch.Tensor]]:
         def attempt(piece: Piece, last: bool) -> torch.Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -37,6 +38,7 @@ from scu_trainer.train.row_readings import Reading, RowLosses
 from scu_trainer.train.row_weights import RowWeights
 from scu_trainer.train.run_length import RunLength
 from scu_trainer.train.saved_state import read_state, reading
+from scu_trainer.train.second_try import second_try
 from scu_trainer.train.seen_losses import Losses, SeenLosses
 from scu_trainer.train.suspects import write_suspects
 
@@ -190,7 +192,9 @@ class CurriculumLoop:
         return values if self.sampler.world == 1 else gather_object(values)
 
     def batches(self, loader: Iterator[Any]) -> Iterator[Any]:
-        return (self._deliveries.pass_on(inputs, self._limit()) for inputs in loader)
+        for inputs in loader:
+            pass_on = partial(self._deliveries.pass_on, inputs, self._limit())
+            yield second_try(pass_on, "cutting rows while the length warms up")
 
     def _limit(self) -> Optional[int]:
         """Tokens per row while the length warms up."""

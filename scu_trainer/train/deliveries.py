@@ -60,8 +60,9 @@ class Deliveries:
             return inputs  # cut there, nothing would be left to learn
         mask = inputs.get("attention_mask")
         rest = torch.ones_like(inputs["input_ids"])[:, limit:] if mask is None else mask[:, limit:]
-        self._counts.cut_tokens += int(rest.sum())
-        return type(inputs)(cut)
+        cut_tokens, batch = int(rest.sum()), type(inputs)(cut)
+        self._counts.cut_tokens += cut_tokens  # counted once all is made: running out of memory, it is made again
+        return batch
 
     def _require_text(self, inputs: Any) -> None:
         mask, width = inputs.get("attention_mask"), _width(inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
 
 from torch.optim import Optimizer
@@ -17,6 +18,7 @@ from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
 from scu_trainer.train.ema import WeightAverage
 from scu_trainer.train.profiling import ProfileCallback
 from scu_trainer.train.schedules import falling_in_steps
+from scu_trainer.train.second_try import second_try
 from scu_trainer.train.throughput import Throughput
 
 if TYPE_CHECKING:
@@ -85,7 +87,7 @@ class Efficiency:
     def observe(self, inputs: Any, num_items: Any) -> None:
         """An accumulation batch that is about to train."""
         if self.pace is not None:
-            self.pace.observe(inputs, num_items)
+            second_try(partial(self.pace.observe, inputs, num_items), "counting the tokens of a step")
 
     def evaluation(self) -> AbstractContextManager:
         """Around an evaluation."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -21,12 +22,18 @@ from transformers import TrainerCallback
 
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.train.saved_state import reading
+from scu_trainer.train.second_try import second_try
 from scu_trainer.train.sharded import is_sharded
 
 if TYPE_CHECKING:
     from scu_trainer.train.trainer import SCUTrainer
 
 EMA_FILE = "ema.safetensors"
+
+LESS = (
+    "Lower max_batch_size or per_device_train_batch_size, use tuning: lora, or leave ema_decay out; "
+    "resume_from_checkpoint: true goes on from the newest checkpoint"
+)
 
 
 class WeightAverage(TrainerCallback):
@@ -74,7 +81,12 @@ class WeightAverage(TrainerCallback):
                 "the set of trained weights changed during training, and ema_decay averages those that it began with; "
                 "leave ema_decay out"
             )
-        self._average.update_parameters(_Tensors(tensors.values()))
+        # The first update is a copy, which may be repeated; later ones may where none has been written to.
+        written = self._averaged() if self._average.n_averaged else []
+        second_try(partial(self._add, tensors.values()), "averaging the weights", LESS, written)
+
+    def _add(self, weights: Iterable[torch.Tensor]) -> None:
+        self._average.update_parameters(_Tensors(weights))
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         """The model that training leaves behind is the average: with load_best_model_at_end that of the best step."""
@@ -90,13 +102,17 @@ class WeightAverage(TrainerCallback):
         if self._average is None or not self.trainer.is_in_train or not self._average.n_averaged:
             yield
             return
-        weights = {name: tensor.clone() for name, tensor in self._tensors().items()}
-        self._put_in()
+        doing = "a copy of the weights in training, beside which their average is evaluated,"
+        weights = second_try(self._copies, doing, LESS)
         try:
+            self._put_in()
             yield
         finally:
             for name, tensor in self._tensors().items():
                 tensor.copy_(weights[name])
+
+    def _copies(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self._tensors().items()}
 
     def _put_in(self) -> None:
         if not self._average.n_averaged:

@@ -7,10 +7,12 @@ with smaller batches part of the data is not reached in it; how many rows is cou
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from scu_trainer.train.rows import Batch, take
+from scu_trainer.train.second_try import second_try
 
 EXPONENTS = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}
 
@@ -34,7 +36,7 @@ class LogicalBatches:
     def window(self, loader: Iterator[Any], count: int) -> list[Any]:
         """``count`` batches of ``rows`` rows, the last ones smaller or missing where the loader ends."""
         batches = [batch for batch in (self._next(loader) for _ in range(count)) if batch is not None]
-        taken = sum(self._read(batch).rows for batch in batches)
+        taken = sum(second_try(functools.partial(self._read, batch), "reading a batch").rows for batch in batches)
         self.trained_rows += taken
         if batches:
             self.factor = (taken / (count * self.nominal_rows)) ** self._exponent
@@ -44,14 +46,17 @@ class LogicalBatches:
         inputs = self._kept.pop(0) if self._kept else next(loader, None)
         if inputs is None:
             return None
-        batch = self._read(inputs)
-        if batch.obstacle is not None or batch.rows <= self.rows:
-            return inputs
-        cut = range(0, batch.rows, self.rows)
-        parts = [[(0, row) for row in range(start, min(batch.rows, start + self.rows))] for start in cut]
-        first, *rest = (take([batch], part, trim=False) for part in parts)
+        first, *rest = second_try(functools.partial(self._parts, inputs), "cutting a batch to the size that fits")
         self._kept = [*rest, *self._kept]
         return first
+
+    def _parts(self, inputs: Any) -> list[Any]:
+        batch = self._read(inputs)
+        if batch.obstacle is not None or batch.rows <= self.rows:
+            return [inputs]
+        cut = range(0, batch.rows, self.rows)
+        parts = [[(0, row) for row in range(start, min(batch.rows, start + self.rows))] for start in cut]
+        return [take([batch], part, trim=False) for part in parts]
 
     @property
     def kept_rows(self) -> int:

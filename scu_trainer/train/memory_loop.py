@@ -297,10 +297,15 @@ class MemoryLoop:
             f"step {self.step}: {names} ({piece.length} tokens) does not fit in memory even alone{wanted}; "
             f"{_gib(reading.used_bytes)} of {_gib(reading.limit_bytes)} were in use before"
             + (f"; it could not be cut: {obstacle}" if obstacle else "")
-            + (f"; min_batch_size keeps {len(piece.rows)} rows together" if len(piece.rows) > 1 else "")
+            + (f"; {self._keeper} keeps {len(piece.rows)} rows together" if len(piece.rows) > 1 else "")
             + ". Lower block_size, use gradient checkpointing (activation_checkpointing: true), LoRA or a smaller "
             f"model. The failed allocation said: {failure.text}"
         )
+
+    @property
+    def _keeper(self) -> str:
+        own = self.settings.min_batch_size >= self._window.fewest_rows
+        return "min_batch_size" if own else "a model or loss whose rows act on each other"
 
     # -- reports -------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -33,11 +33,11 @@ from scu_trainer.train.optimizer_state import (
     steps_one_by_one,
 )
 from scu_trainer.train.out_of_memory import forget_traceback
+from scu_trainer.train.second_try import retry_unchanged
 
 __all__ = ["OptimizerGuard", "preallocate", "retry_unchanged"]
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 # Modules whose fused step is an addition to the counters and one kernel, neither of which allocates. Under a GradScaler
 # an overflow takes the addition back, in place as well.
@@ -218,25 +218,3 @@ class OptimizerGuard:
             f"{consequence}. Use optim: adamw_torch_fused, which needs no working memory, optim: adamw_8bit, "
             "tuning: lora, or a smaller model"
         )
-
-
-def retry_unchanged(
-    function: Callable[[], Result],
-    tensors: Iterable[torch.Tensor],
-    is_out_of_memory: Callable[[BaseException], bool],
-    free_memory: Callable[[], None],
-) -> Result:
-    """``function()``; if it runs out of memory before it has written to any of ``tensors``, once more after freeing.
-
-    For gradient clipping, whose norms allocate and whose writes are counted by ``Tensor._version``.
-    Raises the error of ``function`` if it has written already, or fails again.
-    """
-    versions = [(tensor, tensor._version) for tensor in tensors]
-    try:
-        return function()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error) or any(tensor._version != version for tensor, version in versions):
-            raise
-        forget_traceback(error)
-    free_memory()
-    return function()

@@ -45,6 +45,11 @@ _OUT_OF_MEMORY = re.compile(
 # loader; torch re-raises it in the main process with the original's type), and in NCCL, whose communicator is dead.
 _ELSEWHERE = re.compile(r"^Caught \w+ in (?:DataLoader worker process|pin memory thread)|\bNCCL error\b")
 
+# A worker's or the pinning thread's error, and what torch says of a worker that the kernel has ended: SIGKILL and
+# SIGBUS are how Linux says that the host's memory, or the shared memory of /dev/shm, is used up.
+_OF_LOADER = re.compile(r"^Caught \w+ in (?:DataLoader worker process|pin memory thread)")
+_ENDED_WORKER = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: (?:Killed|Bus error)")
+
 _PREFIXES = ("", "K", "M", "G", "T", "P", "E")
 # "Tried to allocate 20.00 MiB" (CUDA, HIP, XPU), "1.28 GB" (MPS before it wrote GiB; powers of 1024 all the same),
 # "256 bytes" (MPS), "you tried to allocate 1234 bytes" (CPU), "Unable to allocate 7.28 TiB" (NumPy)
@@ -61,6 +66,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     A UserError never counts: somebody has already decided what to tell the user.
     """
     return any(_says_out_of_memory(link) for link in _own_chain(error))
+
+
+def is_out_of_memory_in_loader(error: BaseException) -> bool:
+    """Whether a data loader's worker or pinning thread ran out of the host's memory."""
+    text = str(error)
+    if _ENDED_WORKER.search(text):
+        return True
+    is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "MemoryError" in text or "[Errno 12]" in text
+    return bool(_OF_LOADER.match(text)) and (is_memory or _OUT_OF_MEMORY.search(text) is not None)
 
 
 def wanted_bytes(error: BaseException) -> Optional[int]:

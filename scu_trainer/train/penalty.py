@@ -12,19 +12,27 @@ the scale between them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import Optional, TypeVar
 
 import torch
 from torch import nn
 
 from scu_trainer.errors import ControlError
-from scu_trainer.train.distances import SquaredDistances
+from scu_trainer.train.distances import Pair, SquaredDistances
+from scu_trainer.train.second_try import second_try
 
 Tensors = list[torch.Tensor]
+Result = TypeVar("Result")
+
+MORE_ROOM_FOR_S = (
+    "Leave more room: lower max_batch_size or per_device_train_batch_size, raise target_headroom_gb, use tuning: lora, "
+    "or set scu: false; resume_from_checkpoint: true goes on from the newest checkpoint"
+)
 
 
 @dataclass
@@ -153,7 +161,11 @@ class Prior:
     def squared_distance(self) -> torch.Tensor:
         """||w - w0||^2 over all trainable weights, float64 scalar on the CPU (one device synchronization)."""
         self._follow_weights()
-        return self._total(self._distances())
+        return self._again(lambda: self._total(self._distances()), "measuring S")
+
+    def _again(self, function: Callable[[], Result], doing: str) -> Result:
+        """``function``, which only reads what training needs, a second time where it runs out of memory."""
+        return second_try(function, doing, MORE_ROOM_FOR_S)
 
     def _value(self, index: int) -> torch.Tensor:
         """The weight as training keeps it; where that is not the model's own tensor, a copy."""
@@ -184,7 +196,7 @@ class Prior:
         before = float(self.squared_distance())
         if before == 0.0:
             return None
-        after = float(self._total(self._distances_after(shrink)))
+        after = float(self._again(lambda: self._total(self._distances_after(shrink)), "asking whether lambda can act"))
         return -math.log(max(after, 1e-300) / before) / -math.log1p(-shrink)
 
     def _distances_after(self, shrink: float) -> Iterator[torch.Tensor]:
@@ -214,7 +226,14 @@ class Prior:
             weight = self.weights[i]
             if weight.device not in generators:
                 generators[weight.device] = torch.Generator(weight.device).manual_seed(seed)
-            pull_stochastically(weight, self._start(i), shrink, generators[weight.device])
+            self._pull_rounded(weight, self._start(i), shrink, generators[weight.device])
+
+    def _pull_rounded(
+        self, weight: torch.Tensor, start: torch.Tensor, shrink: float, generator: torch.Generator
+    ) -> None:
+        """``pull_stochastically``; what has been drawn stays drawn where the rest has to be repeated."""
+        noise = self._again(functools.partial(_rounding_noise, weight, generator), "pulling the weights")
+        self._again(functools.partial(_pull_by_noise, weight, start, shrink, noise), "pulling the weights")
 
     @torch.no_grad()
     def add_penalty_gradient(self, coefficient: float) -> None:
@@ -222,8 +241,11 @@ class Prior:
         one."""
         for i, parameter in enumerate(self.weights):
             if parameter.grad is not None:
-                distance = parameter - self.starts[i] if self.starts else parameter
-                parameter.grad.add_(distance, alpha=coefficient)
+                distance = self._again(functools.partial(self._from_start, i), "adding the penalty's gradient")
+                parameter.grad.add_(distance, alpha=coefficient)  # in place, and so never half done
+
+    def _from_start(self, index: int) -> torch.Tensor:
+        return self.weights[index] - self.starts[index] if self.starts else self.weights[index]
 
     @torch.no_grad()
     def gradient_norms(self) -> tuple[float, float]:
@@ -231,9 +253,13 @@ class Prior:
         moved = [i for i, weight in enumerate(self.weights) if weight.grad is not None]
         if not moved:
             return 0.0, 0.0
-        gradients = self._squared((self.weights[i].grad, None) for i in moved)
-        distances = self._squared((self.weights[i], self._start_or_none(i)) for i in moved)
-        return math.sqrt(float(self._total(gradients))), math.sqrt(float(self._total(distances)))
+        gradients = [(self.weights[i].grad, None) for i in moved]
+        distances = [(self.weights[i], self._start_or_none(i)) for i in moved]
+        return self._norm(gradients), self._norm(distances)
+
+    def _norm(self, pairs: Sequence[Pair]) -> float:
+        squared = self._again(lambda: self._total(self._squared(pairs)), "comparing the penalty with the gradient")
+        return math.sqrt(float(squared))
 
 
 def param_bpt(squared_distance: float, sigma: float, tokens: float) -> float:
@@ -253,8 +279,15 @@ def pull_stochastically(weight: torch.Tensor, start: torch.Tensor, shrink: float
     bfloat16 keeps 8 bits of mantissa: w * (1 - u) rounds back to w for u below about 2e-3, and nothing would ever move.
     Rounding up with the probability of the cut-off fraction keeps the mean right (Gupta et al., ICML 2015).
     """
+    _pull_by_noise(weight, start, shrink, _rounding_noise(weight, generator))
+
+
+def _rounding_noise(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 1 << 16, weight.shape, dtype=torch.int32, device=weight.device, generator=generator)
+
+
+def _pull_by_noise(weight: torch.Tensor, start: torch.Tensor, shrink: float, noise: torch.Tensor) -> None:
     exact = torch.lerp(weight.float(), start.float().expand_as(weight), shrink)
-    noise = torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32, device=exact.device, generator=generator)
     # bfloat16 is the upper half of float32: adding noise below it and cutting rounds the magnitude up by chance.
     weight.copy_(((exact.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32))
 

@@ -8,16 +8,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 import torch
 from accelerate.utils import send_to_device
+from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import nested_concat
 
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.loss_analysis import Reduction, probe
+from scu_trainer.train.marks import generators, put_back
 from scu_trainer.train.memory import forget_traceback, free_memory, is_out_of_memory
+from scu_trainer.train.out_of_memory import is_out_of_memory_in_loader
 from scu_trainer.train.rows import Batch, layout_for, rows_of, take
+from scu_trainer.train.second_try import second_try
 
 if TYPE_CHECKING:
     from scu_trainer.train.trainer import SCUTrainer
@@ -25,6 +30,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("scu_trainer")
 
 Result = TypeVar("Result")
+
+FEWER_LOGITS = (
+    "Lower per_device_eval_batch_size, set prediction_loss_only: true, or keep less of the logits "
+    "(preprocess_logits_for_metrics)"
+)
 
 
 class Halving:
@@ -39,9 +49,10 @@ class Halving:
         self.out_of_memory = 0
 
     def run(self, count: int, attempt: Callable[[range], Result]) -> list[tuple[range, Result]]:
-        """``attempt`` gets consecutive ranges of rows that cover 0 to ``count``. Raises OutOfMemory at one row."""
+        """``attempt`` gets consecutive ranges of rows that cover 0 to ``count``. Raises OutOfMemory where one row fails
+        twice."""
         results: list[tuple[range, Result]] = []
-        begin = 0
+        begin, is_second_try = 0, False
         while begin < count:
             part = range(begin, min(count, begin + (self.largest_rows or count)))
             failed = None
@@ -53,19 +64,23 @@ class Halving:
                 failed = str(error).partition("\n")[0]
                 forget_traceback(error)
             if failed is None:
-                begin = part.stop
+                begin, is_second_try = part.stop, False
                 continue
             free_memory(self.device)
-            self._shrink(len(part), failed)
+            self._shrink(len(part), failed, is_second_try)
+            is_second_try = len(part) == 1
         return results
 
-    def _shrink(self, rows: int, failed: str) -> None:
+    def _shrink(self, rows: int, failed: str, is_second_try: bool) -> None:
         self.out_of_memory += 1
-        if rows == 1:
+        if is_second_try:
             raise OutOfMemory(
-                "evaluation of a single row does not fit in memory; shorten the held-out rows (block_size) or use a "
-                f"smaller model. The failed allocation said: {failed}"
+                "evaluation of a single row does not fit in memory, even after memory was freed; shorten the held-out "
+                f"rows (block_size) or use a smaller model. The failed allocation said: {failed}"
             )
+        if rows == 1:
+            logger.warning("evaluation ran out of memory with a single row; once more, now that memory was freed")
+            return
         self.largest_rows = rows // 2
         logger.warning("evaluation ran out of memory with %d rows at once; %d from now on", rows, self.largest_rows)
 
@@ -82,15 +97,43 @@ class Prediction:
     def step(self, inputs: Any, predict: Callable[[Any], tuple], loss_only: bool) -> tuple:
         """(loss, logits, labels) of ``inputs``, as ``predict`` gives them for as many rows as fit at once."""
         batch = rows_of(self.trainer.model, inputs)
-        if batch.obstacle is not None or batch.rows == 0:
-            return predict(inputs)
         # Counted once for the whole batch: the count is a collective, and ranks may need different numbers of parts.
         count = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
         with self._counted(count):
+            if batch.obstacle is not None or batch.rows == 0:
+                doing = f"evaluation of a batch that cannot be cut by rows ({batch.obstacle or 'it has none'})"
+                return second_try(partial(predict, inputs), doing, "Lower per_device_eval_batch_size")
             parts = self.halving.run(batch.rows, lambda part: self._part_result(batch, part, predict))
             if len(parts) == 1:
                 return parts[0][1]
-            return self._joined(batch, parts, count, loss_only)
+            join = partial(self._joined, batch, parts, count, loss_only)
+            return second_try(join, "putting the parts of an evaluated batch together", FEWER_LOGITS)
+
+    def evaluated(self, evaluate: Callable[[], Result], loader: Any) -> Result:
+        """``evaluate()``, a whole pass over ``loader``; from its first batch once more where something between the
+        batches ran out of memory (the stock loop's own collecting of logits, metrics, the loader). Nothing is learned
+        in it, so a second pass gives the same figures; random numbers are those of before.
+        """
+        if not self._can_begin_again(loader):
+            return evaluate()
+        states = generators([str(self.trainer.args.device)])
+        try:
+            return evaluate()
+        except (RuntimeError, MemoryError, OSError) as error:
+            if not (is_out_of_memory(error) or is_out_of_memory_in_loader(error)):
+                raise
+            text = str(error).partition("\n")[0]
+            forget_traceback(error)
+        free_memory(self.trainer.args.device)
+        put_back(states)
+        logger.warning("evaluation ran out of memory between two batches and begins again, once: %s", text)
+        return evaluate()
+
+    def _can_begin_again(self, loader: Any) -> bool:
+        """Rows that can be read twice, metrics that were not told of some batches already, no rank that waits."""
+        dataset, trainer = getattr(loader, "dataset", None), self.trainer
+        can_be_read_again = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+        return can_be_read_again and not trainer.args.batch_eval_metrics and trainer.accelerator.num_processes == 1
 
     def _part_result(self, batch: Batch, part: range, predict: Callable[[Any], tuple]) -> tuple:
         loss, logits, labels = predict(_part(batch, part))

@@ -4,8 +4,9 @@ lambda."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -16,6 +17,7 @@ from scu_trainer.control.tracking import BAND, SMALLEST_GAIN, foresee
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.train.penalty import Prior, param_bpt, penalty_coefficient
+from scu_trainer.train.second_try import second_try
 from scu_trainer.train.zero import ZeroPrior, check_stage
 
 PROBE_DECISION = 2
@@ -184,19 +186,19 @@ class Regularizer:
                 "the stock loop does not count supervised tokens for this model, so N of ParamBPT is unknown; "
                 "set scu_tokens to the supervised tokens of one pass over the training data"
             )
-        loss = torch.stack([part.float() for part in self._losses]).sum()
+        add = partial(_sum, self._losses)
+        loss = second_try(add, "adding up the losses of a step")
         self._losses.clear()
         self._interval.append((loss, 1.0 if items is None else items))
 
     def _measure(self, step: int, learning_rate: float, reduce: Callable, processes: int) -> control.Measurement:
-        losses = torch.stack([loss.double().cpu() for loss, _ in self._interval])
-        items = torch.tensor([float(count) for _, count in self._interval], dtype=torch.float64)
-        steps = len(self._interval)
-        self._interval.clear()
+        steps, distance = len(self._interval), self.prior.squared_distance()
+        own = second_try(partial(_own_share, self._interval, distance), "adding up the losses since the last decision")
         # Under DDP every rank holds its own share of the loss and the same weights. One sum makes loss and tokens
         # global, and the mean distance everybody's: ranks that round differently must not pull differently.
-        own = torch.stack([(losses * items).sum(), items.sum(), self.prior.squared_distance()])
-        nats, tokens, squared_distance = (reduce(own) / processes).tolist()
+        shared = reduce(own)
+        nats, tokens, squared_distance = (value / processes for value in shared.tolist())
+        self._interval.clear()
         self.progress.tokens_seen += tokens
         if self.progress.tokens_n is None:
             self.progress.tokens_n = tokens / steps * self._steps_per_epoch
@@ -334,6 +336,17 @@ class Regularizer:
             "growth": state.growth,
             "learning_rate": seen.learning_rate,
         }
+
+
+def _sum(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([loss.float() for loss in losses]).sum()
+
+
+def _own_share(interval: Sequence[tuple[torch.Tensor, Any]], squared_distance: torch.Tensor) -> torch.Tensor:
+    """This rank's nats, tokens and squared distance, shape (3,) in float64 on the CPU."""
+    losses = torch.stack([loss.double().cpu() for loss, _ in interval])
+    items = torch.tensor([float(count) for _, count in interval], dtype=torch.float64)
+    return torch.stack([(losses * items).sum(), items.sum(), squared_distance])
 
 
 def resolve(settings: RegularizationSettings, max_steps: int) -> control.Law:

@@ -13,6 +13,7 @@ import torch
 
 from scu_trainer.errors import NonFiniteLoss
 from scu_trainer.train.row_readings import RowLosses
+from scu_trainer.train.second_try import second_try
 
 logger = logging.getLogger("scu_trainer")
 
@@ -25,6 +26,9 @@ PENDING_BATCHES = 256
 MOST_ROWS = 2**20
 """On the host, where one process trains: those of a whole epoch would take more memory than all that is known of them.
 Several ranks exchange theirs at the end of the epoch and at checkpoints."""
+
+
+READING = "reading the losses of the rows"
 
 
 @dataclass(frozen=True)
@@ -65,40 +69,45 @@ class SeenLosses:
     def __init__(self) -> None:
         self._pending: list[tuple[int, torch.Tensor, Optional[RowLosses]]] = []
         self._on_host: list[Losses] = []
-        self._bad_in_a_row = self._bad_batches = self._bad_since = 0
+        self._bad_in_a_row: set[int] = set()
+        self._bad_batches = self._bad_since = 0
 
     def record(self, step: int, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:
         """``losses``: None where the model does not tell."""
-        self._bad_in_a_row = self._bad_batches = 0
+        self._bad_in_a_row.clear()
+        self._bad_batches = 0
         self._add(step, ids, losses)
 
     def _add(self, step: int, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:
         self._pending.append((step, ids, losses))
         if len(self._pending) >= PENDING_BATCHES:
-            self._to_host()
+            second_try(self._to_host, READING)
 
     def quarantine(self, step: int, ids: torch.Tensor) -> None:
         """Rows whose loss is no finite number. Raises NonFiniteLoss where it is not single rows any more."""
-        self._bad_in_a_row += len(ids)
-        self._bad_batches += 1
-        self._bad_since = step if self._bad_batches == 1 else self._bad_since
         nothing = torch.full(ids.shape, math.nan, device=ids.device)
-        self._add(step, ids, RowLosses(nothing, torch.ones_like(nothing)))
+        unread = RowLosses(nothing, torch.ones_like(nothing))  # what allocates comes first: it may be repeated
+        new = set(ids.tolist()) - self._bad_in_a_row  # a batch that runs again after an out-of-memory has none
+        self._bad_in_a_row |= new
+        self._bad_batches += bool(new)
+        self._bad_since = step if self._bad_batches == 1 else self._bad_since
+        self._add(step, ids, unread)
         logger.warning(
             "step %d: the loss of sample %s is not a finite number; set aside, not trained on again",
             step + 1,
             ", ".join(map(str, ids.tolist())),
         )
-        if self._bad_in_a_row >= MOST_BAD_ROWS and self._bad_batches > 1:
+        if len(self._bad_in_a_row) >= MOST_BAD_ROWS and self._bad_batches > 1:
             self._release()
             raise NonFiniteLoss(
-                f"step {step + 1}: {self._bad_in_a_row} rows one after the other gave no finite loss: it is the model "
-                "and not its data. Lower learning_rate, use bf16 instead of fp16, or resume from the newest checkpoint"
+                f"step {step + 1}: {len(self._bad_in_a_row)} rows one after the other gave no finite loss: it is the "
+                "model and not its data. Lower learning_rate, use bf16 instead of fp16, or resume from the newest "
+                "checkpoint"
             )
 
     def forget(self, step: int) -> None:
         """What was recorded in ``step``; rows whose loss is no number stay set aside."""
-        self._to_host()
+        second_try(self._to_host, READING)
         self._on_host = [seen.take((seen.steps != step) | seen.is_bad) for seen in self._on_host]
 
     def _release(self) -> None:
@@ -113,13 +122,18 @@ class SeenLosses:
 
     def drain(self) -> Losses:
         """All since the last call. What ran again after an out-of-memory comes several times, its last time holds."""
-        self._to_host()
-        parts, self._on_host = self._on_host, []
-        found = Losses.join(parts) if parts else NOTHING
+        second_try(self._to_host, READING)
+        found = second_try(self._last_seen, READING)
+        self._on_host = []
+        return found
+
+    def _last_seen(self) -> Losses:
+        found = Losses.join(self._on_host) if self._on_host else NOTHING
         return found.take(_last_of_each(found.steps, found.ids)) if len(found.ids) else found
 
     def _to_host(self) -> None:
-        pending, self._pending = self._pending, []
+        """All or nothing: what could not be read stays pending."""
+        pending = self._pending
         if not pending:
             return
         steps = numpy.repeat([step for step, _, _ in pending], [len(ids) for _, ids, _ in pending])
@@ -129,6 +143,7 @@ class SeenLosses:
         known = counts > 0
         means = numpy.where(known, sums.astype(numpy.float64) / numpy.maximum(counts, 1), numpy.nan)
         self._on_host.append(Losses(steps.astype(numpy.int64), ids, means, labels, known))
+        self._pending = []
 
 
 def _parts(ids: torch.Tensor, losses: Optional[RowLosses]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ Nothing here knows the Trainer: ``attempt`` runs one piece, ``sizes`` decides ho
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from torch import nn
 
 from scu_trainer.train.marks import ChangingBuffers, Mark
 from scu_trainer.train.memory import forget_traceback, free_memory, is_out_of_memory, wanted_bytes
+from scu_trainer.train.second_try import second_try
 from scu_trainer.train.window import Piece
 
 
@@ -63,13 +65,25 @@ class Place:
         self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def mark(self) -> Mark:
-        return Mark.take(self.devices, self.buffers, self.parameters)
+        take = functools.partial(Mark.take, self.devices, self.buffers, self.parameters)
+        return second_try(take, "a copy of the model's buffers, which are put back if memory runs out,")
 
     def keep_gradients(self) -> None:
-        self.kept = [(p, p.grad.detach().clone()) for p in self.parameters if p.grad is not None]
+        def copies() -> list[tuple[nn.Parameter, torch.Tensor]]:
+            return [(p, p.grad.detach().clone()) for p in self.parameters if p.grad is not None]
 
-    def restore_gradients(self) -> None:
-        self.drop_gradients()
+        self.kept = second_try(copies, "a copy of the gradients from before this step")
+
+    def restore(self, mark: Mark, with_gradients: bool) -> None:
+        """What ``mark`` holds, and where ``with_gradients`` those of before this window. Frees memory first."""
+        if with_gradients:
+            self.drop_gradients()
+        free_memory(self.device)
+        if with_gradients:
+            second_try(self._restore_gradients, "putting back the gradients from before this step")
+        second_try(mark.restore_surroundings, "putting back the model's buffers")
+
+    def _restore_gradients(self) -> None:
         for parameter, gradient in self.kept:
             parameter.grad = gradient.clone()
 
@@ -103,10 +117,7 @@ def run(
             continue
         # Outside the except: inside it the traceback keeps the failed step's tensors alive.
         touched = mark.gradients_touched()
-        if touched:
-            place.restore_gradients()
-        free_memory(place.device)
-        (beginning if touched else mark).restore_surroundings()
+        place.restore(beginning if touched else mark, with_gradients=touched)
         again = [earlier for earlier, _ in done] if touched else []
         waiting.extendleft(reversed([*again, *sizes.failed(failure)]))
         if touched:

@@ -8,6 +8,7 @@ all. Evaluations and checkpoints are no part of the time.
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
@@ -17,6 +18,7 @@ from transformers import TrainerCallback
 
 from scu_trainer.train.flops import COUNTED, Count, Peak, count_flops, find_peak, tokens_of
 from scu_trainer.train.rows import rows_of
+from scu_trainer.train.second_try import second_try
 from scu_trainer.train.sharded import is_sharded
 
 if TYPE_CHECKING:
@@ -33,10 +35,10 @@ class Interval:
     tokens: Any = None
 
     def add(self, seconds: float = 0.0, rows: int = 0, tokens: Any = None) -> None:
+        if tokens is not None:  # first: it may run out of memory, and is then repeated
+            self.tokens = tokens if self.tokens is None else self.tokens + tokens
         self.seconds += seconds
         self.rows += rows
-        if tokens is not None:
-            self.tokens = tokens if self.tokens is None else self.tokens + tokens
 
 
 class Throughput(TrainerCallback):
@@ -63,8 +65,8 @@ class Throughput(TrainerCallback):
         """An accumulation batch that is about to train."""
         model = self.trainer.model
         if not self._asked:
-            self._asked = True
             self._ask(inputs, num_items)
+            self._asked = True
         self._now.add(rows=rows_of(model, inputs).rows, tokens=tokens_of(model, inputs, padding=False))
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
@@ -73,7 +75,7 @@ class Throughput(TrainerCallback):
         if not self._is_first:
             self._now.seconds = time.perf_counter() - self._begun_s
             for interval in (self._logged, self._total):
-                interval.add(**vars(self._now))
+                second_try(functools.partial(interval.add, **vars(self._now)), "counting the tokens of a step")
         self._is_first = False
         self._begin()
 

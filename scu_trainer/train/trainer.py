@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Optional
 
@@ -47,16 +49,17 @@ from scu_trainer.train.chunked_step import ChunkedStep
 from scu_trainer.train.curriculum_loop import CurriculumLoop
 from scu_trainer.train.efficiency import Efficiency
 from scu_trainer.train.findings import has_optimizer
-from scu_trainer.train.loader_workers import shield
+from scu_trainer.train.loader_workers import loading_again, shield
 from scu_trainer.train.log_history import loop_scalars
 from scu_trainer.train.loss_path import LossPath, without_index
-from scu_trainer.train.memory import Gauge, is_out_of_memory
-from scu_trainer.train.optimizer_guard import retry_unchanged
+from scu_trainer.train.memory import Gauge
+from scu_trainer.train.overflow import OverflowWatch, unscaled
 from scu_trainer.train.prediction import Prediction
 from scu_trainer.train.pushing import Pushes
 from scu_trainer.train.ranks import refuse_arguments
 from scu_trainer.train.regularizer import Regularizer, prior_class_for
 from scu_trainer.train.saved_state import read_state, read_tensors
+from scu_trainer.train.second_try import last_word, second_try
 from scu_trainer.train.usable import catch_up, tell_of_fresh_optimizer, usable
 from scu_trainer.train.wrap import adopt, countable, weighed
 
@@ -107,7 +110,12 @@ class SCUTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.args.hub_token = secret(self.args.hub_token)  # each checkpoint holds a pickled copy of the arguments
         adopt(self)
-        # The first of our callbacks: the others ask whether it has skipped the step.
+        self.overflow: Optional[OverflowWatch] = None
+        averages = efficiency is not None and efficiency.ema_decay is not None
+        if averages or any(loop is not None for loop in (regularization, memory, curriculum, safety)):
+            self.overflow = OverflowWatch(self)
+            self.callback_handler.callbacks.insert(0, self.overflow)  # also before those of the user
+        # The next of our callbacks: the others ask whether it has skipped the step.
         self.bad_numbers: Optional[BadNumbers] = None if safety is None else BadNumbers(self, safety)
         self.chunked: Optional[ChunkedStep] = None
         self.prediction: Optional[Prediction] = None
@@ -146,11 +154,14 @@ class SCUTrainer(Trainer):
         self._begin_anew()
         self._is_training = True
         try:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            with self._last_word(lambda: f"step {self.state.global_step + 1} of training"):
+                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
             self._is_training = False
             if self.chunked is not None:  # also after an error: the optimizer is the caller's again
                 self.chunked.finish()
+            if self.overflow is not None:
+                self.overflow.detach()
             self.efficiency.finish()
 
     def _begin_anew(self) -> None:
@@ -187,7 +198,8 @@ class SCUTrainer(Trainer):
 
     def _get_dataloader(self, *args, **kwargs):
         loader = super()._get_dataloader(*args, **kwargs)
-        return loader if self.is_stock else shield(loader)
+        loader = loader if self.is_stock else shield(loader)
+        return loader if self.prediction is None else loading_again(loader)
 
     def set_initial_training_values(self, args, dataloader):
         if self.curriculum is not None:
@@ -263,8 +275,11 @@ class SCUTrainer(Trainer):
         if self.bad_numbers is not None:
             self.bad_numbers.observe(loss, num_items_in_batch)
         if self.regularizer is not None:
-            adds_means = self.chunked is not None and self.chunked.adds_means(num_items_in_batch)
-            self.regularizer.observe_loss(loss / self.current_gradient_accumulation_steps if adds_means else loss)
+            if self.chunked is not None and self.chunked.adds_means(num_items_in_batch):
+                of_mean = functools.partial(torch.div, loss, self.current_gradient_accumulation_steps)
+                self.regularizer.observe_loss(second_try(of_mean, "taking the mean of the losses"))
+            else:
+                self.regularizer.observe_loss(loss)
             self.regularization_callback.items_in_window = num_items_in_batch
             if self.accelerator.sync_gradients:
                 with self.regularization_callback.timed():
@@ -297,15 +312,20 @@ class SCUTrainer(Trainer):
         return self.compute_loss_func is not None or type(self).compute_loss is not SCUTrainer.compute_loss
 
     def _clip_grad_norm(self, model):
-        if self.chunked is None or not self.chunked.ranks.recoverable:
-            return super()._clip_grad_norm(model)
-        gradients = [p.grad for p in self.chunked.parameters if p.grad is not None]
-        clip = functools.partial(super()._clip_grad_norm, model)
-        return retry_unchanged(clip, gradients, is_out_of_memory, self.chunked.free_memory)
+        return self._clipped(functools.partial(super()._clip_grad_norm, model))
 
     def _get_grad_norm(self, model, grad_norm=None):
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = functools.partial(super()._get_grad_norm, model, grad_norm=grad_norm)
+        norm = norm() if grad_norm is not None else self._clipped(norm)
         return norm if self.bad_numbers is None else self.bad_numbers.before_optimizer(norm)
+
+    def _clipped(self, clip: Callable[[], Any]) -> Any:
+        """``clip``, which writes to gradients last, once more where it runs out of memory before."""
+        if self.chunked is None or not self.chunked.ranks.recoverable:
+            return clip()
+        gradients = [p.grad for p in self.chunked.parameters if p.grad is not None]
+        with unscaled(self.accelerator, gradients):
+            return second_try(clip, "clipping the gradients, or taking their norm,", unchanged=gradients)
 
     # Evaluation is protected in the same way, with sizes of its own.
 
@@ -322,17 +342,31 @@ class SCUTrainer(Trainer):
     def _get_num_items_in_batch(self, batch_samples, device):
         if self.prediction is not None and self.prediction.items is not None:
             return self.prediction.items[0]
-        items = super()._get_num_items_in_batch(countable(self, batch_samples), device)
-        return weighed(self, batch_samples, items, device)
+
+        def count():
+            items = super(SCUTrainer, self)._get_num_items_in_batch(countable(self, batch_samples), device)
+            return weighed(self, batch_samples, items, device)
+
+        if self.prediction is None or self.accelerator.num_processes > 1:  # ranks count together, once
+            return count()
+        return second_try(count, "counting the labels of a step")
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        with self.efficiency.evaluation(), self._logits_leave_the_device(loss_only):
-            return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+        given = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        evaluate = functools.partial(super().evaluation_loop, *given)
+        with (
+            self._last_word(lambda: "evaluation"),
+            self.efficiency.evaluation(),
+            self._logits_leave_the_device(loss_only),
+        ):
+            return evaluate() if self.prediction is None else self.prediction.evaluated(evaluate, dataloader)
+
+    def _last_word(self, doing: Callable[[], str]) -> AbstractContextManager:
+        """With memory control, whatever runs out of memory and could not be repeated is told in one line."""
+        return contextlib.nullcontext() if self.prediction is None else last_word(doing)
 
     @contextlib.contextmanager
     def _logits_leave_the_device(self, loss_only: bool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import torch
 from scu_trainer.control import chunks
 from scu_trainer.train.loss_analysis import Reduction
 from scu_trainer.train.rows import Batch, Row, follows_time, has_time, signature, take
+from scu_trainer.train.second_try import second_try
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ class Window:
     def can_pool(self) -> bool:
         return self.reduction is not None and self.reduction.is_exact
 
+    @property
+    def fewest_rows(self) -> int:
+        """A single row has no statistics over rows: BatchNorm refuses it, and a loss over pairs says nothing."""
+        return 1 if self.can_pool else 2
+
     # -- cutting -------------------------------------------------------------------------------------------------------
 
     def whole_batches(self) -> list[Piece]:
@@ -145,6 +152,7 @@ class Window:
 
     def split(self, piece: Piece, token_cap: int, max_rows: Optional[int], min_rows: int) -> list[Piece]:
         """``piece`` under a smaller cap; [piece] if it cannot be cut any further."""
+        min_rows = max(min_rows, self.fewest_rows)
         is_movable = self.reduction is not None and self.batches[piece.batch].obstacle is None
         if len(piece.rows) < 2 * min_rows or not is_movable:
             return [piece]
@@ -184,7 +192,8 @@ class Window:
         """Per row of the batch, how much it counts in the batch's mean; the same for every row where it is no mean."""
         if number not in self._items:
             batch = self.batches[number]
-            self._items[number] = self.reduction.row_items(batch.inputs, batch.rows)
+            count = functools.partial(self.reduction.row_items, batch.inputs, batch.rows)
+            self._items[number] = second_try(count, "counting the labels of a batch")
         return self._items[number]
 
     # -- batches for the model -----------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@ masters."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from scu_trainer.errors import ControlError
-from scu_trainer.train.penalty import Prior
+from scu_trainer.train.penalty import Prior, Result
 
 LARGEST_STAGE = 2
 
@@ -17,6 +19,9 @@ class ZeroPrior(Prior):
     The engine overwrites the model's weights from its masters at every step: a pull on the model alone would be
     forgotten. Costs one all-reduce per trainable tensor and step. Every rank must call it at the same time.
     """
+
+    def _again(self, function: Callable[[], Result], doing: str) -> Result:
+        return function()  # it speaks to other ranks, who would not repeat it
 
     def _value(self, index: int) -> torch.Tensor:
         """The fp32 master, where the model holds it rounded: the rounding alone would look like a distance from w0."""

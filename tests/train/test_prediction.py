@@ -19,6 +19,7 @@ from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
 from tests.faults import CPU_TEXT, FakeGauge, fail_above_tokens, fail_in_forward, oom
 from tests.tiny import Examples, Rows, UnevenRows, arguments, images, labelled, pairs, same, weights_of
+from tests.train.sites import Sites
 
 BATCH = {"per_device_eval_batch_size": 8, "per_device_train_batch_size": 4}
 
@@ -44,6 +45,7 @@ SUBJECTS = {
     "seq2seq": (tiny.t5, lambda: pairs(21), 40, {}),
     "classes": (lambda: tiny.bert(BertForSequenceClassification), lambda: labelled(21), 40, {}),
     "images": (tiny.vit, lambda: images(21), 3, {}),
+    "dropping": (lambda: tiny.llama(layers=1, attention_dropout=0.5), mostly_prompts, 40, {}),
     "batch norm": (tiny.conv_net, lambda: images(21), 3, {}),
 }
 
@@ -146,7 +148,7 @@ def test_a_row_that_does_not_fit_alone_ends_the_evaluation(tmp_path):
     with fail_above_tokens(trainer.model, 15) as tried:
         with pytest.raises(OutOfMemory, match=r"single row does not fit in memory.*block_size.*CUDA out of memory"):
             trainer.evaluate()
-    assert tried == [128, 64, 32, 16]
+    assert tried == [128, 64, 32, 16, 16], "a single row is tried once more"
 
 
 def test_a_device_that_holds_one_row(tmp_path):
@@ -223,3 +225,98 @@ def test_halving_covers_every_row_once_and_in_order():
     assert [row for _, rows in results for row in rows] == list(range(13))
     assert tried == [13, 6, 3, 3, 3, 3, 1] and halving.out_of_memory == 2
     assert [len(part) for part, _ in halving.run(7, attempt)] == [3, 3, 1]
+
+
+# -- a fault at any place of an evaluation -----------------------------------------------------------------------------
+
+
+def run_with_faults(folder, sites: Sites, name: str = "causal", rows: int | None = None, **changes):
+    """Metrics and predictions. ``rows``: parts of so many, as after an earlier out-of-memory."""
+    trainer = make_trainer(name, folder, MemorySettings(), compute_metrics=mean_of_logits, **changes)
+    trainer.prediction.halving.largest_rows = rows
+    sites.watch_evaluation(trainer)
+    found = trainer.predict(SUBJECTS[name][1]())
+    return [figures(found.metrics), *leaves(found.predictions), found.label_ids]
+
+
+def same_results(found, expected) -> bool:
+    return found[0] == expected[0] and all(map(np.array_equal, found[1:], expected[1:]))
+
+
+PLACES = {"join": 4, "between batches": None, "forward": 1}
+"""What fails, and in parts of how many rows: of single rows the same ones run again."""
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_fault_outside_of_a_forward_or_at_a_single_row_changes_nothing(tmp_path, kind):
+    dry = Sites(only=kind)
+    expected = run_with_faults(tmp_path, dry, rows=PLACES[kind])
+    for number in sorted({0, dry.count // 2, dry.count - 1}):
+        sites = Sites(number, only=kind)
+        found = run_with_faults(tmp_path, sites, rows=PLACES[kind])
+        assert sites.failed_kinds == [kind] and same_results(found, expected), f"{number} of {dry.count}"
+
+
+RECOVERIES = {
+    "join": ("scu_trainer.train.prediction.second_try", lambda function, *rest: function()),
+    "between batches": ("scu_trainer.train.prediction.Prediction._can_begin_again", lambda self, loader: False),
+}
+
+
+@pytest.mark.parametrize("kind", RECOVERIES)
+def test_each_of_these_recoveries_is_needed(tmp_path, monkeypatch, kind):
+    dry = Sites(only=kind)
+    run_with_faults(tmp_path, dry, rows=PLACES[kind])
+    for name in RECOVERIES if kind == "join" else [kind]:  # without its own the whole evaluation begins again
+        monkeypatch.setattr(*RECOVERIES[name])
+    with pytest.raises(OutOfMemory, match=r"^evaluation ran out of memory where nothing can be repeated \(") as caught:
+        run_with_faults(tmp_path, Sites(dry.count - 1, only=kind), rows=PLACES[kind])
+    assert "\n" not in str(caught.value) and "max_batch_size" in str(caught.value)
+
+
+def test_an_evaluation_that_fails_twice_ends_in_one_line(tmp_path):
+    with pytest.raises(OutOfMemory, match="evaluation ran out of memory"):
+        run_with_faults(tmp_path, Sites(range(1000), only="between batches"))
+
+
+def test_metrics_that_were_told_of_batches_are_not_told_again(tmp_path):
+    told = []
+
+    def by_batch(prediction, compute_result: bool) -> dict[str, float]:
+        told.append(len(prediction.label_ids))
+        if len(told) == 2:
+            raise oom()
+        return {}
+
+    changes = {"compute_metrics": by_batch, "batch_eval_metrics": True}
+    trainer = make_trainer("causal", tmp_path, MemorySettings(), **changes)
+    with pytest.raises(OutOfMemory, match="evaluation ran out of memory"):
+        trainer.evaluate()
+    assert told == [8, 8]
+
+
+def test_an_evaluation_that_begins_again_leaves_the_random_numbers_of_training(tmp_path):
+    """Its loader draws a seed each time it is read; dropout in training draws from the same generator."""
+
+    def trained(folder, number) -> dict[str, torch.Tensor]:
+        sites = Sites(number, only="between batches")
+        changes = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 3, "compute_metrics": mean_of_logits}
+        trainer = make_trainer("dropping", folder, MemorySettings(), **changes)
+        sites.watch_evaluation(trainer)
+        trainer.train()
+        assert len(sites.raised) == (number == 1)
+        return weights_of(trainer.model)
+
+    assert same(trained(tmp_path / "faulty", 1), trained(tmp_path / "plain", ()))
+
+
+def test_a_batch_that_cannot_be_cut_is_tried_once_more(tmp_path):
+    expected = make_trainer("causal", tmp_path).evaluate()
+    trainer = make_trainer("causal", tmp_path, MemorySettings())
+    trainer.data_collator = lambda rows: {**tiny.pad(rows), "notes": {"not": "rows"}}
+    with fail_in_forward(trainer.model, 1) as forwards:
+        assert figures(trainer.evaluate()) == figures(expected)
+    assert forwards.calls == 4
+    told = r"cannot be cut by rows \(notes is a mapping.*per_device_eval_batch_size"
+    with fail_above_tokens(trainer.model, 1), pytest.raises(OutOfMemory, match=told):
+        trainer.evaluate()

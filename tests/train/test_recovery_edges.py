@@ -12,14 +12,17 @@ import torch
 from torch import nn
 from transformers import BatchEncoding, TrainerCallback
 
+from scu_trainer.errors import OutOfMemory
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss_analysis import Reduction
 from scu_trainer.train.marks import ChangingBuffers, Mark
 from scu_trainer.train.rows import layout_for, read_layout, signature, take
 from scu_trainer.train.window import Window
+from scu_trainer.train.wrap import wrap
 from tests import tiny
 from tests.faults import fail_in_backward
 from tests.tiny import Rows, UnevenRows, pad, trained, weights_of
+from tests.train.sites import Sites
 
 SGD = {"optim": "sgd", "learning_rate": 0.3, "data_collator": pad}
 
@@ -37,13 +40,15 @@ def close(first, second) -> bool:
     return all(torch.allclose(first[name], weight, rtol=1e-5, atol=1e-7) for name, weight in second.items())
 
 
-def run(folder, dataset, fault: int | None = None, **changes):
+def run(folder, dataset, fault: int | None = None, sites: Sites | None = None, **changes):
     model = tiny.llama(layers=1)
     weight = model.model.layers[0].mlp.up_proj.weight
 
     def prepare(trainer) -> None:
         if fault is not None:
             failing.enter_context(fail_in_backward(weight, fault))
+        if sites is not None:
+            sites.watch(trainer)
 
     with contextlib.ExitStack() as failing:
         return trained(model, folder, dataset=dataset, memory=MemorySettings(), prepare=prepare, **{**SGD, **changes})
@@ -56,6 +61,15 @@ def test_gradients_from_before_a_window_survive_a_replay(tmp_path, fault):
     faulty = run(tmp_path, Stream(), fault, **changes)
     assert faulty.chunked.loop.books.out_of_memory == 1
     assert close(faulty, stock)
+
+
+@pytest.mark.parametrize("copies", ["kept", "put back"])
+def test_memory_that_runs_out_while_those_gradients_are_copied(tmp_path, copies):
+    changes = {"gradient_accumulation_steps": 4, "max_steps": 4}
+    expected, sites = run(tmp_path, Stream(), 13, **changes), Sites(5, only=copies)
+    found = run(tmp_path, Stream(), 13, sites=sites, **changes)
+    assert sites.failed_kinds == [copies]
+    assert tiny.same(weights_of(found.model), weights_of(expected.model))
 
 
 class Unfreeze(TrainerCallback):
@@ -166,3 +180,58 @@ def test_all_generators_go_back():
     mark.restore_surroundings()
     assert [one() for one in draw] == first
     assert len(set(itertools.chain(first))) == 3
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
+def test_the_optimizers_state_is_made_at_the_second_try(tmp_path, optim):
+    """Half of it is there when memory runs out; it begins again once memory was freed."""
+    sites, made = Sites(9), []
+
+    def watch(trainer) -> None:
+        make = trainer.chunked._guard_optimizer
+
+        def noted(model) -> None:
+            make(model)
+            made.append(len(trainer.optimizer.optimizer.state))
+
+        trainer.chunked._guard_optimizer = sites.inside(noted, "preallocation")
+
+    common = {**SGD, "optim": optim, "max_steps": 2, "memory": MemorySettings(), "dataset": Rows()}
+    expected = trained(tiny.llama(layers=1), tmp_path, **common)
+    found = trained(tiny.llama(layers=1), tmp_path, prepare=watch, **common)
+    assert sites.failed_kinds == ["preallocation"] and made == [len(list(found.model.parameters()))]
+    assert tiny.same(weights_of(found.model), weights_of(expected.model))
+
+
+def test_an_optimizers_state_that_does_not_fit_twice_is_told(tmp_path):
+    sites = Sites(range(9, 1000))
+
+    def watch(trainer) -> None:
+        trainer.chunked._guard_optimizer = sites.inside(trainer.chunked._guard_optimizer, "preallocation")
+
+    with pytest.raises(
+        OutOfMemory, match=r"the state of AdamW does not fit in memory: it needs about .* GiB. Use optim"
+    ):
+        common = {**SGD, "optim": "adamw_torch", "max_steps": 2, "memory": MemorySettings(), "dataset": Rows()}
+        trained(tiny.llama(layers=1), tmp_path, prepare=watch, **common)
+
+
+def test_rows_of_batch_norm_are_never_cut_down_to_one(tmp_path):
+    """BatchNorm1d refuses a single row: two that did not fit are tried once more as they are."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        return wrap(net, loss=nn.CrossEntropyLoss())
+
+    rows = [(row["pixel_values"], row["labels"]) for row in (tiny.images()[i] for i in range(32))]
+    common = {"dataset": rows, "optim": "sgd", "max_steps": 2, "per_device_train_batch_size": 2}
+    stock = trained(make(), tmp_path, **common)
+    with contextlib.ExitStack() as stack:
+
+        def fault(trainer) -> None:
+            stack.enter_context(fail_in_backward(trainer.model.module[1].weight, 1))
+
+        found = trained(make(), tmp_path, memory=MemorySettings(), prepare=fault, **common)
+    assert found.chunked.loop.books.out_of_memory == 1
+    assert tiny.same(weights_of(found.model), weights_of(stock.model))
