@@ -19,13 +19,14 @@ import math
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 from scu_trainer.errors import StorageError
 from scu_trainer.secrets import redact
@@ -63,6 +64,23 @@ def read_json(path: AnyPath) -> Any:
         return json.loads(content)
     except ValueError as error:
         raise StorageError(f"{path} is not valid JSON ({error}); delete it or restore it from a copy") from error
+
+
+def read_regular(path: AnyPath, most_bytes: Optional[int] = None) -> bytes:
+    """Content of a file. Raises OSError for a pipe or a device, which may have no end or never begin, and for a file of
+    more than ``most_bytes``."""
+    with open(path, "rb", opener=_without_waiting) as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode):
+            raise OSError(errno.EINVAL, "it is a pipe or a device, no file", str(path))
+        if most_bytes is not None and state.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {readable(state.st_size)}, too much for what it is", str(path))
+        return file.read()
+
+
+def _without_waiting(path: AnyPath, flags: int) -> int:
+    """A pipe that nobody writes to would keep ``open`` waiting."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_rows(path: AnyPath) -> list[Row]:

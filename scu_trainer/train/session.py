@@ -20,6 +20,8 @@ from scu_trainer.models.kernels import kernel_line
 from scu_trainer.models.loading_safety import refuse_pickle
 from scu_trainer.models.offloaded import input_device
 from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
+from scu_trainer.settings.base import check_values
+from scu_trainer.settings.stock import ALLOWED, LEFT_TO_PREFLIGHT
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.checkpoint_writer import written_or_refused
 from scu_trainer.train.claim import Claim, from_first_rank
@@ -82,6 +84,7 @@ def _begin(job: Job, console: Console) -> list[Finding]:
     early = [] if job.safety.preflight == "off" else _by_first_rank(job, lambda: before_loading(job))
     if any(finding.level == "error" for finding in early) and job.safety.preflight == "stop":
         report(early, console, "stop")
+    check_values(type(job.training), vars(job.training), {**ALLOWED, **LEFT_TO_PREFLIGHT})
     return early
 
 
