@@ -7,8 +7,8 @@ from scu_trainer.settings.base import MOST_NUMBER, Allowed
 MOST_SEED = 2**32 - 1
 """numpy's."""
 
-MOST_WORKERS = 1024
-"""Processes: more would only be started to fail."""
+MOST_WORKERS = 2**16
+"""Processes: no machine starts more. Preflight warns long before."""
 
 LEFT_TO_PREFLIGHT = {
     "learning_rate": Allowed(),
