@@ -104,7 +104,19 @@ def warm_up() -> None:
     """What every command imports, before the first fork."""
     import importlib
 
-    for name in ("train", "eval", "report", "push", "merge", "plan", "compare", "runs", "modes", "hardware", "variants"):
+    for name in (
+        "train",
+        "eval",
+        "report",
+        "push",
+        "merge",
+        "plan",
+        "compare",
+        "runs",
+        "modes",
+        "hardware",
+        "variants",
+    ):
         importlib.import_module(f"scu_trainer.cli.{name}")
     for name in ("scu_trainer.train.session", "scu_trainer.cli.eval_scoring", "datasets", "peft", "pandas",
                  "transformers.models.llama.modeling_llama", "torch.utils.tensorboard"):  # fmt: skip

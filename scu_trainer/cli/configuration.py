@@ -287,7 +287,9 @@ def _entries(config: str, parser: HfArgumentParser, names: set[str]) -> dict[str
     if {"configuration", "versions", "data"} <= {*content}:  # training_config.json of a run
         content = content["configuration"]
         if not isinstance(content, dict):
-            raise SettingsError(f"{config}: configuration is a {type(content).__name__}; it must be a mapping of fields")
+            raise SettingsError(
+                f"{config}: configuration is a {type(content).__name__}; it must be a mapping of fields"
+            )
         content["report_to"] = content.get("report_to") or "none"  # an empty list in a file means the default
     takes_list, takes_mapping = _containers(parser)
     for key, value in content.items():

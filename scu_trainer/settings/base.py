@@ -100,8 +100,12 @@ def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> No
     usual = "" if default is None else f", such as {default}"
     require(math.isfinite(value) and value >= least, f"{name} is {short(value)}; it must be {least} or more{usual}")
     require(value <= most, f"{name} is {short(value)}; it must be {most:,} or less{usual}")
-    require(allowed.above is None or value > allowed.above, f"{name} is {value}; it must be above {allowed.above}{usual}")
-    require(allowed.below is None or value < allowed.below, f"{name} is {value}; it must be below {allowed.below}{usual}")
+    require(
+        allowed.above is None or value > allowed.above, f"{name} is {value}; it must be above {allowed.above}{usual}"
+    )
+    require(
+        allowed.below is None or value < allowed.below, f"{name} is {value}; it must be below {allowed.below}{usual}"
+    )
 
 
 def short(value: Any) -> str:

@@ -24,7 +24,9 @@ NAMES = ("nowhere", "", ".", "/", "..", "x" * 300, "/dev/null", "a/b/c/d", "~nob
 
 def commands(chance: random.Random, folder: Path, site: Site) -> list[str]:
     (folder / "file").write_text("x")
-    run = chance.choice([_garbage_run, _garbage_run, _garbage_run, _empty_run, lambda *_: chance.choice(NAMES), _whole_run])
+    run = chance.choice(
+        [_garbage_run, _garbage_run, _garbage_run, _empty_run, lambda *_: chance.choice(NAMES), _whole_run]
+    )
     name = run(chance, folder, site)
     make = chance.choice([_eval, _eval, _report, _report, _push, _merge, _plan, _hardware, _runs, _runs, _modes, _compare,
                           _unknown, _variants])  # fmt: skip
@@ -82,7 +84,13 @@ def _report(chance, folder, site, name):
 
 
 def _push(chance, folder, site, name):
-    words = ["push", name, "--dry_run", "--repo_id", chance.choice(["me/mine", "x", "", "a/b/c", "ä/ö", "x" * 300, "-", "a/b"])]
+    words = [
+        "push",
+        name,
+        "--dry_run",
+        "--repo_id",
+        chance.choice(["me/mine", "x", "", "a/b/c", "ä/ö", "x" * 300, "-", "a/b"]),
+    ]
     if chance.random() < 0.3:
         words += [chance.choice(["--merged", "--json", "--base_model=x", "--max_shard_size=0", "--max_shard_size=x", "--nobody",
                                  "--max_shard_size=nan", "--max_shard_size=1e400GB", "--license="])]  # fmt: skip
@@ -126,7 +134,12 @@ def _hardware(chance, folder, site, name):
         words = ["hardware", "monitor", chance.choice([name, "99999999", "-5", "0", "1" * 30]), "--duration", "0.2"]
         return [*words, f"--interval={chance.choice(NUMBERS)}"] if chance.random() < 0.5 else words
     if kind == 1:
-        return ["hardware", "monitor", f"--duration={chance.choice(('nan', '-1', '0', 'x', '', '-inf'))}", f"--csv={chance.choice(NAMES)}"]
+        return [
+            "hardware",
+            "monitor",
+            f"--duration={chance.choice(('nan', '-1', '0', 'x', '', '-inf'))}",
+            f"--csv={chance.choice(NAMES)}",
+        ]
     if kind == 2:
         return ["hardware", "check", "--config", _config(chance, folder, name)]
     return ["hardware", "optimize", "--dry_run", "--runs", chance.choice([name, "given", *NAMES[:8]]),
@@ -140,7 +153,12 @@ def _runs(chance, folder, site, name):
     if action == "list":
         return ["runs", "list", "--root", root]
     if action == "start":
-        options = ["--name", chance.choice(["../x", "", "a/b", "x" * 300, "-x", "a\nb"]), "--nice", chance.choice(["0", "x", "99"])]
+        options = [
+            "--name",
+            chance.choice(["../x", "", "a/b", "x" * 300, "-x", "a\nb"]),
+            "--nice",
+            chance.choice(["0", "x", "99"]),
+        ]
         return ["runs", "start", "--config", _config(chance, folder, name), "--root", "nowhere", *options]
     if action == "resume" and target in ("run", "given/run"):
         action = "status"  # it would start one in the background

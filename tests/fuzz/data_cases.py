@@ -208,8 +208,20 @@ def _parquet(chance: random.Random, folder: Path) -> str:
 
 
 def _text(chance: random.Random, folder: Path) -> str:
-    content = chance.choice([b"", b"\n\n\n", b"\xe9", b"a\0b\n\n\nc d e f g", b"one two three four five " * 50, b"\x1a",
-                             b"a\r\rb\r\r\rc d e f", b"\xed\xa0\x80 x y z", b"x" * 100_000, b"\xef\xbb\xbfa b c d e f"])
+    content = chance.choice(
+        [
+            b"",
+            b"\n\n\n",
+            b"\xe9",
+            b"a\0b\n\n\nc d e f g",
+            b"one two three four five " * 50,
+            b"\x1a",
+            b"a\r\rb\r\r\rc d e f",
+            b"\xed\xa0\x80 x y z",
+            b"x" * 100_000,
+            b"\xef\xbb\xbfa b c d e f",
+        ]
+    )
     return _written(folder, "rows.txt", content)
 
 

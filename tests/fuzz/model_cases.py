@@ -27,7 +27,9 @@ FROM_SCRATCH = ("gpt2", "bert", "t5", "granitemoehybrid", "mamba", "vit", "opt",
 
 def model_config(chance: random.Random, folder: Path, site: Site) -> list[str]:
     model = _copy(folder, site.model)
-    make = chance.choice([_value, _value, _value, _value, _text, _weights, _tokenizer, _file_kind, _adapter, _scratch, _huge])
+    make = chance.choice(
+        [_value, _value, _value, _value, _text, _weights, _tokenizer, _file_kind, _adapter, _scratch, _huge]
+    )
     make(chance, model)
     changes = {}
     if chance.random() < 0.3:
@@ -66,7 +68,9 @@ def _huge(chance: random.Random, model: Path) -> None:
 
 
 def _text(chance: random.Random, model: Path) -> None:
-    name = chance.choice(["config.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+    name = chance.choice(
+        ["config.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    )
     (model / name).write_bytes(chance.choice(TEXTS))
 
 
@@ -79,7 +83,9 @@ def _weights(chance: random.Random, model: Path) -> None:
     elif kind == 1:
         path.write_bytes(content[: chance.randrange(len(content))])
     elif kind == 2:
-        path.write_bytes(chance.choice([b"", b"\0" * 8, b"\xff" * 8, b"\0" * 100, (2**40).to_bytes(8, "little") + b"{}"]))
+        path.write_bytes(
+            chance.choice([b"", b"\0" * 8, b"\xff" * 8, b"\0" * 100, (2**40).to_bytes(8, "little") + b"{}"])
+        )
     elif kind == 3:
         header = json.dumps({"x": {"dtype": "F99", "shape": [-1], "data_offsets": [0, 10**18]}}).encode()
         path.write_bytes(len(header).to_bytes(8, "little") + header)

@@ -64,7 +64,9 @@ def numbers(chance: random.Random, folder: Path, site: Site) -> list[str]:
     if name == "save_steps":
         changes["save_strategy"] = "steps"
     if chance.random() < 0.7:
-        value = chance.choice([text for text in NUMBERS if name not in BIG_MACHINE or text not in ("1_000", "4294967296")])
+        value = chance.choice(
+            [text for text in NUMBERS if name not in BIG_MACHINE or text not in ("1_000", "4294967296")]
+        )
         return site.train("out", **{**changes, name: value})
     content: Any = {name: chance.choice(IN_FILE)}
     path = folder / chance.choice(["c.yaml", "c.json"])
@@ -193,7 +195,15 @@ FILES = {
     "a run's list": '{"configuration": [], "versions": {}, "data": {}}',
     "a run's keys": '{"configuration": {"nobody": 1}, "versions": {}, "data": {}}',
 }  # fmt: skip
-BYTES = (b"\xff\xfe", b"\xff", b"\x80abc: 1", "max_steps: 1\n".encode("utf-16"), b"\0" * 100, b"\x89PNG\r\n\x1a\n", b"\x1f\x8b")
+BYTES = (
+    b"\xff\xfe",
+    b"\xff",
+    b"\x80abc: 1",
+    "max_steps: 1\n".encode("utf-16"),
+    b"\0" * 100,
+    b"\x89PNG\r\n\x1a\n",
+    b"\x1f\x8b",
+)
 
 
 def config_file(chance: random.Random, folder: Path, site: Site) -> list[str]:
@@ -205,7 +215,12 @@ def config_file(chance: random.Random, folder: Path, site: Site) -> list[str]:
     elif kind < 0.12:
         path.write_bytes(chance.choice(BYTES) if chance.random() < 0.8 else chance.randbytes(300))
     elif kind < 0.16:
-        return [*words, "--max_steps=1", "--config", chance.choice(["/dev/null", "/proc/self/mem", "nowhere", "", ".", "/dev/zero"])]
+        return [
+            *words,
+            "--max_steps=1",
+            "--config",
+            chance.choice(["/dev/null", "/proc/self/mem", "nowhere", "", ".", "/dev/zero"]),
+        ]
     else:
         path.write_text(FILES[chance.choice(sorted(FILES))], encoding="utf-8")
     return [*words, *(["--max_steps=1"] if "max_steps" not in path_text(path) else []), "--config", path.name]
