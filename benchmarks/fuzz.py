@@ -133,6 +133,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds after which a case counts as hung (60)")
     parser.add_argument("--again", metavar="CASE", help='one case, such as "numbers 0.17", with all that it prints')
     options, console = parser.parse_args(), Console(width=160)
     with tempfile.TemporaryDirectory() as folder:

@@ -231,9 +231,11 @@ def require_room(path: AnyPath, needed_bytes: int, setting: str = "output_dir") 
 
 def require_writable(path: AnyPath, setting: str = "output_dir") -> None:
     """Raise StorageError if the directory ``path`` cannot be written, or could not be made. Leaves nothing behind."""
-    existing = nearest_existing(Path(path))
+    existing = _nearest_name(Path(path))
     if not existing.is_dir():
-        raise StorageError(f"{existing} is a file where a directory is needed; set {setting} to another path")
+        what = f"a link to {os.readlink(existing)}, which is not there" if existing.is_symlink() else "a file"
+        what = "a file" if existing.is_file() else what
+        raise StorageError(f"{existing} is {what} where a directory is needed; set {setting} to another path")
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
@@ -331,6 +333,12 @@ def nearest_existing(path: Path) -> Path:
     """``path``, or the nearest of its parents that is there."""
     path = path.absolute()
     return next(candidate for candidate in (path, *path.parents) if candidate.exists())
+
+
+def _nearest_name(path: Path) -> Path:
+    """As ``nearest_existing``, but a link that leads nowhere counts: no directory can be made in its place."""
+    path = path.absolute()
+    return next(candidate for candidate in (path, *path.parents) if os.path.lexists(candidate))
 
 
 def readable(size_bytes: float) -> str:

@@ -98,7 +98,8 @@ def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> No
     least = 0 if allowed.least is None else allowed.least
     most = (MOST_COUNT if isinstance(value, int) else MOST_NUMBER) if allowed.most is None else allowed.most
     usual = "" if default is None else f", such as {default}"
-    require(math.isfinite(value) and value >= least, f"{name} is {short(value)}; it must be {least} or more{usual}")
+    is_finite = isinstance(value, int) or math.isfinite(value)  # an int may be too large for a float
+    require(is_finite and value >= least, f"{name} is {short(value)}; it must be {least} or more{usual}")
     require(value <= most, f"{name} is {short(value)}; it must be {most:,} or less{usual}")
     require(
         allowed.above is None or value > allowed.above, f"{name} is {value}; it must be above {allowed.above}{usual}"

@@ -20,6 +20,7 @@ from scu_trainer.models.kernels import kernel_line
 from scu_trainer.models.loading_safety import refuse_pickle
 from scu_trainer.models.offloaded import input_device
 from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
+from scu_trainer.safe_paths import require_own_folder
 from scu_trainer.settings.base import check_values
 from scu_trainer.settings.stock import ALLOWED, LEFT_TO_PREFLIGHT
 from scu_trainer.settings.tasks import TEXT
@@ -80,6 +81,7 @@ def _begin(job: Job, console: Console) -> list[Finding]:
     job.check()
     for note in job.notes:
         console.print(note, soft_wrap=True)
+    require_own_folder(job.training.output_dir)
     require_writable(job.training.output_dir)
     early = [] if job.safety.preflight == "off" else _by_first_rank(job, lambda: before_loading(job))
     if any(finding.level == "error" for finding in early) and job.safety.preflight == "stop":

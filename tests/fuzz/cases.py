@@ -15,14 +15,8 @@ from tests.fuzz.site import Site
 
 def mixed(chance: random.Random, folder: Path, site: Site) -> list[str]:
     """The flags of two trainings of other kinds in one command."""
-    first, second = chance.sample([data_path, rows, numbers, output_dir, long_names], 2)
-    words = [make(chance, _place(folder, number), site) for number, make in enumerate((first, second))]
-    return [*words[0], *words[1][1:]]
-
-
-def _place(folder: Path, number: int) -> Path:
-    (folder / str(number)).mkdir()
-    return folder / str(number)
+    first = chance.choice([data_path, rows, output_dir])(chance, folder, site)
+    return [*first, *chance.choice([numbers, long_names])(chance, folder, site)[1:]]
 
 
 Make = Callable[[random.Random, Path, Site], list[str]]

@@ -107,7 +107,7 @@ def _merge(chance, folder, site, name):
 
 
 def _plan(chance, folder, site, name):
-    words = ["plan", *site.train(None)[1:]]
+    words = ["plan", *site.train(output_dir=None)[1:]]
     option = chance.choice(["gpu", "ram", "limit", "config", "model"])
     if option == "model":
         return [*words[:1], f"--model_name_or_path={name or 'x'}", "--use_cpu=true"]

@@ -29,7 +29,7 @@ def data_path(chance: random.Random, folder: Path, site: Site) -> list[str]:
         changes["streaming"] = "true"
     if chance.random() < 0.2:
         changes |= _other_task(chance, name)
-    return site.train("out", **changes)
+    return site.train(**changes)
 
 
 def _other_task(chance: random.Random, name: str) -> dict:
@@ -140,7 +140,7 @@ def rows(chance: random.Random, folder: Path, site: Site) -> list[str]:
     if chance.random() < 0.15:
         changes |= {**_other_task(chance, name), "task": "word-generation", "category_column": "category",
                     "block_size": "16"}  # fmt: skip
-    return site.train("out", **{key: value for key, value in changes.items() if not _has_surrogate(value)})
+    return site.train(**{key: value for key, value in changes.items() if not _has_surrogate(value)})
 
 
 def _has_surrogate(value: str | None) -> bool:
@@ -235,12 +235,12 @@ def long_names(chance: random.Random, folder: Path, site: Site) -> list[str]:
                           256, "x" * 100_000, "a/" * 30_000, "x" * 255, "/".join(["z" * 250] * 15), "~" + "x" * 300,
                           ("x" * 254 + "/") * 20, "good/" + "x" * 256 + "/good"])  # fmt: skip
     place = chance.choice(PLACES)
-    words = site.train("out", **({} if place == "config" else {place: name}))
+    words = site.train(**({} if place == "config" else {place: name}))
     if place == "config":
         return [*words, "--config", name]
     if chance.random() < 0.3:
         (folder / "c.yaml").write_text(json.dumps({place: name}))
-        return [*site.train("out", **{place: None}), "--config", "c.yaml"]
+        return [*site.train(**{place: None}), "--config", "c.yaml"]
     return words
 
 
@@ -252,18 +252,18 @@ def odd_names(chance: random.Random, folder: Path, site: Site) -> list[str]:
     place = chance.choice(["dataset", "folder", "output_dir", "model_name_or_path", "cache_dir", "run_name", "config"])
     if place == "dataset":
         (folder / f"{shown}.jsonl").write_bytes(GOOD)
-        return site.train("out", dataset=f"{shown}.jsonl")
+        return site.train(dataset=f"{shown}.jsonl")
     if place == "folder":
         (folder / shown).mkdir()
         (folder / shown / "a.jsonl").write_bytes(GOOD)
-        return site.train("out", dataset=shown)
+        return site.train(dataset=shown)
     if place == "model_name_or_path":
         (folder / shown).symlink_to(site.model)
-        return site.train("out", model_name_or_path=f"./{shown}")
+        return site.train(model_name_or_path=f"./{shown}")
     if place == "config":
         (folder / shown).write_text("max_steps: 1\n")
-        return [*site.train("out"), "--config", shown]
-    return site.train(**{"output_dir": "out", place: shown})
+        return [*site.train(), "--config", shown]
+    return site.train(**{place: shown})
 
 
 def output_dir(chance: random.Random, folder: Path, site: Site) -> list[str]:
@@ -277,10 +277,10 @@ def output_dir(chance: random.Random, folder: Path, site: Site) -> list[str]:
     names = [".", "/", "..", "", "file", "file/below", "broken", "broken/below", "self", "pipe", "/dev/null", "/proc/x",
              "/sys/x", "kept/../..", "~", "./", "//", " ", "/root", "/dev/null/x"]  # fmt: skip
     if chance.random() < 0.15:
-        return site.train(names[kind], "--test_run")
+        return site.train("--test_run", output_dir=names[kind])
     if chance.random() < 0.15:
-        return site.train(names[kind], "--preflight_only")
+        return site.train("--preflight_only", output_dir=names[kind])
     if chance.random() < 0.15:
         (folder / "c.json").write_text(json.dumps({"output_dir": chance.choice([*names, 3, True, [], {}, ["a"]])}))
         return [*site.train(output_dir=None), "--config", "c.json"]
-    return site.train(names[kind])
+    return site.train(output_dir=names[kind])

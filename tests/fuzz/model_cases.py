@@ -38,7 +38,7 @@ def model_config(chance: random.Random, folder: Path, site: Site) -> list[str]:
         changes["dtype"] = chance.choice(["float16", "bfloat16", "float32"])
     if chance.random() < 0.1:
         changes["device_map"] = chance.choice(["auto", "sequential"])
-    return site.train("out", model_name_or_path="./model", **changes)
+    return site.train(model_name_or_path="./model", **changes)
 
 
 def _copy(folder: Path, source: Path) -> Path:

@@ -67,11 +67,11 @@ def numbers(chance: random.Random, folder: Path, site: Site) -> list[str]:
         value = chance.choice(
             [text for text in NUMBERS if name not in BIG_MACHINE or text not in ("1_000", "4294967296")]
         )
-        return site.train("out", **{**changes, name: value})
+        return site.train(**{**changes, name: value})
     content: Any = {name: chance.choice(IN_FILE)}
     path = folder / chance.choice(["c.yaml", "c.json"])
     path.write_text(_as_yaml(content) if path.suffix == ".yaml" else json.dumps(content))
-    return [*site.train("out", **{**changes, name: None}), "--config", path.name]
+    return [*site.train(**{**changes, name: None}), "--config", path.name]
 
 
 def _as_yaml(content: Any) -> str:
@@ -207,7 +207,7 @@ BYTES = (
 
 
 def config_file(chance: random.Random, folder: Path, site: Site) -> list[str]:
-    words = site.train("out", *(["--print_config"] if chance.random() < 0.1 else []), max_steps=None)
+    words = site.train(*(["--print_config"] if chance.random() < 0.1 else []), max_steps=None)
     path = folder / chance.choice(["c.yaml", "c.json", "c"])
     kind = chance.random()
     if kind < 0.06:

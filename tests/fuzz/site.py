@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional
 
 from tests import tiny
 from tests.fuzz.verdict import ACCEPTED, run_case
@@ -22,12 +23,12 @@ class Site:
     rows: Path
     run: Path
 
-    def train(self, output_dir: str = "out", *more: str, **changes: str) -> list[str]:
+    def train(self, *more: str, **changes: Optional[str]) -> list[str]:
         """Words of a training of one step that works; ``changes`` replace its flags, None takes one out."""
         flags = {
             "model_name_or_path": str(self.model),
             "dataset": str(self.rows),
-            "output_dir": output_dir,
+            "output_dir": "out",
             "max_steps": "1",
             "use_cpu": "true",
             "block_size": "16",
@@ -47,7 +48,7 @@ def make_site(folder: Path) -> Site:
     tiny.saved_llama(model)
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     site = Site(folder, model, rows, run)
-    made = run_case(site.train("out", save_strategy="steps", save_steps="1"), _fresh(run), patience_s=120)
+    made = run_case(site.train(save_strategy="steps", save_steps="1"), _fresh(run), patience_s=120)
     if made.what != ACCEPTED:
         raise RuntimeError(f"the run that cases start from did not train: {made.said[-3000:]}")
     return Site(folder, model, rows, run / "out")

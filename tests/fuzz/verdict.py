@@ -45,11 +45,14 @@ class Verdict:
 
 def run_case(words: list[str], folder: Path, *, forked: bool = True, patience_s: float = PATIENCE_S) -> Verdict:
     """``scu-trainer WORDS`` with ``folder`` as the working directory. Whatever was there before must be there after."""
-    before, began_s, log = _tree(folder), time.monotonic(), folder.parent / f"{folder.name}.log"
+    log = folder.parent / f"{folder.name}.log"
+    log.touch()
+    before, began_s = _tree(folder), time.monotonic()
     code = _forked(words, folder, log, patience_s) if forked else _started(words, folder, log, patience_s)
     seconds, said = time.monotonic() - began_s, log.read_text(errors="replace")
+    verdict = Verdict(_judged(code, said, folder, before), code or 0, _message(said), seconds, said)
     log.unlink()
-    return Verdict(_judged(code, said, folder, before), code or 0, _message(said), seconds, said)
+    return verdict
 
 
 def _forked(words: list[str], folder: Path, log: Path, patience_s: float) -> int | None:
@@ -136,7 +139,10 @@ def _message(said: str) -> str:
 
 
 def _tree(folder: Path) -> set[str]:
-    return {os.path.join(root, name) for root, folders, files in os.walk(folder) for name in (*folders, *files)}
+    """All names below ``folder``, and those in the places where a wrong output_dir could put something."""
+    inside = {os.path.join(root, name) for root, folders, files in os.walk(folder) for name in (*folders, *files)}
+    elsewhere = (folder.parent, Path.home(), Path("/"), Path("/dev"))
+    return inside | {os.path.join(place, name) for place in elsewhere for name in os.listdir(place)}
 
 
 def _run_files(folder: Path) -> list[Path]:
