@@ -135,7 +135,7 @@ def _judged(code: int | None, said: str, folder: Path, before: set[str]) -> str:
 
 def _message(said: str) -> str:
     lines = [line for line in said.splitlines() if "error: " in line]
-    return lines[-1] if lines else ""
+    return (lines or said.strip().splitlines() or [""])[-1]
 
 
 def _tree(folder: Path) -> set[str]:
