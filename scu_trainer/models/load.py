@@ -54,8 +54,9 @@ class AdapterPlan:
 CAUSAL = AdapterPlan()
 
 
-def check_source(name_or_path: str) -> None:
-    """Raise ModelError for a path that is no model, without touching the network. Hub ids pass."""
+def check_source(name_or_path: str, what: str = "model") -> None:
+    """Raise ModelError for a path that is no model, without touching the network. Hub ids pass. ``what`` is wanted of
+    it, for the message."""
     path = Path(name_or_path).expanduser()
     looks_local = name_or_path.startswith((".", "/", "~")) or path.exists() or name_or_path.count("/") > 1
     if not looks_local:
@@ -70,7 +71,7 @@ def check_source(name_or_path: str) -> None:
             "that save_pretrained wrote"
         )
     if (path / "config.json").is_file():
-        require_sane_config(path / "config.json")
+        require_sane_config(path / "config.json", what)
 
 
 def is_adapter(path: Path) -> bool:
@@ -83,7 +84,7 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     name = settings.model_name_or_path
-    check_source(name)
+    check_source(name, "tokenizer")
     source = located(name)
     if Path(source).is_dir() and not _has_tokenizer(Path(source)):
         source = base_of(Path(source))

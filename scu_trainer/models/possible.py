@@ -32,9 +32,9 @@ WEIGHTS_PER_SIZE = 64
 """No layer of a model has more weights than so many squares of its largest size."""
 
 
-def require_sane_config(config_file: Path) -> dict[str, Any]:
+def require_sane_config(config_file: Path, what: str = "model") -> dict[str, Any]:
     """The content of a config.json. Raises ModelError where it is no JSON object, or counts what nobody counts."""
-    cannot = f"cannot load the model of {str(config_file.parent)!r}"
+    cannot = f"cannot load the {what} of {str(config_file.parent)!r}"
     try:
         config = json.loads(read_regular(config_file, MOST_FILE_BYTES))
     except OSError as error:

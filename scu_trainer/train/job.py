@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from transformers import TrainingArguments
 
-from scu_trainer.errors import SettingsError
+from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.hardware.optimizers import check_optimizer
 from scu_trainer.hardware.probe import accelerators, probe
 from scu_trainer.models.dispatch import Free
@@ -106,6 +106,7 @@ class Job:
             "train alone; add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
         )
         check_deepspeed(training, self.model, self.memory, self.regularization)
+        self._check_words()
         self._check_optimizer()
         self._check_evaluation()
         self._check_memory()
@@ -127,6 +128,23 @@ class Job:
         require(
             not auto or evaluates,
             "scu_target_s: auto watches the held-out loss; set eval_strategy: steps and eval_steps, for instance 20",
+        )
+
+    def _check_words(self) -> None:
+        """Words that the stock Trainer reads only once the run has begun."""
+        from accelerate.utils import DynamoBackend
+
+        backend = self.training.torch_compile_backend
+        known = [item.value.lower() for item in DynamoBackend]
+        require(
+            backend is None or backend.lower() in known,
+            f"torch_compile_backend is {backend!r}; allowed: {', '.join(known)}{nearest(str(backend), known)}",
+        )
+        pairs = (self.training.optim_args or "").replace(" ", "").split(",")
+        odd = next((pair for pair in pairs if pair and pair.count("=") != 1), None)
+        require(
+            odd is None and (pairs == [""] or "" not in pairs),
+            f"optim_args is {self.training.optim_args!r}; write NAME=VALUE,NAME=VALUE, such as momentum=0.9",
         )
 
     def _check_optimizer(self) -> None:
