@@ -37,6 +37,9 @@ Row = dict[str, Any]
 STATUSES = ("queued", "running", "stopping", "stopped", "finished", "failed")
 STATUS_FIELDS = ("status", "pid", "step", "max_steps", "loss", "eta_s", "started", "updated", "error", "notices")
 
+RESERVE_BYTES = 4096
+"""Size of run.json, with spaces at its end: on a full disk the last words of a run take no new block."""
+
 _CLOSING = b"\n]"
 _BETWEEN_ROWS = re.compile(r"\s*,?\s*")
 _DECODER = json.JSONDecoder()
@@ -47,8 +50,11 @@ def write_json(path: AnyPath, data: Any) -> None:
 
     Raises StorageError if the directory cannot be written or is full, TypeError if ``data`` is not JSON.
     """
-    text = json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
-    _replace(Path(path), text.encode())
+    _replace(Path(path), _as_json(data))
+
+
+def _as_json(data: Any) -> bytes:
+    return json.dumps(_finite(data), indent=2, allow_nan=False).encode() + b"\n"
 
 
 def write_text(path: AnyPath, text: str) -> None:
@@ -153,6 +159,8 @@ class History:
         self.close()
 
     def _open(self) -> bytes:
+        if not self.path.exists():
+            _replace(self.path, _array([]))  # nobody may see it empty, not even at birth
         with _as_storage_error(self.path, "open"):
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             return self.path.read_bytes()
@@ -207,7 +215,7 @@ class RunStatus:
         on_disk = read_json(self.path) if self.path.exists() else {}
         content = {**dict.fromkeys(STATUS_FIELDS), "status": "queued", **on_disk, **self._pending, "updated": now}
         content["started"] = content["started"] or now
-        write_json(self.path, content)
+        _replace_or_overwrite(self.path, content)
         self._written, self._written_at_s, self._pending = content, now_s, {}
 
     def _is_news(self, changes: Row) -> bool:
@@ -297,6 +305,27 @@ def _replace(path: Path, content: bytes) -> None:
         sync_directory(path.parent)
 
 
+def _replace_or_overwrite(path: Path, content: Row) -> None:
+    """As ``write_json``, with a reserve at the end. Where a full disk takes no new file, in the place of the old one:
+    one write into the blocks that it has."""
+    text = _as_json(content)
+    try:
+        _replace(path, text.ljust(RESERVE_BYTES))
+    except StorageError as error:
+        room_bytes = path.stat().st_size if path.is_file() and _is_full(error.__cause__) else 0
+        shortened = (
+            text if len(text) <= room_bytes else _as_json({**content, "error": "the disk is full", "notices": None})
+        )
+        if len(shortened) > room_bytes:
+            raise
+        with _as_storage_error(path, "write"), open(path, "r+b") as file:
+            _pwrite_all(file.fileno(), shortened.ljust(room_bytes), 0)
+
+
+def _is_full(error: Optional[BaseException]) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def sync_directory(path: Path) -> None:
     """Make a rename in ``path`` last through a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -322,7 +351,7 @@ def _as_storage_error(path: Path, action: str) -> Iterator[None]:
 
 
 def _storage_error(path: Path, action: str, error: OSError) -> StorageError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if _is_full(error):
         return StorageError(
             f"the disk is full: {path} cannot be written, {readable(free_bytes(path))} are free; free some"
         )
