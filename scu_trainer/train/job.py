@@ -146,6 +146,33 @@ class Job:
             odd is None and (pairs == [""] or "" not in pairs),
             f"optim_args is {self.training.optim_args!r}; write NAME=VALUE,NAME=VALUE, such as momentum=0.9",
         )
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        """Fields that need each other, and of which the stock Trainer complains only once the run has begun."""
+        training = self.training
+        require(
+            not training.fsdp or training.world_size > 1,
+            "fsdp shares a model out among processes, and there is one; start with torchrun or accelerate launch, or "
+            "drop fsdp",
+        )
+        require(
+            training.dataloader_prefetch_factor is None or training.dataloader_num_workers > 0,
+            "dataloader_prefetch_factor is for loader processes; add dataloader_num_workers: 1 or more, or drop it",
+        )
+        require(
+            not training.dataloader_persistent_workers or training.dataloader_num_workers > 0,
+            "dataloader_persistent_workers is for loader processes; add dataloader_num_workers: 1 or more, or drop it",
+        )
+        best = getattr(training.save_strategy, "value", training.save_strategy) == "best"
+        require(
+            not best or training.metric_for_best_model is not None,
+            "save_strategy: best needs metric_for_best_model, such as loss",
+        )
+        require(
+            not training.batch_eval_metrics,
+            "batch_eval_metrics needs a compute_metrics of one's own, which the command line has not; drop it",
+        )
 
     def _check_optimizer(self) -> None:
         optim, device = getattr(self.training.optim, "value", self.training.optim), self.training.device

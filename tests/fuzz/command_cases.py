@@ -9,16 +9,22 @@ from pathlib import Path
 
 from tests.fuzz.site import Site
 
-GARBAGE = (b"", b"{", b"[", b"{}", b"[]", b"null", b"3", b'"x"', b"\xff\xfe", b"\0" * 50, b"[" * 5000, b"[1, 2]", b'[{"step": "x"}]',
-           b'[{"step": null, "loss": []}]', b'{"status": 3}', b'{"status": "finished"}', b'{"status": "running", "pid": "x"}',
+GARBAGE = (b"", b"{", b"[", b"{}", b"[]", b"null", b"3", b'"x"', b"\xff\xfe", b"\0" * 50, b"[" * 5000, b"[1, 2]",
+        b'[{"step": "x"}]',
+           b'[{"step": null, "loss": []}]', b'{"status": 3}', b'{"status": "finished"}',
+           b'{"status": "running", "pid": "x"}',
            b'{"status": "running", "pid": -1}', b'{"status": "running", "pid": 1e400}', b'{"configuration": 3}',
            b'{"configuration": {}, "seed": "x", "data": []}', b'{"configuration": {"task": 3}, "seed": 0, "data": {}}',
-           b'{"configuration": {"block_size": "x"}, "seed": 0, "data": {}}', b'{"a": NaN}', b"[[1], {}]", b"1" * 5000)  # fmt: skip
-RUN_FILES = ("run.json", "training_config.json", "scu_history.json", "scu_metrics.json", "memory_history.json", "scu_config.json",
+           b'{"configuration": {"block_size": "x"}, "seed": 0, "data": {}}', b'{"a": NaN}', b"[[1], {}]",
+           b"1" * 5000)  # fmt: skip
+RUN_FILES = ("run.json", "training_config.json", "scu_history.json", "scu_metrics.json", "memory_history.json",
+        "scu_config.json",
              "curriculum.json", "adapter_config.json", "log_history.json", "tokenizer_config.json", "README.md",
-             "adapter_model.safetensors", "config.json", "compare.json", "comparison.json", "trainer_state.json")  # fmt: skip
+             "adapter_model.safetensors", "config.json", "compare.json", "comparison.json",
+             "trainer_state.json")  # fmt: skip
 NUMBERS = ("nan", "inf", "-inf", "1e400", "1" + "0" * 30, "-1", "0", "x", "", "0.5", "1e-320")
-NAMES = ("nowhere", "", ".", "/", "..", "x" * 300, "/dev/null", "a/b/c/d", "~nobody", "base", "no/id", "a b", "\udcff", "*",
+NAMES = ("nowhere", "", ".", "/", "..", "x" * 300, "/dev/null", "a/b/c/d", "~nobody", "base", "no/id", "a b",
+        "\udcff", "*",
          "x/" * 3000, "file", "-", "%s")  # fmt: skip
 
 
@@ -28,8 +34,24 @@ def commands(chance: random.Random, folder: Path, site: Site) -> list[str]:
         [_garbage_run, _garbage_run, _garbage_run, _empty_run, lambda *_: chance.choice(NAMES), _whole_run]
     )
     name = run(chance, folder, site)
-    make = chance.choice([_eval, _eval, _report, _report, _push, _merge, _plan, _hardware, _runs, _runs, _modes, _compare,
-                          _unknown, _variants])  # fmt: skip
+    make = chance.choice(
+        [
+            _eval,
+            _eval,
+            _report,
+            _report,
+            _push,
+            _merge,
+            _plan,
+            _hardware,
+            _runs,
+            _runs,
+            _modes,
+            _compare,
+            _unknown,
+            _variants,
+        ]
+    )
     return make(chance, folder, site, name)
 
 
@@ -63,8 +85,27 @@ def _empty_run(chance: random.Random, folder: Path, site: Site) -> str:
 
 def _eval(chance, folder, site, name):
     words = ["eval", name]
-    option = chance.choice(["confidence", "resamples", "seed", "max_length", "stride", "batch_tokens", "limit", "task", "tasks",
-                            "dataset", "against", "merge_dtype", "block_size", "num_fewshot", None, None, None])  # fmt: skip
+    option = chance.choice(
+        [
+            "confidence",
+            "resamples",
+            "seed",
+            "max_length",
+            "stride",
+            "batch_tokens",
+            "limit",
+            "task",
+            "tasks",
+            "dataset",
+            "against",
+            "merge_dtype",
+            "block_size",
+            "num_fewshot",
+            None,
+            None,
+            None,
+        ]
+    )
     if option in ("dataset", "against"):
         words += [f"--{option}", chance.choice((*NAMES, str(site.rows), "base", "merged"))]
     elif option is not None:
@@ -92,8 +133,21 @@ def _push(chance, folder, site, name):
         chance.choice(["me/mine", "x", "", "a/b/c", "ä/ö", "x" * 300, "-", "a/b"]),
     ]
     if chance.random() < 0.3:
-        words += [chance.choice(["--merged", "--json", "--base_model=x", "--max_shard_size=0", "--max_shard_size=x", "--nobody",
-                                 "--max_shard_size=nan", "--max_shard_size=1e400GB", "--license="])]  # fmt: skip
+        words += [
+            chance.choice(
+                [
+                    "--merged",
+                    "--json",
+                    "--base_model=x",
+                    "--max_shard_size=0",
+                    "--max_shard_size=x",
+                    "--nobody",
+                    "--max_shard_size=nan",
+                    "--max_shard_size=1e400GB",
+                    "--license=",
+                ]
+            )
+        ]
     return words
 
 
@@ -142,8 +196,15 @@ def _hardware(chance, folder, site, name):
         ]
     if kind == 2:
         return ["hardware", "check", "--config", _config(chance, folder, name)]
-    return ["hardware", "optimize", "--dry_run", "--runs", chance.choice([name, "given", *NAMES[:8]]),
-            "--cache_dir", chance.choice(["nowhere", "file", "x" * 300, ""])]  # fmt: skip
+    return [
+        "hardware",
+        "optimize",
+        "--dry_run",
+        "--runs",
+        chance.choice([name, "given", *NAMES[:8]]),
+        "--cache_dir",
+        chance.choice(["nowhere", "file", "x" * 300, ""]),
+    ]
 
 
 def _runs(chance, folder, site, name):
@@ -177,26 +238,69 @@ def _modes(chance, folder, site, name):
 
 
 def _variants(chance, folder, site, name):
-    return ["variants", chance.choice(["nobody", "--list"]), f"--limit={chance.choice((*NUMBERS, '0GB', 'nanGB'))}",
-            "--config", _config(chance, folder, name)]  # fmt: skip
+    return [
+        "variants",
+        chance.choice(["nobody", "--list"]),
+        f"--limit={chance.choice((*NUMBERS, '0GB', 'nanGB'))}",
+        "--config",
+        _config(chance, folder, name),
+    ]
 
 
 def _compare(chance, folder, site, name):
     kind = chance.randrange(4)
     if kind == 0:
         return ["compare", "--table", name]
-    (folder / "job.json").write_text(json.dumps({"model_name_or_path": str(site.model), "dataset": str(site.rows), "max_steps": 2,
-                                                 "use_cpu": True, "block_size": 16}))  # fmt: skip
+    (folder / "job.json").write_text(
+        json.dumps(
+            {
+                "model_name_or_path": str(site.model),
+                "dataset": str(site.rows),
+                "max_steps": 2,
+                "use_cpu": True,
+                "block_size": 16,
+            }
+        )
+    )
     config = "job.json" if kind == 1 else _config(chance, folder, name)
-    option = chance.choice([["--seeds", chance.choice(NUMBERS)], ["--confidence", chance.choice(NUMBERS)], ["--jobs", chance.choice(NUMBERS)],
-                            ["--arms", chance.choice(["", ",", "nobody", "none,none"])], ["--arm", chance.choice(["", "x", "x:y", "x:lr=nan",
-                            "x:learning_rate=nan", "x:max_steps=1e400", ":a=b"])], ["--output_dir", chance.choice(NAMES)]])  # fmt: skip
+    option = chance.choice(
+        [
+            ["--seeds", chance.choice(NUMBERS)],
+            ["--confidence", chance.choice(NUMBERS)],
+            ["--jobs", chance.choice(NUMBERS)],
+            ["--arms", chance.choice(["", ",", "nobody", "none,none"])],
+            ["--arm", chance.choice(["", "x", "x:y", "x:lr=nan", "x:learning_rate=nan", "x:max_steps=1e400", ":a=b"])],
+            ["--output_dir", chance.choice(NAMES)],
+        ]
+    )
     return ["compare", "--config", config, "--dry_run", *option]
 
 
 def _unknown(chance, folder, site, name):
-    return chance.choice([["nobody"], ["trian"], [""], ["eval"], ["push"], ["report"], ["merge"], ["runs", "status"], ["plan", "x"],
-                          ["train", "x"], ["train", "--nobody"], ["train", "--max_steps"], ["train", "--config"],
-                          ["eval", "--json"], ["launch", "nobody"], ["hardware"], ["hardware", "nobody"], ["modes", "x"],
-                          ["train", "--max_steps", "1", "2"], ["train", "--", "x"], ["train", "--=x"], ["train", "-x"],
-                          ["launch", "accelerate", "--processes", chance.choice(["x", "-1", "0", "nan", "1" * 30])]])  # fmt: skip
+    return chance.choice(
+        [
+            ["nobody"],
+            ["trian"],
+            [""],
+            ["eval"],
+            ["push"],
+            ["report"],
+            ["merge"],
+            ["runs", "status"],
+            ["plan", "x"],
+            ["train", "x"],
+            ["train", "--nobody"],
+            ["train", "--max_steps"],
+            ["train", "--config"],
+            ["eval", "--json"],
+            ["launch", "nobody"],
+            ["hardware"],
+            ["hardware", "nobody"],
+            ["modes", "x"],
+            ["train", "--max_steps", "1", "2"],
+            ["train", "--", "x"],
+            ["train", "--=x"],
+            ["train", "-x"],
+            ["launch", "accelerate", "--processes", chance.choice(["x", "-1", "0", "nan", "1" * 30])],
+        ]
+    )

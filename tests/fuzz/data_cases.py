@@ -35,8 +35,15 @@ def data_path(chance: random.Random, folder: Path, site: Site) -> list[str]:
 def _other_task(chance: random.Random, name: str) -> dict:
     task = chance.choice(["image-classification", "word-generation", "sensor-classification"])
     drop = {"block_size": None} if task != "word-generation" else {"category_column": ""}
-    return {"task": task, "dataset": name, "eval_dataset": None, "chat_template": None, "model_name_or_path": None,
-            "streaming": None, **drop}  # fmt: skip
+    return {
+        "task": task,
+        "dataset": name,
+        "eval_dataset": None,
+        "chat_template": None,
+        "model_name_or_path": None,
+        "streaming": None,
+        **drop,
+    }
 
 
 def _suffix(chance: random.Random, folder: Path) -> str:
@@ -46,13 +53,43 @@ def _suffix(chance: random.Random, folder: Path) -> str:
 
 
 def _content(chance: random.Random, folder: Path) -> str:
-    content = chance.choice([
-        b"", b"\n", b" \n \n", b"\xef\xbb\xbf", b"\0" * 64, b"[]", b"{}", b"null", b"[", b"{", b'"text"', b"[[[]]]",
-        b"\xff\xfe" + "text".encode("utf-16-le"), GOOD[:-7], b"PAR1", b"PAR1" + bytes(64) + b"PAR1", gzip.compress(b""),
-        gzip.compress(GOOD)[:-9], gzip.compress(GOOD)[:30], b"\x1f\x8b", b"text\n", b"text,text\na,b\n", b'text\n"',
-        GOOD.replace(b"fox", b"f\xe9x"), chance.randbytes(500), b"[" * NESTED, b'{"a":' * NESTED, b"a,b\n1,2\n",
-        b"[" + GOOD.replace(b"\n", b",")[:-1] + b"]", b'{"text": "x"} {"text": "y"}', b"[1, 2]", b"NaN", b"[NaN]",
-    ])  # fmt: skip
+    content = chance.choice(
+        [
+            b"",
+            b"\n",
+            b" \n \n",
+            b"\xef\xbb\xbf",
+            b"\0" * 64,
+            b"[]",
+            b"{}",
+            b"null",
+            b"[",
+            b"{",
+            b'"text"',
+            b"[[[]]]",
+            b"\xff\xfe" + "text".encode("utf-16-le"),
+            GOOD[:-7],
+            b"PAR1",
+            b"PAR1" + bytes(64) + b"PAR1",
+            gzip.compress(b""),
+            gzip.compress(GOOD)[:-9],
+            gzip.compress(GOOD)[:30],
+            b"\x1f\x8b",
+            b"text\n",
+            b"text,text\na,b\n",
+            b'text\n"',
+            GOOD.replace(b"fox", b"f\xe9x"),
+            chance.randbytes(500),
+            b"[" * NESTED,
+            b'{"a":' * NESTED,
+            b"a,b\n1,2\n",
+            b"[" + GOOD.replace(b"\n", b",")[:-1] + b"]",
+            b'{"text": "x"} {"text": "y"}',
+            b"[1, 2]",
+            b"NaN",
+            b"[NaN]",
+        ]
+    )
     name = "data" + chance.choice(SUFFIXES)
     if name.endswith(".gz") and chance.random() < 0.5:
         content = gzip.compress(content)
@@ -90,8 +127,19 @@ def _folder(chance: random.Random, folder: Path) -> str:
 
 def _special(chance: random.Random, folder: Path) -> str:
     os.mkfifo(folder / "pipe.jsonl")
-    return chance.choice(["pipe.jsonl", "/dev/null", "/dev/zero", "/dev/stdin", "/dev/full", "/proc/self/mem", "/proc",
-                          "/proc/self/maps", "/dev"])  # fmt: skip
+    return chance.choice(
+        [
+            "pipe.jsonl",
+            "/dev/null",
+            "/dev/zero",
+            "/dev/stdin",
+            "/dev/full",
+            "/proc/self/mem",
+            "/proc",
+            "/proc/self/maps",
+            "/dev",
+        ]
+    )
 
 
 def _unreadable(chance: random.Random, folder: Path) -> str:
@@ -110,10 +158,41 @@ def _unreadable(chance: random.Random, folder: Path) -> str:
 
 
 def _missing(chance: random.Random, folder: Path) -> str:
-    return chance.choice(["no.jsonl", "./no", "no/such/folder/x.txt", "~/no.csv", "~nobody/x.csv", "no\\way.txt", "..",
-                          ".", "/", "//", "a//b", "%s", "{}", "C:\\data.csv", "http://x/y.jsonl", "file:///x.jsonl",
-                          "s3://b/k.jsonl", "*", "data.jsonl?", "no/id", " ", "\n", "train[:10%]", "a b/c",
-                          "-", "--", "x@y/z", "ünïcode/naïve", "\udcff.jsonl", "stdlib_docstring", "a/b/c"])  # fmt: skip
+    return chance.choice(
+        [
+            "no.jsonl",
+            "./no",
+            "no/such/folder/x.txt",
+            "~/no.csv",
+            "~nobody/x.csv",
+            "no\\way.txt",
+            "..",
+            ".",
+            "/",
+            "//",
+            "a//b",
+            "%s",
+            "{}",
+            "C:\\data.csv",
+            "http://x/y.jsonl",
+            "file:///x.jsonl",
+            "s3://b/k.jsonl",
+            "*",
+            "data.jsonl?",
+            "no/id",
+            " ",
+            "\n",
+            "train[:10%]",
+            "a b/c",
+            "-",
+            "--",
+            "x@y/z",
+            "ünïcode/naïve",
+            "\udcff.jsonl",
+            "stdlib_docstring",
+            "a/b/c",
+        ]
+    )
 
 
 def _written(folder: Path, name: str, content: bytes) -> str:
@@ -138,8 +217,12 @@ def rows(chance: random.Random, folder: Path, site: Site) -> list[str]:
     if chance.random() < 0.1:
         changes["streaming"] = "true"
     if chance.random() < 0.15:
-        changes |= {**_other_task(chance, name), "task": "word-generation", "category_column": "category",
-                    "block_size": "16"}  # fmt: skip
+        changes |= {
+            **_other_task(chance, name),
+            "task": "word-generation",
+            "category_column": "category",
+            "block_size": "16",
+        }
     return site.train(**{key: value for key, value in changes.items() if not _has_surrogate(value)})
 
 
@@ -193,11 +276,20 @@ def _parquet(chance: random.Random, folder: Path) -> str:
     import pyarrow
     from pyarrow import parquet
 
-    columns = chance.choice([
-        {"text": ["a b c d"] * 12}, {"text": [b"a\xff"] * 12}, {"text": [1, 2, 3]}, {"text": [["a"], ["b"]]},
-        {"text": [None, "x y z w"] * 6}, {"text": [{"a": 1}] * 3}, {"other": ["x"]}, {"text": []},
-        {"messages": [[{"role": "user", "content": "hi"}]] * 4}, {"prompt": ["a"] * 9, "completion": ["b c d"] * 9},
-    ])  # fmt: skip
+    columns = chance.choice(
+        [
+            {"text": ["a b c d"] * 12},
+            {"text": [b"a\xff"] * 12},
+            {"text": [1, 2, 3]},
+            {"text": [["a"], ["b"]]},
+            {"text": [None, "x y z w"] * 6},
+            {"text": [{"a": 1}] * 3},
+            {"other": ["x"]},
+            {"text": []},
+            {"messages": [[{"role": "user", "content": "hi"}]] * 4},
+            {"prompt": ["a"] * 9, "completion": ["b c d"] * 9},
+        ]
+    )
     parquet.write_table(pyarrow.table(columns), folder / "rows.parquet")
     if chance.random() < 0.3:
         content = bytearray((folder / "rows.parquet").read_bytes())
@@ -231,9 +323,23 @@ PLACES = ("dataset", "eval_dataset", "model_name_or_path", "output_dir", "chat_t
 
 
 def long_names(chance: random.Random, folder: Path, site: Site) -> list[str]:
-    name = chance.choice(["x" * 256, "x" * 300 + ".jsonl", "ä" * 200, "a/" * 2100 + "b", "/" + "x" * 5000, "./" + "y" *
-                          256, "x" * 100_000, "a/" * 30_000, "x" * 255, "/".join(["z" * 250] * 15), "~" + "x" * 300,
-                          ("x" * 254 + "/") * 20, "good/" + "x" * 256 + "/good"])  # fmt: skip
+    name = chance.choice(
+        [
+            "x" * 256,
+            "x" * 300 + ".jsonl",
+            "ä" * 200,
+            "a/" * 2100 + "b",
+            "/" + "x" * 5000,
+            "./" + "y" * 256,
+            "x" * 100_000,
+            "a/" * 30_000,
+            "x" * 255,
+            "/".join(["z" * 250] * 15),
+            "~" + "x" * 300,
+            ("x" * 254 + "/") * 20,
+            "good/" + "x" * 256 + "/good",
+        ]
+    )
     place = chance.choice(PLACES)
     words = site.train(**({} if place == "config" else {place: name}))
     if place == "config":
@@ -246,8 +352,25 @@ def long_names(chance: random.Random, folder: Path, site: Site) -> list[str]:
 
 def odd_names(chance: random.Random, folder: Path, site: Site) -> list[str]:
     """Names that the system takes and programs stumble over."""
-    name = chance.choice([b"caf\xe9", b"\xff\xfe", b"a\nb", b"a b", b"-x", b"--y", b"\x1b[31m", b"%s%n", b"'\"", b"{x}",
-                          b"[bold]", b"$HOME", b"~", b"\xe2\x80\xae", b"\xf0\x9f\x98\x80"])  # fmt: skip
+    name = chance.choice(
+        [
+            b"caf\xe9",
+            b"\xff\xfe",
+            b"a\nb",
+            b"a b",
+            b"-x",
+            b"--y",
+            b"\x1b[31m",
+            b"%s%n",
+            b"'\"",
+            b"{x}",
+            b"[bold]",
+            b"$HOME",
+            b"~",
+            b"\xe2\x80\xae",
+            b"\xf0\x9f\x98\x80",
+        ]
+    )
     shown = os.fsdecode(name)
     place = chance.choice(["dataset", "folder", "output_dir", "model_name_or_path", "cache_dir", "run_name", "config"])
     if place == "dataset":
@@ -274,8 +397,28 @@ def output_dir(chance: random.Random, folder: Path, site: Site) -> list[str]:
     os.symlink("nowhere", folder / "broken")
     os.symlink("self", folder / "self")
     os.mkfifo(folder / "pipe")
-    names = [".", "/", "..", "", "file", "file/below", "broken", "broken/below", "self", "pipe", "/dev/null", "/proc/x",
-             "/sys/x", "kept/../..", "~", "./", "//", " ", "/root", "/dev/null/x"]  # fmt: skip
+    names = [
+        ".",
+        "/",
+        "..",
+        "",
+        "file",
+        "file/below",
+        "broken",
+        "broken/below",
+        "self",
+        "pipe",
+        "/dev/null",
+        "/proc/x",
+        "/sys/x",
+        "kept/../..",
+        "~",
+        "./",
+        "//",
+        " ",
+        "/root",
+        "/dev/null/x",
+    ]
     if chance.random() < 0.15:
         return site.train("--test_run", output_dir=names[kind])
     if chance.random() < 0.15:

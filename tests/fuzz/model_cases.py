@@ -11,17 +11,23 @@ from typing import Any
 from tests.fuzz.site import Site
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-         "vocab_size", "max_position_embeddings", "head_dim", "rms_norm_eps", "rope_theta", "bos_token_id", "eos_token_id",
-         "pad_token_id", "hidden_act", "dtype", "model_type", "architectures", "tie_word_embeddings", "attention_dropout",
+         "vocab_size", "max_position_embeddings", "head_dim", "rms_norm_eps", "rope_theta", "bos_token_id",
+         "eos_token_id",
+         "pad_token_id", "hidden_act", "dtype", "model_type", "architectures", "tie_word_embeddings",
+         "attention_dropout",
          "initializer_range", "use_cache", "quantization_config", "rope_scaling", "rope_parameters", "attention_bias",
          "auto_map", "transformers_version", "is_decoder", "layer_types")  # fmt: skip
-VALUES: tuple[Any, ...] = (0, -1, -4, 1, 3, 10**9, 10**12, 10**30, 2**31, 1.5, float("nan"), float("inf"), "", "x", "4", None,
+VALUES: tuple[Any, ...] = (0, -1, -4, 1, 3, 10**9, 10**12, 10**30, 2**31, 1.5, float("nan"), float("inf"), "", "x",
+        "4", None,
                            [], {}, [0], True, False, "float99", "int8", "complex64", "torch.float32", "float16", [None],
-                           {"rope_type": "x"}, {"type": "linear", "factor": 0}, {"quant_method": "x"}, "llama", "nobody",
+                           {"rope_type": "x"}, {"type": "linear", "factor": 0}, {"quant_method": "x"}, "llama",
+                           "nobody",
                            "../../x", "bert", "t5", "resnet", {"AutoConfig": "x.Y"})  # fmt: skip
-TEXTS = (b"", b"{", b"[]", b"null", b"3", b'"x"', b"{}", b"\xff\xfe", b"\0", b"[" * 5000, b'{"a":' * 5000, b'{"model_type": "llama"}',
+TEXTS = (b"", b"{", b"[]", b"null", b"3", b'"x"', b"{}", b"\xff\xfe", b"\0", b"[" * 5000, b'{"a":' * 5000,
+        b'{"model_type": "llama"}',
          b'{"model_type": 3}', b'{"model_type": null}', b'{"architectures": ["X"]}', b"NaN", b'{"a": 1} x')  # fmt: skip
-FROM_SCRATCH = ("gpt2", "bert", "t5", "granitemoehybrid", "mamba", "vit", "opt", "whisper", "clip", "resnet", "qwen3", "gemma3",
+FROM_SCRATCH = ("gpt2", "bert", "t5", "granitemoehybrid", "mamba", "vit", "opt", "whisper", "clip", "resnet", "qwen3",
+        "gemma3",
                 "falcon", "timm_wrapper", "cadence", "trident")  # fmt: skip
 
 
@@ -115,9 +121,24 @@ def _tokenizer(chance: random.Random, model: Path) -> None:
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2])
     elif kind == 3:
-        _change(model, "tokenizer_config.json", **{chance.choice(["tokenizer_class", "eos_token", "model_max_length",
-                "added_tokens_decoder", "chat_template", "pad_token", "extra_special_tokens", "auto_map"]):
-                chance.choice([0, "", None, [], {}, "X", "Nobody", -1, 10**30, {"a": 1}, "{{ x"])})  # fmt: skip
+        _change(
+            model,
+            "tokenizer_config.json",
+            **{
+                chance.choice(
+                    [
+                        "tokenizer_class",
+                        "eos_token",
+                        "model_max_length",
+                        "added_tokens_decoder",
+                        "chat_template",
+                        "pad_token",
+                        "extra_special_tokens",
+                        "auto_map",
+                    ]
+                ): chance.choice([0, "", None, [], {}, "X", "Nobody", -1, 10**30, {"a": 1}, "{{ x"])
+            },
+        )
     else:
         content = json.loads((model / "tokenizer.json").read_text())
         content[chance.choice(["model", "added_tokens", "version", "pre_tokenizer", "normalizer"])] = chance.choice(
@@ -145,8 +166,14 @@ def _adapter(chance: random.Random, model: Path) -> None:
     source = str(model.parent / "base")
     shutil.move(str(model), source)
     model.mkdir()
-    good = {"peft_type": "LORA", "base_model_name_or_path": source, "r": 2, "lora_alpha": 4, "task_type": "CAUSAL_LM",
-            "target_modules": ["q_proj"]}  # fmt: skip
+    good = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": source,
+        "r": 2,
+        "lora_alpha": 4,
+        "task_type": "CAUSAL_LM",
+        "target_modules": ["q_proj"],
+    }
     name = chance.choice(list(good))
     good[name] = chance.choice([None, 0, -1, 10**9, "", "x", "./nowhere", [], {}, True, ["nobody"], 1.5, "\0"])
     (model / "adapter_config.json").write_bytes(chance.choice([json.dumps(good).encode()] * 3 + list(TEXTS)))

@@ -12,11 +12,16 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tests.fuzz.site import Site
 
-NUMBERS = ("nan", "inf", "-inf", "Infinity", "1e400", "-1e400", "1" + "0" * 30, "-1" + "0" * 30, "-1", "0", "-0.0", "1e30",
-           "-1e30", "0.5", "1e-320", "1e308", "2", "4294967296", "9223372036854775808", "9" * 5000, "", " ", "x", "0x10",
-           "1_000", "1,5", "1e3", "٣", "true", "None", "null", "[]", "{}", "1 2", "--1", "1.0", "-5", "auto", "1e18")  # fmt: skip
-IN_FILE = (float("nan"), float("inf"), float("-inf"), 1e308, 10**30, -(10**30), -1, 0, 0.5, True, False, None, "nan", "",
-           "x", [], [1], [[1]], {}, {"a": 1}, {"a": {"b": []}}, "1e400", "auto", [None], 2**63, 1e18, "-", 3)  # fmt: skip
+NUMBERS = ("nan", "inf", "-inf", "Infinity", "1e400", "-1e400", "1" + "0" * 30, "-1" + "0" * 30, "-1", "0", "-0.0",
+        "1e30",
+           "-1e30", "0.5", "1e-320", "1e308", "2", "4294967296", "9223372036854775808", "9" * 5000, "", " ", "x",
+           "0x10",
+           "1_000", "1,5", "1e3", "٣", "true", "None", "null", "[]", "{}", "1 2", "--1", "1.0", "-5", "auto",
+           "1e18")  # fmt: skip
+IN_FILE = (float("nan"), float("inf"), float("-inf"), 1e308, 10**30, -(10**30), -1, 0, 0.5, True, False, None, "nan",
+        "",
+           "x", [], [1], [[1]], {}, {"a": 1}, {"a": {"b": []}}, "1e400", "auto", [None], 2**63, 1e18, "-",
+           3)  # fmt: skip
 BIG_MACHINE = ("dataloader_num_workers", "preprocessing_num_workers")
 """Numbers of processes: what is between a few and the absurd would be started."""
 
@@ -35,9 +40,11 @@ def number_fields() -> dict[str, str]:
     kinds += [configuration.regularization_flags(), configuration.memory_flags()]
     found = {name: "" for kind in kinds for name in _numbers_of(kind)}
     own = [(task, kind.settings) for task, kind in KINDS.items() if kind.settings is not None]
-    return found | {name: task for task, settings in own for name in _numbers_of(settings)} | dict.fromkeys(
-        ("scu_target_s", "token_cap", "target_headroom_gb", "max_gpu_mem", "cpu_mem"), ""
-    )  # fmt: skip
+    return (
+        found
+        | {name: task for task, settings in own for name in _numbers_of(settings)}
+        | dict.fromkeys(("scu_target_s", "token_cap", "target_headroom_gb", "max_gpu_mem", "cpu_mem"), "")
+    )
 
 
 def _numbers_of(kind: type) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -26,6 +27,10 @@ TRACEBACK, HANG, HALF_WRITTEN, SILENT, TORN = "TRACEBACK", "HANG", "HALF-WRITTEN
 OFFENCES = (TRACEBACK, HANG, HALF_WRITTEN, SILENT, TORN)
 RUN_FILES = ("run.json", "training_config.json", "scu_config.json", "scu_history.json", "memory_history.json")
 RUN_FILES += ("scu_metrics.json", "curriculum.json")
+
+
+OF_A_RUN = re.compile(r"/(_run\.lock|run\.json|training_config\.json|[^/]*-[0-9]+)$")
+"""What a run leaves in its folder, and the folder that it takes beside one that is in use."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,8 @@ def _tree(folder: Path) -> set[str]:
     """All names below ``folder``, and those in the places where a wrong output_dir could put something."""
     inside = {os.path.join(root, name) for root, folders, files in os.walk(folder) for name in (*folders, *files)}
     elsewhere = (folder.parent, Path.home(), Path("/"), Path("/dev"))
-    return inside | {os.path.join(place, name) for place in elsewhere for name in os.listdir(place)}
+    names = {os.path.join(place, name) for place in elsewhere for name in os.listdir(place)}
+    return inside | {name for name in names if OF_A_RUN.search(name)}
 
 
 def _run_files(folder: Path) -> list[Path]:
