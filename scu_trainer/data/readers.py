@@ -111,8 +111,8 @@ def _sections(lines: Iterable[str], blank_lines: int) -> Iterator[str]:
 
 def _text_lines(path: Path) -> Iterator[str]:
     try:
-        with _opened(path) as file:
-            yield from io.TextIOWrapper(file, encoding="utf-8-sig")
+        with _opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as lines:
+            yield from lines
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}; convert it, for instance with iconv -t UTF-8") from None
 
@@ -196,9 +196,9 @@ def _json_list(path: Path) -> Iterator[Record]:
 
 def _csv(path: Path) -> Iterator[Record]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default, 128 KiB, is shorter than many documents
-    with _opened(path) as file:
+    with _opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines:
         try:
-            reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+            reader = csv.DictReader(lines, strict=True)
             _require_columns(path, list(reader.fieldnames or ()))
             for number, row in enumerate(reader, start=1):
                 yield _csv_record(f"{shown_name(path)} row {number}", row)
