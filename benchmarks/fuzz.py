@@ -43,6 +43,8 @@ def run_all(site: Site, names: list[tuple[str, str]], console: Console) -> dict[
     found: dict[str, Counter[str]] = {kind: Counter() for kind, _ in names}
     offenders, disagreements, programs = [], [], 0
     for number, (kind, seed) in enumerate(names):
+        if number and number % 100 == 0:
+            console.print(f"{number} of {len(names)} cases, {len(offenders)} offenders")
         verdict, words = one(site, kind, seed)
         found[kind][verdict.what] += 1
         if verdict.is_offence:

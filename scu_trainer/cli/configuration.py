@@ -174,6 +174,11 @@ def _read(
     names = field_names(parser)
     arguments, notes = _arguments(parser, config, flags, names)
     task, typed = _task(parser, arguments, names), vars(parser.parse_args(arguments))
+    for action in parser._actions:  # argparse takes "--" for the end of the flags, and leaves nothing behind
+        found = typed.get(action.dest)
+        require(
+            found != [] or found == action.default, f"--{action.dest} is given no value; write --{action.dest} VALUE"
+        )
     for kind in parser.dataclass_types:
         check_values(kind, typed, ALLOWED)
     return parser, arguments, task, notes

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.fuzz.command_cases import commands
 from tests.fuzz.data_cases import data_path, long_names, odd_names, output_dir, rows
+from tests.fuzz.field_cases import fields, pictures, recordings
 from tests.fuzz.model_cases import model_config
 from tests.fuzz.settings_cases import config_file, numbers
 from tests.fuzz.site import Site
@@ -29,6 +30,9 @@ KINDS: dict[str, Make] = {
     "numbers": numbers,
     "configuration files": config_file,
     "models": model_config,
+    "words in any field": fields,
+    "pictures": pictures,
+    "recordings": recordings,
     "other commands": commands,
     "mixed": mixed,
 }
