@@ -19,13 +19,14 @@ import math
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 from scu_trainer.errors import StorageError
 from scu_trainer.secrets import redact
@@ -35,6 +36,9 @@ Row = dict[str, Any]
 
 STATUSES = ("queued", "running", "stopping", "stopped", "finished", "failed")
 STATUS_FIELDS = ("status", "pid", "step", "max_steps", "loss", "eta_s", "started", "updated", "error", "notices")
+
+RESERVE_BYTES = 4096
+"""Size of run.json, with spaces at its end: on a full disk the last words of a run take no new block."""
 
 _CLOSING = b"\n]"
 _BETWEEN_ROWS = re.compile(r"\s*,?\s*")
@@ -46,8 +50,11 @@ def write_json(path: AnyPath, data: Any) -> None:
 
     Raises StorageError if the directory cannot be written or is full, TypeError if ``data`` is not JSON.
     """
-    text = json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
-    _replace(Path(path), text.encode())
+    _replace(Path(path), _as_json(data))
+
+
+def _as_json(data: Any) -> bytes:
+    return json.dumps(_finite(data), indent=2, allow_nan=False).encode() + b"\n"
 
 
 def write_text(path: AnyPath, text: str) -> None:
@@ -63,6 +70,23 @@ def read_json(path: AnyPath) -> Any:
         return json.loads(content)
     except ValueError as error:
         raise StorageError(f"{path} is not valid JSON ({error}); delete it or restore it from a copy") from error
+
+
+def read_regular(path: AnyPath, most_bytes: Optional[int] = None) -> bytes:
+    """Content of a file. Raises OSError for a pipe or a device, which may have no end or never begin, and for a file of
+    more than ``most_bytes``."""
+    with open(path, "rb", opener=_without_waiting) as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode):
+            raise OSError(errno.EINVAL, "it is a pipe or a device, no file", str(path))
+        if most_bytes is not None and state.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {readable(state.st_size)}, too much for what it is", str(path))
+        return file.read()
+
+
+def _without_waiting(path: AnyPath, flags: int) -> int:
+    """A pipe that nobody writes to would keep ``open`` waiting."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_rows(path: AnyPath) -> list[Row]:
@@ -135,6 +159,8 @@ class History:
         self.close()
 
     def _open(self) -> bytes:
+        if not self.path.exists():
+            _replace(self.path, _array([]))  # nobody may see it empty, not even at birth
         with _as_storage_error(self.path, "open"):
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             return self.path.read_bytes()
@@ -189,7 +215,7 @@ class RunStatus:
         on_disk = read_json(self.path) if self.path.exists() else {}
         content = {**dict.fromkeys(STATUS_FIELDS), "status": "queued", **on_disk, **self._pending, "updated": now}
         content["started"] = content["started"] or now
-        write_json(self.path, content)
+        _replace_or_overwrite(self.path, content)
         self._written, self._written_at_s, self._pending = content, now_s, {}
 
     def _is_news(self, changes: Row) -> bool:
@@ -213,9 +239,11 @@ def require_room(path: AnyPath, needed_bytes: int, setting: str = "output_dir") 
 
 def require_writable(path: AnyPath, setting: str = "output_dir") -> None:
     """Raise StorageError if the directory ``path`` cannot be written, or could not be made. Leaves nothing behind."""
-    existing = nearest_existing(Path(path))
+    existing = _nearest_name(Path(path))
     if not existing.is_dir():
-        raise StorageError(f"{existing} is a file where a directory is needed; set {setting} to another path")
+        what = f"a link to {os.readlink(existing)}, which is not there" if existing.is_symlink() else "a file"
+        what = "a file" if existing.is_file() else what
+        raise StorageError(f"{existing} is {what} where a directory is needed; set {setting} to another path")
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
@@ -277,6 +305,27 @@ def _replace(path: Path, content: bytes) -> None:
         sync_directory(path.parent)
 
 
+def _replace_or_overwrite(path: Path, content: Row) -> None:
+    """As ``write_json``, with a reserve at the end. Where a full disk takes no new file, in the place of the old one:
+    one write into the blocks that it has."""
+    text = _as_json(content)
+    try:
+        _replace(path, text.ljust(RESERVE_BYTES))
+    except StorageError as error:
+        room_bytes = path.stat().st_size if path.is_file() and _is_full(error.__cause__) else 0
+        shortened = (
+            text if len(text) <= room_bytes else _as_json({**content, "error": "the disk is full", "notices": None})
+        )
+        if len(shortened) > room_bytes:
+            raise
+        with _as_storage_error(path, "write"), open(path, "r+b") as file:
+            _pwrite_all(file.fileno(), shortened.ljust(room_bytes), 0)
+
+
+def _is_full(error: Optional[BaseException]) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def sync_directory(path: Path) -> None:
     """Make a rename in ``path`` last through a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -302,7 +351,7 @@ def _as_storage_error(path: Path, action: str) -> Iterator[None]:
 
 
 def _storage_error(path: Path, action: str, error: OSError) -> StorageError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if _is_full(error):
         return StorageError(
             f"the disk is full: {path} cannot be written, {readable(free_bytes(path))} are free; free some"
         )
@@ -313,6 +362,12 @@ def nearest_existing(path: Path) -> Path:
     """``path``, or the nearest of its parents that is there."""
     path = path.absolute()
     return next(candidate for candidate in (path, *path.parents) if candidate.exists())
+
+
+def _nearest_name(path: Path) -> Path:
+    """As ``nearest_existing``, but a link that leads nowhere counts: no directory can be made in its place."""
+    path = path.absolute()
+    return next(candidate for candidate in (path, *path.parents) if os.path.lexists(candidate))
 
 
 def readable(size_bytes: float) -> str:

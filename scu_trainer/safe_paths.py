@@ -55,12 +55,29 @@ def _require_our_name(name: str, allowed: re.Pattern) -> None:
         )
 
 
+def require_own_folder(path: AnyPath, setting: str = "output_dir") -> None:
+    """Raise StorageError for a ``path`` that is no folder of a run: without a name of its own, a folder of the system,
+    a home. A run deletes its old checkpoints there, and gives the next run a name beside it."""
+    name = Path(path).name
+    if name in ("", "..") or _is_of_the_system(_real(path)):
+        where = f"{str(path)!r} is {_real(path)}" if str(path) else "it is empty"
+        raise StorageError(f"{setting}: {where}; give a run a folder of its own, such as {setting}: runs/mine")
+
+
+def _real(path: AnyPath) -> Path:
+    return Path(os.path.realpath(Path(path).expanduser()))  # also of a link that leads to itself
+
+
+def _is_of_the_system(resolved: Path) -> bool:
+    system = [Path("/"), Path.home().resolve(), *(Path("/", folder) for folder in SYSTEM_FOLDERS)]
+    return resolved in system or resolved.parent == Path("/home")
+
+
 def _checked_root(root: AnyPath) -> Path:
     if not shutil.rmtree.avoids_symlink_attacks:
         raise StorageError(f"this system cannot delete in {root} without following links; delete there by hand")
-    resolved = Path(root).expanduser().resolve()
-    system = [Path("/"), Path.home().resolve(), *(Path("/", folder) for folder in SYSTEM_FOLDERS)]
-    if resolved in system or resolved.parent == Path("/home"):
+    resolved = _real(root)
+    if _is_of_the_system(resolved):
         raise StorageError(f"{root} is {resolved}, where nothing is deleted; let the run write to a folder of its own")
     return resolved
 

@@ -318,3 +318,47 @@ def test_not_writable(tmp_path):
         require_writable(tmp_path / "file" / "run")
     with pytest.raises(StorageError, match="not writable"):
         require_writable("/proc/run")  # the one place where root cannot write either
+
+
+# -- valid at every moment ---------------------------------------------------------------------------------------------
+
+
+def test_a_history_is_valid_json_from_its_birth_on(tmp_path, monkeypatch):
+    path, opened, seen = tmp_path / "history.json", os.open, []
+
+    def watching(*arguments, **options):
+        descriptor = opened(*arguments, **options)
+        if path.exists():
+            seen.append(json.loads(path.read_bytes()))
+        return descriptor
+
+    monkeypatch.setattr(os, "open", watching)
+    with History(path) as history:
+        history.append({"step": 1})
+    assert seen and all(rows == [] for rows in seen)
+    assert read_rows(path) == [{"step": 1}]
+
+
+def test_run_json_says_its_last_words_on_a_full_disk(tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    status = RunStatus(path)
+    status.update(status="running", pid=1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    status.update(status="failed", error="the disk is full: " + "x" * 300)
+    assert read_json(path)["status"] == "failed" and "x" * 300 in read_json(path)["error"]
+    status.update(error="y" * 10_000)
+    assert read_json(path)["error"] == "the disk is full"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_run_json_that_never_was_cannot_be_written_on_a_full_disk(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(StorageError, match="the disk is full"):
+        RunStatus(tmp_path / "run.json").update(status="running")

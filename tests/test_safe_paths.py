@@ -11,7 +11,7 @@ import pytest
 from scu_trainer import safe_paths
 from scu_trainer.errors import StorageError
 from scu_trainer.models.offload_folder import MARKER, PREFIX, OffloadFolder
-from scu_trainer.safe_paths import remove_inside
+from scu_trainer.safe_paths import remove_inside, require_own_folder
 from scu_trainer.train.checkpoint import OURS
 
 
@@ -143,3 +143,23 @@ def test_a_link_in_the_offload_folder_is_not_followed(run, outside):
     (shared / f"{PREFIX}of-my-own").symlink_to(outside, target_is_directory=True)
     folder = OffloadFolder(str(shared))
     assert sorted(shared.iterdir()) == sorted([folder.path, shared / f"{PREFIX}of-my-own"])
+
+
+# -- a folder of one's own ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "//", "/usr", "~", "kept/..", "/dev", "loop/.."])
+def test_what_is_no_folder_of_a_run(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(StorageError, match="give a run a folder of its own"):
+        require_own_folder(name)
+
+
+@pytest.mark.parametrize("name", ["runs/mine", "kept", "./kept", "new/../other", "loop"])
+def test_what_is_one(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "loop").symlink_to("loop")  # what is wrong with this one is said when it is written to
+    require_own_folder(name)

@@ -7,17 +7,21 @@ flags in front of the typed ones, so both meet the same checks.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, get_type_hints
 
 import yaml
 
 from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.run_files import read_regular
 from scu_trainer.secrets import redact_data
 from scu_trainer.settings import (
     CurriculumSettings,
@@ -27,7 +31,9 @@ from scu_trainer.settings import (
     RegularizationSettings,
     SafetySettings,
 )
+from scu_trainer.settings.base import check_text, check_values, require, short
 from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.settings.stock import ALLOWED
 from scu_trainer.settings.tasks import KINDS, TaskSettings
 
 if TYPE_CHECKING:
@@ -37,6 +43,12 @@ if TYPE_CHECKING:
     from scu_trainer.train.job import Job
 
 PREFIX = "scu_"
+
+MOST_BYTES, MOST_VALUES, DEEPEST = 2**20, 100_000, 50
+"""Of a configuration: its file, its values with every alias written out, and the mappings and lists in each other."""
+
+STOCK_REFUSALS = (ValueError, ImportError, TypeError, KeyError, AttributeError, OverflowError, OSError, RecursionError)
+"""What TrainingArguments raises for values of its own fields: some it looks at, others fail on the way."""
 
 # Where our command line differs from the defaults of TrainingArguments, and why.
 TRAINING_DEFAULTS = {
@@ -113,10 +125,8 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
     typed = parser.parse_args(arguments)
     prepare_environment(typed.deepspeed, typed.use_cpu)
     precision = _choose_precision(parser, typed, planned_for)
-    try:
+    with _stock_refusals():
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
-    except (ValueError, ImportError) as error:  # what TrainingArguments finds wrong with its own fields
-        raise SettingsError(str(error)) from error
     _, model, data, scu, memory, curriculum, efficiency, safety, *own, training = parts
     return Job(
         dataclasses.replace(model, mixed_precision=precision.name),
@@ -132,6 +142,17 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
         notes=(f"precision: {precision.reason}", *note),
         changed_from=_changed_from(parser, typed),
     )
+
+
+@contextlib.contextmanager
+def _stock_refusals() -> Iterator[None]:
+    try:
+        yield
+    except STOCK_REFUSALS as error:
+        text = " ".join(str(error).split())[:1000]
+        if not isinstance(error, (ValueError, ImportError)):
+            text = f"transformers.TrainingArguments cannot be made of these settings: {type(error).__name__}: {text}"
+        raise SettingsError(text) from error
 
 
 def read_values(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
@@ -152,14 +173,22 @@ def _read(
     parser.set_defaults(**TRAINING_DEFAULTS, use_cpu=not _has_accelerator())
     names = field_names(parser)
     arguments, notes = _arguments(parser, config, flags, names)
-    return parser, arguments, _task(parser, arguments, names), notes
+    task, typed = _task(parser, arguments, names), vars(parser.parse_args(arguments))
+    for action in parser._actions:  # argparse takes "--" for the end of the flags, and leaves nothing behind
+        found = typed.get(action.dest)
+        require(
+            found != [] or found == action.default, f"--{action.dest} is given no value; write --{action.dest} VALUE"
+        )
+    for kind in parser.dataclass_types:
+        check_values(kind, typed, ALLOWED)
+    return parser, arguments, task, notes
 
 
 def _arguments(
     parser: HfArgumentParser, config: str | None, flags: Sequence[str], names: set[str]
 ) -> tuple[list[str], tuple[str, ...]]:
     """File and flags as one command line, and a line for the user where a typed mode took the place of the file."""
-    entries = {} if config is None else _entries(config, names)
+    entries = {} if config is None else _entries(config, parser, names)
     check_names(flags, names)
     typed_names = _given(flags, names)
     note: tuple[str, ...] = ()
@@ -256,19 +285,71 @@ def _name(flag: str) -> str:
     return flag.split("=")[0].removeprefix("--").replace("-", "_")
 
 
-def _entries(config: str, names: set[str]) -> dict[str, Any]:
+def _entries(config: str, parser: HfArgumentParser, names: set[str]) -> dict[str, Any]:
     """Values of a file by field."""
-    found = {}
+    found: dict[str, Any] = {}
     content = read_file(Path(config))
     if {"configuration", "versions", "data"} <= {*content}:  # training_config.json of a run
         content = content["configuration"]
+        if not isinstance(content, dict):
+            raise SettingsError(
+                f"{config}: configuration is a {type(content).__name__}; it must be a mapping of fields"
+            )
         content["report_to"] = content.get("report_to") or "none"  # an empty list in a file means the default
+    takes_list, takes_mapping = _containers(parser)
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in names:
-            raise SettingsError(f"{config}: unknown key {key!r}{nearest(name, names)}")
+            raise SettingsError(f"{config}: unknown key {short(key)}{nearest(name, names)}")
+        if name in found:
+            raise SettingsError(f"{config}: {name} stands there twice, once with hyphens; keep one of them")
+        _check_shape(f"{config}: {name}", value, name in takes_list, name in takes_mapping)
         found[name] = value
     return found
+
+
+def _containers(parser: HfArgumentParser) -> tuple[set[str], set[str]]:
+    """Fields that take several values, and fields that take a mapping."""
+    several = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
+    hints = {name: hint for kind in parser.dataclass_types for name, hint in get_type_hints(kind).items()}
+    return several, {name for name, hint in hints.items() if "dict" in str(hint)}
+
+
+def _check_shape(place: str, value: Any, takes_list: bool, takes_mapping: bool) -> None:
+    """Raise SettingsError for a value that no flag could give."""
+    if isinstance(value, dict):
+        require(takes_mapping, f"{place} is a mapping; it takes {'a list of values' if takes_list else 'one value'}")
+        _check_content(place, value)
+    elif isinstance(value, list):
+        require(
+            takes_list or len(value) <= 1,
+            f"{place} is a list of {len(value)}; it takes {'a mapping' if takes_mapping else 'one value'}",
+        )
+        require(all(map(_is_word, value)), f"{place} has an entry that is no text and no number; take it out")
+    else:
+        require(value is None or _is_word(value), f"{place} is {_kind(value)}; it takes text, a number, true or false")
+
+
+def _check_content(place: str, value: Any) -> None:
+    """Of a mapping: what JSON can say."""
+    if isinstance(value, dict):
+        require(all(isinstance(key, str) for key in value), f"{place} has a key that is no text; put it in quotes")
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            _check_content(place, item)
+    else:
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        is_plain = value is None or (_is_word(value) and not isinstance(value, date))
+        require(is_plain and is_finite, f"{place} holds {short(value)}; it takes text, finite numbers, true or false")
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, (str, int, float, date))
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
 
 
 def _all_as_flags(entries: dict[str, Any]) -> list[str]:
@@ -289,19 +370,52 @@ def _as_flags(name: str, value: Any) -> list[str]:
 
 def read_file(path: Path) -> dict[str, Any]:
     """Top-level entries of a YAML or JSON file. Raises SettingsError, also for a key that stands there twice."""
+    check_text("config", str(path), is_name=True)
     try:
-        content = path.read_text()
+        content = read_regular(path, MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SettingsError(f"cannot read the configuration {path}: {reason}; give a YAML or JSON file") from error
     try:
-        entries = yaml.load(content, _UniqueKeys)
-    except yaml.YAMLError as error:
-        raise SettingsError(f"{path} is no valid YAML or JSON: {' '.join(str(error).split())}") from error
+        entries = _loaded(content)
+    except RecursionError as error:
+        raise SettingsError(f"{path} nests too deeply; at most {DEEPEST} levels make sense here") from error
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # the latter two for what a tag such as !!int says
+        raise SettingsError(f"{path} is no valid YAML or JSON: {' '.join(str(error).split())[:1000]}") from error
     if not isinstance(entries, dict):
         found = "nothing" if entries is None else type(entries).__name__
         raise SettingsError(f"{path} holds {found}; it must hold lines like 'learning_rate: 2e-4'")
     return entries
+
+
+def _loaded(content: str) -> Any:
+    loader = _UniqueKeys(content)
+    try:
+        root = loader.get_single_node()
+        _require_small(root)
+        return None if root is None else loader.construct_document(root)
+    finally:
+        loader.dispose()
+
+
+def _require_small(root: Optional[yaml.Node]) -> None:
+    """Raise YAMLError for more values than a configuration has, however few letters their aliases take."""
+    values, level = 0, [root]
+    for _ in range(DEEPEST):
+        level = [child for node in level for child in _children(node)]
+        values += len(level)
+        if values > MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases stand for more than {MOST_VALUES:,} values; write out what is needed")
+        if not level:
+            return
+    raise yaml.YAMLError(f"it nests deeper than {DEEPEST} levels, or an alias stands inside of what it names")
+
+
+def _children(node: Optional[yaml.Node]) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        yield from (part for pair in node.value for part in pair)
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -309,7 +423,9 @@ class _UniqueKeys(yaml.SafeLoader):
 
     def construct_mapping(self, node, deep=False):
         seen: set[Any] = set()
-        for key_node, _ in node.value:
+        for key_node, _ in getattr(node, "value", ()):
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.YAMLError(f"a key is no word, line {key_node.start_mark.line + 1}; write NAME: VALUE")
             key = self.construct_object(key_node, deep=deep)
             if key in seen:
                 raise yaml.YAMLError(f"key {key!r} stands there twice, line {key_node.start_mark.line + 1}")
@@ -321,6 +437,7 @@ def plain_words(message: str) -> str:
     """argparse's "argument --lora_r/--lora-r: invalid int value: 'x'" without the second spelling, and with the choice
     that was probably meant."""
     text = re.sub(r"argument (--\w+)(/--[\w-]+)*", r"\1", message)
+    text = re.sub(r"'([^']{60})[^']{100,}'", r"'\1...'", text)
     choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", text)
     return text + (nearest(choice[1], re.findall(r"'(.*?)'", choice[2])) if choice else "")
 

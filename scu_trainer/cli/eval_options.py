@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
 from scu_trainer.errors import SettingsError
-from scu_trainer.settings.base import check_choices, option, require
+from scu_trainer.settings.base import check_fields, option, require
 from scu_trainer.settings.tasks import KINDS, TEXT, TaskSettings
 
 BATCH_TOKENS = 8192
@@ -48,7 +48,7 @@ class EvalOptions:
     allow_pickle: bool = option(False, "also read weights that are stored as pickle files: tensors only")
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_fields(self)
         for name, least in (("batch_tokens", 1), ("resamples", 1), ("seed", 0), ("max_length", 2), ("stride", 1)):
             value = getattr(self, name)
             require(value is None or value >= least, f"{name} is {value}; it must be {least} or more")
@@ -82,6 +82,7 @@ class HarnessOptions:
     batch_size: Optional[int] = option(None, f"questions per forward pass; default: {BATCH_SIZE}")
 
     def __post_init__(self) -> None:
+        check_fields(self)
         typed = [name for name, value in vars(self).items() if name != "tasks" and value is not None]
         typed = [name for name in typed if getattr(self, name) is not False]  # 0 is typed
         require(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +16,10 @@ from scu_trainer.secrets import hide_in_tracebacks, redact, remember_environment
 
 INTERRUPTED = 130
 """What a shell reports for a program ended by Ctrl-C."""
+
+OF_THE_PATH = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT}
+"""Errors of the system that the person at the keyboard can put right, wherever they come from."""
 
 COMMANDS = {
     "train": "train a model, with the regularization loop on",
@@ -53,17 +59,36 @@ def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -
     """Run a command; what the user can fix becomes one message on stderr and exit code 2."""
     remember_environment()
     hide_in_tracebacks()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file may be no text
     try:
         return command(arguments)
-    except UserError as error:
-        print(f"{error.label}{redact(str(error))}", file=sys.stderr)
-        return error.exit_code
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        line = _in_words(error)
+        if line is None:
+            raise
+        print(f"error: {redact(line)}", file=sys.stderr)
+        return UserError.exit_code
+    except UserError as error:
+        print(f"{error.label}{redact(str(error))}", file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _in_words(error: OSError) -> Optional[str]:
+    """What the system has against a path that was typed, or a disk; None for what only we can put right."""
+    name = "" if error.filename is None else os.fsencode(str(error.filename)).decode(errors="replace")
+    shown = name if len(name) <= 200 else f"{name[:100]}... ({len(name)} letters)"
+    if error.errno in OF_THE_DISK:
+        return f"the disk is full: {shown or 'a file'} cannot be written; free some room, and type the same again"
+    if error.errno in OF_THE_PATH and name:
+        return f"cannot use {shown}: {error.strerror}; check the path and its permissions, or give another one"
+    return None
 
 
 def _usage() -> str:

@@ -10,6 +10,12 @@ import jinja2
 from scu_trainer.data.formats import Chat
 from scu_trainer.data.records import BadRow
 from scu_trainer.errors import DataError
+from scu_trainer.run_files import read_regular
+
+MOST_TEMPLATE_BYTES = 2**20
+
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError)
+"""A template is a program: it adds up, indexes and calls what a message lacks or holds."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -17,7 +23,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def read_chat_template(path: str) -> str:
     """The text of a template file. Raises DataError if there is no such file."""
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return read_regular(Path(path).expanduser(), MOST_TEMPLATE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"chat_template {path!r} cannot be read: {error}; give the path of a Jinja file") from None
 
@@ -56,7 +62,7 @@ def _renderer(tokenizer, chat: Chat):
             return tokenizer.apply_chat_template(
                 messages, tools=chat.tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: a template adds up what the message lacks
+        except TEMPLATE_ERRORS as error:
             raise BadRow(f"the chat template refuses the conversation: {error}") from None
 
     return render

@@ -98,7 +98,7 @@ def _messages(value, column: str) -> list[dict]:
 def _message(item, where: str) -> dict:
     if not isinstance(item, dict):
         raise BadRow(f"{where} is {type(item).__name__}, not an object with role and content")
-    if "from" in item and "value" in item:
+    if isinstance(item.get("from"), str) and "value" in item:
         item = {"role": _SHAREGPT_ROLES.get(item["from"], item["from"]), "content": item["value"]}
     message = {key: value for key, value in item.items() if value is not None}  # arrow fills absent keys with None
     if not isinstance(message.get("role"), str):

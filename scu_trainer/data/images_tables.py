@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import numpy
 
 from scu_trainer.data.images_records import HELD_OUT_SPLITS, NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
+from scu_trainer.data.sources import load_saved
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.images import EMBEDDED_IMAGES, ImageSettings
@@ -61,14 +62,10 @@ def table_source(
 
 def _load(name: str, split: str, data: DataSettings, cache_dir: Path) -> Any:
     import datasets
-    import pyarrow
 
     path = Path(name).expanduser()
     if path.is_dir():
-        try:
-            return datasets.load_from_disk(str(path))
-        except (OSError, ValueError, pyarrow.ArrowInvalid) as error:
-            raise DataError(f"{name} looks like a folder of save_to_disk but cannot be read: {error}") from error
+        return load_saved(path)
     config = data.dataset_config_name if name == data.dataset else None
     part = split if "[" in split else None  # a slice; without one all splits come, held-out ones too
     try:

@@ -79,6 +79,10 @@ class Recording:
     split: Optional[str] = None
 
 
+UNREADABLE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError, MemoryError)
+"""RuntimeError: of zipfile, for an encrypted file or an unknown compression. MemoryError: a shape that is absurd."""
+
+
 class BadRecording(BadRow):
     """``reason`` is the same for all recordings with this fault; the message has the details."""
 
@@ -103,8 +107,7 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
             found = _named(numpy.load(file, allow_pickle=False), names)
     except FileNotFoundError:
         raise BadRecording("missing file", "the file does not exist") from None
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
-        # RuntimeError: of zipfile, for an encrypted file or an unknown compression.
+    except UNREADABLE as error:
         raise BadRecording("unreadable file", f"not a readable .npz: {error}") from error
     absent = [name for name in names if name not in found]
     if absent:

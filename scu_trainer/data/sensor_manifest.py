@@ -14,12 +14,14 @@ from typing import Any, Optional
 from scu_trainer.data.samples import SampleBooks
 from scu_trainer.data.sensor_format import MANIFEST, BadRecording
 from scu_trainer.errors import DataError, nearest
+from scu_trainer.settings.base import short
 from scu_trainer.settings.sensors import BRANCHES
 
 CSV_MANIFEST = "manifest.csv"
 COLUMNS = ("file", "label", "split", "missing")
 HELD_OUT = "eval"
 ALMOST_A_NUMBER = r"[-+]*[0-9]*\.?[0-9]*"
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # no name of a file holds one
 MOST_UNSAID_CLASSES = 1000
 """A higher label, and higher than there are rows, is a slip unless ``num_classes`` is set."""
 
@@ -77,7 +79,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Any, Optional[str]]]:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             yield from _json_rows(file) if path.suffix == ".jsonl" else _csv_rows(file, path)
-    except (UnicodeDecodeError, csv.Error) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}; it must be UTF-8 text") from error
 
 
@@ -87,7 +89,7 @@ def _json_rows(lines: Iterable[str]) -> Iterator[tuple[int, Any, Optional[str]]]
             continue
         try:
             yield number, json.loads(line), None
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             yield number, None, f"not JSON: {error}"
 
 
@@ -115,7 +117,7 @@ def _entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> Entry:
             f"unknown column {unknown[0]!r}; allowed: {', '.join(COLUMNS)}{nearest(unknown[0], COLUMNS)}",
         )
     file = row.get("file")
-    if not isinstance(file, str) or not file:
+    if not isinstance(file, str) or not file or HALF_CHARACTER.search(file):
         raise BadRecording("no file", "it names no file")
     inside = Path(os.path.normpath(folder / file))
     if not inside.is_relative_to(os.path.normpath(folder)):
@@ -133,13 +135,13 @@ def _split(row: dict) -> Optional[str]:
 
 def _label(value: Any) -> Any:
     """A whole number or a name. CSV has numbers as text."""
-    if isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value.strip()):
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value.strip()):
         return int(value)
     if isinstance(value, str) and not re.fullmatch(ALMOST_A_NUMBER, value.strip()):
         return value.strip()
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**18:
         return value
-    raise BadRecording("no label", f"its label is {value!r}; it must be a whole number from 0 on, or a name")
+    raise BadRecording("no label", f"its label is {short(value)}; it must be a whole number from 0 on, or a name")
 
 
 def _missing(row: dict) -> tuple[str, ...]:

@@ -8,10 +8,11 @@ row are blank; in a folder each .txt file is one document.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Optional
 
@@ -22,8 +23,11 @@ from scu_trainer.data.readers import (
     BLANK_TWICE,
     SUFFIXES,
     has_several_sections,
+    kind_of,
     read_file,
     read_sections,
+    require_kind,
+    shown_name,
     split_named_by,
 )
 from scu_trainer.data.records import Record
@@ -31,6 +35,7 @@ from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import EMBEDDED_DATASETS, DataSettings
 
 HELD_OUT_SPLITS = ("validation", "test")
+MOST_FILES = 1_000_000  # in a folder; more is a whole disk, given by mistake
 WHOLE_HASH_BYTES = 2**20  # files up to this size are known by content, larger ones by size and time of change
 
 
@@ -77,11 +82,13 @@ def _resolve(
     path = Path(name).expanduser()
     if path.is_dir():
         return _from_folder(path, wanted, settings, will_split, columns)
-    if path.is_file():
+    if path.exists():
+        require_kind(path)
         _refuse_hub_settings(name, wanted, settings)
         return _from_files(name, [path], settings, will_split)
     if _looks_like_a_path(name):
-        raise DataError(f"{name} does not exist{_nearest_in_folder(path)}; looked at {path.absolute()}")
+        link = f" (a link to {os.readlink(path)})" if path.is_symlink() else ""
+        raise DataError(f"{name}{link} does not exist{_nearest_in_folder(path)}; looked at {path.absolute()}")
     return _from_hub(name, wanted, settings, cache_dir, columns)
 
 
@@ -95,7 +102,12 @@ def _refuse_hub_settings(name: str, wanted: tuple[str, ...], settings: DataSetti
 
 
 def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or "\\" in name or name.endswith((*SUFFIXES, "/")) or name.count("/") > 1
+    return (
+        name.startswith((".", "/", "~"))
+        or "\\" in name
+        or name.lower().endswith((*SUFFIXES, ".gz", "/"))
+        or name.count("/") > 1
+    )
 
 
 def _nearest_in_folder(path: Path) -> str:
@@ -110,10 +122,10 @@ def _from_folder(
 ) -> Source:
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return _from_saved(folder, wanted, settings, columns)
-    visible = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path, folder))
-    files = [path for path in visible if path.suffix in SUFFIXES]
+    visible = visible_files(folder)
+    files = [path for path in visible if kind_of(path) is not None]
     if not files:
-        found = ", ".join(sorted({path.suffix or path.name for path in visible})) or "nothing"
+        found = ", ".join(sorted({path.suffix or shown_name(path) for path in visible})[:20]) or "nothing"
         raise DataError(f"folder {folder} holds {found}; it needs files of the kinds {' '.join(SUFFIXES)}")
     ignored = len(visible) - len(files)
     notes = (f"{ignored} files of other kinds in {folder} were not read",) if ignored else ()
@@ -129,6 +141,22 @@ def _from_folder(
         lambda name, paths: _from_files(name, paths, settings, will_split=False),
     )
     return replace(source, notes=(*notes, *source.notes))
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """Files at any depth of ``folder``, in the order of their names. Raises DataError for a folder that cannot be read
+    or is that of a system, not of data."""
+    if str(folder.resolve()) in ("/", "/proc", "/sys", "/dev"):
+        raise DataError(f"{folder} is a folder of the system; give the one that holds the data")
+    try:
+        found = [path for path in islice(folder.rglob("*"), MOST_FILES + 1) if path.is_file()]
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be read: {error.strerror} ({error.filename}); check its permissions"
+        ) from error
+    if len(found) > MOST_FILES:
+        raise DataError(f"{folder} holds more than {MOST_FILES:,} files; give the one folder that holds the data")
+    return sorted(path for path in found if not _is_hidden(path, folder))
 
 
 def _is_hidden(path: Path, folder: Path) -> bool:
@@ -148,7 +176,7 @@ def _files_by_split(files: list[Path]) -> dict[str, list[Path]]:
 
 def _from_files(name: str, files: list[Path], settings: DataSettings, will_split: bool) -> Source:
     identity = ["files", [_file_identity(path) for path in files]]
-    if len(files) == 1 and files[0].suffix == ".txt":
+    if len(files) == 1 and kind_of(files[0]) == ".txt":
         return _from_text_file(name, files[0], identity, settings.text_column, will_split)
     read = partial(_read_files, files, settings.text_column)
     return Source(name, identity, read)
@@ -170,7 +198,10 @@ def _from_text_file(name: str, path: Path, identity: list, text_column: str, wil
 def _file_identity(path: Path) -> list:
     state = path.stat()
     if state.st_size <= WHOLE_HASH_BYTES:
-        return [str(path.absolute()), hashlib.sha256(path.read_bytes()).hexdigest()]
+        try:
+            return [str(path.absolute()), hashlib.sha256(path.read_bytes()).hexdigest()]
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
     return [str(path.absolute()), state.st_size, state.st_mtime_ns]
 
 
@@ -178,15 +209,21 @@ def _file_identity(path: Path) -> list:
 
 
 def _from_saved(folder: Path, wanted: tuple[str, ...], settings: DataSettings, columns: tuple[str, ...]) -> Source:
+    loaded = load_saved(folder)
+    identity = ["saved", [_file_identity(path) for path in sorted(folder.rglob("*")) if path.is_file()]]
+    return _from_loaded(str(folder), loaded, wanted, settings, lambda split: [*identity, split], columns)
+
+
+def load_saved(folder: Path):
+    """What ``datasets.load_from_disk`` gives. Raises DataError for a folder that is torn or of something else."""
     import datasets
     import pyarrow
 
+    torn = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
     try:
-        loaded = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, pyarrow.ArrowInvalid) as error:
+        return datasets.load_from_disk(str(folder))
+    except (*torn, pyarrow.ArrowException) as error:  # the library looks at nothing that it reads there
         raise DataError(f"{folder} looks like a folder of save_to_disk but cannot be read: {error}") from error
-    identity = ["saved", [_file_identity(path) for path in sorted(folder.rglob("*")) if path.is_file()]]
-    return _from_loaded(str(folder), loaded, wanted, settings, lambda split: [*identity, split], columns)
 
 
 def _from_hub(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from scu_trainer.errors import ModelError
+from scu_trainer.errors import ModelError, UserError
 from scu_trainer.models.adapters import adapter_targets, checked_targets
 from scu_trainer.models.dispatch import Free, Placement, place
 from scu_trainer.models.loading_safety import (
@@ -23,6 +23,7 @@ from scu_trainer.models.loading_safety import (
 )
 from scu_trainer.models.mapped_files import release_mapped_files
 from scu_trainer.models.offloaded import adapt, adapt_as_saved, has_offloaded_weights
+from scu_trainer.models.possible import require_room_for, require_sane_config
 from scu_trainer.models.quantize import (
     compute_dtype_of,
     prepare_quantized,
@@ -30,13 +31,14 @@ from scu_trainer.models.quantize import (
     require_quantization,
     skeleton_of,
 )
+from scu_trainer.run_files import read_regular
 from scu_trainer.settings import MemorySettings, ModelSettings
 
 if TYPE_CHECKING:
     import torch
     from peft import LoraConfig
     from torch import nn
-    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ class AdapterPlan:
 CAUSAL = AdapterPlan()
 
 
-def check_source(name_or_path: str) -> None:
-    """Raise ModelError for a path that is no model, without touching the network. Hub ids pass."""
+def check_source(name_or_path: str, what: str = "model") -> None:
+    """Raise ModelError for a path that is no model, without touching the network. Hub ids pass. ``what`` is wanted of
+    it, for the message."""
     path = Path(name_or_path).expanduser()
     looks_local = name_or_path.startswith((".", "/", "~")) or path.exists() or name_or_path.count("/") > 1
     if not looks_local:
@@ -67,6 +70,8 @@ def check_source(name_or_path: str) -> None:
             "folder "
             "that save_pretrained wrote"
         )
+    if (path / "config.json").is_file():
+        require_sane_config(path / "config.json", what)
 
 
 def is_adapter(path: Path) -> bool:
@@ -79,7 +84,7 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     name = settings.model_name_or_path
-    check_source(name)
+    check_source(name, "tokenizer")
     source = located(name)
     if Path(source).is_dir() and not _has_tokenizer(Path(source)):
         source = base_of(Path(source))
@@ -88,6 +93,7 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
         )
+
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {name!r} has no end-of-text token; set eos_token in its tokenizer_config.json"
@@ -116,9 +122,9 @@ def base_of(adapter: Path) -> str:
         return str(adapter)
     config_file = adapter / "adapter_config.json"
     with as_model_error(str(adapter), "adapter"):
-        config = json.loads(config_file.read_text())
+        config = json.loads(read_regular(config_file))
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
-    if not base:
+    if not base or not isinstance(base, str) or "\0" in base:
         raise ModelError(f"{config_file} does not tell the base model; set base_model_name_or_path in it")
     try:
         check_source(base)
@@ -152,6 +158,9 @@ def load_model(
         require_safe_weights(located(name), settings)
         packing = _packing(name, settings, device)
         told: dict[str, Any] = {} if packing is None else {"quantization_config": packing}
+        if placement is None:
+            config = _config_of(name, settings)
+            require_room_for(config, name, _bytes_per_weight(config, dtype, settings), settings.trust_remote_code)
         if settings.tuning == "qlora":
             told["device_map"] = {"": device}
         if placement is not None:
@@ -179,13 +188,27 @@ def _packing(name: str, settings: ModelSettings, device: torch.device) -> Option
     """How weights are packed into 4 or 8 bits as they are read; None where they are not, or lie packed in the files."""
     if settings.tuning != "qlora":
         return None
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(
-        located(name), revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
-    )
+    config = _config_of(name, settings)
     skeleton = skeleton_of(config, settings.trust_remote_code)
     return quantization_config(settings, skeleton, compute_dtype_of(settings, device))
+
+
+def _config_of(name: str, settings: ModelSettings) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(
+        located(name), revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
+    )
+
+
+def _bytes_per_weight(config: PretrainedConfig, dtype: Any, settings: ModelSettings) -> float:
+    """Of a weight in memory, at least."""
+    import torch
+
+    if settings.tuning == "qlora" or getattr(config, "quantization_config", None):
+        return 0.5
+    stored = dtype if isinstance(dtype, torch.dtype) else config.dtype
+    return float(stored.itemsize) if isinstance(stored, torch.dtype) else 2.0
 
 
 def plan_placement(
@@ -214,6 +237,10 @@ def _require_complete(name: str, report: dict) -> None:
         )
 
 
+STUMBLES = (AttributeError, IndexError, ArithmeticError, AssertionError, TypeError, KeyError)
+"""What a library runs into that computes with files nobody has looked at: zero heads, text for a number."""
+
+
 class as_model_error:
     """Context manager: what transformers raises for a name it cannot use becomes one ModelError."""
 
@@ -224,7 +251,7 @@ class as_model_error:
         return None
 
     def __exit__(self, kind, error, trace) -> bool:
-        if not isinstance(error, _loading_errors()) or _is_out_of_memory(error):
+        if not _is_of_the_files(error) or _is_out_of_memory(error):
             return False
         if needs_code(error):
             raise code_refusal(located(self.name), self.revision) from error
@@ -233,10 +260,18 @@ class as_model_error:
         raise ModelError(f"cannot load the {self.what} of {self.name!r}: {first}{hint}") from error
 
 
+def _is_of_the_files(error: Optional[BaseException]) -> bool:
+    # The tokenizers library, which is no Python, raises nothing more narrow than Exception itself.
+    return not isinstance(error, UserError) and (isinstance(error, _loading_errors()) or type(error) is Exception)
+
+
 def _first_line(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
         return f"its pickle file is damaged or holds more than tensors, and was not read ({reason_of(error)})"
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if isinstance(error, STUMBLES):
+        return f"its files do not hold what the library expects there ({type(error).__name__}: {first})"
+    return first
 
 
 def _loading_errors() -> tuple[type[Exception], ...]:
@@ -244,9 +279,8 @@ def _loading_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
-    builtin = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, UserWarning)
-    builtin += (pickle.UnpicklingError,)
-    return (*builtin, StrictDataclassError, SafetensorError)
+    builtin = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, UserWarning, pickle.UnpicklingError)
+    return (*builtin, *STUMBLES, StrictDataclassError, SafetensorError)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

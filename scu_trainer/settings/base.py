@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import os
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import field, fields
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, Optional, Union, get_args, get_origin, get_type_hints
 
 from scu_trainer.errors import SettingsError, nearest
+
+MOST_COUNT = 2**31 - 1
+"""No field counts further: what libraries keep in 32 bits would overflow in silence."""
+
+MOST_NUMBER = 1e15
+"""Numbers beyond are slips, and their squares are no numbers in float32."""
+
+LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
+"""What file systems take (NAME_MAX, PATH_MAX with its final zero)."""
+
+
+class Allowed(NamedTuple):
+    """Numbers that a field takes. ``least`` None: 0, or the default where that lies below. ``most`` None: as above."""
+
+    least: Optional[float] = None
+    most: Optional[float] = None
+    above: Optional[float] = None
+    below: Optional[float] = None
 
 
 def option(default, help: str):
@@ -27,6 +49,101 @@ def check_choices(settings) -> None:
             raise SettingsError(
                 f"{item.name} is {value!r}; allowed: {', '.join(map(str, choices))}{nearest(str(value), choices)}"
             )
+
+
+def check_fields(settings, prefix: str = "") -> None:
+    """Reject what no field of its kind can mean: a choice that is none, a number that is none, a text that is no name.
+    Narrower limits are the business of the dataclass itself."""
+    check_choices(settings)
+    check_values(type(settings), vars(settings), prefix=prefix)
+
+
+def check_values(
+    kind: type,
+    values: Mapping[str, Any],
+    allowed: Mapping[str, Allowed] = types.MappingProxyType({}),
+    prefix: str = "",
+) -> None:
+    """Reject numbers and texts among ``values`` that no field of the dataclass ``kind`` can mean, by what the fields
+    declare; ``allowed`` narrows single ones. ``prefix``: of the names on the command line. Raises SettingsError."""
+    hints = get_type_hints(kind)
+    for item in fields(kind):
+        if item.name not in values:
+            continue
+        is_name = {*_parts(hints[item.name])} <= {str, type(None)}
+        for value in _single(values[item.name]):
+            if isinstance(value, str):
+                check_text(prefix + item.name, value, is_name=is_name)
+            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                _check_number(prefix + item.name, item.default, value, allowed.get(item.name, Allowed()))
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """Types of a Union; a Literal is what its choices are."""
+    if get_origin(hint) in (Union, types.UnionType):
+        for part in get_args(hint):
+            yield from _parts(part)
+    else:
+        yield hint
+
+
+def _single(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> None:
+    default = default if isinstance(default, (int, float)) else None
+    if default is not None and default < 0 and value == default:  # -1 of max_steps: a word for "not given"
+        return
+    least = 0 if allowed.least is None else allowed.least
+    most = (MOST_COUNT if isinstance(value, int) else MOST_NUMBER) if allowed.most is None else allowed.most
+    usual = "" if default is None else f", such as {default}"
+    is_finite = isinstance(value, int) or math.isfinite(value)  # an int may be too large for a float
+    require(is_finite and value >= least, f"{name} is {short(value)}; it must be {least} or more{usual}")
+    require(value <= most, f"{name} is {short(value)}; it must be {most:,} or less{usual}")
+    require(
+        allowed.above is None or value > allowed.above, f"{name} is {value}; it must be above {allowed.above}{usual}"
+    )
+    require(
+        allowed.below is None or value < allowed.below, f"{name} is {value}; it must be below {allowed.below}{usual}"
+    )
+
+
+def short(value: Any) -> str:
+    """As it is shown in a message, however long it is."""
+    if isinstance(value, int) and abs(value) > 10**20:
+        return f"a number of {int(math.log10(abs(value))) + 1} digits"
+    text = str(value) if isinstance(value, (int, float)) else repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} letters)"
+
+
+def check_text(name: str, text: str, *, is_name: bool) -> None:
+    """Reject a text that holds what neither files nor libraries take; ``is_name``: also one too long for a path."""
+    require("\0" not in text, f"{name} is {short(text)}, with a NUL character, which no name can hold; take it out")
+    require(
+        _is_unicode(text),
+        f"{name} is {short(text)}, whose bytes are no UTF-8; give the file or folder a name in UTF-8 (mv, or convmv)",
+    )
+    if not is_name:
+        return
+    longest = max(len(part.encode()) for part in text.split("/"))
+    require(
+        longest <= LONGEST_NAME_BYTES and len(text.encode()) <= LONGEST_PATH_BYTES,
+        f"{name} is {short(text)}; a path has at most {LONGEST_PATH_BYTES} bytes and each name in it at most "
+        f"{LONGEST_NAME_BYTES}, this one has {len(text.encode()):,} and {longest:,}; give a shorter one",
+    )
+    require(
+        not text.startswith("~") or os.path.expanduser(text) != text,
+        f"{name} is {short(text)}, and nobody here has that home; write ./{text[:40]} for a file of that name",
+    )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def require(condition: bool, message: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from scu_trainer.errors import nearest
-from scu_trainer.settings.base import option, require
+from scu_trainer.settings.base import check_fields, option, require
 
 METHODS = ("token_budget", "noise_guard", "acmds", "infobatch", "length_warmup")
 """Curricula that can be joined with "+"; "none" stands alone."""
@@ -41,6 +41,7 @@ class CurriculumSettings:
     length_warmup_start: int = option(64, "length_warmup: tokens per row in the first step")
 
     def __post_init__(self) -> None:
+        check_fields(self)
         object.__setattr__(self, "curriculum", _curriculum(self.curriculum))
         require(
             self.token_budget is None or self.token_budget >= 1,

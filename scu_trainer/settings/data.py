@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from scu_trainer.settings.base import check_choices, option, require
+from scu_trainer.settings.base import check_fields, option, require
+from scu_trainer.settings.stock import MOST_WORKERS
 
 EMBEDDED_DATASETS = ("python_docs", "stdlib_docstrings", "stdlib_source")
 
@@ -38,13 +39,14 @@ class DataSettings:
     cache_dir: Optional[str] = option(None, "where tokenized data and the embedded base are kept")
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_fields(self)
         require(bool(self.dataset), "dataset is empty; give an embedded name, a path or a Hub id")
         require(self.block_size >= 8, f"block_size is {self.block_size}; it must be 8 tokens or more")
         for name in ("dataset_size", "max_eval_documents"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} is {value}; it must be 1 or more")
-        require(self.preprocessing_num_workers >= 1, "preprocessing_num_workers must be 1 or more")
+        workers = self.preprocessing_num_workers
+        require(1 <= workers <= MOST_WORKERS, f"preprocessing_num_workers is {workers}; allowed: 1 to {MOST_WORKERS}")
         percentage = self.validation_split_percentage
         require(0 <= percentage < 100, f"validation_split_percentage is {percentage}; allowed: 0 to below 100")
         require(

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
-from scu_trainer.settings.base import option, require
+from scu_trainer.settings.base import check_fields, option, require
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -60,6 +60,7 @@ class EfficiencySettings:
     )
 
     def __post_init__(self) -> None:
+        check_fields(self)
         decay, peak = self.ema_decay, self.peak_tflops
         require(decay is None or 0 < decay < 1, f"ema_decay is {decay}; allowed: above 0 and below 1, such as 0.999")
         require(

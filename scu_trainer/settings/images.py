@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from scu_trainer.settings.base import check_choices, option, require
+from scu_trainer.settings.base import check_fields, option, require
 
 EMBEDDED_IMAGES = ("digits", "generated")
 SMALLEST_IMAGE = 8  # pixels
@@ -37,7 +37,7 @@ class ImageSettings:
     )
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_fields(self)
         size, channels = self.image_size, self.image_channels
         require(
             size is None or size >= SMALLEST_IMAGE,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional, Union
 
 from scu_trainer.errors import SettingsError
-from scu_trainer.settings.base import check_choices, option, require
+from scu_trainer.settings.base import check_fields, option, require
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class MemorySettings:
             limit is None or self.memory_control,
             "memory_limit_gb is what memory control keeps to; set memory_control: true, or drop it",
         )
-        check_choices(self)
+        check_fields(self)
         require(self.min_batch_size >= 1, f"min_batch_size is {self.min_batch_size}; it must be 1 or more")
         highest = self.max_batch_size
         require(highest is None or highest >= 1, f"max_batch_size is {highest}; it must be 1 or more")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from scu_trainer.errors import nearest
-from scu_trainer.settings.base import check_choices, option, require
+from scu_trainer.settings.base import check_fields, option, require
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -59,7 +59,7 @@ class ModelSettings:
     embedded_base_steps: int = option(240, "optimizer steps that make the embedded base model, once")
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_fields(self)
         require(self.lora_r >= 1, f"lora_r is {self.lora_r}; it must be 1 or more")
         require(self.lora_alpha > 0, f"lora_alpha is {self.lora_alpha}; it must be above 0")
         require(0 <= self.lora_dropout < 1, f"lora_dropout is {self.lora_dropout}; allowed: 0 to below 1")

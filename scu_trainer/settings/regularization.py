@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional, Union
 
 from scu_trainer.errors import SettingsError
-from scu_trainer.settings.base import check_choices, option, require
+from scu_trainer.settings.base import check_fields, option, require
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RegularizationSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_s", _target(self.target_s))
-        check_choices(self)
+        check_fields(self, prefix="scu_")
         for name in ("sigma", "time_constant", "max_shrink"):
             value = getattr(self, name)
             require(math.isfinite(value) and value > 0, f"scu_{name} is {value}; it must be above 0")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from scu_trainer.settings.base import check_choices, option, require
+from scu_trainer.settings.base import check_fields, option, require
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SafetySettings:
     )
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_fields(self)
         require(
             self.max_nonfinite_steps >= 0,
             f"max_nonfinite_steps is {self.max_nonfinite_steps}; allowed: 0 or more steps",

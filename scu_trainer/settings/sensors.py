@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from scu_trainer.errors import nearest
-from scu_trainer.settings.base import check_choices, option, require
+from scu_trainer.settings.base import check_fields, option, require
 
 BRANCHES = ("visible", "infrared", "kinematics")
 """In the order of the columns of a branch mask."""
@@ -57,7 +57,7 @@ class SensorSettings:
     offload_linears_folder: Optional[str] = option(None, "folder on a fast disk for the offloaded linear layers")
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_fields(self)
         wanted = BRANCHES if self.branches is None else self.branches
         object.__setattr__(self, "branches", _ordered("branches", wanted, BRANCHES))
         if self.checkpoint_branches is not None:

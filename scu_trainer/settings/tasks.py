@@ -12,7 +12,7 @@ from typing import Any, Literal, Optional
 
 from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.settings import images, sensors, text, words
-from scu_trainer.settings.base import check_choices, option
+from scu_trainer.settings.base import check_fields, option
 
 TEXT = "text-generation"
 
@@ -78,7 +78,7 @@ class TaskSettings:
     )
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_fields(self)
         for name in ("preset", "mode"):
             self._group(name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from scu_trainer.settings.base import check_choices, option, require
+from scu_trainer.settings.base import check_fields, option, require
 
 EMBEDDED_WORD_DATASET = "python_doc_sections"
 SPECIAL_WORDS = 4  # padding, unknown, begin, end
@@ -30,7 +30,7 @@ class WordSettings:
     tie_embeddings: bool = option(True, "the word embedding is the output matrix too")
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_fields(self)
         require(
             self.vocabulary_size > SPECIAL_WORDS,
             f"vocabulary_size is {self.vocabulary_size}; it must exceed the {SPECIAL_WORDS} special words",

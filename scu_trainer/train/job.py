@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from transformers import TrainingArguments
 
-from scu_trainer.errors import SettingsError
+from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.hardware.optimizers import check_optimizer
 from scu_trainer.hardware.probe import accelerators, probe
 from scu_trainer.models.dispatch import Free
@@ -106,6 +106,7 @@ class Job:
             "train alone; add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
         )
         check_deepspeed(training, self.model, self.memory, self.regularization)
+        self._check_words()
         self._check_optimizer()
         self._check_evaluation()
         self._check_memory()
@@ -127,6 +128,50 @@ class Job:
         require(
             not auto or evaluates,
             "scu_target_s: auto watches the held-out loss; set eval_strategy: steps and eval_steps, for instance 20",
+        )
+
+    def _check_words(self) -> None:
+        """Words that the stock Trainer reads only once the run has begun."""
+        from accelerate.utils import DynamoBackend
+
+        backend = self.training.torch_compile_backend
+        known = [item.value.lower() for item in DynamoBackend]
+        require(
+            backend is None or backend.lower() in known,
+            f"torch_compile_backend is {backend!r}; allowed: {', '.join(known)}{nearest(str(backend), known)}",
+        )
+        pairs = (self.training.optim_args or "").replace(" ", "").split(",")
+        odd = next((pair for pair in pairs if pair and pair.count("=") != 1), None)
+        require(
+            odd is None and (pairs == [""] or "" not in pairs),
+            f"optim_args is {self.training.optim_args!r}; write NAME=VALUE,NAME=VALUE, such as momentum=0.9",
+        )
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        """Fields that need each other, and of which the stock Trainer complains only once the run has begun."""
+        training = self.training
+        require(
+            not training.fsdp or training.world_size > 1,
+            "fsdp shares a model out among processes, and there is one; start with torchrun or accelerate launch, or "
+            "drop fsdp",
+        )
+        require(
+            training.dataloader_prefetch_factor is None or training.dataloader_num_workers > 0,
+            "dataloader_prefetch_factor is for loader processes; add dataloader_num_workers: 1 or more, or drop it",
+        )
+        require(
+            not training.dataloader_persistent_workers or training.dataloader_num_workers > 0,
+            "dataloader_persistent_workers is for loader processes; add dataloader_num_workers: 1 or more, or drop it",
+        )
+        best = getattr(training.save_strategy, "value", training.save_strategy) == "best"
+        require(
+            not best or training.metric_for_best_model is not None,
+            "save_strategy: best needs metric_for_best_model, such as loss",
+        )
+        require(
+            not training.batch_eval_metrics,
+            "batch_eval_metrics needs a compute_metrics of one's own, which the command line has not; drop it",
         )
 
     def _check_optimizer(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional, TypeVar
@@ -15,11 +16,14 @@ from typing import Any, Optional, TypeVar
 from rich.console import Console
 from transformers import PrinterCallback
 
-from scu_trainer.errors import Stopped, StorageError
+from scu_trainer.errors import SettingsError, Stopped, StorageError
 from scu_trainer.models.kernels import kernel_line
 from scu_trainer.models.loading_safety import refuse_pickle
 from scu_trainer.models.offloaded import input_device
 from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
+from scu_trainer.safe_paths import require_own_folder
+from scu_trainer.settings.base import check_values, require
+from scu_trainer.settings.stock import ALLOWED, LEFT_TO_PREFLIGHT
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.checkpoint_writer import written_or_refused
 from scu_trainer.train.claim import Claim, from_first_rank
@@ -50,6 +54,8 @@ from scu_trainer.train.trainer import SCUTrainer
 logger = logging.getLogger("scu_trainer")
 T = TypeVar("T")
 
+STOCK = ("transformers", "accelerate")
+
 
 def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = None) -> dict[str, Any]:
     """Train, evaluate before and after, write the run directory. Returns the figures of scu_metrics.json.
@@ -78,10 +84,12 @@ def _begin(job: Job, console: Console) -> list[Finding]:
     job.check()
     for note in job.notes:
         console.print(note, soft_wrap=True)
+    require_own_folder(job.training.output_dir)
     require_writable(job.training.output_dir)
     early = [] if job.safety.preflight == "off" else _by_first_rank(job, lambda: before_loading(job))
     if any(finding.level == "error" for finding in early) and job.safety.preflight == "stop":
         report(early, console, "stop")
+    check_values(type(job.training), vars(job.training), {**ALLOWED, **LEFT_TO_PREFLIGHT})
     return early
 
 
@@ -108,6 +116,11 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         if start.is_done:
             return read_json(start.output_dir / "scu_metrics.json")
         parts = job.kind.load(job, console)
+        require(
+            parts.data.eval is not None or getattr(job.training.eval_strategy, "value", None) in (None, "no"),
+            "eval_strategy asks for held-out data, and none could be held out of so few; give eval_dataset, more data, "
+            "or eval_strategy: no",
+        )
         findings = _look(job, parts, early, start.output_dir, console)
         description = _description(job, parts, configuration, findings)
         _look_at_checkpoint(job, start, description, console)
@@ -198,22 +211,23 @@ def _description(job: Job, parts: Parts, configuration: dict[str, Any], findings
 
 
 def build_trainer(job: Job, parts: Parts, status: Optional[RunStatus], console: Console) -> SCUTrainer:
-    trainer = SCUTrainer(
-        model=parts.model,
-        args=job.training,
-        data_collator=parts.collator,
-        train_dataset=parts.data.train,
-        eval_dataset=parts.data.eval,
-        processing_class=parts.processor,
-        compute_metrics=job.kind.compute_metrics,
-        preprocess_logits_for_metrics=job.kind.preprocess_logits,
-        regularization=job.regularization,
-        regularization_tokens=parts.data.books.supervised_tokens or None,
-        memory=job.memory,
-        curriculum=job.acting_curriculum,
-        efficiency=job.efficiency,
-        safety=job.safety,
-    )
+    with _stock_refusals():
+        trainer = SCUTrainer(
+            model=parts.model,
+            args=job.training,
+            data_collator=parts.collator,
+            train_dataset=parts.data.train,
+            eval_dataset=parts.data.eval,
+            processing_class=parts.processor,
+            compute_metrics=job.kind.compute_metrics,
+            preprocess_logits_for_metrics=job.kind.preprocess_logits,
+            regularization=job.regularization,
+            regularization_tokens=parts.data.books.supervised_tokens or None,
+            memory=job.memory,
+            curriculum=job.acting_curriculum,
+            efficiency=job.efficiency,
+            safety=job.safety,
+        )
     for line in trainer.efficiency.lines:
         console.print(line, soft_wrap=True)
     trainer.remove_callback(PrinterCallback)
@@ -223,6 +237,18 @@ def build_trainer(job: Job, parts: Parts, status: Optional[RunStatus], console: 
     if status is not None:
         trainer.add_callback(RunStatusCallback(status))
     return trainer
+
+
+@contextlib.contextmanager
+def _stock_refusals() -> Iterator[None]:
+    """What the stock Trainer has against its own arguments is for the one who gave them; our faults stay faults."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        frames = list(traceback.walk_tb(error.__traceback__))
+        if not frames or str(frames[-1][0].f_globals.get("__name__", "")).partition(".")[0] not in STOCK:
+            raise
+        raise SettingsError(str(error)) from error
 
 
 def _train(

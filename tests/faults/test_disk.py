@@ -137,6 +137,7 @@ def test_a_save_that_does_not_fit(site, tmp_path, of_checkpoint, there):
         require_clean(ended, run, there)
         assert f"checkpoint-{3 + max([0, *there])} could not be written" in ended.said
         assert ended.code == 2 and "the trained model could not be written" in ended.said, ended.said
+        assert read_json(run / "run.json")["status"] == "failed"
         disk.resize(LARGE_BYTES)
         ended = started(site.flags(run), log)
         assert ended.code == 0, ended.said

@@ -7,7 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.data.readers import read_file
+from scu_trainer.data.readers import kind_of, read_file
+from scu_trainer.data.sources import visible_files
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
@@ -51,11 +52,11 @@ def before_loading(job: Job) -> Iterator[Finding]:
 
 def _first_file(path: Path) -> Optional[Path]:
     """With columns, and cheap to begin. None where there is none, and for folders of the datasets library."""
-    if path.is_file():
-        return path if path.suffix in READ_ROW_BY_ROW else None
+    if not path.is_dir():
+        return path if path.is_file() and kind_of(path) in READ_ROW_BY_ROW else None
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return None
-    return min((file for file in path.rglob("*") if file.suffix in READ_ROW_BY_ROW), default=None)
+    return next((file for file in visible_files(path) if kind_of(file) in READ_ROW_BY_ROW), None)
 
 
 def _left_out(rows: list[dict[str, Any]], column: str) -> Iterator[Finding]:

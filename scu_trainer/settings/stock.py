@@ -1,0 +1,38 @@
+"""Numbers that ``transformers.TrainingArguments`` takes without a look, and cannot train with."""
+
+from __future__ import annotations
+
+from scu_trainer.settings.base import MOST_NUMBER, Allowed
+
+MOST_SEED = 2**32 - 1
+"""numpy's."""
+
+MOST_WORKERS = 2**16
+"""Processes: no machine starts more. Preflight warns long before."""
+
+LEFT_TO_PREFLIGHT = {
+    "learning_rate": Allowed(),
+    "weight_decay": Allowed(),
+    "num_train_epochs": Allowed(),
+    "per_device_train_batch_size": Allowed(least=1),
+    "per_device_eval_batch_size": Allowed(least=1),
+    "gradient_accumulation_steps": Allowed(least=1),
+    "adam_beta1": Allowed(below=1),
+    "adam_beta2": Allowed(below=1),
+    "label_smoothing_factor": Allowed(most=1),
+}
+"""Preflight says what is wrong with these in words of its own; they hold where it is told not to stop the run."""
+
+ALLOWED = {
+    **dict.fromkeys(LEFT_TO_PREFLIGHT, Allowed(least=-MOST_NUMBER)),
+    "eval_accumulation_steps": Allowed(least=1),
+    "save_steps": Allowed(above=0),
+    "torch_empty_cache_steps": Allowed(least=1),
+    "seed": Allowed(most=MOST_SEED),
+    "data_seed": Allowed(most=MOST_SEED),
+    "dataloader_num_workers": Allowed(most=MOST_WORKERS),
+    "dataloader_prefetch_factor": Allowed(least=1),
+    "ddp_bucket_cap_mb": Allowed(least=1),
+    "ddp_timeout": Allowed(least=1),
+}
+"""Narrower than a number from 0 on, which is what every other field of it must be; see ``settings/base.py``."""

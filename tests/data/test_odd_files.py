@@ -1,0 +1,107 @@
+"""Files such as strangers have: compressed, misnamed, torn, endless; and rows that no tokenizer takes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+
+import pytest
+
+from scu_trainer.data.readers import SUFFIXES, kind_of, read_file
+from scu_trainer.data.sources import visible_files
+from scu_trainer.errors import DataError
+
+ROWS = [{"text": "one two three four five"}, {"text": "six seven eight nine ten"}] * 3
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+CONTENT = {
+    ".jsonl": LINES,
+    ".json": json.dumps(ROWS).encode(),
+    ".csv": b"text\n" + b"one two three\n" * 6,
+    ".txt": LINES,
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("suffix", CONTENT)
+def test_packed_and_capital_names_give_the_same_rows(tmp_path, suffix, packed):
+    plain, odd = tmp_path / f"a{suffix}", tmp_path / f"a{suffix.upper()}{'.GZ' if packed else ''}"
+    plain.write_bytes(CONTENT[suffix])
+    odd.write_bytes(gzip.compress(CONTENT[suffix]) if packed else CONTENT[suffix])
+    rows = [[record.value for record in read_file(path, "text")] for path in (plain, odd)]
+    assert rows[0] == rows[1] and rows[0]
+
+
+@pytest.mark.parametrize("name", ["a", "a.gz", "a.parquet.gz", "a.jsonl.zst", "a.tsv", ".jsonl.bak"])
+def test_a_format_that_is_not_known_is_refused_with_those_that_are(tmp_path, name):
+    (tmp_path / name).write_bytes(LINES)
+    assert kind_of(tmp_path / name) is None
+    with pytest.raises(DataError, match=r"allowed: \.txt \.jsonl") as caught:
+        list(read_file(tmp_path / name, "text"))
+    assert all(suffix in str(caught.value) for suffix in SUFFIXES)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".json.gz", ".csv.gz", ".txt.gz", ".parquet", ".json"])
+@pytest.mark.parametrize(
+    "content",
+    [b"\x1f\x8b", gzip.compress(LINES, mtime=0)[:-9], b"PAR1" + bytes(20), b"[" * 5000],
+    ids=["start", "cut", "other", "deep"],
+)
+def test_a_torn_file_is_one_message(tmp_path, suffix, content):
+    path = tmp_path / f"torn{suffix}"
+    path.write_bytes(content)
+    try:
+        problems = [record.problem for record in read_file(path, "text")]
+    except DataError as error:
+        assert "torn" in str(error)
+    else:
+        assert all(problems)
+
+
+def test_a_pipe_does_not_keep_anybody_waiting(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match="is a pipe or a device"):
+        list(read_file(tmp_path / "pipe.jsonl", "text"))
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (b'{"text": "a\\ud800b"}', "half of a character"),
+        (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", "deeper than 100 levels"),
+        (b"[" * 5000, "deeper than 100 levels"),
+        (b'{"text": ' + b"9" * 5000 + b"}", "not readable as JSON"),
+        (b'{"text": "caf\xe9"}', "not readable as JSON"),
+        (b"3", "holds int"),
+    ],
+)
+def test_a_bad_row_is_skipped_and_counted(tmp_path, prepared, row, problem):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(LINES + row + b"\n")
+    with pytest.raises(DataError, match=problem):
+        prepared(path)
+    books = prepared(path, skip_bad_rows=True).books
+    assert books.rows_read == len(ROWS) + 1 and sum(books.rows_dropped.values()) == 1
+
+
+def test_half_of_a_character_with_its_other_half_is_a_character(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "\\ud83d\\ude00"}\n')
+    assert [record.value for record in read_file(path, "text")] == [{"text": "\N{GRINNING FACE}"}]
+
+
+def test_a_name_that_is_no_text_is_shown_all_the_same(tmp_path, prepared):
+    (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_bytes(LINES)
+    assert prepared(tmp_path).books.rows_read == len(ROWS)
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("text,text\na,b\n")
+    with pytest.raises(DataError, match="names the column 'text' twice"):
+        list(read_file(tmp_path / "a.csv", "text"))
+
+
+def test_the_whole_system_is_no_folder_of_data(tmp_path):
+    (tmp_path / "all").symlink_to("/")
+    with pytest.raises(DataError, match="a folder of the system"):
+        visible_files(tmp_path / "all")
