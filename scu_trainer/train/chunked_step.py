@@ -166,6 +166,7 @@ class ChunkedStep:
         with self.ranks.window(model):
             try:
                 window = second_try(functools.partial(self._window, raw, num_items), "reading the rows of a step")
+                window.fewest_rows = 1 if window.can_pool or not _has_batch_norm(model) else 2
                 done = self._work_off(self._begin(window), model, window, num_items)
             except OutOfMemory as error:
                 failure = error
@@ -330,6 +331,10 @@ class ChunkedStep:
         if trainer.loss_is_scaled_for_ga is not None:
             return trainer.loss_is_scaled_for_ga
         return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
+
+
+def _has_batch_norm(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 def _per_batch(done: Sequence[tuple[Piece, torch.Tensor]], count: int, device: torch.device) -> list[torch.Tensor]:
