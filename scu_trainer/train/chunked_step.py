@@ -190,7 +190,7 @@ class ChunkedStep:
         """Whole batches from now on where the loss turns out not to be the sum over its pieces."""
         if self.ranks.even_chunks or self.analysis.holds(window, pieces, num_items):
             return window, pieces
-        window = Window(window.batches, self.reduction, window.pad_token_id)
+        window = self._window_of(window.batches)
         return window, self._begin(window)
 
     def _begin(self, window: Window) -> list[Piece]:
@@ -259,7 +259,12 @@ class ChunkedStep:
         if (told and self.reduction is not None) or not self._said:
             self._say_limits(batches, num_items)
             self._said = True
-        return Window(batches, self.reduction, pad_token_id)
+        return self._window_of(batches)
+
+    def _window_of(self, batches: Sequence[Batch]) -> Window:
+        window = Window(batches, self.reduction, self._pad_token_id())
+        window.fewest_rows = 1 if window.can_pool or not _has_batch_norm(self.trainer.model) else 2
+        return window
 
     def _pad_token_id(self) -> int:
         tokenizer, config = self.trainer.processing_class, getattr(self.trainer.model, "config", None)
@@ -323,6 +328,10 @@ class ChunkedStep:
         if trainer.loss_is_scaled_for_ga is not None:
             return trainer.loss_is_scaled_for_ga
         return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
+
+
+def _has_batch_norm(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 def _per_batch(done: Sequence[tuple[Piece, torch.Tensor]], count: int, device: torch.device) -> list[torch.Tensor]:

@@ -305,7 +305,7 @@ class MemoryLoop:
     @property
     def _keeper(self) -> str:
         own = self.settings.min_batch_size >= self._window.fewest_rows
-        return "min_batch_size" if own else "a model or loss whose rows act on each other"
+        return "min_batch_size" if own else "BatchNorm, which has no statistics of one row,"
 
     # -- reports -------------------------------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ class Window:
     """All rows of one optimizer step on this rank.
 
     ``batches``: the accumulation batches. ``reduction``: None while it is not known; then nothing may be cut.
+    ``fewest_rows``: 2 where a single row has no statistics, which BatchNorm refuses.
     """
 
     def __init__(self, batches: Sequence[Batch], reduction: Optional[Reduction], pad_token_id: int = 0) -> None:
@@ -53,6 +54,7 @@ class Window:
         if reduction is not None and not reduction.trims:
             for batch in self.batches:
                 batch.keep_padding()
+        self.fewest_rows = 1
         self._items: dict[int, list[float]] = {}
 
     # -- figures -------------------------------------------------------------------------------------------------------
@@ -94,11 +96,6 @@ class Window:
     @property
     def can_pool(self) -> bool:
         return self.reduction is not None and self.reduction.is_exact
-
-    @property
-    def fewest_rows(self) -> int:
-        """A single row has no statistics over rows: BatchNorm refuses it, and a loss over pairs says nothing."""
-        return 1 if self.can_pool else 2
 
     # -- cutting -------------------------------------------------------------------------------------------------------
 

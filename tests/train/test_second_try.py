@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import pkgutil
 from collections import UserDict
@@ -41,15 +40,6 @@ SUBJECTS = {
     "seq2seq": (tiny.t5, tiny.pairs),
     "pictures": (tiny.conv_net, tiny.images),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fewer_objects():
-    """Every recovery collects garbage: not all that was imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def trained(folder, sites: Sites, subject: str = "language", max_grad_norm: float = 0.5, **loops) -> SCUTrainer:
