@@ -16,6 +16,8 @@ from turns import Side, Turns, rounds
 REPEATS = 2
 SIDES = ("stock", "ours")
 WARM_UP_TURNS = 8
+"""In five of which ours measures every chunk."""
+
 STEPS = 20
 """Optimizer steps of each point, a turn each."""
 

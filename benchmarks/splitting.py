@@ -45,8 +45,8 @@ from transformers import Trainer, TrainerCallback
 
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.logs import run_log
+from scu_trainer.train.loss_analysis import Reduction
 from scu_trainer.train.memory_loop import LEARNING_WINDOWS, MemoryLoop
-from scu_trainer.train.reduction import Reduction
 from scu_trainer.train.rows import read_layout
 from scu_trainer.train.window import Window
 

@@ -22,13 +22,14 @@ from scu_trainer.errors import ControlError, OutOfMemory, SettingsError
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train import step as steps
 from scu_trainer.train.logical_batch import LogicalBatches
+from scu_trainer.train.loss_analysis import Reduction
+from scu_trainer.train.loss_analysis.analysis import LossAnalysis
 from scu_trainer.train.marks import ChangingBuffers
 from scu_trainer.train.memory import Gauge, forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.memory_limit import limited_gauge
 from scu_trainer.train.memory_loop import MemoryLoop
 from scu_trainer.train.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
 from scu_trainer.train.ranks import Ranks, ranks_for
-from scu_trainer.train.reduction import Reduction, probe
 from scu_trainer.train.rows import Batch, layout_for
 from scu_trainer.train.second_try import second_try
 from scu_trainer.train.sharded import is_fsdp, reshard
@@ -39,12 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("scu_trainer")
 
-MOST_QUESTIONS = 5
-"""Windows in which the model is asked about padding before it is left alone."""
-
 
 class ChunkedStep:
-    """Runs windows for one ``SCUTrainer``. ``loop``: the memory loop; ``reduction``: how the loss adds up over rows."""
+    """Runs windows for one ``SCUTrainer``. ``loop``: the memory loop; ``analysis``: how the loss adds up over rows."""
 
     def __init__(self, trainer: SCUTrainer, settings: MemorySettings, gauge: Optional[Gauge] = None) -> None:
         device = trainer.args.device
@@ -53,11 +51,10 @@ class ChunkedStep:
         self.trainer = trainer
         self.settings = settings
         self.loop = MemoryLoop(settings, gauge if settings.memory_control else None, device)
-        self.reduction: Optional[Reduction] = None
+        self.analysis = LossAnalysis(trainer)
         self.ranks: Optional[Ranks] = None
         self._guard: Optional[OptimizerGuard] = None
         self._said = self._said_foreign = False
-        self._asked = 0
         self._not_by_rows: set[str] = set()
         if settings.batch_mode == "logical":
             rows = settings.max_batch_size or trainer.args.per_device_train_batch_size
@@ -118,6 +115,10 @@ class ChunkedStep:
         self._guard = OptimizerGuard(optimizer, is_out_of_memory, self.free_memory, model.named_parameters())
         self._guard.attach()
 
+    @property
+    def reduction(self) -> Optional[Reduction]:
+        return self.analysis.reduction
+
     def free_memory(self) -> None:
         free_memory(self.trainer.args.device)
 
@@ -166,7 +167,11 @@ class ChunkedStep:
         with self.ranks.window(model):
             try:
                 window = second_try(functools.partial(self._window, raw, num_items), "reading the rows of a step")
-                done = self._work_off(self._begin(window), model, window, num_items)
+                pieces = self._begin(window)
+                if not self.ranks.even_chunks and not self.analysis.holds(window, pieces, num_items):
+                    window = Window(window.batches, self.reduction, window.pad_token_id)
+                    pieces = self._begin(window)
+                done = self._work_off(pieces, model, window, num_items)
             except OutOfMemory as error:
                 failure = error
             self._all_or_none(failure)
@@ -237,23 +242,11 @@ class ChunkedStep:
 
         batches = retry_unchanged(read, (), is_out_of_memory, self.free_memory)
         pad_token_id = self._pad_token_id()
-        if self._must_ask(batches):
-            self.reduction = self._ask(batches, num_items, pad_token_id) or self.reduction
-            self._asked += 1
-            if self._asked >= MOST_QUESTIONS and self.reduction is not None and self.reduction.trims is None:
-                reason = "no padded row could be compared"
-                self.reduction = dataclasses.replace(self.reduction, trims=False, reads_padding=reason)
-            if self.reduction is not None or not self._said:
-                self._say_limits(batches, num_items)
-                self._said = True
+        told = self.analysis.read(batches, num_items, pad_token_id)
+        if (told and self.reduction is not None) or not self._said:
+            self._say_limits(batches, num_items)
+            self._said = True
         return Window(batches, self.reduction, pad_token_id)
-
-    def _must_ask(self, batches: Sequence[Batch]) -> bool:
-        """Also anew once padding is seen, where there was none to ask about before."""
-        if self.reduction is None:
-            return True
-        padded = len({batch.width for batch in batches}) > 1 or any(batch.is_padded for batch in batches)
-        return self.reduction.trims is None and self.reduction.is_exact and padded
 
     def _pad_token_id(self) -> int:
         tokenizer, config = self.trainer.processing_class, getattr(self.trainer.model, "config", None)
@@ -264,20 +257,6 @@ class ChunkedStep:
         return 0
 
     # -- the loss ------------------------------------------------------------------------------------------------------
-
-    def _ask(self, batches, num_items: Any, pad_token_id: int) -> Optional[Reduction]:
-        trainer = self.trainer
-        trainer.model.train()
-
-        def loss_of(inputs: Any, items: Any) -> torch.Tensor:
-            with trainer.compute_loss_context_manager():
-                return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs), num_items_in_batch=items)
-
-        low_precision = trainer.accelerator.mixed_precision != "no"
-        shifts = trainer._loss_shifts_labels
-        return probe(
-            loss_of, trainer.model, batches, num_items, pad_token_id, low_precision=low_precision, shifts=shifts
-        )
 
     def _say_limits(self, batches: Sequence[Batch], num_items: Any) -> None:
         obstacle = next((batch.obstacle for batch in batches if batch.obstacle), None)
@@ -304,7 +283,7 @@ class ChunkedStep:
 
     def adds_means(self, num_items: Any) -> bool:
         """Whether the losses of a window add up to several means where the stock loop takes them for one."""
-        is_mean = self.reduction is not None and self.reduction.kind in ("labels", "shifted_labels", "rows")
+        is_mean = self.reduction is not None and self.reduction.is_mean
         several = self.trainer.current_gradient_accumulation_steps > 1
         return is_mean and several and self._stock_scales(num_items)
 

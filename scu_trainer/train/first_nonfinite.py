@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
+from scu_trainer.train.loss_analysis import mixing_modules
 from scu_trainer.train.loss_path import without_index
 from scu_trainer.train.marks import ChangingBuffers, Mark
 from scu_trainer.train.memory import forget_traceback, free_memory
-from scu_trainer.train.reduction import mixing_modules
 from scu_trainer.train.rows import pick, rows_of
 from scu_trainer.train.sharded import is_sharded
 

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scu_trainer.hardware.peaks import known_tflops
 from scu_trainer.models.offloaded import input_device
+from scu_trainer.train.loss_analysis import untouched
 from scu_trainer.train.memory import forget_traceback
-from scu_trainer.train.reduction import untouched
 from scu_trainer.train.rows import pick, rows_of
 
 if TYPE_CHECKING:

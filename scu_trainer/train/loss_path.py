@@ -13,16 +13,18 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Optional, Protocol
 
 import torch
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.errors import ControlError, SettingsError
+from scu_trainer.train.loss_analysis import mixing_modules, tolerance, untouched
+from scu_trainer.train.loss_analysis.known import LossCalls
 from scu_trainer.train.memory import forget_traceback, is_out_of_memory
 from scu_trainer.train.model_loss import has_causal_loss, head_of, headless, obstacle_to_headless, opened
-from scu_trainer.train.reduction import mixing_modules, tolerance, untouched
-from scu_trainer.train.row_readings import CAUSAL, Reading, RowLosses, find_reading
+from scu_trainer.train.row_readings import CAUSAL, Reading, RowLosses, find_reading, logits_of, with_labels_of_others
 from scu_trainer.train.rows import PADDING, has_time, pick
 
 if TYPE_CHECKING:
@@ -68,13 +70,32 @@ class LossPath:
         self._kind: Optional[str] = None
         self._wanted = chunked
         self._mixes: Optional[bool] = None
+        self._records = True
 
     @property
     def is_chunked(self) -> bool:
         return self._kind == "headless"
 
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Inside, losses of rows are neither kept nor weighed."""
+        self._records = False
+        try:
+            yield
+        finally:
+            self._records = True
+
+    def _unrecorded_loss(self, model, inputs, num_items, stock) -> torch.Tensor:
+        inputs = without_index(inputs)
+        if self._kind != "headless":
+            return stock(model, inputs, False, num_items)
+        with headless(self.trainer.model, None, lambda losses: None):
+            return stock(model, inputs, False, num_items)
+
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any, stock: Callable) -> torch.Tensor:
         """``stock(model, inputs, return_outputs, num_items)``: the Trainer's ``compute_loss``."""
+        if not self._records:
+            return self._unrecorded_loss(model, inputs, num_items, stock)
         if self.rows is None:
             return self._forward(model, inputs, num_items, stock, None)[0]
         ids, inputs = inputs.get(SAMPLE_INDEX), without_index(inputs)
@@ -106,9 +127,15 @@ class LossPath:
 
     def _returned(self, model, inputs, num_items, stock, ids) -> Forward:
         labels = inputs.get("labels")
-        loss, outputs = stock(model, type(inputs)(inputs), True, num_items)  # it may take the labels out
+        with contextlib.nullcontext() if self._has_reading else LossCalls() as seen:
+            loss, outputs = stock(model, type(inputs)(inputs), True, num_items)  # it may take the labels out
         if not self._has_reading:
-            self._find_reading(outputs, labels, loss, num_items)
+            self.reading = self._read(outputs, labels, loss, num_items, seen.calls)
+            if bool(torch.isfinite(loss)):  # else this batch tells nothing, but which of its rows are to be set aside
+                if not seen.calls and not self._fits_other_labels(inputs, outputs, num_items, stock):
+                    self.reading = replace(self.reading, exact=False)
+                self._has_reading = True
+                self.rows.found(self.reading)
         if self.reading is None:
             return loss, None
         losses, weights = self.reading.rows(outputs, labels), self.rows.weights_of(ids, self.reading)
@@ -119,9 +146,9 @@ class LossPath:
             loss = factor * (weights * self.reading.sums_with_gradient(outputs, labels)).sum()
         return loss, losses
 
-    def _find_reading(self, outputs, labels, loss, num_items) -> None:
+    def _read(self, outputs, labels, loss, num_items, calls) -> Optional[Reading]:
         trainer = self.trainer
-        self.reading = find_reading(
+        return find_reading(
             outputs,
             labels,
             float(loss.detach()),
@@ -130,10 +157,21 @@ class LossPath:
             shifts=trainer._loss_shifts_labels,
             rough=tolerance(trainer.model, trainer.accelerator.mixed_precision != "no"),
             is_changed=trainer.compute_loss_func is not None or trainer.label_smoother is not None,
+            calls=calls,
         )
-        if bool(torch.isfinite(loss)):  # else this batch tells nothing, but which of its rows are to be set aside
-            self._has_reading = True
-            self.rows.found(self.reading)
+
+    def _fits_other_labels(self, inputs, outputs, num_items, stock) -> bool:
+        """A weight of a class, or another loss that is about as large, fits one batch by chance."""
+        labels, logits = inputs.get("labels"), logits_of(outputs)
+        if self.reading is None or not self.reading.exact or self.reading.kind == "own":
+            return True
+        if not torch.is_tensor(labels) or labels.is_floating_point() or logits is None:
+            return True
+        other = type(inputs)({**inputs, "labels": with_labels_of_others(labels, logits.size(-1))})
+        model = self.trainer.model  # not DDP's: a forward that other ranks do not run must not speak to them
+        with untouched(model, self.trainer, training=True), torch.no_grad():
+            loss, again = stock(model, type(inputs)(other), True, num_items)
+            return self._read(again, other["labels"], loss, num_items, ()) == self.reading
 
     # -- rows that give no number --------------------------------------------------------------------------------------
 

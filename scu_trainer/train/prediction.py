@@ -17,10 +17,10 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import nested_concat
 
 from scu_trainer.errors import OutOfMemory
+from scu_trainer.train.loss_analysis import Reduction, probe
 from scu_trainer.train.marks import generators, put_back
 from scu_trainer.train.memory import forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.out_of_memory import is_out_of_memory_in_loader
-from scu_trainer.train.reduction import Reduction, probe
 from scu_trainer.train.rows import Batch, layout_for, rows_of, take
 from scu_trainer.train.second_try import second_try
 
@@ -178,7 +178,8 @@ class Prediction:
 
             low_precision = trainer.accelerator.mixed_precision != "no"
             rows = [layout_for(trainer.model, batch.inputs)]
-            asked = probe(loss_of, trainer.model, rows, count, 0, training=False, low_precision=low_precision)
+            how = {"training": False, "low_precision": low_precision, "most_rows": 2}
+            asked = probe(loss_of, trainer.model, rows, count, 0, **how)
             self._reduction = asked or Reduction("rows", mixes="its rows give no number")
             if not self._reduction.is_exact:
                 logger.warning("eval_loss is a mean over parts of a batch: %s", self._reduction.mixes)

@@ -6,13 +6,14 @@ divided by one of the numbers that losses are divided by. Where none is, the lik
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
 from torch.nn import functional
 
+from scu_trainer.train.loss_analysis.known import Call, divisor_of
 from scu_trainer.train.losses import row_losses, token_losses_of_logits, weighted_row_sums
 from scu_trainer.train.rows import NOT_LEARNED
 
@@ -57,7 +58,7 @@ class Reading:
     def sums_with_gradient(self, outputs: Any, labels: Any) -> torch.Tensor:
         """The sums alone, differentiable."""
         if self.kind in ("shifted", "tokens", "classes"):
-            return weighted_row_sums(_logits(outputs), _targets(self.kind, labels))
+            return weighted_row_sums(logits_of(outputs), _targets(self.kind, labels))
         return _rows(self.kind, outputs, labels)[0]
 
 
@@ -74,14 +75,20 @@ def find_reading(
     shifts: bool = False,
     rough: float = CLOSE,
     is_changed: bool = False,
+    calls: Sequence[Call] = (),
 ) -> Optional[Reading]:
     """None where the outputs hold nothing that a row's loss could be read from.
+
+    ``calls``: of public loss functions while this loss was computed; what they say decides before any likeness.
 
     ``shifts``: the stock Trainer takes the loss for one over next tokens; near a random start all readings give about
     the same number, so what is known decides first. ``rough``: relative rounding of the model's matrices.
     ``is_changed``: the loss is label-smoothed or not the model's: a reading is then only likely.
     """
     found = list(_candidates(outputs, labels, shifts))
+    stated = _stated(calls, labels)
+    if stated in found:
+        found = [stated]
     for kind in found if not is_changed else ():
         with torch.no_grad():
             sums, counts = _rows(kind, outputs, labels)
@@ -90,6 +97,32 @@ def find_reading(
             if abs(total / divisor - loss) <= bound:
                 return Reading(kind, True, _classes(kind, outputs), name)
     return Reading(found[0], False, _classes(found[0], outputs)) if found else None
+
+
+def _stated(calls: Sequence[Call], labels: Any) -> Optional[str]:
+    """The kind of which the one public function that was called computes the loss."""
+    if len(calls) != 1 or not torch.is_tensor(labels):
+        return None
+    (call,) = calls
+    if call.function in NUMBERS:
+        return NUMBERS[call.function]
+    if not call.is_of_classes or call.arguments.get("label_smoothing"):
+        return None
+    divisor = divisor_of(calls, {"labels": labels}, len(labels))
+    if divisor is None or divisor.targets is None or divisor.targets.weight is not None:
+        return None
+    if divisor.targets.shifted:
+        return "shifted"
+    return "classes" if labels.dim() == 1 else "tokens"
+
+
+NUMBERS = {functional.mse_loss: "numbers", functional.binary_cross_entropy_with_logits: "several"}
+
+
+def with_labels_of_others(labels: torch.Tensor, classes: int) -> torch.Tensor:
+    """Every label another class: what a reading that only happens to fit does not survive."""
+    step = 1 + torch.arange(len(labels), device=labels.device).reshape(-1, *([1] * (labels.dim() - 1)))
+    return torch.where(labels >= 0, (labels + step) % classes, labels)
 
 
 def _divisors(sums: torch.Tensor, counts: torch.Tensor, num_items: Any, processes: int) -> Iterator[tuple[str, float]]:
@@ -106,7 +139,7 @@ def _divisors(sums: torch.Tensor, counts: torch.Tensor, num_items: Any, processe
 def _candidates(outputs: Any, labels: Any, shifts: bool) -> Iterator[str]:
     if isinstance(outputs, Mapping) and torch.is_tensor(outputs.get("losses")):
         yield "own"
-    logits = _logits(outputs)
+    logits = logits_of(outputs)
     if logits is None or not torch.is_tensor(labels):
         return
     if labels.is_floating_point():
@@ -119,7 +152,7 @@ def _candidates(outputs: Any, labels: Any, shifts: bool) -> Iterator[str]:
         yield "classes"
 
 
-def _logits(outputs: Any) -> Optional[torch.Tensor]:
+def logits_of(outputs: Any) -> Optional[torch.Tensor]:
     if isinstance(outputs, Mapping):
         found = outputs.get("logits")
     else:
@@ -128,7 +161,7 @@ def _logits(outputs: Any) -> Optional[torch.Tensor]:
 
 
 def _classes(kind: str, outputs: Any) -> Optional[int]:
-    return _logits(outputs).size(-1) if kind == "classes" else None
+    return logits_of(outputs).size(-1) if kind == "classes" else None
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
@@ -147,7 +180,7 @@ def _rows(kind: str, outputs: Any, labels: Any) -> tuple[torch.Tensor, torch.Ten
         losses = outputs["losses"].float()
         losses = losses if torch.is_grad_enabled() else losses.detach()
         return losses, torch.ones_like(losses)
-    logits = _logits(outputs)
+    logits = logits_of(outputs)
     if kind in ("numbers", "several"):
         return _of_numbers(kind, logits, labels)
     targets = _targets(kind, labels)

@@ -328,6 +328,8 @@ def _scores(job: Job, trainer: SCUTrainer, parts: Parts) -> DocumentScores:
 def _notices(trainer: SCUTrainer) -> list[str]:
     notices = [] if trainer.regularizer is None else list(trainer.regularizer.progress.notices)
     notices += trainer.checkpoints.notices + trainer.pushes.notices
+    if trainer.chunked is not None:
+        notices += trainer.chunked.analysis.notices
     if trainer.bad_numbers is not None:
         notices += trainer.bad_numbers.notices
     return notices if trainer.curriculum is None else [*notices, *trainer.curriculum.notices]
@@ -340,6 +342,7 @@ def _write_results(trainer: SCUTrainer, output_dir: Path, figures: dict[str, Any
         figures["regularization"] = regularization_figures(output_dir, regularizer, seconds, train_s)
     if trainer.chunked is not None:
         figures["memory"] = memory_figures(trainer.chunked.loop)
+        figures["loss_analysis"] = trainer.chunked.analysis.figures()
     if trainer.bad_numbers is not None:
         figures["bad_numbers"] = trainer.bad_numbers.figures()
     if trainer.curriculum is not None:

@@ -59,7 +59,7 @@ from scu_trainer.train.ranks import refuse_arguments
 from scu_trainer.train.regularizer import Regularizer, prior_class_for
 from scu_trainer.train.second_try import last_word, second_try
 from scu_trainer.train.usable import catch_up, has_optimizer, usable
-from scu_trainer.train.wrap import adopt, countable
+from scu_trainer.train.wrap import adopt, countable, weighed
 
 STATE_FILE = "scu_state.json"
 PRIOR_FILE = "scu_prior.safetensors"
@@ -274,6 +274,11 @@ class SCUTrainer(Trainer):
         finally:
             self._in_loss = False
 
+    @property
+    def changes_loss(self) -> bool:
+        """Whether somebody's own code computes the loss or changes it on its way from the model."""
+        return self.compute_loss_func is not None or type(self).compute_loss is not SCUTrainer.compute_loss
+
     def _first_of_outputs(self, module, inputs, output):
         """A plain module may return its loss alone; the stock ``compute_loss`` looks for it inside of something."""
         is_bare_loss = self._in_loss and torch.is_tensor(output) and output.dim() == 0
@@ -312,7 +317,8 @@ class SCUTrainer(Trainer):
             return self.prediction.items[0]
 
         def count():
-            return super(SCUTrainer, self)._get_num_items_in_batch(countable(self, batch_samples), device)
+            items = super(SCUTrainer, self)._get_num_items_in_batch(countable(self, batch_samples), device)
+            return weighed(self, batch_samples, items, device)
 
         if self.prediction is None or self.accelerator.num_processes > 1:  # ranks count together, once
             return count()

@@ -11,8 +11,8 @@ from typing import Any, Optional
 import torch
 
 from scu_trainer.control import chunks
-from scu_trainer.train.reduction import Reduction
-from scu_trainer.train.rows import NOT_LEARNED, Batch, Row, follows_time, has_time, signature, take
+from scu_trainer.train.loss_analysis import Reduction
+from scu_trainer.train.rows import Batch, Row, follows_time, has_time, signature, take
 from scu_trainer.train.second_try import second_try
 
 
@@ -177,17 +177,21 @@ class Window:
         number = piece.batch
         if len(piece.rows) == self.batches[number].rows and all(batch == number for batch, _ in piece.rows):
             return piece  # the whole batch: its mean is the one wanted
-        items = sum(self._items_of(batch)[row] for batch, row in piece.rows)
-        total = sum(self._items_of(number))
-        if self.reduction.kind in ("num_items", "sum"):
+        items, total = sum(self.items_of(piece.rows)), sum(self._items_of(number))
+        if not self.reduction.is_mean:
             return piece
         # A batch in which nothing is learned has no mean: let its loss say so.
         return replace(piece, weight=items / total if total else 1.0)
 
+    def items_of(self, rows: Sequence[Row]) -> list[float]:
+        """How much each of ``rows`` counts in the mean over its batch."""
+        return [self._items_of(number)[row] for number, row in rows]
+
     def _items_of(self, number: int) -> list[float]:
         """Per row of the batch, how much it counts in the batch's mean; the same for every row where it is no mean."""
         if number not in self._items:
-            count = functools.partial(_row_items, self.reduction.kind, self.batches[number])
+            batch = self.batches[number]
+            count = functools.partial(self.reduction.row_items, batch.inputs, batch.rows)
             self._items[number] = second_try(count, "counting the labels of a batch")
         return self._items[number]
 
@@ -197,7 +201,11 @@ class Window:
         batch = self.batches[piece.batch]
         if batch.obstacle is not None or self.reduction is None:
             return batch.inputs
-        return take(self.batches, piece.rows, self.pad_token_id)
+        return self.inputs_of(piece.rows)
+
+    def inputs_of(self, rows: Sequence[Row]) -> Any:
+        """A batch of ``rows``, trimmed to the longest of them."""
+        return take(self.batches, rows, self.pad_token_id)
 
     def name_of(self, row: Row) -> str:
         """How a message names a row: its sample_index where the data carry one."""
@@ -208,13 +216,3 @@ class Window:
             return place
         sample = samples[index]
         return f"sample {sample.item() if torch.is_tensor(sample) else sample} ({place})"
-
-
-def _row_items(kind: str, batch: Batch) -> list[float]:
-    if kind in ("num_items", "sum"):
-        return [0.0] * batch.rows  # never divides: all batches may share chunks
-    if kind not in ("labels", "shifted_labels"):
-        return [1.0] * batch.rows
-    labels = batch.inputs["labels"]
-    labels = labels[..., 1:] if kind == "shifted_labels" else labels
-    return labels.ne(NOT_LEARNED).reshape(batch.rows, -1).sum(dim=1).float().tolist()

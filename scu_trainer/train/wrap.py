@@ -22,9 +22,9 @@ from transformers import default_data_collator
 
 from scu_trainer.data.items import TARGET, ItemCollator, Place, first_item, is_of_tuple
 from scu_trainer.errors import DataError, ModelError, SettingsError
+from scu_trainer.train.loss_analysis import untouched
 from scu_trainer.train.loss_path import without_index
 from scu_trainer.train.memory import is_out_of_memory
-from scu_trainer.train.reduction import untouched
 from scu_trainer.train.rows import pick
 from scu_trainer.train.wrapped_loss import RowLoss
 from scu_trainer.train.wrapped_rows import ROWS_TO_ASK, has_one_entry_per_row, join, rows_to_ask
@@ -252,3 +252,14 @@ def countable(trainer: SCUTrainer, batches: list[Any]) -> list[Any]:
         with trainer.accelerator.autocast():
             model.ask([without_index(batch) for batch in batches], trainer._prepare_inputs)
     return [{TARGET: model.row_loss.counted(batch[TARGET])} for batch in batches]
+
+
+def weighed(trainer: SCUTrainer, batches: list[Any], items: Any, device: torch.device) -> Any:
+    """``items`` as the stock Trainer counted them, or what the labels of all ranks weigh where a wrapped module's mean
+    has weights of classes."""
+    model = trainer.model
+    if items is None or not isinstance(model, WrappedModule) or model.row_loss.kind != "targets":
+        return items
+    weight = sum(model.row_loss.weights_of(batch[TARGET]) for batch in batches).to(device)
+    is_shared = trainer.args.average_tokens_across_devices and trainer.args.world_size > 1
+    return trainer.accelerator.gather(weight).sum() if is_shared else weight

@@ -2,11 +2,13 @@
 
     rows     their mean                          any loss with reduction "mean" or "none"
     labels   the mean over all labels but -100   the same where rows have several labels, or some are not learned
+    targets  the mean with weights of classes    torch's cross-entropy that was given such, wherever it is called
     sum      their sum
     whole    none of these: rows act on each other, so that a batch can only be taken as it is
 
-Found out on a row of each class of the first step: the loss of all of them is compared with the losses of each alone.
-A function may hold weights of classes that nobody sees: it is asked again about classes that come later.
+Found out on a row of each class of the first step, as the losses of models are (``loss_analysis``): the loss of all of
+them, and its gradient by the outputs, are compared with those of each alone. A function of somebody's own may hold
+weights of classes that nobody sees: it is asked again about classes that come later.
 """
 
 from __future__ import annotations
@@ -16,14 +18,19 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from scu_trainer.data.items import TARGET
 from scu_trainer.errors import ModelError
-from scu_trainer.train.reduction import EXACT, ROUGH
+from scu_trainer.train.loss_analysis import EXACT, ROUGH
+from scu_trainer.train.loss_analysis.asking import Observation
+from scu_trainer.train.loss_analysis.known import LossCalls, divisor_of
+from scu_trainer.train.loss_analysis.reduction import Targets
 from scu_trainer.train.rows import NOT_LEARNED
 from scu_trainer.train.wrapped_rows import LABELS, are_classes, each, has_one_entry_per_row, rows_to_ask, take
 
@@ -36,8 +43,6 @@ MOST_CHECKS = 200
 """Steps in which classes that were not seen before are asked about."""
 
 NO_ROWS = "the outputs have not one entry per row along dimension 0"
-
-CROSS_ENTROPY = (functional.cross_entropy, functional.nll_loss)
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 """(sums, counts) of shape (rows,) each: a row's loss, summed over its labels, and what it counts for."""
@@ -67,12 +72,19 @@ class RowLoss(nn.Module):
                 f"such targets {NOT_LEARNED} and leave ignore_index out"
             )
         self.loss = loss
-        self.kind: Optional[str] = None
+        self._found = _Found()
         self.seen: set[int] = set()
         self._asked = 0
         self._checks = 0
-        self.is_plain = False
         self._way: Callable[[Any, torch.Tensor], torch.Tensor] = self._looped
+
+    @property
+    def kind(self) -> Optional[str]:
+        return self._found.kind
+
+    @property
+    def is_plain(self) -> bool:
+        return self._found.is_plain
 
     def forward(
         self, outputs: Any, targets: torch.Tensor, num_items: Any
@@ -93,7 +105,15 @@ class RowLoss(nn.Module):
         total = sums.sum()
         if self.kind == "sum":
             return total, sums
-        return total / (counts.sum().clamp(min=1) if num_items is None else num_items), sums
+        return total / (self._divisor(counts) if num_items is None else num_items), sums
+
+    def _divisor(self, counts: torch.Tensor) -> torch.Tensor:
+        total = counts.sum()
+        return torch.where(total > 0, total, 1.0)
+
+    def weights_of(self, targets: torch.Tensor) -> Optional[torch.Tensor]:
+        """What a mean with weights of classes over ``targets`` is divided by; None for other kinds."""
+        return self._counts(targets).sum() if self.kind == "targets" else None
 
     def counted(self, targets: torch.Tensor) -> torch.Tensor:
         """Something with as many entries other than -100 as the mean over ``targets`` runs over."""
@@ -107,7 +127,7 @@ class RowLoss(nn.Module):
             return True
         if self.kind not in ("labels", "rows") or self._way == self._as_it_is:
             return False
-        if is_known(self.loss) or self._checks >= MOST_CHECKS:
+        if self._found.known or is_known(self.loss) or self._checks >= MOST_CHECKS:
             return False
         return any(are_classes(some) and not self.seen.issuperset(some.unique().tolist()) for some in targets)
 
@@ -122,51 +142,86 @@ class RowLoss(nn.Module):
         if outputs is None:
             self._take_whole(NO_ROWS)
             return
-        if targets.dtype in LABELS and _weighs_classes(self.loss):
-            self._take_whole("a mean with weights of classes is divided by the weights of the labels in the batch")
-            return
         rows = rows_to_ask(targets, self.seen)
         few, wanted = take(outputs, rows), targets[rows]
-        whole = self._checked(few, wanted)
+        with LossCalls() as seen:
+            whole = self._checked(few, wanted)
         if whole.numel() > 1:
-            self.kind, self._way = "rows", self._as_it_is
+            self._found, self._way = _Found("rows"), self._as_it_is
             return
         alone = torch.stack([self._of_one(few, wanted, row) for row in range(len(rows))]).float()
         if not bool(torch.isfinite(alone).all()) or not (bool(alone.any()) or bool(whole.any())):
             return
-        self._decide(few, wanted, whole, alone)
+        divisor = divisor_of(seen.calls, {TARGET: wanted}, len(wanted))
+        self._decide(few, wanted, whole, alone, divisor and divisor.targets)
 
-    def _decide(self, few: Any, wanted: torch.Tensor, whole: torch.Tensor, alone: torch.Tensor) -> None:
-        """``whole``: the loss of ``few`` rows together; ``alone``: (rows,), of each."""
+    def _decide(
+        self, few: Any, wanted: torch.Tensor, whole: torch.Tensor, alone: torch.Tensor, stated: Optional[Targets]
+    ) -> None:
+        """``whole``: the loss of ``few`` rows together; ``alone``: (rows,), of each. ``stated``: what a public loss
+        function that was called says of itself."""
         rough = ROUGH if whole.dtype in (torch.float16, torch.bfloat16) else EXACT
         if self.kind is not None:
-            self._compare(float(whole), alone, wanted)
+            self._compare(few, wanted)
             return
-        kind = _likeliest(float(whole), alone, wanted, rough) if len(wanted) > 1 else self._stated_for_one()
+        is_known_way = is_known(self.loss) or stated is not None
+        kind = self._likeliest(few, wanted, stated, rough) if len(wanted) > 1 else self._stated_for_one(stated)
         if len(wanted) > 1 and kind is None:
             self._take_whole("the loss of several rows is neither mean nor sum of the losses of each")
             return
-        has_one_class = kind == "labels" and len(wanted.unique()) == 1 and not is_known(self.loss)
+        has_one_class = kind == "labels" and len(wanted.unique()) == 1 and not is_known_way
         if kind is None or (has_one_class and self._asked < MOST_QUESTIONS):
             return  # weights of classes show only between classes
-        self.kind = kind
+        self._found = _Found(kind, stated if kind == "targets" else None, stated is not None)
         self._note(wanted)
         self._way = next(way for way in self._ways() if self._agrees(way, few, wanted, alone, rough))
-        self.is_plain = _is_plain(few, wanted, alone, rough)
+        self._found.is_plain = kind != "targets" and _is_plain(few, wanted, alone, rough)
 
-    def _stated_for_one(self) -> Optional[str]:
+    def _likeliest(self, few: Any, wanted: torch.Tensor, stated: Optional[Targets], rough: float) -> Optional[str]:
+        """The first kind of which the whole follows, value and gradient; None where it follows from none."""
+        observed = self._observed(few, wanted)
+        kinds = ["labels", "rows", "sum"] if wanted.dtype in LABELS else ["rows", "sum"]
+        if stated is not None and stated.kind == "targets":
+            kinds.insert(0, "targets")
+        return next((kind for kind in kinds if observed.error(kind, stated) <= rough), None)
+
+    def _observed(self, few: Any, wanted: torch.Tensor) -> Observation:
+        """The loss of the rows together and of each, with its gradient by the outputs."""
+        leaves: list[torch.Tensor] = []
+
+        def leaf(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            leaves.append(tensor.detach().requires_grad_())
+            return leaves[-1]
+
+        def measured(loss: torch.Tensor) -> torch.Tensor:
+            gradients = [None] * len(leaves)
+            if loss.requires_grad:
+                gradients = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True, retain_graph=True)
+            found = [torch.zeros_like(at) if g is None else g for at, g in zip(leaves, gradients, strict=True)]
+            return torch.cat([part.detach().double().reshape(-1) for part in (loss, *found)])
+
+        with torch.enable_grad():
+            outputs = each(few, leaf)
+            whole = measured(self._checked(outputs, wanted))
+            parts = [measured(self._of_one(outputs, wanted, row)) for row in range(len(wanted))]
+        return Observation({TARGET: wanted}, len(wanted), whole, parts)
+
+    def _stated_for_one(self, stated: Optional[Targets]) -> Optional[str]:
         """One row alone is its own mean and its own sum."""
+        if stated is not None:
+            return stated.kind
         if _stated(self.loss, "reduction") == "sum":
             return "sum"
         if self._asked == MOST_QUESTIONS and not is_known(self.loss):
             logger.warning("steps of one row do not tell how the loss puts rows together: it is taken for a mean")
         return None
 
-    def _compare(self, whole: float, alone: torch.Tensor, wanted: torch.Tensor) -> None:
+    def _compare(self, few: Any, wanted: torch.Tensor) -> None:
         self._checks += 1
         new = ", ".join(str(label) for label in sorted(set(wanted.tolist()) - self.seen)[:3])
-        guess, scale = _guesses(alone, wanted)[self.kind], max(abs(whole), float(alone.abs().max()))
-        if len(wanted) > 1 and abs(guess - whole) > ROUGH * scale:
+        if len(wanted) > 1 and self._observed(few, wanted).error(self.kind) > ROUGH:
             raise ModelError(
                 f"the loss weighs classes, as class {new} shows, which no earlier step had; state the weights: "
                 "torch.nn.CrossEntropyLoss(weight=...), or return one loss per row (reduction='none')"
@@ -180,7 +235,7 @@ class RowLoss(nn.Module):
             self.seen |= labels
 
     def _take_whole(self, reason: str) -> None:
-        self.kind = "whole"
+        self._found = _Found("whole")
         logger.warning("batches are taken whole, and losses of single rows are not known: %s", reason)
 
     def _checked(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -236,7 +291,10 @@ class RowLoss(nn.Module):
         elements = self._without_reduction()(outputs, targets).reshape(len(targets), -1)
         if self.kind == "sum":
             return elements.sum(dim=1)
-        return elements.sum(dim=1) / _labels_of(targets).clamp(min=1) if self.kind == "labels" else elements.mean(dim=1)
+        if self.kind == "rows":
+            return elements.mean(dim=1)
+        counts = self._counts(targets)
+        return elements.sum(dim=1) / torch.where(counts > 0, counts, 1.0)
 
     def _as_it_is(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         return self._checked(outputs, targets).reshape(len(targets), -1).mean(dim=1)
@@ -252,27 +310,30 @@ class RowLoss(nn.Module):
 
     def _rows(self, outputs: Any, targets: torch.Tensor) -> Rows:
         means = self._way(outputs, targets)
-        if self.kind != "labels":
+        if self.kind not in ("labels", "targets"):
             return means, torch.ones(len(targets), device=means.device)
-        counts = _labels_of(targets)
+        counts = self._counts(targets)
         return torch.where(counts > 0, means * counts, 0.0), counts
+
+    def _counts(self, targets: torch.Tensor) -> torch.Tensor:
+        """(rows,): the labels that are learned, or what they weigh."""
+        return _labels_of(targets) if self._found.targets is None else self._found.targets.items({TARGET: targets})
+
+
+@dataclass
+class _Found:
+    """What is known of one loss. ``targets``: of kind "targets". ``known``: by the function that is called."""
+
+    kind: Optional[str] = None
+    targets: Optional[Targets] = None
+    known: bool = False
+    is_plain: bool = False
 
 
 def is_known(loss: Any) -> bool:
     """A loss of torch's own without weights of classes: rows of any class count the same in it."""
     module = type(loss).__module__ if isinstance(loss, nn.Module) else getattr(_function(loss), "__module__", None)
     return module in ("torch.nn.modules.loss", "torch.nn.functional") and _stated(loss, "weight") is None
-
-
-def _weighs_classes(loss: Any) -> bool:
-    """torch's mean with weights that differ: divided by the weights of the labels that a batch happens to hold."""
-    is_cross_entropy = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or _function(loss) in CROSS_ENTROPY
-    weight = _stated(loss, "weight")
-    return is_cross_entropy and weight is not None and _stated(loss, "reduction") in (None, "mean") and _differ(weight)
-
-
-def _differ(weight: torch.Tensor) -> bool:
-    return bool((weight != weight.flatten()[0]).any())
 
 
 def _function(loss: Any) -> Any:
@@ -282,22 +343,6 @@ def _function(loss: Any) -> Any:
 def _stated(loss: Any, name: str) -> Any:
     """What a module or a partial function says of itself."""
     return loss.keywords.get(name) if isinstance(loss, functools.partial) else getattr(loss, name, None)
-
-
-def _likeliest(whole: float, alone: torch.Tensor, targets: torch.Tensor, rough: float) -> Optional[str]:
-    """``alone``: (rows,). None: the whole follows from no reading."""
-    scale = max(abs(whole), float(alone.abs().max()))
-    guesses = _guesses(alone, targets)
-    return next((kind for kind, guess in guesses.items() if abs(guess - whole) <= rough * scale), None)
-
-
-def _guesses(alone: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-    """The loss of all rows from those of each, by reading."""
-    guesses = {"rows": float(alone.mean()), "sum": float(alone.sum())}
-    if targets.dtype not in LABELS:
-        return guesses
-    labels = _labels_of(targets)
-    return {"labels": float((alone * labels).sum() / labels.sum().clamp(min=1)), **guesses}
 
 
 def _labels_of(targets: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import datasets
@@ -47,8 +46,8 @@ def test_every_kind_of_table(source, tmp_path, suffix, jsonl):
 
 @pytest.mark.parametrize("rows_per_group", [4_000, 80_000])
 def test_memory_does_not_grow_with_a_parquet_file(source, tmp_path, rows_per_group):
-    path, number = tmp_path / "rows.parquet", itertools.count()
-    table = pyarrow.table({"text": [f"{next(number):>400}" for _ in range(80_000)]})
+    path = tmp_path / "rows.parquet"
+    table = pyarrow.table({"text": [f"{number:>400}" for number in range(80_000)]})
     parquet.write_table(table, path, row_group_size=rows_per_group, use_dictionary=False, compression="none")
     del table
     pool, most_bytes = pyarrow.default_memory_pool(), 0

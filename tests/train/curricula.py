@@ -35,10 +35,10 @@ class Watched(SCUTrainer):
             self.plans[self.now] = self.curriculum.sampler.plan(self.now)
         return super()._run_epoch(**kwargs)
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        if model.training and "sample_index" in inputs:
+    def stock_training_step(self, model, inputs, *args, **kwargs):
+        if "sample_index" in inputs:
             self.delivered.append((self.now, inputs["sample_index"].tolist()))
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        return super().stock_training_step(model, inputs, *args, **kwargs)
 
     def rows_of(self, epoch: int) -> list[int]:
         """Sample numbers in the order in which they were delivered."""

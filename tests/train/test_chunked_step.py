@@ -278,16 +278,18 @@ def test_logged_losses_are_those_of_the_stock_run(tmp_path):
 
 
 def shapes_in(tmp_path, settings: MemorySettings, rows=UnevenRows, make=tiny.llama, **changes):
-    """(rows, tokens) of every batch that the model got in training mode, by window."""
+    """(rows, tokens) of every batch that the model was trained on, by window."""
     windows: list[list[tuple[int, ...]]] = []
 
     def watch(trainer) -> None:
-        def see(module, arguments, inputs) -> None:
-            if module.training:
-                first = inputs.get("input_ids", inputs.get("pixel_values"))
-                windows[-1].append(tuple(first.shape[:2]) if "input_ids" in inputs else (len(first),))
+        step = trainer.stock_training_step
 
-        trainer.model.register_forward_pre_hook(see, with_kwargs=True)
+        def see(model, inputs, num_items):
+            first = inputs.get("input_ids", inputs.get("pixel_values"))
+            windows[-1].append(tuple(first.shape[:2]) if "input_ids" in inputs else (len(first),))
+            return step(model, inputs, num_items)
+
+        trainer.stock_training_step = see
         trainer.add_callback(at_step_begin(lambda: windows.append([])))
 
     changes = {"gradient_accumulation_steps": 2, "max_steps": 4, **changes}

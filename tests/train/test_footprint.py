@@ -29,8 +29,8 @@ from scu_trainer.train.footprint.predict import loss_kind, trained_of, without_m
 from scu_trainer.train.footprint.shapes import Rows, Step, planned_step
 from scu_trainer.train.footprint.skeleton import copy_of, of_configuration
 from scu_trainer.train.footprint.step import Subject, trace
+from scu_trainer.train.loss_analysis import Reduction
 from scu_trainer.train.memory_loop import MemoryLoop
-from scu_trainer.train.reduction import Reduction
 from scu_trainer.train.rows import read_layout
 from scu_trainer.train.window import Window
 from tests import tiny

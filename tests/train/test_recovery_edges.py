@@ -14,8 +14,8 @@ from transformers import BatchEncoding, TrainerCallback
 
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.settings import MemorySettings
+from scu_trainer.train.loss_analysis import Reduction
 from scu_trainer.train.marks import ChangingBuffers, Mark
-from scu_trainer.train.reduction import Reduction
 from scu_trainer.train.rows import layout_for, read_layout, signature, take
 from scu_trainer.train.window import Window
 from scu_trainer.train.wrap import wrap
@@ -120,7 +120,7 @@ def test_the_model_is_asked_about_real_rows_only(tmp_path):
         tiny.llama(), tmp_path, dataset=Tags(), memory=MemorySettings(), compute_loss_func=spying, max_steps=1, **SGD
     )
     assert set(seen) <= {-100, 0, 1, 2}
-    assert trainer.chunked.reduction == Reduction("num_items")
+    assert trainer.chunked.reduction == Reduction("num_items", known="torch.nn.functional.cross_entropy")
 
 
 def test_two_time_axes_keep_the_cap_together():

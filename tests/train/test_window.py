@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scu_trainer.train.reduction import Reduction
+from scu_trainer.train.loss_analysis import Reduction
 from scu_trainer.train.rows import read_layout
 from scu_trainer.train.window import Piece, Window
 

@@ -150,37 +150,60 @@ def test_a_loss_that_mixes_rows_runs_whole_and_is_said(tmp_path, caplog):
     assert error_of(recorder.gradients[0], mean) < 1e-6
 
 
-def test_weights_of_classes_mix_rows():
-    """Their mean is divided by the weights of the labels that the batch happens to hold."""
-    weight, order = torch.tensor([1.0, 5.0, 2.0]), Y.argsort(stable=True)
-    model = wrap(net(), lambda o, y: functional.cross_entropy(o, y, weight=weight))
-    same_class = model(labels=Y[order[:4]], inputs=X[order[:4]])
-    assert model.row_loss.kind is None and torch.equal(same_class["loss"], same_class["losses"].mean())
-    model(labels=Y[order], inputs=X[order])
-    assert model.row_loss.kind == "whole"
-
-
 TEN = torch.arange(40) % 10
 LAST = torch.tensor([1.0] * 9 + [5.0])
+
+
+def written_out(outputs, targets):
+    """A mean with weights of classes that no public function knows of."""
+    losses = functional.cross_entropy(outputs, targets, reduction="none")
+    return (LAST[targets] * losses).sum() / LAST[targets].sum()
+
+
 WEIGHTED = {
     "module": nn.CrossEntropyLoss(weight=LAST),
+    "smoothed": nn.CrossEntropyLoss(weight=LAST, label_smoothing=0.1),
     "partial": functools.partial(functional.cross_entropy, weight=LAST),
     "hidden": lambda o, y: functional.cross_entropy(o, y, weight=LAST),
+    "likelihood": lambda o, y: functional.nll_loss(o.log_softmax(-1), y, weight=LAST),
 }
 
 
 @pytest.mark.parametrize("case", WEIGHTED)
-def test_the_weight_of_the_last_of_many_classes_is_seen(case):
+def test_weights_of_classes_are_read_off_the_function_that_is_called(case):
+    """Also before the class that weighs more has come."""
     x = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(3))
     model = wrap(net(10), WEIGHTED[case])
+    model(labels=torch.zeros(4, dtype=torch.int64), inputs=x[:4])
+    assert model.row_loss.kind == "targets"
+    found, expected = model(labels=TEN, inputs=x), WEIGHTED[case](model.module(x), TEN)
+    torch.testing.assert_close(found["loss"], expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found["losses"].sum() / LAST[TEN].sum(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("case", WEIGHTED)
+def test_a_mean_with_weights_of_classes_is_split_exactly(tmp_path, case):
+    """Two accumulation batches of 6 rows are one mean over 12, by what their labels weigh."""
+    rows = [(x, torch.tensor(9 if i % 5 == 0 else i % 3)) for i, x in enumerate(X)]
+    window = {"max_steps": 1, "gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"}
+    expected = plain_gradients(net(10), WEIGHTED[case], rows[:12], 12)
+    for memory in (None, MemorySettings(max_batch_size=5), MemorySettings(max_batch_size=1)):
+        trainer, recorder = fit(wrap(net(10), WEIGHTED[case]), tmp_path, rows, memory=memory, **window)
+        assert error_of(recorder.gradients[0], expected) < 1e-6
+    assert trainer.chunked.reduction.is_exact and trainer.chunked.loop.books.chunks == 12
+
+
+def test_weights_that_nobody_states_mix_rows():
+    order = TEN.argsort(stable=True)
+    x = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(3))
+    model = wrap(net(10), written_out)
+    same_class = model(labels=TEN[order[:4]], inputs=x[order[:4]])
+    assert model.row_loss.kind is None and torch.equal(same_class["loss"], same_class["losses"].mean())
     found = model(labels=TEN, inputs=x)["loss"]
-    assert model.row_loss.kind == "whole" and torch.equal(found, WEIGHTED[case](model.module(x), TEN))
+    assert model.row_loss.kind == "whole" and torch.equal(found, written_out(model.module(x), TEN))
 
 
-def test_stated_weights_are_seen_before_any_class_has_come():
-    model = wrap(net(10), WEIGHTED["module"])
-    model(labels=torch.zeros(4, dtype=torch.int64), inputs=X[:4])
-    assert model.row_loss.kind == "whole"
+def test_weights_that_are_all_alike_are_none():
     equal = wrap(net(10), nn.CrossEntropyLoss(weight=torch.ones(10)))
     equal(labels=TEN[:4], inputs=X[:4])
     assert equal.row_loss.kind == "labels"
@@ -191,8 +214,10 @@ def test_hidden_weights_of_classes_that_come_later_are_said(tmp_path):
     rows = [(x, torch.tensor(9 if 12 <= i < 20 else i % 3)) for i, x in enumerate(X)]
     order = {"train_sampling_strategy": "sequential"}
     with pytest.raises(ModelError, match="weighs classes, as class 9 shows"):
-        fit(wrap(net(10), WEIGHTED["hidden"]), tmp_path, rows, **order)
-    trainer, _ = fit(wrap(net(10), lambda o, y: functional.cross_entropy(o, y)), tmp_path, rows, **order)
+        fit(wrap(net(10), written_out), tmp_path, rows, **order)
+    trainer, _ = fit(
+        wrap(net(10), lambda o, y: (o - functional.one_hot(y, 10)).square().mean()), tmp_path, rows, **order
+    )
     assert trainer.model.row_loss.kind == "labels" and 9 in trainer.model.row_loss.seen
 
 

@@ -25,8 +25,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from scu_trainer.train import reduction
-from scu_trainer.train.reduction import mixing_modules, probe
+from scu_trainer.train.loss_analysis import asked_rows, mixing_modules, probe
 from scu_trainer.train.rows import read_layout
 from tests import tiny
 
@@ -261,8 +260,8 @@ LONG = {
 def test_long_rows_are_asked_by_their_beginnings_and_answer_the_same(rows, items, monkeypatch):
     spy = Spy(long_llama())
     found = ask(spy, *LONG[rows], items=items)
-    assert spy.seen and max(spy.seen) <= reduction.BEGINNING_TOKENS
-    monkeypatch.setattr(reduction, "_beginnings", lambda *given: None)
+    assert spy.seen and max(spy.seen) <= asked_rows.BEGINNING_TOKENS
+    monkeypatch.setattr("scu_trainer.train.loss_analysis.asking.beginnings", lambda *given: None)
     whole = ask(Spy(long_llama()), *LONG[rows], items=items)
     assert (found.kind, found.mixes) == (whole.kind, whole.mixes)
     assert whole.trims is None or found.trims == whole.trims
@@ -283,7 +282,7 @@ def test_a_model_that_refuses_short_rows_is_asked_with_whole_ones():
 
 def test_short_rows_are_asked_as_they_are():
     batch = read_layout(long_text([40, 60]))
-    assert reduction._beginnings([batch], [(0, 0), (0, 1)], 2) is None
+    assert asked_rows.beginnings([batch], [(0, 0), (0, 1)], 2) is None
 
 
 def test_out_of_memory_on_beginnings_is_no_answer():

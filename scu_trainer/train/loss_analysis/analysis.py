@@ -1,0 +1,222 @@
+"""What one trainer knows of its training loss: when it asks, when it audits, and what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+
+from scu_trainer.train.loss_analysis.asked_rows import are_classes, rows_to_ask
+from scu_trainer.train.loss_analysis.asking import EXACT, probe, tolerance
+from scu_trainer.train.loss_analysis.audit import Audited, Auditor
+from scu_trainer.train.loss_analysis.reduction import Reduction
+from scu_trainer.train.model_loss import inner_model
+from scu_trainer.train.rows import Batch
+from scu_trainer.train.second_try import second_try
+from scu_trainer.train.window import Piece, Window
+
+if TYPE_CHECKING:
+    from scu_trainer.train.trainer import SCUTrainer
+
+logger = logging.getLogger("scu_trainer")
+
+MOST_QUESTIONS = 5
+"""Windows in which the model is asked about padding, or that do not tell, before it is left alone."""
+
+
+class LossAnalysis:
+    """``reduction``: how the loss adds up over rows, None before it is known; then nothing may be cut.
+
+    ``notices``: what was said of a loss that turned out to be another one on the way. ``audits``: those that passed.
+    """
+
+    def __init__(self, trainer: SCUTrainer) -> None:
+        self.trainer = trainer
+        self.reduction: Optional[Reduction] = None
+        self.notices: list[str] = []
+        self.audits = 0
+        self.last_good_step: Optional[int] = None
+        self.largest_difference = 0.0
+        self._windows = self._asked = 0
+        self._keys: Optional[frozenset[str]] = None
+        self._seen: set[int] = set()
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
+        """Ask where these batches may tell something new. Returns whether they did."""
+        keys = frozenset(name for batch in batches if isinstance(batch.inputs, Mapping) for name in batch.inputs)
+        classes = self._new_classes(batches)
+        if not self._must_ask(batches, keys, classes):
+            return False
+        before, found = self.reduction, self._ask(batches, num_items, pad_token_id)
+        rows = rows_to_ask(batches, self._seen) or [] if found is not None and classes else []
+        seen = {int(batches[number].inputs["labels"][row]) for number, row in rows}
+        self._keys = keys  # from here on nothing runs out of memory: what did until here is asked again
+        self._asked += 1
+        if found is not None:
+            self.reduction = found
+            self._seen |= seen
+        self._give_up_where_nothing_tells()
+        if before is not None and before.is_exact and not self.reduction.is_exact:
+            self._say_changed(self.reduction.mixes)
+        return found is not None or before is None
+
+    def _must_ask(self, batches: Sequence[Batch], keys: frozenset[str], classes: bool) -> bool:
+        """Anew where inputs come that were not there before, padding, classes, or rows that tell kinds apart."""
+        known = self.reduction
+        if known is None or keys != self._keys:
+            return True
+        if not known.is_exact:
+            return False
+        padded = len({batch.width for batch in batches}) > 1 or any(batch.is_padded for batch in batches)
+        if known.trims is None and padded:
+            return True
+        if known.known is not None:
+            return False
+        return classes or any(
+            known.tells_apart(batch.inputs, batch.rows) for batch in batches if known.tied and not batch.obstacle
+        )
+
+    def _new_classes(self, batches: Sequence[Batch]) -> bool:
+        """Whether a row has a class that no question was about. Of a known function all classes are known."""
+        if self.reduction is not None and self.reduction.known is not None:
+            return False
+        labels = [batch.inputs["labels"] for batch in batches if not batch.obstacle and "labels" in batch.inputs]
+        if not labels or not all(map(are_classes, labels)):
+            return False
+        return not self._seen.issuperset(torch.cat(labels).unique().tolist())
+
+    def _give_up_where_nothing_tells(self) -> None:
+        known = self.reduction
+        if self._asked < MOST_QUESTIONS or known is None or known.trims is not None:
+            return
+        self.reduction = replace(known, trims=False, reads_padding="no padded row could be compared")
+
+    def _ask(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
+        trainer = self.trainer
+        trainer.model.train()
+        with self._unrecorded():
+            return probe(
+                self._loss_of,
+                trainer.model,
+                batches,
+                num_items,
+                pad_token_id,
+                low_precision=self._low_precision,
+                shifts=trainer._loss_shifts_labels,
+                seen=self._seen,
+                owner=trainer,
+            )
+
+    def _loss_of(self, inputs: Any, items: Any) -> torch.Tensor:
+        trainer = self.trainer
+        with trainer.compute_loss_context_manager():
+            return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs), num_items_in_batch=items)
+
+    def _unrecorded(self) -> contextlib.AbstractContextManager[None]:
+        """Losses of rows that are taken inside are nobody's business."""
+        path = self.trainer.loss_path
+        return contextlib.nullcontext() if path is None else path.unrecorded()
+
+    @property
+    def _low_precision(self) -> bool:
+        return self.trainer.accelerator.mixed_precision != "no"
+
+    # -- auditing ------------------------------------------------------------------------------------------------------
+
+    def holds(self, window: Window, pieces: Sequence[Piece], num_items: Any) -> bool:
+        """Whether the loss of a batch still is the sum over its ``pieces``, looked at in the steps 1, 2, 4, 8, ... of
+        those that cut batches. Where it is not ``reduction`` says so from now on."""
+        if not _cuts(window, pieces) or not window.can_pool:
+            return True
+        self._windows += 1
+        if self._windows & (self._windows - 1):
+            return True
+        found = self._audit(window, pieces, num_items)
+        if found is None:  # this window tells nothing: a later one will
+            return True
+        # A sum of many floats rounds more coarsely than the loss of the few rows that were asked about.
+        bound = max(tolerance(self.trainer.model, self._low_precision), EXACT)
+        if found.difference <= bound:
+            self.audits += 1
+            self.last_good_step = self._step
+            self.largest_difference = max(self.largest_difference, found.difference)
+            return True
+        self._stop_splitting(found)
+        return False
+
+    def _audit(self, window: Window, pieces: Sequence[Piece], num_items: Any) -> Optional[Audited]:
+        trainer = self.trainer
+        trainer.model.train()
+        auditor = Auditor(trainer.model, self._loss_of, trainer.chunked.free_memory, trainer)
+        full = self.audits == 0 and not self._is_known_throughout
+        with self._unrecorded():
+            audit = partial(auditor.audit, window, pieces, num_items, self.audits, full)
+            return second_try(audit, "auditing how the loss adds up")
+
+    @property
+    def _is_known_throughout(self) -> bool:
+        """Whether model, loss function and the way from one to the other are public code: a sample is enough then."""
+        model = type(inner_model(self.trainer.model)).__module__
+        is_public = model.startswith(("transformers.models.", "scu_trainer.models."))
+        return self.reduction.known is not None and is_public and not self.trainer.changes_loss
+
+    @property
+    def _step(self) -> int:
+        return self.trainer.state.global_step + 1
+
+    def _stop_splitting(self, found: Audited) -> None:
+        reason = (
+            f"the loss of {found.rows} rows together is {found.whole:.6g}, the sum over their micro-batches "
+            f"{found.parts:.6g}"
+        )
+        self.reduction = replace(self.reduction, mixes=reason)
+        self._say_changed(f"{reason}, {found.difference:.2g} of it apart")
+
+    def _say_changed(self, reason: str) -> None:
+        since = "no step was cut before" if self._step == 1 else f"steps 1 to {self._step - 1} were not audited"
+        if self.last_good_step is not None:
+            first, last = self.last_good_step + 1, self._step - 1
+            since = (
+                f"gradients of steps {first} to {last} may be off by as much"
+                if last > first
+                else f"the gradient of step {first} may be off by as much"
+                if last == first
+                else "the step before was audited and is right"
+            )
+        text = f"from step {self._step} on batches run whole, because {reason}: this loss mixes rows; {since}"
+        self.notices.append(text)
+        logger.warning(text)
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    def figures(self) -> Optional[dict[str, Any]]:
+        """What stands under "loss_analysis" in scu_metrics.json."""
+        if self.reduction is None:
+            return None
+        return {
+            "divides_by": self.reduction.kind,
+            "known": self.reduction.known,
+            "is_exact": self.reduction.is_exact,
+            "mixes": self.reduction.mixes,
+            "questions": self._asked,
+            "audits": self.audits,
+            "last_good_step": self.last_good_step,
+            "largest_difference": self.largest_difference,
+            "notices": list(self.notices),
+        }
+
+
+def _cuts(window: Window, pieces: Sequence[Piece]) -> bool:
+    """Whether any batch is run in parts, or together with rows of another."""
+    return any(piece.rows and _is_part(window, piece) for piece in pieces)
+
+
+def _is_part(window: Window, piece: Piece) -> bool:
+    return len(piece.rows) != window.batches[piece.batch].rows or any(number != piece.batch for number, _ in piece.rows)

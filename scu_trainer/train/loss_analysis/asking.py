@@ -1,0 +1,455 @@
+"""How does a loss put the rows of a batch together? Known where a public function computes it, asked where not.
+
+Splitting a batch is exact when the loss of the whole is a known sum over its rows. Signatures do not tell: many
+forwards take ``num_items_in_batch`` among their ``**kwargs`` and ignore it. So a few short rows are run together and
+each alone, in training mode, and every way to put the parts together (``Reduction.kind``) is held against the whole:
+its value, and its gradient by some of the trained weights, which tells apart what near a random start has equal values.
+What survives on the rows as they are, and on the same rows with other labels, is the answer; a public loss function
+that was called adds what it says of itself (``known.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from torch import nn
+
+from scu_trainer.models.offloaded import input_device
+from scu_trainer.train.loss_analysis.asked_rows import beginnings, in_order, rows_to_ask, with_other_labels
+from scu_trainer.train.loss_analysis.known import LossCalls, divisor_of
+from scu_trainer.train.loss_analysis.no_trace import WithoutNoise, rng_state, untouched
+from scu_trainer.train.loss_analysis.reduction import Reduction, Targets, row_items
+from scu_trainer.train.memory import forget_traceback, free_memory, is_out_of_memory
+from scu_trainer.train.rows import Batch, Row, pick, take
+from scu_trainer.train.second_try import retry_unchanged
+
+EXACT = 5e-5
+"""Largest relative difference that counts as equal in float32."""
+
+ROUGH = 2e-2
+"""The same where matrices are multiplied in 16 bits or less."""
+
+FOLLOWS = 0.75
+"""Told twice the count, a loss that is divided by it halves; nearly so with a part of its own that nobody counts."""
+
+MOST_GRADIENT_ENTRIES = 2**18
+MOST_GRADIENT_TENSORS = 24
+"""Of the trained weights whose gradient is compared: the smallest ones, which lie in all layers."""
+
+LossOf = Callable[[Any, Optional[torch.Tensor]], torch.Tensor]
+"""(inputs, num_items_in_batch) -> loss; inputs are copied before, because a loss may take its labels out of them."""
+
+
+def probe(
+    loss_of: LossOf,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    num_items: Any,
+    pad_token_id: int,
+    training: bool = True,
+    low_precision: bool = False,
+    shifts: bool = False,
+    seen: Collection[int] = (),
+    owner: Any = None,
+    most_rows: Optional[int] = None,
+) -> Optional[Reduction]:
+    """``num_items``: what the stock loop counted for this window, None where the loss is not told. ``training`` False:
+    in evaluation mode, where some modules do not mix rows. ``low_precision``: autocast will be on. ``shifts``: the
+    stock loop takes the loss for one over shifted labels, which decides between kinds that do not differ on these rows.
+    ``seen``: classes that were asked about before. ``owner``: whose plain attributes are put back beside the model's.
+    ``most_rows``: None for the usual few, 2 where no more are known to fit.
+
+    Only rows of the batches are used, cut and padded as training would; of long ones their beginnings, if the model
+    takes these: whole, with all logits, they could need more memory than training does. None: these rows do not tell;
+    ask with others.
+    """
+    rows = rows_to_ask(batches, seen, more=most_rows is None)
+    if rows is None:
+        return None
+    mixing = mixing_modules(model) if training else None
+    precision, device = tolerance(model, low_precision), input_device(model)
+    with untouched(model, owner, training), _statistics_kept(model, mixing), _measured_weights(model) as weights:
+        question = _Question(loss_of, precision, num_items, batches, rows, pad_token_id, device, shifts, weights, model)
+        answer = _ask_of_beginnings(question) or _ask(question)
+    return replace(answer, mixes=f"{mixing} put the whole batch together") if mixing and answer else answer
+
+
+@contextlib.contextmanager
+def _statistics_kept(model: nn.Module, mixing: Optional[str]) -> Iterator[None]:
+    """Modules that are known to mix rows in training mode do not inside: what else the loss does shows."""
+    for module in model.modules() if mixing else ():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    yield
+
+
+@contextlib.contextmanager
+def _measured_weights(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Leaves that stand inside for some trained weights, the smallest ones, and share their memory: hooks on weights
+    are not for us. None for sharded ones, whose gradients only all ranks together can take."""
+    chosen = _smallest_weights(model)
+    leaves = {weight: nn.Parameter(weight.detach()) for weight in chosen}
+    places = [
+        (module, name, weight)
+        for module in model.modules()
+        for name, weight in module._parameters.items()
+        if weight is not None and weight in leaves
+    ]
+    for module, name, weight in places:
+        module._parameters[name] = leaves[weight]
+    try:
+        yield list(leaves.values())
+    finally:
+        for module, name, weight in places:
+            module._parameters[name] = weight
+
+
+def _smallest_weights(model: nn.Module) -> list[nn.Parameter]:
+    trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    if any(hasattr(p, "ds_id") or hasattr(p, "device_mesh") for p in trained):
+        return []
+    chosen, entries = [], 0
+    for weight in sorted(trained, key=lambda weight: weight.numel())[:MOST_GRADIENT_TENSORS]:
+        entries += weight.numel()
+        if entries > MOST_GRADIENT_ENTRIES:
+            break
+        if type(weight) is nn.Parameter:  # a subclass knows more of itself than a plain leaf would
+            chosen.append(weight)
+    return chosen
+
+
+def _ask_of_beginnings(question: _Question) -> Optional[Reduction]:
+    """None where rows are short already, or where their beginnings do not tell."""
+    short = beginnings(question.batches, question.rows, question.pad_token_id)
+    if short is None:
+        return None
+    try:
+        return _again(replace(question, batches=[short], rows=[(0, row) for row in range(short.rows)]), trim=True)
+    except Exception as error:  # a model that takes whole rows only; they are asked next
+        forget_traceback(error)
+        return None
+
+
+def _ask(question: _Question) -> Optional[Reduction]:
+    reasons = []
+    for trim in (True, False):
+        try:
+            answer = _answer_of_two_or_more(question, trim)
+        except Exception as error:  # whatever a model says to rows that it does not take: training shall go on
+            if is_out_of_memory(error):
+                reasons.append("two rows do not fit in memory together")
+                forget_traceback(error)
+                break
+            reasons.append(f"it fails on few or shorter rows: {error}")
+            forget_traceback(error)
+        else:
+            return replace(answer, trims=False, reads_padding=reasons[0]) if answer and reasons else answer
+    free_memory(question.device)
+    return question.answer_of_one(reasons[-1])
+
+
+def _answer_of_two_or_more(question: _Question, trim: bool) -> Optional[Reduction]:
+    try:
+        return _again(question, trim)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error) or len(question.rows) < 3:
+            raise
+        forget_traceback(error)
+    free_memory(question.device)
+    return replace(question, rows=question.rows[:2]).answer(trim)
+
+
+def _again(question: _Question, trim: bool) -> Optional[Reduction]:
+    """The answer; its own small tensors, between the losses, run out of memory as well."""
+    answer = partial(question.answer, trim)
+    return retry_unchanged(answer, (), is_out_of_memory, partial(free_memory, question.device))
+
+
+@dataclass
+class _Question:
+    loss_of: LossOf
+    tolerance: float
+    num_items: Any
+    batches: Sequence[Batch]
+    rows: Sequence[Row]
+    pad_token_id: int
+    device: torch.device
+    shifts: bool
+    weights: list[torch.Tensor]
+    model: nn.Module
+    is_noisy: Optional[bool] = None
+    _start: list = field(default_factory=list)
+
+    # -- what the model says -------------------------------------------------------------------------------------------
+
+    def loss(self, inputs: Any, items: float = 8.0) -> float:
+        """``items``: not the count of the window, by which a small loss would drown in rounding."""
+        with torch.no_grad():
+            return float(self._value(inputs, items))
+
+    def _value(self, inputs: Any, items: float = 8.0) -> torch.Tensor:
+        def ask() -> torch.Tensor:
+            device = getattr(self.num_items, "device", None)
+            given = None if self.num_items is None else torch.as_tensor(items, device=device)
+            with self._without_noise():
+                return self.loss_of(type(inputs)(inputs), given)
+
+        # A wrong belief about the loss would train something else: one failed allocation is no reason to take it up.
+        return retry_unchanged(ask, (), is_out_of_memory, lambda: free_memory(self.device))
+
+    @contextlib.contextmanager
+    def _without_noise(self) -> Iterator[None]:
+        """The same draws in every question; where draws are made at all their means stand for them."""
+        if self.is_noisy is None:
+            yield
+            return
+        for restore, state in self._start:
+            restore(state)
+        with WithoutNoise() if self.is_noisy else contextlib.nullcontext():
+            yield
+
+    def look_for_noise(self, inputs: Any) -> None:
+        """Whether a forward draws random numbers."""
+        self._start = [
+            (torch.set_rng_state, torch.get_rng_state()),
+            (np.random.set_state, np.random.get_state()),
+            (random.setstate, random.getstate()),
+        ]
+        before = rng_state(self.model)
+        self.loss(inputs)
+        self.is_noisy = not all(map(torch.equal, before, rng_state(self.model)))
+
+    def measure(self, inputs: Any) -> torch.Tensor:
+        """The loss and its gradient by the measured weights, as one vector (1 + entries,) in float64."""
+        if not self.weights:
+            return torch.tensor([self.loss(inputs)], dtype=torch.float64)
+        with torch.enable_grad():
+            loss = self._value(inputs)
+            found = [None] * len(self.weights)
+            if loss.requires_grad:
+                with self._without_noise():
+                    found = torch.autograd.grad(loss.reshape(()), self.weights, allow_unused=True)
+        parts = [
+            torch.zeros_like(weight) if gradient is None else gradient
+            for weight, gradient in zip(self.weights, found, strict=True)
+        ]
+        flat = [part.detach().double().reshape(-1).cpu() for part in (loss, *parts)]
+        return torch.cat(flat)
+
+    # -- the answer ----------------------------------------------------------------------------------------------------
+
+    def answer(self, trim: bool) -> Optional[Reduction]:
+        rows = len(self.rows)
+        together = in_order(self.batches, self.rows, self.pad_token_id, trim)
+        if self.is_noisy is None:
+            self.look_for_noise(together)
+        trims = self._trims(pick(together, torch.tensor([0]), rows)) if trim else False
+        other = with_other_labels(together, rows)
+        asked = [self._observed(inputs) for inputs in (together, other) if inputs is not None]
+        if any(one is None for one in asked):
+            return None
+        known = self._known(other or together)
+        follows = self._follows(other or together)
+        errors = self._errors(asked, known, follows)
+        kind, tied = self._decide(errors, asked, known)
+        if kind is None:
+            return None
+        return self._reduction(kind, tied, errors, known, trims)
+
+    def _reduction(self, kind: str, tied: tuple[str, ...], errors, known, trims: Optional[bool]) -> Reduction:
+        is_exact = errors[kind] <= self.tolerance
+        name, targets = known or (None, None)
+        is_known = is_exact and name is not None and kind in _kinds_of(targets)
+        column = kind.removeprefix("column ") if kind.startswith("column ") else None
+        return Reduction(
+            "column" if column else kind,
+            trims,
+            mixes=None if is_exact else "the loss of several rows does not follow from the losses of each",
+            reads_padding="less of it gives another loss" if trims is False else None,
+            known=name if is_known else None,
+            targets=targets if kind == "targets" else None,
+            column=column,
+            tied=() if is_known else tied,
+        )
+
+    def _observed(self, inputs: Any) -> Optional[Observation]:
+        """None where the loss is no number, or nothing."""
+        rows = len(self.rows)
+        whole = self.measure(inputs)
+        parts = [self.measure(pick(inputs, torch.tensor([row]), rows)) for row in range(rows)]
+        values = [float(part[0]) for part in parts]
+        if not math.isfinite(whole[0]) or not any((*values, float(whole[0]))) or not any(map(math.isfinite, values)):
+            return None
+        return Observation(inputs, rows, whole, parts)
+
+    def _errors(self, asked: Sequence[Observation], known, follows: Optional[float]) -> dict[str, float]:
+        """Of each kind, how far the whole is from what it says."""
+        if follows is not None and follows < FOLLOWS:
+            honoured = 0.0 if abs(2 * follows - 1) <= self.tolerance else math.inf
+            return {"num_items": max(honoured, *(one.error("num_items") for one in asked))}
+        targets = None if known is None else known[1]
+        kinds = _kinds(asked[0].inputs, self.shifts, targets)
+        return {kind: max(one.error(kind, targets) for one in asked) for kind in kinds}
+
+    def _decide(self, errors: dict[str, float], asked, known) -> tuple[Optional[str], tuple[str, ...]]:
+        """(kind, kinds that came out the same); None where rows do not tell kinds apart that count them differently."""
+        fitting = [kind for kind, error in errors.items() if error <= self.tolerance]
+        if not fitting:
+            return min(errors, key=errors.get), ()
+        targets = None if known is None else known[1]
+        stated = next((kind for kind in fitting if known and kind in _kinds_of(targets)), None)
+        if stated is not None:
+            return stated, ()
+        first, *rest = fitting
+        if any(one.shares(kind, targets) != one.shares(first, targets) for one in asked for kind in rest):
+            return None, ()
+        return first, tuple(rest)
+
+    def _known(self, inputs: Any) -> Optional[tuple[str, Any]]:
+        """(name of the public function that computes the loss, what it divides by), where nothing else is in it."""
+        with LossCalls() as seen:
+            once = self.loss(inputs)
+        divisor = divisor_of(seen.calls, inputs, len(self.rows))
+        if divisor is None:
+            return None
+        with LossCalls(factor=2.0):
+            twice = self.loss(inputs)
+        if abs(twice - 2 * once) > 1e-6 * abs(once):
+            return None
+        return ", ".join(dict.fromkeys(call.name for call in seen.calls)), divisor.targets or divisor.kind
+
+    def _follows(self, inputs: Any) -> Optional[float]:
+        """The loss told twice the count, by the loss told once; None where it is told nothing."""
+        if self.num_items is None:
+            return None
+        once = self.loss(inputs)
+        return abs(self.loss(inputs, 16.0) / once) if once else 1.0
+
+    # -- padding, and single rows --------------------------------------------------------------------------------------
+
+    def _equal(self, a: float, b: float) -> bool:
+        return abs(a - b) <= self.tolerance * max(abs(a), abs(b), 1e-12)
+
+    def _trims(self, first: Any) -> Optional[bool]:
+        """Whether a row loses nothing by losing its padding; None if it has none. ``first``: padded for the others."""
+        short = take(self.batches, self.rows[:1], self.pad_token_id)
+        if not self.batches[self.rows[0][0]].trimmable or _shapes(first) == _shapes(short):
+            return None
+        return self._equal(self.loss(first), self.loss(short))
+
+    def answer_of_one(self, reason: str) -> Reduction:
+        """What a single row tells where several cannot be asked: a public function that only divides by the count."""
+        kind, name = "rows", None
+        try:
+            one = take(self.batches, self.rows[:1], self.pad_token_id)
+            follows = self._follows(one)
+            if follows is not None and follows < FOLLOWS:
+                kind, known = "num_items", replace(self, rows=self.rows[:1])._known(one)
+                name = known[0] if known and known[1] == "sum" else None
+        except Exception as error:  # training itself will say why, if it fails there too
+            forget_traceback(error)
+        mixes = None if name else f"it could not be asked: {reason}"
+        return Reduction(kind, self._trims_alone(), mixes, known=name)
+
+    def _trims_alone(self) -> Optional[bool]:
+        """Whether the first row loses nothing by losing its padding; believed where it does not fit with it."""
+        padded = take(self.batches, self.rows[:1], self.pad_token_id, trim=False)
+        try:
+            return self._trims(padded)
+        except Exception as error:
+            forget_traceback(error)
+            return True if is_out_of_memory(error) else False
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """``whole``, ``parts``: what was measured of rows together and of each alone."""
+
+    inputs: Any
+    rows: int
+    whole: torch.Tensor
+    parts: list[torch.Tensor]
+
+    def shares(self, kind: str, targets: Optional[Targets] = None) -> list[float]:
+        """By how much each part enters the whole."""
+        if kind in ("sum", "num_items"):
+            return [1.0] * self.rows
+        items = _items(kind, self.inputs, self.rows, targets)
+        return [round(item / (sum(items) or 1.0), 9) for item in items]
+
+    def error(self, kind: str, targets: Optional[Targets] = None) -> float:
+        """Relative, the larger one of value and gradient."""
+        shared = [
+            share * part for share, part in zip(self.shares(kind, targets), self.parts, strict=True) if share != 0.0
+        ]
+        if not shared:
+            return math.inf
+        difference = torch.stack(shared).sum(dim=0) - self.whole
+        of_value = abs(float(difference[0])) / max(abs(float(one[0])) for one in (self.whole, *shared))
+        scale = max(float(one[1:].norm()) for one in (self.whole, *shared))
+        of_gradient = float(difference[1:].norm()) / scale if scale else 0.0
+        error = max(of_value, of_gradient)
+        return error if math.isfinite(error) else math.inf
+
+
+def _items(kind: str, inputs: Any, rows: int, targets: Optional[Targets]) -> list[float]:
+    if kind.startswith("column "):
+        return row_items("column", inputs, rows, column=kind.removeprefix("column "))
+    return row_items(kind, inputs, rows, targets if isinstance(targets, Targets) else None)
+
+
+def _kinds_of(found: Any) -> tuple[str, ...]:
+    """Kinds that what a public function says of itself may come out as."""
+    if isinstance(found, Targets):
+        return (found.kind,)
+    return ("sum", "num_items") if found == "sum" else (found,)
+
+
+def _kinds(inputs: Any, shifts: bool, known: Any) -> list[str]:
+    """All that may be, the likelier first."""
+    kinds = ["targets"] if isinstance(known, Targets) and known.kind == "targets" else []
+    labels, mask = inputs.get("labels"), inputs.get("attention_mask")
+    if torch.is_tensor(labels) and not labels.is_floating_point() and labels.dim():
+        by_labels = ["labels", "shifted_labels"] if labels.dim() >= 2 else ["labels"]
+        kinds += reversed(by_labels) if shifts else by_labels
+    kinds += ["rows", "sum"]
+    if torch.is_tensor(mask) and mask.dim() == 2:
+        kinds += ["mask", "shifted_mask"]
+    for name, value in inputs.items():
+        if name != "labels" and torch.is_tensor(value) and value.dim() == 1 and value.is_floating_point():
+            kinds.append(f"column {name}")
+    return kinds
+
+
+def _shapes(inputs: Any) -> list[tuple[int, ...]]:
+    return [tuple(value.shape) for value in inputs.values() if torch.is_tensor(value)]
+
+
+def tolerance(model: nn.Module, low_precision: bool) -> float:
+    low = any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())
+    return ROUGH if low or low_precision else EXACT
+
+
+def mixing_modules(model: nn.Module) -> Optional[str]:
+    """Names of the modules through which rows of a batch act on each other in training, as a phrase; None without."""
+    batch_norm = nn.modules.batchnorm._BatchNorm
+    names = [name for name, module in model.named_modules() if isinstance(module, batch_norm) and module.training]
+    if names:
+        return f"{_few(names)} (BatchNorm)"
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+        return "the router's auxiliary losses (config.router_aux_loss_coef)"
+    return None
+
+
+def _few(names: Sequence[str], most: int = 3) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,158 @@
+"""Asking a model without leaving a trace, and with its randomness taken out."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+PLAIN = (bool, int, float, str, type(None))
+MOST_ENTRIES = 10_000
+"""Entries of a container of plain values up to which it is put back."""
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> Iterator[None]:
+    """Afterwards these are as before: modes of modules, buffers, attributes of modules that are plain values, those of
+    ``owner`` that are containers of such as well, RNG of torch on every device, of Python and of numpy.
+
+    Inside modules are in evaluation mode; with ``training`` in the mode that they have.
+    """
+    modules = list(model.modules())
+    modes = [(module, module.training) for module in modules]
+    buffers = [(module, dict(module._buffers), _copies(module)) for module in modules if module._buffers]
+    attributes = [(module, _plain_attributes(module, 0)) for module in modules]
+    attributes += [] if owner is None else [(owner, _plain_attributes(owner, MOST_ENTRIES))]
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
+        if not training:
+            model.eval()
+        try:
+            yield
+        finally:
+            for module, was_training in modes:
+                module.training = was_training
+            _put_back(buffers, attributes)
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
+
+
+def _copies(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in module._buffers.items() if buffer is not None}
+
+
+@torch.no_grad()
+def _put_back(buffers: list, attributes: list) -> None:
+    for module, registered, copies in buffers:
+        module._buffers.clear()
+        module._buffers.update(registered)
+        for name, value in copies.items():
+            if not torch.equal(registered[name], value):  # what nobody changed may be shared, and is left alone
+                registered[name].copy_(value)
+    for one, plain in attributes:
+        for name, value in plain.items():
+            if vars(one).get(name) != value:
+                vars(one)[name] = value
+
+
+def _plain_attributes(one: Any, most: int) -> dict[str, Any]:
+    return {
+        name: copy.deepcopy(value) for name, value in vars(one).items() if name != "training" and _is_plain(value, most)
+    }
+
+
+def _is_plain(value: Any, most: int) -> bool:
+    """``most``: entries that a container may have; 0 for none at all."""
+    if isinstance(value, PLAIN):
+        return True
+    if not most or not isinstance(value, (list, dict)) or len(value) > most:
+        return False
+    entries = value.values() if isinstance(value, dict) else value
+    return all(_is_plain(entry, most) for entry in entries)
+
+
+def rng_state(model: nn.Module) -> list[torch.Tensor]:
+    """What tells whether a forward has drawn numbers."""
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+
+
+class WithoutNoise(TorchDispatchMode):
+    """Every draw gives its mean, so dropout is the identity and no result depends on how many rows are drawn for.
+
+    Below autograd, where all ways to dropout end: torch's modules and functions, attention's ``dropout_p``, recurrent
+    layers. Permutations and integers stay random: a mean of them would hide that rows are mixed.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        packet = func.overloadpacket
+        if packet in MEANS_OF_DRAWS:
+            return MEANS_OF_DRAWS[packet](func, args, kwargs)
+        names = [argument.name for argument in func._schema.arguments]
+        for name in ("dropout_p", "dropout"):
+            if name in names:
+                args, kwargs = _replaced(names, args, kwargs, name, 0.0)
+        if packet is aten.native_dropout:
+            args, kwargs = _replaced(names, args, kwargs, "p", 0.0)
+        return func(*args, **kwargs)
+
+
+def _replaced(names: list[str], args: tuple, kwargs: dict[str, Any], name: str, value: float) -> tuple[tuple, dict]:
+    position = names.index(name)
+    if position < len(args):
+        return (*args[:position], value, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: value} if name in kwargs else kwargs
+
+
+def _of(schema_name: str, func, args: tuple, kwargs: dict[str, Any], default: float) -> float:
+    names = [argument.name for argument in func._schema.arguments]
+    if schema_name in kwargs:
+        return kwargs[schema_name]
+    position = names.index(schema_name) if schema_name in names else len(args)
+    return args[position] if position < len(args) else default
+
+
+def _filled(value: float):
+    def fill(func, args, kwargs):
+        return func(*args, **kwargs).fill_(value)
+
+    return fill
+
+
+def _bernoulli_in_place(func, args, kwargs):
+    chance = _of("p", func, args, kwargs, 0.5)
+    return args[0].copy_(chance) if torch.is_tensor(chance) else args[0].fill_(chance)
+
+
+def _bernoulli(func, args, kwargs):
+    chance = _of("p", func, args, kwargs, None)
+    return args[0].clone() if chance is None else torch.full_like(args[0], chance)
+
+
+def _uniform_in_place(func, args, kwargs):
+    return args[0].fill_((_of("from", func, args, kwargs, 0.0) + _of("to", func, args, kwargs, 1.0)) / 2)
+
+
+MEANS_OF_DRAWS = {
+    aten.bernoulli_: _bernoulli_in_place,
+    aten.bernoulli: _bernoulli,
+    aten.uniform_: _uniform_in_place,
+    aten.normal_: lambda func, args, kwargs: args[0].fill_(_of("mean", func, args, kwargs, 0.0)),
+    aten.exponential_: lambda func, args, kwargs: args[0].fill_(1.0 / _of("lambd", func, args, kwargs, 1.0)),
+    aten.rand: _filled(0.5),
+    aten.rand_like: _filled(0.5),
+    aten.randn: _filled(0.0),
+    aten.randn_like: _filled(0.0),
+}
+"""Operations that draw, and what stands for a draw."""
