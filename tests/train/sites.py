@@ -79,7 +79,9 @@ class Sites(OutOfMemoryAt):
 
         Outside stay what the stock loop does itself between our calls, and the sampler's own drawing.
         """
-        self.watch(trainer, _window="reading the window", _begin="planning", _ask="asking the loss")
+        self.watch(trainer, _window="reading the window", _begin="planning")
+        self.count_in(trainer.chunked.analysis, "_ask", "asking the loss")
+        self.count_in(trainer.chunked.analysis, "_audit", "auditing the loss")
         self.count_in(trainer, "training_step", "training step")
         self.count_in(trainer, "_get_num_items_in_batch", "counting labels")
         self.count_in(trainer, "_get_grad_norm", "gradient norm")

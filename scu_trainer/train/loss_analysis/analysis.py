@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -17,6 +18,7 @@ from scu_trainer.train.loss_analysis.audit import Audited, Auditor
 from scu_trainer.train.loss_analysis.reduction import Reduction
 from scu_trainer.train.model_loss import inner_model
 from scu_trainer.train.rows import Batch
+from scu_trainer.train.second_try import second_try
 from scu_trainer.train.window import Piece, Window
 
 if TYPE_CHECKING:
@@ -43,34 +45,46 @@ class LossAnalysis:
         self.last_good_step: Optional[int] = None
         self.largest_difference = self.seconds = 0.0
         self._windows = self._asked = 0
-        self._keys: Optional[frozenset[str]] = None
+        self._by_keys: dict[frozenset, Reduction] = {}
         self._seen: set[int] = set()
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
     def read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
         """Ask where these batches may tell something new. Returns whether they did."""
-        keys = frozenset(name for batch in batches if isinstance(batch.inputs, Mapping) for name in batch.inputs)
+        keys = frozenset(frozenset(batch.inputs) for batch in batches if isinstance(batch.inputs, Mapping))
         classes = self._new_classes(batches)
-        if not self._must_ask(batches, keys, classes):
+        known = self._by_keys.get(keys)
+        if not self._must_ask(batches, known, classes):
+            self.reduction = known
             return False
-        before, self._keys = self.reduction, keys
         found = self._ask(batches, num_items, pad_token_id)
+        rows = rows_to_ask(batches, self._seen) or [] if found is not None and classes else []
+        seen = {int(batches[number].inputs["labels"][row]) for number, row in rows}
+        # From here on nothing runs out of memory: what did until here is asked again.
         self._asked += 1
-        if found is not None:
-            self.reduction = found
-            rows = rows_to_ask(batches, self._seen) or []
-            self._seen |= {int(batches[number].inputs["labels"][row]) for number, row in rows} if classes else set()
-        self._give_up_where_nothing_tells()
-        if before is not None and before.is_exact and not self.reduction.is_exact:
-            self._say_changed(self.reduction.mixes)
-        return found is not None or before is None
+        self._seen |= seen
+        self.reduction = self._without_endless_questions(found or known)
+        if self.reduction is not None:
+            was_exact = any(one.is_exact for one in self._by_keys.values())
+            self._by_keys[keys] = self.reduction
+            if was_exact and not self.reduction.is_exact:
+                self._end_splitting(self.reduction.mixes, self.reduction.mixes)
+        return found is not None or known is None
 
-    def _must_ask(self, batches: Sequence[Batch], keys: frozenset[str], classes: bool) -> bool:
-        """Anew where inputs come that were not there before, padding, classes, or rows that tell kinds apart."""
-        known = self.reduction
-        if known is None or keys != self._keys:
-            return True
+    def _end_splitting(self, mixes: str, reason: str) -> None:
+        """For batches with any inputs: what was found for one is not to be trusted for the others."""
+        self._by_keys = {keys: replace(one, mixes=mixes) for keys, one in self._by_keys.items()}
+        self.reduction = replace(self.reduction, mixes=mixes)
+        self._say_changed(reason)
+
+    def _must_ask(self, batches: Sequence[Batch], known: Optional[Reduction], classes: bool) -> bool:
+        """Anew where inputs come that were not there before, padding, classes, or rows that tell kinds apart.
+
+        ``known``: of batches with these inputs.
+        """
+        if known is None:
+            return not self._has_ended
         if not known.is_exact:
             return False
         padded = len({batch.width for batch in batches}) > 1 or any(batch.is_padded for batch in batches)
@@ -91,11 +105,15 @@ class LossAnalysis:
             return False
         return not self._seen.issuperset(torch.cat(labels).unique().tolist())
 
-    def _give_up_where_nothing_tells(self) -> None:
-        known = self.reduction
-        if self._asked < MOST_QUESTIONS or known is None or known.trims is not None:
-            return
-        self.reduction = replace(known, trims=False, reads_padding="no padded row could be compared")
+    def _without_endless_questions(self, found: Optional[Reduction]) -> Optional[Reduction]:
+        if self._asked < MOST_QUESTIONS or found is None or found.trims is not None:
+            return found
+        return replace(found, trims=False, reads_padding="no padded row could be compared")
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether batches are whole for good: other inputs are then not asked about any more."""
+        return bool(self._by_keys) and not any(one.is_exact for one in self._by_keys.values())
 
     def _ask(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
         trainer = self.trainer
@@ -160,7 +178,8 @@ class LossAnalysis:
         auditor = Auditor(trainer.model, self._loss_of, trainer.chunked.free_memory, trainer)
         full = self.audits == 0 and not self._is_known_throughout
         with self._unrecorded():
-            return auditor.audit(window, pieces, num_items, self.audits, full)
+            audit = partial(auditor.audit, window, pieces, num_items, self.audits, full)
+            return second_try(audit, "auditing how the loss adds up")
 
     @property
     def _is_known_throughout(self) -> bool:
@@ -178,8 +197,7 @@ class LossAnalysis:
             f"the loss of {found.rows} rows together is {found.whole:.6g}, the sum over their micro-batches "
             f"{found.parts:.6g}"
         )
-        self.reduction = replace(self.reduction, mixes=reason)
-        self._say_changed(f"{reason}, {found.difference:.2g} of it apart")
+        self._end_splitting(reason, f"{reason}, {found.difference:.2g} of it apart")
 
     def _say_changed(self, reason: str) -> None:
         since = "no step was cut before" if self._step == 1 else f"steps 1 to {self._step - 1} were not audited"

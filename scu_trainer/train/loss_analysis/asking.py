@@ -15,6 +15,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Optional
 
 import numpy as np
@@ -27,8 +28,8 @@ from scu_trainer.train.loss_analysis.known import LossCalls, divisor_of
 from scu_trainer.train.loss_analysis.no_trace import WithoutNoise, rng_state, untouched
 from scu_trainer.train.loss_analysis.reduction import Reduction, Targets, row_items
 from scu_trainer.train.memory import forget_traceback, free_memory, is_out_of_memory
-from scu_trainer.train.optimizer_guard import retry_unchanged
 from scu_trainer.train.rows import Batch, Row, pick, take
+from scu_trainer.train.second_try import retry_unchanged
 
 EXACT = 5e-5
 """Largest relative difference that counts as equal in float32."""
@@ -131,7 +132,7 @@ def _ask_of_beginnings(question: _Question) -> Optional[Reduction]:
     if short is None:
         return None
     try:
-        return replace(question, batches=[short], rows=[(0, row) for row in range(short.rows)]).answer(trim=True)
+        return _again(replace(question, batches=[short], rows=[(0, row) for row in range(short.rows)]), trim=True)
     except Exception as error:  # a model that takes whole rows only; they are asked next
         forget_traceback(error)
         return None
@@ -157,13 +158,19 @@ def _ask(question: _Question) -> Optional[Reduction]:
 
 def _answer_of_two_or_more(question: _Question, trim: bool) -> Optional[Reduction]:
     try:
-        return question.answer(trim)
+        return _again(question, trim)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error) or len(question.rows) < 3:
             raise
         forget_traceback(error)
     free_memory(question.device)
     return replace(question, rows=question.rows[:2]).answer(trim)
+
+
+def _again(question: _Question, trim: bool) -> Optional[Reduction]:
+    """The answer; its own small tensors, between the losses, run out of memory as well."""
+    answer = partial(question.answer, trim)
+    return retry_unchanged(answer, (), is_out_of_memory, partial(free_memory, question.device))
 
 
 @dataclass
