@@ -354,14 +354,14 @@ class SCUTrainer(Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         given = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        evaluate = functools.partial(super().evaluation_loop, *given)
-        with (
-            self._last_word(lambda: "evaluation"),
-            self.efficiency.evaluation(),
-            self._logits_leave_the_device(loss_only),
-        ):
+        with self._last_word(lambda: "evaluation"), self.efficiency.evaluation():
+            return self._evaluation_loop(*given)
+
+    def _evaluation_loop(self, dataloader, description, prediction_loss_only, *given):
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        evaluate = functools.partial(super().evaluation_loop, dataloader, description, prediction_loss_only, *given)
+        with self._logits_leave_the_device(loss_only):
             return evaluate() if self.prediction is None else self.prediction.evaluated(evaluate, dataloader)
 
     def _last_word(self, doing: Callable[[], str]) -> AbstractContextManager:

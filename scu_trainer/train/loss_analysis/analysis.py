@@ -56,7 +56,7 @@ class LossAnalysis:
         classes = self._new_classes(batches)
         known = self._by_keys.get(keys)
         if not self._must_ask(batches, known, classes):
-            self.reduction = known
+            self.reduction = known or replace(self.reduction, trims=False)
             return False
         found = self._ask(batches, num_items, pad_token_id)
         rows = rows_to_ask(batches, self._seen) or [] if found is not None and classes else []
