@@ -35,6 +35,14 @@ def test_bad_input_is_refused_in_words(site, tmp_path, kind):
         assert not verdict.is_offence, (words, verdict.what, verdict.said[-3000:])
 
 
+@pytest.mark.parametrize("name", [".", "..", "", "kept/.."])
+def test_a_run_needs_a_folder_of_its_own(site, tmp_path, name):
+    folder = tmp_path / "here"
+    (folder / "kept").mkdir(parents=True)
+    verdict = run_case(site.train(output_dir=name), folder)
+    assert verdict.what == REFUSED and "give a run a folder of its own" in verdict.message
+
+
 def test_the_verdict_knows_every_way_to_be_wrong(site, tmp_path, monkeypatch):
     """A check of the checker: each offence is made and seen."""
     from scu_trainer.cli import main as command

@@ -82,7 +82,7 @@ def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -
 
 def _in_words(error: OSError) -> Optional[str]:
     """What the system has against a path that was typed, or a disk; None for what only we can put right."""
-    name = "" if error.filename is None else os.fsencode(str(error.filename)).decode(errors="replace")
+    name = "" if error.filename is None else str(error.filename).encode(errors="backslashreplace").decode()
     shown = name if len(name) <= 200 else f"{name[:100]}... ({len(name)} letters)"
     if error.errno in OF_THE_DISK:
         return f"the disk is full: {shown or 'a file'} cannot be written; free some room, and type the same again"

@@ -187,6 +187,7 @@ def recordings(chance: random.Random, folder: Path, site: Site) -> list[str]:
     more = {"skip_bad_rows": "true"} if chance.random() < 0.6 else {}
     return site.train(
         task="sensor-classification",
+        branches="visible",
         dataset="recordings",
         model_name_or_path=None,
         block_size=None,
