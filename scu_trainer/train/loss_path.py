@@ -85,6 +85,11 @@ class LossPath:
         finally:
             self._records = True
 
+    def choose(self, inputs: Any) -> None:
+        """Decide on ``inputs``, which lie on the model's device, which way the loss takes, where that is not known."""
+        if self._kind is None:
+            self._choose(inputs)
+
     def _unrecorded_loss(self, model, inputs, num_items, stock) -> torch.Tensor:
         inputs = without_index(inputs)
         if self._kind != "headless":

@@ -309,7 +309,9 @@ class SCUTrainer(Trainer):
     @property
     def changes_loss(self) -> bool:
         """Whether somebody's own code computes the loss or changes it on its way from the model."""
-        return self.compute_loss_func is not None or type(self).compute_loss is not SCUTrainer.compute_loss
+        owners = [kind for kind in type(self).__mro__ if "compute_loss" in vars(kind) and kind is not SCUTrainer]
+        are_public = all(kind.__module__.partition(".")[0] in ("transformers", "trl") for kind in owners)
+        return self.compute_loss_func is not None or not are_public
 
     def _clip_grad_norm(self, model):
         return self._clipped(functools.partial(super()._clip_grad_norm, model))

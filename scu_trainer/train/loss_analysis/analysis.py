@@ -177,6 +177,8 @@ class LossAnalysis:
         trainer = self.trainer
         auditor = Auditor(trainer.model, self._loss_of, trainer.chunked.free_memory, trainer)
         full = self.audits == 0 and not self._is_known_throughout
+        if trainer.loss_path is not None:  # without the logits, if training does without them
+            trainer.loss_path.choose(trainer._prepare_inputs(window.batches[0].inputs))
         with self._unrecorded():
             audit = partial(auditor.audit, window, pieces, num_items, self.audits, full)
             return second_try(audit, "auditing how the loss adds up")
