@@ -168,7 +168,8 @@ def _answer_of_two_or_more(question: _Question, trim: bool) -> Optional[Reductio
 
 
 def _again(question: _Question, trim: bool) -> Optional[Reduction]:
-    """The answer; its own small tensors, between the losses, run out of memory as well."""
+    """The answer. A wrong belief about the loss would train something else: one failed allocation is no reason to take
+    it up."""
     answer = partial(question.answer, trim)
     return retry_unchanged(answer, (), is_out_of_memory, partial(free_memory, question.device))
 
@@ -196,14 +197,10 @@ class _Question:
             return float(self._value(inputs, items))
 
     def _value(self, inputs: Any, items: float = 8.0) -> torch.Tensor:
-        def ask() -> torch.Tensor:
-            device = getattr(self.num_items, "device", None)
-            given = None if self.num_items is None else torch.as_tensor(items, device=device)
-            with self._without_noise():
-                return self.loss_of(type(inputs)(inputs), given)
-
-        # A wrong belief about the loss would train something else: one failed allocation is no reason to take it up.
-        return retry_unchanged(ask, (), is_out_of_memory, lambda: free_memory(self.device))
+        device = getattr(self.num_items, "device", None)
+        given = None if self.num_items is None else torch.as_tensor(items, device=device)
+        with self._without_noise():
+            return self.loss_of(type(inputs)(inputs), given)
 
     @contextlib.contextmanager
     def _without_noise(self) -> Iterator[None]:
