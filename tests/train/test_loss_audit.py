@@ -186,6 +186,24 @@ def test_inputs_with_other_names_are_asked_about_again(tmp_path):
     assert trainer.chunked.analysis.notices[0].startswith("from step 3 on batches run whole")
 
 
+def test_batches_with_other_inputs_have_an_answer_of_their_own(tmp_path):
+    """A mean for some and a sum for the others, in turn: each is split by its own, and asked about once."""
+
+    class InTurn(Pictures):
+        def __getitem__(self, row: int):
+            item = super().__getitem__(row)
+            return {**item, "extra": torch.ones(())} if row // (ROWS * ACCUMULATION) % 2 else item
+
+    def loss(net, pooled, logits, mask, labels, extra=None):
+        return functional.cross_entropy(logits, labels, reduction="mean" if extra is None else "sum")
+
+    trainer, found = train(loss, tmp_path, CUT, InTurn(), steps=6)
+    _, expected = train(loss, tmp_path, None, InTurn(), steps=6)
+    assert wrong_steps(found, expected) == []
+    assert trainer.chunked.loop.books.chunks == 6 * ACCUMULATION * 3
+    assert trainer.chunked.analysis.figures()["questions"] == 2
+
+
 def test_dropout_does_not_disturb_an_audit(tmp_path):
     class Dropping(Net):
         def __init__(self, loss) -> None:

@@ -1,0 +1,37 @@
+"""A few of the random trainings of the campaign: no gradient is wrong without a word."""
+
+from __future__ import annotations
+
+import exactness
+import pytest
+from exactness_cases import FAMILIES, STEPS, case_of
+
+SEEDS = [0, 3, 7, 11, 19, 23, 31, 42]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_gradient_is_wrong_without_a_word(seed):
+    found = exactness.outcome(case_of(seed))
+    assert found["steps"] == STEPS
+    assert found["warned"] or not found["wrong_steps"], found
+
+
+def test_a_wrong_gradient_is_seen(monkeypatch):
+    """The campaign itself: with questions and audits taken out it finds what they find."""
+    from scu_trainer.train.loss_analysis import analysis
+    from scu_trainer.train.loss_analysis.reduction import Reduction
+
+    seed = next(
+        s for s in range(1000) if "contrastive in training" in case_of(s).loss and "max_batch_size" in case_of(s).cut
+    )
+    monkeypatch.setattr(analysis, "probe", lambda *given, **how: Reduction("rows", trims=False))
+    monkeypatch.setattr(analysis.LossAnalysis, "holds", lambda *given: True)
+    found = exactness.outcome(case_of(seed))
+    assert found["wrong_steps"] == list(range(1, STEPS + 1)) and not found["warned"]
+
+
+def test_a_case_is_a_function_of_its_seed():
+    cases = [case_of(seed) for seed in range(400)]
+    assert {case.family for case in cases} == set(FAMILIES)
+    again = case_of(17)
+    assert (again.name, again.batch, again.cut) == (cases[17].name, cases[17].batch, cases[17].cut)
