@@ -60,7 +60,7 @@ def require_own_folder(path: AnyPath, setting: str = "output_dir") -> None:
     a home. A run deletes its old checkpoints there, and gives the next run a name beside it."""
     name = Path(path).name
     if name in ("", "..") or _is_of_the_system(_real(path)):
-        where = f"{str(path)!r} is {_real(path)}" if str(path) else "it is empty"
+        where = f"{str(path)!r} is the folder {_real(path)}" if str(path) else "it is empty"
         raise StorageError(f"{setting}: {where}; give a run a folder of its own, such as {setting}: runs/mine")
 
 

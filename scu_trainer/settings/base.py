@@ -99,7 +99,8 @@ def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> No
     most = (MOST_COUNT if isinstance(value, int) else MOST_NUMBER) if allowed.most is None else allowed.most
     usual = "" if default is None else f", such as {default}"
     is_finite = isinstance(value, int) or math.isfinite(value)  # an int may be too large for a float
-    require(is_finite and value >= least, f"{name} is {short(value)}; it must be {least} or more{usual}")
+    require(is_finite or least > -MOST_NUMBER, f"{name} is {value}; it must be a finite number{usual}")
+    require(is_finite and value >= least, f"{name} is {short(value)}; it must be {least:,} or more{usual}")
     require(value <= most, f"{name} is {short(value)}; it must be {most:,} or less{usual}")
     require(
         allowed.above is None or value > allowed.above, f"{name} is {value}; it must be above {allowed.above}{usual}"

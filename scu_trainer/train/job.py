@@ -184,7 +184,7 @@ class Job:
         rows = self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
         lowest = self.memory.min_batch_size
         require(
-            not self.memory.acts or lowest <= rows,
+            not self.memory.acts or lowest <= rows or rows < 1,  # preflight says what is wrong with no rows
             f"min_batch_size {lowest} exceeds the {rows} rows of an optimizer step on a device "
             "(per_device_train_batch_size x gradient_accumulation_steps); lower min_batch_size",
         )

@@ -91,7 +91,7 @@ class LossPath:
             self._choose(inputs)
 
     def _unrecorded_loss(self, model, inputs, num_items, stock) -> torch.Tensor:
-        inputs = without_index(inputs)
+        inputs = inputs if self.rows is None else without_index(inputs)
         if self._kind != "headless":
             return stock(model, inputs, False, num_items)
         with headless(self.trainer.model, None, lambda losses: None):
@@ -133,7 +133,8 @@ class LossPath:
 
     def _returned(self, model, inputs, num_items, stock, ids) -> Forward:
         labels = inputs.get("labels")
-        with contextlib.nullcontext() if self._has_reading else LossCalls() as seen:
+        seen = LossCalls()
+        with contextlib.nullcontext() if self._has_reading or self.trainer.args.torch_compile else seen:
             loss, outputs = stock(model, type(inputs)(inputs), True, num_items)  # it may take the labels out
         if not self._has_reading:
             self.reading = self._read(outputs, labels, loss, num_items, seen.calls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Union
@@ -119,10 +120,26 @@ def _returns_new_tensor(function) -> bool:
     return any("Tensor" in str(item.type) and item.alias_info is None for item in function._schema.returns)
 
 
+def is_training() -> bool:
+    """Whether a micro-batch is being trained on, and no question asked about the loss."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "stock_training_step":
+        frame = frame.f_back
+    return frame is not None
+
+
 @contextlib.contextmanager
-def fail_in_forward(module: nn.Module, call: int = 0, error: Callable[[], BaseException] = oom):
-    """Raise at call number ``call`` (from 0) of the module's forward, before it runs. Yields ``.calls`` so far."""
-    counter, visit = _raising_at(call, error)
+def fail_in_forward(
+    module: nn.Module,
+    call: int = 0,
+    error: Callable[[], BaseException] = oom,
+    counts: Callable[[], bool] = lambda: True,
+):
+    """Raise at call number ``call`` (from 0) of the module's forward, before it runs. Yields ``.calls`` so far.
+
+    ``counts``: which calls do; ``is_training``: none that ask about the loss.
+    """
+    counter, visit = _raising_at(call, error, counts)
     with _removing(module.register_forward_pre_hook(visit)):
         yield counter
 
@@ -163,10 +180,14 @@ def padded_tokens(batch: dict) -> int:
     return next(len(value) for value in batch.values() if isinstance(value, torch.Tensor))
 
 
-def _raising_at(call: int, error: Callable[[], BaseException]) -> tuple[SimpleNamespace, Callable[..., None]]:
+def _raising_at(
+    call: int, error: Callable[[], BaseException], counts: Callable[[], bool] = lambda: True
+) -> tuple[SimpleNamespace, Callable[..., None]]:
     counter = SimpleNamespace(calls=0)
 
     def visit(*_) -> None:
+        if not counts():
+            return
         number, counter.calls = counter.calls, counter.calls + 1
         if number == call:
             raise error()

@@ -120,7 +120,8 @@ def test_what_chunks_change_with_batch_norm(generated):
 @pytest.mark.parametrize("make", [resnet, vit])
 def test_step_runs_again_with_the_same_pictures_after_out_of_memory(generated, tmp_path, make):
     """In chunks of the same rows the fault leaves no trace: random changes, dropout and statistics of BatchNorm."""
-    changes = {**BATCH, "dataset": generated[0].train, "memory": MemorySettings(max_batch_size=4, min_batch_size=4)}
+    batches = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    changes = {**BATCH, **batches, "dataset": generated[0].train, "memory": MemorySettings(min_batch_size=4)}
     plain, _ = compared(watched(make(), generated, "strong"), tmp_path / "a", **changes)
     model = watched(make(), generated, "strong")
     with fail_in_backward(next(model.parameters()), call=3) as counter:

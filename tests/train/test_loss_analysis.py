@@ -281,7 +281,7 @@ def test_a_model_that_refuses_short_rows_is_asked_with_whole_ones():
 
 
 def test_short_rows_are_asked_as_they_are():
-    batch = read_layout(long_text([40, 60]))
+    batch = read_layout(long_text([30, 40]))
     assert asked_rows.beginnings([batch], [(0, 0), (0, 1)], 2) is None
 
 

@@ -14,7 +14,7 @@ import torch
 
 from scu_trainer.train.loss_analysis.asked_rows import are_classes, rows_to_ask
 from scu_trainer.train.loss_analysis.asking import EXACT, probe, tolerance
-from scu_trainer.train.loss_analysis.audit import Audited, Auditor
+from scu_trainer.train.loss_analysis.audit import Audited, Auditor, is_part
 from scu_trainer.train.loss_analysis.reduction import Reduction
 from scu_trainer.train.model_loss import inner_model
 from scu_trainer.train.rows import Batch
@@ -44,7 +44,7 @@ class LossAnalysis:
         self.audits = 0
         self.last_good_step: Optional[int] = None
         self.largest_difference = self.seconds = 0.0
-        self._windows = self._asked = 0
+        self._windows = self._cut_windows = self._asked = 0
         self._by_keys: dict[frozenset, Reduction] = {}
         self._seen: set[int] = set()
 
@@ -154,11 +154,14 @@ class LossAnalysis:
 
     def holds(self, window: Window, pieces: Sequence[Piece], num_items: Any) -> bool:
         """Whether the loss of a batch still is the sum over its ``pieces``, looked at in the steps 1, 2, 4, 8, ... of
-        those that cut batches. Where it is not ``reduction`` says so from now on."""
+        this start, in those of the steps that cut batches, and in the last one. Where it is not ``reduction`` says so.
+        """
+        self._windows += 1
         if not _cuts(window, pieces) or not window.can_pool:
             return True
-        self._windows += 1
-        if self._windows & (self._windows - 1):
+        self._cut_windows += 1
+        is_last = self._step == self.trainer.state.max_steps
+        if not (is_last or _is_power_of_two(self._windows) or _is_power_of_two(self._cut_windows)):
             return True
         found = self._audit(window, pieces, num_items)
         if found is None:  # this window tells nothing: a later one will
@@ -238,8 +241,8 @@ class LossAnalysis:
 
 def _cuts(window: Window, pieces: Sequence[Piece]) -> bool:
     """Whether any batch is run in parts, or together with rows of another."""
-    return any(piece.rows and _is_part(window, piece) for piece in pieces)
+    return any(piece.rows and is_part(window, piece) for piece in pieces)
 
 
-def _is_part(window: Window, piece: Piece) -> bool:
-    return len(piece.rows) != window.batches[piece.batch].rows or any(number != piece.batch for number, _ in piece.rows)
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and not number & (number - 1)

@@ -23,7 +23,7 @@ MOST_ROWS = 3
 MOST_CLASSES = 12
 """Rows that are asked together; of classes that were not seen before one each, up to so many."""
 
-BEGINNING_TOKENS = 32
+BEGINNING_TOKENS = 48
 """Tokens that rows are cut to, at the right, before the model is asked about them."""
 
 ENOUGH_LABELS = 3

@@ -250,16 +250,19 @@ class _Question:
             self.look_for_noise(together)
         trims = self._trims(pick(together, torch.tensor([0]), rows)) if trim else False
         other = with_other_labels(together, rows)
-        asked = [self._observed(inputs) for inputs in (together, other) if inputs is not None]
+        strongest = together if other is None else other
+        known, follows = self._known(strongest), self._follows(strongest)
+        answer = self._answer_from([self._observed(strongest)], known, follows, trims)
+        if other is None or answer is None or answer.known is not None:
+            return answer
+        return self._answer_from([self._observed(together), self._observed(other)], known, follows, trims)
+
+    def _answer_from(self, asked: list[Optional[Observation]], known, follows, trims) -> Optional[Reduction]:
         if any(one is None for one in asked):
             return None
-        known = self._known(other or together)
-        follows = self._follows(other or together)
         errors = self._errors(asked, known, follows)
         kind, tied = self._decide(errors, asked, known)
-        if kind is None:
-            return None
-        return self._reduction(kind, tied, errors, known, trims)
+        return None if kind is None else self._reduction(kind, tied, errors, known, trims)
 
     def _reduction(self, kind: str, tied: tuple[str, ...], errors, known, trims: Optional[bool]) -> Reduction:
         is_exact = errors[kind] <= self.tolerance

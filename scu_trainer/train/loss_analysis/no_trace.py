@@ -57,7 +57,8 @@ def _put_back(buffers: list, attributes: list) -> None:
         module._buffers.clear()
         module._buffers.update(registered)
         for name, value in copies.items():
-            if not torch.equal(registered[name], value):  # what nobody changed may be shared, and is left alone
+            # What nobody changed may be shared, and is left alone; without memory there is nothing to change.
+            if not value.is_meta and not torch.equal(registered[name], value):
                 registered[name].copy_(value)
     for one, plain in attributes:
         for name, value in plain.items():
