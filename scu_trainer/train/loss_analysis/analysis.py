@@ -128,6 +128,7 @@ class LossAnalysis:
                 shifts=trainer._loss_shifts_labels,
                 seen=self._seen,
                 owner=trainer,
+                is_public=self._is_public,
             )
 
     def _loss_of(self, inputs: Any, items: Any) -> torch.Tensor:
@@ -179,7 +180,7 @@ class LossAnalysis:
     def _audit(self, window: Window, pieces: Sequence[Piece], num_items: Any) -> Optional[Audited]:
         trainer = self.trainer
         auditor = Auditor(trainer.model, self._loss_of, trainer.chunked.free_memory, trainer)
-        full = self.audits == 0 and not self._is_known_throughout
+        full = self.audits == 0 and not (self.reduction.known and self._is_public)  # of the known a sample is enough
         if trainer.loss_path is not None:  # without the logits, if training does without them
             trainer.loss_path.choose(trainer._prepare_inputs(window.batches[0].inputs))
         with self._unrecorded():
@@ -187,11 +188,10 @@ class LossAnalysis:
             return second_try(audit, "auditing how the loss adds up")
 
     @property
-    def _is_known_throughout(self) -> bool:
-        """Whether model, loss function and the way from one to the other are public code: a sample is enough then."""
+    def _is_public(self) -> bool:
+        """Whether model and the way from it to the loss are public code."""
         model = type(inner_model(self.trainer.model)).__module__
-        is_public = model.startswith(("transformers.models.", "scu_trainer.models."))
-        return self.reduction.known is not None and is_public and not self.trainer.changes_loss
+        return model.startswith(("transformers.models.", "scu_trainer.models.")) and not self.trainer.changes_loss
 
     @property
     def _step(self) -> int:

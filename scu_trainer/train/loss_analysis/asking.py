@@ -60,12 +60,14 @@ def probe(
     seen: Collection[int] = (),
     owner: Any = None,
     most_rows: Optional[int] = None,
+    is_public: bool = False,
 ) -> Optional[Reduction]:
     """``num_items``: what the stock loop counted for this window, None where the loss is not told. ``training`` False:
     in evaluation mode, where some modules do not mix rows. ``low_precision``: autocast will be on. ``shifts``: the
     stock loop takes the loss for one over shifted labels, which decides between kinds that do not differ on these rows.
     ``seen``: classes that were asked about before. ``owner``: whose plain attributes are put back beside the model's.
-    ``most_rows``: None for the usual few, 2 where no more are known to fit.
+    ``most_rows``: None for the usual few, 2 where no more are known to fit. ``is_public``: nobody's own code has a part
+    in the loss; of a known one values tell enough then, without gradients.
 
     Only rows of the batches are used, cut and padded as training would; of long ones their beginnings, if the model
     takes these: whole, with all logits, they could need more memory than training does. None: these rows do not tell;
@@ -77,7 +79,8 @@ def probe(
     mixing = mixing_modules(model) if training else None
     precision, device = tolerance(model, low_precision), input_device(model)
     with untouched(model, owner, training), _statistics_kept(model, mixing), _measured_weights(model) as weights:
-        question = _Question(loss_of, precision, num_items, batches, rows, pad_token_id, device, shifts, weights, model)
+        given = (loss_of, precision, num_items, batches, rows, pad_token_id, device, shifts, weights, model)
+        question = _Question(*given, is_public)
         answer = _ask_of_beginnings(question) or _ask(question)
     return replace(answer, mixes=f"{mixing} put the whole batch together") if mixing and answer else answer
 
@@ -186,6 +189,7 @@ class _Question:
     shifts: bool
     weights: list[torch.Tensor]
     model: nn.Module
+    is_public: bool
     is_noisy: Optional[bool] = None
     _start: list = field(default_factory=list)
 
@@ -252,7 +256,8 @@ class _Question:
         other = with_other_labels(together, rows)
         strongest = together if other is None else other
         known, follows = self._known(strongest), self._follows(strongest)
-        answer = self._answer_from([self._observed(strongest)], known, follows, trims)
+        teller = replace(self, weights=[]) if known and self.is_public else self
+        answer = self._answer_from([teller._observed(strongest)], known, follows, trims)
         if other is None or answer is None or answer.known is not None:
             return answer
         return self._answer_from([self._observed(together), self._observed(other)], known, follows, trims)

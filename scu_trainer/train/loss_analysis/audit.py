@@ -134,15 +134,17 @@ def _tokens(window: Window, groups: Sequence[Sequence[Row]]) -> list[int]:
 
 
 def _sampled(window: Window, groups: list[list[Row]], tokens: int, seed: int) -> list[list[Row]]:
-    """Rows drawn out of the groups up to ``tokens``, two at least: those of the first group, and all others."""
+    """Rows drawn out of the groups up to ``tokens``, the two shortest at least: those of the first group, and all
+    others."""
     rows = [row for group in groups for row in group]
+    lengths = {row: window.batches[row[0]].length(row[1]) for row in rows}
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-    chosen, taken = set(), 0
+    chosen = set(sorted(rows, key=lengths.get)[:2])
+    left = tokens - sum(lengths[row] for row in chosen)
     for row in (rows[i] for i in order):
-        taken += window.batches[row[0]].length(row[1])
-        if len(chosen) >= 2 and taken > tokens:
-            break
-        chosen.add(row)
+        if row not in chosen and lengths[row] <= left:
+            chosen.add(row)
+            left -= lengths[row]
     kept = [[row for row in group if row in chosen] for group in groups]
     first, *others = [group for group in kept if group]
     return [first, [row for group in others for row in group]] if others else [first]
