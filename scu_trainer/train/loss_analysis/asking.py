@@ -257,10 +257,12 @@ class _Question:
         strongest = together if other is None else other
         known, follows = self._known(strongest), self._follows(strongest)
         teller = replace(self, weights=[]) if known and self.is_public else self
-        answer = self._answer_from([teller._observed(strongest)], known, follows, trims)
+        seen = teller._observed(strongest)
+        answer = self._answer_from([seen], known, follows, trims)
         if other is None or answer is None or answer.known is not None:
             return answer
-        return self._answer_from([self._observed(together), self._observed(other)], known, follows, trims)
+        seen = seen if teller is self else self._observed(other)
+        return self._answer_from([self._observed(together), seen], known, follows, trims)
 
     def _answer_from(self, asked: list[Optional[Observation]], known, follows, trims) -> Optional[Reduction]:
         if any(one is None for one in asked):
