@@ -188,7 +188,7 @@ class ChunkedStep:
 
     def _audited(self, window: Window, pieces: list[Piece], num_items: Any) -> tuple[Window, list[Piece]]:
         """Whole batches from now on where the loss turns out not to be the sum over its pieces."""
-        if self.ranks.even_chunks or self.analysis.holds(window, pieces, num_items):
+        if self.ranks.even_chunks or self.analysis.holds(window, self.loop.bounded(pieces), num_items):
             return window, pieces
         window = self._window_of(window.batches)
         return window, self._begin(window)

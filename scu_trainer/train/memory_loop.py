@@ -219,6 +219,16 @@ class MemoryLoop:
             return [piece]
         return self._window.split(piece, limit, most, self.settings.min_batch_size)
 
+    def bounded(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces as ``fit`` will cut them, but for what it predicts of memory then."""
+        window, settings = self._window, self.settings
+        most = settings.max_batch_size if window.can_pool else None
+        parts: list[Piece] = []
+        for piece in pieces:
+            fits = piece.tokens <= self._cap and (most is None or len(piece.rows) <= most)
+            parts += [piece] if fits else window.split(piece, self._cap, most, settings.min_batch_size)
+        return parts
+
     def _note_prediction(self, piece: Piece, limit: int) -> None:
         """Once for every lower limit: tight memory gives one in each window."""
         self.books.predicted += 1

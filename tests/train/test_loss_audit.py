@@ -135,6 +135,19 @@ def test_a_term_of_many_rows_only_is_found_before_the_first_step(tmp_path):
     assert "from step 1 on batches run whole" in trainer.chunked.analysis.notices[0]
 
 
+def test_rows_of_one_length_are_audited_as_they_are_cut(tmp_path):
+    """Nothing is sorted then: batches are planned whole, and cut only when their turn comes."""
+
+    class OfOneLength(Pictures):
+        def __getitem__(self, row: int):
+            return {**super().__getitem__(row), "attention_mask": torch.ones(9, dtype=torch.int64)}
+
+    trainer, found = train(late(3), tmp_path, CUT, OfOneLength())
+    _, expected = train(late(3), tmp_path, None, OfOneLength())
+    assert wrong_steps(found, expected) == [3]
+    assert "the gradient of step 3 may be off" in trainer.chunked.analysis.notices[0]
+
+
 def test_without_audits_the_same_loss_trains_on_another_gradient(tmp_path, monkeypatch):
     """What the audits are for: with them taken out the gradients are wrong and nobody says so."""
     monkeypatch.setattr("scu_trainer.train.loss_analysis.analysis.LossAnalysis.holds", lambda *given: True)
