@@ -213,21 +213,18 @@ class MemoryLoop:
         if room is not None and room < min(limit, piece.tokens):
             limit = min(limit, max(room, self._floor))
             self._note_prediction(piece, limit)
+        return self._within(piece, limit)
+
+    def bounded(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces as ``fit`` will cut them, but for what it predicts of memory then."""
+        return [part for piece in pieces for part in self._within(piece, self._cap)]
+
+    def _within(self, piece: Piece, limit: int) -> Sequence[Piece]:
         # Where rows act on each other only memory may cut: a bound of one's own would train something else.
         most = self.settings.max_batch_size if self._window.can_pool else None
         if piece.tokens <= limit and (most is None or len(piece.rows) <= most):
             return [piece]
         return self._window.split(piece, limit, most, self.settings.min_batch_size)
-
-    def bounded(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The pieces as ``fit`` will cut them, but for what it predicts of memory then."""
-        window, settings = self._window, self.settings
-        most = settings.max_batch_size if window.can_pool else None
-        parts: list[Piece] = []
-        for piece in pieces:
-            fits = piece.tokens <= self._cap and (most is None or len(piece.rows) <= most)
-            parts += [piece] if fits else window.split(piece, self._cap, most, settings.min_batch_size)
-        return parts
 
     def _note_prediction(self, piece: Piece, limit: int) -> None:
         """Once for every lower limit: tight memory gives one in each window."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 
 from scu_trainer.train.loss_analysis.asked_rows import are_classes, rows_to_ask
-from scu_trainer.train.loss_analysis.asking import EXACT, probe, tolerance
+from scu_trainer.train.loss_analysis.asking import probe, tolerance
 from scu_trainer.train.loss_analysis.audit import Audited, Auditor, is_part
 from scu_trainer.train.loss_analysis.reduction import Reduction
 from scu_trainer.train.model_loss import inner_model
@@ -167,9 +167,7 @@ class LossAnalysis:
         found = self._audit(window, pieces, num_items)
         if found is None:  # this window tells nothing: a later one will
             return True
-        # A sum of many floats rounds more coarsely than the loss of the few rows that were asked about.
-        bound = max(tolerance(self.trainer.model, self._low_precision), EXACT)
-        if found.difference <= bound:
+        if found.difference <= tolerance(self.trainer.model, self._low_precision):
             self.audits += 1
             self.last_good_step = self._step
             self.largest_difference = max(self.largest_difference, found.difference)

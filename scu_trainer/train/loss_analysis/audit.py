@@ -20,8 +20,8 @@ from scu_trainer.train.rows import Row
 from scu_trainer.train.window import Piece, Window
 
 SAMPLE_SHARE = 1 / 8
-"""Of a window's tokens, what an audit takes where the first one, on all of them, has passed: nine audits in the first
-200 steps then cost less than a hundredth of these."""
+"""Of a window's tokens, what an audit takes where the first one, on all of them, has passed
+(benchmarks/loss_analysis_cost.py)."""
 
 
 @dataclass(frozen=True)
