@@ -28,8 +28,8 @@ from torch.nn import functional
 from scu_trainer.data.items import TARGET
 from scu_trainer.errors import ModelError
 from scu_trainer.train.loss_analysis import EXACT, ROUGH
-from scu_trainer.train.loss_analysis.asking import Observation
 from scu_trainer.train.loss_analysis.known import LossCalls, divisor_of
+from scu_trainer.train.loss_analysis.measuring import Observation
 from scu_trainer.train.loss_analysis.reduction import Targets
 from scu_trainer.train.rows import NOT_LEARNED
 from scu_trainer.train.wrapped_rows import LABELS, are_classes, each, has_one_entry_per_row, rows_to_ask, take

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 
 from scu_trainer.train.loss_analysis.asked_rows import are_classes, rows_to_ask
-from scu_trainer.train.loss_analysis.asking import probe, tolerance
+from scu_trainer.train.loss_analysis.asking import probe
 from scu_trainer.train.loss_analysis.audit import Audited, Auditor, is_part
+from scu_trainer.train.loss_analysis.measuring import tolerance
 from scu_trainer.train.loss_analysis.reduction import Reduction
 from scu_trainer.train.model_loss import inner_model
 from scu_trainer.train.rows import Batch
@@ -45,6 +46,7 @@ class LossAnalysis:
         self.last_good_step: Optional[int] = None
         self.largest_difference = self.seconds = 0.0
         self._windows = self._cut_windows = self._asked = 0
+        self._auditor: Optional[Auditor] = None
         self._by_keys: dict[frozenset, Reduction] = {}
         self._seen: set[int] = set()
 
@@ -177,12 +179,13 @@ class LossAnalysis:
 
     def _audit(self, window: Window, pieces: Sequence[Piece], num_items: Any) -> Optional[Audited]:
         trainer = self.trainer
-        auditor = Auditor(trainer.model, self._loss_of, trainer.chunked.free_memory, trainer)
+        if self._auditor is None:
+            self._auditor = Auditor(trainer.model, self._loss_of, trainer.chunked.free_memory, trainer)
         full = self.audits == 0 and not (self.reduction.known and self._is_public)  # of the known a sample is enough
         if trainer.loss_path is not None:  # without the logits, if training does without them
             trainer.loss_path.choose(trainer._prepare_inputs(window.batches[0].inputs))
         with self._unrecorded():
-            audit = partial(auditor.audit, window, pieces, num_items, self.audits, full)
+            audit = partial(self._auditor.audit, window, pieces, num_items, self.audits, full)
             return second_try(audit, "auditing how the loss adds up")
 
     @property

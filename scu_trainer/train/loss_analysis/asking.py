@@ -12,40 +12,33 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Optional
 
-import numpy as np
 import torch
 from torch import nn
 
 from scu_trainer.models.offloaded import input_device
 from scu_trainer.train.loss_analysis.asked_rows import beginnings, in_order, rows_to_ask, with_other_labels
-from scu_trainer.train.loss_analysis.known import LossCalls, divisor_of
-from scu_trainer.train.loss_analysis.no_trace import WithoutNoise, rng_state, untouched
-from scu_trainer.train.loss_analysis.reduction import Reduction, Targets, row_items
+from scu_trainer.train.loss_analysis.known import Call, LossCalls, divisor_of
+from scu_trainer.train.loss_analysis.measuring import (
+    FEW_ITEMS,
+    LossOf,
+    Meter,
+    Observation,
+    measured_weights,
+    tolerance,
+)
+from scu_trainer.train.loss_analysis.no_trace import untouched
+from scu_trainer.train.loss_analysis.reduction import Reduction, Targets
 from scu_trainer.train.memory import forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.rows import Batch, Row, pick, take
 from scu_trainer.train.second_try import retry_unchanged
 
-EXACT = 5e-5
-"""Largest relative difference that counts as equal in float32."""
-
-ROUGH = 2e-2
-"""The same where matrices are multiplied in 16 bits or less."""
-
 FOLLOWS = 0.75
 """Told twice the count, a loss that is divided by it halves; nearly so with a part of its own that nobody counts."""
-
-MOST_GRADIENT_ENTRIES = 2**18
-MOST_GRADIENT_TENSORS = 24
-"""Of the trained weights whose gradient is compared: the smallest ones, which lie in all layers."""
-
-LossOf = Callable[[Any, Optional[torch.Tensor]], torch.Tensor]
-"""(inputs, num_items_in_batch) -> loss; inputs are copied before, because a loss may take its labels out of them."""
 
 
 def probe(
@@ -78,9 +71,9 @@ def probe(
         return None
     mixing = mixing_modules(model) if training else None
     precision, device = tolerance(model, low_precision), input_device(model)
-    with untouched(model, owner, training), _statistics_kept(model, mixing), _measured_weights(model) as weights:
-        given = (loss_of, precision, num_items, batches, rows, pad_token_id, device, shifts, weights, model)
-        question = _Question(*given, is_public)
+    with untouched(model, owner, training), _statistics_kept(model, mixing), measured_weights(model) as weights:
+        meter = Meter(loss_of, num_items, model, weights)
+        question = _Question(meter, precision, batches, rows, pad_token_id, device, shifts, is_public)
         answer = _ask_of_beginnings(question) or _ask(question)
     return replace(answer, mixes=f"{mixing} put the whole batch together") if mixing and answer else answer
 
@@ -92,41 +85,6 @@ def _statistics_kept(model: nn.Module, mixing: Optional[str]) -> Iterator[None]:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
     yield
-
-
-@contextlib.contextmanager
-def _measured_weights(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Leaves that stand inside for some trained weights, the smallest ones, and share their memory: hooks on weights
-    are not for us. None for sharded ones, whose gradients only all ranks together can take."""
-    chosen = _smallest_weights(model)
-    leaves = {weight: nn.Parameter(weight.detach()) for weight in chosen}
-    places = [
-        (module, name, weight)
-        for module in model.modules()
-        for name, weight in module._parameters.items()
-        if weight is not None and weight in leaves
-    ]
-    for module, name, weight in places:
-        module._parameters[name] = leaves[weight]
-    try:
-        yield list(leaves.values())
-    finally:
-        for module, name, weight in places:
-            module._parameters[name] = weight
-
-
-def _smallest_weights(model: nn.Module) -> list[nn.Parameter]:
-    trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
-    if any(hasattr(p, "ds_id") or hasattr(p, "device_mesh") for p in trained):
-        return []
-    chosen, entries = [], 0
-    for weight in sorted(trained, key=lambda weight: weight.numel())[:MOST_GRADIENT_TENSORS]:
-        entries += weight.numel()
-        if entries > MOST_GRADIENT_ENTRIES:
-            break
-        if type(weight) is nn.Parameter:  # a subclass knows more of itself than a plain leaf would
-            chosen.append(weight)
-    return chosen
 
 
 def _ask_of_beginnings(question: _Question) -> Optional[Reduction]:
@@ -179,123 +137,67 @@ def _again(question: _Question, trim: bool) -> Optional[Reduction]:
 
 @dataclass
 class _Question:
-    loss_of: LossOf
+    meter: Meter
     tolerance: float
-    num_items: Any
     batches: Sequence[Batch]
     rows: Sequence[Row]
     pad_token_id: int
     device: torch.device
     shifts: bool
-    weights: list[torch.Tensor]
-    model: nn.Module
     is_public: bool
-    is_noisy: Optional[bool] = None
-    _start: list = field(default_factory=list)
-
-    # -- what the model says -------------------------------------------------------------------------------------------
-
-    def loss(self, inputs: Any, items: float = 8.0) -> float:
-        """``items``: not the count of the window, by which a small loss would drown in rounding."""
-        with torch.no_grad():
-            return float(self._value(inputs, items))
-
-    def _value(self, inputs: Any, items: float = 8.0) -> torch.Tensor:
-        device = getattr(self.num_items, "device", None)
-        given = None if self.num_items is None else torch.as_tensor(items, device=device)
-        with self._without_noise():
-            return self.loss_of(type(inputs)(inputs), given)
-
-    @contextlib.contextmanager
-    def _without_noise(self) -> Iterator[None]:
-        """The same draws in every question; where draws are made at all their means stand for them."""
-        if self.is_noisy is None:
-            yield
-            return
-        for restore, state in self._start:
-            restore(state)
-        with WithoutNoise() if self.is_noisy else contextlib.nullcontext():
-            yield
-
-    def look_for_noise(self, inputs: Any) -> None:
-        """Whether a forward draws random numbers."""
-        self._start = [
-            (torch.set_rng_state, torch.get_rng_state()),
-            (np.random.set_state, np.random.get_state()),
-            (random.setstate, random.getstate()),
-        ]
-        before = rng_state(self.model)
-        self.loss(inputs)
-        self.is_noisy = not all(map(torch.equal, before, rng_state(self.model)))
-
-    def measure(self, inputs: Any) -> torch.Tensor:
-        """The loss and its gradient by the measured weights, as one vector (1 + entries,) in float64."""
-        if not self.weights:
-            return torch.tensor([self.loss(inputs)], dtype=torch.float64)
-        with torch.enable_grad():
-            loss = self._value(inputs)
-            found = [None] * len(self.weights)
-            if loss.requires_grad:
-                with self._without_noise():
-                    found = torch.autograd.grad(loss.reshape(()), self.weights, allow_unused=True)
-        parts = [
-            torch.zeros_like(weight) if gradient is None else gradient
-            for weight, gradient in zip(self.weights, found, strict=True)
-        ]
-        flat = [part.detach().double().reshape(-1).cpu() for part in (loss, *parts)]
-        return torch.cat(flat)
-
-    # -- the answer ----------------------------------------------------------------------------------------------------
 
     def answer(self, trim: bool) -> Optional[Reduction]:
-        rows = len(self.rows)
+        meter, rows = self.meter, len(self.rows)
         together = in_order(self.batches, self.rows, self.pad_token_id, trim)
-        if self.is_noisy is None:
-            self.look_for_noise(together)
-        trims = self._trims(pick(together, torch.tensor([0]), rows)) if trim else False
         other = with_other_labels(together, rows)
         strongest = together if other is None else other
-        known, follows = self._known(strongest), self._follows(strongest)
-        teller = replace(self, weights=[]) if known and self.is_public else self
-        seen = teller._observed(strongest)
-        answer = self._answer_from([seen], known, follows, trims)
-        if other is None or answer is None or answer.known is not None:
-            return answer
-        seen = seen if teller is self else self._observed(other)
-        return self._answer_from([self._observed(together), seen], known, follows, trims)
+        whole, calls = meter.first(strongest, gradient=not self.is_public)
+        known, follows = self._known(strongest, float(whole[0]), calls), self._follows(strongest, float(whole[0]))
+        gradient = not (known and self.is_public)
+        if gradient and self.is_public:
+            whole = meter.measure(strongest)
+        asked = [self._observed(strongest, whole, gradient)]
+        answer = self._answer_from(asked, known, follows)
+        if other is not None and answer is not None and answer.known is None:
+            asked.insert(0, self._observed(together, meter.measure(together, gradient=False), gradient=False))
+            answer = self._answer_from(asked, known, follows)
+        if answer is None:
+            return None
+        trims = self._trims(together, asked[0]) if trim else False
+        return replace(answer, trims=trims, reads_padding="less of it gives another loss" if trims is False else None)
 
-    def _answer_from(self, asked: list[Optional[Observation]], known, follows, trims) -> Optional[Reduction]:
+    def _answer_from(self, asked: list[Optional[Observation]], known, follows) -> Optional[Reduction]:
         if any(one is None for one in asked):
             return None
         errors = self._errors(asked, known, follows)
         kind, tied = self._decide(errors, asked, known)
-        return None if kind is None else self._reduction(kind, tied, errors, known, trims)
+        return None if kind is None else self._reduction(kind, tied, errors, known)
 
-    def _reduction(self, kind: str, tied: tuple[str, ...], errors, known, trims: Optional[bool]) -> Reduction:
+    def _reduction(self, kind: str, tied: tuple[str, ...], errors, known) -> Reduction:
         is_exact = errors[kind] <= self.tolerance
         name, targets = known or (None, None)
         is_known = is_exact and name is not None and kind in _kinds_of(targets)
         column = kind.removeprefix("column ") if kind.startswith("column ") else None
         return Reduction(
             "column" if column else kind,
-            trims,
+            trims=None,
             mixes=None if is_exact else "the loss of several rows does not follow from the losses of each",
-            reads_padding="less of it gives another loss" if trims is False else None,
             known=name if is_known else None,
             targets=targets if kind == "targets" else None,
             column=column,
             tied=() if is_known else tied,
         )
 
-    def _observed(self, inputs: Any) -> Optional[Observation]:
-        """None where the loss is no number, or nothing."""
-        rows = len(self.rows)
-        whole = self.measure(inputs)
-        parts = [self.measure(pick(inputs, torch.tensor([row]), rows)) for row in range(rows)]
+    def _observed(self, inputs: Any, whole: torch.Tensor, gradient: bool) -> Optional[Observation]:
+        """``whole``: what was measured of ``inputs`` together. None where the loss is no number, or nothing."""
+        parts = [self.meter.measure(self._row(inputs, row), gradient) for row in range(len(self.rows))]
         values = [float(part[0]) for part in parts]
         if not math.isfinite(whole[0]) or not any((*values, float(whole[0]))) or not any(map(math.isfinite, values)):
             return None
-        return Observation(inputs, rows, whole, parts)
+        return Observation(inputs, len(self.rows), whole, parts)
+
+    def _row(self, inputs: Any, row: int) -> Any:
+        return pick(inputs, torch.tensor([row]), len(self.rows))
 
     def _errors(self, asked: Sequence[Observation], known, follows: Optional[float]) -> dict[str, float]:
         """Of each kind, how far the whole is from what it says."""
@@ -320,46 +222,53 @@ class _Question:
             return None, ()
         return first, tuple(rest)
 
-    def _known(self, inputs: Any) -> Optional[tuple[str, Any]]:
-        """(name of the public function that computes the loss, what it divides by), where nothing else is in it."""
-        with LossCalls() as seen:
-            once = self.loss(inputs)
-        divisor = divisor_of(seen.calls, inputs, len(self.rows))
+    def _known(self, inputs: Any, once: float, calls: Sequence[Call]) -> Optional[tuple[str, Any]]:
+        """(name of the public function that computes the loss, what it divides by), where nothing else is in it.
+        ``once``: the loss of ``inputs``, computed by ``calls``."""
+        divisor = divisor_of(calls, inputs, len(self.rows))
         if divisor is None:
             return None
         with LossCalls(factor=2.0):
-            twice = self.loss(inputs)
+            twice = self.meter.loss(inputs)
         if abs(twice - 2 * once) > 1e-6 * abs(once):
             return None
-        return ", ".join(dict.fromkeys(call.name for call in seen.calls)), divisor.targets or divisor.kind
+        return ", ".join(dict.fromkeys(call.name for call in calls)), divisor.targets or divisor.kind
 
-    def _follows(self, inputs: Any) -> Optional[float]:
-        """The loss told twice the count, by the loss told once; None where it is told nothing."""
-        if self.num_items is None:
+    def _follows(self, inputs: Any, once: float) -> Optional[float]:
+        """The loss told twice the count, by ``once``; None where it is told nothing."""
+        if self.meter.num_items is None:
             return None
-        once = self.loss(inputs)
-        return abs(self.loss(inputs, 16.0) / once) if once else 1.0
+        return abs(self.meter.loss(inputs, 2 * FEW_ITEMS) / once) if once else 1.0
 
     # -- padding, and single rows --------------------------------------------------------------------------------------
 
     def _equal(self, a: float, b: float) -> bool:
         return abs(a - b) <= self.tolerance * max(abs(a), abs(b), 1e-12)
 
-    def _trims(self, first: Any) -> Optional[bool]:
-        """Whether a row loses nothing by losing its padding; None if it has none. ``first``: padded for the others."""
-        short = take(self.batches, self.rows[:1], self.pad_token_id)
-        if not self.batches[self.rows[0][0]].trimmable or _shapes(first) == _shapes(short):
+    def _trims(self, together: Any, observed: Observation) -> Optional[bool]:
+        """Whether the first row loses nothing by losing its padding, which it has in ``together``; None if there is
+        none. ``observed``: of these or other inputs."""
+        padded = self._row(together, 0)
+        if not self._is_padded(padded):
             return None
-        return self._equal(self.loss(first), self.loss(short))
+        loss = float(observed.parts[0][0]) if observed.inputs is together else self.meter.loss(padded)
+        return self._equal(loss, self.meter.loss(self._first_row()))
+
+    def _is_padded(self, row: Any) -> bool:
+        return self.batches[self.rows[0][0]].trimmable and _shapes(row) != _shapes(self._first_row())
+
+    def _first_row(self, trim: bool = True) -> Any:
+        return take(self.batches, self.rows[:1], self.pad_token_id, trim=trim)
 
     def answer_of_one(self, reason: str) -> Reduction:
         """What a single row tells where several cannot be asked: a public function that only divides by the count."""
         kind, name = "rows", None
         try:
-            one = take(self.batches, self.rows[:1], self.pad_token_id)
-            follows = self._follows(one)
+            one = self._first_row()
+            loss, calls = self.meter.first(one, gradient=False)
+            follows = self._follows(one, float(loss))
             if follows is not None and follows < FOLLOWS:
-                kind, known = "num_items", replace(self, rows=self.rows[:1])._known(one)
+                kind, known = "num_items", replace(self, rows=self.rows[:1])._known(one, float(loss), calls)
                 name = known[0] if known and known[1] == "sum" else None
         except Exception as error:  # training itself will say why, if it fails there too
             forget_traceback(error)
@@ -368,49 +277,14 @@ class _Question:
 
     def _trims_alone(self) -> Optional[bool]:
         """Whether the first row loses nothing by losing its padding; believed where it does not fit with it."""
-        padded = take(self.batches, self.rows[:1], self.pad_token_id, trim=False)
+        padded = self._first_row(trim=False)
         try:
-            return self._trims(padded)
+            if not self._is_padded(padded):
+                return None
+            return self._equal(self.meter.loss(padded), self.meter.loss(self._first_row()))
         except Exception as error:
             forget_traceback(error)
             return True if is_out_of_memory(error) else False
-
-
-@dataclass(frozen=True, eq=False)
-class Observation:
-    """``whole``, ``parts``: what was measured of rows together and of each alone."""
-
-    inputs: Any
-    rows: int
-    whole: torch.Tensor
-    parts: list[torch.Tensor]
-
-    def shares(self, kind: str, targets: Optional[Targets] = None) -> list[float]:
-        """By how much each part enters the whole."""
-        if kind in ("sum", "num_items"):
-            return [1.0] * self.rows
-        items = _items(kind, self.inputs, self.rows, targets)
-        return [round(item / (sum(items) or 1.0), 9) for item in items]
-
-    def error(self, kind: str, targets: Optional[Targets] = None) -> float:
-        """Relative, the larger one of value and gradient."""
-        shared = [
-            share * part for share, part in zip(self.shares(kind, targets), self.parts, strict=True) if share != 0.0
-        ]
-        if not shared:
-            return math.inf
-        difference = torch.stack(shared).sum(dim=0) - self.whole
-        of_value = abs(float(difference[0])) / max(abs(float(one[0])) for one in (self.whole, *shared))
-        scale = max(float(one[1:].norm()) for one in (self.whole, *shared))
-        of_gradient = float(difference[1:].norm()) / scale if scale else 0.0
-        error = max(of_value, of_gradient)
-        return error if math.isfinite(error) else math.inf
-
-
-def _items(kind: str, inputs: Any, rows: int, targets: Optional[Targets]) -> list[float]:
-    if kind.startswith("column "):
-        return row_items("column", inputs, rows, column=kind.removeprefix("column "))
-    return row_items(kind, inputs, rows, targets if isinstance(targets, Targets) else None)
 
 
 def _kinds_of(found: Any) -> tuple[str, ...]:
@@ -438,11 +312,6 @@ def _kinds(inputs: Any, shifts: bool, known: Any) -> list[str]:
 
 def _shapes(inputs: Any) -> list[tuple[int, ...]]:
     return [tuple(value.shape) for value in inputs.values() if torch.is_tensor(value)]
-
-
-def tolerance(model: nn.Module, low_precision: bool) -> float:
-    low = any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())
-    return ROUGH if low or low_precision else EXACT
 
 
 def mixing_modules(model: nn.Module) -> Optional[str]:

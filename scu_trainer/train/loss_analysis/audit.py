@@ -5,7 +5,6 @@ Forward only, in training mode without noise, on the micro-batches that memory m
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,14 +12,14 @@ from typing import Any, Optional
 
 import torch
 
-from scu_trainer.train.loss_analysis.asking import LossOf
+from scu_trainer.train.loss_analysis.measuring import LossOf
 from scu_trainer.train.loss_analysis.no_trace import WithoutNoise, rng_state, untouched
 from scu_trainer.train.memory import forget_traceback, is_out_of_memory
 from scu_trainer.train.rows import Row
 from scu_trainer.train.window import Piece, Window
 
-SAMPLE_SHARE = 1 / 8
-"""Of a window's tokens, what an audit takes where the first one, on all of them, has passed
+SAMPLE_SHARE = 1 / 16
+"""Of a window's tokens, what an audit takes where the first one, on a whole batch, has passed
 (benchmarks/loss_analysis_cost.py)."""
 
 
@@ -49,23 +48,25 @@ class Auditor:
     def audit(
         self, window: Window, pieces: Sequence[Piece], num_items: Any, turn: int, full: bool
     ) -> Optional[Audited]:
-        """``turn``: the number of this audit, by which batch and rows are drawn. ``full``: all batches as the loader
-        gave them, against all pieces. None where the rows tell nothing: the loss is no number, nothing is learned, or
-        no two rows fit."""
-        number = turn % len(window.batches)
+        """``turn``: the number of this audit, by which a batch that is cut and rows of it are drawn. ``full``: all rows
+        of the batch, as the loader gave it. None where the rows tell nothing: the loss is no number, nothing is
+        learned, or no two rows fit."""
+        numbers = sorted(
+            {number for piece in pieces if piece.rows and is_part(window, piece) for number, _ in piece.rows}
+        )
+        number = numbers[turn % len(numbers)]
         groups = [[row for row in piece.rows if row[0] == number] for piece in pieces]
         groups = [group for group in groups if group]
-        if full:
-            found, fits = self._fitting(lambda: self._of_window(window, pieces, num_items))
-            if fits:
-                return found
-        groups = _sampled(window, groups, _budget(window, pieces), turn)
+        budget = _budget(window, pieces)
+        if not full:
+            groups = _sampled(window, groups, budget, turn)
         while (rows := sum(map(len, groups))) > 1:
             parts = _at_least_two(groups)
             found, fits = self._fitting(lambda: self._compared(window, parts, num_items))  # noqa: B023
             if fits:
                 return found
-            groups = _sampled(window, groups, sum(_tokens(window, groups)) // 2, turn) if rows > 2 else []
+            half = sum(_tokens(window, groups)) // 2
+            groups = _sampled(window, groups, min(budget, half), turn) if rows > 2 else []
         return None
 
     def _fitting(self, compare: Callable[[], Optional[Audited]]) -> tuple[Optional[Audited], bool]:
@@ -79,18 +80,6 @@ class Auditor:
         self.free_memory()
         return None, False
 
-    def _of_window(self, window: Window, pieces: Sequence[Piece], num_items: Any) -> Optional[Audited]:
-        """Batches that run whole are the same on both sides."""
-        cut = [piece for piece in pieces if piece.rows and is_part(window, piece)]
-        numbers = sorted({number for piece in cut for number, _ in piece.rows})
-        rows = sum(window.batches[number].rows for number in numbers)
-        with untouched(self.model, self.owner, training=True), torch.no_grad():
-            whole = sum(self._loss(window.batches[number].inputs, num_items) for number in numbers)
-            shares = [1.0 if piece.weight is None else piece.weight for piece in cut]
-            parts = [self._loss(window.inputs(piece), num_items) for piece in cut]
-        total = sum(share * part for share, part in zip(shares, parts, strict=True))
-        return Audited(rows, whole, total) if math.isfinite(whole) else None
-
     def _compared(self, window: Window, groups: list[list[Row]], num_items: Any) -> Optional[Audited]:
         rows = [row for group in groups for row in group]
         items = window.items_of(rows)
@@ -98,22 +87,32 @@ class Auditor:
             return None
         batch = window.batches[rows[0][0]]
         inputs = batch.inputs if len(rows) == batch.rows else window.inputs_of(rows)
+        shares = [sum(window.items_of(group)) / sum(items) if window.reduction.is_mean else 1.0 for group in groups]
+
+        def losses() -> tuple[float, float]:
+            parts = [
+                share * self._loss(window.inputs_of(group), num_items)
+                for share, group in zip(shares, groups, strict=True)
+                if share
+            ]
+            return self._loss(inputs, num_items), sum(parts)
+
+        return self._without_noise(len(rows), losses)
+
+    def _without_noise(self, rows: int, losses: Callable[[], tuple[float, float]]) -> Optional[Audited]:
+        """``losses``: of the whole and of its parts; a second time where the first shows that numbers are drawn."""
         with untouched(self.model, self.owner, training=True), torch.no_grad():
-            whole = self._loss(inputs, num_items)
-            parts = 0.0
-            for group in groups:
-                share = sum(window.items_of(group)) / sum(items) if window.reduction.is_mean else 1.0
-                parts += share * self._loss(window.inputs_of(group), num_items) if share else 0.0
-        return Audited(len(rows), whole, parts) if math.isfinite(whole) else None
+            if not self._draws:
+                before = rng_state(self.model)
+                whole, parts = losses()
+                self._draws = not all(map(torch.equal, before, rng_state(self.model)))
+            if self._draws:
+                with WithoutNoise():
+                    whole, parts = losses()
+        return Audited(rows, whole, parts) if math.isfinite(whole) else None
 
     def _loss(self, inputs: Any, num_items: Any) -> float:
-        before = None if self._draws else rng_state(self.model)
-        with WithoutNoise() if self._draws else contextlib.nullcontext():
-            loss = float(self.loss_of(type(inputs)(inputs), num_items))
-        if before is None or all(map(torch.equal, before, rng_state(self.model))):
-            return loss
-        self._draws = True
-        return self._loss(inputs, num_items)
+        return float(self.loss_of(type(inputs)(inputs), num_items))
 
 
 def _at_least_two(groups: list[list[Row]]) -> list[list[Row]]:

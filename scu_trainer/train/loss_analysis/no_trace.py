@@ -68,7 +68,9 @@ def _put_back(buffers: list, attributes: list) -> None:
 
 def _plain_attributes(one: Any, most: int) -> dict[str, Any]:
     return {
-        name: copy.deepcopy(value) for name, value in vars(one).items() if name != "training" and _is_plain(value, most)
+        name: value if isinstance(value, PLAIN) else copy.deepcopy(value)
+        for name, value in vars(one).items()
+        if name != "training" and _is_plain(value, most)
     }
 
 
