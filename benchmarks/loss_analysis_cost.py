@@ -4,7 +4,7 @@
 
 Their own time against that of the rest of the training, by one clock in one run. Three subjects with 32 uneven rows per
 step, as in the other benchmarks of memory, so that batches are cut and audited: the embedded model with LoRA; a Llama
-with 8,000 words, all of it trained; the same with a loss of somebody's own, whose first audit takes a whole batch.
+with 8,000 words, all of it trained; the same with a loss of somebody's own, whose first audit takes a whole window.
 For these the aim counts. Then the last one with 8 rows, whose steps of 0.2 seconds are about as short as they come: a
 question is some ten short forwards, whatever the step is. Prints the share, and how many steps questions and audits
 took the time of.

@@ -19,7 +19,7 @@ from scu_trainer.train.rows import Row
 from scu_trainer.train.window import Piece, Window
 
 SAMPLE_SHARE = 1 / 16
-"""Of a window's tokens, what an audit takes where the first one, on a whole batch, has passed
+"""Of a window's tokens, what an audit takes where the first one, on all of them, has passed
 (benchmarks/loss_analysis_cost.py)."""
 
 
@@ -48,25 +48,22 @@ class Auditor:
     def audit(
         self, window: Window, pieces: Sequence[Piece], num_items: Any, turn: int, full: bool
     ) -> Optional[Audited]:
-        """``turn``: the number of this audit, by which a batch that is cut and rows of it are drawn. ``full``: all rows
-        of the batch, as the loader gave it. None where the rows tell nothing: the loss is no number, nothing is
-        learned, or no two rows fit."""
-        numbers = sorted(
-            {number for piece in pieces if piece.rows and is_part(window, piece) for number, _ in piece.rows}
-        )
-        number = numbers[turn % len(numbers)]
+        """``turn``: the number of this audit, by which a batch and rows of it are drawn. ``full``: all batches as the
+        loader gave them against all pieces, for a loss that acts on many rows only. None where the rows tell nothing:
+        the loss is no number, nothing is learned, or no two rows fit."""
+        if full:
+            found, fits = self._fitting(lambda: self._of_window(window, pieces, num_items))
+            if fits:
+                return found
+        number = turn % len(window.batches)
         groups = [[row for row in piece.rows if row[0] == number] for piece in pieces]
-        groups = [group for group in groups if group]
-        budget = _budget(window, pieces)
-        if not full:
-            groups = _sampled(window, groups, budget, turn)
+        groups = _sampled(window, [group for group in groups if group], _budget(window, pieces), turn)
         while (rows := sum(map(len, groups))) > 1:
             parts = _at_least_two(groups)
             found, fits = self._fitting(lambda: self._compared(window, parts, num_items))  # noqa: B023
             if fits:
                 return found
-            half = sum(_tokens(window, groups)) // 2
-            groups = _sampled(window, groups, min(budget, half), turn) if rows > 2 else []
+            groups = _sampled(window, groups, sum(_tokens(window, groups)) // 2, turn) if rows > 2 else []
         return None
 
     def _fitting(self, compare: Callable[[], Optional[Audited]]) -> tuple[Optional[Audited], bool]:
@@ -79,6 +76,19 @@ class Auditor:
             forget_traceback(error)
         self.free_memory()
         return None, False
+
+    def _of_window(self, window: Window, pieces: Sequence[Piece], num_items: Any) -> Optional[Audited]:
+        """Batches that run whole are the same on both sides."""
+        cut = [piece for piece in pieces if piece.rows and is_part(window, piece)]
+        numbers = sorted({number for piece in cut for number, _ in piece.rows})
+        shares = [1.0 if piece.weight is None else piece.weight for piece in cut]
+
+        def losses() -> tuple[float, float]:
+            whole = sum(self._loss(window.batches[number].inputs, num_items) for number in numbers)
+            parts = [self._loss(window.inputs(piece), num_items) for piece in cut]
+            return whole, sum(share * part for share, part in zip(shares, parts, strict=True))
+
+        return self._without_noise(sum(window.batches[number].rows for number in numbers), losses)
 
     def _compared(self, window: Window, groups: list[list[Row]], num_items: Any) -> Optional[Audited]:
         rows = [row for group in groups for row in group]
