@@ -135,6 +135,19 @@ def test_a_term_of_many_rows_only_is_found_before_the_first_step(tmp_path):
     assert "from step 1 on batches run whole" in trainer.chunked.analysis.notices[0]
 
 
+def test_a_term_of_more_rows_than_a_batch_has_is_found_before_the_first_step(tmp_path):
+    """Micro-batches hold rows of several batches of a window, and may have more rows than any of these."""
+
+    def loss(net, pooled, logits, mask, labels):
+        return plain(net, pooled, logits, mask, labels) + (0.2 * contrast(pooled) if len(pooled) > ROWS else 0.0)
+
+    pools = MemorySettings(token_cap=9 * 2 * ROWS)
+    trainer, found = train(loss, tmp_path, pools)
+    _, expected = train(loss, tmp_path, None)
+    assert wrong_steps(found, expected) == []
+    assert "from step 1 on batches run whole" in trainer.chunked.analysis.notices[0]
+
+
 def test_rows_of_one_length_are_audited_as_they_are_cut(tmp_path):
     """Nothing is sorted then: batches are planned whole, and cut only when their turn comes."""
 
