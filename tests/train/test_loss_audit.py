@@ -141,7 +141,7 @@ def test_a_term_of_more_rows_than_a_batch_has_is_found_before_the_first_step(tmp
     def loss(net, pooled, logits, mask, labels):
         return plain(net, pooled, logits, mask, labels) + (0.2 * contrast(pooled) if len(pooled) > ROWS else 0.0)
 
-    pools = MemorySettings(token_cap=9 * 2 * ROWS)
+    pools = MemorySettings(token_cap=4000)
     trainer, found = train(loss, tmp_path, pools)
     _, expected = train(loss, tmp_path, None)
     assert wrong_steps(found, expected) == []
