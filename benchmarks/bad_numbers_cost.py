@@ -25,16 +25,16 @@ from transformers import TrainerCallback
 
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import SafetySettings
-from scu_trainer.train.bad_numbers import BadNumbers
-from scu_trainer.train.divergence_watch import DivergenceWatch
 from scu_trainer.train.logs import run_log
+from scu_trainer.train.loops.divergence import DivergenceWatch
+from scu_trainer.train.loops.nonfinite_guard import NonFiniteGuard
 
 TARGET_RATIO = 1.01
 WARM_UP_STEPS = 20
 BATCH_ROWS = 8
 INSIDE = (
-    *((BadNumbers, name) for name in ("on_step_begin", "observe", "before_optimizer", "on_optimizer_step")),
-    *((BadNumbers, name) for name in ("on_step_end", "window", "scalars")),
+    *((NonFiniteGuard, name) for name in ("on_step_begin", "observe", "before_optimizer", "on_optimizer_step")),
+    *((NonFiniteGuard, name) for name in ("on_step_end", "window", "scalars")),
     (DivergenceWatch, "on_log"),
 )
 
@@ -56,8 +56,9 @@ class Alternate(TrainerCallback):
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
         self.inside_s = 0.0
         self._begin = Begin()
-        own = (self.guard, self.guard.divergence)
-        self._others = [callback for callback in trainer.callback_handler.callbacks if callback not in own]
+        self._others = [callback for callback in trainer.callback_handler.callbacks if callback is not self.guard]
+
+    def on_train_begin(self, args, state, control, **kwargs):
         self._switch(on=True)
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -69,10 +70,10 @@ class Alternate(TrainerCallback):
         self._switch(on=not was_odd)
 
     def _switch(self, on: bool) -> None:
-        """For the next step: without our callbacks and the guard nothing of it runs."""
+        """For the next step: without the guard nothing of it runs."""
         on = on and self.measured
         self.trainer.bad_numbers = self.guard if on else None
-        own = [self.guard, self.guard.divergence] if on else []
+        own = [self.guard] if on else []
         self.trainer.callback_handler.callbacks = [self._begin, *own, *self._others, self]
 
     def around(self, function: Any) -> Any:

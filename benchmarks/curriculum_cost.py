@@ -39,9 +39,9 @@ from scu_trainer.control import curriculum as control
 from scu_trainer.control.difficulty import Snapshot
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train import model_loss
-from scu_trainer.train.curriculum_loop import CurriculumLoop
 from scu_trainer.train.deliveries import Deliveries
 from scu_trainer.train.logs import run_log
+from scu_trainer.train.loops.curriculum import CurriculumLoop
 from scu_trainer.train.row_readings import Reading
 
 TARGETS = {"tracking_over_none": 1.02, "planning_seconds_per_million": 0.5}
@@ -113,7 +113,7 @@ TRACKING = (
     (Reading, "rows"),
     (model_loss, "row_losses"),
     (Deliveries, "pass_on"),
-    *((CurriculumLoop, name) for name in ("record", "gather", "end_epoch", "begin_epoch", "found")),
+    *((CurriculumLoop, name) for name in ("see", "gather", "end_epoch", "begin_epoch", "found")),
 )
 
 

@@ -213,7 +213,7 @@ def figures(metrics: dict[str, float]) -> str:
 
 
 def trained_state(trainer: SCUTrainer, recorder: Recorder, folder: str) -> list[Any]:
-    average = trainer.efficiency.average
+    average = trainer.loop("weight_average")
     state: list[Any] = [tensor for step in (*recorder.weights, *recorder.buffers) for tensor in step.values()]
     state += [] if average is None else average._averaged()
     state += [] if trainer.regularizer is None else [repr(read_rows(Path(folder) / "scu_history.json"))]

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from scu_trainer.settings import MemorySettings, RegularizationSettings
-from scu_trainer.train import memory_loop
+from scu_trainer.train import micro_batch_sizer
 from scu_trainer.train.logs import run_log
 
 SETTLED_STEPS = 5
@@ -212,7 +212,7 @@ def counted(name: str, steps: int) -> dict[str, Any]:
         run_log(),
         patch.object(accelerate.data_loader, "send_to_device", moved),
         patch.object(Job, "model", lambda _: made),
-        patch.dict(memory_loop.BUSY_TOKENS, {"cpu": memory_loop.BUSY_TOKENS_ELSEWHERE}),
+        patch.dict(micro_batch_sizer.BUSY_TOKENS, {"cpu": micro_batch_sizer.BUSY_TOKENS_ELSEWHERE}),
         mode,
     ):
         work(job, Counting(mode.waits, steps), **settings)

@@ -28,8 +28,8 @@ from transformers import Trainer
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.callbacks import MEMORY_FILE
 from scu_trainer.train.logs import run_log
+from scu_trainer.train.loops.memory import MemoryLoop
 from scu_trainer.train.memory import is_out_of_memory
 
 NO_BATCH_LEFT = "No executable batch size found"
@@ -142,7 +142,7 @@ def _counted(trainer: Trainer, record: Record, job: Job, error: Optional[str]) -
 def _pieces(trainer: Trainer) -> dict[str, Any]:
     """How ours cut: chunks kept, tokens with their padding, and every change of the size with its reason."""
     books = trainer.chunked.loop.books
-    changes = read_rows(Path(trainer.args.output_dir) / MEMORY_FILE)
+    changes = read_rows(Path(trainer.args.output_dir) / MemoryLoop.history_file)
     return {
         "chunks": books.chunks,
         "processed_tokens": books.processed_tokens,

@@ -28,9 +28,9 @@ class Alternate(TrainerCallback):
     """Takes the loop out of every second step and notes the time of each step."""
 
     def __init__(self, trainer: SCUTrainer) -> None:
-        self.trainer, self.regularizer = trainer, trainer.regularizer
+        self.trainer = trainer
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
-        self._loop = trainer.regularization_callback
+        self._loop = trainer.loop("regularization")
         self._begun_s = 0.0
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -43,8 +43,6 @@ class Alternate(TrainerCallback):
         self._switch(on=not was_on)
 
     def _switch(self, on: bool) -> None:
-        """For the next step: without our callback and regularizer nothing of the loop runs."""
-        self.trainer.regularizer = self.regularizer if on else None
         handler = self.trainer.callback_handler
         handler.callbacks = [c for c in handler.callbacks if c is not self._loop] + ([self._loop] if on else [])
 
@@ -75,7 +73,7 @@ def measure(tuning: str, steps: int, batch_rows: int) -> dict[str, float]:
         "step_ms_on": on * 1e3,
         "ratio_of_medians": on / off,
         "median_of_paired_ratios": median(pairs),
-        "direct_fraction": trainer.regularization_callback.seconds / sum(clock.seconds[True]),
+        "direct_fraction": trainer.loop("regularization").seconds / sum(clock.seconds[True]),
         "pairs": len(pairs),
     }
 

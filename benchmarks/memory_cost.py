@@ -32,8 +32,9 @@ from transformers import Trainer, TrainerCallback
 
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import MemorySettings
+from scu_trainer.train.engine import StockEngine
 from scu_trainer.train.logs import run_log
-from scu_trainer.train.memory_loop import LEARNING_WINDOWS
+from scu_trainer.train.micro_batch_sizer import LEARNING_WINDOWS
 
 AIM = 1.01
 PATTERN = (False, True, True, False)
@@ -80,6 +81,7 @@ class Switch(TrainerCallback):
 
     def __init__(self, trainer: SCUTrainer) -> None:
         self.trainer, self.chunked = trainer, trainer.chunked
+        self._engines = {True: trainer.engine, False: StockEngine(trainer)}
         self.steps: dict[bool, list[float]] = {True: [], False: []}
         self.optimizer: dict[bool, list[float]] = {True: [], False: []}
         self.own: list[float] = []
@@ -127,7 +129,7 @@ class Switch(TrainerCallback):
         self._set(True)  # what was taken out has to end its run too
 
     def _set(self, on: bool) -> None:
-        self.trainer.chunked = self.chunked if on else None
+        self.trainer.engine = self._engines[on]
         guard = self.chunked._guard
         if guard is not None:
             (guard.attach if on else guard.detach)()

@@ -20,8 +20,9 @@ from memory_work import limit_memory
 from transformers import TrainerCallback
 
 from scu_trainer.cli.train import main as train
-from scu_trainer.train import parts, session
+from scu_trainer.train import session
 from scu_trainer.train.costs import step_peaks
+from scu_trainer.train.tasks import common
 
 
 class Watch(TrainerCallback):
@@ -104,7 +105,7 @@ def watched() -> list[Watch]:
 
 def limit_before_model(limit_bytes: Optional[int]) -> None:
     """Hold this process to a limit from the moment at which its memory before a model is noted."""
-    noted = parts.bytes_before_model
+    noted = common.bytes_before_model
 
     def limited(device: torch.device) -> Optional[int]:
         warm_up(device)
@@ -112,7 +113,7 @@ def limit_before_model(limit_bytes: Optional[int]) -> None:
             limit_memory(str(device), limit_bytes)
         return noted(device)
 
-    parts.bytes_before_model = limited
+    common.bytes_before_model = limited
 
 
 def warm_up(device: torch.device) -> None:

@@ -49,8 +49,8 @@ from transformers import Trainer, TrainerCallback
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.callbacks import MEMORY_FILE
 from scu_trainer.train.logs import run_log
+from scu_trainer.train.loops.memory import MemoryLoop
 
 BATCH_ROWS = 8
 ACCUMULATION = 4
@@ -218,7 +218,7 @@ def _train(trainer: Trainer) -> Optional[str]:
 
 
 def _changes(trainer: Trainer) -> list[dict[str, Any]]:
-    path = Path(trainer.args.output_dir) / MEMORY_FILE
+    path = Path(trainer.args.output_dir) / MemoryLoop.history_file
     return [{name: row[name] for name in ("step", "tokens_per_chunk", "reason")} for row in read_rows(path)]
 
 

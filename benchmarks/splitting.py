@@ -46,7 +46,7 @@ from transformers import Trainer, TrainerCallback
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.logs import run_log
 from scu_trainer.train.loss_analysis import Reduction
-from scu_trainer.train.memory_loop import LEARNING_WINDOWS, MemoryLoop
+from scu_trainer.train.micro_batch_sizer import LEARNING_WINDOWS, MicroBatchSizer
 from scu_trainer.train.rows import read_layout
 from scu_trainer.train.window import Window
 
@@ -86,7 +86,7 @@ def padding(lengths: Lengths, longest_row: int, windows: int) -> dict[str, Any]:
     rows = TokenRows(lengths.draw(windows * PADDING_ROWS, longest_row), vocab=64)
     batches = [read_layout(pad([rows[i] for i in range(a, a + BATCH_ROWS)])) for a in range(0, len(rows), BATCH_ROWS)]
     settings = MemorySettings(memory_control=False, token_cap="auto")
-    loops = {device: MemoryLoop(settings, None, torch.device(device)) for device in ("cpu", "cuda")}
+    loops = {device: MicroBatchSizer(settings, None, torch.device(device)) for device in ("cpu", "cuda")}
     in_window = PADDING_ROWS // BATCH_ROWS
     for a in range(0, len(batches), in_window):
         for loop in loops.values():

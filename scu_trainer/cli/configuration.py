@@ -119,6 +119,7 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
     Raises SettingsError."""
     from scu_trainer.train.deepspeed_start import prepare_environment
     from scu_trainer.train.job import Job
+    from scu_trainer.train.tasks import task_of
 
     parser, arguments, task, note = _read(config, flags)
     parser.set_defaults(bf16=None, fp16=None)  # None: nobody said anything
@@ -136,6 +137,7 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
         MemorySettings(**vars(memory)),
         curriculum,
         task=task,
+        kind=task_of(task.task),
         own=next((settings for settings in own if type(settings) is task.kind.settings), None),
         efficiency=efficiency,
         safety=safety,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from scu_trainer.cli.eval_scoring import Question
     from scu_trainer.train.harness import Harness
-    from scu_trainer.train.tasks.task import Task
+    from scu_trainer.train.job import Task
 
 ALMOST = 0.75
 """From this likeness on a name is taken for a misspelled word: "bsae" is, the Hub id "bert-base" is not."""

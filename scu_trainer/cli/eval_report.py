@@ -194,7 +194,9 @@ def _notes_on_data(data: Any, item: str) -> list[str]:
 
 
 def _notes_on_training(subjects: list[Subject], question: Question) -> list[str]:
-    from scu_trainer.train.ema import EMA_FILE  # beside the weights of a checkpoint whose run evaluated averages
+    from scu_trainer.train.loops.weight_average import (
+        EMA_FILE,  # beside the weights of a checkpoint whose run evaluated averages
+    )
 
     own = [subject for subject in subjects if subject.word is None]
     split = question.settings, question.seed, own_split(question.owner)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from scu_trainer.train.evaluate import DocumentScores
     from scu_trainer.train.harness import Harness, TaskFigure
+    from scu_trainer.train.job import Task
     from scu_trainer.train.parts import Parts
     from scu_trainer.train.sliding import Windows
-    from scu_trainer.train.tasks.task import Task
 
 CHECKED_ROWS, CHECKED_TOKENS = 4, 256
 """Held-out text on which the logits of a merged model are compared with those of its adapter."""
@@ -101,7 +101,7 @@ class Question:
             ) from error
 
     def _parts(self, subject: Subject) -> Parts:
-        from scu_trainer.train.tasks.task import Source
+        from scu_trainer.train.source import Source
 
         source = Source(subject.model, self.settings, self._own(subject), self.seed, self.windows, self.owner.model)
         parts = replace(self.task.load_scored(source), batch_tokens=self.batch_tokens)

@@ -266,8 +266,8 @@ def _disk_told(folder: Path) -> Iterator[None]:
 
 def _loaded(subject: Subject) -> tuple[Parts, str]:
     """Model and rows of the run, and whose rows they are: those that it held out, where its data are still there."""
+    from scu_trainer.train.source import Source
     from scu_trainer.train.tasks import task_of
-    from scu_trainer.train.tasks.task import Source
 
     task, seed = task_of(subject.task), subject.run["seed"] if subject.run else 0
     own = subject.own(subject.task)

@@ -10,18 +10,16 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 from safetensors import SafetensorError
+from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
 from scu_trainer.errors import StorageError
 from scu_trainer.run_files import free_bytes, readable
 from scu_trainer.safe_paths import remove_inside
 from scu_trainer.train import checkpoint as files
-
-if TYPE_CHECKING:
-    from scu_trainer.train.trainer import SCUTrainer
 
 logger = logging.getLogger("scu_trainer")
 
@@ -36,7 +34,7 @@ class CheckpointWriter:
     notices: one line per checkpoint that could not be written.
     """
 
-    def __init__(self, trainer: SCUTrainer) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.facts: dict[str, Any] = {}
         self.before: Callable[[], None] = lambda: None

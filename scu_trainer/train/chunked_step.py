@@ -14,43 +14,42 @@ import logging
 import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Optional
+from typing import Any, NoReturn, Optional
 
 import torch
+from transformers import Trainer
 
 from scu_trainer.errors import ControlError, OutOfMemory, SettingsError
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train import step as steps
+from scu_trainer.train.distributed import ranks_for
 from scu_trainer.train.logical_batch import LogicalBatches
 from scu_trainer.train.loss_analysis import Reduction
 from scu_trainer.train.loss_analysis.analysis import LossAnalysis
 from scu_trainer.train.marks import ChangingBuffers
 from scu_trainer.train.memory import Gauge, forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.memory_limit import limited_gauge
-from scu_trainer.train.memory_loop import MemoryLoop
+from scu_trainer.train.micro_batch_sizer import MicroBatchSizer
 from scu_trainer.train.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
-from scu_trainer.train.ranks import Ranks, ranks_for
+from scu_trainer.train.ranks import Ranks
 from scu_trainer.train.rows import Batch, layout_for
 from scu_trainer.train.second_try import second_try
 from scu_trainer.train.sharded import is_fsdp, reshard
 from scu_trainer.train.window import Piece, Window
 
-if TYPE_CHECKING:
-    from scu_trainer.train.trainer import SCUTrainer
-
 logger = logging.getLogger("scu_trainer")
 
 
 class ChunkedStep:
-    """Runs windows for one ``SCUTrainer``. ``loop``: the memory loop; ``analysis``: how the loss adds up over rows."""
+    """Runs windows for one trainer. ``loop``: the memory loop; ``analysis``: how the loss adds up over rows."""
 
-    def __init__(self, trainer: SCUTrainer, settings: MemorySettings, gauge: Optional[Gauge] = None) -> None:
+    def __init__(self, trainer: Trainer, settings: MemorySettings, gauge: Optional[Gauge] = None) -> None:
         device = trainer.args.device
         if settings.memory_control and gauge is None:
             gauge = limited_gauge(device, settings.memory_limit_gb)
         self.trainer = trainer
         self.settings = settings
-        self.loop = MemoryLoop(settings, gauge if settings.memory_control else None, device)
+        self.loop = MicroBatchSizer(settings, gauge if settings.memory_control else None, device)
         self.ranks: Optional[Ranks] = None
         self._guard: Optional[OptimizerGuard] = None
         self._said_foreign = False
@@ -75,7 +74,7 @@ class ChunkedStep:
         self.loop.begin_anew()
         if self._logical_rows is not None:
             self.loop.logical = LogicalBatches(self._logical_rows, self.settings.batch_size_lr_rule, self._layout)
-        self.analysis = LossAnalysis(self.trainer)
+        self.analysis = LossAnalysis(self.trainer, self.free_memory)
         self._said = False
         self._not_by_rows: set[str] = set()
 

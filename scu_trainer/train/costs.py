@@ -15,8 +15,7 @@ from scu_trainer.hardware.probe import resident_bytes
 from scu_trainer.train.memory import Gauge, gauge_for
 
 if TYPE_CHECKING:
-    from scu_trainer.train.memory_loop import MemoryLoop
-    from scu_trainer.train.trainer import SCUTrainer
+    from scu_trainer.train.micro_batch_sizer import MicroBatchSizer
 
 MEASURED = ("cpu", "cuda", "mps")
 """Kinds of devices that ``gauge_for`` knows."""
@@ -51,7 +50,7 @@ class StepPeaks(TrainerCallback):
     same device restarts the peak inside each step, so that nobody else may; what it has seen is in its books.
     """
 
-    def __init__(self, gauge: Optional[Gauge], loop: Optional[MemoryLoop] = None) -> None:
+    def __init__(self, gauge: Optional[Gauge], loop: Optional[MicroBatchSizer] = None) -> None:
         self._gauge, self._loop = gauge, loop
         self._highest_bytes = 0
 
@@ -70,10 +69,9 @@ class StepPeaks(TrainerCallback):
         return max(self._highest_bytes, seen_by_loop) or None
 
 
-def step_peaks(trainer: SCUTrainer) -> StepPeaks:
-    """For ``trainer.add_callback``."""
-    loop = None if trainer.chunked is None or trainer.chunked.loop.gauge is None else trainer.chunked.loop
-    return StepPeaks(_peak_gauge(trainer.args.device), loop)
+def step_peaks(device: torch.device, sizer: Optional[MicroBatchSizer] = None) -> StepPeaks:
+    """For ``add_callback``. ``sizer``: of the trainer, None where memory control is off."""
+    return StepPeaks(_peak_gauge(device), None if sizer is None or sizer.gauge is None else sizer)
 
 
 def _peak_gauge(device: torch.device, restarts_peak: str = RESTARTS_PEAK) -> Optional[Gauge]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Optional
 
 from torch.utils.data import IterableDataset
+from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from scu_trainer.errors import ControlError, SettingsError
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from scu_trainer.train.row_readings import Reading
-    from scu_trainer.train.trainer import SCUTrainer
 
 FEWEST_EPOCHS_TO_PRUNE = 4
 
@@ -46,9 +46,11 @@ def obstacle(args: TrainingArguments, memory: Optional[MemorySettings]) -> Optio
     return None
 
 
-def refuse(trainer: SCUTrainer) -> None:
-    """Raises SettingsError for arguments, ControlError for data that no curriculum can work with."""
-    memory = None if trainer.chunked is None else trainer.chunked.settings
+def refuse(trainer: Trainer, memory: Optional[MemorySettings]) -> None:
+    """Raises SettingsError for arguments, ControlError for data that no curriculum can work with.
+
+    ``memory``: None where memory control is off.
+    """
     reason = obstacle(trainer.args, memory)
     if reason is not None:
         raise SettingsError(reason)

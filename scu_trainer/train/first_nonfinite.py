@@ -16,10 +16,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.train.loss_analysis import mixing_modules
@@ -28,9 +29,6 @@ from scu_trainer.train.marks import ChangingBuffers, Mark
 from scu_trainer.train.memory import forget_traceback, free_memory
 from scu_trainer.train.rows import pick, rows_of
 from scu_trainer.train.sharded import is_sharded
-
-if TYPE_CHECKING:
-    from scu_trainer.train.trainer import SCUTrainer
 
 MOST_RUNS = 32
 """Parts into which the rows of a step are cut for looking: each runs forward once, and backward once at most."""
@@ -75,7 +73,7 @@ class _Part:
     whole: Any
 
 
-def locate(trainer: SCUTrainer, batches: Sequence[Any], num_items: Any) -> Finding:
+def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> Finding:
     """``batches``: this rank's accumulation batches of the failed step. ``num_items``: what its losses were divided by.
 
     Raises nothing of its own: what goes wrong while looking is in ``reason``.
@@ -142,7 +140,7 @@ def _numbers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def _bad_input(trainer: SCUTrainer, batches: Sequence[Any]) -> Optional[Finding]:
+def _bad_input(trainer: Trainer, batches: Sequence[Any]) -> Optional[Finding]:
     for number, inputs in enumerate(batches):
         count = rows_of(trainer.model, inputs).rows
         for name, value in inputs.items() if isinstance(inputs, Mapping) else ():
@@ -154,7 +152,7 @@ def _bad_input(trainer: SCUTrainer, batches: Sequence[Any]) -> Optional[Finding]
     return None
 
 
-def _parts(trainer: SCUTrainer, batches: Sequence[Any]) -> Iterator[_Part]:
+def _parts(trainer: Trainer, batches: Sequence[Any]) -> Iterator[_Part]:
     counts = [rows_of(trainer.model, inputs).rows for inputs in batches]
     per_part = max(1, -(-sum(counts) // max(1, MOST_RUNS - len(batches))))
     if mixing_modules(trainer.model):
@@ -179,7 +177,7 @@ def _or_every(names: Sequence[str], parts: Sequence[_Part]) -> tuple[str, ...]:
     return ("every row",) if len(names) == total > 1 else tuple(names)
 
 
-def _names(trainer: SCUTrainer, inputs: Any, number: int, rows: Sequence[int]) -> tuple[str, ...]:
+def _names(trainer: Trainer, inputs: Any, number: int, rows: Sequence[int]) -> tuple[str, ...]:
     samples = inputs.get(SAMPLE_INDEX)
     if samples is None:
         return tuple(f"row {row} of accumulation batch {number}" for row in rows)
@@ -199,7 +197,7 @@ def _sample(dataset: Any, index: int) -> str:
 
 
 @contextlib.contextmanager
-def _unchanged(trainer: SCUTrainer) -> Iterator[None]:
+def _unchanged(trainer: Trainer) -> Iterator[None]:
     """Random state and changing buffers afterwards are those of before."""
     model = trainer.model
     devices = sorted({str(p.device) for p in model.parameters()} | {str(trainer.args.device)})
@@ -210,7 +208,7 @@ def _unchanged(trainer: SCUTrainer) -> Iterator[None]:
         mark.restore_surroundings()
 
 
-def _loss(trainer: SCUTrainer, part: _Part, num_items: Any) -> torch.Tensor:
+def _loss(trainer: Trainer, part: _Part, num_items: Any) -> torch.Tensor:
     """As training computes it, but nobody is told of the rows' losses."""
     inputs = trainer._prepare_inputs(without_index(part.inputs))
     with trainer.compute_loss_context_manager():
@@ -220,7 +218,7 @@ def _loss(trainer: SCUTrainer, part: _Part, num_items: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _forward(trainer: SCUTrainer, parts: Sequence[_Part], num_items: Any) -> Optional[Finding]:
+def _forward(trainer: Trainer, parts: Sequence[_Part], num_items: Any) -> Optional[Finding]:
     place, rows = None, []
     for part in parts:
         watch = _Watch(trainer.model, len(part.rows))
@@ -234,7 +232,7 @@ def _forward(trainer: SCUTrainer, parts: Sequence[_Part], num_items: Any) -> Opt
     return None if place is None else Finding(place, _or_every(rows, parts))
 
 
-def _backward(trainer: SCUTrainer, parts: Sequence[_Part], num_items: Any) -> Optional[Finding]:
+def _backward(trainer: Trainer, parts: Sequence[_Part], num_items: Any) -> Optional[Finding]:
     named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
     weights, place, rows = [p for _, p in named], None, []
     for part in parts:

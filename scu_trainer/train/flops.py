@@ -6,20 +6,18 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Trainer
 
 from scu_trainer.hardware.peaks import known_tflops
 from scu_trainer.models.offloaded import input_device
 from scu_trainer.train.loss_analysis import untouched
 from scu_trainer.train.memory import forget_traceback
 from scu_trainer.train.rows import pick, rows_of
-
-if TYPE_CHECKING:
-    from scu_trainer.train.trainer import SCUTrainer
 
 ROWS_TO_COUNT = 2
 AMPERE = (8, 0)
@@ -70,7 +68,7 @@ def tokens_of(model: torch.nn.Module, inputs: Any, padding: bool) -> Optional[to
     return mask.ne(0).sum() if has_mask and not padding else ids.numel()
 
 
-def count_flops(trainer: SCUTrainer, inputs: Any, num_items: Any) -> tuple[Optional[Count], Optional[str]]:
+def count_flops(trainer: Trainer, inputs: Any, num_items: Any) -> tuple[Optional[Count], Optional[str]]:
     """(count of a few rows of ``inputs``, why there is none). Weights, gradients, statistics and RNG stay as they are.
 
     In evaluation mode: what activation checkpointing computes twice counts once.
@@ -113,7 +111,7 @@ def _has_length(value: Any, length: int) -> bool:
     return torch.is_tensor(value) and value.dim() >= 2 and value.size(1) == length
 
 
-def _flops(trainer: SCUTrainer, inputs: Any, num_items: Any) -> float:
+def _flops(trainer: Trainer, inputs: Any, num_items: Any) -> float:
     model = trainer.model
     weights = [p for p in model.parameters() if p.requires_grad]
     inputs = trainer._prepare_inputs(type(inputs)(inputs))
@@ -142,7 +140,7 @@ def _no_fused_kernels() -> Iterator[None]:
 # -- the peak ----------------------------------------------------------------------------------------------------------
 
 
-def find_peak(trainer: SCUTrainer, stated_tflops: Optional[float]) -> tuple[Optional[Peak], Optional[str]]:
+def find_peak(trainer: Trainer, stated_tflops: Optional[float]) -> tuple[Optional[Peak], Optional[str]]:
     """(the peak of this device in the format of training, why there is none)."""
     if stated_tflops is not None:
         return Peak(stated_tflops, "peak_tflops"), None
@@ -156,7 +154,7 @@ def find_peak(trainer: SCUTrainer, stated_tflops: Optional[float]) -> tuple[Opti
     return Peak(tflops, f"{name}, {precision}"), None
 
 
-def precision_of(trainer: SCUTrainer) -> str:
+def precision_of(trainer: Trainer) -> str:
     """bf16, fp16, tf32 or fp32: in which format training multiplies matrices."""
     mixed = trainer.accelerator.mixed_precision
     if mixed in ("bf16", "fp16"):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
+from rich.console import Console
 from transformers import TrainingArguments
 
-from scu_trainer.errors import SettingsError, nearest
-from scu_trainer.hardware.optimizers import check_optimizer
+from scu_trainer.errors import SettingsError
 from scu_trainer.hardware.probe import accelerators, probe
 from scu_trainer.models.dispatch import Free
 from scu_trainer.secrets import redact_data, secret, where_secret
@@ -28,18 +29,46 @@ from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
 from scu_trainer.settings.tasks import TaskSettings
 from scu_trainer.train.curriculum_rules import obstacle, require_enough_epochs
 from scu_trainer.train.deepspeed_rules import check_deepspeed, uses_deepspeed
+from scu_trainer.train.evaluate import DocumentScores
+from scu_trainer.train.job_checks import check_evaluation, check_memory, check_training_optimizer, check_words
+from scu_trainer.train.parts import Parts
 from scu_trainer.train.resume import check_resumable
 from scu_trainer.train.sharded import trained_bytes
-from scu_trainer.train.tasks import task_of
+from scu_trainer.train.source import Source
 
-if TYPE_CHECKING:
-    from scu_trainer.train.tasks.task import Task
+
+class Task(Protocol):
+    """``item``: what a held-out unit is called, in the singular. ``unit``: what bits are counted per.
+
+    ``compute_metrics`` and ``preprocess_logits``: what the stock Trainer takes; ``eval_bpt`` is among the metrics.
+    """
+
+    name: str
+    item: str
+    unit: str
+    compute_metrics: Callable[[Any], dict[str, float]]
+    preprocess_logits: Callable[[Any, torch.Tensor], torch.Tensor]
+
+    def check(self, job: Job) -> None:
+        """Raise SettingsError for settings that contradict each other; costs nothing."""
+
+    def load(self, job: Job, console: Console) -> Parts:
+        """Everything that training needs. Raises a UserError where settings, data, model, memory or disk do not fit."""
+
+    def load_scored(self, source: Source) -> Parts:
+        """A model in evaluation mode and its held-out rows."""
+
+    def score(self, model: torch.nn.Module, parts: Parts) -> DocumentScores:
+        """Of ``parts.data.eval``."""
+
+    def probe(self, parts: Parts) -> Mapping[str, Any]:
+        """A small input of the model, to see which kernels run."""
 
 
 @dataclass
 class Job:
-    """``own``: the settings that only its task has. ``regularization``: None trains without that loop. ``memory``: with
-    its ``acts`` False, as the stock Trainer.
+    """``own``: the settings that only its task has. ``kind``: the task itself. ``regularization``: None trains without
+    that loop. ``memory``: with its ``acts`` False, as the stock Trainer.
 
     ``curriculum``: what was asked for; ``acting_curriculum`` is what runs. ``notes``: lines for the user about what was
     chosen for this machine. ``changed_from``: the default of every field that was given another value.
@@ -52,15 +81,12 @@ class Job:
     memory: MemorySettings = field(default_factory=MemorySettings)
     curriculum: CurriculumSettings = field(default_factory=CurriculumSettings)
     task: TaskSettings = field(default_factory=TaskSettings)
+    kind: Optional[Task] = None
     own: Optional[Any] = None
     efficiency: EfficiencySettings = field(default_factory=EfficiencySettings)
     safety: SafetySettings = field(default_factory=SafetySettings)
     notes: tuple[str, ...] = ()
     changed_from: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def kind(self) -> Task:
-        return task_of(self.task.task)
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, under the names of the command line; can be read back as a configuration file."""
@@ -106,88 +132,14 @@ class Job:
             "train alone; add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
         )
         check_deepspeed(training, self.model, self.memory, self.regularization)
-        self._check_words()
-        self._check_optimizer()
-        self._check_evaluation()
-        self._check_memory()
+        check_words(training)
+        check_training_optimizer(training)
+        check_evaluation(training, self.data, self.regularization)
+        check_memory(training, self.memory)
         self._check_curriculum()
         check_efficiency(self.efficiency, training)
         self.kind.check(self)
         check_resumable(training)
-
-    def _check_evaluation(self) -> None:
-        training, data = self.training, self.data
-        holds_out = data.eval_dataset is not None or data.streaming or data.validation_split_percentage > 0
-        evaluates = training.eval_strategy != "no"
-        require(
-            holds_out or not evaluates,
-            "eval_strategy asks for held-out data but validation_split_percentage is 0; raise it, give eval_dataset "
-            "or set eval_strategy: no",
-        )
-        auto = self.regularization is not None and self.regularization.target_s == "auto"
-        require(
-            not auto or evaluates,
-            "scu_target_s: auto watches the held-out loss; set eval_strategy: steps and eval_steps, for instance 20",
-        )
-
-    def _check_words(self) -> None:
-        """Words that the stock Trainer reads only once the run has begun."""
-        from accelerate.utils import DynamoBackend
-
-        backend = self.training.torch_compile_backend
-        known = [item.value.lower() for item in DynamoBackend]
-        require(
-            backend is None or backend.lower() in known,
-            f"torch_compile_backend is {backend!r}; allowed: {', '.join(known)}{nearest(str(backend), known)}",
-        )
-        pairs = (self.training.optim_args or "").replace(" ", "").split(",")
-        odd = next((pair for pair in pairs if pair and pair.count("=") != 1), None)
-        require(
-            odd is None and (pairs == [""] or "" not in pairs),
-            f"optim_args is {self.training.optim_args!r}; write NAME=VALUE,NAME=VALUE, such as momentum=0.9",
-        )
-        self._check_pairs()
-
-    def _check_pairs(self) -> None:
-        """Fields that need each other, and of which the stock Trainer complains only once the run has begun."""
-        training = self.training
-        require(
-            not training.fsdp or training.world_size > 1,
-            "fsdp shares a model out among processes, and there is one; start with torchrun or accelerate launch, or "
-            "drop fsdp",
-        )
-        require(
-            training.dataloader_prefetch_factor is None or training.dataloader_num_workers > 0,
-            "dataloader_prefetch_factor is for loader processes; add dataloader_num_workers: 1 or more, or drop it",
-        )
-        require(
-            not training.dataloader_persistent_workers or training.dataloader_num_workers > 0,
-            "dataloader_persistent_workers is for loader processes; add dataloader_num_workers: 1 or more, or drop it",
-        )
-        best = getattr(training.save_strategy, "value", training.save_strategy) == "best"
-        require(
-            not best or training.metric_for_best_model is not None,
-            "save_strategy: best needs metric_for_best_model, such as loss",
-        )
-        require(
-            not training.batch_eval_metrics,
-            "batch_eval_metrics needs a compute_metrics of one's own, which the command line has not; drop it",
-        )
-
-    def _check_optimizer(self) -> None:
-        optim, device = getattr(self.training.optim, "value", self.training.optim), self.training.device
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        zero = getattr(self.training, "hf_deepspeed_config", None)
-        check_optimizer(optim, device.type, capability, deepspeed_offload=zero is not None and zero.is_offload())
-
-    def _check_memory(self) -> None:
-        rows = self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
-        lowest = self.memory.min_batch_size
-        require(
-            not self.memory.acts or lowest <= rows or rows < 1,  # preflight says what is wrong with no rows
-            f"min_batch_size {lowest} exceeds the {rows} rows of an optimizer step on a device "
-            "(per_device_train_batch_size x gradient_accumulation_steps); lower min_batch_size",
-        )
 
     @property
     def acting_curriculum(self) -> Optional[CurriculumSettings]:

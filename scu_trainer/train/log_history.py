@@ -6,16 +6,12 @@ ones with it. TensorBoard and every other reporter get the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 from transformers import TrainerCallback
 
 from scu_trainer.run_files import History
-from scu_trainer.train.callbacks import opened
-
-if TYPE_CHECKING:
-    from scu_trainer.train.trainer import SCUTrainer
+from scu_trainer.train.loop import opened
 
 LOG_FILE = "log_history.json"
 
@@ -23,7 +19,7 @@ LOG_FILE = "log_history.json"
 class LogHistoryCallback(TrainerCallback):
     """Appends each logged row with its step while ``train`` runs; only in the process that leads.
 
-    A resumed run drops the rows after its checkpoint and writes them anew.
+    A resumed run drops the rows after its checkpoint and writes them again.
     """
 
     def __init__(self) -> None:
@@ -51,19 +47,3 @@ def plain(value: Any) -> Any:
     if getattr(value, "size", None) == 1 or (callable(getattr(value, "numel", None)) and value.numel() == 1):
         return value.item()
     return str(value)
-
-
-def loop_scalars(trainer: SCUTrainer, logs: Mapping[str, Any]) -> dict[str, float]:
-    """What this project adds to a row before anybody sees it: scu/*, memory/*, throughput/* to rows of training steps,
-    curriculum/* to the first row after an epoch was booked."""
-    found: dict[str, float] = {}
-    if "loss" in logs:
-        if trainer.regularizer is not None:
-            found |= trainer.regularization_callback.scalars()
-        if trainer.chunked is not None:
-            found |= trainer.chunked.loop.scalars()
-        found |= trainer.efficiency.scalars()
-        found |= {} if trainer.bad_numbers is None else trainer.bad_numbers.scalars()
-    if trainer.curriculum is not None and ("loss" in logs or "train_runtime" in logs):
-        found |= trainer.curriculum_callback.scalars()
-    return found

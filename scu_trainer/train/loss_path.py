@@ -14,9 +14,10 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Optional, Protocol
+from typing import Any, Optional, Protocol
 
 import torch
+from transformers import Trainer
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.errors import ControlError, SettingsError
@@ -26,9 +27,6 @@ from scu_trainer.train.memory import forget_traceback, is_out_of_memory
 from scu_trainer.train.model_loss import has_causal_loss, head_of, headless, obstacle_to_headless, opened
 from scu_trainer.train.row_readings import CAUSAL, Reading, RowLosses, find_reading, logits_of, with_labels_of_others
 from scu_trainer.train.rows import PADDING, has_time, pick
-
-if TYPE_CHECKING:
-    from scu_trainer.train.trainer import SCUTrainer
 
 logger = logging.getLogger("scu_trainer")
 
@@ -44,7 +42,7 @@ class Rows(Protocol):
     def weights_of(self, ids: torch.Tensor, reading: Optional[Reading]) -> Optional[torch.Tensor]:
         """Factor of each row's loss; None where all are 1."""
 
-    def record(self, ids: torch.Tensor, losses: Optional[RowLosses]) -> None: ...
+    def see(self, ids: torch.Tensor, losses: Optional[RowLosses]) -> None: ...
 
     def quarantine(self, ids: torch.Tensor) -> None: ...
 
@@ -56,14 +54,21 @@ Forward = tuple[torch.Tensor, Optional[RowLosses]]
 
 
 class LossPath:
-    """The training loss of one ``SCUTrainer``. ``rows``: None where nobody asks for the losses of rows.
+    """The training loss of one trainer. ``rows``: None where nobody asks for the losses of rows.
 
     ``chunked``: "always", "never" or "auto" (``MemorySettings.chunked_loss``). ``has_learned``: whether any row was not
     set aside since somebody has set it to False. ``was_asked``: whether the training loss has come this way at all.
+    ``before_blaming``: called before all rows of a batch are set aside; may raise where it is not they that are bad.
     """
 
-    def __init__(self, trainer: SCUTrainer, chunked: str, rows: Optional[Rows] = None) -> None:
-        self.trainer, self.rows = trainer, rows
+    def __init__(
+        self,
+        trainer: Trainer,
+        chunked: str,
+        rows: Optional[Rows] = None,
+        before_blaming: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.trainer, self.rows, self._before_blaming = trainer, rows, before_blaming
         self.reading: Optional[Reading] = None
         self.has_learned = self.was_asked = False
         self._has_reading = False
@@ -85,13 +90,17 @@ class LossPath:
         finally:
             self._records = True
 
+    def for_model(self, inputs: Any) -> Any:
+        """What the model is to see of a batch."""
+        return inputs if self.rows is None else without_index(inputs)
+
     def choose(self, inputs: Any) -> None:
         """Decide on ``inputs``, which lie on the model's device, which way the loss takes, where that is not known."""
         if self._kind is None:
             self._choose(inputs)
 
     def _unrecorded_loss(self, model, inputs, num_items, stock) -> torch.Tensor:
-        inputs = inputs if self.rows is None else without_index(inputs)
+        inputs = self.for_model(inputs)
         if self._kind != "headless":
             return stock(model, inputs, False, num_items)
         with headless(self.trainer.model, None, lambda losses: None):
@@ -113,7 +122,7 @@ class LossPath:
             if bad is not None and bool(bad.any()):
                 restore_statistics()
                 return self._without(inputs, num_items, stock, ids, bad)
-        self.rows.record(ids, losses)
+        self.rows.see(ids, losses)
         self.has_learned = True
         return loss
 
@@ -207,8 +216,8 @@ class LossPath:
         model = self.trainer.model  # not DDP's: a forward that other ranks do not run must not speak to them
         if self._rows_mix:
             bad = self._bad_alone(model, inputs, num_items, stock, bad)
-        if self.trainer.bad_numbers is not None and bool(bad.all()):
-            self.trainer.bad_numbers.require_finite_weights()  # rows are not to blame for them
+        if bool(bad.all()):
+            self._before_blaming()
         self.rows.quarantine(ids[bad])
         good = (~bad).nonzero().flatten()
         if len(good):

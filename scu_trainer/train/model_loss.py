@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from torch.nn.functional import log_softmax, nll_loss
+from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from scu_trainer.train.losses import chunked_linear_cross_entropy, row_losses
 from scu_trainer.train.row_readings import RowLosses, shifted
 from scu_trainer.train.rows import NOT_LEARNED
-
-if TYPE_CHECKING:
-    from scu_trainer.train.trainer import SCUTrainer
 
 Seen = Callable[[RowLosses], None]
 
@@ -36,7 +34,7 @@ def head_of(model: torch.nn.Module) -> Optional[torch.nn.Module]:
     return output() if callable(output) else None
 
 
-def has_causal_loss(trainer: SCUTrainer) -> bool:
+def has_causal_loss(trainer: Trainer) -> bool:
     """Whether the model itself computes the stock loss over next tokens, and nobody else changes it."""
     inner = inner_model(trainer.model)
     is_causal = getattr(inner, "loss_function", None) is LOSS_MAPPING["ForCausalLM"]
@@ -45,7 +43,7 @@ def has_causal_loss(trainer: SCUTrainer) -> bool:
     return is_causal and not is_changed and not brings_its_own and not inner.config.is_encoder_decoder
 
 
-def obstacle_to_headless(trainer: SCUTrainer) -> Optional[str]:
+def obstacle_to_headless(trainer: Trainer) -> Optional[str]:
     """Why the output head must run; None if it need not."""
     inner, head = inner_model(trainer.model), head_of(trainer.model)
     if not has_causal_loss(trainer):

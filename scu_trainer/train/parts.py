@@ -1,5 +1,4 @@
-"""What a job needs before its first step: tokenizer or its like, rows, model with adapters. Each task (``tasks/``) puts
-them together; what they have in common is here."""
+"""What a job needs before its first step; each task (``tasks/``) puts it together."""
 
 from __future__ import annotations
 
@@ -7,18 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
-from rich.console import Console
-from transformers import set_seed
-
-from scu_trainer.errors import DataError
-from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.load import CAUSAL, AdapterPlan, prepare_for_tuning
-from scu_trainer.models.quantize import quantized_line
-from scu_trainer.run_files import require_room
-from scu_trainer.settings import ModelSettings
-from scu_trainer.train.costs import bytes_before_model
-from scu_trainer.train.job import Job, checkpoint_bytes
-from scu_trainer.train.sharded import weight_count
 
 
 @dataclass
@@ -36,63 +23,3 @@ class Parts:
     collator: Any
     before_model_bytes: Optional[int] = None
     batch_tokens: int = 8192
-
-
-def say_data(console: Console, data: Any) -> None:
-    for line in data.books.lines():
-        console.print(line, soft_wrap=True)
-
-
-def begin_model(job: Job) -> Optional[int]:
-    """Seed what is made at random from here on; the memory in use before there is a model, see costs.py."""
-    set_seed(job.training.seed)
-    return bytes_before_model(job.training.device)
-
-
-def finish(
-    job: Job,
-    console: Console,
-    *,
-    settings: ModelSettings,
-    processor: Any,
-    data: Any,
-    model: torch.nn.Module,
-    collator: Any,
-    before_model_bytes: Optional[int],
-    adapters: AdapterPlan = CAUSAL,
-) -> Parts:
-    """The model with what is trained of it, and room for its checkpoints. Raises a UserError where there is none.
-
-    ``settings``: those of the job, with a name of the model where it had none.
-    """
-    if data.eval is None and job.training.eval_strategy != "no":
-        raise DataError(
-            f"eval_strategy is {job.training.eval_strategy.value}, and nothing of {job.data.dataset} is held out; "
-            "raise validation_split_percentage, give eval_dataset, or set eval_strategy: no"
-        )
-    model = _tunable(model, settings, job, console, adapters)
-    averaged = job.efficiency.ema_decay is not None
-    require_room(job.training.output_dir, checkpoint_bytes(model, job.training, averaged))
-    return Parts(processor, data, model, collator, before_model_bytes)
-
-
-def checkpoints(job: Job) -> bool:
-    """Our name for it or the stock one, which cannot do it for every family."""
-    return job.model.checkpoint_every_layer or bool(job.training.activation_checkpointing)
-
-
-def _tunable(
-    model: torch.nn.Module, settings: ModelSettings, job: Job, console: Console, adapters: AdapterPlan
-) -> torch.nn.Module:
-    """With adapters, if any, and checkpointing; says what is trained and how the rest is stored."""
-    stored = quantized_line(model) if settings.tuning == "qlora" else None
-    model = prepare_for_tuning(model, settings, adapters)
-    trainable = sum(weight_count(p) for p in model.parameters() if p.requires_grad)
-    total = sum(weight_count(p) for p in model.parameters())
-    console.print(f"model: {total:,} weights, {trainable:,} trained ({settings.tuning})", soft_wrap=True)
-    if stored is not None:
-        console.print(stored, soft_wrap=True)
-    if checkpoints(job):
-        console.print(f"activations: kept at the borders of {checkpoint_every_layer(model)} blocks", soft_wrap=True)
-        job.training.activation_checkpointing = False  # it is on; the stock Trainer's own way refuses some families
-    return model

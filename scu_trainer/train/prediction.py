@@ -9,11 +9,12 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Optional, TypeVar
+from typing import Any, Optional, TypeVar
 
 import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import IterableDataset
+from transformers import Trainer
 from transformers.trainer_pt_utils import nested_concat
 
 from scu_trainer.errors import OutOfMemory
@@ -23,9 +24,6 @@ from scu_trainer.train.memory import forget_traceback, free_memory, is_out_of_me
 from scu_trainer.train.out_of_memory import is_out_of_memory_in_loader
 from scu_trainer.train.rows import Batch, layout_for, rows_of, take
 from scu_trainer.train.second_try import second_try
-
-if TYPE_CHECKING:
-    from scu_trainer.train.trainer import SCUTrainer
 
 logger = logging.getLogger("scu_trainer")
 
@@ -86,9 +84,9 @@ class Halving:
 
 
 class Prediction:
-    """``prediction_step`` of one ``SCUTrainer`` in parts. ``items``: what the stock count of labels gives meanwhile."""
+    """``prediction_step`` of one trainer in parts. ``items``: what the stock count of labels gives meanwhile."""
 
-    def __init__(self, trainer: SCUTrainer) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.halving = Halving(trainer.args.device)
         self.items: Optional[tuple[Any]] = None

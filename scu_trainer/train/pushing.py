@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
+from transformers import Trainer
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 
@@ -26,7 +27,6 @@ from scu_trainer.safe_paths import remove_inside
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    from scu_trainer.train.trainer import SCUTrainer
 
 logger = logging.getLogger("scu_trainer")
 
@@ -37,7 +37,7 @@ OURS = re.compile(rf"{HELD}checkpoint-\d+")
 class Pushes:
     """Of one trainer. notices: one line per checkpoint that did not reach the Hub."""
 
-    def __init__(self, trainer: SCUTrainer) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.notices: list[str] = []
         self._api: Optional[HfApi] = None

@@ -23,7 +23,7 @@ from scu_trainer.control import divergence, memory_values, regularization
 from scu_trainer.errors import CheckpointError
 from scu_trainer.train.checkpoint import json_object
 from scu_trainer.train.deliveries import Counts
-from scu_trainer.train.memory_loop import Books
+from scu_trainer.train.micro_batch_sizer import Books
 from scu_trainer.train.regularizer import Progress
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -61,11 +61,12 @@ NOT_A_STATE = (KeyError, TypeError, ValueError, AttributeError, IndexError, Over
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Content of the state file ``path``, one of ``SHAPES``. Raises CheckpointError for anything else."""
+    """Content of the state file ``path``: a JSON object, of the shape in ``SHAPES`` where the file is one of ours.
+    Raises CheckpointError for anything else."""
     content = json_object(path)
     if content is None:
         raise CheckpointError(f"no whole {path.name} in {path.parent}: {_way_out(path)}")
-    found = _misfit_of_keys(content, SHAPES[path.name]) or _misfit_inside(content)
+    found = _misfit_of_keys(content, SHAPES.get(path.name, {})) or _misfit_inside(content)
     if found is not None:
         raise CheckpointError(f"{path} is not what a run writes there ({found}): {_way_out(path)}")
     return content

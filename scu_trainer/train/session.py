@@ -36,19 +36,14 @@ from scu_trainer.train.job import Job, is_leader
 from scu_trainer.train.launched import end_with_launcher, is_launched
 from scu_trainer.train.log_history import LogHistoryCallback
 from scu_trainer.train.logs import RunLog, run_log
+from scu_trainer.train.loops.throughput import measure_pace
 from scu_trainer.train.parts import Parts
 from scu_trainer.train.preflight import Finding, before_loading, before_training, report
 from scu_trainer.train.resume import ASKED_FOR, START_NUMBER, Start, next_start_number
 from scu_trainer.train.run_directory import RunStatusCallback, git_commit, hardware, versions
 from scu_trainer.train.sharded import Beforehand, is_sharded, training_precision
 from scu_trainer.train.stopping import StopCallback, StopRequest
-from scu_trainer.train.summary import (
-    best_held_out,
-    held_out_figures,
-    memory_figures,
-    print_table,
-    regularization_figures,
-)
+from scu_trainer.train.summary import best_held_out, held_out_figures, print_table
 from scu_trainer.train.trainer import SCUTrainer
 
 logger = logging.getLogger("scu_trainer")
@@ -228,11 +223,11 @@ def build_trainer(job: Job, parts: Parts, status: Optional[RunStatus], console: 
             efficiency=job.efficiency,
             safety=job.safety,
         )
-    for line in trainer.efficiency.lines:
+    for line in (line for loop in trainer.loops for line in loop.opening_lines()):
         console.print(line, soft_wrap=True)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ConsoleCallback(console, job.kind.unit))
-    trainer.efficiency.measure_pace()
+    measure_pace(trainer)
     trainer.add_callback(LogHistoryCallback())
     if status is not None:
         trainer.add_callback(RunStatusCallback(status))
@@ -261,7 +256,8 @@ def _train(
     console: Console,
     foreseen: Prediction,
 ) -> dict[str, Any]:
-    output_dir, times, peaks = Path(job.training.output_dir), StepTimes(), step_peaks(trainer)
+    sizer = None if trainer.chunked is None else trainer.chunked.loop
+    output_dir, times, peaks = Path(job.training.output_dir), StepTimes(), step_peaks(trainer.args.device, sizer)
     stop = _stoppable(trainer, request, status)
     for watcher in (times, peaks):
         trainer.add_callback(watcher)
@@ -271,7 +267,7 @@ def _train(
     outcome = trainer.train(resume_from_checkpoint=start.checkpoint)
     if stop.stopped_at is not None:
         raise _stopped(trainer, stop.stopped_at, request)
-    trainer.require_finite_weights()
+    trainer.before_save()
     with written_or_refused("the trained model"):
         # Before the scores, which take a while and change nothing. A push waits for them: the card has them.
         trainer.save_model(_internal_call=True)
@@ -290,10 +286,13 @@ def _train(
     }
     figures["memory_estimate"] = foreseen.as_dict(above_baseline(figures["costs"]))
     if is_leader():
-        _write_results(trainer, output_dir, figures, outcome.metrics["train_runtime"])
+        for loop in trainer.loops:
+            figures |= loop.figures()
+        write_json(output_dir / "scu_metrics.json", figures)
         if status is not None:
             status.update(step=trainer.state.global_step, notices=_notices(trainer))
-        print_table(console, figures, output_dir, f"trained {trainer.state.global_step} steps")
+        lines = [line for loop in trainer.loops for line in loop.lines(figures)]
+        print_table(console, figures, output_dir, f"trained {trainer.state.global_step} steps", lines)
     return figures
 
 
@@ -352,27 +351,5 @@ def _scores(job: Job, trainer: SCUTrainer, parts: Parts) -> DocumentScores:
 
 
 def _notices(trainer: SCUTrainer) -> list[str]:
-    notices = [] if trainer.regularizer is None else list(trainer.regularizer.progress.notices)
-    notices += trainer.checkpoints.notices + trainer.pushes.notices
-    if trainer.chunked is not None:
-        notices += trainer.chunked.analysis.notices
-    if trainer.bad_numbers is not None:
-        notices += trainer.bad_numbers.notices
-    return notices if trainer.curriculum is None else [*notices, *trainer.curriculum.notices]
-
-
-def _write_results(trainer: SCUTrainer, output_dir: Path, figures: dict[str, Any], train_s: float) -> None:
-    regularizer = trainer.regularizer
-    if regularizer is not None:
-        seconds = trainer.regularization_callback.seconds
-        figures["regularization"] = regularization_figures(output_dir, regularizer, seconds, train_s)
-    if trainer.chunked is not None:
-        figures["memory"] = memory_figures(trainer.chunked.loop)
-        figures["loss_analysis"] = trainer.chunked.analysis.figures()
-    if trainer.bad_numbers is not None:
-        figures["bad_numbers"] = trainer.bad_numbers.figures()
-    if trainer.curriculum is not None:
-        figures["curriculum"] = trainer.curriculum.figures()
-    if (throughput := trainer.efficiency.figures()) is not None:
-        figures["throughput"] = throughput
-    write_json(output_dir / "scu_metrics.json", figures)
+    of_loops = [notice for loop in trainer.loops for notice in loop.notices]
+    return [*trainer.checkpoints.notices, *trainer.pushes.notices, *of_loops]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
@@ -10,9 +11,6 @@ from typing import Any, Optional
 from rich.console import Console
 from rich.table import Table
 
-from scu_trainer.control.tracking import assess
-from scu_trainer.run_files import read_rows
-from scu_trainer.train.callbacks import HISTORY_FILE
 from scu_trainer.train.evaluate import (
     DocumentScores,
     bootstrap_accuracy,
@@ -20,9 +18,6 @@ from scu_trainer.train.evaluate import (
     bootstrap_bpt,
     bootstrap_difference,
 )
-from scu_trainer.train.memory_loop import MemoryLoop
-from scu_trainer.train.suspects import SUSPECTS_FILE
-from scu_trainer.train.throughput import throughput_lines
 
 
 def held_out_figures(before: Optional[DocumentScores], after: Optional[DocumentScores]) -> dict[str, Any]:
@@ -57,63 +52,19 @@ def best_held_out(log_history: list[dict[str, Any]]) -> Optional[dict[str, Any]]
     return {"step": best["step"], "bpt": best["eval_bpt"], **accuracy}
 
 
-def regularization_figures(output_dir: Path, regularizer, seconds_in_loop: float, train_s: float) -> dict[str, Any]:
-    """Tracking of S over the steps with the final target, and what the loop cost."""
-    rows = read_rows(output_dir / HISTORY_FILE)
-    figures: dict[str, Any] = {
-        "law": regularizer.settings.law,
-        "plant_gain": regularizer.progress.gain,
-        "skipped_measurements": regularizer.state.skipped,
-        "overhead_fraction": seconds_in_loop / train_s if train_s > 0 else None,
-        "notices": list(regularizer.progress.notices),
-    }
-    target = regularizer.state.target_s
-    if not rows:
-        return {**figures, "verdict": "no control step was taken"}
-    figures.update(final_s=rows[-1]["s_ema"], final_lambda=rows[-1]["lambda"], target_s=target)
-    figures["reached_step"] = regularizer.state.reached_step
-    return {**figures, **_tracking(regularizer, rows, target)}
-
-
-def _tracking(regularizer, rows: list[dict[str, Any]], target: Optional[float]) -> dict[str, Any]:
-    if target is None:
-        return {"verdict": "held-out loss was still falling at the end: S was left free"}
-    if regularizer.settings.law in ("fixed", "schedule"):
-        return {"verdict": f"lambda was {regularizer.settings.law}, S was not controlled"}
-    held = [row for row in rows if row["s_target"] == target and row["s_ema"] is not None]
-    if regularizer.settings.stop_at_target and not regularizer.settings.hold_steps:
-        reached = regularizer.state.reached_step
-        return {"verdict": f"stopped at target, step {reached}" if reached else "target not reached"}
-    tracking = assess(
-        [row["step"] for row in held], [row["s_ema"] for row in held], target, [row["saturated"] for row in held]
-    )
-    return asdict(tracking)
-
-
-def memory_figures(loop: MemoryLoop) -> dict[str, Any]:
-    """Tokens processed per real one, against the stock order of operations, and what memory did to the chunks."""
-    books = loop.books
-    real = max(1, books.real_tokens)
-    return {
-        **asdict(books),
-        "processed_per_real": books.processed_tokens / real,
-        "stock_per_real": books.stock_tokens / real,
-        "final_cap_tokens": loop.state.cap_tokens,
-    }
-
-
-def print_table(console: Console, figures: dict[str, Any], output_dir: Path, trained: str) -> None:
-    """The last thing a person sees: results, where the files are, what to type next."""
+def print_table(
+    console: Console,
+    figures: dict[str, Any],
+    output_dir: Path,
+    trained: str,
+    of_loops: Sequence[tuple[str, str]] = (),
+) -> None:
+    """The last thing a person sees: results, where the files are, what to type next. ``of_loops``: (name, value)."""
     table = Table(title=trained, title_justify="left", show_header=False, pad_edge=False)
     table.add_column("what", style="bold", no_wrap=True)
     table.add_column("value", overflow="fold")
-    for name, value in [
-        *_held_out_lines(figures),
-        *_control_lines(figures.get("regularization")),
-        *_memory_lines(figures.get("memory")),
-        *_curriculum_lines(figures.get("curriculum")),
-        *throughput_lines(figures.get("throughput")),
-    ]:
+    off = [] if "regularization" in figures else [("SCU", "off")]
+    for name, value in [*_held_out_lines(figures), *off, *of_loops]:
         table.add_row(name, value)
     table.add_row("files", str(output_dir))
     console.print(table)
@@ -158,62 +109,3 @@ def _accuracy_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _change(change: dict[str, float], style: str) -> str:
     return f"{change['value']:{style}} ({change['low']:{style}} to {change['high']:{style}})"
-
-
-def _memory_lines(memory: Optional[dict[str, Any]]) -> list[tuple[str, str]]:
-    if memory is None:
-        return []
-    lines = []
-    if memory["stock_per_real"] > memory["processed_per_real"] + 0.005:
-        lines.append(
-            (
-                "tokens processed per real one",
-                f"{memory['processed_per_real']:.2f} (as delivered: {memory['stock_per_real']:.2f})",
-            )
-        )
-    if memory["out_of_memory"] or memory["changes"]:
-        cap = memory["final_cap_tokens"]
-        lines.append(
-            (
-                "memory",
-                f"{memory['changes']} changes of the chunk, at the end "
-                f"{'unrestricted' if cap is None else f'{cap:,} tokens'}; out of memory and recovered: "
-                f"{memory['out_of_memory']}",
-            )
-        )
-    return lines
-
-
-def _curriculum_lines(curriculum: Optional[dict[str, Any]]) -> list[tuple[str, str]]:
-    if curriculum is None:
-        return []
-    lines = []
-    if curriculum["curriculum"] != "none":
-        name, rows, uniform = curriculum["curriculum"], curriculum["rows"], max(1, curriculum["uniform_rows"])
-        tokens = curriculum["padded_tokens"] / max(1, curriculum["real_tokens"])
-        share = f"{rows:,} rows seen ({rows / uniform:.2f} of uniform), {tokens:.2f} tokens per real one"
-        lines.append(("curriculum", f"{name}: {share}"))
-    if curriculum["suspects"]:
-        lines.append(("suspect rows", f"{curriculum['suspects']:,} of {curriculum['samples']:,}: {SUSPECTS_FILE}"))
-    if curriculum["quarantined"]:
-        lines.append(("quarantined rows", f"{curriculum['quarantined']:,}: their loss was no finite number"))
-    return lines
-
-
-def _control_lines(control: Optional[dict[str, Any]]) -> list[tuple[str, str]]:
-    if control is None:
-        return [("SCU", "off")]
-    target = control.get("target_s")
-    against = (
-        f"{control.get('final_s') or 0:.4f} against {target:.4g}" if target else f"{control.get('final_s') or 0:.4f}"
-    )
-    lines = [("S against target", f"{against}: {control['verdict']}")]
-    if control.get("settling_step") is not None:
-        detail = f"settled at step {control['settling_step']}, bias {control['bias']:+.1%}"
-        if control["overshoot"] is not None:
-            detail += f", overshoot {max(0.0, control['overshoot']):.1%}"
-        lines.append(("tracking", detail))
-    lines.append(("lambda at the end", f"{control.get('final_lambda') or 0:.4g}"))
-    if control["overhead_fraction"] is not None:
-        lines.append(("cost of the loop", f"{control['overhead_fraction']:.2%} of the time of training"))
-    return lines + [("note", text) for text in control["notices"]]

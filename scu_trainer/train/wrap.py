@@ -13,12 +13,12 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import default_data_collator
+from transformers import Trainer, default_data_collator
 
 from scu_trainer.data.items import TARGET, ItemCollator, Place, first_item, is_of_tuple
 from scu_trainer.errors import DataError, ModelError, SettingsError
@@ -28,9 +28,6 @@ from scu_trainer.train.memory import is_out_of_memory
 from scu_trainer.train.rows import pick
 from scu_trainer.train.wrapped_loss import RowLoss
 from scu_trainer.train.wrapped_rows import ROWS_TO_ASK, has_one_entry_per_row, join, rows_to_ask
-
-if TYPE_CHECKING:
-    from scu_trainer.train.trainer import SCUTrainer
 
 logger = logging.getLogger("scu_trainer")
 
@@ -207,7 +204,7 @@ def _logits(outputs: Any) -> Any:
 # -- the trainer's side ------------------------------------------------------------------------------------------------
 
 
-def adopt(trainer: SCUTrainer) -> None:
+def adopt(trainer: Trainer) -> None:
     """Let a trainer of a wrapped module take its collator, and all columns; does nothing to other models.
 
     Raises DataError for a first item that cannot be trained on, SettingsError for arguments that change the loss.
@@ -234,7 +231,7 @@ def adopt(trainer: SCUTrainer) -> None:
         logger.warning("the module does not take %s: left out of every item", ", ".join(left_out))
 
 
-def countable(trainer: SCUTrainer, batches: list[Any]) -> list[Any]:
+def countable(trainer: Trainer, batches: list[Any]) -> list[Any]:
     """``batches`` for the stock Trainer's counting of items: what the mean of a wrapped module's loss runs over. Those
     of other models as they are."""
     model = trainer.model
@@ -254,7 +251,7 @@ def countable(trainer: SCUTrainer, batches: list[Any]) -> list[Any]:
     return [{TARGET: model.row_loss.counted(batch[TARGET])} for batch in batches]
 
 
-def weighed(trainer: SCUTrainer, batches: list[Any], items: Any, device: torch.device) -> Any:
+def weighed(trainer: Trainer, batches: list[Any], items: Any, device: torch.device) -> Any:
     """``items`` as the stock Trainer counted them, or what the labels of all ranks weigh where a wrapped module's mean
     has weights of classes."""
     model = trainer.model

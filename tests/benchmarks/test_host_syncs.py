@@ -110,4 +110,4 @@ def test_ours_waits_once_per_chunk_for_the_loss_and_never_in_sizing_it():
 
     places = {wait["place"]: wait["count"] for wait in found["waits"]}
     assert places["scu_trainer/losses.py: _order"] == found["forwards"]
-    assert not any("memory_loop" in place or "step.py" in place for place in places)
+    assert not any("micro_batch_sizer" in place or "step.py" in place for place in places)

@@ -34,9 +34,9 @@ def test_killed_after_its_last_checkpoint_it_only_ends(site, tmp_path):
     run = tmp_path / "run"
 
     def act() -> int:
-        from scu_trainer.train.callbacks import CurriculumCallback
+        from scu_trainer.train.loops.curriculum import CurriculumLoop
 
-        CurriculumCallback.on_epoch_end = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        CurriculumLoop.on_epoch_end = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         return campaign.train(site.flags(run))
 
     ended = campaign.Child(act, tmp_path / "log").wait()

@@ -65,14 +65,14 @@ TRAINER = """
 import sys, torch
 from scu_trainer.hardware import heap
 from scu_trainer.settings import EfficiencySettings
-from scu_trainer.train import efficiency
+from scu_trainer.train import loops
 from scu_trainer.train.trainer import SCUTrainer
 from tests import processes
 from tests.tiny import llama
 from transformers import TrainingArguments
 
 asked = []
-efficiency.keep_freed = lambda: asked.append(heap.keep_freed())
+loops.keep_freed = lambda: asked.append(heap.keep_freed())
 for setting in (False, True):
     arguments = TrainingArguments(sys.argv[1], use_cpu=True, report_to="none")
     SCUTrainer(llama(), arguments, efficiency=EfficiencySettings(keep_freed_memory=setting))

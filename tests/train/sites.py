@@ -87,11 +87,11 @@ class Sites(OutOfMemoryAt):
         self.count_in(trainer, "_get_grad_norm", "gradient norm")
         owners = {
             "losses of rows": (trainer.curriculum, "gather"),
-            "bad numbers": (trainer.bad_numbers, "before_optimizer"),
+            "bad numbers": (trainer.bad_numbers, "on_grad_norm"),
             "measuring S": (trainer.regularizer, "after_optimizer_step"),
             "penalty": (trainer.regularizer, "add_penalty"),
-            "average": (trainer.efficiency.average, "on_optimizer_step"),
-            "tokens": (trainer.efficiency.pace, "observe"),
+            "average": (trainer.loop("weight_average"), "on_optimizer_step"),
+            "tokens": (trainer.loop("throughput"), "_count"),
         }
         for call, (owner, name) in owners.items():
             if owner is not None:
@@ -101,7 +101,7 @@ class Sites(OutOfMemoryAt):
 
     def watch_evaluation(self, trainer) -> None:
         """Every operation of ``evaluate`` and ``predict`` between their first batch and their result."""
-        self.count_in(trainer, "_evaluation_loop", "between batches")
+        self.count_in(trainer.engine, "evaluated", "between batches")
         self.count_in(trainer, "prediction_step", "forward")
         self.count_in(trainer.prediction, "_joined", "join")
 

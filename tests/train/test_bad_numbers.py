@@ -166,7 +166,7 @@ def test_statistics_of_a_bad_step_are_put_back(tmp_path):
 
     data = Spoilt(images().rows)
     found = run(tmp_path, model=conv_net(), dataset=data, **IN_ORDER)
-    assert found.bad_numbers.figures()["skipped"] == [
+    assert found.bad_numbers.figures()["bad_numbers"]["skipped"] == [
         {"step": 3, "fault": "loss", "place": "pixel_values of the data is not finite",
          "rows": ["row 1 of accumulation batch 0"]}
     ]  # fmt: skip
@@ -206,7 +206,7 @@ def one_bad_row(folder, sample: int, backward: bool = False, **changes):
 
 def test_the_first_module_and_the_row_are_named(tmp_path, caplog):
     found = one_bad_row(tmp_path, sample=13, gradient_accumulation_steps=2, max_steps=3, **IN_ORDER)
-    (record,) = found.bad_numbers.figures()["skipped"]
+    (record,) = found.bad_numbers.figures()["bad_numbers"]["skipped"]
     assert record["place"] == "the first output that is not finite is of model.layers.1.mlp (LlamaMLP)"
     assert record["rows"] == ["row 1 of accumulation batch 1"] and record["step"] == 2
     (line,) = [text for text in caplog.messages if "skipped" in text]
@@ -217,14 +217,14 @@ def test_the_first_module_and_the_row_are_named(tmp_path, caplog):
 
 def test_a_gradient_is_traced_to_its_weight_and_row(tmp_path):
     found = one_bad_row(tmp_path, sample=13, backward=True, **IN_ORDER)
-    (record,) = found.bad_numbers.figures()["skipped"]
+    (record,) = found.bad_numbers.figures()["bad_numbers"]["skipped"]
     assert record["place"].endswith("is that of model.layers.1.mlp.down_proj.weight")
     assert record["rows"] == ["row 1 of accumulation batch 0"] and record["step"] == 4
 
 
 def test_with_a_curriculum_the_sample_is_named(tmp_path):
     found = one_bad_row(tmp_path, 13, backward=True, max_steps=8, curriculum=CurriculumSettings())
-    (record,) = found.bad_numbers.figures()["skipped"]
+    (record,) = found.bad_numbers.figures()["bad_numbers"]["skipped"]
     assert record["rows"] == ["sample 13"]
 
 
@@ -233,14 +233,14 @@ def test_code_between_modules_is_named_by_the_module_around_it(tmp_path, monkeyp
     layer = model.model.layers[1]
     layer.register_forward_pre_hook(lambda module, given: (given[0] * (NAN if when.is_on else 1.0), *given[1:]))
     found = trained(model, tmp_path, safety=SAFETY, callbacks=[when])
-    (record,) = found.bad_numbers.figures()["skipped"]
+    (record,) = found.bad_numbers.figures()["bad_numbers"]["skipped"]
     place = "the first number that is not finite comes from model.layers.1, before it calls model.layers.1."
     assert record["place"].startswith(place)
 
 
 def test_a_loss_that_goes_bad_behind_sound_modules_is_named_so(tmp_path):
     found = run(tmp_path, "loss")
-    assert found.bad_numbers.figures()["skipped"][0]["place"].startswith("the loss itself")
+    assert found.bad_numbers.figures()["bad_numbers"]["skipped"][0]["place"].startswith("the loss itself")
 
 
 def test_a_fault_that_does_not_come_back_is_said_to_be_one(tmp_path, caplog):
@@ -252,7 +252,7 @@ def test_a_fault_that_does_not_come_back_is_said_to_be_one(tmp_path, caplog):
 
     model.model.layers[0].mlp.register_forward_hook(once)
     found = trained(model, tmp_path, safety=SAFETY)
-    assert found.bad_numbers.figures()["skipped"][0]["place"] is None
+    assert found.bad_numbers.figures()["bad_numbers"]["skipped"][0]["place"] is None
     assert "the place was not found: every number is finite when its rows run again" in caplog.text
 
 
@@ -340,7 +340,7 @@ def test_a_broken_weight_ends_the_run_at_once_and_is_not_saved(tmp_path, curricu
 
 def test_a_checkpoint_of_a_broken_weight_is_not_written(tmp_path):
     def prepare(trainer):
-        trainer.checkpoints.before = trainer.bad_numbers.before_checkpoint
+        trainer.checkpoints.before = trainer.bad_numbers.before_save
 
     changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "prepare": prepare}
     with pytest.raises(NonFiniteLoss, match=r"after step 3: the weight .* the newest checkpoint is checkpoint-2"):
@@ -383,7 +383,7 @@ def test_no_loop_takes_a_bad_step_in(tmp_path, fault):
     assert found.bad_numbers.skipped_steps == 1
     assert same(weights_of(found.model), weights_of(expected.model))
     assert found.regularizer.state == expected.regularizer.state and found.regularizer.state.decisions == 3
-    assert int(found.efficiency.average._average.n_averaged) == 3
+    assert int(found.loop("weight_average")._average.n_averaged) == 3
     rows = read_rows(tmp_path / "found" / "scu_history.json")
     assert [row["step"] for row in rows] == [1, 2, 4]
     assert all(math.isfinite(row["s"]) for row in rows)
@@ -410,7 +410,7 @@ def test_a_step_whose_rows_are_all_set_aside_moves_nothing(tmp_path):
     model, when = llama(), AtStep(BAD_STEP)
     bad_layer(model, when)
     found = run(tmp_path / "all", model=model, callbacks=[when], **changes)
-    assert found.bad_numbers.figures()["skipped"][0]["fault"] == "rows"
+    assert found.bad_numbers.figures()["bad_numbers"]["skipped"][0]["fault"] == "rows"
     assert int(found.difficulty.quarantined.sum()) == 4 and adam_steps(found) == {7}
 
 
@@ -466,7 +466,7 @@ class HugeRate(TrainerCallback):
 
 def test_a_healthy_run_is_not_said_to_diverge(tmp_path, caplog):
     found = run(tmp_path, **HEALTHY)
-    figures = found.bad_numbers.figures()["divergence"]
+    figures = found.bad_numbers.figures()["bad_numbers"]["divergence"]
     assert not figures["diverged"] and "diverges" not in caplog.text
     assert figures["mean_loss"] == pytest.approx(figures["best_mean_loss"]) and figures["mean_loss"] < 3
 
@@ -486,7 +486,7 @@ def test_divergence_stop_names_the_newest_checkpoint_from_before(tmp_path):
 
 def test_divergence_off_watches_nothing(tmp_path):
     found = run(tmp_path, safety=SafetySettings(divergence="off"), max_steps=1)
-    assert found.bad_numbers.divergence is None and found.bad_numbers.figures()["divergence"] is None
+    assert found.bad_numbers.divergence is None and found.bad_numbers.figures()["bad_numbers"]["divergence"] is None
 
 
 def test_counts_and_the_watch_survive_a_resume(tmp_path):

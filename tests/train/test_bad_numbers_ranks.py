@@ -58,7 +58,7 @@ def run(folder: Path, name: str, changes: dict, steps=(BAD_STEP,), safety=SAFETY
 
 def outcome(trainer) -> dict:
     guard = trainer.bad_numbers
-    skipped = [] if guard is None else guard.figures()["skipped"]
+    skipped = [] if guard is None else guard.figures()["bad_numbers"]["skipped"]
     lam = None if trainer.regularizer is None else trainer.regularizer.progress.tokens_seen
     return {"weights": weights_of(trainer.model), "skipped": skipped, "tokens_seen": lam}
 

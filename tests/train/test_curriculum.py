@@ -198,4 +198,4 @@ def test_a_second_training_begins_its_books_anew(tmp_path):
     assert trainer.difficulty.observations.sum() <= 4 * 12 and first.sum() <= 4 * 12
     assert torch.isfinite(torch.from_numpy(trainer.difficulty.scores)).all()
     assert [row["epoch"] for row in read_json(tmp_path / "curriculum.json")] == [1, 2, 3, 4]
-    assert trainer.curriculum.figures()["rows"] == trainer.difficulty.observations.sum()
+    assert trainer.curriculum.figures()["curriculum"]["rows"] == trainer.difficulty.observations.sum()

@@ -60,7 +60,7 @@ def test_every_epoch_has_a_row_with_its_counts(runs, name):
     scores = trainer.difficulty.scores
     quantiles = {f"p{share}": numpy.percentile(scores, share) for share in (0, 10, 25, 50, 75, 90, 100)}
     assert rows[-1]["difficulty"] == pytest.approx(quantiles, rel=1e-6)
-    figures = trainer.curriculum.figures()
+    figures = trainer.curriculum.figures()["curriculum"]
     assert {key: figures[key] for key in ("rows", "real_tokens", "padded_tokens", "uniform_rows", "never_seen")} == {
         **{key: sum(row[key] for row in rows) for key in ("rows", "real_tokens", "padded_tokens")},
         "uniform_rows": 4 * 21,
@@ -137,7 +137,7 @@ def test_length_warmup_cuts_counts_and_divides_by_what_is_left(tmp_path):
         assert tuple(shape) == (len(own), left.max())
         assert divided_by == (left - 2).sum(), "the first two tokens of a row are a prompt"
         cut, real = cut + (own - left).sum(), real + own.sum()
-    figures = trainer.curriculum.figures()
+    figures = trainer.curriculum.figures()["curriculum"]
     assert (figures["cut_tokens"], figures["real_tokens"]) == (cut, real) and cut > 0
 
 
@@ -159,7 +159,7 @@ def test_a_batch_whose_labels_would_all_be_cut_stays_whole(tmp_path):
         )
 
     trainer = curriculum_run(tmp_path, settings, data=LateLabels(12), prepare=watch, num_train_epochs=1)
-    assert set(widths) == {16} and trainer.curriculum.figures()["cut_tokens"] == 0
+    assert set(widths) == {16} and trainer.curriculum.figures()["curriculum"]["cut_tokens"] == 0
 
 
 # -- suspects ----------------------------------------------------------------------------------------------------------
@@ -228,5 +228,5 @@ def test_a_run_lists_what_the_guard_suspects(tmp_path):
     assert lines and all(line["sample_index"] % 5 == 0 for line in lines)
     wrong = lines[0]
     assert wrong["label"] == 1 - wrong["sample_index"] % 2 and wrong["text"].split()[0] == f"w{11 - wrong['label']}"
-    assert trainer.curriculum.figures()["suspects"] == len(lines)
+    assert trainer.curriculum.figures()["curriculum"]["suspects"] == len(lines)
     assert read_json(tmp_path / "curriculum.json")[-1]["skipped"]["noise_guard"] > 0

@@ -39,7 +39,7 @@ def assert_set_aside(trainer, folder, caplog, bad: list[int]) -> None:
     books = read_rows(folder / "curriculum.json")
     assert [row["quarantined"] for row in books] == [len(bad)] * len(books)
     assert [row["skipped"]["quarantined"] for row in books] == [0] + [len(bad)] * (len(books) - 1)
-    assert trainer.curriculum.figures()["quarantined"] == len(bad)
+    assert trainer.curriculum.figures()["curriculum"]["quarantined"] == len(bad)
     for weights in trainer.recorder.weights:
         assert all(torch.isfinite(weight).all() for weight in weights.values())
 
@@ -176,7 +176,7 @@ def test_a_chunk_that_runs_again_counts_once(tmp_path, name, place):
     assert any(row["reason"] != "start" for row in read_rows(tmp_path / "faulty" / "memory_history.json"))
     assert faulty.difficulty.observations.tolist() == calm.difficulty.observations.tolist()
     numpy.testing.assert_allclose(faulty.difficulty.scores, calm.difficulty.scores, rtol=1e-4)
-    assert faulty.curriculum.figures() == calm.curriculum.figures()
+    assert faulty.curriculum.figures()["curriculum"] == calm.curriculum.figures()["curriculum"]
     torch.testing.assert_close(weights_of(faulty.model), weights_of(calm.model), rtol=1e-3, atol=1e-5)
 
 

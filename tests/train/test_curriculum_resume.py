@@ -12,7 +12,7 @@ from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train.checkpoint import MANIFEST
-from scu_trainer.train.curriculum_loop import STATE_FILE
+from scu_trainer.train.loops.curriculum import STATE_FILE
 from tests.tiny import UnevenRows, gpt2, same, weights_of
 from tests.train.curricula import checkpoints, curriculum_run
 
@@ -41,7 +41,7 @@ def assert_same_run(resumed, whole) -> None:
     assert resumed.state.global_step == whole.state.global_step == whole.state.max_steps == resumed.state.max_steps
     for name, array in whole.difficulty.state_dict().items():
         numpy.testing.assert_array_equal(resumed.difficulty.state_dict()[name], array, err_msg=name)
-    assert resumed.curriculum.figures() == whole.curriculum.figures()
+    assert resumed.curriculum.figures()["curriculum"] == whole.curriculum.figures()["curriculum"]
     assert resumed.lr_scheduler.get_last_lr() == whole.lr_scheduler.get_last_lr()
 
 

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from scu_trainer.errors import CheckpointError, ControlError, SettingsError
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train.ema import WeightAverage
+from scu_trainer.train.loops.weight_average import WeightAverage
 from tests import processes
 from tests.tiny import Rows, conv_net, images, llama, lora, same, trained, weights_of
 from tests.train.stepwise import Recorder
@@ -97,7 +97,7 @@ def test_bfloat16_weights_are_averaged_in_float32(tmp_path):
 def test_frozen_weights_have_no_second_copy(tmp_path):
     model = lora(llama(layers=1))
     trainer = trained(model, tmp_path, efficiency=EMA)
-    averaged = sum(p.numel() for p in trainer.efficiency.average._average.parameters())
+    averaged = sum(p.numel() for p in trainer.loop("weight_average")._average.parameters())
     assert averaged == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -134,14 +134,14 @@ def test_the_best_model_without_averages_in_checkpoints_is_refused(tmp_path):
     changes = {"load_best_model_at_end": True, "save_only_model": True, "eval_dataset": Rows(4), **every}
     with pytest.raises(SettingsError, match="leave save_only_model out"):
         trained(llama(layers=1), tmp_path, efficiency=EMA, **changes)
-    average = trained(llama(layers=1), tmp_path, efficiency=EMA, max_steps=1).efficiency.average
+    average = trained(llama(layers=1), tmp_path, efficiency=EMA, max_steps=1).loop("weight_average")
     with pytest.raises(CheckpointError, match=r"holds no ema\.safetensors"):
         average._read(tmp_path)
 
 
 def test_it_says_whose_s_it_is(tmp_path):
     lines = [
-        trained(llama(layers=1), tmp_path, scu, efficiency=EMA, max_steps=1).efficiency.lines[0]
+        trained(llama(layers=1), tmp_path, scu, efficiency=EMA, max_steps=1).loop("weight_average").opening_lines()[0]
         for scu in (None, RegularizationSettings(target_s=0.02))
     ]
     assert "S is" not in lines[0] and lines[1].endswith("S is that of the weights in training, not of their average")
@@ -160,7 +160,7 @@ def test_a_checkpoint_without_averages_is_refused(tmp_path):
 
 def test_averages_of_other_weights_are_refused(tmp_path):
     trained(llama(layers=1), tmp_path, efficiency=EMA, save_strategy="steps", save_steps=3)
-    average = trained(llama(layers=2), tmp_path / "other", efficiency=EMA).efficiency.average
+    average = trained(llama(layers=2), tmp_path / "other", efficiency=EMA).loop("weight_average")
     with pytest.raises(CheckpointError, match="other weights"):
         average._read(tmp_path / "checkpoint-3")
 
@@ -178,7 +178,7 @@ def test_weights_that_join_on_the_way_are_refused(tmp_path):
 
 
 def test_sharded_weights_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("scu_trainer.train.ema.is_sharded", lambda trainer: True)
+    monkeypatch.setattr("scu_trainer.train.loops.weight_average.is_sharded", lambda trainer: True)
     with pytest.raises(ControlError, match="ZeRO-3 and FSDP"):
         WeightAverage(None, 0.9)
 
@@ -199,7 +199,11 @@ def main(folder: Path) -> None:
     torch.distributed.barrier()
     resume = str(folder / "checkpoint-2")
     resumed = trained(conv_net(seed=3), folder / "resumed", efficiency=settings, resume=resume, **saves, **BATCH_NORM)
-    found = {"whole": state_of(whole.model), "resumed": state_of(resumed.model), "figures": whole.efficiency.figures()}
+    found = {
+        "whole": state_of(whole.model),
+        "resumed": state_of(resumed.model),
+        "figures": whole.loop("throughput").measured(),
+    }
     torch.save(found, folder / f"rank{os.environ['RANK']}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -30,7 +30,7 @@ from scu_trainer.train.footprint.shapes import Rows, Step, planned_step
 from scu_trainer.train.footprint.skeleton import copy_of, of_configuration
 from scu_trainer.train.footprint.step import Subject, trace
 from scu_trainer.train.loss_analysis import Reduction
-from scu_trainer.train.memory_loop import MemoryLoop
+from scu_trainer.train.micro_batch_sizer import MicroBatchSizer
 from scu_trainer.train.rows import read_layout
 from scu_trainer.train.window import Window
 from tests import tiny
@@ -254,7 +254,7 @@ def padded(*lengths: int) -> dict[str, torch.Tensor]:
 def largest_piece(settings: MemorySettings, *batches: tuple[int, ...]) -> tuple[int, int]:
     """(rows, length) of the largest piece that the memory loop plans."""
     window = Window([read_layout(padded(*lengths)) for lengths in batches], Reduction("num_items"))
-    loop = MemoryLoop(settings, None, CPU)
+    loop = MicroBatchSizer(settings, None, CPU)
     pieces = loop.begin(window, step=1)
     best = max((part for piece in pieces for part in loop.fit(piece)), key=lambda piece: piece.tokens)
     return len(best.rows), best.length

@@ -33,8 +33,8 @@ from scu_trainer.settings import CurriculumSettings, DataSettings, MemorySetting
 from scu_trainer.settings.images import ImageSettings
 from scu_trainer.settings.tasks import KINDS, TaskSettings
 from scu_trainer.train.job import Job
+from scu_trainer.train.source import Source
 from scu_trainer.train.tasks.images import ImageTask
-from scu_trainer.train.tasks.task import Source
 from scu_trainer.train.trainer import SCUTrainer
 from tests.faults import fail_above_tokens, fail_in_backward
 from tests.tiny import arguments, same, weights_of
@@ -155,7 +155,7 @@ def test_losses_of_rows_are_read_and_noise_guard_runs(generated, tmp_path):
     )
     trainer.train()
     assert trainer.difficulty.observations.min() >= 1 and numpy.isfinite(trainer.difficulty.scores).all()
-    assert trainer.curriculum.figures()
+    assert trainer.curriculum.figures()["curriculum"]
 
 
 def test_penalty_acts_on_a_classifier(generated, tmp_path):
@@ -208,6 +208,7 @@ def job(tmp_path: Path, own: ImageSettings | None = None, model: ModelSettings |
         arguments(tmp_path / "run", **{"per_device_train_batch_size": 8, **changes}),
         MemorySettings(min_batch_size=2),
         task=TaskSettings(task="image-classification"),
+        kind=ImageTask(),
         own=own or ImageSettings(),
     )
 

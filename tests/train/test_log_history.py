@@ -15,8 +15,9 @@ from transformers import TrainerCallback
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
 from scu_trainer.train.log_history import LOG_FILE, LogHistoryCallback, plain
+from scu_trainer.train.loops.throughput import measure_pace
 from scu_trainer.train.memory import Reading
-from scu_trainer.train.memory_loop import MemoryLoop
+from scu_trainer.train.micro_batch_sizer import MicroBatchSizer
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, UnevenRows, arguments, llama, pad, same, trained, weights_of
 
@@ -36,7 +37,7 @@ def loops() -> dict:
 
 def with_logs(trainer: SCUTrainer) -> None:
     """As a session does."""
-    trainer.efficiency.measure_pace()
+    measure_pace(trainer)
     trainer.add_callback(LogHistoryCallback())
 
 
@@ -83,7 +84,7 @@ def test_every_kind_of_row_is_there_with_what_the_loops_add(watched):
 
 def test_throughput_counts_real_tokens(tmp_path):
     """Every look at the clock is a second, so the rate is the tokens of a step."""
-    from scu_trainer.train import throughput
+    from scu_trainer.train.loops import throughput
 
     class Clock:
         now_s = 0.0
@@ -111,7 +112,7 @@ def test_the_peak_of_memory_is_the_most_since_the_last_row():
         def read(self) -> Reading:
             return next(readings)
 
-    loop, rows = MemoryLoop(MemorySettings(), Readings(), torch.device("cpu")), []
+    loop, rows = MicroBatchSizer(MemorySettings(), Readings(), torch.device("cpu")), []
     for looks in (2, 1, 1):
         for _ in range(looks):
             loop.stepped()
@@ -121,7 +122,7 @@ def test_the_peak_of_memory_is_the_most_since_the_last_row():
 
 
 def test_the_device_is_waited_for_only_where_a_row_is_written(tmp_path, monkeypatch):
-    from scu_trainer.train import throughput
+    from scu_trainer.train.loops import throughput
 
     steps = []
     monkeypatch.setattr(throughput, "_wait_for", lambda device: steps.append(None))

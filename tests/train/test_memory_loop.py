@@ -13,7 +13,7 @@ from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.checkpoint import MANIFEST
 from scu_trainer.train.memory import Gauge, Reading
-from scu_trainer.train.memory_loop import MemoryLoop
+from scu_trainer.train.micro_batch_sizer import MicroBatchSizer
 from tests import tiny
 from tests.faults import oom
 from tests.tiny import Examples, Rows, UnevenRows, same, weights_of
@@ -220,7 +220,7 @@ def test_a_long_row_is_split_before_it_fails(tmp_path):
 
 
 def test_without_the_prediction_it_fails_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(MemoryLoop, "_predicted_limit", lambda self, piece: None)
+    monkeypatch.setattr(MicroBatchSizer, "_predicted_limit", lambda self, piece: None)
     trainer, _, _ = train_on(Device(**QUADRATIC), tmp_path, longer_and_longer(), **STEPS)
     assert trainer.chunked.loop.books.out_of_memory > 0
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import Trainer
 
 from scu_trainer.errors import ControlError
+from scu_trainer.train import distributed
 from scu_trainer.train import ranks as subject
 from scu_trainer.train.ranks_deepspeed import deepspeed_ranks
 from tests import processes
@@ -109,7 +110,7 @@ def refusals(trainer: Trainer) -> dict[str, str]:
     ddp.static_graph = True
     said["static"] = refusal(trainer)
     ddp.static_graph = False
-    subject.ranks_for(trainer)
+    distributed.ranks_for(trainer)
     ddp.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook)
     said["hook"] = refusal(trainer)
     return said
@@ -117,7 +118,7 @@ def refusals(trainer: Trainer) -> dict[str, str]:
 
 def refusal(trainer: Trainer) -> str:
     with pytest.raises(ControlError) as raised:
-        subject.ranks_for(trainer)
+        distributed.ranks_for(trainer)
     return str(raised.value)
 
 
@@ -216,7 +217,7 @@ def fresh(folder: Path, **changes) -> Trainer:
 )
 def test_arguments_that_cannot_work_are_refused(tmp_path, name, value, text):
     trainer = fresh(tmp_path)
-    subject.refuse_arguments(trainer)
+    distributed.refuse_arguments(trainer)
     setattr(trainer.args, name, value)
     said = refusal(trainer)
     assert text in said and "memory_control: false" in said
@@ -257,7 +258,7 @@ def test_sharded_models_keep_even_chunks_and_cannot_recover(tmp_path):
     trainer.is_distributed_loading_by_transformers = True  # as for a model that transformers sharded with FSDP2
     assert "per_device_train_batch_size: 8" in refusal(trainer)
     trainer.args.gradient_accumulation_steps = 1
-    ranks = subject.ranks_for(trainer)
+    ranks = distributed.ranks_for(trainer)
     assert (ranks.recoverable, ranks.even_chunks) == (False, True)
     seen = []
     with ranks.window(trainer.model):

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train.overflow import OverflowWatch
+from scu_trainer.train.loops.overflow import OverflowWatch
 from tests import tiny
 from tests.faults import FakeGauge, oom
 
@@ -80,8 +80,8 @@ def test_a_step_that_overflows_is_skipped_by_all(tmp_path, optim, loop):
         rows = read_rows(tmp_path / "scu_history.json")
         assert [row["step"] for row in rows] == [step for step in range(1, STEPS + 1) if step != SKIPPED_STEP]
         assert rows[-1]["shrink"] > 0
-    if trainer.efficiency.average is not None:
-        assert int(trainer.efficiency.average._average.n_averaged) == STEPS - 1
+    if trainer.loop("weight_average") is not None:
+        assert int(trainer.loop("weight_average")._average.n_averaged) == STEPS - 1
 
 
 def test_clipping_that_ran_out_of_memory_under_a_scaler_is_repeated(tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ def test_a_training_that_raised_leaves_no_profiler_behind(tmp_path):
     trainer = SCUTrainer(llama(layers=1), arguments(tmp_path), **parts)
     with pytest.raises(RuntimeError, match="on the way"):
         trainer.train()
-    trainer.efficiency.finish()
+    trainer.loop("profile").end()
     assert not torch.autograd.profiler._is_profiler_enabled
 
 

@@ -63,7 +63,7 @@ def outcome(trainer: SCUTrainer, folder):
     curriculum = None
     if trainer.curriculum is not None:
         curriculum = trainer.difficulty.scores.tolist(), read_rows(folder / "curriculum.json")
-    average = trainer.efficiency.average
+    average = trainer.loop("weight_average")
     tensors = [*trainer.model.state_dict().values(), *(average._averaged() if average is not None else [])]
     return [tensor.clone() for tensor in tensors], rows, curriculum, trainer.state.log_history[-1].get("train_loss")
 
@@ -118,7 +118,7 @@ def test_a_fault_beside_the_micro_batches_changes_nothing(tmp_path, without_faul
 
 def without_second_tries(monkeypatch) -> None:
     """Every recovery of this file is taken away, and only these: micro-batches and the optimizer keep theirs."""
-    for module in pkgutil.iter_modules(scu_trainer.train.__path__, "scu_trainer.train."):
+    for module in pkgutil.walk_packages(scu_trainer.train.__path__, "scu_trainer.train."):
         loaded = importlib.import_module(module.name)
         if hasattr(loaded, "second_try"):
             monkeypatch.setattr(loaded, "second_try", lambda function, *args, **kwargs: function())

@@ -23,8 +23,8 @@ from scu_trainer.settings import (
     RegularizationSettings,
 )
 from scu_trainer.settings.sensors import BRANCHES, SYNTHETIC, SensorSettings
+from scu_trainer.train.source import Source
 from scu_trainer.train.tasks.sensors import SensorTask
-from scu_trainer.train.tasks.task import Source
 from scu_trainer.train.trainer import SCUTrainer
 from tests.faults import FakeGauge, fail_above_tokens, fail_in_backward
 from tests.recordings import SHAPES, edit_manifest, folder_of, prepared, trident
@@ -265,7 +265,7 @@ def test_a_bad_recording_stops_the_command_before_training(tmp_path, recordings,
 
 def test_the_trained_model_is_scored_on_what_it_has_not_seen(base, recordings):
     from scu_trainer.cli.subjects import held_out_settings, subject_of
-    from scu_trainer.train.tasks.task import Source
+    from scu_trainer.train.source import Source
 
     subject = subject_of(str(base))
     data, seed = held_out_settings(subject, {}, 0)

@@ -11,9 +11,10 @@ from scu_trainer.hardware.peaks import known_tflops
 from scu_trainer.models.memory_format import apply_channels_last
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train import flops, throughput
+from scu_trainer.train import flops
 from scu_trainer.train.flops import count_flops
-from scu_trainer.train.throughput import throughput_lines
+from scu_trainer.train.loops import throughput
+from scu_trainer.train.loops.throughput import throughput_lines
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, UnevenRows, arguments, conv_net, images, llama, lora, pad, same, trained
 from tests.train.stepwise import Recorder
@@ -146,7 +147,7 @@ def test_training_is_the_same_bit_for_bit(tmp_path, kind):
     for recorder, settings in ((off, None), (on, ON)):
         model, changes = MODELS[kind]()
         trainer = trained(model, tmp_path, efficiency=settings, callbacks=[recorder], **changes)
-    assert trainer.efficiency.throughput.count is not None
+    assert trainer.loop("throughput").count is not None
     for what in ("gradients", "weights", "buffers"):
         assert all(same(a, b) for a, b in zip(getattr(off, what), getattr(on, what), strict=True))
 
@@ -160,7 +161,7 @@ def test_rates_by_a_clock(tmp_path, monkeypatch):
     trainer = trained(
         llama(layers=1), tmp_path, efficiency=ON, callbacks=[SlowBetweenSteps(clock)], **settings, **evaluated
     )
-    figures, count = trainer.efficiency.figures(), trainer.efficiency.throughput.count
+    figures, count = trainer.loop("throughput").measured(), trainer.loop("throughput").count
     assert (figures["samples_per_second"], figures["tokens_per_second"]) == (8.0, 128.0)
     assert figures["tflops"] == pytest.approx(128 * count.flops / count.tokens / 1e12)
     assert figures["mfu"] == pytest.approx(figures["tflops"] / 0.001)
@@ -171,14 +172,16 @@ def test_rates_by_a_clock(tmp_path, monkeypatch):
 
 def test_tokens_are_added_up_as_they_come(tmp_path):
     trainer = trained(llama(layers=1), tmp_path, efficiency=ON, gradient_accumulation_steps=2, max_steps=3)
-    assert trainer.efficiency.throughput._total.tokens == 2 * 2 * 64
+    assert trainer.loop("throughput")._total.tokens == 2 * 2 * 64
 
 
 def test_padding_is_no_work(tmp_path, monkeypatch):
     monkeypatch.setattr(throughput, "time", Clock())
     rows = UnevenRows(4)
     trainer = trained(llama(layers=1), tmp_path, efficiency=ON, dataset=rows, data_collator=pad)
-    assert trainer.efficiency.figures()["tokens_per_second"] == sum(len(rows[i]["input_ids"]) for i in range(4))
+    assert trainer.loop("throughput").measured()["tokens_per_second"] == sum(
+        len(rows[i]["input_ids"]) for i in range(4)
+    )
 
 
 # -- peaks and lines ---------------------------------------------------------------------------------------------------
@@ -228,7 +231,7 @@ def test_tf32_is_told_from_fp32(tmp_path, monkeypatch, model, capability, stated
 
 def test_lines_of_the_table(tmp_path):
     assert throughput_lines(None) == []
-    figures = trained(llama(layers=1), tmp_path, efficiency=ON, max_steps=1).efficiency.figures()
+    figures = trained(llama(layers=1), tmp_path, efficiency=ON, max_steps=1).loop("throughput").measured()
     assert throughput_lines(figures) == [("throughput", "not measured: a run of one step")]
     figures |= {"samples_per_second": 1234.5, "tokens_per_second": None, "tflops": 0.0005, "mfu": 0.5}
     (_, rates), (_, share) = throughput_lines(figures)

@@ -190,7 +190,7 @@ def test_the_original_law_acts(tmp_path):
         for lam in (1e-4, 1e3)
     ]
     assert largest_difference(*(weights_of(run.model) for run in runs)) > 1e-2
-    free, held = (run.regularization_callback.last_row["s"] for run in runs)
+    free, held = (run.loop("regularization").last_row["s"] for run in runs)
     assert held < 0.8 * free
 
 
@@ -203,7 +203,7 @@ def test_two_lambdas_give_two_models(tmp_path):
         for lam in (1.0, 8.0)
     ]
     assert largest_difference(*(weights_of(run.model) for run in runs)) > 1e-2
-    weak, strong = (run.regularization_callback.last_row["s"] for run in runs)
+    weak, strong = (run.loop("regularization").last_row["s"] for run in runs)
     assert strong < 0.7 * weak
 
 

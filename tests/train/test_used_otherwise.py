@@ -99,7 +99,7 @@ def test_who_chooses_samples_and_losses_past_a_curriculum_is_told(tmp_path):
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_whose_callback_was_taken_off_says_so(tmp_path, name):
     trainer = made(tmp_path, **{name: LOOPS[name]})
-    taken = trainer._callbacks_of_loops()
+    taken = trainer._own_loops
     assert taken
     trainer.remove_callback(type(taken[0]))
     with pytest.raises(ControlError, match=f"{type(taken[0]).__name__} was taken off this trainer"):

@@ -476,7 +476,7 @@ def test_noise_guard_finds_wrong_labels(tmp_path, smoothing):
     worst = set(trainer.difficulty.scores.argsort()[-len(wrong) :].tolist())
     assert len(worst & wrong) >= 10
     assert trainer.loss_path.reading.kind == ("own" if smoothing else "classes") and trainer.loss_path.reading.exact
-    assert trainer.curriculum.figures()["suspects"] > 0
+    assert trainer.curriculum.figures()["curriculum"]["suspects"] > 0
 
 
 def test_evaluation_gives_logits_and_labels(tmp_path):

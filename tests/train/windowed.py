@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from scu_trainer.train.ranks import ranks_for
+from scu_trainer.train.distributed import ranks_for
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from scu_trainer.train.footprint.shapes import Rows, Step
 from scu_trainer.train.footprint.skeleton import of_configuration
 from scu_trainer.train.footprint.step import Subject, trace
 from scu_trainer.train.job import Job
-from scu_trainer.train.parts import Parts, checkpoints
+from scu_trainer.train.parts import Parts
+from scu_trainer.train.tasks.common import checkpoints
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

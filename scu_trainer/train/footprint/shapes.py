@@ -10,7 +10,7 @@ import numpy
 from scu_trainer.control import chunks
 from scu_trainer.data import numbered
 from scu_trainer.settings import CurriculumSettings, MemorySettings
-from scu_trainer.train.memory_loop import BUSY_TOKENS, BUSY_TOKENS_ELSEWHERE
+from scu_trainer.train.micro_batch_sizer import BUSY_TOKENS, BUSY_TOKENS_ELSEWHERE
 
 
 @dataclass(frozen=True)

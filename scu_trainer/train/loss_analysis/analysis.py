@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
+from transformers import Trainer
 
 from scu_trainer.train.loss_analysis.asked_rows import are_classes, rows_to_ask
 from scu_trainer.train.loss_analysis.asking import probe
@@ -21,9 +22,6 @@ from scu_trainer.train.model_loss import inner_model
 from scu_trainer.train.rows import Batch
 from scu_trainer.train.second_try import second_try
 from scu_trainer.train.window import Piece, Window
-
-if TYPE_CHECKING:
-    from scu_trainer.train.trainer import SCUTrainer
 
 logger = logging.getLogger("scu_trainer")
 
@@ -38,7 +36,8 @@ class LossAnalysis:
     ``seconds``: host time spent on questions and audits.
     """
 
-    def __init__(self, trainer: SCUTrainer) -> None:
+    def __init__(self, trainer: Trainer, free_memory: Callable[[], None]) -> None:
+        self._free_memory = free_memory
         self.trainer = trainer
         self.reduction: Optional[Reduction] = None
         self.notices: list[str] = []
@@ -180,7 +179,7 @@ class LossAnalysis:
     def _audit(self, window: Window, pieces: Sequence[Piece], num_items: Any) -> Optional[Audited]:
         trainer = self.trainer
         if self._auditor is None:
-            self._auditor = Auditor(trainer.model, self._loss_of, trainer.chunked.free_memory, trainer)
+            self._auditor = Auditor(trainer.model, self._loss_of, self._free_memory, trainer)
         full = self.audits == 0 and not (self.reduction.known and self._is_public)  # of the known a sample is enough
         if trainer.loss_path is not None:  # without the logits, if training does without them
             trainer.loss_path.choose(trainer._prepare_inputs(window.batches[0].inputs))

@@ -32,8 +32,9 @@ from scu_trainer.settings.images import ImageSettings
 from scu_trainer.train.classification import class_metrics, preprocess_class_logits, score_samples
 from scu_trainer.train.evaluate import DocumentScores
 from scu_trainer.train.job import Job
-from scu_trainer.train.parts import Parts, begin_model, finish, say_data
-from scu_trainer.train.tasks.task import Source
+from scu_trainer.train.parts import Parts
+from scu_trainer.train.source import Source
+from scu_trainer.train.tasks.common import begin_model, finish, say_data
 
 HEADS = ("classifier", "score", "head", "fc")
 """What classifiers of images call their last layer."""

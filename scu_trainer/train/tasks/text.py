@@ -28,9 +28,10 @@ from scu_trainer.train.evaluate import (
     score_documents,
 )
 from scu_trainer.train.job import Job, cuda_bytes, free_memory
-from scu_trainer.train.parts import Parts, begin_model, checkpoints, finish, say_data
+from scu_trainer.train.parts import Parts
 from scu_trainer.train.sliding import SlidingRows
-from scu_trainer.train.tasks.task import Source
+from scu_trainer.train.source import Source
+from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, say_data
 
 PROBED_TOKENS = 32
 """Enough to see which kernels run; whole rows with their logits belong to the memory loop."""

@@ -21,8 +21,9 @@ from scu_trainer.settings.base import require
 from scu_trainer.settings.words import WordSettings
 from scu_trainer.train.evaluate import MODEL_INPUTS, DocumentScores, bpt_metrics, preprocess_logits, score_documents
 from scu_trainer.train.job import Job
-from scu_trainer.train.parts import Parts, begin_model, finish, say_data
-from scu_trainer.train.tasks.task import Source
+from scu_trainer.train.parts import Parts
+from scu_trainer.train.source import Source
+from scu_trainer.train.tasks.common import begin_model, finish, say_data
 
 ADAPTED = ("projection", "categories")
 """What LoRA can act on. The GRU's weights go to a fused kernel that would pass adapters by, and the word embedding is

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Optional
 
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
-from transformers import TrainerCallback
+
+from scu_trainer.train.loop import Loop
 
 logger = logging.getLogger("scu_trainer")
 
@@ -19,12 +20,14 @@ TABLE_FILE = "top_operators.txt"
 OPERATORS = 30
 
 
-class ProfileCallback(TrainerCallback):
+class Profile(Loop):
     """Records ``steps`` optimizer steps, from the third of a ``train`` call on, in the process that leads.
 
     ``logs/profile/trace.json`` is a Chrome trace (chrome://tracing, ui.perfetto.dev), ``top_operators.txt`` a table of
     the operators that took most time.
     """
+
+    name = "profile"
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -62,8 +65,12 @@ class ProfileCallback(TrainerCallback):
             if not self._written:
                 logger.warning("profile_steps: training ended before the profiler's warm-up was over")
 
+    def end(self) -> None:
+        """Also for a training that raised, which has no last event."""
+        self.close()
+
     def close(self) -> None:
-        """Stop recording; what was recorded is written. Also for a training that raised, which has no last event."""
+        """Stop recording; what was recorded is written."""
         running, self._profile = self._profile, None
         if running is not None:
             running.stop()

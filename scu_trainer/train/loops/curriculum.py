@@ -3,8 +3,8 @@
     begin_epoch        the epoch is planned from the losses of all ranks; its real number of steps takes the place of
                        the nominal one
     batches            delivered batches are counted, and cut while the length warms up
-    record             each row's loss, from the forward that trains
-    before_scheduler   the learning rate follows the share of the epochs that is done
+    see                each row's loss, from the forward that trains
+    on_optimizer_step  the learning rate follows the share of the epochs that is done
     end_epoch          a row of curriculum.json
 
 Nothing here looks into a batch's values.
@@ -13,16 +13,17 @@ Nothing here looks into a batch's values.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import numpy
 import torch
 from accelerate.utils import gather_object
 from safetensors.numpy import save_file
+from transformers import Trainer
 
 from scu_trainer.control import curriculum as control
 from scu_trainer.control.difficulty import Difficulty
@@ -32,37 +33,42 @@ from scu_trainer.data.store import StoredArrays
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.run_files import write_json
 from scu_trainer.settings import CurriculumSettings
+from scu_trainer.train.chunked_step import ChunkedStep
 from scu_trainer.train.curriculum_rules import check_loss_path, check_reading, refuse, require_enough_epochs
 from scu_trainer.train.deliveries import Counts, Deliveries
+from scu_trainer.train.loop import Loop
 from scu_trainer.train.row_readings import Reading, RowLosses
 from scu_trainer.train.row_weights import RowWeights
 from scu_trainer.train.run_length import RunLength
 from scu_trainer.train.saved_state import read_state, reading
 from scu_trainer.train.second_try import second_try
 from scu_trainer.train.seen_losses import Losses, SeenLosses
-from scu_trainer.train.suspects import write_suspects
-
-if TYPE_CHECKING:
-    from scu_trainer.train.trainer import SCUTrainer
+from scu_trainer.train.suspects import SUSPECTS_FILE, write_suspects
 
 logger = logging.getLogger("scu_trainer")
 
 STATE_FILE = "curriculum_state.json"
 ARRAYS_FILE = "curriculum_state.safetensors"
 
+BOOKED = tuple("rows real_tokens padded_tokens cut_tokens seen repeated readmitted suspects quarantined unseen".split())
+"""Numbers of a row of curriculum.json that reporters get."""
 
-class CurriculumLoop:
-    """One training run's curriculum; also the ``Rows`` that ``LossPath`` reports to.
+
+class CurriculumLoop(Loop):
+    """One training run's curriculum; writes ``curriculum.json``. Also the ``Rows`` that ``LossPath`` reports to.
 
     ``notices``: what a person should know at the end. Raises SettingsError for arguments that would choose samples as
     well, ControlError for data without numbers.
     """
 
-    def __init__(self, trainer: SCUTrainer, settings: CurriculumSettings) -> None:
-        refuse(trainer)
-        self.trainer, self.settings = trainer, settings
+    name = "curriculum"
+    history_file = "curriculum.json"
+
+    def __init__(self, trainer: Trainer, settings: CurriculumSettings, chunked: Optional[ChunkedStep] = None) -> None:
+        refuse(trainer, None if chunked is None else chunked.settings)
+        self.trainer, self.settings, self._chunked = trainer, settings, chunked
         self.sampler: Optional[CurriculumSampler] = None
-        self.on_row = lambda row: None
+        self.newest: Optional[dict[str, Any]] = None
         self.notices: list[str] = []
         self._classes: Optional[int] = None  # known from the first batch of the first training on
 
@@ -82,8 +88,10 @@ class CurriculumLoop:
 
     # -- a run ---------------------------------------------------------------------------------------------------------
 
-    def loader(self) -> torch.utils.data.DataLoader:
-        """The stock loader over this curriculum's batches. Everything begins anew."""
+    def loader(self) -> Optional[torch.utils.data.DataLoader]:
+        """The stock loader over this curriculum's batches. Everything starts over."""
+        if self.trainer.train_dataset is None:
+            return None
         trainer, args, rows = self.trainer, self.trainer.args, self.trainer.train_dataset
         self.sampler = CurriculumSampler(
             lengths_of(rows, args.length_column_name),
@@ -128,21 +136,43 @@ class CurriculumLoop:
         return loader
 
     def training_values(self, values: tuple) -> tuple:
-        """The stock Trainer's, with as many epochs as ``max_steps`` may take when epochs are shorter than the first."""
+        """The stock Trainer's, with as many epochs as ``max_steps`` may take when epochs are shorter than the first.
+
+        Raises ControlError where somebody else chooses the samples of this training.
+        """
+        self._require_own_loader()
         return (values[-1], *values[1:]) if self.trainer.args.max_steps > 0 else values
 
     @property
     def rows_trained(self) -> int:
-        """In this call of ``train``."""
         return self.totals.rows - self._totals_before.rows
 
-    @property
-    def booked_until(self) -> int:
+    def rows_stand_until(self, step: int) -> int:
         """The step up to which rows of earlier epochs stand. A run that was stopped has booked a part of an epoch; it
         goes on with that epoch, and books it as a whole."""
         if self._resumed_at is not None:
             return self.length.first_step
-        return self.trainer.state.global_step - self.owes_row
+        return step - self.owes_row
+
+    # -- events of the stock loop --------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.newest = None
+        if self.owes_row:
+            self.end_epoch()
+
+    def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
+        if not self.trainer.loss_path.was_asked:
+            self._found_no_loss()
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """The losses of the step are final, and the schedule is about to move."""
+        self.length.set_scheduler(state.global_step + 1, kwargs["lr_scheduler"])
+        if self.sampler.world == 1 and self._seen.is_full:
+            self.gather()
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.end_epoch()
 
     # -- an epoch ------------------------------------------------------------------------------------------------------
 
@@ -174,9 +204,9 @@ class CurriculumLoop:
             logger.warning(note)
 
     def _look_at_memory(self) -> None:
-        if "acmds" not in self.settings.methods or self.trainer.chunked is None:
+        if "acmds" not in self.settings.methods or self._chunked is None:
             return
-        loop, lengths = self.trainer.chunked.loop, self.sampler.lengths
+        loop, lengths = self._chunked.loop, self.sampler.lengths
         free = 1.0
         if loop.gauge is not None:
             reading = loop.gauge.read()
@@ -191,8 +221,8 @@ class CurriculumLoop:
     def _from_all(self, values: list) -> list:
         return values if self.sampler.world == 1 else gather_object(values)
 
-    def batches(self, loader: Iterator[Any]) -> Iterator[Any]:
-        for inputs in loader:
+    def batches(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
+        for inputs in batches:
             pass_on = partial(self._deliveries.pass_on, inputs, self._limit())
             yield second_try(pass_on, "cutting rows while the length warms up")
 
@@ -210,12 +240,6 @@ class CurriculumLoop:
         share = min(1.0, wanted if wanted < 1 else wanted / self.length.total_steps)
         return replace(self.sampler.law, warmup_share=share)
 
-    def before_scheduler(self, step: int, scheduler: Any) -> None:
-        """``step``: of the run, counted from 1. Its losses are final."""
-        self.length.set_scheduler(step, scheduler)
-        if self.sampler.world == 1 and self._seen.is_full:
-            self.gather()
-
     # -- losses of rows ------------------------------------------------------------------------------------------------
 
     def found(self, reading: Optional[Reading]) -> None:
@@ -227,12 +251,11 @@ class CurriculumLoop:
             self._classes = reading.classes
             self._tell_classes()
 
-    def found_no_loss(self) -> None:
+    def _found_no_loss(self) -> None:
         """The first step was trained past the trainer's own ``compute_loss``. Raises ControlError."""
         self._say([check_loss_path(self.settings, type(self.trainer).__name__)])
 
-    def require_own_loader(self) -> None:
-        """Raises ControlError where somebody else chooses the samples of this training."""
+    def _require_own_loader(self) -> None:
         if self.sampler is None:
             raise ControlError(
                 f"get_train_dataloader of {type(self.trainer).__name__} gives a loader of its own, so a curriculum "
@@ -246,15 +269,15 @@ class CurriculumLoop:
     def weights_of(self, ids: torch.Tensor, reading: Optional[Reading]) -> Optional[torch.Tensor]:
         return self._weights.of(ids, reading)
 
-    def record(self, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:
+    def see(self, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:
         self._seen.record(self.trainer.state.global_step, ids, losses)
 
     def quarantine(self, ids: torch.Tensor) -> None:
         """Rows without a finite loss: out of this step and out of every later epoch."""
         self._seen.quarantine(self.trainer.state.global_step, ids)
 
-    def forget_step(self) -> None:
-        """The step that is going on is skipped: its rows count as not seen, but for those that are set aside."""
+    def on_step_taken_back(self) -> None:
+        """Its rows count as not seen, but for those that are set aside."""
         self._seen.forget(self.trainer.state.global_step)
 
     def gather(self) -> None:
@@ -273,28 +296,37 @@ class CurriculumLoop:
         """Also when training stops within an epoch. Every rank calls it."""
         self.gather()
         step, length = self.trainer.state.global_step, self.length
-        self.on_row(
-            {
-                "epoch": self.sampler.current.epoch + 1,
-                "step": step,
-                "steps": step - length.first_step,
-                "complete": step - length.first_step >= length.steps,
-                "curriculum": self.settings.curriculum,
-                **asdict(self.counts),
-                **self.sampler.report(),
-            }
-        )
+        self.newest = {
+            "epoch": self.sampler.current.epoch + 1,
+            "step": step,
+            "steps": step - length.first_step,
+            "complete": step - length.first_step >= length.steps,
+            "curriculum": self.settings.curriculum,
+            **asdict(self.counts),
+            **self.sampler.report(),
+        }
+        self.record(self.newest)
         self.totals, self.counts, self.owes_row = self.totals + self.counts, Counts(), False
         if "noise_guard" in self.settings.methods and self.trainer.args.should_save:
             folder, trainer = Path(self.trainer.args.output_dir), self.trainer
             suspects, difficulty = self.sampler.suspects(), self.sampler.difficulty
             write_suspects(folder, suspects, difficulty, trainer.train_dataset, trainer.processing_class)
 
+    def scalars(self) -> dict[str, float]:
+        """The books of the last epoch for one row of the logs; empty until the next one is booked."""
+        row, self.newest = self.newest or {}, None
+        found = {f"curriculum/{name}": row[name] for name in ("epoch", *BOOKED) if row.get(name) is not None}
+        found |= {f"curriculum/difficulty_{name}": value for name, value in (row.get("difficulty") or {}).items()}
+        return found | ({"curriculum/skipped": sum(row["skipped"].values())} if row else {})
+
+    def final_scalars(self) -> dict[str, float]:
+        return self.scalars()
+
     def figures(self) -> dict[str, Any]:
         """The whole run, for its summary."""
         difficulty, methods = self.sampler.difficulty, self.settings.methods
         samples, epochs_done = len(self.sampler.lengths), self.length.done(self.trainer.state.global_step)
-        return {
+        figures = {
             "curriculum": self.settings.curriculum,
             "samples": samples,
             "never_seen": difficulty.counts(self.sampler.current.epoch)["unseen"],
@@ -304,11 +336,24 @@ class CurriculumLoop:
             "uniform_rows": round(samples * epochs_done),
             "notices": list(self.notices),
         }
+        return {self.name: figures}
+
+    def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+        found, lines = figures[self.name], []
+        if found["curriculum"] != "none":
+            name, rows, uniform = found["curriculum"], found["rows"], max(1, found["uniform_rows"])
+            tokens = found["padded_tokens"] / max(1, found["real_tokens"])
+            share = f"{rows:,} rows seen ({rows / uniform:.2f} of uniform), {tokens:.2f} tokens per real one"
+            lines.append(("curriculum", f"{name}: {share}"))
+        if found["suspects"]:
+            lines.append(("suspect rows", f"{found['suspects']:,} of {found['samples']:,}: {SUSPECTS_FILE}"))
+        if found["quarantined"]:
+            lines.append(("quarantined rows", f"{found['quarantined']:,}: their loss was no finite number"))
+        return lines
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def save(self, folder: str) -> None:
-        """Every rank calls it; one writes."""
+    def save_state(self, folder: str) -> None:
         self.gather()
         if not self.trainer.args.should_save:
             return
@@ -327,8 +372,8 @@ class CurriculumLoop:
         write_json(Path(folder) / STATE_FILE, state)
         save_file({name: numpy.ascontiguousarray(array) for name, array in arrays.items()}, Path(folder) / ARRAYS_FILE)
 
-    def resume(self, checkpoint: str, stock_position: tuple[int, int]) -> tuple[int, int]:
-        """(epoch to go on with, micro-batches of it that each rank skips)."""
+    def resume_position(self, checkpoint: str, stock_position: tuple[int, int]) -> tuple[int, int]:
+        """Reads the state as well: it says where the training stands."""
         path = Path(checkpoint) / STATE_FILE
         if not path.is_file():
             return self._resume_blindly(checkpoint, stock_position)

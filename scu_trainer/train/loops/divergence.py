@@ -8,57 +8,50 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any
 
-from transformers import TrainerCallback
+from transformers import Trainer
 
 from scu_trainer.control import divergence as control
 from scu_trainer.errors import Diverged
 from scu_trainer.settings import SafetySettings
 from scu_trainer.train.checkpoint import checkpoints, step_of
 
-if TYPE_CHECKING:
-    from scu_trainer.train.trainer import SCUTrainer
-
 logger = logging.getLogger("scu_trainer")
 
 
-class DivergenceWatch(TrainerCallback):
-    """Of one ``SCUTrainer``. ``notices``: what was told. Raises Diverged on all ranks where the settings say stop."""
+class DivergenceWatch:
+    """Of one training. ``epochs_differ``: each has a choice of samples. ``notices``: what was reported.
 
-    def __init__(self, trainer: SCUTrainer, settings: SafetySettings) -> None:
-        self.trainer, self.settings = trainer, settings
+    Raises Diverged on all ranks where the settings say stop.
+    """
+
+    def __init__(self, trainer: Trainer, settings: SafetySettings, epochs_differ: bool) -> None:
+        self.trainer, self.settings, self._epochs_differ = trainer, settings, epochs_differ
         self._law = control.Law(factor=settings.divergence_factor)
-        self.begin_anew()
+        self.begin()
 
-    def begin_anew(self) -> None:
+    def begin(self) -> None:
         """Before a training."""
         self.notices: list[str] = []
         self._state = control.State()
         self._counted = 0
 
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
+    def start(self) -> None:
+        """With its first step."""
         self._counted = 0
 
-    def on_epoch_begin(self, args, state, control, **kwargs) -> None:
-        curriculum = self.trainer.curriculum
-        if curriculum is not None and curriculum.settings.methods:
-            self._forget()  # this epoch's samples may be harder ones, and their loss is another loss
-
-    def _forget(self) -> None:
-        self._state = control.State()
+    def begin_epoch(self) -> None:
+        if self._epochs_differ:
+            self._state = control.State()  # this epoch's samples may be harder ones, and their loss is another loss
 
     def count(self) -> None:
         """An optimizer step whose loss goes into the next log."""
         self._counted += 1
 
-    def on_log(self, args, state, control, logs: Optional[dict[str, Any]] = None, **kwargs) -> None:
-        if not logs or "loss" not in logs:
-            return
+    def see(self, step: int, loss: float) -> None:
+        """``loss``: logged after ``step``, the mean of the steps counted since the last one."""
         steps, self._counted = self._counted, 0
-        self._observe(state.global_step, steps, logs["loss"])
-
-    def _observe(self, step: int, steps: int, loss: float) -> None:
         self._state = control.observe(self._law, self._state, step=step, steps=steps, loss=loss)
         if self.notices or not control.diverges(self._state):
             return

@@ -1,8 +1,8 @@
 """Optimizer steps whose loss or gradient is no finite number: found before the optimizer acts, located, skipped.
 
     on_step_begin       what a bad step would change is noted: the sum of logged losses, BatchNorm's statistics
-    observe             each accumulation batch's loss, on the device
-    before_optimizer    one question per step, to all ranks: are the losses and the gradient's norm finite? If not,
+    on_loss             each accumulation batch's loss, on the device
+    on_grad_norm        one question per step, to all ranks: are the losses and the gradient's norm finite? If not,
                         everything is as it was before the step, and its place is looked for
     on_optimizer_step   the step counts as skipped, as one that a GradScaler has skipped: the stock loop leaves its
                         schedule, the regularization loop its S and lambda, the averages of weights theirs
@@ -20,29 +20,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Optional
+from typing import Any, NoReturn, Optional
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
-from transformers import TrainerCallback
+from transformers import Trainer
 
 from scu_trainer.errors import NonFiniteLoss
-from scu_trainer.run_files import write_json
 from scu_trainer.settings import SafetySettings
 from scu_trainer.train.checkpoint import checkpoints
-from scu_trainer.train.divergence_watch import DivergenceWatch
 from scu_trainer.train.first_nonfinite import Finding, locate, nonfinite_weight, weights_are_finite
+from scu_trainer.train.loop import Loop
+from scu_trainer.train.loops.divergence import DivergenceWatch
 from scu_trainer.train.marks import ChangingBuffers
-from scu_trainer.train.saved_state import read_state
 from scu_trainer.train.second_try import second_try
 
-if TYPE_CHECKING:
-    from scu_trainer.train.trainer import SCUTrainer
-
 logger = logging.getLogger("scu_trainer")
-
-STATE_FILE = "safety_state.json"
 
 MOST_RECORDS = 50
 """Skipped steps that the summary describes; all are counted."""
@@ -58,45 +52,49 @@ SAID = {
 }
 
 
-class BadNumbers(TrainerCallback):
-    """Guards the steps of one ``SCUTrainer``; add it before every callback that acts on an optimizer step but
-    ``OverflowWatch``.
+class NonFiniteGuard(Loop):
+    """Guards the steps of a training, before every loop that acts on an optimizer step but ``OverflowWatch``.
 
     ``skipped_steps``: of the whole run. ``in_a_row``: up to now. Raises NonFiniteLoss, on all ranks, past
     ``SafetySettings.max_nonfinite_steps``.
     """
 
-    def __init__(self, trainer: SCUTrainer, settings: SafetySettings) -> None:
+    name = "bad_numbers"
+    state_file = "safety_state.json"
+
+    def __init__(self, trainer: Trainer, settings: SafetySettings, epochs_differ: bool = False) -> None:
         self.trainer, self.settings = trainer, settings
-        self.divergence: Optional[DivergenceWatch] = None
+        self.divergence = None
+        if settings.divergence != "off":
+            self.divergence = DivergenceWatch(trainer, settings, epochs_differ)
         self._batches: Sequence[Any] = ()
         self._losses: list[torch.Tensor] = []
         self._items: Any = None
         self._is_skipping = False
-        trainer.add_callback(self)
-        if settings.divergence != "off":
-            self.divergence = DivergenceWatch(trainer, settings)
-            trainer.add_callback(self.divergence)
-        self.begin_anew()
+        self.begin()
 
-    def begin_anew(self) -> None:
-        """Before a training, which may go on with the counts of its checkpoint."""
+    def begin(self) -> None:
         self.skipped_steps = self.in_a_row = 0
         self._records: list[dict[str, Any]] = []
         if self.divergence is not None:
-            self.divergence.begin_anew()
+            self.divergence.begin()
 
     # -- events of the stock loop --------------------------------------------------------------------------------------
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.in_a_row = 0
+        if self.divergence is not None:
+            self.divergence.start()
         self._buffers = ChangingBuffers(self.trainer.model)
         if self.trainer.is_deepspeed_enabled:
             # Its engine steps inside backward: it must look by itself, which it does of its own accord under fp16 only.
             self.trainer.model_wrapped.optimizer.check_grad_overflow = True
 
-    def window(self, batches: Sequence[Any]) -> None:
-        """The accumulation batches of the next step."""
+    def on_epoch_begin(self, args, state, control, **kwargs) -> None:
+        if self.divergence is not None:
+            self.divergence.begin_epoch()
+
+    def on_window(self, batches: Sequence[Any], num_items: Any) -> None:
         self._batches = batches
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
@@ -108,13 +106,11 @@ class BadNumbers(TrainerCallback):
         if self._tracks_rows:
             self.trainer.loss_path.has_learned = False
 
-    def observe(self, loss: torch.Tensor, num_items: Any) -> None:
-        """``loss``: of one accumulation batch, detached."""
+    def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
         self._losses.append(loss)
         self._items = num_items
 
-    def before_optimizer(self, norm: Any) -> Any:
-        """``norm``: of the gradient, over all ranks. Returns what of it is to be logged."""
+    def on_grad_norm(self, norm: Any) -> Any:
         fault = self._fault(norm)
         if fault is not None:
             self._skip(fault)
@@ -136,6 +132,10 @@ class BadNumbers(TrainerCallback):
             self._buffers.end_window()
         self._batches = ()
 
+    def on_log(self, args, state, control, logs: Optional[dict[str, Any]] = None, **kwargs) -> None:
+        if self.divergence is not None and logs and "loss" in logs:
+            self.divergence.see(state.global_step, logs["loss"])
+
     def _count_as_skipped(self, value: bool) -> None:
         """What ``accelerator.optimizer_step_was_skipped`` answers, to the stock loop and to every callback."""
         optimizer = self.trainer.optimizer
@@ -148,7 +148,7 @@ class BadNumbers(TrainerCallback):
 
     @property
     def _tracks_rows(self) -> bool:
-        return self.trainer.curriculum is not None
+        return self.trainer.loss_path is not None and self.trainer.loss_path.rows is not None
 
     def _fault(self, norm: Any) -> Optional[str]:
         ask = functools.partial(self._flags, self._gradient(norm))
@@ -228,8 +228,8 @@ class BadNumbers(TrainerCallback):
         # The stock loop divides sums of losses by numbers of steps since these two.
         trainer._globalstep_last_logged += 1
         trainer._initial_global_step += 1
-        if self._tracks_rows:
-            trainer.curriculum.forget_step()
+        for loop in trainer.loops:
+            loop.on_step_taken_back()
 
     def _find(self, fault: str) -> Finding:
         if fault != ROWS:
@@ -279,7 +279,7 @@ class BadNumbers(TrainerCallback):
         found = checkpoints(Path(self.trainer.args.output_dir))
         return f"the newest checkpoint is {found[0].name}" if found else "there is no checkpoint to go back to"
 
-    def stop_at(self, error: NonFiniteLoss) -> NoReturn:
+    def on_nonfinite(self, error: NonFiniteLoss) -> NoReturn:
         """``error``: many rows one after the other gave no finite loss, on this rank."""
         self.require_finite_weights()
         if self.trainer.accelerator.num_processes > 1:  # the others are inside the step and could not join a save
@@ -318,7 +318,7 @@ class BadNumbers(TrainerCallback):
             dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
         return not bool(is_bad)
 
-    def before_checkpoint(self) -> None:
+    def before_save(self) -> None:
         """Raises NonFiniteLoss, on all ranks, where a checkpoint would hold weights that are no numbers."""
         if not self.weights_are_finite():
             weight = nonfinite_weight(self.trainer.model) or "a weight on another rank"
@@ -333,7 +333,6 @@ class BadNumbers(TrainerCallback):
     # -- reports and checkpoints ---------------------------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
-        """For a log of a training step."""
         return {"skipped_steps": self.skipped_steps}
 
     @property
@@ -346,24 +345,15 @@ class BadNumbers(TrainerCallback):
         return told
 
     def figures(self) -> dict[str, Any]:
-        """What stands under "bad_numbers" in scu_metrics.json."""
         divergence = None if self.divergence is None else self.divergence.figures()
-        return {"skipped_steps": self.skipped_steps, "skipped": list(self._records), "divergence": divergence}
+        counted = {"skipped_steps": self.skipped_steps, "skipped": list(self._records), "divergence": divergence}
+        return {self.name: counted}
 
-    def save(self, folder: str) -> None:
-        """Beside a checkpoint's other state."""
-        if not self.trainer.args.should_save:
-            return
+    def state_dict(self) -> dict[str, Any]:
         divergence = None if self.divergence is None else self.divergence.state_dict()
-        state = {"skipped_steps": self.skipped_steps, "records": self._records, "divergence": divergence}
-        write_json(Path(folder) / STATE_FILE, state)
+        return {"skipped_steps": self.skipped_steps, "records": self._records, "divergence": divergence}
 
-    def load(self, checkpoint: str) -> None:
-        """Count on. A checkpoint without the file is one of a run without this guard: it begins at nothing."""
-        path = Path(checkpoint) / STATE_FILE
-        if not path.is_file():
-            return
-        saved = read_state(path)
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.skipped_steps, self._records = saved["skipped_steps"], saved["records"]
         if self.divergence is not None and saved["divergence"] is not None:
             self.divergence.load_state_dict(saved["divergence"])

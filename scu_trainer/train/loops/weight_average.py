@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import TrainerCallback
+from transformers import Trainer
 
 from scu_trainer.errors import CheckpointError, ControlError
+from scu_trainer.train.loop import Loop
 from scu_trainer.train.saved_state import reading
 from scu_trainer.train.second_try import second_try
 from scu_trainer.train.sharded import is_sharded
-
-if TYPE_CHECKING:
-    from scu_trainer.train.trainer import SCUTrainer
 
 EMA_FILE = "ema.safetensors"
 
@@ -36,15 +34,17 @@ LESS = (
 )
 
 
-class WeightAverage(TrainerCallback):
-    """Keeps the average of one ``SCUTrainer``'s trained weights and BatchNorm statistics, in float32.
+class WeightAverage(Loop):
+    """Keeps the average of the trained weights and BatchNorm statistics, in float32.
 
-    Frozen weights have no second copy. ``line``: what a person should know of it.
+    Frozen weights have no second copy.
 
     Raises ControlError where no process has whole weights (ZeRO-3, FSDP).
     """
 
-    def __init__(self, trainer: SCUTrainer, decay: float) -> None:
+    name = "weight_average"
+
+    def __init__(self, trainer: Trainer, decay: float) -> None:
         if is_sharded(trainer):
             raise ControlError(
                 "ema_decay averages whole weights, and under ZeRO-3 and FSDP no process has them; leave ema_decay out, "
@@ -55,12 +55,11 @@ class WeightAverage(TrainerCallback):
         self._names: list[str] = []
         self._checkpoint: Optional[Path] = None
 
-    @property
-    def line(self) -> str:
+    def opening_lines(self) -> list[str]:
         said = f"evaluations and the final model use the moving average of the weights (ema_decay {self.decay:g})"
-        if self.trainer.regularizer is None:
-            return said
-        return f"{said}; S is that of the weights in training, not of their average"
+        if self.trainer.loop("regularization") is None:
+            return [said]
+        return [f"{said}; S is that of the weights in training, not of their average"]
 
     # -- events of the stock loop --------------------------------------------------------------------------------------
 
@@ -97,7 +96,7 @@ class WeightAverage(TrainerCallback):
     # -- use -----------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
+    def evaluation(self) -> Iterator[None]:
         """Inside, the model has the averages. Outside of training, and before its first step, nothing changes."""
         if self._average is None or not self.trainer.is_in_train or not self._average.n_averaged:
             yield
@@ -142,14 +141,14 @@ class WeightAverage(TrainerCallback):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def save(self, folder: str) -> None:
+    def save_state(self, folder: str) -> None:
         if not self.trainer.args.should_save:
             return
         tensors = dict(zip(self._names, self._averaged(), strict=True))
         count = {"n_averaged": str(int(self._average.n_averaged))}
         save_file({name: t.contiguous() for name, t in tensors.items()}, Path(folder) / EMA_FILE, metadata=count)
 
-    def load(self, checkpoint: str) -> None:
+    def load_state(self, checkpoint: str) -> None:
         """Go on with the averages of ``checkpoint`` once training begins. Raises CheckpointError if it has none."""
         self._checkpoint = Path(checkpoint)
         _require_file(self._checkpoint)

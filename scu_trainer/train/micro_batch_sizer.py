@@ -62,7 +62,7 @@ class Books:
     peak_bytes: int = 0
 
 
-class MemoryLoop:
+class MicroBatchSizer:
     """One training run's memory control; also the ``Sizes`` that ``step.run`` asks.
 
     ``gauge``: None without ``memory_control``. ``gradient_bytes``: the most that gradients add within a window.

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer
 
 from scu_trainer.train.flops import COUNTED, Count, Peak, count_flops, find_peak, tokens_of
+from scu_trainer.train.loop import Loop
 from scu_trainer.train.rows import rows_of
 from scu_trainer.train.second_try import second_try
 from scu_trainer.train.sharded import is_sharded
-
-if TYPE_CHECKING:
-    from scu_trainer.train.trainer import SCUTrainer
 
 
 @dataclass
@@ -41,19 +40,21 @@ class Interval:
         self.rows += rows
 
 
-class Throughput(TrainerCallback):
-    """Measures one ``SCUTrainer``. ``peak_tflops``: None finds the device's own. ``counts_flops``: False leaves the
-    operations, and the utilization, out.
+class Throughput(Loop):
+    """``peak_tflops``: None finds the device's own. ``counts_flops``: False leaves the operations, and the utilization,
+    out; then there is no section in scu_metrics.json.
 
     The first step of a ``train`` call is left out: in it kernels are chosen, and operations counted.
     """
 
-    def __init__(self, trainer: SCUTrainer, peak_tflops: Optional[float] = None, counts_flops: bool = True) -> None:
+    name = "throughput"
+
+    def __init__(self, trainer: Trainer, peak_tflops: Optional[float] = None, counts_flops: bool = True) -> None:
         self.trainer, self._stated = trainer, peak_tflops
         self.count: Optional[Count] = None
         self.peak: Optional[Peak] = None
         self.reasons: list[str] = []
-        self._asked = not counts_flops
+        self._asked, self._counts_flops = not counts_flops, counts_flops
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -61,8 +62,10 @@ class Throughput(TrainerCallback):
         self._now, self._logged, self._total = Interval(), Interval(), Interval()
         self._is_first = True
 
-    def observe(self, inputs: Any, num_items: Any) -> None:
-        """An accumulation batch that is about to train."""
+    def on_batch(self, inputs: Any, num_items: Any) -> None:
+        second_try(functools.partial(self._count, inputs, num_items), "counting the tokens of a step")
+
+    def _count(self, inputs: Any, num_items: Any) -> None:
         model = self.trainer.model
         if not self._asked:
             self._ask(inputs, num_items)
@@ -104,6 +107,12 @@ class Throughput(TrainerCallback):
         return {f"throughput/{name}": value for name, value in figures.items() if value is not None}
 
     def figures(self) -> dict[str, Any]:
+        return {self.name: self.measured()} if self._counts_flops else {}
+
+    def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+        return throughput_lines(figures.get(self.name))
+
+    def measured(self) -> dict[str, Any]:
         """Of this ``train`` call, for scu_metrics.json. ``mfu``: a fraction; rates are those of all ranks together."""
         peak, count = self.peak, self.count
         return {
@@ -138,7 +147,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def throughput_lines(figures: Optional[dict[str, Any]]) -> list[tuple[str, str]]:
-    """For the table at the end of a run. ``figures``: of ``Throughput.figures``, None where it was off."""
+    """For the table at the end of a run. ``figures``: of ``Throughput.measured``, None where it was off."""
     if figures is None:
         return []
     if figures["samples_per_second"] is None:
@@ -162,3 +171,9 @@ def _utilization(figures: dict[str, Any]) -> str:
 
 def _rate(tflops: float) -> str:
     return f"{tflops:.4g} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:.3g} GFLOP/s"
+
+
+def measure_pace(trainer: Trainer) -> None:
+    """Rows and tokens per second in every row of the logs, also without ``throughput``, which adds utilization."""
+    if not any(isinstance(loop, Throughput) for loop in trainer.loops):
+        trainer.add_callback(Throughput(trainer, counts_flops=False))

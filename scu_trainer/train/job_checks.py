@@ -1,0 +1,95 @@
+"""Settings of a job that contradict each other, found before anything is loaded. Each raises SettingsError."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from transformers import TrainingArguments
+
+from scu_trainer.errors import nearest
+from scu_trainer.hardware.optimizers import check_optimizer
+from scu_trainer.settings import DataSettings, MemorySettings, RegularizationSettings
+from scu_trainer.settings.base import require
+
+
+def check_evaluation(
+    training: TrainingArguments, data: DataSettings, regularization: Optional[RegularizationSettings]
+) -> None:
+    """Of what is held out."""
+    holds_out = data.eval_dataset is not None or data.streaming or data.validation_split_percentage > 0
+    evaluates = training.eval_strategy != "no"
+    require(
+        holds_out or not evaluates,
+        "eval_strategy asks for held-out data but validation_split_percentage is 0; raise it, give eval_dataset "
+        "or set eval_strategy: no",
+    )
+    auto = regularization is not None and regularization.target_s == "auto"
+    require(
+        not auto or evaluates,
+        "scu_target_s: auto watches the held-out loss; set eval_strategy: steps and eval_steps, for instance 20",
+    )
+
+
+def check_words(training: TrainingArguments) -> None:
+    """Words that the stock Trainer reads only once the run has begun."""
+    from accelerate.utils import DynamoBackend
+
+    backend = training.torch_compile_backend
+    known = [item.value.lower() for item in DynamoBackend]
+    require(
+        backend is None or backend.lower() in known,
+        f"torch_compile_backend is {backend!r}; allowed: {', '.join(known)}{nearest(str(backend), known)}",
+    )
+    pairs = (training.optim_args or "").replace(" ", "").split(",")
+    odd = next((pair for pair in pairs if pair and pair.count("=") != 1), None)
+    require(
+        odd is None and (pairs == [""] or "" not in pairs),
+        f"optim_args is {training.optim_args!r}; write NAME=VALUE,NAME=VALUE, such as momentum=0.9",
+    )
+    _check_pairs(training)
+
+
+def _check_pairs(training: TrainingArguments) -> None:
+    """Fields that need each other, and of which the stock Trainer complains only once the run has begun."""
+    require(
+        not training.fsdp or training.world_size > 1,
+        "fsdp shares a model out among processes, and there is one; start with torchrun or accelerate launch, or "
+        "drop fsdp",
+    )
+    require(
+        training.dataloader_prefetch_factor is None or training.dataloader_num_workers > 0,
+        "dataloader_prefetch_factor is for loader processes; add dataloader_num_workers: 1 or more, or drop it",
+    )
+    require(
+        not training.dataloader_persistent_workers or training.dataloader_num_workers > 0,
+        "dataloader_persistent_workers is for loader processes; add dataloader_num_workers: 1 or more, or drop it",
+    )
+    best = getattr(training.save_strategy, "value", training.save_strategy) == "best"
+    require(
+        not best or training.metric_for_best_model is not None,
+        "save_strategy: best needs metric_for_best_model, such as loss",
+    )
+    require(
+        not training.batch_eval_metrics,
+        "batch_eval_metrics needs a compute_metrics of one's own, which the command line has not; drop it",
+    )
+
+
+def check_training_optimizer(training: TrainingArguments) -> None:
+    """On the device that training uses."""
+    optim, device = getattr(training.optim, "value", training.optim), training.device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    zero = getattr(training, "hf_deepspeed_config", None)
+    check_optimizer(optim, device.type, capability, deepspeed_offload=zero is not None and zero.is_offload())
+
+
+def check_memory(training: TrainingArguments, memory: MemorySettings) -> None:
+    """Bounds of a micro-batch against the rows that there are."""
+    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    lowest = memory.min_batch_size
+    require(
+        not memory.acts or lowest <= rows or rows < 1,  # preflight says what is wrong with no rows
+        f"min_batch_size {lowest} exceeds the {rows} rows of an optimizer step on a device "
+        "(per_device_train_batch_size x gradient_accumulation_steps); lower min_batch_size",
+    )

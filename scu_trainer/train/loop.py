@@ -1,0 +1,249 @@
+"""What a feedback loop is: a ``TrainerCallback`` with the moments of a step that the stock Trainer has no event for.
+
+A training runs like this; names in brackets are methods of every loop, in the order of ``trainer.loops``:
+
+    [begin]                                       what an earlier training has left is forgotten
+    [loader]                                      the first loop that has a data loader gives it
+    [load_state]                                  of a run that goes on from a checkpoint
+    on_train_begin                                ``history_file`` is open from here on
+    for each epoch:
+        [begin_epoch]
+        for each optimizer step:
+            [batches]                             where its accumulation batches come from
+            [on_window]                           they are known
+            on_step_begin
+            ``rate_factor``                       the learning rate is the scheduled one times those of all loops
+            for each accumulation batch:
+                [on_batch]
+                forward and backward              by the engine; [on_nonfinite] where it ends without a finite loss
+                [on_loss]
+            [on_gradients]                        they are complete, and not clipped yet
+            [on_grad_norm]                        they are clipped; a loop may veto the step, [on_step_taken_back]
+            optimizer.step
+            on_optimizer_step
+            on_step_end
+            [scalars], on_log                     every ``logging_steps``
+            [evaluation], on_evaluate             every ``eval_steps``
+            [before_save], [save_state], on_save  every ``save_steps``
+    [final_scalars]
+    on_train_end
+    [end]                                         also after an error
+
+Names without brackets are events of ``transformers.TrainerCallback``. All methods do nothing unless a loop has its own.
+Every rank calls them at the same places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NoReturn, Optional
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback
+
+from scu_trainer.errors import NonFiniteLoss
+from scu_trainer.run_files import History, write_json
+from scu_trainer.train.saved_state import read_state, reading
+
+logger = logging.getLogger("scu_trainer")
+
+
+class Loop(TrainerCallback):
+    """Base of all loops. Give yours to the trainer as any callback: ``callbacks=[MyLoop()]`` or ``add_callback``.
+
+    name: its section of scu_metrics.json.
+    state_file: name in a checkpoint of what ``state_dict`` gives; None: nothing is saved.
+    history_file: name in the run directory of the rows that ``record`` gets, one JSON array; None: there is none.
+    rate_factor: what the scheduled learning rate of the next step is multiplied by.
+    is_first: its events come before those of every other callback but ``LoopEvents``.
+    notices: what a person should know at the end of the run; also in run.json.
+    """
+
+    name = ""
+    state_file: Optional[str] = None
+    history_file: Optional[str] = None
+    rate_factor: float = 1.0
+    notices: Sequence[str] = ()
+    is_first = False
+    trainer: Optional[Trainer] = None
+    history: Optional[History] = None
+
+    def attach(self, trainer: Trainer) -> None:
+        """Called once, when the loop is given to a trainer."""
+        self.trainer = trainer
+
+    # -- a training ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before a training is set up, and before it reads a checkpoint; the model may be another one by now."""
+
+    def end(self) -> None:
+        """After a training, also one that raised."""
+
+    def on_model(self, model: torch.nn.Module) -> None:
+        """``model_init`` has made a new model."""
+
+    def loader(self) -> Optional[DataLoader]:
+        """The training data, where this loop chooses them; None leaves that to the others."""
+
+    def training_values(self, values: tuple) -> tuple:
+        """``values``: what ``Trainer.set_initial_training_values`` returns."""
+        return values
+
+    def scheduler(self, optimizer: Optimizer, total_steps: int, steps_per_epoch: Optional[int]) -> Any:
+        """A schedule in the place of the stock one; None leaves that."""
+
+    @property
+    def rows_trained(self) -> Optional[int]:
+        """In this training, where epochs are not as long as the stock Trainer takes them for."""
+
+    # -- an epoch, a step ----------------------------------------------------------------------------------------------
+
+    def resume_position(self, checkpoint: str, position: tuple[int, int]) -> tuple[int, int]:
+        """(epoch to go on with, batches of it that are done). ``position``: as the loops before this one have it."""
+        return position
+
+    def begin_epoch(self, epoch: int, skipped_batches: int) -> Mapping[str, int]:
+        """Arguments of ``Trainer._run_epoch`` that are other than the stock ones."""
+        return {}
+
+    def batches(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
+        """Where the ``count`` accumulation batches of the next step come from. The last loop is next to the loader."""
+        return batches
+
+    def on_window(self, batches: Sequence[Any], num_items: Any) -> None:
+        """``batches``: all accumulation batches of the next step."""
+
+    def on_batch(self, inputs: Any, num_items: Any) -> None:
+        """An accumulation batch is about to be trained on."""
+
+    def on_nonfinite(self, error: NonFiniteLoss) -> Optional[NoReturn]:
+        """No finite loss could be had of a step. May raise a better error, after a checkpoint."""
+
+    def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
+        """``loss``: of an accumulation batch, detached, on the device, as the stock ``training_step`` returns it."""
+
+    def on_gradients(self, loss_scale: float) -> None:
+        """The gradients of the step are complete. ``loss_scale``: what a GradScaler has multiplied them by."""
+
+    def on_grad_norm(self, norm: Any) -> Any:
+        """``norm``: over all ranks, before clipping. Returns what of it is logged."""
+        return norm
+
+    def on_step_taken_back(self) -> None:
+        """A loop has vetoed the step that is going on, and everything is as it was before."""
+
+    def evaluation(self) -> AbstractContextManager:
+        """Around every evaluation."""
+        return contextlib.nullcontext()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def before_save(self) -> None:
+        """Before weights are saved. May raise, on all ranks, where that would be wrong."""
+
+    def state_dict(self) -> Optional[dict[str, Any]]:
+        """What ``state_file`` holds, as JSON has it; None: no file."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """``state``: as ``state_dict`` gave it."""
+
+    def save_state(self, folder: str) -> None:
+        """Into the folder of a checkpoint. Every rank calls it; the one with ``args.should_save`` writes."""
+        if self.state_file is not None and self.trainer.args.should_save:
+            state = self.state_dict()
+            if state is not None:
+                write_json(Path(folder) / self.state_file, state)
+
+    def load_state(self, checkpoint: str) -> None:
+        """A checkpoint without the file is of a run without this loop: it begins at nothing."""
+        if self.state_file is None or not (path := Path(checkpoint) / self.state_file).is_file():
+            return
+        state = read_state(path)
+        with reading(path):
+            self.load_state_dict(state)
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    def scalars(self) -> dict[str, float]:
+        """For a row of the logs about training steps: TensorBoard, log_history.json and every other reporter get it.
+        By convention under "name/"."""
+        return {}
+
+    def final_scalars(self) -> dict[str, float]:
+        """For the last row of the logs, which is about the whole training."""
+        return {}
+
+    def opening_lines(self) -> list[str]:
+        """What a person should know before training."""
+        return []
+
+    def figures(self) -> dict[str, Any]:
+        """Sections of scu_metrics.json, by name."""
+        return {}
+
+    def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """(name, value) of the table at the end. ``figures``: all of scu_metrics.json."""
+        return []
+
+    def record(self, row: dict[str, Any]) -> None:
+        """A row for ``history_file``; outside of a training, and on all ranks but the one that writes, nothing."""
+        if self.history is not None:
+            self.history.append(row)
+
+    def rows_stand_until(self, step: int) -> int:
+        """Step up to which rows of an earlier start are kept by a training that goes on from ``step``."""
+        return step
+
+
+class LoopEvents(TrainerCallback):
+    """The first of all callbacks where there are loops: opens and closes their histories, once for all of them."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.is_rate_due = False
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.close()
+        for loop in self.trainer.loops if args.should_save else ():
+            if loop.history_file is not None:
+                stand_until = loop.rows_stand_until(state.global_step)
+                loop.history = opened(args.output_dir, loop.history_file, stand_until)
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self.is_rate_due = True
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for loop in self.trainer.loops:
+            if loop.history is not None:
+                loop.history.close()
+                loop.history = None
+
+    def scale_rates(self) -> None:
+        """Once per step, when every loop has decided on its factor."""
+        if not self.is_rate_due:
+            return
+        self.is_rate_due, factor = False, self.trainer.rate_factor
+        if factor != 1.0:
+            scheduled = self.trainer.lr_scheduler.get_last_lr()
+            for group, rate in zip(self.trainer.optimizer.param_groups, scheduled, strict=True):
+                group["lr"] = rate * factor
+
+
+def opened(output_dir: str, name: str, step: int) -> History:
+    """The history file of a run that goes on after ``step``."""
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    history = History(Path(output_dir) / name)
+    dropped = history.truncate_after(step)
+    if dropped:
+        logger.info("%d rows of %s after step %d are written again", dropped, name, step)
+    return history

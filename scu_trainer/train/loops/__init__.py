@@ -1,0 +1,115 @@
+"""The loops that this package brings, one file each, and the order in which a trainer calls them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Optional
+
+from transformers import Trainer
+
+from scu_trainer.control.difficulty import Difficulty
+from scu_trainer.hardware.heap import keep_freed
+from scu_trainer.models.memory_format import apply_channels_last
+from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
+from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
+from scu_trainer.train.chunked_step import ChunkedStep
+from scu_trainer.train.distributed import refuse_arguments
+from scu_trainer.train.engine import MicroBatchEngine
+from scu_trainer.train.loop import Loop
+from scu_trainer.train.loops.curriculum import CurriculumLoop
+from scu_trainer.train.loops.memory import MemoryLoop
+from scu_trainer.train.loops.nonfinite_guard import NonFiniteGuard
+from scu_trainer.train.loops.overflow import OverflowWatch
+from scu_trainer.train.loops.profile import Profile
+from scu_trainer.train.loops.rate_steps import RateSteps
+from scu_trainer.train.loops.regularization import RegularizationLoop
+from scu_trainer.train.loops.throughput import Throughput
+from scu_trainer.train.loops.weight_average import WeightAverage
+from scu_trainer.train.loss_path import LossPath
+from scu_trainer.train.memory import Gauge
+from scu_trainer.train.prediction import Prediction
+from scu_trainer.train.regularizer import Regularizer, prior_class_for
+
+logger = logging.getLogger("scu_trainer")
+
+ORDER = (
+    OverflowWatch,  # says whether the optimizer has stepped, which all others ask
+    NonFiniteGuard,  # may take the step back: what follows must not have learned from it
+    MemoryLoop,
+    CurriculumLoop,  # behind the one on memory: it chooses rows, the other puts the chosen ones together
+    RegularizationLoop,  # measures the weights as the step leaves them, and pulls at them
+    WeightAverage,  # averages the weights as the loop before leaves them
+    RateSteps,
+    Throughput,  # counts what all of the above take
+    Profile,
+)
+"""Loops of the user follow these, as callbacks of the user do in the stock Trainer."""
+
+ASK_FOR_SKIPPED_STEPS = (NonFiniteGuard, MemoryLoop, CurriculumLoop, RegularizationLoop, WeightAverage)
+
+
+def make_loops(
+    trainer: Trainer,
+    regularization: Optional[RegularizationSettings],
+    regularization_tokens: Optional[float],
+    memory: Optional[MemorySettings],
+    memory_gauge: Optional[Gauge],
+    curriculum: Optional[CurriculumSettings],
+    efficiency: EfficiencySettings,
+    safety: Optional[SafetySettings],
+) -> list[Loop]:
+    """The loops of ``trainer`` in their order, by what ``SCUTrainer`` was given; its engine and loss path with them.
+
+    Raises SettingsError for settings that contradict each other or the trainer's arguments, ControlError where a loop
+    could not act.
+    """
+    check_efficiency(efficiency, trainer.args)
+    loops: list[Loop] = []
+    if safety is not None:
+        epochs_differ = curriculum is not None and bool(curriculum.methods)
+        trainer.bad_numbers = NonFiniteGuard(trainer, safety, epochs_differ)
+        loops.append(trainer.bad_numbers)
+    if memory is not None and memory.acts:
+        refuse_arguments(trainer)
+        trainer.chunked = ChunkedStep(trainer, memory, memory_gauge)
+        trainer.prediction = Prediction(trainer) if memory.memory_control else None
+        trainer.engine = MicroBatchEngine(trainer, trainer.chunked, trainer.prediction)
+        loops.append(MemoryLoop(trainer.chunked))
+    if curriculum is not None:
+        trainer.curriculum = CurriculumLoop(trainer, curriculum, trainer.chunked)
+        loops.append(trainer.curriculum)
+    chunked_loss = "never" if memory is None else memory.resolved_chunked_loss
+    if curriculum is not None or chunked_loss != "never":
+        before_blaming = (lambda: None) if safety is None else trainer.bad_numbers.require_finite_weights
+        trainer.new_loss_path = lambda: LossPath(trainer, chunked_loss, trainer.curriculum, before_blaming)
+        trainer.loss_path = trainer.new_loss_path()
+    if regularization is not None:
+        prior_class = prior_class_for(trainer, regularization)
+        trainer.regularizer = Regularizer(regularization, trainer.model, regularization_tokens, prior_class)
+        loops.append(RegularizationLoop(trainer.regularizer))
+    loops += _for_efficiency(trainer, efficiency)
+    if any(isinstance(loop, ASK_FOR_SKIPPED_STEPS) for loop in loops):
+        loops.append(OverflowWatch())
+    return sorted(loops, key=lambda loop: ORDER.index(type(loop)))
+
+
+def _for_efficiency(trainer: Trainer, settings: EfficiencySettings) -> list[Loop]:
+    if settings.channels_last and not apply_channels_last(trainer.model):
+        logger.warning("channels_last: the model has no convolution over pictures; nothing is changed")
+    if settings.keep_freed_memory and trainer.args.device.type == "cpu":
+        keep_freed()
+    loops: list[Loop] = []
+    if settings.ema_decay is not None:
+        loops.append(WeightAverage(trainer, settings.ema_decay))
+    if settings.has_lr_steps:
+        loops.append(RateSteps(settings))
+    if settings.throughput:
+        loops.append(Throughput(trainer, settings.peak_tflops))
+    if settings.profile_steps:
+        loops.append(Profile(settings.profile_steps))
+    return loops
+
+
+def difficulty_of(trainer: Trainer) -> Optional[Difficulty]:
+    """Of every training sample: ``scores``, ``observations``, ``quarantined``. None without a curriculum."""
+    return None if trainer.curriculum is None else trainer.curriculum.difficulty

@@ -1,0 +1,88 @@
+"""Memory as a loop: the engine that works off windows in micro-batches, within a training, and what it writes down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from scu_trainer.train.chunked_step import ChunkedStep
+from scu_trainer.train.loop import Loop
+
+
+class MemoryLoop(Loop):
+    """Begins and ends the engine's work with training; writes ``memory_history.json``."""
+
+    name = "memory"
+    state_file = "memory_state.json"
+    history_file = "memory_history.json"
+
+    def __init__(self, chunked: ChunkedStep) -> None:
+        self.chunked = chunked
+        chunked.loop.on_row = self.record
+
+    def begin(self) -> None:
+        self.chunked.begin_anew()
+
+    def end(self) -> None:
+        self.chunked.finish()  # the optimizer is the caller's again
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.chunked.start()
+
+    def batches(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
+        return self.chunked.windows(batches, count)
+
+    def on_window(self, batches: Sequence[Any], num_items: Any) -> None:
+        self.chunked.prefetched(batches)
+
+    @property
+    def rate_factor(self) -> float:
+        return self.chunked.rate_factor
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.chunked.loop.stepped()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.chunked.loop.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.chunked.loop.load_state_dict(state)
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    @property
+    def notices(self) -> Sequence[str]:
+        return self.chunked.analysis.notices
+
+    def scalars(self) -> dict[str, float]:
+        return self.chunked.loop.scalars()
+
+    def figures(self) -> dict[str, Any]:
+        """Tokens processed per real one, against the stock order of operations, and what memory did to the chunks."""
+        loop, books = self.chunked.loop, self.chunked.loop.books
+        real = max(1, books.real_tokens)
+        memory = {
+            **asdict(books),
+            "processed_per_real": books.processed_tokens / real,
+            "stock_per_real": books.stock_tokens / real,
+            "final_cap_tokens": loop.state.cap_tokens,
+        }
+        return {self.name: memory, "loss_analysis": self.chunked.analysis.figures()}
+
+    def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+        memory, lines = figures[self.name], []
+        if memory["stock_per_real"] > memory["processed_per_real"] + 0.005:
+            processed, delivered = memory["processed_per_real"], memory["stock_per_real"]
+            lines.append(("tokens processed per real one", f"{processed:.2f} (as delivered: {delivered:.2f})"))
+        if memory["out_of_memory"] or memory["changes"]:
+            cap = memory["final_cap_tokens"]
+            at_the_end = "unrestricted" if cap is None else f"{cap:,} tokens"
+            lines.append(
+                (
+                    "memory",
+                    f"{memory['changes']} changes of the chunk, at the end {at_the_end}; out of memory and recovered: "
+                    f"{memory['out_of_memory']}",
+                )
+            )
+        return lines

@@ -1,0 +1,245 @@
+"""Regularization as a loop: when the regularizer measures, decides and acts in a training, and what it writes down."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from safetensors.torch import save_file
+from transformers.trainer_utils import has_length
+
+from scu_trainer.control.tracking import assess
+from scu_trainer.errors import CheckpointError
+from scu_trainer.run_files import read_rows, write_json
+from scu_trainer.train.loop import Loop
+from scu_trainer.train.regularizer import Regularizer
+from scu_trainer.train.saved_state import read_state, read_tensors
+from scu_trainer.train.second_try import second_try
+
+logger = logging.getLogger("scu_trainer")
+
+CONFIG_FILE = "scu_config.json"
+PRIOR_FILE = "scu_prior.safetensors"
+LOGGED = ("s", "s_ema", "s_target", "lambda", "data_bpt", "param_bpt")
+
+
+class RegularizationLoop(Loop):
+    """Calls the regularizer at the right moments; writes ``scu_history.json`` and ``scu_config.json``.
+
+    ``seconds``: host time spent in the loop. On a GPU it includes waiting for the step that is measured.
+    ``rate_factor``: 1 until the target is reached, then as ``hold_steps`` says.
+    """
+
+    name = "regularization"
+    state_file = "scu_state.json"
+    history_file = "scu_history.json"
+
+    def __init__(self, regularizer: Regularizer) -> None:
+        self.regularizer = regularizer
+        self.seconds = self._train_s = 0.0
+        self.last_row: Optional[dict[str, Any]] = None
+        self._items: Any = None
+        self._said = 0
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self.regularizer.begin_anew()
+
+    def on_model(self, model: torch.nn.Module) -> None:
+        # Else it would pull at the weights of the model before.
+        if self.trainer.place_model_on_device:
+            self.trainer._move_model_to_device(model, self.trainer.args.device)
+        self.regularizer.follow(model)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        loader, accumulation = kwargs["train_dataloader"], args.gradient_accumulation_steps
+        # A stream of unknown length counts as one pass.
+        steps_per_epoch = math.ceil(len(loader) / accumulation) if has_length(loader) else state.max_steps
+        self.regularizer.start(state.max_steps, steps_per_epoch, args.seed)
+        self._said = len(self.notices)
+        self.rate_factor, self.seconds, self.last_row = 1.0, 0.0, None  # of this training
+        self._begun_s = time.perf_counter()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.rate_factor = self._hold_factor(state.global_step)
+
+    def _hold_factor(self, step: int) -> float:
+        """Linear decay from 1 at the step that reached the target to 0 ``hold_steps`` later."""
+        reached, steps = self.regularizer.state.reached_step, self.regularizer.settings.hold_steps
+        if reached is None or not steps:
+            return 1.0
+        return max(0.0, 1.0 - (step + 1 - reached) / (steps + 1))
+
+    def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
+        if self.trainer.engine.adds_means(num_items):
+            of_mean = functools.partial(torch.div, loss, self.trainer.current_gradient_accumulation_steps)
+            loss = second_try(of_mean, "taking the mean of the losses")
+        self.regularizer.observe_loss(loss)
+        self._items = num_items
+
+    def on_gradients(self, loss_scale: float) -> None:
+        with self._timed():
+            self.regularizer.add_penalty(loss_scale)
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        accelerator = self.trainer.accelerator
+        if accelerator.optimizer_step_was_skipped:
+            self.regularizer.discard_step()
+            return
+        with self._timed():
+            row = self.regularizer.after_optimizer_step(
+                step=state.global_step + 1,
+                learning_rate=float(kwargs["optimizer"].param_groups[0]["lr"]),  # torchao keeps a tensor
+                items=self._items_over_ranks(),
+                reduce=functools.partial(_sum_over_ranks, accelerator),
+                processes=accelerator.num_processes,
+            )
+            if row is not None:
+                self._publish(row, state.global_step + 1, control)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        if metrics and "eval_bpt" in metrics:
+            self.regularizer.observe_held_out(metrics["eval_bpt"])
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._train_s = time.perf_counter() - self._begun_s
+        if args.should_save:
+            self._write_config()
+
+    def _items_over_ranks(self) -> Any:
+        """Tokens of the window for the regularizer, whose mean over ranks must be the tokens of all ranks together."""
+        counts_are_local = not self.trainer.args.average_tokens_across_devices
+        if self._items is None or not counts_are_local:
+            return self._items
+        return self._items * self.trainer.accelerator.num_processes
+
+    @contextlib.contextmanager
+    def _timed(self):
+        started_s = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - started_s
+
+    # -- a decision ----------------------------------------------------------------------------------------------------
+
+    def _publish(self, row: dict[str, Any], step: int, control) -> None:
+        if self.history is not None and self.last_row is None:
+            self._write_config()
+        self.record(row)
+        self.last_row = row
+        self._say_new_notices()
+        self._stop_when_due(step, control)
+
+    def _write_config(self) -> None:
+        write_json(Path(self.trainer.args.output_dir) / CONFIG_FILE, self.regularizer.description())
+
+    def _stop_when_due(self, step: int, control) -> None:
+        settings, reached = self.regularizer.settings, self.regularizer.state.reached_step
+        if settings.stop_at_target and reached is not None and step >= reached + settings.hold_steps:
+            control.should_training_stop = True
+            control.should_log = control.should_save = True
+
+    def _say_new_notices(self) -> None:
+        for text in self.notices[self._said :]:
+            if self.trainer.is_world_process_zero():
+                logger.warning(text)
+        self._said = len(self.notices)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.regularizer.state_dict()
+
+    def save_state(self, folder: str) -> None:
+        accelerator = self.trainer.accelerator
+        self.regularizer.share_interval(functools.partial(_sum_over_ranks, accelerator), accelerator.num_processes)
+        # Base weights are read again on resume; adapters start at random and would be lost.
+        has_adapters = hasattr(self.trainer.model, "peft_config")
+        prior = self.regularizer.prior.state_dict() if has_adapters and self.trainer.args.should_save else {}
+        if prior:
+            save_file({name: w.contiguous() for name, w in prior.items()}, Path(folder) / PRIOR_FILE)
+        super().save_state(folder)
+
+    def load_state(self, checkpoint: str) -> None:
+        state_file, prior_file = Path(checkpoint) / self.state_file, Path(checkpoint) / PRIOR_FILE
+        if not state_file.is_file():
+            raise CheckpointError(
+                f"{checkpoint} holds no {self.state_file}: it was written without the regularization loop or with "
+                "save_only_model; "
+                "resume with scu: false, or start anew from its weights with model_name_or_path"
+            )
+        prior = read_tensors(prior_file) if prior_file.is_file() else None
+        self.regularizer.load_state_dict(read_state(state_file), prior)
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    @property
+    def notices(self) -> Sequence[str]:
+        return self.regularizer.progress.notices
+
+    def scalars(self) -> dict[str, float]:
+        """The newest decision; empty before the first."""
+        row = self.last_row or {}
+        return {f"scu/{name}": row[name] for name in LOGGED if row.get(name) is not None}
+
+    def figures(self) -> dict[str, Any]:
+        """Tracking of S over the steps with the final target, and what the loop cost."""
+        rows = read_rows(Path(self.trainer.args.output_dir) / self.history_file)
+        state, progress = self.regularizer.state, self.regularizer.progress
+        figures: dict[str, Any] = {
+            "law": self.regularizer.settings.law,
+            "plant_gain": progress.gain,
+            "skipped_measurements": state.skipped,
+            "overhead_fraction": self.seconds / self._train_s if self._train_s else None,
+            "notices": list(progress.notices),
+        }
+        if not rows:
+            return {self.name: {**figures, "verdict": "no control step was taken"}}
+        figures.update(final_s=rows[-1]["s_ema"], final_lambda=rows[-1]["lambda"], target_s=state.target_s)
+        figures["reached_step"] = state.reached_step
+        return {self.name: {**figures, **_tracking(self.regularizer, rows, state.target_s)}}
+
+    def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+        control = figures[self.name]
+        target, final = control.get("target_s"), f"{control.get('final_s') or 0:.4f}"
+        against = f"{final} against {target:.4g}" if target else final
+        lines = [("S against target", f"{against}: {control['verdict']}")]
+        if control.get("settling_step") is not None:
+            detail = f"settled at step {control['settling_step']}, bias {control['bias']:+.1%}"
+            if control["overshoot"] is not None:
+                detail += f", overshoot {max(0.0, control['overshoot']):.1%}"
+            lines.append(("tracking", detail))
+        lines.append(("lambda at the end", f"{control.get('final_lambda') or 0:.4g}"))
+        if control["overhead_fraction"] is not None:
+            lines.append(("cost of the loop", f"{control['overhead_fraction']:.2%} of the time of training"))
+        return lines + [("note", text) for text in control["notices"]]
+
+
+def _tracking(regularizer: Regularizer, rows: list[dict[str, Any]], target: Optional[float]) -> dict[str, Any]:
+    if target is None:
+        return {"verdict": "held-out loss was still falling at the end: S was left free"}
+    if regularizer.settings.law in ("fixed", "schedule"):
+        return {"verdict": f"lambda was {regularizer.settings.law}, S was not controlled"}
+    held = [row for row in rows if row["s_target"] == target and row["s_ema"] is not None]
+    if regularizer.settings.stop_at_target and not regularizer.settings.hold_steps:
+        reached = regularizer.state.reached_step
+        return {"verdict": f"stopped at target, step {reached}" if reached else "target not reached"}
+    tracking = assess(
+        [row["step"] for row in held], [row["s_ema"] for row in held], target, [row["saturated"] for row in held]
+    )
+    return asdict(tracking)
+
+
+def _sum_over_ranks(accelerator, tensor):
+    if accelerator.num_processes == 1:
+        return tensor
+    # float64 is not to be had on every device; three numbers lose nothing that matters in float32.
+    return accelerator.reduce(tensor.float().to(accelerator.device), reduction="sum").cpu().double()
