@@ -25,9 +25,9 @@ from transformers import TrainerCallback
 
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import SafetySettings
-from scu_trainer.train.logs import run_log
 from scu_trainer.train.loops.divergence import DivergenceWatch
 from scu_trainer.train.loops.nonfinite_guard import NonFiniteGuard
+from scu_trainer.train.run_directory.logs import run_log
 
 TARGET_RATIO = 1.01
 WARM_UP_STEPS = 20

@@ -33,8 +33,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from turns import another_first
 
 from scu_trainer import SCUTrainer
-from scu_trainer.train import checkpoint
-from scu_trainer.train.logs import run_log
+from scu_trainer.train.checkpoints import format as checkpoint
+from scu_trainer.train.run_directory.logs import run_log
 
 TARGET_RATIO = 1.10
 VOCABULARY = 4096

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from scu_trainer.train.losses import chunked_linear_cross_entropy, rows_in_chunk
+from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy, rows_in_chunk
 
 TOKENS, ROWS = 2048, 8
 WARM_UP_TOKENS = 8

@@ -17,12 +17,13 @@ import psutil
 from rich.console import Console
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
-from scu_trainer.data import Collator, PreparedData, default_cache_dir, embedded_tokenizer, prepare
+from scu_trainer.data import Collator, PreparedData, default_cache_dir, embedded_tokenizer
+from scu_trainer.data.text import prepare
 from scu_trainer.hardware.profile import cpu as profiled_cpu
-from scu_trainer.models.load import load_model, prepare_for_tuning
+from scu_trainer.models.loading.load import load_model, prepare_for_tuning
 from scu_trainer.settings import DataSettings, ModelSettings
-from scu_trainer.train.base_model import embedded_base
-from scu_trainer.train.run_directory import git_commit, versions
+from scu_trainer.train.fixtures.base_model import embedded_base
+from scu_trainer.train.run_directory.layout import git_commit, versions
 
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 """Folder of the result files; the variable is for a run that is only to be compared with them."""

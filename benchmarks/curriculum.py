@@ -32,7 +32,7 @@ from curriculum_work import DIGITS, GROUPED, LARGE_TEXT, TEXT, TRIMMED, UNIFORM,
 from rich.console import Console
 from rich.table import Table
 
-from scu_trainer.train.logs import run_log
+from scu_trainer.train.run_directory.logs import run_log
 
 RUNS = RESULTS / "curriculum_runs.jsonl"
 BUDGETS = (1.0, 0.8)

@@ -38,11 +38,11 @@ from scu_trainer import SCUTrainer
 from scu_trainer.control import curriculum as control
 from scu_trainer.control.difficulty import Snapshot
 from scu_trainer.settings import CurriculumSettings, MemorySettings
-from scu_trainer.train import model_loss
-from scu_trainer.train.deliveries import Deliveries
-from scu_trainer.train.logs import run_log
+from scu_trainer.train.curriculum.deliveries import Deliveries
 from scu_trainer.train.loops.curriculum import CurriculumLoop
-from scu_trainer.train.row_readings import Reading
+from scu_trainer.train.loss.rows import model_loss
+from scu_trainer.train.loss.rows.row_readings import Reading
+from scu_trainer.train.run_directory.logs import run_log
 
 TARGETS = {"tracking_over_none": 1.02, "planning_seconds_per_million": 0.5}
 WARM_UP_STEPS = 3

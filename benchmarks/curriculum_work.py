@@ -31,7 +31,7 @@ from scu_trainer.data.embedded import read_embedded
 from scu_trainer.data.samplers import CurriculumSampler
 from scu_trainer.data.store import built_once, digest_of
 from scu_trainer.settings import CurriculumSettings
-from scu_trainer.train.evaluate import score_documents
+from scu_trainer.train.evaluation.scoring import score_documents
 
 GROUPED = "group_by_length"
 PLANNED = ("none", "token_budget")

@@ -24,9 +24,9 @@ from transformers import TrainerCallback
 from scu_trainer import SCUTrainer
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import RegularizationSettings
-from scu_trainer.train.evaluate import score_documents
-from scu_trainer.train.logs import run_log
-from scu_trainer.train.penalty import Prior, param_bpt
+from scu_trainer.train.evaluation.scoring import score_documents
+from scu_trainer.train.regularization.penalty import Prior, param_bpt
+from scu_trainer.train.run_directory.logs import run_log
 
 THRESHOLD = 0.1
 SIGMA = 0.1

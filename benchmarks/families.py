@@ -29,8 +29,8 @@ from transformers import Trainer, get_scheduler
 from turns import Ended, Side, TakesTurns, Turns, rounds, values
 
 from scu_trainer.cli.configuration import read_job
-from scu_trainer.train.logs import run_log
-from scu_trainer.train.session import build_trainer
+from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.session.session import build_trainer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 FAMILIES = ("resnet", "efficientnet", "gru", "sensors")

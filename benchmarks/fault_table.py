@@ -36,13 +36,13 @@ from rich.progress import track
 from rich.table import Column, Table
 from transformers import BertForSequenceClassification
 
-from scu_trainer.data.sensor_collate import SensorCollator
-from scu_trainer.data.sensor_synthetic import synthetic
+from scu_trainer.data.sensors.collate import SensorCollator
+from scu_trainer.data.sensors.synthetic import synthetic
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.train.loss.wrap import wrap
 from scu_trainer.train.trainer import SCUTrainer
-from scu_trainer.train.wrap import wrap
 from tests import recordings, tiny
 from tests.faults import FakeGauge
 from tests.train import test_words

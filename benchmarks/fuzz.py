@@ -106,22 +106,12 @@ def warm_up() -> None:
     """What every command imports, before the first fork."""
     import importlib
 
-    for name in (
-        "train",
-        "eval",
-        "report",
-        "push",
-        "merge",
-        "plan",
-        "compare",
-        "runs",
-        "modes",
-        "hardware",
-        "variants",
-    ):
-        importlib.import_module(f"scu_trainer.cli.{name}")
-    for name in ("scu_trainer.train.session", "scu_trainer.cli.eval_scoring", "datasets", "peft", "pandas",
-                 "transformers.models.llama.modeling_llama", "torch.utils.tensorboard"):  # fmt: skip
+    from scu_trainer.cli.main import COMMANDS, MODULES
+
+    for name in COMMANDS:
+        importlib.import_module(f"scu_trainer.cli.{MODULES.get(name, name)}")
+    for name in ("scu_trainer.train.session.session", "scu_trainer.cli.evaluation.scoring", "datasets", "peft",
+                 "pandas", "transformers.models.llama.modeling_llama", "torch.utils.tensorboard"):  # fmt: skip
         importlib.import_module(name)
 
 

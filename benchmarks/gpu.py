@@ -14,8 +14,8 @@ A point is one side with one model: a process of its own, 4 steps of warm-up, th
 for at both ends only, then one more in which waits of the host are counted. Points run one after the other, all sides
 of a model in turn, and all of it --repeats times. Real tokens are those predicted: padding is not counted. Peaks are
 those of torch's allocator over the training, and what it had reserved. MFU: the product's count of model FLOPs
-(scu_trainer/train/flops.py; no padding, no recomputation) of these tokens per second over the maker's figure for the
-card in bf16 (scu_trainer/hardware/peaks.py, --peak_tflops overrides); "-" for a card without a known figure.
+(scu_trainer/train/loops/flops.py; no padding, no recomputation) of these tokens per second over the maker's figure
+for the card in bf16 (scu_trainer/hardware/peaks.py, --peak_tflops overrides); "-" for a card without a known figure.
 
 What comes first in --shapes, --tuning and --sides is measured first. When --minutes are over, what was not measured is
 listed. The result file is written after every point; points of an earlier run on the same card and work are kept. A

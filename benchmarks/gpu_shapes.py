@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from scu_trainer.models.quantize import prepare_quantized, quantization_config, skeleton_of
 from scu_trainer.settings import ModelSettings
-from scu_trainer.train.flops import count_flops
+from scu_trainer.train.loops.flops import count_flops
 
 TUNINGS = ("lora", "qlora", "full")
 
@@ -106,7 +106,7 @@ COUNTED_LAYERS = (2, 3)
 
 
 def model_flops(shape: CardShape, adapted: Any, lengths: list[int]) -> float:
-    """Operations of forward and backward of rows of ``lengths``, by the product's count (``scu_trainer.train.flops``).
+    """Operations of forward and backward of rows of ``lengths``, by the product's own count.
 
     Counted on the meta device, for all sides alike: padding, recomputation and the mask's saving are not in it. A row's
     count is a x length + c x length², and linear in the layers from the second on, so four counts give all.

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from scu_trainer.train.memory import free_memory
+from scu_trainer.train.step.recovery.memory import free_memory
 
 WARM_UP_STEPS = 4
 """Left out: kernels are chosen, optimizer state is made, chunks are measured one by one."""

@@ -29,8 +29,8 @@ from text_job import LOOPS, SHIFT, Job, Trained, held_out_bits, ours, stock, trl
 
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.models.kernels import best_attention
-from scu_trainer.train.logs import run_log
-from scu_trainer.train.memory import free_memory, is_out_of_memory
+from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.step.recovery.memory import free_memory, is_out_of_memory
 
 RANK = 16
 LEARNING_RATES = {"lora": 1e-3, "qlora": 1e-3, "full": 5e-5}

@@ -37,8 +37,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from scu_trainer.settings import MemorySettings, RegularizationSettings
-from scu_trainer.train import micro_batch_sizer
-from scu_trainer.train.logs import run_log
+from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.step import micro_batch_sizer
 
 SETTLED_STEPS = 5
 """Left out: by then every chunk has been measured, and the model asked how its loss adds up."""

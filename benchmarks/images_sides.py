@@ -19,9 +19,9 @@ from memory_work import Witness
 from rich.console import Console
 from turns import Ended, Side, Turns
 
-from scu_trainer.models.vision_inputs import PixelInputs
-from scu_trainer.train.logs import run_log
-from scu_trainer.train.parts import Parts
+from scu_trainer.models.vision.inputs import PixelInputs
+from scu_trainer.train.job.components import Parts
+from scu_trainer.train.run_directory.logs import run_log
 
 RECIPE = "resnet"
 NO_LOOPS = ("--scu", "false", "--memory_control", "false", "--curriculum", "none")

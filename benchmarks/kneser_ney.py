@@ -122,7 +122,7 @@ class Figures(NamedTuple):
 def of_run(folder: Path, train_s: Optional[float] = None) -> Figures:
     """Of a finished run of ``task: word-generation``, on the texts that it held out."""
     from scu_trainer.cli.subjects import subject_of
-    from scu_trainer.train.source import Source
+    from scu_trainer.train.job.source import Source
     from scu_trainer.train.tasks.words import WordTask
 
     subject, task = subject_of(str(folder)), WordTask()

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import RegularizationSettings
-from scu_trainer.train.logs import run_log
+from scu_trainer.train.run_directory.logs import run_log
 
 WARM_UP_STEPS = 20
 

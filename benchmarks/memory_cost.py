@@ -32,9 +32,9 @@ from transformers import Trainer, TrainerCallback
 
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.engine import StockEngine
-from scu_trainer.train.logs import run_log
-from scu_trainer.train.micro_batch_sizer import LEARNING_WINDOWS
+from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.step.engine import StockEngine
+from scu_trainer.train.step.micro_batch_sizer import LEARNING_WINDOWS
 
 AIM = 1.01
 PATTERN = (False, True, True, False)

@@ -20,8 +20,8 @@ from memory_work import limit_memory
 from transformers import TrainerCallback
 
 from scu_trainer.cli.train import main as train
-from scu_trainer.train import session
-from scu_trainer.train.costs import step_peaks
+from scu_trainer.train.session import session
+from scu_trainer.train.step.costs import step_peaks
 from scu_trainer.train.tasks import common
 
 

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.memory import Gauge, Reading, free_memory, gauge_for
+from scu_trainer.train.step.recovery.memory import Gauge, Reading, free_memory, gauge_for
 
 MIB = 2**20
 PAD = 2

@@ -24,9 +24,9 @@ from rich.table import Table
 
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.data import DataBooks, PreparedData, default_cache_dir, embedded_tokenizer
-from scu_trainer.data.packing import record_batches, training_schema
 from scu_trainer.data.store import open_arrow, write_arrow
-from scu_trainer.train.parts import Parts
+from scu_trainer.data.text.packing import record_batches, training_schema
+from scu_trainer.train.job.components import Parts
 from scu_trainer.train.preflight import before_loading, before_training, rows
 
 TARGET_SECONDS = 10

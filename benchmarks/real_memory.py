@@ -49,8 +49,8 @@ from transformers import Trainer, TrainerCallback
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.logs import run_log
 from scu_trainer.train.loops.memory import MemoryLoop
+from scu_trainer.train.run_directory.logs import run_log
 
 BATCH_ROWS = 8
 ACCUMULATION = 4

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scu_trainer.data import default_cache_dir
-from scu_trainer.train.base_model import embedded_base
+from scu_trainer.train.fixtures.base_model import embedded_base
 
 FORMATS = ("jsonl", "parquet")
 BASE_STEPS = 240

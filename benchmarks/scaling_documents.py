@@ -23,10 +23,10 @@ from text_job import LOOPS
 from transformers import Trainer, TrainerCallback
 
 from scu_trainer import SCUTrainer
-from scu_trainer.data.packing import MOST_ROWS_PER_BATCH, training_schema
 from scu_trainer.data.store import open_arrow, write_arrow
+from scu_trainer.data.text.packing import MOST_ROWS_PER_BATCH, training_schema
 from scu_trainer.settings import RegularizationSettings
-from scu_trainer.train.logs import run_log
+from scu_trainer.train.run_directory.logs import run_log
 
 REPEATS = 1
 SIDES = ("stock", "ours")

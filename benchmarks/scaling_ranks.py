@@ -21,7 +21,7 @@ from memory_work import Lengths, Shape, TokenRows
 from outcome import Figure, Grid, figure
 from text_job import WORKERS, Job, held_out_bits
 
-from scu_trainer.train.logs import run_log
+from scu_trainer.train.run_directory.logs import run_log
 
 REPEATS = 2
 SIDES, RANKS = ("stock", "ours"), (1, 2)

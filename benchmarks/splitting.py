@@ -44,11 +44,11 @@ from rich.table import Table
 from transformers import Trainer, TrainerCallback
 
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.logs import run_log
-from scu_trainer.train.loss_analysis import Reduction
-from scu_trainer.train.micro_batch_sizer import LEARNING_WINDOWS, MicroBatchSizer
-from scu_trainer.train.rows import read_layout
-from scu_trainer.train.window import Window
+from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.step.batches.reduction import Reduction
+from scu_trainer.train.step.batches.rows import read_layout
+from scu_trainer.train.step.batches.window import Window
+from scu_trainer.train.step.micro_batch_sizer import LEARNING_WINDOWS, MicroBatchSizer
 
 BATCH_ROWS = 8
 ACCUMULATION = 4

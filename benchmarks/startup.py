@@ -30,7 +30,7 @@ from outcome import Figure, Grid, figure, finish
 
 from scu_trainer.data import default_cache_dir
 from scu_trainer.data.embedded import python_docs
-from scu_trainer.train.base_model import embedded_base
+from scu_trainer.train.fixtures.base_model import embedded_base
 
 HERE = Path(__file__).parent
 DOCUMENTS = 64

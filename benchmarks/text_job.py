@@ -33,7 +33,7 @@ from turns import Side, TakesTurns, Turns
 
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
-from scu_trainer.train.logs import run_log
+from scu_trainer.train.run_directory.logs import run_log
 
 HELD_OUT_ROWS, HELD_OUT_SEED = 64, 100_000
 PACKED_TOKENS = 1024

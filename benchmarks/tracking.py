@@ -26,7 +26,7 @@ from scu_trainer.cli.configuration import read_file
 from scu_trainer.control.tracking import assess
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import RegularizationSettings
-from scu_trainer.train.logs import run_log
+from scu_trainer.train.run_directory.logs import run_log
 
 RECIPE = read_file(Path(__file__).parents[1] / "recipes" / "scu_lora.yaml")
 UNREACHABLE = 0.9

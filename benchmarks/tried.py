@@ -36,7 +36,7 @@ from tried_register import ENTRIES, Entry
 from turns import Ended, Side, Turns, in_turns
 
 from scu_trainer.settings import MemorySettings, SafetySettings
-from scu_trainer.train.logs import run_log
+from scu_trainer.train.run_directory.logs import run_log
 
 WARM_UP_TURNS = 4
 AT_A_TIME = 9

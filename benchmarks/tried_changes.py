@@ -16,8 +16,8 @@ from memory_work import TokenRows
 from text_job import Job, OurTrainer
 
 from scu_trainer.hardware.heap import keep_freed
-from scu_trainer.train import losses
-from scu_trainer.train.rows import NOT_LEARNED
+from scu_trainer.train.loss.rows import kernels as losses
+from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
 MIB = 2**20
 

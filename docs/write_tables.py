@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from scu_trainer.cli.variants import rows_of
-from scu_trainer.report import comparison_text
-from scu_trainer.runs.variant_table import BY_NAME, LOOPS
-from scu_trainer.runs.variants import Outcome
+from scu_trainer.report.comparison import text as comparison_text
+from scu_trainer.runs.studies.variant_table import BY_NAME, LOOPS
+from scu_trainer.runs.studies.variants import Outcome
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))

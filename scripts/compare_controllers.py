@@ -2,7 +2,7 @@
 
 import sys
 
-from scu_trainer.cli.compare import main
+from scu_trainer.cli.comparison.compare import main
 
 if __name__ == "__main__":
     sys.exit(main())

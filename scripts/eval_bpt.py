@@ -2,7 +2,7 @@
 
 import sys
 
-from scu_trainer.cli.eval import main
+from scu_trainer.cli.evaluation.eval import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from scu_trainer.cli.report import main
+from scu_trainer.cli.publishing.report import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from scu_trainer.cli.hardware import main
+from scu_trainer.cli.machine.hardware import main
 
 if __name__ == "__main__":
     sys.exit(main())

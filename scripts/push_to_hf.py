@@ -2,7 +2,7 @@
 
 import sys
 
-from scu_trainer.cli.push import main
+from scu_trainer.cli.publishing.push import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from scu_trainer.cli.runs import main
+from scu_trainer.cli.background.runs import main
 
 if __name__ == "__main__":
     sys.exit(main())

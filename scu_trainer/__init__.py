@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from scu_trainer.train.loss.wrap import wrap
     from scu_trainer.train.trainer import SCUTrainer
-    from scu_trainer.train.wrap import wrap
 
 __version__ = "0.1.0"
 __all__ = ["SCUTrainer", "__version__", "wrap"]
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return SCUTrainer
     if name == "wrap":
-        from scu_trainer.train.wrap import wrap
+        from scu_trainer.train.loss.wrap import wrap
 
         return wrap
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

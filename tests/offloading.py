@@ -7,8 +7,8 @@ from typing import Optional
 
 import torch
 
-from scu_trainer.models.dispatch import Free, Placement
-from scu_trainer.models.load import load_model, plan_placement, prepare_for_tuning
+from scu_trainer.models.loading.dispatch import Free, Placement
+from scu_trainer.models.loading.load import load_model, plan_placement, prepare_for_tuning
 from scu_trainer.settings import MemorySettings, ModelSettings
 
 ENOUGH = Free((), 2**34)

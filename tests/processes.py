@@ -123,7 +123,7 @@ def _import_everything() -> None:
     import transformers.trainer  # noqa: F401
 
     import scu_trainer.cli.configuration
-    import scu_trainer.train.session  # noqa: F401
+    import scu_trainer.train.session.session  # noqa: F401
 
     torch.set_num_threads(1)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from scu_trainer.data.sensor_format import FORMS, MANIFEST, Recording, write_recordings
-from scu_trainer.data.sensor_synthetic import synthetic
-from scu_trainer.data.sensors import prepare_sensors
+from scu_trainer.data.sensors.data import prepare_sensors
+from scu_trainer.data.sensors.format import FORMS, MANIFEST, Recording, write_recordings
+from scu_trainer.data.sensors.synthetic import synthetic
 from scu_trainer.models.sensors import TridentConfig, TridentForSensorClassification
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.sensors import SensorSettings

@@ -51,7 +51,7 @@ def test_words_that_are_not_learned_do_not_count():
 def test_the_perplexity_of_uniform_words_is_their_number(tmp_path):
     import json
 
-    from scu_trainer.data.words import prepare_words
+    from scu_trainer.data.words.data import prepare_words
     from scu_trainer.settings import DataSettings
     from scu_trainer.settings.words import WordSettings
 

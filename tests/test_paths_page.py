@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scu_trainer.runs.variant_table import BY_NAME, LOOPS
-from scu_trainer.runs.variants import Outcome, broken_promises
+from scu_trainer.runs.studies.variant_table import BY_NAME, LOOPS
+from scu_trainer.runs.studies.variants import Outcome, broken_promises
 
 ROOT = Path(__file__).parents[1]
 

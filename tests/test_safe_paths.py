@@ -10,9 +10,9 @@ import pytest
 
 from scu_trainer import safe_paths
 from scu_trainer.errors import StorageError
-from scu_trainer.models.offload_folder import MARKER, PREFIX, OffloadFolder
+from scu_trainer.models.loading.offload_folder import MARKER, PREFIX, OffloadFolder
 from scu_trainer.safe_paths import remove_inside, require_own_folder
-from scu_trainer.train.checkpoint import OURS
+from scu_trainer.train.checkpoints.format import OURS
 
 
 @pytest.fixture

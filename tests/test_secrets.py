@@ -23,7 +23,7 @@ from scu_trainer.cli.main import guarded
 from scu_trainer.errors import DataError
 from scu_trainer.run_files import History, RunStatus, write_json, write_text
 from scu_trainer.secrets import HIDDEN, Secret, redact, redact_data, remember, remember_environment, where_secret
-from scu_trainer.train.logs import run_log
+from scu_trainer.train.run_directory.logs import run_log
 from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import HfArgumentParser
 
     from scu_trainer.hardware.precision import Choice, DeviceFacts
-    from scu_trainer.train.job import Job
+    from scu_trainer.train.job.job import Job
 
 PREFIX = "scu_"
 
@@ -117,8 +117,8 @@ def _grouped(kind: type, title: str) -> type:
 def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[DeviceFacts] = None) -> Job:
     """Settings from a file and flags. ``planned_for``: another device than this machine's, whose number formats count.
     Raises SettingsError."""
-    from scu_trainer.train.deepspeed_start import prepare_environment
-    from scu_trainer.train.job import Job
+    from scu_trainer.train.job.job import Job
+    from scu_trainer.train.step.distributed.deepspeed_start import prepare_environment
     from scu_trainer.train.tasks import task_of
 
     parser, arguments, task, note = _read(config, flags)

@@ -36,6 +36,18 @@ COMMANDS = {
     "push": "a run to the Hub, adapter or merged, with a model card; --dry_run shows every file and byte",
 }
 
+MODULES = {
+    "hardware": "machine.hardware",
+    "plan": "planning.plan",
+    "runs": "background.runs",
+    "eval": "evaluation.eval",
+    "compare": "comparison.compare",
+    "report": "publishing.report",
+    "merge": "publishing.merge",
+    "push": "publishing.push",
+}
+"""Below ``scu_trainer.cli``; the others are named as the command."""
+
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -52,7 +64,7 @@ def _run_command(arguments: Sequence[str]) -> int:
     name = arguments[0]
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)}; commands: {', '.join(COMMANDS)}")
-    return importlib.import_module(f"scu_trainer.cli.{name}").main(arguments[1:])
+    return importlib.import_module(f"scu_trainer.cli.{MODULES.get(name, name)}").main(arguments[1:])
 
 
 def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:

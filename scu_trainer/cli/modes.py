@@ -69,9 +69,9 @@ def measured_here(mode: str, config: Optional[str], flags: Sequence[str]) -> dic
     import psutil
 
     from scu_trainer.cli.configuration import read_job
-    from scu_trainer.train.deepspeed_start import leave_process_group
-    from scu_trainer.train.logs import run_log
-    from scu_trainer.train.rehearsal import measure
+    from scu_trainer.train.run_directory.logs import run_log
+    from scu_trainer.train.session.test_run import measure
+    from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group
 
     with contextlib.redirect_stdout(sys.stderr), run_log():  # the last line of stdout is for the one who asked
         job = read_job(config, [*flags, "--mode", mode])

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import DataError, ModelError
-from scu_trainer.models.load import base_of, check_source, is_adapter
-from scu_trainer.report.comparison import COMPARISON_FILE
+from scu_trainer.models.loading.load import base_of, check_source, is_adapter
+from scu_trainer.report.comparison.report import COMPARISON_FILE
 from scu_trainer.run_files import read_json
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.tasks import KINDS, TEXT
@@ -166,7 +166,7 @@ def merged_subject(subject: Subject, dtype: str) -> Subject:
 
 def _embedded_base(subject: Subject) -> str:
     from scu_trainer.data import default_cache_dir
-    from scu_trainer.train.base_model import embedded_base, is_cached
+    from scu_trainer.train.fixtures.base_model import embedded_base, is_cached
 
     cache_dir, steps = default_cache_dir(subject.data.cache_dir), subject.model.embedded_base_steps
     if not is_cached(cache_dir, steps):

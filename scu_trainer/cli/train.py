@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Optional
 
 from scu_trainer.cli import configuration
-from scu_trainer.cli.hardware_check import check_recipe
+from scu_trainer.cli.machine.check import check_recipe
 from scu_trainer.cli.main import guarded
 from scu_trainer.errors import Stopped
-from scu_trainer.train.launched import end_with_launcher
+from scu_trainer.train.step.distributed.launched import end_with_launcher
 
 MODES = {
     "--print_config": "show the resolved configuration as YAML and stop",
@@ -33,7 +33,7 @@ def _main(argv: list[str]) -> int:
     if modes.help or modes.help_all:
         print(_help(with_stock_fields=modes.help_all))
         return 0
-    from scu_trainer.train.logs import run_log
+    from scu_trainer.train.run_directory.logs import run_log
 
     with run_log() as log:
         if modes.check_requirements:
@@ -73,11 +73,11 @@ def _help(with_stock_fields: bool) -> str:
 
 
 def _train(job, log, modes: argparse.Namespace) -> int:
-    from scu_trainer.cli.sharing import after_training, refuse_useless_push, require_open_hub
-    from scu_trainer.train.claim import from_first_rank
-    from scu_trainer.train.deepspeed_start import leave_process_group
-    from scu_trainer.train.rehearsal import rehearse
-    from scu_trainer.train.session import look_only, run
+    from scu_trainer.cli.publishing.sharing import after_training, refuse_useless_push, require_open_hub
+    from scu_trainer.train.run_directory.claim import from_first_rank
+    from scu_trainer.train.session.session import look_only, run
+    from scu_trainer.train.session.test_run import rehearse
+    from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group
 
     refuse_useless_push(job)
     if job.training.push_to_hub and not modes.test_run:  # which pushes nothing

@@ -17,10 +17,10 @@ from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import ModelError, SettingsError, nearest
 from scu_trainer.run_files import write_json
-from scu_trainer.runs.budget import Attempt, Sizes, first_that_fits
 from scu_trainer.runs.launch import require_checkout
-from scu_trainer.runs.variant_table import BASELINE, BY_NAME, LOOPS, VARIANTS, Variant
-from scu_trainer.runs.variants import Outcome, Plan, broken_promises, missing, run
+from scu_trainer.runs.studies.budget import Attempt, Sizes, first_that_fits
+from scu_trainer.runs.studies.variant_table import BASELINE, BY_NAME, LOOPS, VARIANTS, Variant
+from scu_trainer.runs.studies.variants import Outcome, Plan, broken_promises, missing, run
 from scu_trainer.settings import size_in_gib
 
 BYTES_OF = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
@@ -94,7 +94,7 @@ def _plan(options: argparse.Namespace, scratch: Path) -> Plan:
 
 
 def _yardstick() -> Path:
-    return Path(_child("scu_trainer.train.yardstick").splitlines()[-1])
+    return Path(_child("scu_trainer.train.fixtures.reference_model").splitlines()[-1])
 
 
 def _child(module: str, *arguments: str) -> str:
@@ -243,7 +243,7 @@ def _attempt_line(attempt: Attempt) -> str:
 
 def _sizes(options: argparse.Namespace, plan: Plan) -> Sizes:
     name = options.model_name_or_path or plan.model or _model_in(plan.config)
-    sizes = json.loads(_child("scu_trainer.models.sizes", str(name)).splitlines()[-1])
+    sizes = json.loads(_child("scu_trainer.models.loading.sizes", str(name)).splitlines()[-1])
     dtype = None if plan.config is None else _entry(plan.config, "dtype")
     if dtype in BYTES_OF:
         sizes |= {"stored_bytes": BYTES_OF[dtype], "trained_bytes": BYTES_OF[dtype]}

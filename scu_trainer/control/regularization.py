@@ -13,7 +13,7 @@ actuator is saturated.
 
 The original law is the published Shannon Control Unit: lambda <- lambda * exp(kp * e + I) with e = S_ema - S*.
 
-Everything here is arithmetic on immutable values; ``train/regularizer.py`` measures and acts.
+Everything here is arithmetic on immutable values; ``train/regularization/regularizer.py`` measures and acts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Documents from files, the Hub or Python itself -> rows of tokens, held-out rows, and the books of what was left."""
 
 from scu_trainer.data.books import DataBooks
-from scu_trainer.data.collate import Collator
-from scu_trainer.data.plan import HeldOutDocument, PreparedData
-from scu_trainer.data.prepare import prepare
 from scu_trainer.data.store import default_cache_dir
-from scu_trainer.data.tokenizer import embedded_tokenizer
+from scu_trainer.data.text.collate import Collator
+from scu_trainer.data.text.plan import HeldOutDocument, PreparedData
+from scu_trainer.data.text.prepare import prepare
+from scu_trainer.data.text.tokenizer import embedded_tokenizer
 
 __all__ = [
     "Collator",

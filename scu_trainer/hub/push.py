@@ -16,7 +16,7 @@ from typing import Any, Optional, TypeVar
 
 from scu_trainer.errors import HubError
 from scu_trainer.hub.files import Upload, superseded
-from scu_trainer.models.hub_errors import as_hub_error, end_stalls, endpoint, hub_line, is_passing, status_of
+from scu_trainer.models.loading.hub_errors import as_hub_error, end_stalls, endpoint, hub_line, is_passing, status_of
 from scu_trainer.secrets import redact, secret
 
 T = TypeVar("T")

@@ -1,5 +1,5 @@
 """The small base model that needs no download: a Granite hybrid, one attention layer among mamba2 layers, as
-Granite-4.0-H is built. ``train/base_model.py`` gives it its weights."""
+Granite-4.0-H is built. ``train/fixtures/base_model.py`` gives it its weights."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.offloaded import input_device
+from scu_trainer.models.loading.offloaded import input_device
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import StorageError
-from scu_trainer.report.comparison import COMPARISON_FILE, FORMAT
+from scu_trainer.report.comparison.report import COMPARISON_FILE, FORMAT
 from scu_trainer.report.drawing import Interval, Level, Line, Panel, Plot
 from scu_trainer.report.files import Row, RunFiles, points, read_run
 from scu_trainer.report.run_plots import number

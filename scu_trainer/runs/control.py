@@ -127,7 +127,7 @@ def _write_start_line(run: Run, starts: int) -> None:
 
 def _words(run: Run) -> list[str]:
     # -P: a folder named like a package, where the command is typed, must not be imported in its place.
-    return [sys.executable, "-P", "-m", "scu_trainer.cli.runs_leader", str(run.path.absolute())]
+    return [sys.executable, "-P", "-m", "scu_trainer.cli.background.leader", str(run.path.absolute())]
 
 
 def environment() -> dict[str, str]:

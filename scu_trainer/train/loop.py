@@ -49,7 +49,7 @@ from transformers import Trainer, TrainerCallback
 
 from scu_trainer.errors import NonFiniteLoss
 from scu_trainer.run_files import History, write_json
-from scu_trainer.train.saved_state import read_state, reading
+from scu_trainer.train.checkpoints.saved_state import read_state, reading
 
 logger = logging.getLogger("scu_trainer")
 

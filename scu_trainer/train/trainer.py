@@ -21,21 +21,21 @@ import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from scu_trainer.errors import ControlError, NonFiniteLoss
-from scu_trainer.models.hub_errors import as_hub_error
-from scu_trainer.models.loading_safety import tensors_only
+from scu_trainer.models.loading.hub_errors import as_hub_error
+from scu_trainer.models.loading.safety import tensors_only
 from scu_trainer.secrets import secret
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train.checkpoint_writer import CheckpointWriter
-from scu_trainer.train.engine import StockEngine
-from scu_trainer.train.findings import has_optimizer
-from scu_trainer.train.loader_workers import shield
+from scu_trainer.train.checkpoints.findings import has_optimizer
+from scu_trainer.train.checkpoints.pushing import Pushes
+from scu_trainer.train.checkpoints.selection import catch_up, tell_of_fresh_optimizer, usable
+from scu_trainer.train.checkpoints.writer import CheckpointWriter
 from scu_trainer.train.loop import Loop, LoopEvents
 from scu_trainer.train.loops import difficulty_of, make_loops
-from scu_trainer.train.memory import Gauge
-from scu_trainer.train.pushing import Pushes
-from scu_trainer.train.usable import catch_up, tell_of_fresh_optimizer, usable
-from scu_trainer.train.wrap import adopt, countable, weighed
+from scu_trainer.train.loss.wrap import adopt, countable, weighed
+from scu_trainer.train.step.engine import StockEngine
+from scu_trainer.train.step.recovery.loader_workers import shield
+from scu_trainer.train.step.recovery.memory import Gauge
 
 
 class SCUTrainer(Trainer):

@@ -18,8 +18,8 @@ def test_no_gradient_is_wrong_without_a_word(seed):
 
 def test_a_wrong_gradient_is_seen(monkeypatch):
     """The campaign itself: with questions and audits taken out it finds what they find."""
-    from scu_trainer.train.loss_analysis import analysis
-    from scu_trainer.train.loss_analysis.reduction import Reduction
+    from scu_trainer.train.loss.analysis import analysis
+    from scu_trainer.train.step.batches.reduction import Reduction
 
     seed = next(
         s for s in range(1000) if "contrastive in training" in case_of(s).loss and "max_batch_size" in case_of(s).cut

@@ -13,7 +13,7 @@ import tried_changes
 import tried_register
 from tried_register import Entry
 
-from scu_trainer.train.rows import NOT_LEARNED
+from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
 EXACT = ("rows of a chunk end to end", "no mask for right padding")
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from scu_trainer.cli import eval as command
+from scu_trainer.cli.evaluation import eval as command
 
 
 @pytest.fixture

@@ -14,10 +14,13 @@ import pytest
 import yaml
 from rich.console import Console
 
-from scu_trainer.cli import compare, compare_plan, compare_screen, train
+from scu_trainer.cli import train
+from scu_trainer.cli.comparison import compare
+from scu_trainer.cli.comparison import plan as compare_plan
+from scu_trainer.cli.comparison import screen as compare_screen
 from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_rows
-from scu_trainer.runs.comparison import Hands
+from scu_trainer.runs.studies.comparison import Hands
 from tests import tiny
 from tests.forked import act_as_child
 from tests.runs.comparison_stand_in import plan

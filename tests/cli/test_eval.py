@@ -15,15 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scu_trainer.cli import eval as command
 from scu_trainer.cli import train
-from scu_trainer.cli.eval_report import verdict
-from scu_trainer.cli.eval_screen import as_text
+from scu_trainer.cli.evaluation import eval as command
+from scu_trainer.cli.evaluation.report import verdict
+from scu_trainer.cli.evaluation.screen import as_text
 from scu_trainer.cli.subjects import subject_of
-from scu_trainer.data import prepare
-from scu_trainer.models.load import load_tokenizer
+from scu_trainer.data.text import prepare
+from scu_trainer.models.loading.load import load_tokenizer
 from scu_trainer.run_files import read_json, write_json
-from scu_trainer.train.evaluate import Interval
+from scu_trainer.train.evaluation.scoring import Interval
 from scu_trainer.train.tasks import text
 from tests import tiny
 

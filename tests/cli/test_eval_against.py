@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scu_trainer.cli import train
-from scu_trainer.cli.eval_screen import as_text
-from scu_trainer.models.load import load_for_evaluation, load_tokenizer
+from scu_trainer.cli.evaluation.screen import as_text
+from scu_trainer.models.loading.load import load_for_evaluation, load_tokenizer
 from scu_trainer.settings import ModelSettings
-from scu_trainer.train.harness import TaskFigure, paired_difference
+from scu_trainer.train.evaluation.harness import TaskFigure, paired_difference
 from tests import tiny
 from tests.cli.test_eval import write_documents
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from scu_trainer.cli import eval as command
 from scu_trainer.cli import train
+from scu_trainer.cli.evaluation import eval as command
 from scu_trainer.run_files import read_json
 
 SMALL = "--sensor_hidden_size 16 --sensor_heads 2 --sensor_layers 1 --sensor_fusion_layers 1 --sensor_channels 4"

@@ -6,9 +6,10 @@ import os
 
 import pytest
 
-from scu_trainer.cli import hardware, launch
-from scu_trainer.hardware import monitor
+from scu_trainer.cli import launch
+from scu_trainer.cli.machine import hardware
 from scu_trainer.hardware.probe import Accelerator
+from scu_trainer.hardware.watching import monitor
 
 CARD = Accelerator("cuda", 0, "Card", 24 * 2**30, 20 * 2**30)
 

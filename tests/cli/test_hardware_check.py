@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from scu_trainer.cli import configuration, hardware, train
+from scu_trainer.cli import configuration, train
+from scu_trainer.cli.machine import hardware
 from scu_trainer.hardware import requirements
 from tests.test_project import ROOT
 

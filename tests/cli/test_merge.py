@@ -8,9 +8,9 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from scu_trainer.cli import eval as evaluate
-from scu_trainer.cli import merge
+from scu_trainer.cli.evaluation import eval as evaluate
 from scu_trainer.cli.main import main
+from scu_trainer.cli.publishing import merge
 from scu_trainer.cli.subjects import Subject
 from scu_trainer.data import store
 from scu_trainer.errors import ModelError

@@ -12,7 +12,7 @@ import yaml
 from scu_trainer.cli import configuration, modes
 from scu_trainer.cli.modes import Measured, duration, measured_here
 from scu_trainer.settings.tasks import KINDS
-from scu_trainer.train import rehearsal
+from scu_trainer.train.session import test_run as rehearsal
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ import json
 import pytest
 from transformers import BertConfig, LlamaConfig, MixtralConfig, T5Config
 
-from scu_trainer.cli import plan
 from scu_trainer.cli.configuration import read_job
-from scu_trainer.cli.plan_screen import without
+from scu_trainer.cli.planning import plan
+from scu_trainer.cli.planning.screen import without
 from scu_trainer.hardware.recommend import CHANGES, Choice, Means, choices
 from scu_trainer.hardware.target import named
 from tests import tiny

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from scu_trainer.cli import configuration
-from scu_trainer.cli import report as command
+from scu_trainer.cli.publishing import report as command
 from scu_trainer.report.files import read_run
 from scu_trainer.report.page import Drawing, drawing, html
 from scu_trainer.report.pages import page_of, plots_of

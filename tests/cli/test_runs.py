@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scu_trainer.cli import runs as subject
-from scu_trainer.cli import runs_leader, runs_screens
+from scu_trainer.cli.background import leader as runs_leader
+from scu_trainer.cli.background import runs as subject
+from scu_trainer.cli.background import screens as runs_screens
 from scu_trainer.run_files import History, RunStatus
 from scu_trainer.runs.menu import ACTIONS, Menu
 from scu_trainer.runs.monitor import follow, view

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from scu_trainer.cli import variants
-from scu_trainer.runs.variant_table import BY_NAME, VARIANTS
-from scu_trainer.runs.variants import Outcome
+from scu_trainer.runs.studies.variant_table import BY_NAME, VARIANTS
+from scu_trainer.runs.studies.variants import Outcome
 
 ALL_ACT = {"regularization": "acts", "memory": "acts", "curriculum": "acts"}
 MIB = 2**20

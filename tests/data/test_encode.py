@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from scu_trainer.data.encode import EMPTY, NOT_LEARNED, NOTHING_TO_LEARN, UNREADABLE, encoded
 from scu_trainer.data.records import Record
+from scu_trainer.data.text.encode import EMPTY, NOT_LEARNED, NOTHING_TO_LEARN, UNREADABLE, encoded
 from scu_trainer.errors import DataError
 
 WITHOUT_GENERATION = (
@@ -196,7 +196,7 @@ def test_long_documents_raise_no_warning(encoder, tokenizer):
 
 
 def test_workers_give_the_same_in_the_same_order(encoder, monkeypatch):
-    monkeypatch.setattr("scu_trainer.data.encode.BATCH_RECORDS", 7)
+    monkeypatch.setattr("scu_trainer.data.text.encode.BATCH_RECORDS", 7)
     records = [Record(f"row {n}", {"text": f"Cup {n}." if n % 5 else ""}) for n in range(100)]
     alone, together = (list(encoded(records, encoder(), processes)) for processes in (1, 2))
     assert [type(result) for result in together] == [type(result) for result in alone]

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import ViTImageProcessorPil
 
-from scu_trainer.data.images import evenly_by_class, find_images, natural_size, prepare_images
-from scu_trainer.data.images_embedded import generated
-from scu_trainer.data.images_store import ImageRows, Kind, collate_images, pixel_statistics
+from scu_trainer.data.images.data import evenly_by_class, find_images, natural_size, prepare_images
+from scu_trainer.data.images.embedded import generated
+from scu_trainer.data.images.store import ImageRows, Kind, collate_images, pixel_statistics
 from scu_trainer.errors import DataError, StorageError
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.images import ImageSettings
@@ -275,7 +275,7 @@ def test_gray_models_get_gray_images(pets, tmp_path):
 
 
 def test_arrays_with_too_many_channels_are_refused():
-    from scu_trainer.data.images_decode import BadImage, open_image
+    from scu_trainer.data.images.decode import BadImage, open_image
 
     with pytest.raises(BadImage, match="1, 3 or 4 channels"):
         open_image(numpy.zeros((4, 4, 5), dtype=numpy.uint8))
@@ -332,7 +332,7 @@ def test_image_that_the_processor_refuses(pets, tmp_path, monkeypatch):
 def test_label_above_the_named_classes(tmp_path):
     import datasets
 
-    from scu_trainer.data.images_tables import _numbers
+    from scu_trainer.data.images.tables import _numbers
 
     found = _numbers([0, 5, None], datasets.ClassLabel(names=["a", "b"]), ("a", "b"), ("a", "b"))
     assert found.tolist() == [0, -1, -1]
@@ -394,7 +394,7 @@ def test_cache_that_cannot_be_written_is_named(pets, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("scu_trainer.data.images_store._digest", full)
+    monkeypatch.setattr("scu_trainer.data.images.store._digest", full)
     with pytest.raises(StorageError, match="cache_dir"):
         prepared(pets, tmp_path)
     assert not list((tmp_path / "images").glob("*.part"))
@@ -433,7 +433,7 @@ def test_cap_takes_of_every_class(pets, tmp_path):
 
 def test_another_seed_decodes_nothing(pets, tmp_path, monkeypatch):
     prepared(pets, tmp_path)
-    monkeypatch.setattr("scu_trainer.data.images_store.decode_all", None)
+    monkeypatch.setattr("scu_trainer.data.images.store.decode_all", None)
     assert prepared(pets, tmp_path, seed=3).books.train == 12
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy
 import pytest
 
-from scu_trainer.data.packing import (
+from scu_trainer.data.text.packing import (
     MOST_ROWS_PER_BATCH,
     MOST_VALUES_PER_BATCH,
     NumberedDocument,

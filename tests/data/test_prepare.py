@@ -9,8 +9,8 @@ import sys
 import datasets
 import pytest
 
-from scu_trainer.data import prepare
-from scu_trainer.data.encode import EMPTY, NOTHING_TO_LEARN, UNREADABLE
+from scu_trainer.data.text import prepare
+from scu_trainer.data.text.encode import EMPTY, NOTHING_TO_LEARN, UNREADABLE
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
 
@@ -19,7 +19,8 @@ ROWS = [{"text": f"Cup number {number} is {'quite ' * (number % 7)}full."} for n
 PREPARE = """
 import sys
 from pathlib import Path
-from scu_trainer.data import embedded_tokenizer, prepare
+from scu_trainer.data import embedded_tokenizer
+from scu_trainer.data.text import prepare
 from scu_trainer.settings import DataSettings
 cache = Path(sys.argv[2])
 settings = DataSettings(dataset=sys.argv[1], block_size=32)
@@ -185,7 +186,7 @@ def test_chat_template_file(prepared, jsonl, tokenizer, tmp_path, monkeypatch):
 @pytest.fixture
 def count_encoding(monkeypatch):
     """List that grows by one whenever rows are tokenized."""
-    from scu_trainer.data.encode import Encoder
+    from scu_trainer.data.text.encode import Encoder
 
     calls, encode = [], Encoder.encode
     monkeypatch.setattr(Encoder, "encode", lambda self, records: calls.append(len(records)) or encode(self, records))

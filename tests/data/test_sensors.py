@@ -9,13 +9,13 @@ import numpy
 import pytest
 import torch
 
-from scu_trainer.data.sensor_collate import SensorCollator
-from scu_trainer.data.sensor_format import MANIFEST, Recording, write_recordings
-from scu_trainer.data.sensor_manifest import CSV_MANIFEST
-from scu_trainer.data.sensor_synthetic import ceiling_alone, export_synthetic, synthetic
+from scu_trainer.data.sensors.collate import SensorCollator
+from scu_trainer.data.sensors.format import MANIFEST, Recording, write_recordings
+from scu_trainer.data.sensors.manifest import CSV_MANIFEST
+from scu_trainer.data.sensors.synthetic import ceiling_alone, export_synthetic, synthetic
 from scu_trainer.errors import DataError, SettingsError, StorageError
 from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
-from scu_trainer.train.rows import read_layout, take
+from scu_trainer.train.step.batches.rows import read_layout, take
 from tests.recordings import SHAPES, edit_manifest, folder_of, prepared, rows_of
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import datasets
 import pytest
 
-from scu_trainer.data.encode import EMPTY
+from scu_trainer.data.text.encode import EMPTY
 from scu_trainer.errors import DataError
 
 ROWS = [{"text": f"Cup number {number}."} for number in range(40)]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from scu_trainer.data import embedded_tokenizer
-from scu_trainer.data import tokenizer as tokenizer_module
+from scu_trainer.data.text import tokenizer as tokenizer_module
 
 
 def test_size_and_distinct_special_tokens(tokenizer):

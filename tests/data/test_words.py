@@ -12,8 +12,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from scu_trainer.data.words import prepare_words
-from scu_trainer.data.words_embedded import embedded_sections, sections_of
+from scu_trainer.data.words.data import prepare_words
+from scu_trainer.data.words.embedded import embedded_sections, sections_of
 from scu_trainer.errors import DataError, SettingsError
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.words import DEFAULTS, MODES, WordSettings

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scu_trainer.train.memory import Gauge, Reading
+from scu_trainer.train.step.recovery.memory import Gauge, Reading
 
 CUDA_TEXT = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 7.79 GiB of which 12.00 MiB is "

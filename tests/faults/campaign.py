@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Optional
 
 from scu_trainer.run_files import read_json, read_rows
-from scu_trainer.train.checkpoint import checkpoints, fault_of_files
+from scu_trainer.train.checkpoints.format import checkpoints, fault_of_files
 from tests.forked import act_as_child
 
 WRITING = os.O_WRONLY | os.O_RDWR

@@ -43,7 +43,7 @@ def make_site(folder: Path) -> Site:
     import peft  # noqa: F401
     import transformers.trainer  # noqa: F401
 
-    import scu_trainer.train.session  # noqa: F401
+    import scu_trainer.train.session.session  # noqa: F401
 
     documents = folder / "documents.jsonl"
     rows = [{"text": f"{SENTENCES[i % 2]} Number {i}. " * (2 + i % 5)} for i in range(48)]

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 from transformers import Trainer, TrainerCallback
 
 from scu_trainer.run_files import read_json, write_json
-from scu_trainer.train.checkpoint import checkpoints, step_of
-from scu_trainer.train.checkpoint_writer import is_write_error
+from scu_trainer.train.checkpoints.format import checkpoints, step_of
+from scu_trainer.train.checkpoints.selection import fault_of
+from scu_trainer.train.checkpoints.writer import is_write_error
 from scu_trainer.train.trainer import SCUTrainer
-from scu_trainer.train.usable import fault_of
 from tests import tiny
 from tests.faults import campaign
 from tests.faults.campaign import Child, Ended
@@ -108,7 +108,7 @@ def started(words: list[str], log: Path, before: Callable[[], None] = lambda: No
 
 def under_a_quota() -> None:
     """Which nobody can see: the disk says that there is room."""
-    from scu_trainer.train import checkpoint_writer
+    from scu_trainer.train.checkpoints import writer as checkpoint_writer
 
     checkpoint_writer.free_bytes = lambda path: 1 << 40
 

@@ -87,7 +87,7 @@ def test_before_the_first_step_it_ends_at_once(site, tmp_path):
     run = tmp_path / "run"
 
     def act() -> int:
-        from scu_trainer.train import session
+        from scu_trainer.train.session import session
 
         stock = session.score
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scu_trainer.settings import CurriculumSettings, MemorySettings
-from scu_trainer.train.losses import chunked_linear_cross_entropy
+from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import UnevenRows, arguments, llama, pad, weights_of
 

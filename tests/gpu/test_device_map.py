@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.dispatch import Free
-from scu_trainer.models.load import load_model, plan_placement, prepare_for_tuning
-from scu_trainer.models.offloaded import input_device
+from scu_trainer.models.loading.dispatch import Free
+from scu_trainer.models.loading.load import load_model, plan_placement, prepare_for_tuning
+from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
 from tests import tiny
 from tests.offloading import mebibytes, saved, settings_of, size_bytes

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from scu_trainer.runs.variant_table import BY_NAME
-from scu_trainer.runs.variants import Plan, broken_promises, run
+from scu_trainer.runs.studies.variant_table import BY_NAME
+from scu_trainer.runs.studies.variants import Plan, broken_promises, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -25,7 +25,7 @@ ON_GPUS_ONLY = ("lora", "lora_checkpointing", "full_8bit_adam", *(n for n, v in 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory) -> Plan:
-    command = [sys.executable, "-m", "scu_trainer.train.yardstick"]
+    command = [sys.executable, "-m", "scu_trainer.train.fixtures.reference_model"]
     folder = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
     return Plan(Path(folder), tmp_path_factory.mktemp("paths"))
 

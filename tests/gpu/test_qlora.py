@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from scu_trainer.models.load import load_for_evaluation, load_model, prepare_for_tuning
+from scu_trainer.models.loading.load import load_for_evaluation, load_model, prepare_for_tuning
 from scu_trainer.models.merge import check_merge, merge_adapter, merge_tolerance
 from scu_trainer.models.quantize import compute_dtype_of, quantized_modules, stored_bytes
 from scu_trainer.settings import CurriculumSettings, MemorySettings, ModelSettings, RegularizationSettings

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from scu_trainer.cli import hardware, hardware_optimize
-from scu_trainer.hardware import leftovers as subject
-from scu_trainer.hardware.leftovers import InUse, Leftover, Users, build_locks, cached, remove, scratch, users
-from scu_trainer.models.offload_folder import OURS as OFFLOADED
-from scu_trainer.models.offload_folder import OffloadFolder
-from scu_trainer.train.checkpoint import seal
-from scu_trainer.train.run_lock import RunLock
+from scu_trainer.cli.machine import hardware
+from scu_trainer.cli.machine import optimize as hardware_optimize
+from scu_trainer.hardware.watching import leftovers as subject
+from scu_trainer.hardware.watching.leftovers import InUse, Leftover, Users, build_locks, cached, remove, scratch, users
+from scu_trainer.models.loading.offload_folder import OURS as OFFLOADED
+from scu_trainer.models.loading.offload_folder import OffloadFolder
+from scu_trainer.train.checkpoints.format import seal
+from scu_trainer.train.run_directory.run_lock import RunLock
 
 NOBODY = Users({}, {}, is_complete=True)
 UNKNOWN = Users({}, {}, is_complete=False)
@@ -93,7 +94,7 @@ def test_an_entry_that_is_being_made_stays(cache):
     lock = FileLock(cache / "tokenized" / "def.lock")
     with lock:
         code = (
-            "import sys; from scu_trainer.hardware.leftovers import *; from pathlib import Path\n"
+            "import sys; from scu_trainer.hardware.watching.leftovers import *; from pathlib import Path\n"
             "print([i.used_by for i in cached(Path(sys.argv[1]), ['tokenized'], Users({}, {}, True))])"
         )
         told = subprocess.run([sys.executable, "-c", code, str(cache)], capture_output=True, text=True, check=True)
@@ -253,7 +254,7 @@ def test_caches_can_be_kept(words, cache):
 def test_what_a_living_run_is_writing_stays(words, tmp_path, capsys):
     run = tmp_path / "runs" / "a"
     code = (
-        "import sys; from pathlib import Path; from scu_trainer.train.run_lock import RunLock\n"
+        "import sys; from pathlib import Path; from scu_trainer.train.run_directory.run_lock import RunLock\n"
         "lock = RunLock(Path(sys.argv[1])); print('ready', flush=True); sys.stdin.read()"
     )
     with Outsider(code, run):

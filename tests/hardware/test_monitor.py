@@ -14,11 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scu_trainer.cli import hardware, hardware_screens
+from scu_trainer.cli.machine import hardware
+from scu_trainer.cli.machine import screens as hardware_screens
 from scu_trainer.errors import SettingsError, StorageError
-from scu_trainer.hardware import monitor as subject
-from scu_trainer.hardware.monitor import Level, Reading, RunReading, find_target, read_run, readings, used_by
-from scu_trainer.hardware.readings_csv import CsvLog
+from scu_trainer.hardware.watching import monitor as subject
+from scu_trainer.hardware.watching.monitor import Level, Reading, RunReading, find_target, read_run, readings, used_by
+from scu_trainer.hardware.watching.readings_csv import CsvLog
 
 GIB = 2**30
 RUN = RunReading(2, 3 * GIB, 2 * GIB, None, "running", 7, 100, 4, 512, 20 * GIB)

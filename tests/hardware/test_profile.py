@@ -9,7 +9,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from scu_trainer.cli import hardware
+from scu_trainer.cli.machine import hardware
 from scu_trainer.errors import StorageError
 from scu_trainer.hardware import profile as subject
 from scu_trainer.hardware.profile import Cpu, Disk, Gpu, GpuUser, Profile, Ram

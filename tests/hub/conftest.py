@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scu_trainer.cli import merge
+from scu_trainer.cli.publishing import merge
 from tests.hub.runs import train
 
 

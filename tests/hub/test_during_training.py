@@ -14,7 +14,7 @@ from transformers.trainer_utils import HubStrategy
 
 from scu_trainer.cli.train import main
 from scu_trainer.run_files import read_json
-from scu_trainer.train.pushing import Pushes
+from scu_trainer.train.checkpoints.pushing import Pushes
 from tests.hub.runs import documents, flags
 from tests.hub.server import Repo, running
 

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
 from scu_trainer.errors import HubError, ModelError
-from scu_trainer.models.hub_errors import as_hub_error, hub_line, is_passing
+from scu_trainer.models.loading.hub_errors import as_hub_error, hub_line, is_passing
 
 
 def answer(status: int, text: str = "no") -> Exception:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from scu_trainer.cli.subjects import subject_of
-from scu_trainer.models.load import load_for_evaluation
+from scu_trainer.models.loading.load import load_for_evaluation
 from tests.hub.server import running
 
 IDS = torch.randint(3, 200, (2, 12), generator=torch.Generator().manual_seed(0))

@@ -13,10 +13,10 @@ import torch
 from transformers import BitsAndBytesConfig
 
 from scu_trainer.errors import ModelError, RequirementError, SettingsError, StorageError
-from scu_trainer.models.dispatch import Free, check_limits, place, refuse_unsound
-from scu_trainer.models.load import load_model, prepare_for_tuning
-from scu_trainer.models.offload_folder import MARKER, PREFIX, OffloadFolder
-from scu_trainer.models.offloaded import has_offloaded_weights, input_device, load_adapter, stand_ins
+from scu_trainer.models.loading.dispatch import Free, check_limits, place, refuse_unsound
+from scu_trainer.models.loading.load import load_model, prepare_for_tuning
+from scu_trainer.models.loading.offload_folder import MARKER, PREFIX, OffloadFolder
+from scu_trainer.models.loading.offloaded import has_offloaded_weights, input_device, load_adapter, stand_ins
 from scu_trainer.settings import MemorySettings, ModelSettings
 from tests import tiny
 from tests.offloading import mebibytes, planned, saved, settings_of, size_bytes, with_adapters
@@ -265,7 +265,7 @@ def test_a_model_keeps_its_folder(folder):
 
 KILLED = """
 import os, signal, sys
-from scu_trainer.models.offload_folder import OffloadFolder
+from scu_trainer.models.loading.offload_folder import OffloadFolder
 folder = OffloadFolder(sys.argv[1])
 if sys.argv[2] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)

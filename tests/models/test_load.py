@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaModel
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.load import (
+from scu_trainer.models.loading.load import (
     adapter_targets,
     base_of,
     check_source,

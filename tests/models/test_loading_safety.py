@@ -17,14 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scu_trainer.cli import eval as evaluation
 from scu_trainer.cli import train
+from scu_trainer.cli.evaluation import eval as evaluation
 from scu_trainer.errors import CheckpointError, ModelError
-from scu_trainer.models import loading_safety
-from scu_trainer.models.load import load_for_evaluation, load_model, load_tokenizer, prepare_for_tuning
-from scu_trainer.models.loading_safety import refuse_pickle
+from scu_trainer.models.loading import safety as loading_safety
+from scu_trainer.models.loading.load import load_for_evaluation, load_model, load_tokenizer, prepare_for_tuning
+from scu_trainer.models.loading.safety import refuse_pickle
 from scu_trainer.settings import ModelSettings
-from scu_trainer.train.checkpoint import MANIFEST
+from scu_trainer.train.checkpoints.format import MANIFEST
 from tests import tiny
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scu_trainer.models.mapped_files import release_mapped_files
+from scu_trainer.models.loading.mapped_files import release_mapped_files
 
 
 def mapped_resident_bytes() -> int:

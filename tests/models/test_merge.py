@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.export import export_dtype, read_back, require_same_logits
-from scu_trainer.models.load import adapter_targets, load_model
+from scu_trainer.models.loading.load import adapter_targets, load_model
 from scu_trainer.models.merge import (
     MERGE_TOLERANCE,
     _from_state,

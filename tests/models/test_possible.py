@@ -8,8 +8,8 @@ import pytest
 from transformers import LlamaConfig
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models import possible
-from scu_trainer.models.possible import require_room_for, require_sane_config
+from scu_trainer.models.loading import possible
+from scu_trainer.models.loading.possible import require_room_for, require_sane_config
 
 
 @pytest.mark.parametrize(

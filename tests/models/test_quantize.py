@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from scu_trainer.errors import ModelError, RequirementError
-from scu_trainer.models.load import adapter_targets, load_for_evaluation, load_model, prepare_for_tuning
+from scu_trainer.models.loading.load import adapter_targets, load_for_evaluation, load_model, prepare_for_tuning
 from scu_trainer.models.quantize import (
     compute_dtype_of,
     prepare_quantized,

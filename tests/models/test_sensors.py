@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from scu_trainer.data.sensor_collate import SensorCollator
-from scu_trainer.data.sensor_synthetic import synthetic
+from scu_trainer.data.sensors.collate import SensorCollator
+from scu_trainer.data.sensors.synthetic import synthetic
 from scu_trainer.errors import ModelError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.load import prepare_for_tuning
-from scu_trainer.models.offload_linears import offload_linears
-from scu_trainer.models.offloaded import has_offloaded_weights
+from scu_trainer.models.loading.load import prepare_for_tuning
+from scu_trainer.models.loading.offload_linears import offload_linears
+from scu_trainer.models.loading.offloaded import has_offloaded_weights
 from scu_trainer.models.quantize import quantizable_layers, quantized_modules
 from scu_trainer.models.sensors import TridentConfig, TridentForSensorClassification
 from scu_trainer.models.sensors.loading import (
@@ -424,8 +424,8 @@ def test_the_folder_of_offloaded_layers_goes_with_the_model(tmp_path):
 MEASURE = """
 import sys, torch
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.load import prepare_for_tuning
-from scu_trainer.models.offload_linears import offload_linears
+from scu_trainer.models.loading.load import prepare_for_tuning
+from scu_trainer.models.loading.offload_linears import offload_linears
 from scu_trainer.models.sensors.loading import adapter_plan, make_trident
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.sensors import SensorSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.sizes import weight_counts
+from scu_trainer.models.loading.sizes import weight_counts
 from tests.tiny import llama
 
 

@@ -23,19 +23,19 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from scu_trainer.data.images_decode import fixed_pixels
+from scu_trainer.data.images.decode import fixed_pixels
 from scu_trainer.errors import ModelError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.vision import (
+from scu_trainer.models.vision.adapters import inner_targets
+from scu_trainer.models.vision.inputs import PixelInputs, attach, augmentation, pixel_inputs, require_stock_pixels
+from scu_trainer.models.vision.models import (
     changes_for,
     load_scored_classifier,
     make_classifier,
     watch_pixels,
 )
-from scu_trainer.models.vision_adapters import inner_targets
-from scu_trainer.models.vision_inputs import PixelInputs, attach, augmentation, pixel_inputs, require_stock_pixels
-from scu_trainer.models.vision_norms import needs_several_rows, steady_norms
-from scu_trainer.models.vision_view import usual_size, view_of
+from scu_trainer.models.vision.norms import needs_several_rows, steady_norms
+from scu_trainer.models.vision.view import usual_size, view_of
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.images import ImageSettings
 from tests.tiny import lora
@@ -131,7 +131,7 @@ def test_sizes_of_architectures_are_those_of_their_papers():
 
 
 def _unchecked(name, names, view):
-    from scu_trainer.models.vision import _from_scratch
+    from scu_trainer.models.vision.models import _from_scratch
 
     return _from_scratch(name, names, view)
 

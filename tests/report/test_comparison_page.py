@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scu_trainer.report.comparison_statistics import notes, overall
+from scu_trainer.report.comparison.statistics import notes, overall
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scu_trainer.report import comparison_text as text
-from scu_trainer.report.comparison import metrics_of, record
+from scu_trainer.report.comparison import text
+from scu_trainer.report.comparison.report import metrics_of, record
 from scu_trainer.run_files import write_json
 
 S_VALUES = (0.02, 0.09, 0.11, 0.10)

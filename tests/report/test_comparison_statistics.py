@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from scu_trainer.report import comparison_statistics as statistics
-from scu_trainer.report.comparison_statistics import Interval
+from scu_trainer.report.comparison import statistics
+from scu_trainer.report.comparison.statistics import Interval
 
 T_95_2 = 4.302652729911275
 """Student's t for 95 % and 2 degrees of freedom, from a printed table: 4.303."""

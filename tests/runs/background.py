@@ -23,14 +23,14 @@ from typing import Any, NoReturn, Optional
 import psutil
 import yaml
 
-from scu_trainer.cli.runs_leader import train
+from scu_trainer.cli.background.leader import train
 from scu_trainer.runs.control import Hands, Wish, resume, start, stop
 from scu_trainer.runs.leader import Outside, lead
 from scu_trainer.runs.progress import START_LINE
 from scu_trainer.runs.state import Report, report
 from scu_trainer.runs.store import Options, Run
-from scu_trainer.train.checkpoint import checkpoints, step_of
-from scu_trainer.train.usable import fault_of
+from scu_trainer.train.checkpoints.format import checkpoints, step_of
+from scu_trainer.train.checkpoints.selection import fault_of
 from tests.faults import campaign
 from tests.forked import act_as_child
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import yaml
 
-from scu_trainer.cli.compare_runs import Start
+from scu_trainer.cli.comparison.runs import Start
 from scu_trainer.cli.main import guarded
-from scu_trainer.runs import comparison
-from scu_trainer.runs.comparison_arms import Arm
-from scu_trainer.runs.comparison_plan import Plan
+from scu_trainer.runs.studies import comparison
+from scu_trainer.runs.studies.comparison_arms import Arm
+from scu_trainer.runs.studies.comparison_plan import Plan
 
 STEPS = 4
 TRAINING = Path(__file__).with_name("comparison_training.py")

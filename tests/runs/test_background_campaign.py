@@ -18,7 +18,7 @@ def config(tmp_path_factory) -> str:
     import peft  # noqa: F401
     import transformers.trainer  # noqa: F401
 
-    import scu_trainer.train.session  # noqa: F401
+    import scu_trainer.train.session.session  # noqa: F401
 
     folder = tmp_path_factory.mktemp("site")
     documents = background.write_documents(folder / "documents.jsonl")

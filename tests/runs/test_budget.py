@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from scu_trainer.runs.budget import Sizes, first_that_fits, least_bytes
-from scu_trainer.runs.variant_table import BY_NAME, VARIANTS
-from scu_trainer.runs.variants import Outcome
+from scu_trainer.runs.studies.budget import Sizes, first_that_fits, least_bytes
+from scu_trainer.runs.studies.variant_table import BY_NAME, VARIANTS
+from scu_trainer.runs.studies.variants import Outcome
 
 GIB = 2**30
 NO_WEIGHTS = Sizes(0, 0)

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from scu_trainer.errors import SettingsError, StorageError
-from scu_trainer.runs.comparison import Hands, Runner, end_of, spawn, variables, words
-from scu_trainer.runs.comparison_arms import chosen_arms
-from scu_trainer.runs.comparison_plan import (
+from scu_trainer.runs.process import MARK
+from scu_trainer.runs.studies.comparison import Hands, Runner, end_of, spawn, variables, words
+from scu_trainer.runs.studies.comparison_arms import chosen_arms
+from scu_trainer.runs.studies.comparison_plan import (
     check_comparable,
     check_equal_budget,
     differences,
@@ -19,8 +20,7 @@ from scu_trainer.runs.comparison_plan import (
     require_same,
     write_plan,
 )
-from scu_trainer.runs.comparison_state import State, found_states, last_words, progress_line
-from scu_trainer.runs.process import MARK
+from scu_trainer.runs.studies.comparison_state import State, found_states, last_words, progress_line
 from scu_trainer.settings import RegularizationSettings
 from tests.runs.comparison_stand_in import plan
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scu_trainer.runs import comparison
 from scu_trainer.runs.process import Machine, marked
+from scu_trainer.runs.studies import comparison
 from tests.runs import comparison_stand_in as stand_in
 
 PATIENCE_S = 30.0

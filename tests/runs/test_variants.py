@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scu_trainer.runs import variants
-from scu_trainer.runs.variant_table import BY_NAME, VARIANTS, Variant
-from scu_trainer.runs.variants import Outcome, Plan, broken_promises, loops_of, missing
+from scu_trainer.runs.studies import variants
+from scu_trainer.runs.studies.variant_table import BY_NAME, VARIANTS, Variant
+from scu_trainer.runs.studies.variants import Outcome, Plan, broken_promises, loops_of, missing
 
 ALL_ACT = {"regularization": "acts", "memory": "acts", "curriculum": "acts"}
 

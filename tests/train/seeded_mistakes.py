@@ -142,7 +142,7 @@ class Bench:
         return {"model_name_or_path": folder}
 
     def adapter(self) -> Flags:
-        from scu_trainer.models.load import load_model, prepare_for_tuning
+        from scu_trainer.models.loading.load import load_model, prepare_for_tuning
         from scu_trainer.settings import ModelSettings
 
         folder, settings = self.new(), ModelSettings(model_name_or_path=str(self.model))

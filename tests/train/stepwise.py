@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from transformers import Trainer, TrainerCallback
 
+from scu_trainer.train.step.batches.window import Piece
 from scu_trainer.train.trainer import SCUTrainer
-from scu_trainer.train.window import Piece
 from tests.faults import FakeGauge
 from tests.tiny import Rows, arguments, pad, weights_of
 

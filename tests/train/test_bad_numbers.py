@@ -23,9 +23,9 @@ from scu_trainer.errors import Diverged, NonFiniteLoss
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train.classification import class_metrics
-from scu_trainer.train.evaluate import bpt_metrics, score_documents
-from scu_trainer.train.first_nonfinite import weights_are_finite
+from scu_trainer.train.evaluation.classification import class_metrics
+from scu_trainer.train.evaluation.scoring import bpt_metrics, score_documents
+from scu_trainer.train.loops.first_nonfinite import weights_are_finite
 from tests.tiny import Examples, Rows, conv_net, images, llama, same, trained, weights_of
 
 BAD_STEP = 3

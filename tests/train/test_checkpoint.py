@@ -13,8 +13,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from scu_trainer.errors import CheckpointError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
-from scu_trainer.train import checkpoint as subject
-from scu_trainer.train.usable import fault_of, newest_checkpoint
+from scu_trainer.train.checkpoints import format as subject
+from scu_trainer.train.checkpoints.selection import fault_of, newest_checkpoint
 from tests.tiny import Rows, arguments, llama, same, trained, weights_of
 
 LOOPS = {

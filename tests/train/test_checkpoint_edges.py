@@ -13,9 +13,9 @@ import torch
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import write_json
 from scu_trainer.settings import CurriculumSettings
-from scu_trainer.train import checkpoint as subject
-from scu_trainer.train.claim import Claim
-from scu_trainer.train.usable import fault_of
+from scu_trainer.train.checkpoints import format as subject
+from scu_trainer.train.checkpoints.selection import fault_of
+from scu_trainer.train.run_directory.claim import Claim
 from tests import tiny
 from tests.train.test_checkpoint import numbered
 from tests.train.test_run_lock import claimed, elsewhere

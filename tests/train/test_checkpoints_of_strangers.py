@@ -19,12 +19,12 @@ from transformers import Trainer
 from scu_trainer.cli import train
 from scu_trainer.errors import CheckpointError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
-from scu_trainer.train import checkpoint as files
-from scu_trainer.train.claim import Claim
-from scu_trainer.train.findings import examine
-from scu_trainer.train.resume import AUTO, Request, decide
+from scu_trainer.train.checkpoints import format as files
+from scu_trainer.train.checkpoints.findings import examine
+from scu_trainer.train.checkpoints.selection import newest_checkpoint, newest_with_reasons
+from scu_trainer.train.run_directory.claim import Claim
+from scu_trainer.train.run_directory.resume import AUTO, Request, decide
 from scu_trainer.train.trainer import SCUTrainer
-from scu_trainer.train.usable import newest_checkpoint, newest_with_reasons
 from tests.tiny import Rows, arguments, llama, same, saved_llama, trained, weights_of
 
 STEPS = {"max_steps": 6, "lr_scheduler_type": "linear"}
@@ -385,7 +385,7 @@ def test_a_broken_manifest(ours, tmp_path, manifest):
 
 @pytest.mark.parametrize("change", [{"configuration": []}, {"configuration": {"seed": 1}, "data": [], "versions": 3}])
 def test_facts_of_a_manifest_that_are_none_do_not_count(ours, tmp_path, change):
-    from scu_trainer.train.continuity import check_continuity
+    from scu_trainer.train.checkpoints.compatibility import check_continuity
 
     checkpoint = copied(ours, tmp_path, 4) / "checkpoint-4"
     path = checkpoint / files.MANIFEST

@@ -9,10 +9,15 @@ import numpy
 import pytest
 import torch
 
-from scu_trainer.cli.eval_screen import as_text
-from scu_trainer.train.classification import class_metrics, class_scores, preprocess_class_logits, score_samples
-from scu_trainer.train.evaluate import DocumentScores, bootstrap_accuracy, bootstrap_accuracy_difference
-from scu_trainer.train.summary import best_held_out, held_out_figures, print_table
+from scu_trainer.cli.evaluation.screen import as_text
+from scu_trainer.train.evaluation.classification import (
+    class_metrics,
+    class_scores,
+    preprocess_class_logits,
+    score_samples,
+)
+from scu_trainer.train.evaluation.scoring import DocumentScores, bootstrap_accuracy, bootstrap_accuracy_difference
+from scu_trainer.train.session.summary import best_held_out, held_out_figures, print_table
 
 
 class Fixed(torch.nn.Module):

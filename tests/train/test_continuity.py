@@ -11,9 +11,9 @@ from transformers import TrainingArguments
 from scu_trainer.cli import configuration
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import write_json
-from scu_trainer.train import continuity as subject
-from scu_trainer.train.checkpoint import seal
-from scu_trainer.train.continuity import Change, changed_settings, changes, check_continuity, facts_of
+from scu_trainer.train.checkpoints import compatibility as subject
+from scu_trainer.train.checkpoints.compatibility import Change, changed_settings, changes, check_continuity, facts_of
+from scu_trainer.train.checkpoints.format import seal
 
 LISTS = ("HARMLESS", "OTHER_SHAPE", "CARRIED", "SCHEDULE", "ORDER", "DATA")
 

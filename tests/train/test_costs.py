@@ -10,8 +10,8 @@ from transformers import TrainerCallback
 
 from scu_trainer.hardware.heap import give_back_freed
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.costs import StepPeaks, _peak_gauge, step_peaks
-from scu_trainer.train.memory import CpuGauge
+from scu_trainer.train.step.costs import StepPeaks, _peak_gauge, step_peaks
+from scu_trainer.train.step.recovery.memory import CpuGauge
 from tests import tiny
 from tests.faults import FakeGauge, touch
 

@@ -9,7 +9,7 @@ from transformers import Trainer
 from scu_trainer.errors import DataError
 from scu_trainer.run_files import RunStatus, read_json
 from scu_trainer.settings import CurriculumSettings, MemorySettings
-from scu_trainer.train.run_directory import RunStatusCallback
+from scu_trainer.train.run_directory.layout import RunStatusCallback
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import UnevenRows, arguments, gpt2, pad, same, weights_of
 from tests.train.curricula import EPOCHS, curriculum_run

@@ -15,8 +15,8 @@ from transformers import BertForSequenceClassification, PreTrainedTokenizerFast
 from scu_trainer.control.difficulty import Difficulty
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings
-from scu_trainer.train import seen_losses
-from scu_trainer.train.suspects import MOST_SUSPECTS, PREVIEW_TOKENS, write_suspects
+from scu_trainer.train.curriculum import seen_losses
+from scu_trainer.train.curriculum.suspects import MOST_SUSPECTS, PREVIEW_TOKENS, write_suspects
 from tests.tiny import Examples, UnevenRows, bert, images, labelled, vit
 from tests.train.curricula import curriculum_run
 

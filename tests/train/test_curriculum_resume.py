@@ -11,7 +11,7 @@ import pytest
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings
-from scu_trainer.train.checkpoint import MANIFEST
+from scu_trainer.train.checkpoints.format import MANIFEST
 from scu_trainer.train.loops.curriculum import STATE_FILE
 from tests.tiny import UnevenRows, gpt2, same, weights_of
 from tests.train.curricula import checkpoints, curriculum_run

@@ -11,8 +11,8 @@ from scu_trainer.cli import train
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.errors import ControlError, SettingsError
 from scu_trainer.settings import CurriculumSettings, MemorySettings
-from scu_trainer.train.curriculum_rules import NEEDED, obstacle
-from scu_trainer.train.rehearsal import replace_training
+from scu_trainer.train.curriculum.rules import NEEDED, obstacle
+from scu_trainer.train.session.test_run import replace_training
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import UnevenRows, arguments, llama, pad
 from tests.train.curricula import EPOCHS, curriculum_run

@@ -96,7 +96,7 @@ def main(folder: Path) -> None:
     """Every configuration: adapters, saved, resumed; all weights; the loops. One file of findings per rank."""
     import gc
 
-    from scu_trainer.train.deepspeed_start import leave_process_group, prepare_environment
+    from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group, prepare_environment
 
     prepare_environment(str(ROOT / "ds_configs" / "zero2.json"), use_cpu=True)
     gc.freeze()
@@ -117,7 +117,7 @@ def main(folder: Path) -> None:
 
 def run(folder: Path, name: str, world: int, deepspeed: str, **changes) -> dict:
     from scu_trainer.cli import configuration
-    from scu_trainer.train import session
+    from scu_trainer.train.session import session
 
     trainers, build = [], session.build_trainer
     session.build_trainer = lambda *arguments: trainers.append(build(*arguments)) or trainers[-1]

@@ -13,9 +13,9 @@ import torch
 
 from scu_trainer.errors import ControlError, RequirementError, SettingsError
 from scu_trainer.settings import MemorySettings, ModelSettings, RegularizationSettings
-from scu_trainer.train import deepspeed_start
-from scu_trainer.train.deepspeed_rules import check_deepspeed, uses_deepspeed, zero_stage
-from scu_trainer.train.sharded import weight_count
+from scu_trainer.train.step.distributed import deepspeed_start
+from scu_trainer.train.step.distributed.deepspeed_rules import check_deepspeed, uses_deepspeed, zero_stage
+from scu_trainer.train.step.distributed.sharded import weight_count
 from tests import tiny
 
 pytest.importorskip("deepspeed")

@@ -13,7 +13,7 @@ from scu_trainer.data import Collator
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
-from scu_trainer.train.evaluate import score_documents
+from scu_trainer.train.evaluation.scoring import score_documents
 from tests import tiny
 from tests.faults import fail_in_backward, fail_in_forward, is_training
 from tests.offloading import saved, with_adapters

@@ -35,7 +35,7 @@ FIRST, SECOND = "127.0.0.1", "127.0.0.2"
 def main(hold: Path, flags: list[str]) -> int:
     """``scu-trainer train``. While the file ``hold`` is there, rank 0 takes it away at step DIES_AT and waits."""
     from scu_trainer.cli import train
-    from scu_trainer.train import session
+    from scu_trainer.train.session import session
 
     class Held(session.SCUTrainer):
         def training_step(self, *args, **kwargs):

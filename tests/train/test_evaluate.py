@@ -12,7 +12,7 @@ import torch
 from transformers import Trainer
 
 from scu_trainer.data import Collator
-from scu_trainer.train.evaluate import (
+from scu_trainer.train.evaluation.scoring import (
     DocumentScores,
     bootstrap_bpt,
     bootstrap_difference,

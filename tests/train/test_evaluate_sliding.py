@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from scu_trainer.data import Collator
-from scu_trainer.data.packing import NumberedDocument, windows
-from scu_trainer.train.evaluate import score_documents
-from scu_trainer.train.sliding import SlidingRows, Windows
+from scu_trainer.data.text.packing import NumberedDocument, windows
+from scu_trainer.train.evaluation.scoring import score_documents
+from scu_trainer.train.evaluation.sliding import SlidingRows, Windows
 from tests import tiny
 
 LENGTHS = (2, 5, 16, 17, 40, 23, 1, 31)

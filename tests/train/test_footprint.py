@@ -18,21 +18,21 @@ from transformers import GraniteMoeHybridConfig, LlamaConfig
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.embedded import base_config
-from scu_trainer.models.load import load_model, prepare_for_tuning
+from scu_trainer.models.loading.load import load_model, prepare_for_tuning
 from scu_trainer.models.quantize import stored_bytes
 from scu_trainer.settings import CurriculumSettings, MemorySettings, ModelSettings
-from scu_trainer.train.footprint import plan, record
-from scu_trainer.train.footprint.events import Events, at_rows
-from scu_trainer.train.footprint.layers import kinds_of, shallow, with_layers
-from scu_trainer.train.footprint.live import LiveBytes
-from scu_trainer.train.footprint.predict import loss_kind, trained_of, without_mask
-from scu_trainer.train.footprint.shapes import Rows, Step, planned_step
-from scu_trainer.train.footprint.skeleton import copy_of, of_configuration
-from scu_trainer.train.footprint.step import Subject, trace
-from scu_trainer.train.loss_analysis import Reduction
-from scu_trainer.train.micro_batch_sizer import MicroBatchSizer
-from scu_trainer.train.rows import read_layout
-from scu_trainer.train.window import Window
+from scu_trainer.train.memory_estimate import plan, record
+from scu_trainer.train.memory_estimate.events import Events, at_rows
+from scu_trainer.train.memory_estimate.layers import kinds_of, shallow, with_layers
+from scu_trainer.train.memory_estimate.live import LiveBytes
+from scu_trainer.train.memory_estimate.predict import loss_kind, trained_of, without_mask
+from scu_trainer.train.memory_estimate.shapes import Rows, Step, planned_step
+from scu_trainer.train.memory_estimate.skeleton import copy_of, of_configuration
+from scu_trainer.train.memory_estimate.step import Subject, trace
+from scu_trainer.train.step.batches.reduction import Reduction
+from scu_trainer.train.step.batches.rows import read_layout
+from scu_trainer.train.step.batches.window import Window
+from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
 from tests import tiny
 
 CPU = torch.device("cpu")

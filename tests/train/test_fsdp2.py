@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from scu_trainer import SCUTrainer
 from scu_trainer.errors import ControlError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
-from scu_trainer.train.session import score
-from scu_trainer.train.sharded import Beforehand, is_sharded
+from scu_trainer.train.session.session import score
+from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded
 from scu_trainer.train.tasks.text import TextTask
 from tests import processes
 from tests.tiny import UnevenRows, arguments, llama, pad

@@ -23,17 +23,17 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from scu_trainer.data.images import find_images, prepare_images
-from scu_trainer.data.images_store import Kind, collate_images
+from scu_trainer.data.images.data import find_images, prepare_images
+from scu_trainer.data.images.store import Kind, collate_images
 from scu_trainer.errors import ModelError, SettingsError
-from scu_trainer.models.vision import watch_pixels
-from scu_trainer.models.vision_inputs import augmentation
-from scu_trainer.models.vision_view import View, view_of
+from scu_trainer.models.vision.inputs import augmentation
+from scu_trainer.models.vision.models import watch_pixels
+from scu_trainer.models.vision.view import View, view_of
 from scu_trainer.settings import CurriculumSettings, DataSettings, MemorySettings, ModelSettings, RegularizationSettings
 from scu_trainer.settings.images import ImageSettings
 from scu_trainer.settings.tasks import KINDS, TaskSettings
-from scu_trainer.train.job import Job
-from scu_trainer.train.source import Source
+from scu_trainer.train.job.job import Job
+from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.images import ImageTask
 from scu_trainer.train.trainer import SCUTrainer
 from tests.faults import fail_above_tokens, fail_in_backward

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scu_trainer.train import launched
+from scu_trainer.train.step.distributed import launched
 
 LAUNCHER = """
 import os, subprocess, sys, time

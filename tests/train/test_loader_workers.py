@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from scu_trainer.settings import CurriculumSettings
-from scu_trainer.train.loader_workers import LeaveSignals, shield
+from scu_trainer.train.step.recovery.loader_workers import LeaveSignals, shield
 from tests.tiny import Rows, llama, same, trained, weights_of
 from tests.train.test_resume import StopAt
 
@@ -89,7 +89,7 @@ def test_without_workers_nothing_is_changed():
 
 PERSISTENT = """
 from torch.utils.data import DataLoader
-from scu_trainer.train.loader_workers import shield
+from scu_trainer.train.step.recovery.loader_workers import shield
 loader = shield(DataLoader(range(4), num_workers=1, persistent_workers=True, multiprocessing_context="fork"))
 print(sum(int(batch) for batch in loader), flush=True)
 """

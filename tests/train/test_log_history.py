@@ -14,10 +14,10 @@ from transformers import TrainerCallback
 
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
-from scu_trainer.train.log_history import LOG_FILE, LogHistoryCallback, plain
 from scu_trainer.train.loops.throughput import measure_pace
-from scu_trainer.train.memory import Reading
-from scu_trainer.train.micro_batch_sizer import MicroBatchSizer
+from scu_trainer.train.run_directory.log_history import LOG_FILE, LogHistoryCallback, plain
+from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
+from scu_trainer.train.step.recovery.memory import Reading
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, UnevenRows, arguments, llama, pad, same, trained, weights_of
 

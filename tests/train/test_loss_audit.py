@@ -163,7 +163,7 @@ def test_rows_of_one_length_are_audited_as_they_are_cut(tmp_path):
 
 def test_without_audits_the_same_loss_trains_on_another_gradient(tmp_path, monkeypatch):
     """What the audits are for: with them taken out the gradients are wrong and nobody says so."""
-    monkeypatch.setattr("scu_trainer.train.loss_analysis.analysis.LossAnalysis.holds", lambda *given: True)
+    monkeypatch.setattr("scu_trainer.train.loss.analysis.analysis.LossAnalysis.holds", lambda *given: True)
     trainer, found = train(late(3), tmp_path, CUT)
     _, expected = train(late(3), tmp_path, None)
     assert wrong_steps(found, expected) == list(range(3, STEPS + 1)) and not trainer.chunked.analysis.notices
@@ -252,7 +252,7 @@ def test_auditing_changes_nothing_of_the_run(tmp_path, monkeypatch):
     def weights(holds) -> dict[str, torch.Tensor]:
         with monkeypatch.context() as patch:
             if holds is not None:
-                patch.setattr("scu_trainer.train.loss_analysis.analysis.LossAnalysis.holds", holds)
+                patch.setattr("scu_trainer.train.loss.analysis.analysis.LossAnalysis.holds", holds)
             trainer, _ = train(plain, tmp_path, CUT, steps=5)
         return trainer.model.state_dict()
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from scu_trainer.train.loss_analysis import probe
-from scu_trainer.train.loss_analysis.no_trace import WithoutNoise
-from scu_trainer.train.rows import read_layout
+from scu_trainer.train.loss.analysis import probe
+from scu_trainer.train.loss.analysis.no_trace import WithoutNoise
+from scu_trainer.train.step.batches.rows import read_layout
 
 ROWS, WORDS, CLASSES = 6, 32, 4
 WEIGHTS = torch.tensor([1.0, 0.2, 3.0, 7.0])

@@ -10,7 +10,7 @@ from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadMo
 
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import CurriculumSettings, MemorySettings
-from scu_trainer.train.model_loss import headless
+from scu_trainer.train.loss.rows.model_loss import headless
 from tests.faults import fail_in_forward
 from tests.tiny import UnevenRows, bert, gpt2, granite_hybrid, labelled, llama, lora, pad
 from tests.train.curricula import SGD, curriculum_run
@@ -126,7 +126,7 @@ def test_small_vocabularies_are_left_alone(tmp_path):
 
 
 def test_large_vocabularies_are_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("scu_trainer.train.loss_path.LARGE_VOCABULARY", 64)
+    monkeypatch.setattr("scu_trainer.train.loss.loss_path.LARGE_VOCABULARY", 64)
     trainer = curriculum_run(tmp_path, None, memory=MemorySettings(), max_steps=1)
     assert trainer.loss_path.is_chunked is True
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 
-from scu_trainer.train.losses import (
+from scu_trainer.train.loss.rows.kernels import (
     CHUNK_BYTES,
     chunked_linear_cross_entropy,
     row_losses,

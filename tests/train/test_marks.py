@@ -11,8 +11,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.train import marks
-from scu_trainer.train.marks import ChangingBuffers
+from scu_trainer.train.step.recovery import snapshot as marks
+from scu_trainer.train.step.recovery.snapshot import ChangingBuffers
 from tests import tiny
 from tests.faults import fail_in_backward, oom
 from tests.train.test_recovery import faulty_and_replayed, same_steps

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from scu_trainer.errors import RequirementError
-from scu_trainer.train import memory
-from scu_trainer.train.memory import CpuGauge, CudaGauge, MpsGauge, Reading, free_memory, gauge_for
+from scu_trainer.train.step.recovery import memory
+from scu_trainer.train.step.recovery.memory import CpuGauge, CudaGauge, MpsGauge, Reading, free_memory, gauge_for
 from tests.faults import touch
 
 MIB = 2**20
@@ -209,7 +209,7 @@ def test_a_system_without_proc(tmp_path):
 UNDER_A_LIMIT = """
 import json, re, resource, sys, torch
 from pathlib import Path
-from scu_trainer.train.memory import CpuGauge, is_out_of_memory, wanted_bytes
+from scu_trainer.train.step.recovery.memory import CpuGauge, is_out_of_memory, wanted_bytes
 
 MIB = 2**20
 name, size = sys.argv[1:]

@@ -7,9 +7,9 @@ import torch
 
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.costs import StepTimes, bytes_before_model
-from scu_trainer.train.memory import Gauge, Reading
-from scu_trainer.train.memory_limit import LimitedGauge, limited_gauge
+from scu_trainer.train.step.costs import StepTimes, bytes_before_model
+from scu_trainer.train.step.recovery.memory import Gauge, Reading
+from scu_trainer.train.step.recovery.memory_limit import LimitedGauge, limited_gauge
 from tests.faults import touch
 
 

@@ -11,9 +11,9 @@ from transformers import TrainerCallback
 
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.checkpoint import MANIFEST
-from scu_trainer.train.memory import Gauge, Reading
-from scu_trainer.train.micro_batch_sizer import MicroBatchSizer
+from scu_trainer.train.checkpoints.format import MANIFEST
+from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
+from scu_trainer.train.step.recovery.memory import Gauge, Reading
 from tests import tiny
 from tests.faults import oom
 from tests.tiny import Examples, Rows, UnevenRows, same, weights_of

@@ -8,9 +8,9 @@ import threading
 import pytest
 import torch
 
-from scu_trainer.train import memory_monitor
-from scu_trainer.train.memory import CpuGauge
-from scu_trainer.train.memory_monitor import MemoryMonitor
+from scu_trainer.train.step.recovery import memory_monitor
+from scu_trainer.train.step.recovery.memory import CpuGauge
+from scu_trainer.train.step.recovery.memory_monitor import MemoryMonitor
 from tests.faults import FakeGauge
 
 SECONDS = 30

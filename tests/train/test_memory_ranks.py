@@ -19,9 +19,9 @@ from torch import nn
 from transformers import Trainer
 
 from scu_trainer.errors import ControlError
-from scu_trainer.train import distributed
-from scu_trainer.train import ranks as subject
-from scu_trainer.train.ranks_deepspeed import deepspeed_ranks
+from scu_trainer.train.step.distributed import launchers as distributed
+from scu_trainer.train.step.distributed import ranks as subject
+from scu_trainer.train.step.distributed.ranks_deepspeed import deepspeed_ranks
 from tests import processes
 from tests.tiny import Rows, UnevenRows, arguments, llama, pad, same, weights_of
 from tests.train.windowed import Branches, BranchRows, Fault, Windowed

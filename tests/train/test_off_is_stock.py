@@ -22,7 +22,7 @@ from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
-from scu_trainer.train.checkpoint import MANIFEST
+from scu_trainer.train.checkpoints.format import MANIFEST
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, UnevenRows, arguments, conv_net, gpt2, images, llama, lora, pad, same, weights_of
 

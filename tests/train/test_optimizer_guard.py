@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainerCallback
 
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.train.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
-from scu_trainer.train.out_of_memory import is_out_of_memory
+from scu_trainer.train.step.recovery.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
+from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 from tests import tiny
 from tests.faults import oom
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from scu_trainer.errors import ControlError
-from scu_trainer.train.memory import forget_traceback, is_out_of_memory, wanted_bytes
+from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory, wanted_bytes
 from tests import faults
 
 MIB = 2**20

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from scu_trainer.errors import ControlError
-from scu_trainer.train.penalty import Prior, param_bpt, penalty_coefficient, pull_stochastically
+from scu_trainer.train.regularization.penalty import Prior, param_bpt, penalty_coefficient, pull_stochastically
 from tests.tiny import llama, lora
 
 

@@ -13,8 +13,8 @@ from transformers import BertForSequenceClassification
 from scu_trainer.data import Collator
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.evaluate import score_documents
-from scu_trainer.train.prediction import Halving
+from scu_trainer.train.evaluation.scoring import score_documents
+from scu_trainer.train.step.prediction import Halving
 from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
 from tests.faults import CPU_TEXT, FakeGauge, fail_above_tokens, fail_in_forward, oom
@@ -258,8 +258,8 @@ def test_a_fault_outside_of_a_forward_or_at_a_single_row_changes_nothing(tmp_pat
 
 
 RECOVERIES = {
-    "join": ("scu_trainer.train.prediction.second_try", lambda function, *rest: function()),
-    "between batches": ("scu_trainer.train.prediction.Prediction._can_begin_again", lambda self, loader: False),
+    "join": ("scu_trainer.train.step.prediction.second_try", lambda function, *rest: function()),
+    "between batches": ("scu_trainer.train.step.prediction.Prediction._can_begin_again", lambda self, loader: False),
 }
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from scu_trainer.cli import configuration
 from scu_trainer.errors import PreflightError, UserError
-from scu_trainer.models.dispatch import Free
+from scu_trainer.models.loading.dispatch import Free
 from scu_trainer.train.preflight import CHECKS, Finding, before_loading, before_training, report, room
 from scu_trainer.train.preflight.catalogue import LOOKED_FOR
 from tests.train.seeded_mistakes import MISTAKES, Bench

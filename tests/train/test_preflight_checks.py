@@ -14,7 +14,7 @@ import torch
 from scu_trainer.cli import configuration
 from scu_trainer.data.books import DataBooks
 from scu_trainer.data.samples import PreparedSamples, SampleBooks
-from scu_trainer.models.dispatch import Free
+from scu_trainer.models.loading.dispatch import Free
 from scu_trainer.train.preflight import (
     CHECKS,
     before_training,
@@ -31,7 +31,7 @@ from scu_trainer.train.preflight import (
     weights,
 )
 from scu_trainer.train.preflight.finding import percent
-from scu_trainer.train.sharded import trained_bytes
+from scu_trainer.train.step.distributed.sharded import trained_bytes
 from tests import tiny
 from tests.train.seeded_mistakes import MISTAKES
 

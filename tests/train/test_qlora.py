@@ -12,11 +12,11 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from scu_trainer.models.load import load_model, prepare_for_tuning
+from scu_trainer.models.loading.load import load_model, prepare_for_tuning
 from scu_trainer.models.quantize import quantizable_layers, quantized_modules
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, ModelSettings, RegularizationSettings
-from scu_trainer.train.model_loss import obstacle_to_headless
+from scu_trainer.train.loss.rows.model_loss import obstacle_to_headless
 from tests import tiny
 from tests.faults import fail_above_tokens, fail_in_backward
 from tests.tiny import UnevenRows, pad, same, trained, weights_of

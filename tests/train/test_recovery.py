@@ -16,8 +16,8 @@ import torch
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.marks import Mark
-from scu_trainer.train.ranks import Ranks
+from scu_trainer.train.step.distributed.ranks import Ranks
+from scu_trainer.train.step.recovery.snapshot import Mark
 from tests import tiny
 from tests.faults import CPU_TEXT, CUDA_TEXT, fail_above_tokens, fail_in_backward, fail_in_forward, is_training, oom
 from tests.tiny import Examples, Rows, UnevenRows, same, weights_of

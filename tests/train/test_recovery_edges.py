@@ -14,11 +14,11 @@ from transformers import BatchEncoding, TrainerCallback
 
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.loss_analysis import Reduction
-from scu_trainer.train.marks import ChangingBuffers, Mark
-from scu_trainer.train.rows import layout_for, read_layout, signature, take
-from scu_trainer.train.window import Window
-from scu_trainer.train.wrap import wrap
+from scu_trainer.train.loss.wrap import wrap
+from scu_trainer.train.step.batches.reduction import Reduction
+from scu_trainer.train.step.batches.rows import layout_for, read_layout, signature, take
+from scu_trainer.train.step.batches.window import Window
+from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, Mark
 from tests import tiny
 from tests.faults import fail_in_backward
 from tests.tiny import Rows, UnevenRows, pad, trained, weights_of

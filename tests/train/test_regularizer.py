@@ -14,8 +14,8 @@ from scu_trainer.control.regularization import Measurement, shrink_of
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.run_files import read_json, write_json
 from scu_trainer.settings import RegularizationSettings
-from scu_trainer.train.penalty import Prior
-from scu_trainer.train.regularizer import STUCK_DECISIONS, Regularizer, prior_class_for, resolve
+from scu_trainer.train.regularization.penalty import Prior
+from scu_trainer.train.regularization.regularizer import STUCK_DECISIONS, Regularizer, prior_class_for, resolve
 
 N = 1000.0
 

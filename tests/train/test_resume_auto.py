@@ -14,9 +14,9 @@ import torch
 from scu_trainer.cli import train
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import RunStatus, write_json
-from scu_trainer.train import resume as subject
-from scu_trainer.train import session
-from scu_trainer.train.resume import AUTO, Request, Start, decide, newest_checkpoint
+from scu_trainer.train.run_directory import resume as subject
+from scu_trainer.train.run_directory.resume import AUTO, Request, Start, decide, newest_checkpoint
+from scu_trainer.train.session import session
 from scu_trainer.train.trainer import SCUTrainer
 from tests import processes, tiny
 
@@ -222,7 +222,7 @@ from pathlib import Path
 import torch
 from transformers import TrainingArguments
 from scu_trainer.errors import CheckpointError
-from scu_trainer.train import claim
+from scu_trainer.train.run_directory.layout import claim
 folder, answers = Path(sys.argv[1]), []
 for run in ("agree", "refuse"):
     training = TrainingArguments(output_dir=str(folder / run), use_cpu=True, resume_from_checkpoint="auto")

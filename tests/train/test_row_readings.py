@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from scu_trainer.errors import ControlError
-from scu_trainer.train.row_readings import Reading, find_reading
+from scu_trainer.train.loss.rows.row_readings import Reading, find_reading
 from tests.tiny import conv_net, images
 from tests.train.curricula import curriculum_run
 

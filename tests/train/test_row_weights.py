@@ -9,8 +9,8 @@ from transformers import BertForSequenceClassification
 
 from scu_trainer.control.batches import Batches
 from scu_trainer.control.curriculum import Plan
-from scu_trainer.train.row_readings import CAUSAL, Reading
-from scu_trainer.train.row_weights import RowWeights
+from scu_trainer.train.loss.rows.row_readings import CAUSAL, Reading
+from scu_trainer.train.loss.rows.row_weights import RowWeights
 from tests.tiny import bert, labelled
 from tests.train.curricula import SGD, curriculum_run
 from tests.train.stepwise import error_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scu_trainer.train.rows import Batch, read_layout, signature, take
+from scu_trainer.train.step.batches.rows import Batch, read_layout, signature, take
 
 
 def text(*lengths: int, width: int = 0, first: int = 10) -> dict[str, torch.Tensor]:

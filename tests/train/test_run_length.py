@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import get_linear_schedule_with_warmup
 
-from scu_trainer.train.run_length import RunLength
+from scu_trainer.train.curriculum.run_length import RunLength
 
 
 def length(epochs: float = 4, max_steps: int = -1, batches: int = 20, accumulation: int = 2) -> RunLength:

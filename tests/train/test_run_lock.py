@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scu_trainer.errors import StorageError
-from scu_trainer.train.run_lock import LOCK_FILE, RunLock, holds_nothing
+from scu_trainer.train.run_directory.run_lock import LOCK_FILE, RunLock, holds_nothing
 
 
 def elsewhere(act) -> int:

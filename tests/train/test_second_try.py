@@ -16,8 +16,8 @@ from scu_trainer.errors import OutOfMemory
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train.loader_workers import CollatesAgain, loading_again
-from scu_trainer.train.second_try import last_word, second_try
+from scu_trainer.train.step.recovery.loader_workers import CollatesAgain, loading_again
+from scu_trainer.train.step.recovery.second_try import last_word, second_try
 from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
 from tests.faults import CPU_TEXT, CUDA_TEXT, FakeGauge, oom
@@ -122,7 +122,7 @@ def without_second_tries(monkeypatch) -> None:
         loaded = importlib.import_module(module.name)
         if hasattr(loaded, "second_try"):
             monkeypatch.setattr(loaded, "second_try", lambda function, *args, **kwargs: function())
-    monkeypatch.setattr("scu_trainer.train.loader_workers._again", lambda first, second=None: first())
+    monkeypatch.setattr("scu_trainer.train.step.recovery.loader_workers._again", lambda first, second=None: first())
 
 
 # The window's rows are read again in two places, one in the other.

@@ -10,10 +10,10 @@ import yaml
 from rich.console import Console
 
 from scu_trainer.cli import configuration, train
-from scu_trainer.data.sensor_collate import SensorCollator
-from scu_trainer.data.sensor_synthetic import ceiling_alone, export_synthetic
+from scu_trainer.data.sensors.collate import SensorCollator
+from scu_trainer.data.sensors.synthetic import ceiling_alone, export_synthetic
 from scu_trainer.errors import DataError, ModelError, SettingsError
-from scu_trainer.models.offloaded import has_offloaded_weights
+from scu_trainer.models.loading.offloaded import has_offloaded_weights
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import (
     CurriculumSettings,
@@ -23,7 +23,7 @@ from scu_trainer.settings import (
     RegularizationSettings,
 )
 from scu_trainer.settings.sensors import BRANCHES, SYNTHETIC, SensorSettings
-from scu_trainer.train.source import Source
+from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.sensors import SensorTask
 from scu_trainer.train.trainer import SCUTrainer
 from tests.faults import FakeGauge, fail_above_tokens, fail_in_backward
@@ -265,7 +265,7 @@ def test_a_bad_recording_stops_the_command_before_training(tmp_path, recordings,
 
 def test_the_trained_model_is_scored_on_what_it_has_not_seen(base, recordings):
     from scu_trainer.cli.subjects import held_out_settings, subject_of
-    from scu_trainer.train.source import Source
+    from scu_trainer.train.job.source import Source
 
     subject = subject_of(str(base))
     data, seed = held_out_settings(subject, {}, 0)

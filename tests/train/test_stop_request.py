@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerControl
 
-from scu_trainer.train import stopping as subject
-from scu_trainer.train.stopping import LAUNCHERS_ECHO_S, StopCallback, StopRequest
+from scu_trainer.train.session import stopping as subject
+from scu_trainer.train.session.stopping import LAUNCHERS_ECHO_S, StopCallback, StopRequest
 
 
 class Clock:

@@ -9,8 +9,8 @@ from transformers import TrainerCallback
 
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import RegularizationSettings as Settings
-from scu_trainer.train.evaluate import bpt_metrics, preprocess_logits
-from scu_trainer.train.regularizer import STUCK_DECISIONS
+from scu_trainer.train.evaluation.scoring import bpt_metrics, preprocess_logits
+from scu_trainer.train.regularization.regularizer import STUCK_DECISIONS
 from tests.tiny import Rows, llama, trained
 
 LONG = {"max_steps": 150, "learning_rate": 3e-3}

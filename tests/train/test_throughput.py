@@ -11,9 +11,8 @@ from scu_trainer.hardware.peaks import known_tflops
 from scu_trainer.models.memory_format import apply_channels_last
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train import flops
-from scu_trainer.train.flops import count_flops
-from scu_trainer.train.loops import throughput
+from scu_trainer.train.loops import flops, throughput
+from scu_trainer.train.loops.flops import count_flops
 from scu_trainer.train.loops.throughput import throughput_lines
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, UnevenRows, arguments, conv_net, images, llama, lora, pad, same, trained

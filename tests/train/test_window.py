@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scu_trainer.train.loss_analysis import Reduction
-from scu_trainer.train.rows import read_layout
-from scu_trainer.train.window import Piece, Window
+from scu_trainer.train.step.batches.reduction import Reduction
+from scu_trainer.train.step.batches.rows import read_layout
+from scu_trainer.train.step.batches.window import Piece, Window
 
 SUM = Reduction("num_items")
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from scu_trainer.cli import configuration
-from scu_trainer.cli import eval as evaluation
 from scu_trainer.cli import train as command
+from scu_trainer.cli.evaluation import eval as evaluation
 from scu_trainer.data import Collator
 from scu_trainer.errors import ModelError, SettingsError
 from scu_trainer.models.gru import CadenceConfig, CadenceForCausalLM
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
-from scu_trainer.train.evaluate import score_documents
+from scu_trainer.train.evaluation.scoring import score_documents
 from scu_trainer.train.tasks.words import WordTask
 from tests import tiny
 from tests.faults import fail_above_tokens, fail_in_backward

@@ -16,8 +16,8 @@ from scu_trainer.errors import DataError, ModelError, SettingsError
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
 from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.train.loss.wrap import wrap
 from scu_trainer.train.trainer import SCUTrainer
-from scu_trainer.train.wrap import wrap
 from tests.faults import FakeGauge, fail_above_tokens
 from tests.tiny import arguments, same
 from tests.train.stepwise import ENDLESS_BYTES, Recorder, error_of

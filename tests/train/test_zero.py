@@ -18,7 +18,7 @@ import deepspeed
 import torch
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import RegularizationSettings
-from scu_trainer.train.deepspeed_start import leave_process_group
+from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group
 from tests import tiny
 
 # DeepSpeed would compile its shared-memory communication for a minute at the first start.

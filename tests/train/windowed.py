@@ -1,6 +1,6 @@
 """A stock Trainer that runs each optimizer window in chunks through ``ranks``, with faults on demand.
 
-The smallest loop that uses the interface, for the tests of ``train/ranks.py`` and ``train/ranks_deepspeed.py``.
+The smallest loop that uses the interface, for the tests of ``train/step/distributed``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from scu_trainer.train.distributed import ranks_for
+from scu_trainer.train.step.distributed.launchers import ranks_for
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.load import (
+from scu_trainer.models.loading.load import (
     AdapterPlan,
     as_model_error,
     base_of,
@@ -16,7 +16,7 @@ from scu_trainer.models.load import (
     located,
     with_adapter,
 )
-from scu_trainer.models.loading_safety import require_safe_weights, safetensors_only
+from scu_trainer.models.loading.safety import require_safe_weights, safetensors_only
 from scu_trainer.models.quantize import compute_dtype_of, prepare_quantized, quantization_config
 from scu_trainer.models.sensors.configuration_trident import TridentConfig
 from scu_trainer.models.sensors.modeling_trident import TridentForSensorClassification

@@ -12,9 +12,6 @@ from scu_trainer.hardware.heap import keep_freed
 from scu_trainer.models.memory_format import apply_channels_last
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
-from scu_trainer.train.chunked_step import ChunkedStep
-from scu_trainer.train.distributed import refuse_arguments
-from scu_trainer.train.engine import MicroBatchEngine
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.loops.curriculum import CurriculumLoop
 from scu_trainer.train.loops.memory import MemoryLoop
@@ -25,10 +22,13 @@ from scu_trainer.train.loops.rate_steps import RateSteps
 from scu_trainer.train.loops.regularization import RegularizationLoop
 from scu_trainer.train.loops.throughput import Throughput
 from scu_trainer.train.loops.weight_average import WeightAverage
-from scu_trainer.train.loss_path import LossPath
-from scu_trainer.train.memory import Gauge
-from scu_trainer.train.prediction import Prediction
-from scu_trainer.train.regularizer import Regularizer, prior_class_for
+from scu_trainer.train.loss.loss_path import LossPath
+from scu_trainer.train.regularization.regularizer import Regularizer, prior_class_for
+from scu_trainer.train.step.distributed.launchers import refuse_arguments
+from scu_trainer.train.step.engine import MicroBatchEngine
+from scu_trainer.train.step.micro_batches import ChunkedStep
+from scu_trainer.train.step.prediction import Prediction
+from scu_trainer.train.step.recovery.memory import Gauge
 
 logger = logging.getLogger("scu_trainer")
 

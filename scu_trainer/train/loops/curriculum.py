@@ -33,17 +33,17 @@ from scu_trainer.data.store import StoredArrays
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.run_files import write_json
 from scu_trainer.settings import CurriculumSettings
-from scu_trainer.train.chunked_step import ChunkedStep
-from scu_trainer.train.curriculum_rules import check_loss_path, check_reading, refuse, require_enough_epochs
-from scu_trainer.train.deliveries import Counts, Deliveries
+from scu_trainer.train.checkpoints.saved_state import read_state, reading
+from scu_trainer.train.curriculum.deliveries import Counts, Deliveries
+from scu_trainer.train.curriculum.rules import check_loss_path, check_reading, refuse, require_enough_epochs
+from scu_trainer.train.curriculum.run_length import RunLength
+from scu_trainer.train.curriculum.seen_losses import Losses, SeenLosses
+from scu_trainer.train.curriculum.suspects import SUSPECTS_FILE, write_suspects
 from scu_trainer.train.loop import Loop
-from scu_trainer.train.row_readings import Reading, RowLosses
-from scu_trainer.train.row_weights import RowWeights
-from scu_trainer.train.run_length import RunLength
-from scu_trainer.train.saved_state import read_state, reading
-from scu_trainer.train.second_try import second_try
-from scu_trainer.train.seen_losses import Losses, SeenLosses
-from scu_trainer.train.suspects import SUSPECTS_FILE, write_suspects
+from scu_trainer.train.loss.rows.row_readings import Reading, RowLosses
+from scu_trainer.train.loss.rows.row_weights import RowWeights
+from scu_trainer.train.step.micro_batches import ChunkedStep
+from scu_trainer.train.step.recovery.second_try import second_try
 
 logger = logging.getLogger("scu_trainer")
 

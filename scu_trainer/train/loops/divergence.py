@@ -15,7 +15,7 @@ from transformers import Trainer
 from scu_trainer.control import divergence as control
 from scu_trainer.errors import Diverged
 from scu_trainer.settings import SafetySettings
-from scu_trainer.train.checkpoint import checkpoints, step_of
+from scu_trainer.train.checkpoints.format import checkpoints, step_of
 
 logger = logging.getLogger("scu_trainer")
 

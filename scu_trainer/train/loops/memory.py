@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from scu_trainer.train.chunked_step import ChunkedStep
 from scu_trainer.train.loop import Loop
+from scu_trainer.train.step.micro_batches import ChunkedStep
 
 
 class MemoryLoop(Loop):

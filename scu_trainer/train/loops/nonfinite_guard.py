@@ -29,12 +29,12 @@ from transformers import Trainer
 
 from scu_trainer.errors import NonFiniteLoss
 from scu_trainer.settings import SafetySettings
-from scu_trainer.train.checkpoint import checkpoints
-from scu_trainer.train.first_nonfinite import Finding, locate, nonfinite_weight, weights_are_finite
+from scu_trainer.train.checkpoints.format import checkpoints
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.loops.divergence import DivergenceWatch
-from scu_trainer.train.marks import ChangingBuffers
-from scu_trainer.train.second_try import second_try
+from scu_trainer.train.loops.first_nonfinite import Finding, locate, nonfinite_weight, weights_are_finite
+from scu_trainer.train.step.recovery.second_try import second_try
+from scu_trainer.train.step.recovery.snapshot import ChangingBuffers
 
 logger = logging.getLogger("scu_trainer")
 

@@ -12,7 +12,7 @@ from typing import Any, Optional
 import torch
 
 from scu_trainer.train.loop import Loop
-from scu_trainer.train.optimizer_state import inner_optimizer
+from scu_trainer.train.step.recovery.optimizer_state import inner_optimizer
 
 
 class OverflowWatch(Loop):

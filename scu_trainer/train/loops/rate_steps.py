@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.loop import Loop
-from scu_trainer.train.schedules import falling_in_steps
+from scu_trainer.train.loops.schedules import falling_in_steps
 
 
 class RateSteps(Loop):

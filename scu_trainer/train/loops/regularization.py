@@ -19,10 +19,10 @@ from transformers.trainer_utils import has_length
 from scu_trainer.control.tracking import assess
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import read_rows, write_json
+from scu_trainer.train.checkpoints.saved_state import read_state, read_tensors
 from scu_trainer.train.loop import Loop
-from scu_trainer.train.regularizer import Regularizer
-from scu_trainer.train.saved_state import read_state, read_tensors
-from scu_trainer.train.second_try import second_try
+from scu_trainer.train.regularization.regularizer import Regularizer
+from scu_trainer.train.step.recovery.second_try import second_try
 
 logger = logging.getLogger("scu_trainer")
 

@@ -17,11 +17,11 @@ from typing import Any, Optional
 import torch
 from transformers import Trainer
 
-from scu_trainer.train.flops import COUNTED, Count, Peak, count_flops, find_peak, tokens_of
 from scu_trainer.train.loop import Loop
-from scu_trainer.train.rows import rows_of
-from scu_trainer.train.second_try import second_try
-from scu_trainer.train.sharded import is_sharded
+from scu_trainer.train.loops.flops import COUNTED, Count, Peak, count_flops, find_peak, tokens_of
+from scu_trainer.train.step.batches.rows import rows_of
+from scu_trainer.train.step.distributed.sharded import is_sharded
+from scu_trainer.train.step.recovery.second_try import second_try
 
 
 @dataclass

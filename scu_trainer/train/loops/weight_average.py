@@ -21,10 +21,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import Trainer
 
 from scu_trainer.errors import CheckpointError, ControlError
+from scu_trainer.train.checkpoints.saved_state import reading
 from scu_trainer.train.loop import Loop
-from scu_trainer.train.saved_state import reading
-from scu_trainer.train.second_try import second_try
-from scu_trainer.train.sharded import is_sharded
+from scu_trainer.train.step.distributed.sharded import is_sharded
+from scu_trainer.train.step.recovery.second_try import second_try
 
 EMA_FILE = "ema.safetensors"
 

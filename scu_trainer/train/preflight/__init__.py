@@ -14,8 +14,8 @@ from pathlib import Path
 from transformers.trainer_utils import has_length
 
 from scu_trainer.data.samples import PreparedSamples
-from scu_trainer.train.job import Job
-from scu_trainer.train.parts import Parts
+from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight import (
     classes,
     counts,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy
 
 from scu_trainer.data.samples import PreparedSamples
-from scu_trainer.train.job import Job
-from scu_trainer.train.parts import Parts
+from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
 
 LABELS_OUT_OF_RANGE = Check(

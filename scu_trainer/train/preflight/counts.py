@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from scu_trainer.data.books import DataBooks
 from scu_trainer.data.samples import SampleBooks
-from scu_trainer.train.job import Job
-from scu_trainer.train.parts import Parts
+from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
 
 MANY_DROPPED = Check(

@@ -10,7 +10,7 @@ import torch
 from transformers import get_scheduler
 from transformers.trainer_utils import has_length
 
-from scu_trainer.train.job import Job
+from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
 
 BATCH_EXCEEDS_ROWS = Check(

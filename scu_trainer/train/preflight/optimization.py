@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from transformers import TrainingArguments
 
-from scu_trainer.train.job import Job
+from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding
 
 LEARNING_RATE_SIGN = Check(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from scu_trainer.settings.tasks import TEXT
-from scu_trainer.train.job import Job
+from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding
 
 FINDS_BATCH_SIZE = Check(

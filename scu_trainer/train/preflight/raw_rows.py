@@ -10,7 +10,7 @@ from typing import Any, Optional
 from scu_trainer.data.readers import kind_of, read_file
 from scu_trainer.data.sources import visible_files
 from scu_trainer.settings.tasks import TEXT
-from scu_trainer.train.job import Job
+from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
 
 PROMPT_LEFT_OUT = Check(

@@ -12,12 +12,12 @@ from torch import nn
 
 from scu_trainer.hardware import optimizer_bytes
 from scu_trainer.run_files import free_bytes, readable
-from scu_trainer.train.deepspeed_rules import uses_deepspeed
-from scu_trainer.train.job import Job, free_memory
+from scu_trainer.train.job.job import Job, free_memory
 from scu_trainer.train.preflight.finding import Check, Finding, percent
 from scu_trainer.train.preflight.length import interval
 from scu_trainer.train.preflight.optimization import optimizer_name
-from scu_trainer.train.sharded import trained_bytes, weight_count
+from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed
+from scu_trainer.train.step.distributed.sharded import trained_bytes, weight_count
 
 MEMORY_SHORT = Check(
     "memory-too-small",

@@ -9,8 +9,8 @@ from typing import Any, Optional
 
 from scu_trainer.data.books import DataBooks
 from scu_trainer.settings.tasks import TEXT
-from scu_trainer.train.job import Job
-from scu_trainer.train.parts import Parts
+from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
 from scu_trainer.train.preflight.tokens import Marks, TokenFacts, scan
 

@@ -14,7 +14,7 @@ from scu_trainer.data.store import default_cache_dir
 from scu_trainer.errors import StorageError
 from scu_trainer.hardware.probe import usable_cores
 from scu_trainer.run_files import nearest_existing, require_writable
-from scu_trainer.train.job import Job
+from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding
 
 REPORT_TO = Check(

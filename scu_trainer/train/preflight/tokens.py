@@ -11,7 +11,7 @@ import numpy
 import xxhash
 from transformers.trainer_utils import has_length
 
-from scu_trainer.data.encode import NOT_LEARNED
+from scu_trainer.data.text.encode import NOT_LEARNED
 
 MOST_TOKENS = 100_000_000
 MOST_DOCUMENTS = 500_000

@@ -10,13 +10,13 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
-from scu_trainer.models.load import is_adapter
+from scu_trainer.models.loading.load import is_adapter
 from scu_trainer.settings.tasks import TEXT
-from scu_trainer.train.deepspeed_rules import uses_deepspeed
-from scu_trainer.train.job import Job
+from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
 from scu_trainer.train.preflight.optimization import is_plain_gradient, optimizer_name
-from scu_trainer.train.sharded import weight_count
+from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed
+from scu_trainer.train.step.distributed.sharded import weight_count
 
 NOTHING_TRAINED = Check(
     "nothing-trained",

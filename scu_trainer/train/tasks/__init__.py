@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scu_trainer.train.job import Task
+    from scu_trainer.train.job.job import Task
 
 CLASSES = {
     "text-generation": "text.TextTask",

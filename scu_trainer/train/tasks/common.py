@@ -10,14 +10,14 @@ from transformers import set_seed
 
 from scu_trainer.errors import DataError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.load import CAUSAL, AdapterPlan, prepare_for_tuning
+from scu_trainer.models.loading.load import CAUSAL, AdapterPlan, prepare_for_tuning
 from scu_trainer.models.quantize import quantized_line
 from scu_trainer.run_files import require_room
 from scu_trainer.settings import ModelSettings
-from scu_trainer.train.costs import bytes_before_model
-from scu_trainer.train.job import Job, checkpoint_bytes
-from scu_trainer.train.parts import Parts
-from scu_trainer.train.sharded import weight_count
+from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.job import Job, checkpoint_bytes
+from scu_trainer.train.step.costs import bytes_before_model
+from scu_trainer.train.step.distributed.sharded import weight_count
 
 
 def say_data(console: Console, data: Any) -> None:

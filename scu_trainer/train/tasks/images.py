@@ -11,29 +11,29 @@ import torch
 from rich.console import Console
 
 from scu_trainer.data import default_cache_dir
-from scu_trainer.data.images import find_images, natural_size, prepare_images
-from scu_trainer.data.images_decode import fixed_pixels
-from scu_trainer.data.images_store import Kind, collate_images, pixel_statistics
+from scu_trainer.data.images.data import find_images, natural_size, prepare_images
+from scu_trainer.data.images.decode import fixed_pixels
+from scu_trainer.data.images.store import Kind, collate_images, pixel_statistics
 from scu_trainer.data.samples import PreparedSamples
 from scu_trainer.errors import SettingsError
-from scu_trainer.models.load import AdapterPlan
-from scu_trainer.models.vision import (
+from scu_trainer.models.loading.load import AdapterPlan
+from scu_trainer.models.vision.adapters import inner_targets, keep_classes, trained_whole
+from scu_trainer.models.vision.inputs import require_stock_pixels
+from scu_trainer.models.vision.models import (
     changes_for,
     load_scored_classifier,
     make_classifier,
     watch_pixels,
 )
-from scu_trainer.models.vision_adapters import inner_targets, keep_classes, trained_whole
-from scu_trainer.models.vision_inputs import require_stock_pixels
-from scu_trainer.models.vision_norms import needs_several_rows, steady_norms
-from scu_trainer.models.vision_view import View, known_classes, view_of
+from scu_trainer.models.vision.norms import needs_several_rows, steady_norms
+from scu_trainer.models.vision.view import View, known_classes, view_of
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.images import ImageSettings
-from scu_trainer.train.classification import class_metrics, preprocess_class_logits, score_samples
-from scu_trainer.train.evaluate import DocumentScores
-from scu_trainer.train.job import Job
-from scu_trainer.train.parts import Parts
-from scu_trainer.train.source import Source
+from scu_trainer.train.evaluation.classification import class_metrics, preprocess_class_logits, score_samples
+from scu_trainer.train.evaluation.scoring import DocumentScores
+from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.job import Job
+from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import begin_model, finish, say_data
 
 HEADS = ("classifier", "score", "head", "fc")

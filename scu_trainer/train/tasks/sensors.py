@@ -11,10 +11,10 @@ from rich.console import Console
 
 from scu_trainer.data import default_cache_dir
 from scu_trainer.data.samples import PreparedSamples
-from scu_trainer.data.sensor_collate import SensorCollator
-from scu_trainer.data.sensors import prepare_sensors
+from scu_trainer.data.sensors.collate import SensorCollator
+from scu_trainer.data.sensors.data import prepare_sensors
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.offload_linears import offload_linears
+from scu_trainer.models.loading.offload_linears import offload_linears
 from scu_trainer.models.quantize import require_quantization
 from scu_trainer.models.sensors import TridentForSensorClassification
 from scu_trainer.models.sensors.loading import (
@@ -29,11 +29,11 @@ from scu_trainer.models.sensors.loading import (
 )
 from scu_trainer.settings.base import require
 from scu_trainer.settings.sensors import SYNTHETIC
-from scu_trainer.train.classification import class_metrics, preprocess_class_logits, score_samples
-from scu_trainer.train.evaluate import DocumentScores
-from scu_trainer.train.job import Job
-from scu_trainer.train.parts import Parts
-from scu_trainer.train.source import Source
+from scu_trainer.train.evaluation.classification import class_metrics, preprocess_class_logits, score_samples
+from scu_trainer.train.evaluation.scoring import DocumentScores
+from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.job import Job
+from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, say_data
 
 MEBIBYTE = 2**20

@@ -10,27 +10,28 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer, prepare
-from scu_trainer.data.prepare import whole_held_out
-from scu_trainer.models.dispatch import check_limits, refuse_unsound
+from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer
+from scu_trainer.data.text import prepare
+from scu_trainer.data.text.prepare import whole_held_out
 from scu_trainer.models.fit import require_fit
 from scu_trainer.models.isolation import require_isolation
 from scu_trainer.models.kernels import best_attention
-from scu_trainer.models.load import load_for_evaluation, load_model, load_tokenizer, plan_placement
+from scu_trainer.models.loading.dispatch import check_limits, refuse_unsound
+from scu_trainer.models.loading.load import load_for_evaluation, load_model, load_tokenizer, plan_placement
 from scu_trainer.models.quantize import require_quantization
 from scu_trainer.settings import ModelSettings
-from scu_trainer.train.base_model import embedded_base, is_cached
-from scu_trainer.train.evaluate import (
+from scu_trainer.train.evaluation.scoring import (
     MODEL_INPUTS,
     DocumentScores,
     bpt_metrics,
     preprocess_logits,
     score_documents,
 )
-from scu_trainer.train.job import Job, cuda_bytes, free_memory
-from scu_trainer.train.parts import Parts
-from scu_trainer.train.sliding import SlidingRows
-from scu_trainer.train.source import Source
+from scu_trainer.train.evaluation.sliding import SlidingRows
+from scu_trainer.train.fixtures.base_model import embedded_base, is_cached
+from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
+from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, say_data
 
 PROBED_TOKENS = 32

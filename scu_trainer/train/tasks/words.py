@@ -12,17 +12,23 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from scu_trainer.data import Collator, default_cache_dir
-from scu_trainer.data.words import PreparedWords, prepare_words
+from scu_trainer.data.words.data import PreparedWords, prepare_words
 from scu_trainer.errors import ModelError
 from scu_trainer.models.gru import CadenceConfig, CadenceForCausalLM
-from scu_trainer.models.load import AdapterPlan, base_of, load_for_evaluation, load_model, load_tokenizer
+from scu_trainer.models.loading.load import AdapterPlan, base_of, load_for_evaluation, load_model, load_tokenizer
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.base import require
 from scu_trainer.settings.words import WordSettings
-from scu_trainer.train.evaluate import MODEL_INPUTS, DocumentScores, bpt_metrics, preprocess_logits, score_documents
-from scu_trainer.train.job import Job
-from scu_trainer.train.parts import Parts
-from scu_trainer.train.source import Source
+from scu_trainer.train.evaluation.scoring import (
+    MODEL_INPUTS,
+    DocumentScores,
+    bpt_metrics,
+    preprocess_logits,
+    score_documents,
+)
+from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.job import Job
+from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import begin_model, finish, say_data
 
 ADAPTED = ("projection", "categories")

@@ -1,0 +1,28 @@
+"""The process of a background run, started by ``runs start``: ``python -m scu_trainer.cli.background.leader FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from scu_trainer.runs.leader import Outside, lead
+from scu_trainer.runs.store import Run
+from scu_trainer.secrets import hide_in_tracebacks, remember_environment
+
+
+def main(argv: list[str]) -> int:
+    remember_environment()
+    hide_in_tracebacks()
+    path = Path(argv[0])
+    return lead(Run(path, path.name), Outside(train))
+
+
+def train(words: list[str]) -> int:
+    """The training command, loaded only when it is this run's turn: until then it holds no memory worth a word."""
+    from scu_trainer.cli.train import main as train_main
+
+    return train_main(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,263 @@
+"""``scu-trainer runs``: train in the background, look at runs, stop and resume them. Without words: a menu."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer.cli.background import screens
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.errors import SettingsError
+from scu_trainer.runs.control import Hands, Wish, resume, start, stop
+from scu_trainer.runs.monitor import follow, log_of, watch
+from scu_trainer.runs.progress import last_lines
+from scu_trainer.runs.state import report
+from scu_trainer.runs.store import ROOT, Options, all_runs, check_name, find, free_name
+
+LAUNCHERS = ("python", "accelerate", "deepspeed", "torchrun")
+ACTIONS = "start|list|status|monitor|logs|stop|resume"
+OWN_FLAGS = ("output_dir", "config")
+
+EPILOG = """\
+A run is a directory below --root (runs). NAME may also be a path: list, status,
+monitor and logs tell of runs that were started by hand as well.
+Exit codes: 0 done, 2 you can fix it."""
+
+
+def main(argv: Optional[Sequence[str]] = None, hands: Optional[Hands] = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda words: _main(words, hands or Hands()), words)
+
+
+def _main(argv: list[str], hands: Hands) -> int:
+    if not argv:
+        return _menu(hands)
+    options, flags = _parser().parse_known_args(argv)
+    if flags and options.action != "start":
+        raise SettingsError(f"unrecognized: {' '.join(flags)}; see scu-trainer runs {options.action} --help")
+    acts: dict[str, Callable[[], int]] = {
+        "start": lambda: _start(options, flags, hands),
+        "list": lambda: _list(options, hands),
+        "status": lambda: _status(options, hands),
+        "monitor": lambda: _monitor(options, hands),
+        "logs": lambda: _logs(options, hands),
+        "stop": lambda: _stop(options, hands),
+        "resume": lambda: _resume(options, hands),
+    }
+    return acts[options.action]()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="scu-trainer runs",
+        description="Train in the background. Without words: a menu.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar=ACTIONS, parser_class=Parser)
+    _add_start(actions)
+    _add(actions, "list", "all runs, a line each")
+    found = _add(actions, "status", "what a run is doing; without a name all runs", name="?")
+    found.add_argument("--json", action="store_true", help="as JSON: one object, or an array without a name")
+    found = _add(actions, "monitor", "watch a run until it ends; Ctrl-C leaves it running", name=None)
+    found.add_argument("--refresh", type=_above_zero, default=5.0, help="seconds between two looks (5)")
+    found = _add(actions, "logs", "the last lines that a run printed", name=None)
+    found.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+    found.add_argument("-n", "--lines", type=_count, default=50, help="how many lines (50)")
+    found = _add(actions, "stop", "write a checkpoint and end; a queued run leaves the line", name="+")
+    found.add_argument("--now", action="store_true", help="end all its processes at once, without a checkpoint")
+    found.add_argument("--timeout", type=_above_zero, help="seconds to wait for the end; default: until it has ended")
+    _add(actions, "resume", "the same command again, from the newest whole checkpoint", name=None)
+    return parser
+
+
+def _add(actions, action: str, text: str, name: Optional[str] = "") -> argparse.ArgumentParser:
+    """``name``: how many names it takes, "" for none and None for one."""
+    parser = actions.add_parser(action, help=text, description=text)
+    if name != "":
+        parser.add_argument("name", metavar="NAME", nargs=name, help="of the run, or its directory")
+    parser.add_argument("--root", type=Path, default=ROOT, help="directory that holds the runs (runs)")
+    return parser
+
+
+def _add_start(actions) -> None:
+    default = Options()
+    parser = _add(actions, "start", "start a run that outlives this terminal; any flag of train may follow")
+    parser.usage = "scu-trainer runs start --config FILE [--name NAME] [--FIELD VALUE ...]"
+    parser.add_argument("--config", required=True, help="YAML or JSON file, as for train")
+    parser.add_argument("--name", help="of the run and its directory; default: that of output_dir in the file")
+    parser.add_argument("--device", default=default.device, help="auto (shortest line), cpu, gpu-0, ...")
+    parser.add_argument("--launcher", choices=LAUNCHERS, default=default.launcher, help="python is one process")
+    parser.add_argument("--nice", type=int, default=default.nice, help="0 as other programs, 19 last (10)")
+    parser.add_argument("--threads", type=int, help="of the CPU; default: all cores but one")
+    parser.add_argument(
+        "--max_ram_percent", "--max-ram-percent", type=float, metavar="N", default=default.max_ram_percent,
+        help="wait while more memory than this is used (90)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max_gpu_percent", "--max-gpu-percent", type=float, metavar="N", default=default.max_gpu_percent,
+        help="wait while more of the GPU's memory than this is used (90)",
+    )  # fmt: skip
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
+    return int(text)
+
+
+# -- start, stop, resume -----------------------------------------------------------------------------------------------
+
+
+def _start(options: argparse.Namespace, flags: list[str], hands: Hands) -> int:
+    entries, text = _read(Path(options.config))
+    _check_flags(flags)
+    name = options.name or _free_name(options, entries)
+    settings = Options(
+        options.launcher, _device(options, entries, flags), options.nice, options.threads,
+        options.max_ram_percent, options.max_gpu_percent,
+    )  # fmt: skip
+    record = start(Wish(name, text, tuple(flags), settings), options.root, hands)
+    screens.say(f"{name} has started in the background, process {record.process.pid}")
+    _say_commands(name, options.root)
+    return 0
+
+
+def _read(config: Path) -> tuple[dict, str]:
+    from scu_trainer.cli.configuration import read_file
+
+    entries = read_file(config)
+    return entries, config.read_text()
+
+
+def _check_flags(flags: Sequence[str]) -> None:
+    from scu_trainer.cli.train import MODES
+
+    for flag in flags:
+        name = flag.split("=")[0].lstrip("-").replace("-", "_") if flag.startswith("--") else ""
+        if name in OWN_FLAGS:
+            raise SettingsError(f"{flag}: a background run writes to ROOT/NAME; give --root and --name instead")
+        if f"--{name}" in MODES:
+            raise SettingsError(f"{flag} does not train; use scu-trainer train {flag} --config ...")
+
+
+def _free_name(options: argparse.Namespace, entries: dict) -> str:
+    wanted = Path(str(entries.get("output_dir") or Path(options.config).stem)).name
+    check_name(wanted)
+    taken = [path.name for path in options.root.iterdir()] if options.root.is_dir() else []
+    return free_name(wanted, taken)
+
+
+def _device(options: argparse.Namespace, entries: dict, flags: Sequence[str]) -> str:
+    """A run that uses no GPU must not wait for one."""
+    joined = " ".join(flags).replace("=", " ").replace("-", "_")
+    uses_cpu = entries.get("use_cpu") is True or "__use_cpu true" in joined.lower()
+    return "cpu" if uses_cpu and options.device == "auto" else options.device
+
+
+def _say_commands(name: str, root: Path) -> None:
+    place = "" if root == ROOT else f" --root {root}"
+    for action, what in (("monitor", "watch it"), ("logs -f", "what it prints"), ("stop", "checkpoint, then end")):
+        screens.say(f"  scu-trainer runs {action} {name}{place}".ljust(48) + f"  # {what}")
+
+
+def _stop(options: argparse.Namespace, hands: Hands) -> int:
+    runs = [find(name, options.root) for name in options.name]
+    code = 0
+    found = [(run, report(run, hands.machine)) for run in runs]
+    # Who waits goes first: it would begin as soon as the one before it has ended.
+    for run, before in sorted(found, key=lambda pair: pair[1].state.status != "queued"):
+        if not before.state.is_alive and not options.now:
+            screens.say(f"{run.name} is not running: {before.state.status}{_because(before.state.detail)}")
+            continue
+        if not options.now and before.state.status in ("running", "stopping"):
+            screens.say(f"{run.name}: the step is finished and a checkpoint written ...")
+        after = stop(run, hands, options.timeout, options.now)
+        if after.state.is_alive:
+            screens.say(f"{run.name} has not ended after {options.timeout:g} s; wait, or runs stop {run.name} --now")
+            code = 2
+            continue
+        checkpoint = after.progress.checkpoint
+        kept = f"{checkpoint} is whole" if checkpoint else "there is no checkpoint"
+        screens.say(f"{run.name}: {after.state.status}{_because(after.state.detail)}; {kept}")
+    return code
+
+
+def _because(detail: str) -> str:
+    return f" ({detail})" if detail else ""
+
+
+def _resume(options: argparse.Namespace, hands: Hands) -> int:
+    run = find(options.name, options.root)
+    record, checkpoint = resume(run, hands)
+    begins = f"goes on from {checkpoint}" if checkpoint else "begins anew: there is no checkpoint"
+    screens.say(f"{run.name} {begins}, process {record.process.pid}")
+    _say_commands(options.name, options.root)
+    return 0
+
+
+# -- looking -----------------------------------------------------------------------------------------------------------
+
+
+def _list(options: argparse.Namespace, hands: Hands) -> int:
+    found = [report(run, hands.machine) for run in all_runs(options.root)]
+    screens.show_table(found, options.root)
+    return 0
+
+
+def _status(options: argparse.Namespace, hands: Hands) -> int:
+    if options.name is not None:
+        found = report(find(options.name, options.root), hands.machine)
+        if options.json:
+            print(json.dumps(found.as_dict(), indent=2))
+        else:
+            screens.show_facts(found)
+        return 0
+    if not options.json:
+        return _list(options, hands)
+    print(json.dumps([report(run, hands.machine).as_dict() for run in all_runs(options.root)], indent=2))
+    return 0
+
+
+def _monitor(options: argparse.Namespace, hands: Hands) -> int:
+    run = find(options.name, options.root)
+    screens.show_views(watch(run, options.refresh, hands.machine, hands.sleep))
+    return 0
+
+
+def _logs(options: argparse.Namespace, hands: Hands) -> int:
+    run = find(options.name, options.root)
+    if not options.follow:
+        if not log_of(run).is_file():
+            raise SettingsError(f"{run.name} has no log yet; see runs status {options.name}")
+        print("\n".join(last_lines(log_of(run), options.lines)))
+        return 0
+    try:
+        for text in follow(run, options.lines, hands.machine, hands.sleep):
+            print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        print()  # how one leaves a log
+    return 0
+
+
+def _menu(hands: Hands) -> int:
+    from scu_trainer.runs.menu import Menu
+
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise SettingsError(f"{_parser().format_help()}\nwhich of them? without a terminal there is no menu")
+    return Menu(lambda words: _main(list(words), hands), input, screens.say, ROOT, Path("recipes")).run()

@@ -1,0 +1,118 @@
+"""``scu-trainer compare``: controllers against each other at equal tokens, over several seeds."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.cli.comparison import screen as screens
+from scu_trainer.cli.comparison.plan import arms_of, check_words, plan_of, reference_of, shared_out
+from scu_trainer.cli.comparison.runs import Start, exit_code, known_runs, read_record
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.errors import SettingsError
+from scu_trainer.report.comparison.report import COMPARISON_FILE
+from scu_trainer.runs.studies import comparison
+from scu_trainer.runs.studies.comparison_plan import Plan, read_plan, require_same
+from scu_trainer.runs.studies.comparison_state import found_states
+
+DESCRIPTION = """\
+Trains the same job under several controllers, each over several seeds, with the
+same data, order, first weights and tokens, and says what the differences allow
+to say. Any field of `scu-trainer train` may follow, for all arms. Killed or
+stopped, the same command goes on: finished runs are kept."""
+
+EPILOG = """\
+arms: none, fixed[:LAMBDA], weight_decay[:VALUE], schedule[:linear|cosine],
+      original, model[:TARGET]
+Without a value fixed and weight_decay stand for three each, schedule for both.
+Exit codes: 0 all runs are done, 1 a run failed (the table says which and why),
+2 you can fix it, 3 stopped by request."""
+
+
+def main(argv: Optional[Sequence[str]] = None, hands: Optional[comparison.Hands] = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda words: _main(words, hands or comparison.Hands()), words)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="scu-trainer compare",
+        usage="%(prog)s --config FILE [options] [--FIELD VALUE ...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", help="YAML or JSON file of the job")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="by comma or space; default: all forms below")
+    parser.add_argument("--arm", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="one of your own")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="default: 0 1 2")
+    parser.add_argument("--output_dir", "--output-dir", default="runs/compare", help="default: runs/compare")
+    parser.add_argument("--jobs", type=int, help="runs at a time; default: from cores and memory, one per GPU")
+    parser.add_argument("--reference", default="none", metavar="ARM", help="the others are judged against it; none")
+    parser.add_argument("--confidence", type=float, default=0.95, help="of the intervals; 0.95")
+    parser.add_argument("--retry_failed", "--retry-failed", action="store_true", help="try failed runs again")
+    parser.add_argument("--list", action="store_true", help="show the arms and what each sets, and stop")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="show what would run, and stop")
+    parser.add_argument("--table", metavar="FOLDER", help="print the table of a comparison that is there, and stop")
+    return parser
+
+
+def _main(argv: list[str], hands: comparison.Hands) -> int:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    options, flags = _parser().parse_known_args(argv)
+    if options.table is not None:
+        return _show(options.table, argv, console)
+    check_words(options, flags)
+    return _compare(options, flags, argv, console, hands)
+
+
+def _compare(options: argparse.Namespace, flags: Sequence[str], argv: Sequence[str], console: Any, hands: Any) -> int:
+    from scu_trainer.train.run_directory.logs import run_log
+
+    with run_log():  # what libraries say while settings are read
+        arms = arms_of(options, flags)
+        reference = reference_of(options.reference, arms)
+        if options.list:
+            screens.print_arms(console, arms)
+            return 0
+        plan = plan_of(options, flags, arms, "scu-trainer compare " + shlex.join(_lasting(argv)))
+    plan, devices = shared_out(plan, options.jobs)
+    if options.dry_run:
+        return _dry_run(plan, devices, console)
+    return Start(plan, reference, options, devices, console, hands).run()
+
+
+def _lasting(argv: Sequence[str]) -> list[str]:
+    """Words that belong to the comparison, not to this one start of it."""
+    return [word for word in argv if word not in ("--retry_failed", "--retry-failed")]
+
+
+def _show(folder: str, argv: Sequence[str], console: Any) -> int:
+    if len(argv) > (1 if f"--table={folder}" in argv else 2):
+        raise SettingsError("--table prints what is there and takes no other option")
+    record = read_record(Path(folder))
+    if record is None:
+        raise SettingsError(f"{folder} holds no {COMPARISON_FILE}; give the output_dir of a comparison")
+    screens.print_record(console, record)
+    return exit_code(record)
+
+
+def _dry_run(plan: Plan, devices: Sequence[str], console: Any) -> int:
+    before = read_plan(plan.folder)
+    if before is not None:
+        require_same(before, plan)
+        plan = before
+    screens.print_arms(console, plan.arms)
+    states = found_states(plan, known_runs(plan.folder), retry_failed=False)
+    done = sum(state.status == "finished" for state in states.values())
+    screens.print_wrapped(console, screens.start_line(plan, devices) + f", {done} done before")
+    example = comparison.words(plan, next((key for key in plan.runs if states[key].status != "finished"), plan.runs[0]))
+    console.print("such as:", shlex.join(example), soft_wrap=True, markup=False)
+    return 0

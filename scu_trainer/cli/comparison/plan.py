@@ -1,0 +1,140 @@
+"""From the words of a person to the plan of a comparison: every arm resolved and checked, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.errors import SettingsError, UserError, nearest
+from scu_trainer.hardware.probe import ram_bytes, usable_cores
+from scu_trainer.runs import room
+from scu_trainer.runs.studies.comparison_arms import DEFAULT_ARMS, Arm, chosen_arms
+from scu_trainer.runs.studies.comparison_plan import Plan, check_comparable, check_equal_budget, differences
+
+BYTES_PER_JOB = 4 * 2**30
+"""Main memory that is left for each run where nobody says how many go at a time."""
+
+OURS = {
+    "scu": "arms turn the loop on and off: choose with --arms",
+    "scu_law": "arms choose the law: choose with --arms",
+    "seed": "each run has its own: give --seeds",
+    "resume_from_checkpoint": "runs go on by themselves; drop it",
+}
+"""Fields of the training command that a comparison sets itself, and what to type instead."""
+
+OF_A_RUN = {
+    "seed": OURS["seed"],
+    "resume_from_checkpoint": OURS["resume_from_checkpoint"],
+    "output_dir": "each run has its own below --output_dir; drop it",
+}
+"""Those that an arm cannot set either: they differ between its runs."""
+
+
+def check_words(options: argparse.Namespace, flags: Sequence[str]) -> None:
+    if options.config is None:
+        raise SettingsError("--config is missing: give the YAML or JSON file of the job, or --table FOLDER")
+    for flag in flags:
+        name = flag.split("=")[0].removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name.removeprefix("no_") in OURS:
+            raise SettingsError(f"{flag} is set by the comparison: {OURS[name.removeprefix('no_')]}")
+    if len(set(options.seeds)) < len(options.seeds) or min(options.seeds) < 0:
+        seeds = " ".join(map(str, options.seeds))
+        raise SettingsError(f"seeds are {seeds}; give different whole numbers from 0 on, such as 0 1 2")
+    if not 0.5 <= options.confidence < 1:
+        raise SettingsError(f"confidence is {options.confidence:g}; it must be at least 0.5 and below 1, such as 0.95")
+    if options.jobs is not None and options.jobs < 1:
+        raise SettingsError(f"jobs is {options.jobs}; it must be 1 or more")
+    if "WORLD_SIZE" in os.environ:
+        raise SettingsError("a launcher started this; compare starts its runs itself, type scu-trainer compare alone")
+
+
+def arms_of(options: argparse.Namespace, flags: Sequence[str]) -> list[Arm]:
+    words = [word for text in options.arms or DEFAULT_ARMS for word in text.split(",") if word]
+
+    def rate_times_steps() -> Optional[float]:
+        from scu_trainer.cli.configuration import read_values
+
+        values = read_values(options.config, flags)
+        return values["learning_rate"] * values["max_steps"] if values["max_steps"] > 0 else None
+
+    arms = chosen_arms(words, options.arm, rate_times_steps)
+    for arm in arms:
+        for name in arm.settings.keys() & OF_A_RUN.keys():
+            raise SettingsError(f"arm {arm.name}: {name} is set by the comparison: {OF_A_RUN[name]}")
+    return arms
+
+
+def reference_of(asked: str, arms: Sequence[Arm]) -> str:
+    name, names = asked.replace(":", "_"), [arm.name for arm in arms]
+    if name not in names:
+        raise SettingsError(f"reference {asked!r} is no arm{nearest(name, names)}; arms: {', '.join(names)}")
+    return name
+
+
+def plan_of(options: argparse.Namespace, flags: Sequence[str], arms: Sequence[Arm], command: str) -> Plan:
+    """Every arm resolved and checked, as its training would do it. Raises a UserError before anything runs."""
+    folder, resolved, texts = Path(options.output_dir), {}, {}
+    for arm in arms:
+        place = ["--seed", str(options.seeds[0]), "--output_dir", str(folder / "runs" / arm.name)]
+        words = [*flags, *arm.flags, *place, "--resume_from_checkpoint", "auto"]
+        with _named(arm):
+            resolved[arm.name], texts[arm.name] = _resolved(options.config, words)
+        check_comparable(arm.name, resolved[arm.name])
+    check_equal_budget(resolved)
+    return Plan(folder, command, options.config, tuple(arms), tuple(options.seeds), 1, resolved, texts)
+
+
+@contextlib.contextmanager
+def _named(arm: Arm) -> Iterator[None]:
+    """Says which arm it was that a setting does not suit."""
+    try:
+        yield
+    except UserError as error:
+        raise SettingsError(f"arm {arm.name}: {error}") from error
+
+
+def _resolved(config: str, words: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """All settings of a job as training writes them to its run directory, and as YAML, from which runs read them."""
+    from scu_trainer.cli.configuration import as_yaml, read_job
+
+    environment = dict(os.environ)
+    try:
+        job = read_job(config, words)
+        job.check()
+        settings, text = _plain(job.as_dict()), as_yaml(job)
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write(text)
+            file.flush()
+            lost = differences(settings, _plain(read_job(file.name, []).as_dict()))
+    finally:
+        os.environ.clear()  # what is prepared for a training in this process is not for those that we start
+        os.environ.update(environment)
+    if lost:
+        raise SettingsError(f"a configuration file does not hold these settings as they are: {'; '.join(lost)}")
+    return settings, text
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(settings, default=str))
+
+
+def shared_out(plan: Plan, jobs: Optional[int]) -> tuple[Plan, list[str]]:
+    """The plan with the threads of a run, and a device for each run that may go at a time."""
+    on_cpu = any(settings.get("use_cpu") for settings in plan.resolved.values())
+    gpus = [] if on_cpu else [name for name in room.devices() if name != room.CPU]
+    cores = max(1, int(usable_cores()))
+    if gpus:
+        if jobs is not None and jobs > len(gpus):
+            raise SettingsError(f"jobs is {jobs}, and there are {len(gpus)} GPUs, one run on each; lower --jobs")
+        devices = gpus[: jobs or len(gpus)]
+    else:
+        fitting = max(1, min(cores, ram_bytes()[1] // BYTES_PER_JOB, len(plan.runs)))
+        devices = [room.CPU] * (jobs or fitting)
+    return replace(plan, threads=max(1, cores // len(devices))), devices

@@ -1,0 +1,137 @@
+"""One start of ``scu-trainer compare``: takes the folder, runs what is not done, keeps comparison.json true."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.cli.comparison import screen as screens
+from scu_trainer.errors import Stopped, StorageError
+from scu_trainer.report.comparison.report import COMPARISON_FILE, FORMAT
+from scu_trainer.report.comparison.report import record as record_of
+from scu_trainer.report.comparison.text import document
+from scu_trainer.run_files import read_json, require_writable, write_json, write_text
+from scu_trainer.runs.studies import comparison
+from scu_trainer.runs.studies.comparison_plan import Plan, read_plan, require_same, run_name, write_plan
+from scu_trainer.runs.studies.comparison_state import NOT_STARTED, Key, State, found_states
+
+PAGE_FILE = "comparison.md"
+FAILED = 1
+"""Exit code where a run has failed or could not be compared; the others are in the table all the same."""
+
+
+class Start:
+    """One start of the command, from its lock to its table."""
+
+    def __init__(
+        self, plan: Plan, reference: str, options: argparse.Namespace, devices: list[str], console: Any, hands: Any
+    ) -> None:
+        self.plan, self.reference, self.options, self.devices = plan, reference, options, devices
+        self.screen, self.console = screens.Screen(console), console
+        self.hands = replace(hands, say=self.screen.say)
+        self.began_s, self.done_before = time.monotonic(), 0
+
+    def run(self) -> int:
+        require_writable(self.plan.folder)
+        with comparison.only_one(self.plan.folder):
+            self._claim()
+            comparison.stop_left_behind(self.plan.folder, self.hands)
+            states = found_states(self.plan, known_runs(self.plan.folder), self.options.retry_failed)
+            self._tell_start(states)
+            runner = comparison.Runner(self.plan, states, self.devices, self.write, self.look, self.hands)
+            with self.screen:
+                runner.run()
+            record = self.write(states)
+        return self._end(record, states)
+
+    def _claim(self) -> None:
+        """The plan that is there goes on; a new one is written."""
+        before, folder = read_plan(self.plan.folder), self.plan.folder
+        if before is None:
+            others = sorted(path.name for path in folder.iterdir() if path.name != comparison.LOCK_FILE)
+            if [name for name in others if name not in ("arms", "console", "runs")]:
+                raise StorageError(f"{folder} holds other files ({', '.join(others[:3])}); give another --output_dir")
+            write_plan(self.plan)
+            return
+        require_same(before, self.plan)
+        if before.threads != self.plan.threads:
+            self.screen.say(f"threads of a run: {before.threads}, as when this comparison began")
+        self.plan = before
+
+    def _tell_start(self, states: Mapping[Key, State]) -> None:
+        self.screen.say(screens.start_line(self.plan, self.devices))
+        count = {name: [key for key in states if states[key].status == name] for name in ("finished", "failed")}
+        begun = [key for key, state in states.items() if state.status == "missing" and state.error != NOT_STARTED]
+        self.done_before = len(count["finished"]) + len(count["failed"])
+        if count["finished"] or begun:
+            kept = f"finished runs that are kept: {len(count['finished'])}"
+            self.screen.say(f"{kept}; that go on from their checkpoints: {len(begun)}")
+        if count["failed"]:
+            self.screen.say(f"runs that failed before: {len(count['failed'])}; --retry_failed tries them again")
+
+    def look(self, states: Mapping[Key, State]) -> None:
+        ended = sum(state.status in ("finished", "failed") for state in states.values())
+        here, elapsed_s = ended - self.done_before, time.monotonic() - self.began_s
+        left_s = elapsed_s / here * (len(states) - ended) if here else None
+        self.screen.look(self.plan, states, left_s)
+
+    def write(self, states: Mapping[Key, State]) -> dict[str, Any]:
+        """comparison.json and comparison.md, each whole or not at all, where something in them is new."""
+        path, options = self.plan.folder / COMPARISON_FILE, self.options
+        facts = {
+            "command": self.plan.command,
+            "config": self.plan.config,
+            "seeds": list(self.plan.seeds),
+            "reference": self.reference,
+            "confidence": options.confidence,
+            "arms": [asdict(arm) for arm in self.plan.arms],
+        }
+        content = record_of(facts, [_described(key, state) for key, state in states.items()], self.plan.folder)
+        before = read_json(path) if path.is_file() else {}
+        if {name: before.get(name) for name in content} == json.loads(json.dumps(content)):
+            return before
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        record = {"format": content["format"], "created": before.get("created", now), "updated": now, **content}
+        write_json(path, record)
+        write_text(self.plan.folder / PAGE_FILE, document(record))
+        return record
+
+    def _end(self, record: Mapping[str, Any], states: Mapping[Key, State]) -> int:
+        missing = [key for key, state in states.items() if state.status == "missing"]
+        if missing:
+            raise Stopped(f"stopped: {len(missing)} of {len(states)} runs are not done; the same command goes on")
+        screens.print_record(self.console, record)
+        screens.print_wrapped(self.console, f"written: {self.plan.folder / COMPARISON_FILE}, {PAGE_FILE}")
+        return exit_code(record)
+
+
+def _described(key: Key, state: State) -> dict[str, Any]:
+    folder = f"runs/{run_name(*key)}"
+    return {"arm": key[0], "seed": key[1], "status": state.status, "folder": folder, "error": state.error}
+
+
+def known_runs(folder: Path) -> list[dict[str, Any]]:
+    record = read_record(folder)
+    return [] if record is None else record["runs"]
+
+
+def read_record(folder: Path) -> Optional[dict[str, Any]]:
+    """Content of comparison.json; None where there is none. Raises StorageError."""
+    path = folder / COMPARISON_FILE
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise StorageError(f"{path} is no comparison of this version; move it away")
+    return found
+
+
+def exit_code(record: Mapping[str, Any]) -> int:
+    is_bad = [run["status"] == "failed" or (run["status"] == "finished" and run["error"]) for run in record["runs"]]
+    return FAILED if any(is_bad) else 0

@@ -1,0 +1,89 @@
+"""What a person sees of a comparison: its plan, how far it is, and its table."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from scu_trainer.report.comparison import text as words
+from scu_trainer.runs.studies.comparison_arms import Arm
+from scu_trainer.runs.studies.comparison_plan import Plan
+from scu_trainer.runs.studies.comparison_state import Key, State, progress_line
+from scu_trainer.runs.words import duration
+
+
+class Screen:
+    """Lines as they come, and below them one that changes, where there is a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._status: Optional[Any] = None
+
+    def say(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True, markup=False)
+
+    def look(self, plan: Plan, states: Mapping[Key, State], left_s: Optional[float]) -> None:
+        if self._status is None or not self.console.is_terminal:
+            return
+        left = "" if left_s is None else f"{duration(left_s)} left; "
+        text = Text(left + progress_line(plan, states), no_wrap=True, overflow="ellipsis")
+        text.truncate(max(20, self.console.width - 4), overflow="ellipsis")
+        self._status.update(text)
+
+    def __enter__(self) -> Screen:
+        self._status = self.console.status("starting")
+        self._status.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._status.stop()
+        self._status = None
+
+
+def print_arms(console: Console, arms: Sequence[Arm]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for title in ("arm", "what it is", "sets"):
+        table.add_column(title, overflow="fold")
+    for arm in arms:
+        settings = [f"{key} {words.plain(value)}" for key, value in arm.settings.items()]
+        table.add_row(arm.name, arm.what, "\n".join(settings))
+    console.print(table)
+
+
+def print_record(console: Console, record: Mapping[str, Any]) -> None:
+    console.print(words.budget_line(record), soft_wrap=True, markup=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("arm", overflow="fold", max_width=22)
+    for title in words.heads(record)[1:]:
+        table.add_column(title, justify="right", overflow="fold")
+    for row in words.rows(record):
+        table.add_row(*map(Text, row))
+    console.print(table)
+    for line in [words.legend(record), *_verdict_lines(record), "", record["verdict"], "", *record["notes"]]:
+        print_wrapped(console, line)
+    if (cost := words.cost_line(record)) is not None:
+        print_wrapped(console, cost)
+
+
+def _verdict_lines(record: Mapping[str, Any]) -> list[str]:
+    return [f"{arm}: {said}" for arm, said in words.verdicts(record)]
+
+
+def print_wrapped(console: Console, line: str) -> None:
+    """On the screen's width, further lines set in. Names of runs and paths stay whole, to be copied."""
+    whole = {"subsequent_indent": "  ", "break_on_hyphens": False, "break_long_words": False}
+    console.print("\n".join(textwrap.wrap(line, max(20, console.width), **whole)), markup=False, soft_wrap=True)
+
+
+def start_line(plan: Plan, devices: Sequence[str]) -> str:
+    arms, seeds = len(plan.arms), len(plan.seeds)
+    many, threads = len(devices), plan.threads
+    return (
+        f"{arms} arms x {seeds} seed{'s' if seeds > 1 else ''} = {arms * seeds} runs, {many} at a time with {threads} "
+        f"thread{'s' if threads > 1 else ''} each, in {plan.folder}"
+    )

@@ -1,0 +1,238 @@
+"""``scu-trainer eval``: held-out bits per token, or accuracy, of a run, a checkpoint, an adapter or a model, alone or
+beside others; and tasks of lm-evaluation-harness on the same models.
+
+A run says itself which documents it held out. All models are scored on the same rows, and each resample of the
+documents is drawn for all alike: what makes a document hard cancels in the differences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.cli import configuration
+from scu_trainer.cli.evaluation.options import BATCH_SIZE, BATCH_TOKENS, EvalOptions, HarnessOptions
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.subjects import (
+    BASE,
+    MERGED,
+    Subject,
+    base_subject,
+    held_out_settings,
+    merged_subject,
+    subject_of,
+)
+from scu_trainer.errors import ModelError, SettingsError
+from scu_trainer.models.loading.load import load_tokenizer
+from scu_trainer.settings import DataSettings
+from scu_trainer.settings.tasks import TEXT, TaskSettings
+
+if TYPE_CHECKING:
+    from transformers import HfArgumentParser
+
+    from scu_trainer.cli.evaluation.scoring import Question
+    from scu_trainer.train.evaluation.harness import Harness
+    from scu_trainer.train.job.job import Task
+
+ALMOST = 0.75
+"""From this likeness on a name is taken for a misspelled word: "bsae" is, the Hub id "bert-base" is not."""
+
+DESCRIPTION = """\
+RUN_OR_MODEL is the folder of a run, of one of its checkpoints, of an adapter or of a model, or a Hub id. A run and its
+checkpoints are scored on the documents that the run held out; any other model needs --dataset (a split of it is scored,
+by the data settings below), --eval_dataset (all of it is scored) or --tasks (nothing else is asked). Flags override the
+data settings of a run."""
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: list[str]) -> int:
+    from scu_trainer.cli.evaluation.screen import as_text
+
+    parser = _parser()
+    if {"-h", "--help"} & {*argv}:
+        print(parser.format_help())
+        return 0
+    name, as_json, options, asked, typed = _read(parser, argv)
+    subjects = _subjects(name, options)
+    with _quiet_stdout():
+        report = _evaluate(subjects, typed, options, asked)
+    print(json.dumps(report, allow_nan=False) if as_json else as_text(report))
+    return 0
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def _parser() -> HfArgumentParser:
+    from transformers.hf_argparser import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str):
+            where = "; give it before --against, which takes all names that follow" if "RUN_OR_MODEL" in message else ""
+            raise SettingsError(configuration.plain_words(message) + where)
+
+    class DataFlags(DataSettings):
+        _argument_group_name = "data"
+
+    parser = Parser(
+        [EvalOptions, HarnessOptions, DataFlags],
+        prog="scu-trainer eval",
+        usage="%(prog)s RUN_OR_MODEL [--against OTHER ...] [--tasks NAMES] [--json] [--FIELD VALUE ...]",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="RUN_OR_MODEL")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
+
+
+def _read(parser: HfArgumentParser, argv: list[str]) -> tuple[str, bool, EvalOptions, HarnessOptions, dict[str, Any]]:
+    """RUN_OR_MODEL, --json, the options, what the harness is asked, and the data settings that were typed."""
+    configuration.check_names(argv, configuration.field_names(parser))
+    data_names = [item.name for item in fields(DataSettings)]
+    parser.set_defaults(**dict.fromkeys(data_names))  # None: not typed
+    values = vars(parser.parse_args(argv))
+    options, asked = (
+        kind(**{item.name: values[item.name] for item in fields(kind)}) for kind in (EvalOptions, HarnessOptions)
+    )
+    typed = {name: values[name] for name in data_names if values[name] is not None}
+    return values["model"], values["json"], options, asked, typed
+
+
+def _subjects(name: str, options: EvalOptions) -> list[Subject]:
+    """What is scored, and what it is compared with if anything."""
+    if name in (BASE, MERGED):
+        raise ModelError(f"{name} is a word of --against; give a path or a Hub id first (./{name} for a folder)")
+    first = subject_of(name)
+    words = {BASE: base_subject, MERGED: lambda subject: merged_subject(subject, options.merge_dtype)}
+    for other in options.against or []:
+        _require_no_slip(other)
+    others = [words[other](first) if other in words else subject_of(other) for other in options.against or []]
+    if options.merge_dtype != "auto" and MERGED not in (options.against or []):
+        raise SettingsError("merge_dtype is for --against merged; add that, or drop it")
+    # A run that came from elsewhere must not bring the consent with it.
+    consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
+    return [replace(subject, model=replace(subject.model, **consent)) for subject in (first, *others)]
+
+
+def _require_no_slip(name: str) -> None:
+    """A misspelled word would be looked for on the Hub."""
+    slip = get_close_matches(name, (BASE, MERGED), n=1, cutoff=ALMOST)
+    if slip and name not in (BASE, MERGED) and not Path(name).exists():
+        raise ModelError(f"--against {name} is no folder here; did you mean the word {slip[0]}?")
+
+
+@contextlib.contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """Standard output is for the result alone."""
+    with contextlib.redirect_stdout(sys.stderr):
+        from scu_trainer.train.run_directory.logs import run_log
+
+        with run_log():
+            yield
+
+
+# -- asking ------------------------------------------------------------------------------------------------------------
+
+
+def _evaluate(
+    subjects: list[Subject], typed: dict[str, Any], options: EvalOptions, asked: HarnessOptions
+) -> dict[str, Any]:
+    """Everything that is reported, JSON-like."""
+    from scu_trainer.cli.evaluation.report import held_out_report, models_report, notes_of, tasks_report
+
+    question = _question(subjects, typed, options, asked)
+    answers = [question.ask(subject) for subject in subjects]
+    has_documents = question.settings is not None
+    return {
+        "task": question.task.name,
+        **(held_out_report(question, subjects, answers) if has_documents else {"documents": None}),
+        "mixed_precision": question.precision,
+        "resamples": options.resamples,
+        "seed": options.seed,
+        **models_report(subjects, answers, options),
+        "tasks": tasks_report(subjects, answers, asked, options) if asked.names else None,
+        "notes": notes_of(question, subjects, answers, typed),
+    }
+
+
+def _question(subjects: list[Subject], typed: dict[str, Any], options: EvalOptions, asked: HarnessOptions) -> Question:
+    """Everything that can be found wrong before a model is loaded has been looked at."""
+    from scu_trainer.cli.evaluation.scoring import Question
+    from scu_trainer.cli.evaluation.windows import refuse_windows, windows_of
+    from scu_trainer.train.tasks import task_of
+
+    owner = next((subject for subject in subjects if subject.run), subjects[0])
+    task = task_of(options.task or owner.task)
+    _require_task(task, subjects, typed, options, asked)
+    refuse_windows(options, task.name, typed)
+    precision = (owner.mixed_precision or "no") if options.mixed_precision == "auto" else options.mixed_precision
+    question = Question(task, None, owner, options.seed, precision, options.batch_tokens or BATCH_TOKENS)
+    if owner.run or typed or not asked.names:
+        question.settings, question.seed = held_out_settings(owner, typed, options.seed)
+        is_given = owner.run is not None or "block_size" in typed
+        question.windows = windows_of(options, question.settings, subjects, is_given)
+    elif options.stride is not None or options.batch_tokens is not None:
+        name = "stride" if options.stride is not None else "batch_tokens"
+        raise SettingsError(f"{name} is for held-out documents, and only tasks are asked; add --dataset, or drop it")
+    tokenizers = [load_tokenizer(subject.model) for subject in subjects] if task.name == TEXT else []
+    if tokenizers and question.settings is not None:
+        _require_same_tokens(subjects, tokenizers)
+    question.harness = _harness(asked, options, subjects, tokenizers)
+    return question
+
+
+def _require_task(
+    task: Task, subjects: list[Subject], typed: dict[str, Any], options: EvalOptions, asked: HarnessOptions
+) -> None:
+    other = next((subject for subject in subjects if subject.run and subject.task != task.name), None)
+    if other is not None:
+        raise ModelError(f"{other.name} is a run of task: {other.task}, and task is {task.name}; score each by itself")
+    TaskSettings(task.name).check_typed(typed)
+    if options.batch_tokens is not None and task.unit == "label":
+        raise SettingsError(f"batch_tokens has no effect on task: {task.name}; drop it")
+    if asked.names and task.name != TEXT:
+        raise SettingsError(f"tasks of lm-evaluation-harness are for task: {TEXT}, and task is {task.name}; drop it")
+
+
+def _require_same_tokens(subjects: list[Subject], tokenizers: list[Any]) -> None:
+    for subject, tokenizer in zip(subjects[1:], tokenizers[1:], strict=True):
+        if tokenizer.get_vocab() == tokenizers[0].get_vocab():
+            continue
+        first, second = (
+            f"{s.name} ({len(t):,} tokens)" for s, t in ((subjects[0], tokenizers[0]), (subject, tokenizer))
+        )
+        raise ModelError(
+            f"{first} and {second} have different tokenizers, so a token is not the same amount of text to both; score "
+            f"each by itself: scu-trainer eval {subjects[0].name}, and scu-trainer eval {subject.name}"
+        )
+
+
+def _harness(
+    asked: HarnessOptions, options: EvalOptions, subjects: list[Subject], tokenizers: list[Any]
+) -> Optional[Harness]:
+    if not asked.names:
+        return None
+    from scu_trainer.train.evaluation.harness import Harness
+
+    same = ("num_fewshot", "limit", "include_path", "apply_chat_template")
+    harness = Harness(
+        asked.names,
+        asked.batch_size or BATCH_SIZE,
+        max_length=options.max_length,
+        resamples=options.resamples,
+        **{name: getattr(asked, name) for name in same},
+    )
+    for subject, tokenizer in zip(subjects, tokenizers, strict=True):
+        harness.require_template(tokenizer, subject.name)
+    harness.check()
+    return harness

@@ -1,0 +1,212 @@
+"""What all models gave -> one JSON-like report: figures with intervals, paired differences, a verdict for each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.cli.evaluation.options import EvalOptions, HarnessOptions
+from scu_trainer.cli.evaluation.scoring import Answer, Question
+from scu_trainer.cli.subjects import Subject, may_have_learned, own_split
+
+if TYPE_CHECKING:
+    from scu_trainer.train.evaluation.harness import TaskFigure
+    from scu_trainer.train.evaluation.scoring import DocumentScores, Interval
+
+MAY_HAVE_LEARNED = "it may have learned some of these documents"
+
+FEW_DOCUMENTS = 10
+"""Below this a percentile bootstrap is clearly too narrow."""
+
+FEW_QUESTIONS = 30
+"""Below this a normal approximation of an accuracy is poor."""
+
+SHOWN = 5e-5
+"""Half of the last digit that is printed."""
+
+EQUAL = "equal to four digits"
+
+
+def verdict(difference: Interval, count: int, item: str = "document") -> str:
+    """What the interval of "model minus other" over ``count`` documents or questions says about the model."""
+    if count < 2:
+        return f"one {item} cannot tell"
+    if max(abs(difference.low), abs(difference.high)) < SHOWN:
+        return EQUAL
+    if difference.high < 0:
+        return "lower"
+    return "higher" if difference.low > 0 else "no difference found"
+
+
+# -- held-out documents ------------------------------------------------------------------------------------------------
+
+
+def held_out_report(question: Question, subjects: list[Subject], answers: list[Answer]) -> dict[str, Any]:
+    """What was scored, and how."""
+    settings, scores = question.settings, answers[0].scores
+    return {
+        "item": question.task.item,
+        "unit": question.task.unit,
+        "dataset": settings.eval_dataset or settings.dataset,
+        "fingerprint": question.data.fingerprint,
+        "split_seed": question.seed,
+        "documents": len(scores.tokens),
+        "tokens": int(scores.tokens.sum()),
+        "windows": _windows(question),
+    }
+
+
+def _windows(question: Question) -> Optional[dict[str, int]]:
+    """None for rows that are no text."""
+    from scu_trainer.train.evaluation.sliding import Windows
+
+    if question.task.unit == "label":
+        return None
+    size = question.settings.block_size
+    windows = question.windows or Windows(size, size)
+    return {**asdict(windows), "least_context": windows.least_context}
+
+
+def models_report(subjects: list[Subject], answers: list[Answer], options: EvalOptions) -> dict[str, Any]:
+    """``model``: the first one; ``against``: the others, each with its own difference, model minus other."""
+    rows = [_figures_of(subject, answer, options) for subject, answer in zip(subjects, answers, strict=True)]
+    for row, answer in zip(rows[1:], answers[1:], strict=True):
+        if answer.scores is not None:
+            row["difference"] = _difference(answer.scores, answers[0].scores, options)
+    return {"model": rows[0], "against": rows[1:]}
+
+
+def _figures_of(subject: Subject, answer: Answer, options: EvalOptions) -> dict[str, Any]:
+    from scu_trainer.train.evaluation.scoring import bootstrap_accuracy, bootstrap_bpt
+
+    scores, row = answer.scores, {"name": subject.name, "word": subject.word}
+    if answer.merge is not None:
+        row["merge"] = answer.merge
+    if scores is None:
+        return row
+    row["bpt"] = _bounds(bootstrap_bpt(scores, **options.how), scores)
+    if scores.correct is not None:
+        return {**row, "accuracy": _bounds(bootstrap_accuracy(scores, **options.how), scores)}
+    bits = row["bpt"]
+    powers = {name: _perplexity(bits[name]) for name in ("value", "low", "high")}
+    return {**row, "perplexity": {**powers, "confidence": options.confidence}}
+
+
+def _perplexity(bits: Optional[float]) -> Optional[float]:
+    """None where there are no bits, or so many that no float holds it."""
+    return None if bits is None or bits >= sys.float_info.max_exp else 2.0**bits
+
+
+def _difference(other: DocumentScores, model: DocumentScores, options: EvalOptions) -> dict[str, Any]:
+    from scu_trainer.train.evaluation.scoring import bootstrap_accuracy_difference, bootstrap_difference
+
+    is_classifier = model.correct is not None
+    found = (bootstrap_accuracy_difference if is_classifier else bootstrap_difference)(other, model, **options.how)
+    return {**_bounds(found, model), "verdict": verdict(found, len(model.tokens))}
+
+
+def _bounds(interval: Interval, scores: DocumentScores) -> dict[str, Any]:
+    """One document cannot be resampled: it has a value and no bounds."""
+    return {**asdict(interval), **({"low": None, "high": None} if len(scores.tokens) < 2 else {})}
+
+
+# -- tasks of lm-evaluation-harness ------------------------------------------------------------------------------------
+
+
+def tasks_report(subjects: list[Subject], answers: list[Answer], asked: HarnessOptions, options: EvalOptions) -> Any:
+    """How the harness was asked, and a row per task, metric and model."""
+    from scu_trainer.train.evaluation.harness import harness_version
+
+    first = {figure.key: figure for figure in answers[0].figures}
+    return {
+        "harness": f"lm_eval {harness_version()}",
+        "names": asked.names,
+        "limit": asked.limit,
+        "apply_chat_template": asked.apply_chat_template,
+        "interval": "value +- normal quantile x stderr of lm_eval",
+        "results": [
+            _task_row(subject, figure, None if number == 0 else first.get(figure.key), options)
+            for number, (subject, answer) in enumerate(zip(subjects, answers, strict=True))
+            for figure in answer.figures
+        ],
+    }
+
+
+def _task_row(
+    subject: Subject, figure: TaskFigure, model: Optional[TaskFigure], options: EvalOptions
+) -> dict[str, Any]:
+    """``model``: the same figure of RUN_OR_MODEL, to be compared with; None for its own."""
+    from scu_trainer.train.evaluation.harness import paired_difference
+
+    interval = figure.interval(options.confidence)
+    names = ("task", "metric", "filter", "value", "stderr", "stderr_method")
+    row = {"name": subject.name, "word": subject.word, **{name: getattr(figure, name) for name in names}}
+    row |= {"low": None, "high": None} if interval is None else {"low": interval.low, "high": interval.high}
+    row["confidence"] = options.confidence
+    row |= {name: getattr(figure, name) for name in ("questions", "num_fewshot", "version", "is_higher_better")}
+    found = None if model is None else paired_difference(figure, model, options.how)
+    if found is not None:
+        row["difference"] = {**asdict(found), "verdict": verdict(found, len(figure.per_question), "question")}
+    return row
+
+
+# -- notes -------------------------------------------------------------------------------------------------------------
+
+
+def notes_of(question: Question, subjects: list[Subject], answers: list[Answer], typed: dict[str, Any]) -> list[str]:
+    """What a reader must know beside the figures."""
+    notes = [
+        note for subject, answer in zip(subjects, answers, strict=True) for note in _notes_on_merge(subject, answer)
+    ]
+    if question.settings is not None:
+        notes += [*_notes_on_data(question.data, question.task.item), *_notes_on_training(subjects, question)]
+        owner = question.owner
+        if owner.run and not typed and question.data.fingerprint != owner.run["data"]["fingerprint"]:
+            notes.append(f"the data have another fingerprint than when {owner.name} was trained: {MAY_HAVE_LEARNED}")
+    return [*notes, *dict.fromkeys(_notes_on_figures(subjects, answers))]
+
+
+def _notes_on_figures(subjects: list[Subject], answers: list[Answer]) -> Iterator[str]:
+    for subject, answer in zip(subjects, answers, strict=True):
+        for figure in answer.figures:
+            if figure.questions is not None and figure.questions < FEW_QUESTIONS:
+                yield f"{figure.task} asked {_count(figure.questions, 'question')}: too few to trust an interval"
+            if figure.stderr == 0.0:
+                who = subject.word or subject.name
+                yield f"{figure.task}: every question gave {who} the same {figure.metric}, so it has no interval"
+
+
+def _notes_on_merge(subject: Subject, answer: Answer) -> list[str]:
+    if answer.merge is None or answer.merge["is_within_tolerance"]:
+        return []
+    return [f"{subject.name}: its logits are farther from the adapter's than the tolerance; do not use it unseen"]
+
+
+def _notes_on_data(data: Any, item: str) -> list[str]:
+    count, books = len(data.eval_documents) if item == "document" else len(data.eval), data.books
+    notes = [] if count >= FEW_DOCUMENTS else [f"{_count(count, item)} held out: too few to trust an interval"]
+    if books.is_anything_dropped:
+        notes.append(f"left out while reading: {books.dropped_in_words()}")
+    return notes
+
+
+def _notes_on_training(subjects: list[Subject], question: Question) -> list[str]:
+    from scu_trainer.train.loops.weight_average import (
+        EMA_FILE,  # beside the weights of a checkpoint whose run evaluated averages
+    )
+
+    own = [subject for subject in subjects if subject.word is None]
+    split = question.settings, question.seed, own_split(question.owner)
+    suspects = [subject for subject in own if may_have_learned(subject, *split)]
+    averaged = [subject for subject in own if (Path(subject.source) / EMA_FILE).is_file()]
+    return [
+        *(f"{s.name} was trained on another split: {MAY_HAVE_LEARNED}" for s in suspects),
+        *(f"{s.name}: its weights are scored, not their moving averages ({EMA_FILE})" for s in averaged),
+    ]
+
+
+def _count(count: int, item: str) -> str:
+    return f"{count:,} {item}{'s' if count != 1 else ''}"

@@ -1,0 +1,70 @@
+"""``scu-trainer hardware check`` and ``scu-trainer train --check_requirements``: can this recipe run here?"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.cli import configuration
+from scu_trainer.errors import ModelError
+from scu_trainer.hardware.requirements import Finding
+
+
+def quietly(config: Optional[str], flags: Sequence[str]) -> int:
+    """``check_recipe`` without what libraries say while they are loaded, as ``train`` does it."""
+    from scu_trainer.train.run_directory.logs import run_log
+
+    with run_log():
+        return check_recipe(config, flags)
+
+
+def check_recipe(config: Optional[str], flags: Sequence[str]) -> int:
+    """Print one line for each requirement of the recipe, which counts as required. Returns 2 if one is not met.
+
+    Raises SettingsError for a recipe that cannot be read, or that contradicts itself where all requirements are met.
+    """
+    from scu_trainer.hardware.requirements import all_required_met, render
+
+    findings = _without_a_recipe() if _lacks_a_reader() else findings_of(configuration.read_values(config, flags))
+    print(render(findings))
+    if not all_required_met(findings):
+        return 2
+    configuration.read_job(config, flags).check()
+    return 0
+
+
+def _lacks_a_reader() -> bool:
+    """Whether the libraries that know the fields of a recipe are missing, which is then the thing to say."""
+    return any(importlib.util.find_spec(name) is None for name in ("torch", "transformers"))
+
+
+def _without_a_recipe() -> list[Finding]:
+    from scu_trainer.data import default_cache_dir
+    from scu_trainer.hardware.requirements import check
+
+    return check(Path("runs"), default_cache_dir(None))
+
+
+def findings_of(values: dict[str, Any]) -> list[Finding]:
+    """``values``: every field of the command line."""
+    from scu_trainer.data import default_cache_dir
+    from scu_trainer.hardware.needs import needs_of
+    from scu_trainer.hardware.requirements import check
+
+    output_dir = Path(values["output_dir"]).expanduser()
+    findings = check(output_dir, default_cache_dir(values["cache_dir"]), needs_of(values))
+    name = values["model_name_or_path"]
+    return findings if name is None else [*findings, _model(name)]
+
+
+def _model(name: str) -> Finding:
+    from scu_trainer.models.loading.load import check_source
+
+    try:
+        check_source(name)
+    except ModelError as error:
+        return Finding("model", False, name, "a model", str(error))
+    is_here = Path(name).expanduser().is_dir()
+    return Finding("model", True, name, "a model" if is_here else "a Hub id; the Hub was not asked for it", "")

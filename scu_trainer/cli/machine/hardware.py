@@ -1,0 +1,165 @@
+"""``scu-trainer hardware``. ``profile``: what is here; ``check``: is it enough; ``monitor``: its memory, live;
+``optimize``: room that our own leftovers take; ``recommend``, also ``plan``: ``scu-trainer plan`` by other names."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer.cli.machine.screens import gib, plain, profile_table, screen
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.errors import RequirementError, SettingsError
+from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version
+from scu_trainer.hardware.watching.monitor import Reading, device_name, find_target, readings
+
+PLANS = ("recommend", "plan")
+
+CUDA_BUILD = "pip install a CUDA build of torch"
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in PLANS:
+        from scu_trainer.cli.planning.plan import main as plan
+
+        return plan(words[1:])
+    return guarded(_main, words)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="scu-trainer hardware")
+    which = "profile|check|recommend|monitor|optimize"
+    actions = parser.add_subparsers(dest="action", required=True, metavar=which, parser_class=Parser)
+    profile = actions.add_parser("profile", help="GPUs and who uses them, CPU, memory, disks, versions")
+    profile.add_argument("--json", action="store_true", help="as one JSON object")
+    profile.add_argument("--no_disk_speed", "--no-disk-speed", action="store_true", help="write no file to measure")
+    check = actions.add_parser(
+        "check", help="versions, devices, memory, disk; with --config and flags what that job needs beside"
+    )
+    check.add_argument("--gpu", action="store_true", help="only: is there a GPU that torch can use; exit code 2 if not")
+    check.add_argument("--config", help="YAML or JSON file of a job, and any flag of scu-trainer train")
+    actions.add_parser(PLANS[0], help="the same as scu-trainer plan: settings with which a job fits a machine")
+    monitor = actions.add_parser("monitor", help="memory of the machine and its GPUs, live, and of one run")
+    monitor.add_argument("run", nargs="?", metavar="RUN_OR_PID", help="directory of a run, or number of a process")
+    monitor.add_argument("--duration", type=float, help="seconds; default: until Ctrl-C or the end of the run")
+    monitor.add_argument("--interval", type=float, default=1.0, help="seconds between two readings")
+    monitor.add_argument("--csv", metavar="FILE", help="also append each reading to FILE; - prints the rows alone")
+    optimize = actions.add_parser("optimize", help="remove caches and leftovers of ours that nobody uses")
+    optimize.add_argument("--runs", default="runs", help="folder whose runs are looked at")
+    optimize.add_argument("--cache_dir", "--cache-dir", help="default: SCU_TRAINER_CACHE, or ~/.cache/scu_trainer")
+    optimize.add_argument("--keep_caches", "--keep-caches", action="store_true", help="leftovers of dead runs only")
+    optimize.add_argument("--dry_run", "--dry-run", action="store_true", help="list, remove nothing")
+    optimize.add_argument("--yes", action="store_true", help="do not ask")
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    options, flags = _parser().parse_known_args(argv)
+    if flags and (options.action != "check" or options.gpu):
+        raise SettingsError(f"unrecognized: {' '.join(flags)}; see scu-trainer hardware {options.action} --help")
+    if options.action == "profile":
+        return _profile(options)
+    if options.action == "monitor":
+        return _monitor(options)
+    if options.action == "optimize":
+        from scu_trainer.cli.machine.optimize import optimize
+
+        return optimize(options)
+    if options.gpu:
+        return _check_gpu()
+    from scu_trainer.cli.machine.check import quietly
+
+    return quietly(options.config, flags)
+
+
+# -- profile -----------------------------------------------------------------------------------------------------------
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from scu_trainer.data import default_cache_dir
+    from scu_trainer.hardware.profile import profile
+
+    found = profile((Path("runs"), default_cache_dir(None)), measure_disks=not options.no_disk_speed)
+    if options.json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        from rich.console import Console
+
+        Console(highlight=False).print(profile_table(found))
+    return 0
+
+
+# -- check -------------------------------------------------------------------------------------------------------------
+
+
+def _check_gpu() -> int:
+    found = accelerators()
+    if not found:
+        raise RequirementError(f"no GPU that torch can use: {_why_none()}. Training on the CPU: make train-cpu")
+    for item in found:
+        print(f"{device_name(item)}: {gib(item.free_bytes)} free of {gib(item.total_bytes)}; {_abilities(item)}")
+    return 0
+
+
+def _why_none() -> str:
+    version = installed_version("torch")
+    if version is None:
+        return "torch is not installed (make deps)"
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is a CPU build; with a card in this machine, {CUDA_BUILD}"
+    return f"torch {torch.__version__} is built for one but sees no card; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+
+def _abilities(item: Accelerator) -> str:
+    if item.kind != "cuda":
+        return "bitsandbytes and flash attention do not run on it"
+    import torch
+    from transformers.utils import is_flash_attn_2_available
+
+    major, minor = torch.cuda.get_device_capability(item.index)
+    half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    flash = "installed" if is_flash_attn_2_available() else "not installed (sdpa is used)"
+    return f"compute capability {major}.{minor}, {half}, flash attention {flash}"
+
+
+# -- monitor -----------------------------------------------------------------------------------------------------------
+
+
+def _monitor(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
+    from scu_trainer.hardware.watching.readings_csv import CsvLog
+
+    if options.interval <= 0 or (options.duration is not None and options.duration <= 0):
+        raise SettingsError("interval and duration are seconds above 0, for instance --interval 1 --duration 60")
+    only_rows = options.csv == "-"
+    console = Console(highlight=False, stderr=only_rows)
+    target = None if options.run is None else find_target(options.run)
+    log = None if options.csv is None else CsvLog(options.csv)
+    last: Optional[Reading] = None
+    shows = console.is_terminal and not only_rows
+    try:
+        with Live(console=console, transient=True) if shows else contextlib.nullcontext() as live:
+            for last in readings(options.duration, options.interval, target):
+                if log is not None:
+                    log.append(last)
+                if live is not None:
+                    live.update(screen(last))
+                elif not only_rows:  # a pipe or a log: one line for each reading
+                    console.print(plain(last), soft_wrap=True)
+    except KeyboardInterrupt:
+        pass  # how one leaves a monitor
+    if shows and last is not None:
+        console.print(screen(last))
+    if target is not None and not target.is_alive:
+        console.print(target.ending(), soft_wrap=True)
+    return 0

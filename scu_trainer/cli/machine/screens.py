@@ -1,0 +1,96 @@
+"""What ``scu-trainer hardware`` shows: tables for people, lines for pipes and logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from scu_trainer.hardware.watching.monitor import Reading, RunReading
+
+if TYPE_CHECKING:
+    from scu_trainer.hardware.profile import Profile
+
+
+# -- profile -----------------------------------------------------------------------------------------------------------
+
+
+def profile_table(found: Profile):
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _lines(found):
+        table.add_row(name, text)
+    return table
+
+
+def _lines(found: Profile) -> Iterator[tuple[str, str]]:
+    yield "system", f"{found.system}, Python {found.python}"
+    if not found.gpus:
+        yield "GPU", "none that torch can use"
+    for gpu in found.gpus:
+        capability = f", compute capability {gpu.compute_capability}" if gpu.compute_capability else ""
+        yield (
+            f"{gpu.kind}:{gpu.index}",
+            f"{gpu.name}, {gib(gpu.free_bytes)} free of {gib(gpu.total_bytes)}{capability}",
+        )
+        if gpu.kind == "cuda" and gpu.users is None:
+            yield "", "who else uses it is not known: nvidia-smi does not tell"
+        for user in gpu.users or ():
+            held = "memory unknown" if user.used_bytes is None else gib(user.used_bytes)
+            yield "", f"used by process {user.pid} ({user.name}): {held}"
+    cpu, ram = found.cpu, found.ram
+    cores = "" if cpu.cores is None else f"{cpu.cores} cores, "
+    yield "CPU", f"{cpu.name} ({cpu.architecture}), {cores}{cpu.threads} threads, {cpu.usable:g} usable here"
+    yield "", "instructions: " + (" ".join(cpu.features) or "none of those that matter are known")
+    limit = "" if ram.limit_bytes is None else f", container limit {gib(ram.limit_bytes)}"
+    yield "RAM", f"{gib(ram.available_bytes)} available of {gib(ram.total_bytes)}{limit}, swap {gib(ram.swap_bytes)}"
+    for disk in found.disks:
+        speed = disk.note if disk.write_bytes_per_s is None else f"writes {disk.write_bytes_per_s / 1e6:,.0f} MB/s"
+        yield "disk", f"{disk.path}: {gib(disk.free_bytes)} free of {gib(disk.total_bytes)}, {speed}"
+    here = [f"{name} {version}" for name, version in found.packages.items() if version is not None]
+    yield "packages", ", ".join(here)
+    yield "", "not installed: " + ", ".join(name for name, version in found.packages.items() if version is None)
+
+
+# -- monitor -----------------------------------------------------------------------------------------------------------
+
+
+def screen(reading: Reading):
+    """For a terminal."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    table = Table(pad_edge=False)
+    for title in ("memory", "", "used", "highest", "of"):
+        table.add_column(title, justify="left" if title in ("memory", "") else "right", no_wrap=True)
+    for level in reading.levels:
+        bar = ProgressBar(total=level.total_bytes, completed=level.used_bytes, width=18)
+        table.add_row(level.name, bar, *map(gib, (level.used_bytes, level.highest_bytes, level.total_bytes)))
+    return table if reading.run is None else Group(table, *run_lines(reading.run))
+
+
+def plain(reading: Reading) -> str:
+    """For a pipe or a log."""
+    found = [f"{level.name} {gib(level.used_bytes)} of {gib(level.total_bytes)}" for level in reading.levels]
+    return "; ".join([*found, *(run_lines(reading.run) if reading.run is not None else ())])
+
+
+def run_lines(run: RunReading) -> list[str]:
+    """What a run holds, and what memory control allows it."""
+    count = "1 process" if run.processes == 1 else f"{run.processes} processes"
+    held = f"{count}, {gib(run.rss_bytes)} resident" if run.pss_bytes is None else f"{count}, {gib(run.pss_bytes)}"
+    lines = [f"run: {held}" if run.gpu_bytes is None else f"run: {held}, GPU {gib(run.gpu_bytes)}"]
+    if run.status is not None:
+        step = "before its first step" if run.step is None else f"step {run.step} of {run.max_steps}"
+        lines.append(f"{run.status}, {step}")
+    if run.tokens_per_chunk is not None:
+        limit = "" if run.limit_bytes is None else f", limit {gib(run.limit_bytes)}"
+        lines.append(f"chunks of {run.tokens_per_chunk:,} tokens ({run.rows_per_chunk} rows){limit}")
+    return lines
+
+
+def gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"

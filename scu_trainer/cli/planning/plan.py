@@ -1,0 +1,266 @@
+"""``scu-trainer plan``: what a job will take of a machine's memory, and the fastest settings with which it fits."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.errors import ModelError, SettingsError, UserError
+
+if TYPE_CHECKING:
+    from scu_trainer.hardware.recommend import Choice
+    from scu_trainer.hardware.target import Target
+    from scu_trainer.train.job.job import Job
+    from scu_trainer.train.memory_estimate.plan import Planned, Source
+
+DESCRIPTION = """\
+Predicts the peak memory of a training from shapes alone, without reading weights, and looks for the fastest settings
+with which it fits a machine. Flags of `scu-trainer train` are accepted as well. Nothing is trained."""
+
+FASTER_ONES = 2
+"""Choices that change more of the result, named after the first that fits where they are faster."""
+
+MADE_WHEN_NEEDED, WORKERS_BESIDE_GPU = ("image-classification", "sensor-classification"), 4
+"""Rows that are decoded and changed at random for each batch: beside a GPU other processes do that. On a CPU they would
+take the cores that train; rows of tokens lie ready."""
+
+CLEARLY_FASTER = 0.9
+"""Share of the time of another choice: relative times are rough."""
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="scu-trainer plan", description=DESCRIPTION)
+    parser.add_argument("--config", help="YAML or JSON file of the job; default: the defaults of scu-trainer train")
+    parser.add_argument("--gpu", help='for a card by name, such as "RTX 3050 4GB", or cpu-only; default: this machine')
+    parser.add_argument("--ram", help="main memory of that machine, such as 16GB; default: what such a machine has")
+    parser.add_argument("--here", action="store_true", help="for this machine as it is now (the default)")
+    parser.add_argument("--limit", help="memory that the training may take, such as 6GB; default: what is free")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument(
+        "--accuracy",
+        nargs="?",
+        const="runs",
+        metavar="FOLDER",
+        help="how far the predictions of the runs in FOLDER (default: runs) were from what was measured, and stop",
+    )
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    options, flags = _parser().parse_known_args(argv)
+    if options.accuracy is not None:
+        from scu_trainer.cli.planning.accuracy import accuracy
+
+        return accuracy(Path(options.accuracy), options.json)
+    if options.here and (options.gpu or options.ram):
+        raise SettingsError("--here is this machine, and --gpu or --ram name another one; keep one of them")
+    with _without_collector():
+        from scu_trainer.train.run_directory.logs import run_log
+
+        with run_log():
+            return _plan(options, flags)
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Imports and traces make millions of objects and next to no garbage: looking for it, here and once more when the
+    process ends, takes a fifth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _plan(options: argparse.Namespace, flags: list[str]) -> int:
+    from scu_trainer.cli.planning import screen as plan_screen
+    from scu_trainer.hardware.estimate import MARGIN
+
+    target = _target(options, flags)
+    job = _job(options.config, flags, target)
+    target = target.limited(_limit(options.limit, job))
+    source = _source(job, target)
+    tried = considered(source, job, target)
+    best = next((planned for planned in tried if planned.fits), None)
+    report = {
+        "machine": target.name,
+        "device": target.device,
+        "limit_bytes": target.limit_bytes,
+        "margin": MARGIN,
+        "fits": fits_as_asked(tried[0], job),
+        "predicted": plan_screen.predicted(tried[0].as_asked, tried[0].whole),
+        "choices": [plan_screen.as_dict(planned, tried[0], target.device) for planned in tried],
+        "recommended": None if best is None else settings_of(best, tried[0], job, target.device),
+    }
+    words = [*([] if options.config is None else ["--config", options.config]), *flags]
+    print(json.dumps(report, indent=2) if options.json else plan_screen.screen(report, words))
+    return 0 if best is not None else 2
+
+
+# -- what is planned ---------------------------------------------------------------------------------------------------
+
+
+def _target(options: argparse.Namespace, flags: Sequence[str]) -> Target:
+    from scu_trainer.cli.configuration import read_values
+    from scu_trainer.hardware.target import here, named
+
+    if options.gpu or options.ram:
+        return named(options.gpu, options.ram)
+    return here(bool(read_values(options.config, flags)["use_cpu"]))
+
+
+def _job(config: Optional[str], flags: Sequence[str], target: Target) -> Job:
+    from scu_trainer.cli.configuration import read_job
+
+    job = read_job(config, flags, None if target.is_here else target.facts)
+    if job.data.streaming and job.kind.name != "text-generation":
+        raise SettingsError("the rows of a stream are not known before they come; set streaming: false to plan")
+    return job
+
+
+def _limit(text: Optional[str], job: Job) -> Optional[int]:
+    from scu_trainer.hardware.presets import parse_bytes
+
+    if text is not None:
+        return parse_bytes(text, "limit")
+    limit_gb = job.memory.memory_limit_gb
+    return None if limit_gb is None else round(limit_gb * 2**30)
+
+
+def _source(job: Job, target: Target) -> Source:
+    from scu_trainer.hardware.heap import keep_freed
+    from scu_trainer.train.memory_estimate.plan import FromConfiguration, FromParts
+
+    if job.efficiency.keep_freed_memory and target.device == "cpu":
+        keep_freed()  # as training will have it, and the heap that is looked at
+    if job.kind.name == "text-generation":
+        return FromConfiguration(job, _configuration(job), target.device)
+    from rich.console import Console
+
+    return FromParts(job, job.kind.load(job, Console(quiet=True)), target.device)
+
+
+def _configuration(job: Job) -> Any:
+    """Of the model that is tuned, read without its weights. Raises ModelError."""
+    from transformers import AutoConfig
+
+    from scu_trainer.models.embedded import base_config
+    from scu_trainer.models.loading.load import as_model_error, base_of, check_source, located
+    from scu_trainer.models.quantize import is_stored_quantized
+
+    model = job.model
+    if model.model_name_or_path is None:
+        return base_config(2048, 0, 1, 2)
+    check_source(model.model_name_or_path)
+    name = base_of(Path(located(model.model_name_or_path)))
+    with as_model_error(name, "configuration", model.model_revision):
+        config = AutoConfig.from_pretrained(
+            located(name), revision=model.model_revision, trust_remote_code=model.trust_remote_code
+        )
+    if model.tuning != "qlora" and getattr(config, "quantization_config", None):
+        raise ModelError(f"the weights of {name} are stored quantized; plan with --tuning qlora, or for the full model")
+    if model.tuning == "qlora":
+        is_stored_quantized(model, config)
+    return config
+
+
+# -- which choices -----------------------------------------------------------------------------------------------------
+
+
+def considered(source: Source, job: Job, target: Target) -> list[Planned]:
+    """What is asked for; then what takes less and less, up to the first that fits, and after it only what fits and is
+    clearly faster than all before."""
+    from scu_trainer.hardware.estimate import OVERHEAD
+    from scu_trainer.hardware.recommend import choices
+    from scu_trainer.train.memory_estimate.plan import choice_of
+
+    asked = choice_of(job)
+    found: list[Planned] = []
+    too_large: set[tuple] = set()
+    fastest, faster, lowest_bytes = math.inf, 0, math.inf
+    hopeless = OVERHEAD.get(target.device, OVERHEAD["cpu"]).fixed_bytes > target.limit_bytes
+    for choice in choices(asked, _means(source, job, target), target.device)[: 1 if hopeless else None]:
+        time = choice.time(target.device)
+        if faster == FASTER_ONES or time > CLEARLY_FASTER * fastest or _stored(choice) in too_large:
+            continue
+        candidate = _planned(source, choice, asked, job, target)
+        if candidate is None:
+            continue
+        if candidate.footprint.lasting_bytes > target.limit_bytes:
+            too_large.add(_stored(choice))
+        if candidate.fits or candidate.footprint.peak_bytes < lowest_bytes:
+            found.append(candidate)
+            faster += fastest < math.inf
+        lowest_bytes = min(lowest_bytes, candidate.footprint.peak_bytes)
+        if candidate.fits:
+            fastest, lowest_bytes = time, 0
+    return found
+
+
+def _planned(source: Source, choice: Choice, asked: Choice, job: Job, target: Target) -> Optional[Planned]:
+    """None for a choice with which the model's code fails. Raises ModelError where it fails as it was asked for."""
+    from scu_trainer.train.memory_estimate.plan import planned
+    from scu_trainer.train.step.recovery.memory import is_out_of_memory
+
+    try:
+        return planned(source, choice, target.limit_bytes, job.memory.min_batch_size)
+    except Exception as error:  # whatever a model's own code says to tensors without content
+        if isinstance(error, UserError) or is_out_of_memory(error):
+            raise
+        if choice != asked:
+            return None
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"{job.model.model_name_or_path} cannot be predicted, its code fails on shapes alone: {first}; measure it "
+            "instead: scu-trainer variants"
+        ) from error
+
+
+def _stored(choice: Choice) -> tuple:
+    """What decides how many bytes stay whatever a chunk holds."""
+    return choice.tuning, choice.load_in_8bit, choice.dtype, choice.optim, choice.offload
+
+
+def fits_as_asked(asked: Planned, job: Job) -> bool:
+    """Memory control cuts chunks until they fit; without it they stay as they are."""
+    return asked.fits and (job.memory.memory_control or asked.step == asked.whole)
+
+
+def _means(source: Source, job: Job, target: Target) -> Any:
+    from scu_trainer.hardware.recommend import Means
+
+    is_text = job.kind.name == "text-generation"
+    return Means(
+        half=target.half,
+        stored_half=is_text and source.stored_dtype in ("bfloat16", "float16"),
+        adapters=is_text and not source.is_quantized,
+        bitsandbytes=target.device in ("cpu", "cuda") and importlib.util.find_spec("bitsandbytes") is not None,
+        offloading=target.device == "cuda" and is_text and importlib.util.find_spec("deepspeed") is not None,
+    )
+
+
+def settings_of(planned: Planned, asked: Planned, job: Job, device: str) -> dict[str, Any]:
+    """What to set to get it."""
+    found = planned.choice.settings(asked.choice)
+    if planned.step.rows < planned.whole.rows and not job.memory.memory_control:
+        found["token_cap"] = planned.step.tokens
+    if device == "cuda" and job.kind.name in MADE_WHEN_NEEDED and job.training.dataloader_num_workers == 0:
+        found["dataloader_num_workers"] = WORKERS_BESIDE_GPU
+    return found

@@ -1,0 +1,147 @@
+"""What a plan looks like: as JSON, and on a screen of 80 columns."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from scu_trainer.hardware.recommend import CHANGES
+from scu_trainer.run_files import readable
+
+if TYPE_CHECKING:
+    from scu_trainer.hardware.estimate import Footprint
+    from scu_trainer.train.memory_estimate.plan import Planned
+    from scu_trainer.train.memory_estimate.shapes import Step
+
+COLUMNS = 80
+
+IN_WORDS = {
+    "regularization": "start of the weights",
+    "averages": "averages of weights",
+    "exchange": "between processes",
+    "optimizer": "optimizer's state",
+    "overhead": "lost to the allocator",
+    "libraries": "libraries",
+}
+
+
+def predicted(footprint: Footprint, step: Step) -> dict[str, Any]:
+    return {**footprint.as_dict(), **_chunk(step)}
+
+
+def as_dict(planned: Planned, asked: Planned, device: str) -> dict[str, Any]:
+    """JSON-like. ``relative_time``: of a step, beside that of what was asked for."""
+    return {
+        "settings": planned.choice.settings(asked.choice),
+        "fits": planned.fits,
+        "peak_bytes": planned.footprint.peak_bytes,
+        **_chunk(planned.step),
+        "relative_time": round(planned.choice.time(device) / asked.choice.time(device), 2),
+        "changes": CHANGES[planned.choice.change(asked.choice)],
+    }
+
+
+def _chunk(step: Step) -> dict[str, int]:
+    return {"rows_per_chunk": step.rows, "tokens_per_row": step.length, "chunks_per_step": step.chunks}
+
+
+# -- on a screen -------------------------------------------------------------------------------------------------------
+
+
+def screen(report: dict[str, Any], words: Sequence[str]) -> str:
+    """``words``: what was typed for the job."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=COLUMNS, color_system=None, highlight=False, markup=False)
+    console.print(_head(report))
+    console.print(_parts(report["predicted"]))
+    console.print()
+    console.print(_choices(report))
+    console.print(_advice(report, words))
+    return console.file.getvalue().rstrip("\n")
+
+
+def _head(report: dict[str, Any]) -> str:
+    asked = report["predicted"]
+    cut = report["choices"][0]
+    is_cut = cut["rows_per_chunk"] < asked["rows_per_chunk"]
+    verdict = "fits" if cut["fits"] and not is_cut else "does not fit"
+    return (
+        f"As asked, in chunks of {_in_words(asked)}: a peak of {readable(asked['peak_bytes'])}, which {verdict} in the "
+        f"{readable(report['limit_bytes'])} of {report['machine']} ({report['margin']:.0%} are kept free for what a "
+        "prediction does not know)"
+        + (f"; in chunks of {_in_words(cut)} {readable(cut['peak_bytes'])} do" if cut["fits"] and is_cut else "")
+    )
+
+
+def _in_words(chunk: dict[str, Any]) -> str:
+    rows, length = chunk["rows_per_chunk"], chunk["tokens_per_row"]
+    return f"{rows} x {length} tokens" if length > 1 else f"{rows} rows"
+
+
+def _parts(asked: dict[str, Any]):
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    largest = max(asked["parts"].values())
+    for part, size in asked["parts"].items():
+        if size >= 0.001 * asked["peak_bytes"]:
+            bar = ProgressBar(total=largest, completed=size, width=30)
+            table.add_row(f"  {IN_WORDS.get(part, part)}", readable(size), bar)
+    return table
+
+
+def _choices(report: dict[str, Any]):
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("settings", overflow="fold")
+    for title in ("peak", "chunk", "fits", "time"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("changes", overflow="fold")
+    for choice in report["choices"]:
+        table.add_row(
+            ", ".join(f"{name}: {_plain(value)}" for name, value in choice["settings"].items()) or "as asked",
+            readable(choice["peak_bytes"]),
+            _in_words(choice).removesuffix(" tokens"),
+            "yes" if choice["fits"] else "no",
+            f"{choice['relative_time']:.2f}",
+            choice["changes"],
+        )
+    return table
+
+
+def _advice(report: dict[str, Any], words: Sequence[str]) -> str:
+    settings = report["recommended"]
+    if settings is None:
+        return "\nNone of these fits. Take a smaller model, device_map, or a machine with more memory."
+    if not settings:
+        return "\nNothing has to be changed." + _cut(report)
+    flags = [word for name, value in settings.items() for word in (f"--{name}", _plain(value))]
+    command = shlex.join(["scu-trainer", "train", *without(words, settings), *flags])
+    return f"\nThe fastest that fits and changes the result least:\n{command}{_cut(report)}"
+
+
+def without(words: Sequence[str], settings: Collection[str]) -> list[str]:
+    """Typed words but for the flags of ``settings``, and for the values of these."""
+    kept, is_dropped = [], False
+    for word in words:
+        if word.startswith("--"):
+            is_dropped = word[2:].partition("=")[0].replace("-", "_") in settings
+        if not is_dropped:
+            kept.append(word)
+    return kept
+
+
+def _cut(report: dict[str, Any]) -> str:
+    best = next(choice for choice in report["choices"] if choice["fits"])
+    if best["rows_per_chunk"] >= report["predicted"]["rows_per_chunk"]:
+        return ""
+    return f"\nMemory control makes chunks of about {_in_words(best)}; the optimizer sees the same rows per step."
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,296 @@
+"""``scu-trainer merge``: base and adapter as one model that needs nothing of ours, checked against the adapter."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.cli.configuration import parse_checked
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.subjects import Subject, subject_of
+from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError, StorageError
+from scu_trainer.hub.local_paths import public_name
+from scu_trainer.models.loading.load import is_adapter
+from scu_trainer.run_files import readable, require_room, require_writable, write_json, write_text
+from scu_trainer.settings import DataSettings
+from scu_trainer.settings.tasks import TEXT
+
+if TYPE_CHECKING:
+    from scu_trainer.train.job.components import Parts
+
+MERGE_FILE = "merge.json"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+BYTES = {"auto": None, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+CHECKED_ROWS, CHECKED_TOKENS = 4, 128
+ALWAYS_THERE = "python_docs"
+"""Text to check on where the data of the run are gone."""
+
+DESCRIPTION = """\
+RUN is the folder of a run, of one of its checkpoints, or of an adapter. The result is a folder that
+AutoModelForCausalLM.from_pretrained reads: full weights in safetensors files, tokenizer, generation config, card. Its
+logits are compared with those of the adapter on rows that the run held out; if they differ, nothing is written. QLoRA:
+the base is unpacked from its 4 or 8 bits and is not packed again."""
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """How to write the merged model."""
+
+    dtype: str = "auto"
+    max_shard_size: str = "5GB"
+    license: Optional[str] = None
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def add_merge_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the merged weights; auto: as the base")
+    parser.add_argument("--max_shard_size", default="5GB", help="largest file of weights (default: 5GB)")
+    parser.add_argument("--license", help="of the model, for its card; default: that of the base, where it states one")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
+    parser.add_argument("--allow_pickle", action="store_true", help="also read weights stored as pickle files")
+
+
+def merge_options(typed: argparse.Namespace) -> MergeOptions:
+    names = ("dtype", "max_shard_size", "license", "trust_remote_code", "allow_pickle")
+    _require_size(typed.max_shard_size)
+    return MergeOptions(**{name: getattr(typed, name) for name in names})
+
+
+def _require_size(text: str) -> None:
+    if not re.fullmatch(r"0*[1-9]\d*[KMGT]B", text, re.IGNORECASE | re.ASCII):
+        raise SettingsError(f"max_shard_size is {text!r}; give a size with its unit, for instance 5GB or 500MB")
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="scu-trainer merge", description=DESCRIPTION)
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--output", help="folder to write (default: RUN-merged); it must not be there yet")
+    add_merge_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    typed = parse_checked(_parser(), argv)
+    options, subject = merge_options(typed), subject_of(typed.run)
+    output = default_output(subject) if typed.output is None else Path(typed.output).expanduser().absolute()
+    facts = merge(subject, output, options)
+    print(json.dumps(facts) if typed.json else screen(facts))
+    return 0
+
+
+def default_output(subject: Subject) -> Path:
+    """Beside the run: ``runs/mine-merged``, ``runs/mine-checkpoint-80-merged``."""
+    source = Path(subject.source)
+    is_checkpoint = subject.run is not None and source.name.startswith("checkpoint-")
+    name = f"{source.parent.name}-{source.name}" if is_checkpoint else source.name
+    return (source.parent.parent if is_checkpoint else source.parent) / f"{name}-merged"
+
+
+def screen(facts: dict[str, Any]) -> str:
+    tokens = "" if facts["tokens"] is None else f" ({facts['tokens']:,} tokens)"
+    return "\n".join(
+        [
+            f"merged: {_shown(facts['output'])}",
+            f"  {facts['weights']:,} weights in {facts['dtype']}, {readable(facts['size_bytes'])}",
+            f"  checked on {facts['rows']} rows{tokens} of {facts['checked_on']}:",
+            f"  logits differ by {facts['difference']:.1e} of the largest, {facts['tolerance']:g} is allowed",
+            f"next: scu-trainer push {_shown(facts['output'])} --repo_id OWNER/NAME --dry_run",
+        ]
+    )
+
+
+def _shown(output: str) -> str:
+    """As one would type it here."""
+    path = Path(output)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else output
+
+
+# -- merging -----------------------------------------------------------------------------------------------------------
+
+
+def merge(subject: Subject, output: Path, options: MergeOptions) -> dict[str, Any]:
+    """Write the merged model of ``subject`` to ``output`` and return what merge.json holds. Raises a UserError before
+    anything is loaded where it cannot work; ``output`` is there whole or not at all."""
+    from scu_trainer.train.run_directory.logs import run_log
+
+    _require_adapter(subject)
+    if output.exists():
+        raise StorageError(f"{output} is there already; remove it, or give another folder with --output")
+    require_writable(output.parent, "--output")
+    consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
+    subject = replace(subject, model=replace(subject.model, device_map=None, **consent))
+    with run_log():
+        _require_space(subject, output, options)
+        return _merged(subject, output, options)
+
+
+def _require_adapter(subject: Subject) -> None:
+    from scu_trainer.models.export import CLASSES
+
+    source = Path(subject.source)
+    if not source.is_dir():
+        raise ModelError(f"{subject.name} is no folder; give that of a run, of a checkpoint or of an adapter")
+    if not is_adapter(source):
+        raise ModelError(
+            f"{subject.name} holds full weights, no adapter: there is nothing to merge. It can be loaded as it is, and "
+            "scu-trainer push sends it as it is"
+        )
+    if subject.task not in CLASSES:
+        raise ModelError(f"{subject.name} is an adapter of task: {subject.task}; merge is for {' and '.join(CLASSES)}")
+
+
+def _require_space(subject: Subject, output: Path, options: MergeOptions) -> None:
+    """Memory and disk, from the configuration of the base alone."""
+    from scu_trainer.hardware.probe import probe
+    from scu_trainer.models.export import needed_bytes
+    from scu_trainer.models.loading.sizes import weight_counts
+
+    if subject.task != TEXT or subject.model.trust_remote_code:
+        return  # small, or unknown before its code has run
+    counts = weight_counts(subject.source)
+    memory, disk = needed_bytes(counts["weights"], counts["stored_bytes"], BYTES[options.dtype])
+    available = probe().ram_available_bytes
+    if memory > available:
+        raise RequirementError(
+            f"merging {counts['weights']:,.0f} weights takes about {readable(memory)} of main memory (two float32 "
+            f"copies beside the model), and {readable(available)} are free; merge on a machine with more"
+        )
+    require_room(output.parent, disk, "--output")
+
+
+@dataclass
+class _Merging:
+    """``checked_on``: whose rows the ``inputs`` are. ``facts``: what merge.json is to hold."""
+
+    subject: Subject
+    options: MergeOptions
+    parts: Parts
+    inputs: dict[str, Any]
+    dtype: Any
+    facts: dict[str, Any]
+
+    def build(self, folder: Path) -> None:
+        """Everything of the merged model. Raises ModelError if it is another model than the adapter."""
+        from scu_trainer.models.export import read_back, require_same_logits, write_model
+        from scu_trainer.models.merge import merge_adapter
+
+        with _disk_told(folder):
+            merged = merge_adapter(self.parts.model, self.dtype)
+            write_model(merged, self.parts.processor, folder, self.options.max_shard_size)
+        del merged
+        model = self._watched(read_back(folder, self.subject.task, next(self.parts.model.parameters()).device))
+        difference, tolerance = require_same_logits(self.parts.model, model, self.inputs, self.dtype)
+        self.facts |= {"difference": difference, "tolerance": tolerance}
+        self.facts["weights"] = sum(weight.numel() for weight in model.parameters())
+        self.facts["size_bytes"] = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        write_json(folder / MERGE_FILE, self.facts)
+        self._write_card(folder)
+
+    def _watched(self, model: Any) -> Any:
+        """Pictures are bytes until the model has them."""
+        if self.subject.task != TEXT:
+            from scu_trainer.models.vision.models import watch_pixels
+
+            watch_pixels(model, self.parts.processor)
+        return model
+
+    def _write_card(self, folder: Path) -> None:
+        from scu_trainer.hub.card import CARD, base_license, card_of
+        from scu_trainer.hub.facts import facts_of
+
+        facts, _ = facts_of(Path(self.subject.source), self.facts)
+        license = self.options.license or base_license(facts.base)
+        write_text(folder / CARD, card_of(facts, self.facts["output"], license))
+
+
+def _merged(subject: Subject, output: Path, options: MergeOptions) -> dict[str, Any]:
+    from scu_trainer.data.store import built_once
+    from scu_trainer.models.export import export_dtype
+
+    parts, checked_on = _loaded(subject)
+    dtype, inputs = export_dtype(parts.model, options.dtype), _inputs(parts)
+    facts = {
+        "format": 1,
+        "adapter": subject.source,
+        "adapter_sha256": adapter_hash(Path(subject.source)),
+        "output": str(output),
+        "dtype": str(dtype).removeprefix("torch."),
+        "rows": len(next(iter(inputs.values()))),
+        "tokens": int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else None,
+        "checked_on": checked_on,
+    }
+    merging = _Merging(subject, options, parts, inputs, dtype, facts)
+    try:
+        built_once(output, merging.build)
+    finally:
+        output.with_name(f"{output.name}.lock").unlink(missing_ok=True)
+    if "difference" not in facts:
+        raise StorageError(f"another process has written {output} meanwhile; look at it, or merge into another folder")
+    return facts
+
+
+def adapter_hash(source: Path) -> str:
+    """SHA-256 of the weights of an adapter: merged weights belong to these and no others."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(source.glob("adapter_model*")))).hexdigest()
+
+
+@contextlib.contextmanager
+def _disk_told(folder: Path) -> Iterator[None]:
+    from scu_trainer.train.checkpoints.writer import is_write_error
+
+    try:
+        yield
+    except Exception as error:  # tokenizers raise nothing more narrow
+        if not is_write_error(error):
+            raise
+        raise StorageError(f"{folder.parent} cannot take the merged model: {error}; free some room there") from error
+
+
+# -- rows to check on --------------------------------------------------------------------------------------------------
+
+
+def _loaded(subject: Subject) -> tuple[Parts, str]:
+    """Model and rows of the run, and whose rows they are: those that it held out, where its data are still there."""
+    from scu_trainer.train.job.source import Source
+    from scu_trainer.train.tasks import task_of
+
+    task, seed = task_of(subject.task), subject.run["seed"] if subject.run else 0
+    own = subject.own(subject.task)
+    elsewhere = DataSettings(dataset=ALWAYS_THERE, block_size=CHECKED_TOKENS)
+    data = replace(subject.data, chat_template=None) if subject.run else elsewhere
+    try:
+        parts = task.load_scored(Source(subject.model, data, own, seed))
+    except DataError as error:
+        if subject.task != TEXT or data is elsewhere:
+            raise
+        print(f"the data of the run cannot be read ({error}); checked on {ALWAYS_THERE} instead", file=sys.stderr)
+        data = elsewhere
+        parts = task.load_scored(Source(subject.model, data, own, seed))
+    name = public_name(data.dataset)
+    if data is elsewhere:
+        return parts, f"{name} (comes with Python)"
+    return parts, f"{name} ({'held out' if parts.data.eval is not None else 'trained on'})"
+
+
+def _inputs(parts: Parts) -> dict[str, Any]:
+    """The first rows, without their labels."""
+    rows = parts.data.train if parts.data.eval is None else parts.data.eval
+    batch = parts.collator([rows[index] for index in range(min(CHECKED_ROWS, len(rows)))])
+    names = ("input_ids", "attention_mask", "pixel_values")
+    found = {name: batch[name] for name in names if name in batch}
+    return {name: value[:, :CHECKED_TOKENS] if name != "pixel_values" else value for name, value in found.items()}

@@ -1,0 +1,181 @@
+"""``scu-trainer push``: a run to the Hub, as adapter or merged, with a card made of the files of the run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer.cli.configuration import parse_checked
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.publishing.merge import adapter_hash, add_merge_options, default_output, merge, merge_options
+from scu_trainer.cli.subjects import Subject, subject_of
+from scu_trainer.errors import HubError, ModelError, SettingsError
+from scu_trainer.hub.card import base_license
+from scu_trainer.hub.facts import Facts, facts_of
+from scu_trainer.hub.files import Upload, require_shared_base, upload_of
+from scu_trainer.hub.push import push, require_repo_id, token_for
+from scu_trainer.run_files import readable
+from scu_trainer.secrets import remember
+
+DESCRIPTION = """\
+RUN is the folder of a finished run, of one of its checkpoints, or of a model that scu-trainer merge wrote. Sent are
+the weights, the tokenizer, a model card and the small files of results, as one commit; --dry_run shows which, without
+asking the Hub. Checkpoints, logs, optimizer states and locks stay here."""
+
+WIDTH = 40
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="scu-trainer push", description=DESCRIPTION)
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--repo_id", help="OWNER/NAME on the Hub; made if it is not there")
+    parser.add_argument("--dry_run", action="store_true", help="show every file and byte; no network, no token")
+    parser.add_argument("--private", action="store_true", help="make the repository private")
+    parser.add_argument("--merged", action="store_true", help="full weights: the adapter merged into its base")
+    parser.add_argument("--base_model", metavar="OWNER/NAME", help="where the base of an adapter lies on the Hub")
+    parser.add_argument("--revision", help="branch to commit to; made if it is not there (default: main)")
+    parser.add_argument("--commit_message", help="(default: what is sent, and from which step)")
+    parser.add_argument("--token", help="better: `hf auth login` or HF_TOKEN; others see a command line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_merge_options(parser.add_argument_group("with --merged, and the licence"))
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    typed = parse_checked(_parser(), argv)
+    remember(*filter(None, [typed.token]))
+    if typed.repo_id is None:
+        raise SettingsError("push needs --repo_id OWNER/NAME; the name it is to have on the Hub")
+    require_repo_id(typed.repo_id)
+    token = None if typed.dry_run else token_for(typed.token)
+    facts, upload, license = _upload(typed)
+    if typed.dry_run:
+        print(json.dumps(_as_dict(upload, typed)) if typed.json else screen(upload, typed, license))
+        return 0
+    sent = push(
+        upload,
+        typed.repo_id,
+        token=token,
+        private=typed.private,
+        revision=typed.revision,
+        message=typed.commit_message or _message(facts),
+        base_id=(typed.base_model or facts.base_id) if facts.is_adapter else None,
+        say=lambda line: print(line, file=sys.stderr),
+    )
+    print(json.dumps(sent) if typed.json else _sent_screen(sent, upload))
+    return 0
+
+
+def _upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional[str]]:
+    """What is sent. Raises a UserError for a run that is not finished, and for what nobody could load."""
+    path = Path(typed.run).expanduser().resolve()
+    if not path.is_dir():
+        raise ModelError(f"{typed.run} is no folder here; give that of a run, of a checkpoint or of a merged model")
+    subject = subject_of(typed.run)
+    facts, merged = facts_of(path)
+    if typed.base_model is not None:
+        require_repo_id(typed.base_model)
+    if typed.merged and merged is None:
+        merged = _merged_folder(subject, typed)
+        facts, merged = facts_of(merged)
+    elif merged is not None:
+        _require_its_adapter(facts, merged)
+    elif facts.is_adapter:
+        _require_text(facts, typed.run)
+        require_shared_base(facts, typed.base_model)
+    license = typed.license or base_license(facts.base)
+    return facts, upload_of(facts, typed.repo_id, license, typed.base_model, merged), license
+
+
+def _require_its_adapter(facts: Facts, merged: Path) -> None:
+    """The card tells of the run that lies there: it has to be the one that was merged."""
+    if facts.merge.get("adapter_sha256") != adapter_hash(facts.weights):
+        raise HubError(
+            f"{merged} was made of an adapter that is no longer in {facts.weights}: that was trained anew, and its "
+            "scores are not those of the merged weights; merge it anew"
+        )
+
+
+def _require_text(facts: Facts, name: str) -> None:
+    if facts.task != "text-generation":
+        raise HubError(
+            f"{name} is an adapter of task: {facts.task}, whose base has other classes on the Hub; add --merged to "
+            "push the full weights"
+        )
+
+
+def _merged_folder(subject: Subject, typed: argparse.Namespace) -> Path:
+    """The merged weights of ``subject``: those of an earlier call if they belong to it, else made now."""
+    output, options = default_output(subject), merge_options(typed)
+    if not output.exists():
+        print(f"merging into {output}", file=sys.stderr)
+        merge(subject, output, options)
+        return output
+    facts, merged = facts_of(output)
+    made_of = facts.merge.get("adapter_sha256")
+    is_same = merged is not None and made_of == adapter_hash(Path(subject.source))
+    if is_same and options.dtype in ("auto", facts.merge["dtype"]):
+        print(f"merged before, taken as it is: {output}", file=sys.stderr)
+        return output
+    what = "of another adapter" if not is_same else f"in {facts.merge['dtype']}"
+    raise ModelError(f"{output} is there and holds a model {what}; remove it, or push it by its own name")
+
+
+def _message(facts: Facts) -> str:
+    step = facts.step or facts.metrics.get("steps")
+    what = "adapter" if facts.is_adapter else "merged model" if facts.merge else "model"
+    return f"{what} of scu-trainer" + (f", step {step}" if step else "")
+
+
+# -- what a person sees ------------------------------------------------------------------------------------------------
+
+
+def screen(upload: Upload, typed: argparse.Namespace, license: Optional[str]) -> str:
+    visibility = "private" if typed.private else "public, unless it is there and private"
+    lines = [f"to {typed.repo_id}, branch {typed.revision or 'main'} ({visibility})", ""]
+    lines += [f"  {item.path_in_repo:<{WIDTH}} {item.size_bytes:>15,} bytes" for item in upload.items]
+    total = f"{len(upload.items)} files, {readable(upload.size_bytes)}"
+    lines += [f"  {total:<{WIDTH}} {upload.size_bytes:>15,} bytes", ""]
+    lines += _stay_lines(upload)
+    lines.append(f"licence: {license or 'not stated; --license names one'}")
+    if upload.edited:
+        lines.append("card: README.md was edited, and is sent as it is")
+    return "\n".join([*lines, "nothing was sent and the Hub was not asked; drop --dry_run to send it"])
+
+
+def _stay_lines(upload: Upload) -> list[str]:
+    """What is not sent, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in upload.left_out:
+        reasons.setdefault(reason, []).append(name)
+    lines = [f"stays here: {', '.join(names)} ({reason})" for reason, names in reasons.items()]
+    return [textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False) for line in lines]
+
+
+def _as_dict(upload: Upload, typed: argparse.Namespace) -> dict:
+    return {
+        "repo_id": typed.repo_id,
+        "revision": typed.revision or "main",
+        "private": typed.private,
+        "files": {item.path_in_repo: item.size_bytes for item in upload.items},
+        "size_bytes": upload.size_bytes,
+        "left_out": dict(upload.left_out),
+    }
+
+
+def _sent_screen(sent: dict, upload: Upload) -> str:
+    what = f"{sent['files']} files ({readable(sent['size_bytes'])})"
+    line = f"pushed {what} as one commit" if sent["is_changed"] else f"unchanged: all {what} were there"
+    notes = ["card: README.md was edited, and was sent as it is"] if upload.edited else []
+    notes += [f"removed, of an earlier push: {', '.join(sent['removed'])}"] if sent["removed"] else []
+    return "\n".join([line, *notes, sent["url"]])

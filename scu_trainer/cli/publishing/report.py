@@ -1,0 +1,176 @@
+"""``scu-trainer report``: runs or a comparison as plots and one HTML page; ``--watch`` while they go on."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.publishing import report_subjects as subjects
+from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.report.page import Drawing, drawing, html
+from scu_trainer.report.pages import page_of, plots_of
+from scu_trainer.report.render import THEMES, boxed_letters, in_theme, png, require_matplotlib
+from scu_trainer.report.settings_table import repeat_yaml
+from scu_trainer.report.write import PAGE, check_folder, forget_old, pictures, repeat_file, write_files
+from scu_trainer.run_files import readable
+from scu_trainer.runs.store import ROOT
+
+DESCRIPTION = """\
+Draws runs over each other, or a comparison that `scu-trainer compare` has
+written: one HTML page that needs nothing but itself, and every plot as PNG and
+SVG for light and dark ground."""
+
+EPILOG = """\
+RUN is a run directory, or the name of one below --root (runs); also one that
+runs, has failed, was killed or has not begun. The report goes to RUN/report, of
+several runs to ./report. Files that no report wrote are never overwritten.
+Exit codes: 0 done, also after Ctrl-C in --watch; 2 you can fix it."""
+
+FLAGS = ("--output", "--watch", "--root")
+EVERY_S = 30.0
+LEAST_S = 0.5
+
+
+def main(argv: Optional[Sequence[str]] = None, sleep: Callable[[float], None] = time.sleep) -> int:
+    return guarded(lambda words: _main(words, sleep), list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: list[str], sleep: Callable[[float], None]) -> int:
+    options, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        raise SettingsError(f"unknown option {unknown[0]}{nearest(unknown[0], FLAGS)}; options: {', '.join(FLAGS)}")
+    require_matplotlib()
+    wanted = subjects.find(options.runs, options.root, waits=options.watch is not None)
+    folder = options.output or _default_folder(wanted)
+    if options.watch is not None:
+        return _watch(wanted, folder, options.watch, sleep)
+    subjects.require_begun(wanted, folder)
+    _say(folder, _write_all(wanted, folder))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="scu-trainer report",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or one folder of a comparison")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the report")
+    parser.add_argument(
+        "--watch", nargs="?", type=_seconds, const=EVERY_S, metavar="SECONDS",
+        help=f"write the page anew every SECONDS ({EVERY_S:g}) until all runs have ended; an open page follows",
+    )  # fmt: skip
+    parser.add_argument("--root", type=Path, default=ROOT, help="directory that holds the runs (runs)")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not LEAST_S <= value < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of seconds of {LEAST_S:g} or more; runs stand before --watch"
+        )
+    return value
+
+
+def _default_folder(wanted: subjects.Wanted) -> Path:
+    return wanted.folders[0] / "report" if len(wanted.folders) == 1 else Path("report")
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _write_all(wanted: subjects.Wanted, folder: Path) -> list[str]:
+    """The page as it stays, and every plot as files. Returns what is not drawn, with the reason."""
+    subject = wanted.read()
+    plots, repeats = plots_of(subject), _repeats(wanted, subject)
+    drawn = [plot for plot in plots if plot.panels]
+    names = [f"{plot.key}-{theme}.{kind}" for plot in drawn for theme in THEMES for kind in ("png", "svg")]
+    names += [PAGE, *repeats]
+    check_folder(folder, names)
+    drawings = [drawing(plot) for plot in plots]
+    files: dict[str, str | bytes] = dict(repeats)
+    for item in drawings:
+        files |= _pictures(item)
+    files[PAGE] = html(page_of(subject, drawings, _written(), [folder / name for name in repeats]))
+    write_files(folder, files)
+    forget_old(folder, names)
+    letters = boxed_letters(drawn)
+    boxes = [f"{letters} in PNG files, whose font lacks them; the page and SVG files have them"] if letters else []
+    return [f"{plot.key}: {note}" for plot in plots for note in plot.notes] + boxes
+
+
+def _pictures(item: Drawing) -> dict[str, str | bytes]:
+    """One plot as files; none where nothing is drawn."""
+    found: dict[str, str | bytes] = {}
+    for theme in THEMES if item.wide else ():
+        found[f"{item.plot.key}-{theme}.svg"] = in_theme(item.wide, theme, item.plot)
+        found[f"{item.plot.key}-{theme}.png"] = png(item.plot, theme)
+    return found
+
+
+def _repeats(wanted: subjects.Wanted, subject) -> dict[str, str]:
+    """The settings of each run as files that ``scu-trainer train --config`` reads."""
+    if wanted.is_comparison:
+        return {}
+    single = len(subject) == 1
+    names = ["repeat.yaml" if single else repeat_file(number, run.name) for number, run in enumerate(subject, 1)]
+    return {name: repeat_yaml(run) for name, run in zip(names, subject, strict=True)}
+
+
+def _write_page(wanted: subjects.Wanted, folder: Path, every_s: float) -> None:
+    subject = wanted.read()
+    repeats = _repeats(wanted, subject)
+    check_folder(folder, [PAGE, *repeats])
+    drawings = [drawing(plot) for plot in plots_of(subject)]
+    page = page_of(subject, drawings, _written(), [folder / name for name in repeats], max(2.0, every_s))
+    write_files(folder, {**repeats, PAGE: html(page)})
+
+
+def _written() -> str:
+    return f"Written by scu-trainer report on {time.strftime('%Y-%m-%d at %H:%M:%S %Z')} from the files of the runs."
+
+
+def _say(folder: Path, notes: Sequence[str]) -> None:
+    page = folder / PAGE
+    print(f"report: {page} ({readable(page.stat().st_size)}, needs nothing but itself)")
+    print(f"        {len(pictures(folder))} files of plots beside it: PNG and SVG, light and dark")
+    for note in notes:
+        print(f"not drawn: {note}")
+
+
+# -- watching ----------------------------------------------------------------------------------------------------------
+
+
+def _watch(wanted: subjects.Wanted, folder: Path, every_s: float, sleep: Callable[[float], None]) -> int:
+    """Until all runs have ended, then the page as it stays; Ctrl-C leaves such a page too."""
+    print(f"watching every {every_s:g} s until all runs have ended, Ctrl-C ends it: {folder / PAGE}", flush=True)
+    for run in wanted.folders:
+        if not run.exists():
+            print(f"{run} is not there yet: waiting for it", flush=True)
+    try:
+        while not wanted.may_write(folder) or wanted.is_alive():
+            if wanted.may_write(folder):
+                _write_page(wanted, folder, every_s)
+            sleep(every_s)
+    except KeyboardInterrupt:
+        if not wanted.may_write(folder):
+            print("nothing has begun yet, so there is no report")
+            return 0
+    _say(folder, _write_all(wanted, folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The end of a training run: its model card, and the push that ``push_to_hub`` asks for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scu_trainer.errors import HubError
+from scu_trainer.hub.card import CARD, base_license, write_card
+from scu_trainer.hub.facts import facts_of
+from scu_trainer.hub.files import upload_of
+from scu_trainer.hub.local_paths import is_local
+from scu_trainer.hub.push import push, require_open, token_for
+from scu_trainer.models.loading.load import base_of, located
+from scu_trainer.run_files import read_json
+from scu_trainer.settings.tasks import TEXT
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from scu_trainer.train.job.job import Job
+
+
+def refuse_useless_push(job: Job) -> None:
+    """Raise HubError, before anything is loaded, where ``push_to_hub`` would send an adapter that nobody can load."""
+    if not job.training.push_to_hub or job.model.tuning == "full":
+        return
+    name = job.model.model_name_or_path
+    base = None if name is None else base_of(Path(located(name)))
+    if job.task.task == TEXT and base is not None and not is_local(base):
+        return
+    what = "the embedded base, which each machine makes for itself" if base is None else base
+    raise HubError(
+        f"push_to_hub would send an adapter of {what}, and whoever downloads it does not have that. Drop push_to_hub, "
+        "and after training push the full weights: scu-trainer push RUN --merged --repo_id OWNER/NAME"
+    )
+
+
+def require_open_hub(training: TrainingArguments) -> None:
+    """Raise HubError, before anything is loaded, where the Hub would take none of the pushes of ``push_to_hub``."""
+    repo_id = training.hub_model_id or Path(training.output_dir).absolute().name
+    try:
+        require_open(repo_id, token_for(training.hub_token), bool(training.hub_private_repo))
+    except HubError as error:
+        raise HubError(f"push_to_hub is on, and nothing was trained: {error}") from error
+
+
+def after_training(job: Job) -> None:
+    """Write the card of a finished run and push it where that was asked for; the first rank does. Raises HubError."""
+    from scu_trainer.train.job.job import is_leader
+
+    run = Path(job.training.output_dir)
+    if not is_leader() or not _is_finished(run):
+        return
+    if not write_card(run):
+        print(f"kept: {run / CARD} was edited, and no new card was written")
+    if job.training.push_to_hub:
+        _push(run, job.training)
+
+
+def _is_finished(run: Path) -> bool:
+    has_results = (run / "run.json").is_file() and (run / "scu_metrics.json").is_file()
+    return has_results and read_json(run / "run.json").get("status") == "finished"
+
+
+def _push(run: Path, training: TrainingArguments) -> None:
+    repo_id = training.hub_model_id or run.name
+    try:
+        facts, _ = facts_of(run)
+        upload = upload_of(facts, repo_id, base_license(facts.base), None)
+        sent = push(
+            upload,
+            repo_id,
+            token=token_for(training.hub_token),
+            private=bool(training.hub_private_repo),
+            revision=training.hub_revision,
+            message="End of training",
+            base_id=facts.base_id if facts.is_adapter else None,
+            say=lambda line: print(line, file=sys.stderr),
+        )
+    except HubError as error:
+        raise HubError(
+            f"trained and saved in {run}, but not pushed: {error}. When that is mended: scu-trainer push {run} "
+            f"--repo_id {repo_id}"
+        ) from error
+    print(f"pushed: {sent['url']}")

@@ -1,0 +1,206 @@
+"""Settings -> images to train on and images held out.
+
+    source ─▶ decoded once to one size (cached: source, processor, cap) ─▶ split by class and seed ─▶ rows
+
+The split is made anew each time: another seed decodes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Optional
+
+import numpy
+
+from scu_trainer.data.images.decode import BadImage, open_image
+from scu_trainer.data.images.embedded import embedded_source
+from scu_trainer.data.images.folders import folder_source
+from scu_trainer.data.images.records import HELD_OUT_SPLITS, NO_LABEL, ImageSource, in_classes, refuse_hub_settings
+from scu_trainer.data.images.store import Kind, StoredImages, stored_images
+from scu_trainer.data.images.tables import is_saved, table_source
+from scu_trainer.data.samples import PreparedSamples, SampleBooks
+from scu_trainer.data.store import digest_of
+from scu_trainer.errors import DataError, nearest
+from scu_trainer.settings import DataSettings
+from scu_trainer.settings.images import EMBEDDED_IMAGES, ImageSettings
+
+IMAGES_TO_LOOK_AT = 16
+CAP_SEED = 0
+UNKNOWN_CLASS = "held-out image of a class that training lacks"
+
+
+def find_images(data: DataSettings, own: ImageSettings, cache_dir: Path, classes: Sequence[str] = ()) -> ImageSource:
+    """The source of ``data.dataset``; ``held_out`` is that of ``eval_dataset``, or the split that comes with it.
+
+    ``classes``: what a trained model knows; data may lack some of them. Raises DataError where it, its split, its
+    columns or its classes cannot be found.
+    """
+    source = _find(data.dataset, (data.dataset_split,), data, own, cache_dir, ())
+    if set(source.label_names) <= set(classes):
+        held_out = None if source.held_out is None else in_classes(source.held_out, classes)
+        source = replace(in_classes(source, classes), held_out=held_out)
+    if not classes:
+        _require_two_classes(source)
+    if data.eval_dataset is None:
+        return source
+    wanted = (*HELD_OUT_SPLITS, "train")
+    return replace(source, held_out=_find(data.eval_dataset, wanted, data, own, cache_dir, source.label_names))
+
+
+def _require_two_classes(source: ImageSource) -> None:
+    found = [source.label_names[number] for number in numpy.unique(source.labels[source.labels != NO_LABEL])]
+    if len(found) < 2:
+        what = f"one class, {found[0]!r}" if found else "no image with a usable label"
+        raise DataError(f"{source.name} has {what}; a classifier needs images of two classes or more")
+
+
+def _find(
+    name: str, wanted: Sequence[str], data: DataSettings, own: ImageSettings, cache_dir: Path, classes: Sequence[str]
+) -> ImageSource:
+    is_training = len(wanted) == 1
+    path = Path(name).expanduser()
+    split, config = (data.dataset_split, data.dataset_config_name) if is_training else (None, None)
+    if name in EMBEDDED_IMAGES:
+        refuse_hub_settings(name, split, config)
+        return embedded_source(name, data.dataset_size)
+    if path.is_dir():
+        refuse_hub_settings(name, None, config)
+    if path.is_dir() and not is_saved(path):
+        takes_held_out = is_training and data.eval_dataset is None
+        return folder_source(path, wanted, data.skip_bad_rows, classes, takes_held_out=takes_held_out)
+    if not path.is_dir() and (path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+        found = "is a file" if path.is_file() else f"does not exist{nearest(path.name, beside)}"
+        raise DataError(f"{name} {found}; give a folder of images by class, one of save_to_disk, or a Hub id")
+    return table_source(name, wanted, data, own, cache_dir, classes)
+
+
+def natural_size(source: ImageSource) -> int:
+    """The shorter side in pixels of the first image that can be read."""
+    for record in source.read(range(min(IMAGES_TO_LOOK_AT, len(source.labels)))):
+        try:
+            return min(open_image(record.content).size)
+        except BadImage:  # counted, or the end of it, when all are decoded
+            continue
+    raise DataError(f"none of the first {IMAGES_TO_LOOK_AT} images of {source.name} can be read; give image_size")
+
+
+def prepare_images(
+    source: ImageSource, kind: Kind, data: DataSettings, *, seed: int, cache_dir: Path
+) -> PreparedSamples:
+    """Training and held-out images, of one size, from the cache if nothing changed.
+
+    Raises DataError at the first image that cannot be used, unless ``skip_bad_rows``; StorageError if ``cache_dir``
+    cannot be written.
+    """
+    chosen = evenly_by_class(source.labels, data.dataset_size, CAP_SEED)
+    stored = stored_images(source, chosen, kind, cache_dir, data.skip_bad_rows)
+    books = SampleBooks(item="image", notes=[*source.notes])
+    _take_over(books, stored, source.name)
+    held_out, train, evaluated = _divide(source, stored, kind, data, seed, cache_dir, books)
+    _count(books, source, stored, held_out, train, evaluated)
+    rules = [data.validation_split_percentage, data.max_eval_documents, seed]
+    return PreparedSamples(
+        train=stored.rows(train),
+        eval=held_out.rows(evaluated) if len(evaluated) else None,
+        books=books,
+        fingerprint=digest_of(stored.folder.name, held_out.folder.name, rules),
+        label_names=source.label_names,
+    )
+
+
+def _divide(
+    source: ImageSource,
+    stored: StoredImages,
+    kind: Kind,
+    data: DataSettings,
+    seed: int,
+    cache_dir: Path,
+    books: SampleBooks,
+) -> tuple[StoredImages, numpy.ndarray, numpy.ndarray]:
+    """Where held-out images are stored, and the numbers in their stores of training and of held-out images."""
+    labels = stored.labels
+    if source.held_out is None:
+        share, cap = data.validation_split_percentage / 100, data.max_eval_documents
+        wanted = min(max(1, round(share * len(labels))), cap or len(labels)) if share else 0
+        evaluated = _held_out_numbers(labels, wanted, seed)
+        return stored, numpy.setdiff1d(numpy.arange(len(labels)), evaluated), evaluated
+    chosen = evenly_by_class(source.held_out.labels, data.max_eval_documents, CAP_SEED)
+    held_out = stored_images(source.held_out, chosen, kind, cache_dir, data.skip_bad_rows)
+    _take_over(books, held_out, source.held_out.name)
+    evaluated = _of_known_classes(source, held_out, labels, data.skip_bad_rows, books)
+    return held_out, numpy.arange(len(labels)), evaluated
+
+
+def _of_known_classes(
+    source: ImageSource, held_out: StoredImages, labels: numpy.ndarray, skip_bad_rows: bool, books: SampleBooks
+) -> numpy.ndarray:
+    is_known = numpy.isin(held_out.labels, labels)
+    for number in numpy.flatnonzero(~is_known):
+        record = next(iter(source.held_out.read([int(held_out.numbers[number])])))
+        name = source.label_names[record.label]
+        if not skip_bad_rows:
+            raise DataError(
+                f"{record.place}: {UNKNOWN_CLASS}: no training image is of class {name!r}. Add some, or set "
+                "skip_bad_rows: true to leave such images out, counted"
+            )
+        books.drop(UNKNOWN_CLASS, f"{record.place} ({name})")
+    return numpy.flatnonzero(is_known)
+
+
+# -- choosing ----------------------------------------------------------------------------------------------------------
+
+
+def evenly_by_class(labels: numpy.ndarray, count: Optional[int], seed: int) -> numpy.ndarray:
+    """Numbers of ``count`` samples, ascending, of each class its share give or take one; all of them for None."""
+    if count is None or count >= len(labels):
+        return numpy.arange(len(labels))
+    by_class = _shuffled_by_class(labels, seed)
+    positions = ((numpy.arange(count) + 0.5) * len(by_class) / count).astype(int) if count else []
+    return numpy.sort(by_class[positions])
+
+
+def _shuffled_by_class(labels: numpy.ndarray, seed: int) -> numpy.ndarray:
+    order = numpy.random.default_rng(seed).permutation(len(labels))
+    return order[numpy.argsort(labels[order], kind="stable")]
+
+
+def _held_out_numbers(labels: numpy.ndarray, count: int, seed: int) -> numpy.ndarray:
+    """As ``evenly_by_class``, but one sample of every class stays for training."""
+    by_class = _shuffled_by_class(labels, seed)
+    first = numpy.unique(labels[by_class], return_index=True)[1]
+    others = numpy.delete(by_class, first)
+    return numpy.sort(others[evenly_by_class(labels[others], min(count, len(others)), seed)])
+
+
+# -- books -------------------------------------------------------------------------------------------------------------
+
+
+def _take_over(books: SampleBooks, stored: StoredImages, name: str) -> None:
+    about = stored.about
+    books.read += about.read
+    for reason, count in about.dropped.items():
+        books.dropped[reason] = books.dropped.get(reason, 0) + count
+        books.examples.setdefault(reason, []).extend(about.examples[reason])
+    books.notes += stored.lines(name)
+
+
+def _count(
+    books: SampleBooks,
+    source: ImageSource,
+    stored: StoredImages,
+    held_out: StoredImages,
+    train: numpy.ndarray,
+    evaluated: numpy.ndarray,
+) -> None:
+    books.train, books.eval = len(train), len(evaluated)
+    counts = numpy.bincount(stored.labels[train], minlength=len(source.label_names)).tolist()
+    books.per_class = dict(zip(source.label_names, counts, strict=True))
+    absent = [name for name, count in books.per_class.items() if not count]
+    if absent:
+        books.notes.append(f"no training image of {len(absent)} classes: {', '.join(absent[:5])}")
+    if source.held_out is None and not len(evaluated):
+        books.notes.append("nothing is held out; raise validation_split_percentage or give an eval_dataset")
+    books.heldout_duplicates = int(numpy.isin(held_out.digests[evaluated], stored.digests[train]).sum())

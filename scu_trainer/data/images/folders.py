@@ -1,0 +1,147 @@
+"""A folder of images in the style of ImageNet: one folder per class, or one per split with the classes inside."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Optional
+
+import numpy
+
+from scu_trainer.data.images.records import HELD_OUT_SPLITS, NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
+from scu_trainer.errors import DataError, nearest
+
+SUFFIXES = frozenset(".png .jpg .jpeg .jpe .bmp .gif .webp .tif .tiff .ppm .pgm .pbm".split())
+TRAIN_SPLITS = ("train", "training")
+
+
+def folder_source(
+    folder: Path, wanted: Sequence[str], skip_bad: bool, classes: Sequence[str] = (), *, takes_held_out: bool = True
+) -> ImageSource:
+    """The images of ``folder``, of its first ``wanted`` split where its folders are splits.
+
+    ``classes``: names that are known from the training data; without them the folders with images are the classes.
+    ``takes_held_out``: whether a split beside it becomes ``held_out``; one without folders of classes is left, noted.
+    Raises DataError for a folder of a class without an image, unless ``skip_bad``, and for a missing split.
+    """
+    splits = _splits(folder)
+    if not splits:
+        refuse_hub_settings(str(folder), wanted[0] if len(wanted) == 1 else None, None)
+        return _of_classes(folder, skip_bad, classes)
+    chosen = next((splits[name] for name in wanted if name in splits), None)
+    if chosen is None:
+        raise DataError(
+            f"{folder} has the splits {', '.join(splits)}, none of the wanted: {', '.join(wanted)}"
+            f"{nearest(wanted[0], splits)}; choose one with dataset_split"
+        )
+    source = _of_classes(chosen, skip_bad, classes)
+    if not takes_held_out:
+        return source
+    beside = [splits[name] for name in HELD_OUT_SPLITS if name in splits and splits[name] != chosen]
+    return _with_held_out(source, beside, skip_bad)
+
+
+def _with_held_out(source: ImageSource, folders: Sequence[Path], skip_bad: bool) -> ImageSource:
+    """From the first of ``folders`` that has folders of classes."""
+    notes = [*source.notes]
+    for folder in folders:
+        found = _search(folder)
+        if any(name is not None for _, name in found.files):
+            notes.append(f"held-out images come from {folder}")
+            return replace(source, held_out=_of_classes(folder, skip_bad, source.label_names), notes=tuple(notes))
+        notes.append(f"{folder} has no folders of classes: {len(found.files):,} images there were not read")
+    return replace(source, notes=tuple(notes))
+
+
+def _splits(folder: Path) -> dict[str, Path]:
+    """Folders of splits by name; {} where the folders are classes, one of which may be called "train"."""
+    folders = {path.name: path for path in _visible(folder) if path.is_dir()}
+    training = next((folders[name] for name in TRAIN_SPLITS if name in folders), None)
+    if training is None or not any(path.is_dir() for path in _visible(training)):
+        return {}
+    return {"train": training} | {name: folders[name] for name in HELD_OUT_SPLITS if name in folders}
+
+
+@dataclass
+class _Found:
+    """``files``: (path, name of its class or None). ``empty``: folders without an image."""
+
+    files: list[tuple[Path, Optional[str]]] = field(default_factory=list)
+    empty: list[Path] = field(default_factory=list)
+    ignored: int = 0
+
+
+def _of_classes(folder: Path, skip_bad: bool, classes: Sequence[str]) -> ImageSource:
+    found = _search(folder)
+    if found.empty and not skip_bad and not classes:
+        raise DataError(
+            f"the class folder {found.empty[0]} holds no image ({' '.join(sorted(SUFFIXES))}); put images there, "
+            "remove it, or set skip_bad_rows: true to leave such classes out, counted"
+        )
+    if not any(name is not None for _, name in found.files):
+        raise DataError(
+            f"{folder} has no class folder with images; needed: {folder}/CLASS/IMAGE or {folder}/train/CLASS/IMAGE, "
+            f"with images of the kinds {' '.join(sorted(SUFFIXES))}"
+        )
+    names = tuple(classes) or tuple(sorted({name for _, name in found.files if name is not None}))
+    numbers = {name: number for number, name in enumerate(names)}
+    labels = numpy.array([numbers.get(name, NO_LABEL) for _, name in found.files], dtype=numpy.int64)
+    ignored = (f"{found.ignored:,} files of other kinds in {folder} were not read",) if found.ignored else ()
+    return ImageSource(
+        str(folder),
+        ["folder", _digest(found.files), list(names)],
+        names,
+        labels,
+        partial(_read, found.files, labels),
+        notes=ignored,
+        dropped=tuple(("class folder without an image", str(path)) for path in found.empty),
+    )
+
+
+def _search(folder: Path) -> _Found:
+    found = _Found()
+    for entry in _visible(folder):
+        if entry.is_dir():
+            files = sorted(path for path in entry.rglob("*") if path.is_file() and not _is_hidden(path, entry))
+            images = [path for path in files if path.suffix.lower() in SUFFIXES]
+            found.ignored += len(files) - len(images)
+            found.files += [(path, entry.name) for path in images]
+            found.empty += [] if images else [entry]
+        elif entry.suffix.lower() in SUFFIXES:
+            found.files.append((entry, None))
+        else:
+            found.ignored += 1
+    return found
+
+
+def _visible(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _digest(files: Sequence[tuple[Path, Optional[str]]]) -> str:
+    """Of names, sizes and times of change: a million files need not be read to know that they are the same."""
+    digest = hashlib.sha256()
+    for path, _ in files:
+        state = path.stat()
+        digest.update(f"{path.absolute()}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _read(
+    files: Sequence[tuple[Path, Optional[str]]], labels: numpy.ndarray, numbers: Sequence[int]
+) -> Iterator[ImageRecord]:
+    for number in numbers:
+        path, name = files[number]
+        label = int(labels[number])
+        yield ImageRecord(str(path), path, label, None if label != NO_LABEL else _without_class(name))
+
+
+def _without_class(name: Optional[str]) -> str:
+    return "it lies in no class folder" if name is None else f"training data have no class {name!r}"

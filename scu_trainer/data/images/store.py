@@ -1,0 +1,258 @@
+"""Images that were decoded once: uint8 of one size in one file, which is mapped into memory and not read into it.
+
+A folder of the cache holds ``pixels.u8`` (images, channels, height, width), ``labels.npy``, ``numbers.npy`` (of the
+image in its source), ``digests.npy``, ``places.json`` (what a person calls each) and ``about.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import numpy
+import torch
+
+from scu_trainer.data.images.decode import MODES, NORMALISING, Pixels, decode_all
+from scu_trainer.data.images.records import ImageSource
+from scu_trainer.data.samples import SampleBooks
+from scu_trainer.data.store import built_once, digest_of
+from scu_trainer.errors import DataError, StorageError
+from scu_trainer.run_files import require_room
+
+STORE_VERSION = 2
+IMAGES_FOR_STATISTICS = 2048
+MIB = 2**20
+
+
+class Kind(NamedTuple):
+    """What images are turned into. ``size``: (height, width). ``processor`` decides how."""
+
+    processor: Any
+    channels: int
+    size: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (self.channels, *self.size)
+
+    @property
+    def identity(self) -> list:
+        """Without what is done to pixels later on: other statistics need no decoding."""
+        later = (*NORMALISING, "image_mean", "image_std", "rescale_factor", "rescale_offset")
+        described = json.loads(self.processor.to_json_string())
+        return [self.channels, {name: value for name, value in described.items() if name not in later}]
+
+
+@dataclass
+class About:
+    """What became of a source. ``modes``: images by kind. ``smallest``, ``largest``: sides in pixels as found."""
+
+    count: int = 0
+    read: int = 0
+    modes: Counter = field(default_factory=Counter)
+    smallest: Optional[list[int]] = None
+    largest: Optional[list[int]] = None
+    dropped: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def saw(self, size: tuple[int, int], mode: str) -> None:
+        self.count += 1
+        self.modes[mode] += 1
+        self.smallest = [min(pair) for pair in zip(self.smallest or size, size, strict=True)]
+        self.largest = [max(pair) for pair in zip(self.largest or size, size, strict=True)]
+
+
+@dataclass(frozen=True)
+class StoredImages:
+    folder: Path
+    shape: tuple[int, int, int]
+    about: About
+
+    @property
+    def labels(self) -> numpy.ndarray:
+        return numpy.load(self.folder / "labels.npy")
+
+    @property
+    def numbers(self) -> numpy.ndarray:
+        return numpy.load(self.folder / "numbers.npy")
+
+    @property
+    def digests(self) -> numpy.ndarray:
+        return numpy.load(self.folder / "digests.npy")
+
+    def lines(self, name: str) -> list[str]:
+        """What the cache did to the images of the source ``name``, for a person."""
+        return [line for line in (self._sizes(name), self._conversions(name)) if line is not None]
+
+    def _sizes(self, name: str) -> str:
+        about, (channels, height, width) = self.about, self.shape
+        found = " x ".join(map(str, about.smallest))
+        if about.smallest != about.largest:
+            found += " to " + " x ".join(map(str, about.largest))
+        mib = about.count * channels * height * width / MIB
+        return (
+            f"{name}: {found} pixels became {width} x {height} x {channels}, decoded once; {mib:,.1f} MiB mapped from "
+            f"{self.folder}"
+        )
+
+    def _conversions(self, name: str) -> Optional[str]:
+        wanted = MODES[self.shape[0]]
+        found = [f"{count:,} × {mode}" for mode, count in sorted(self.about.modes.items()) if mode != wanted]
+        dropped = ", transparency dropped" if any(mode[-1:] == "A" for mode in self.about.modes) else ""
+        return (
+            f"{name}, turned into {'RGB' if wanted == 'RGB' else 'gray'}: {', '.join(found)}{dropped}"
+            if found
+            else None
+        )
+
+    def rows(self, numbers: numpy.ndarray) -> ImageRows:
+        return ImageRows(self.folder, self.shape, self.labels, numbers)
+
+
+class ImageRows(torch.utils.data.Dataset):
+    """Rows ``{"pixel_values": uint8 (channels, height, width), "labels": int}``, in the order of ``numbers``.
+
+    ``folder``: of the cache. A worker process that was started anew maps the file itself: pixels are not sent to it.
+    """
+
+    def __init__(
+        self, folder: Path, shape: tuple[int, int, int], labels: numpy.ndarray, numbers: numpy.ndarray
+    ) -> None:
+        self.folder, self.shape, self.numbers = folder, shape, numbers
+        self.labels = labels[numbers]
+        self._mapped: Optional[numpy.ndarray] = None
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"pixel_values": self.pixels[self.numbers[index]], "labels": int(self.labels[index])}
+
+    def keys(self) -> list[str]:
+        """The place of each row, in order."""
+        places = json.loads((self.folder / "places.json").read_text())
+        return [places[number] for number in self.numbers]
+
+    @property
+    def pixels(self) -> numpy.ndarray:
+        if self._mapped is None:
+            self._mapped = numpy.memmap(self.folder / "pixels.u8", numpy.uint8, mode="r").reshape(-1, *self.shape)
+        return self._mapped
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapped": None}
+
+
+def collate_images(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """``pixel_values`` uint8 (rows, channels, height, width), ``labels`` int64 (rows,)."""
+    pixels = numpy.stack([row["pixel_values"] for row in rows])
+    return {
+        "pixel_values": torch.from_numpy(pixels),
+        "labels": torch.tensor([row["labels"] for row in rows], dtype=torch.int64),
+    }
+
+
+def pixel_statistics(rows: ImageRows) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel, of pixels from 0 to 1, over training images at even distances."""
+    wanted = numpy.linspace(0, len(rows) - 1, num=min(len(rows), IMAGES_FOR_STATISTICS), dtype=int)
+    counts = numpy.zeros((rows.shape[0], 256), dtype=numpy.int64)
+    for number in wanted:
+        for channel, plane in enumerate(rows[number]["pixel_values"]):
+            counts[channel] += numpy.bincount(plane.ravel(), minlength=256)
+    values, shares = numpy.arange(256) / 255, counts / counts.sum(axis=1, keepdims=True)
+    means = shares @ values
+    deviations = numpy.sqrt(shares @ values**2 - means**2)
+    return means.round(4).tolist(), deviations.clip(min=1 / 255).round(4).tolist()
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def stored_images(
+    source: ImageSource, numbers: numpy.ndarray, kind: Kind, cache_dir: Path, skip_bad_rows: bool
+) -> StoredImages:
+    """These images of ``source``, from the cache if it has them.
+
+    Raises DataError at the first image that cannot be used, unless ``skip_bad_rows``, and where none is left.
+    """
+    digest = digest_of(STORE_VERSION, source.identity, numbers.tolist(), kind.identity, skip_bad_rows)
+    folder = cache_dir / "images" / digest
+    built_once(folder, lambda new: _write(new, source, numbers, kind, skip_bad_rows))
+    described = json.loads((folder / "about.json").read_text())
+    return StoredImages(folder, kind.shape, About(**{**described, "modes": Counter(described["modes"])}))
+
+
+def _write(folder: Path, source: ImageSource, numbers: numpy.ndarray, kind: Kind, skip_bad_rows: bool) -> None:
+    require_room(folder, len(numbers) * int(numpy.prod(kind.shape)), setting="cache_dir")
+    about, books = About(), SampleBooks()
+    for reason, place in source.dropped:
+        books.drop(reason, place)
+    decoded = decode_all(source.read(numbers.tolist()), kind.processor, kind.channels)
+    usable = _usable(decoded, books, skip_bad_rows, about)
+    try:
+        kept = _write_pixels(folder / "pixels.u8", zip(numbers.tolist(), usable, strict=True), kind)
+        if not kept:
+            raise DataError(f"{source.name} has no image to learn from; dropped: {books.dropped_in_words()}")
+        for name, kind_of_number in (("number", numpy.int64), ("label", numpy.int64), ("digest", numpy.uint64)):
+            values = [getattr(image, name) for image in kept]
+            numpy.save(folder / f"{name}s.npy", numpy.array(values, kind_of_number))
+        (folder / "places.json").write_text(json.dumps([image.place for image in kept]))
+        about.dropped, about.examples = books.dropped, books.examples
+        (folder / "about.json").write_text(json.dumps(vars(about)))
+    except OSError as error:
+        raise StorageError(f"cannot write images to {folder}: {error}; set cache_dir to another folder") from error
+
+
+class _Kept(NamedTuple):
+    number: int
+    label: int
+    digest: int
+    place: str
+
+
+def _write_pixels(path: Path, images: Iterable[tuple[int, Optional[Pixels]]], kind: Kind) -> list[_Kept]:
+    """Every image that there is."""
+    kept = []
+    with open(path, "wb") as file:
+        for number, image in images:
+            if image is not None:
+                _require_shape(image, kind)
+                file.write(image.pixels.tobytes())
+                kept.append(_Kept(number, image.label, _digest(image.pixels), image.place))
+    return kept
+
+
+def _digest(pixels: numpy.ndarray) -> int:
+    return int.from_bytes(hashlib.blake2b(pixels.tobytes(), digest_size=8).digest(), "little")
+
+
+def _usable(
+    decoded: Iterable[Pixels], books: SampleBooks, skip_bad_rows: bool, about: About
+) -> Iterator[Optional[Pixels]]:
+    """Each image, or None for one that is left out and counted. Raises DataError at the first if none may be."""
+    for image in decoded:
+        about.read += 1
+        if image.bad is None:
+            about.saw(image.size, image.mode)
+            yield image
+            continue
+        if not skip_bad_rows:
+            raise DataError(
+                f"{image.place}: {image.bad.reason}: {image.bad}. Correct it, or set skip_bad_rows: true to leave such "
+                "images out, counted"
+            )
+        books.drop(image.bad.reason, f"{image.place} ({image.bad})")
+        yield None
+
+
+def _require_shape(image: Pixels, kind: Kind) -> None:
+    if image.pixels.shape != kind.shape:
+        raise DataError(
+            f"{image.place}: the image processor makes {image.pixels.shape} of it, and {kind.shape} are needed; set "
+            "image_size"
+        )

@@ -1,0 +1,213 @@
+"""Images in tables of the ``datasets`` library: Hub ids and folders of ``save_to_disk``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+import numpy
+
+from scu_trainer.data.images.records import HELD_OUT_SPLITS, NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
+from scu_trainer.data.sources import load_saved
+from scu_trainer.errors import DataError, nearest
+from scu_trainer.settings import DataSettings
+from scu_trainer.settings.images import EMBEDDED_IMAGES, ImageSettings
+
+if TYPE_CHECKING:
+    import datasets
+
+HUB_IDS = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
+IMAGE_COLUMNS = ("image", "img", "jpg", "png")
+LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
+ROWS_PER_READ = 256
+
+
+def is_saved(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def table_source(
+    name: str,
+    wanted: Sequence[str],
+    data: DataSettings,
+    own: ImageSettings,
+    cache_dir: Path,
+    classes: Sequence[str] = (),
+) -> ImageSource:
+    """Images and labels of a Hub id or a folder of ``save_to_disk``. ``classes``: names known from the training data.
+
+    Raises DataError where there is no such data, split or column.
+    """
+    loaded = _load(name, wanted[0], data, cache_dir)
+    if not isinstance(loaded, Mapping):
+        is_slice = "[" in wanted[0] and not Path(name).expanduser().is_dir()
+        refuse_hub_settings(name, wanted[0] if len(wanted) == 1 and not is_slice else None, None)
+        return _of_table(name, loaded, own, classes)
+    chosen = next((split for split in wanted if split in loaded), None)
+    if chosen is None:
+        raise DataError(
+            f"{name} has the splits {', '.join(loaded)}, none of the wanted: {', '.join(wanted)}"
+            f"{nearest(wanted[0], loaded)}; choose one with dataset_split"
+        )
+    source = _of_table(f"{name} ({chosen})", loaded[chosen], own, classes)
+    beside = next((split for split in HELD_OUT_SPLITS if split in loaded and split != chosen), None)
+    if beside is None or data.eval_dataset is not None or classes:
+        return source
+    held_out = _of_table(f"{name} ({beside})", loaded[beside], own, source.label_names)
+    return replace(source, held_out=held_out, notes=(f"held-out images come from the split {beside!r} of {name}",))
+
+
+def _load(name: str, split: str, data: DataSettings, cache_dir: Path) -> Any:
+    import datasets
+
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return load_saved(path)
+    config = data.dataset_config_name if name == data.dataset else None
+    part = split if "[" in split else None  # a slice; without one all splits come, held-out ones too
+    try:
+        return datasets.load_dataset(HUB_IDS.get(name, name), config, split=part, cache_dir=str(cache_dir / "datasets"))
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
+        known = (*EMBEDDED_IMAGES, *HUB_IDS)
+        raise DataError(
+            f"dataset {name!r} is none of {', '.join(known)}{nearest(name, known)}, no folder here, and could not be "
+            f"loaded from the Hub: {error}"
+        ) from error
+
+
+def _of_table(name: str, table: datasets.Dataset, own: ImageSettings, classes: Sequence[str]) -> ImageSource:
+    image = _image_column(name, table, own.image_column_name)
+    label = _label_column(name, table, own.label_column_name, image)
+    values = table.with_format(None)[label][:]
+    names = _class_names(name, table.features[label], values, label, gaps_allowed=bool(classes))
+    wanted = tuple(classes) or names
+    labels = _numbers(values, table.features[label], names, wanted)
+    return ImageSource(
+        name,
+        ["table", table._fingerprint, image, label, list(wanted)],
+        wanted,
+        labels,
+        partial(_read, name, _undecoded(table.select_columns([image]), image), image, labels, values),
+    )
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+def _image_column(name: str, table: datasets.Dataset, wanted: Optional[str]) -> str:
+    import datasets
+
+    usable = [column for column, kind in table.features.items() if _holds_images(kind, datasets.Image)]
+    if wanted is not None and wanted not in usable:
+        raise DataError(
+            f"image_column_name is {wanted!r}; {name} has images in: {', '.join(usable) or 'no column'} (all columns: "
+            f"{', '.join(table.column_names)}){nearest(wanted, usable)}"
+        )
+    found = wanted or next((column for column in IMAGE_COLUMNS if column in usable), None)
+    found = found or (usable[0] if len(usable) == 1 else None)
+    if found is None:
+        raise DataError(
+            f"{name} has no column of images that is named one of {', '.join(IMAGE_COLUMNS)}; its columns: "
+            f"{', '.join(table.column_names)}; give image_column_name, of the type Image of the datasets library"
+        )
+    return found
+
+
+def _holds_images(kind: Any, image_type: type) -> bool:
+    return isinstance(kind, image_type) or (isinstance(kind, dict) and {"bytes", "path"} <= set(kind))
+
+
+def _label_column(name: str, table: datasets.Dataset, wanted: Optional[str], image: str) -> str:
+    import datasets
+
+    others = [column for column in table.column_names if column != image]
+    if wanted is not None and wanted not in others:
+        raise DataError(
+            f"label_column_name is {wanted!r}; {name} has the columns {', '.join(others)}{nearest(wanted, others)}"
+        )
+    found = wanted or next((column for column in LABEL_COLUMNS if column in others), None)
+    typed = [column for column in others if isinstance(table.features[column], datasets.ClassLabel)]
+    found = found or (typed[0] if len(typed) == 1 else None)
+    if found is None:
+        raise DataError(
+            f"{name} has no column of classes that is named one of {', '.join(LABEL_COLUMNS)}; its columns: "
+            f"{', '.join(table.column_names)}; give label_column_name"
+        )
+    return found
+
+
+def _class_names(
+    name: str, kind: Any, values: Sequence[Any], column: str, *, gaps_allowed: bool = False
+) -> tuple[str, ...]:
+    """Of a ClassLabel its names, of text the words that occur, of bare numbers 0 to the largest."""
+    import datasets
+
+    if isinstance(kind, datasets.ClassLabel):
+        return tuple(kind.names)
+    dtype = getattr(kind, "dtype", str(kind))  # lists and structs have none
+    if dtype in ("string", "large_string"):
+        return tuple(sorted({value for value in values if value}))
+    if not dtype.startswith(("int", "uint")):
+        raise DataError(f"column {column!r} of {name} is of type {dtype}; classes are numbers from 0, or names")
+    present = {value for value in values if value is not None and value >= 0}
+    count = max(present, default=-1) + 1
+    missing = next((number for number in range(count) if number not in present), None)
+    if missing is not None and not gaps_allowed:
+        row = values.index(max(present)) + 1
+        raise DataError(
+            f"{name} row {row}: label {max(present)} is out of range, for no image has label {missing}: without names "
+            f"of classes, labels of {column!r} must be 0, 1, 2, ... without a gap; correct it, or make the column a "
+            "ClassLabel"
+        )
+    return tuple(str(number) for number in range(count))
+
+
+def _numbers(values: Sequence[Any], kind: Any, names: Sequence[str], wanted: Sequence[str]) -> numpy.ndarray:
+    """Numbers of ``wanted`` classes, NO_LABEL where a value is missing, out of range, or of none of them."""
+    numbers = {name: number for number, name in enumerate(wanted)}
+    by_value = {
+        name if kind.dtype.endswith("string") else number: numbers.get(name) for number, name in enumerate(names)
+    }
+    found = (by_value.get(value) for value in values)
+    return numpy.array([NO_LABEL if number is None else number for number in found], dtype=numpy.int64)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _undecoded(table: datasets.Dataset, column: str) -> datasets.Dataset:
+    """Bytes and paths: a broken file must not fail before it can be named."""
+    import datasets
+
+    return table.cast_column(column, datasets.Image(decode=False))
+
+
+def _read(
+    name: str,
+    table: datasets.Dataset,
+    column: str,
+    labels: numpy.ndarray,
+    values: Sequence[Any],
+    numbers: Sequence[int],
+) -> Iterator[ImageRecord]:
+    for start in range(0, len(numbers), ROWS_PER_READ):
+        part = numbers[start : start + ROWS_PER_READ]
+        for number, cell in zip(part, table[list(part)][column], strict=True):
+            label = int(labels[number])
+            problem = None if label != NO_LABEL else _without_class(values[number])
+            yield ImageRecord(f"{name} row {number + 1}", _content(cell), label, problem)
+
+
+def _content(cell: Optional[dict]) -> Any:
+    if not cell:
+        return None
+    if cell.get("bytes") is not None:
+        return cell["bytes"]
+    return Path(cell["path"]) if cell.get("path") else None
+
+
+def _without_class(value: Any) -> str:
+    return "it has no label" if value in (None, "", -1) else f"label {value!r} is none of the classes"

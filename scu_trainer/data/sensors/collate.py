@@ -1,0 +1,56 @@
+"""Batches of recordings of uneven lengths, some of which lack a branch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy
+import torch
+
+from scu_trainer.data.sensors.format import FORMS
+from scu_trainer.settings.sensors import BRANCHES
+
+
+@dataclass(frozen=True)
+class SensorCollator:
+    """Rows of ``Recordings`` -> a batch of tensors.
+
+    Every array is padded on the right to the longest of the batch, with a bool mask (rows, length): visible (rows,
+    frames, 3, height, width) uint8, infrared (rows, frames, height, width) float16 and cooling_curve (rows, points)
+    float32 in degrees Celsius, kinematics (rows, time, channels) float32; ``branch_mask`` (rows, 3), columns visible,
+    infrared, kinematics; ``labels`` (rows,) int64. What a row lacks is 0 under a mask that is False.
+
+    ``shapes``: per array of the model's branches, the shape behind its time axis.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        batch: dict[str, torch.Tensor] = {}
+        for name, shape in self.shapes.items():
+            batch[name], batch[mask_name(name)] = _padded([row.get(name) for row in rows], FORMS[name].kept_as, shape)
+        batch["branch_mask"] = torch.tensor([[self._has(row, branch) for branch in BRANCHES] for row in rows])
+        if "labels" in rows[0]:
+            batch["labels"] = torch.tensor([row["labels"] for row in rows])
+        return batch
+
+    def _has(self, row: Mapping[str, Any], branch: str) -> bool:
+        return any(name in row for name in self.shapes if FORMS[name].branch == branch)
+
+
+def mask_name(name: str) -> str:
+    return "cooling_mask" if name == "cooling_curve" else f"{name}_mask"
+
+
+def _padded(
+    arrays: Sequence[Optional[numpy.ndarray]], dtype: str, shape: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths = numpy.array([0 if array is None else len(array) for array in arrays])
+    longest = max(1, int(lengths.max()))  # one step of nothing: the branch takes part, so that its gradients are there
+    values = numpy.zeros((len(arrays), longest, *shape), dtype=dtype)
+    for place, array in zip(values, arrays, strict=True):
+        if array is not None:
+            place[: len(array)] = array
+    return torch.from_numpy(values), torch.from_numpy(numpy.arange(longest) < lengths[:, None])

@@ -1,0 +1,202 @@
+"""The manifest of a folder of recordings: which files, which classes, which split. See ``sensor_format``."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.data.samples import SampleBooks
+from scu_trainer.data.sensors.format import MANIFEST, BadRecording
+from scu_trainer.errors import DataError, nearest
+from scu_trainer.settings.base import short
+from scu_trainer.settings.sensors import BRANCHES
+
+CSV_MANIFEST = "manifest.csv"
+COLUMNS = ("file", "label", "split", "missing")
+HELD_OUT = "eval"
+ALMOST_A_NUMBER = r"[-+]*[0-9]*\.?[0-9]*"
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # no name of a file holds one
+MOST_UNSAID_CLASSES = 1000
+"""A higher label, and higher than there are rows, is a slip unless ``num_classes`` is set."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of a manifest that can be used. ``place`` names it for a person, ``key`` is its file as it stands there;
+    ``label`` is a number or a name; ``split`` in small letters."""
+
+    place: str
+    key: str
+    file: Path
+    label: Any
+    split: Optional[str]
+    missing: tuple[str, ...]
+
+
+class Rejections:
+    """Stops at the first bad row, or counts it in ``books`` and goes on."""
+
+    def __init__(self, books: SampleBooks, skip: bool) -> None:
+        self.books, self.skip = books, skip
+
+    def add(self, place: str, error: BadRecording) -> None:
+        if not self.skip:
+            raise DataError(
+                f"{place}: {error}; repair it, or set skip_bad_rows: true to leave such rows out"
+            ) from error
+        self.books.drop(error.reason, place)
+
+
+def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
+    """Rows in the order of the file. Raises DataError where there is no manifest, or nothing usable in it."""
+    path = next((folder / name for name in (MANIFEST, CSV_MANIFEST) if (folder / name).is_file()), None)
+    if path is None:
+        raise DataError(
+            f"{folder} has no {MANIFEST} or {CSV_MANIFEST}; give a folder of recordings with a manifest of the columns "
+            f"{', '.join(COLUMNS)}"
+        )
+    entries: list[Entry] = []
+    for line, row, problem in _rows(path):
+        rejections.books.read += 1
+        place = f"{path.name} line {line}"
+        try:
+            entries.append(_entry(folder, place, row, problem))
+        except BadRecording as error:
+            rejections.add(place, error)
+    if not entries:
+        raise DataError(f"{path} has no usable row: {rejections.books.read:,} read; it needs file and label in each")
+    return entries
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Any, Optional[str]]]:
+    """(line of the file, columns, None), or (line, None, why the row cannot be read)."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            yield from _json_rows(file) if path.suffix == ".jsonl" else _csv_rows(file, path)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read: {error}; it must be UTF-8 text") from error
+
+
+def _json_rows(lines: Iterable[str]) -> Iterator[tuple[int, Any, Optional[str]]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line), None
+        except (ValueError, RecursionError) as error:
+            yield number, None, f"not JSON: {error}"
+
+
+def _csv_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any, Optional[str]]]:
+    reader = csv.DictReader(lines)
+    header = list(reader.fieldnames or [])
+    if not {"file", "label"} <= {*header}:
+        raise DataError(
+            f"{path} begins with the columns {header}; its first line must name file and label (allowed: "
+            f"{', '.join(COLUMNS)}), with commas between them"
+        )
+    for row in reader:
+        excess = row.pop(None, None)  # where csv puts what has no column
+        problem = f"{len(header) + len(excess)} values for {len(header)} columns" if excess else None
+        yield reader.line_num, row, problem
+
+
+def _entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> Entry:
+    if problem is not None or not isinstance(row, dict):
+        raise BadRecording("unreadable row", problem or f"a {type(row).__name__}, not an object with {COLUMNS}")
+    unknown = [str(name) for name in row if name not in COLUMNS]
+    if unknown:
+        raise BadRecording(
+            "unknown column",
+            f"unknown column {unknown[0]!r}; allowed: {', '.join(COLUMNS)}{nearest(unknown[0], COLUMNS)}",
+        )
+    file = row.get("file")
+    if not isinstance(file, str) or not file or HALF_CHARACTER.search(file):
+        raise BadRecording("no file", "it names no file")
+    inside = Path(os.path.normpath(folder / file))
+    if not inside.is_relative_to(os.path.normpath(folder)):
+        raise BadRecording("file outside", f"{file} lies outside of {folder}")
+    shown = file if file.isprintable() else repr(file)
+    return Entry(f"{place} ({shown})", file, inside, _label(row.get("label")), _split(row), _missing(row))
+
+
+def _split(row: dict) -> Optional[str]:
+    value = row.get("split")
+    if value is not None and not isinstance(value, str):
+        raise BadRecording("no split", f"its split is {value!r}; it must be a word, train or {HELD_OUT}")
+    return (value or "").strip().casefold() or None
+
+
+def _label(value: Any) -> Any:
+    """A whole number or a name. CSV has numbers as text."""
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value.strip()):
+        return int(value)
+    if isinstance(value, str) and not re.fullmatch(ALMOST_A_NUMBER, value.strip()):
+        return value.strip()
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**18:
+        return value
+    raise BadRecording("no label", f"its label is {short(value)}; it must be a whole number from 0 on, or a name")
+
+
+def _missing(row: dict) -> tuple[str, ...]:
+    value = row.get("missing") or []
+    names = [name.strip() for name in value.split(";")] if isinstance(value, str) else value
+    if not isinstance(names, list) or not set(map(str, names)) <= set(BRANCHES):
+        raise BadRecording("unknown branch", f"missing is {value!r}; allowed: {', '.join(BRANCHES)}")
+    return tuple(names)
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+def with_labels_in_range(
+    entries: Sequence[Entry], num_classes: Optional[int], rejections: Rejections
+) -> Sequence[Entry]:
+    """``entries`` without those whose label would make more classes than anybody means."""
+    if num_classes is not None:
+        return entries
+    limit = max(MOST_UNSAID_CLASSES, len(entries))
+    kept = []
+    for entry in entries:
+        if isinstance(entry.label, int) and entry.label >= limit:
+            found = f"label {entry.label} makes {entry.label + 1:,} classes of {len(entries):,} rows"
+            rejections.add(entry.place, BadRecording("label out of range", f"{found}; if it is right, set num_classes"))
+        else:
+            kept.append(entry)
+    return kept
+
+
+def class_names(entries: Sequence[Entry], num_classes: Optional[int], known: Optional[Sequence[str]]) -> list[str]:
+    """By label. ``known``: those of a trained model; else numbers up to ``num_classes`` (default: the highest label
+    found), or the names found, sorted. Raises DataError where names and ``num_classes`` disagree."""
+    if known is not None:
+        return list(known)
+    labels = {entry.label for entry in entries}
+    if all(isinstance(label, int) for label in labels):
+        return [str(label) for label in range(num_classes or max(max(labels), 0) + 1)]
+    names = sorted(map(str, labels))
+    if num_classes not in (None, len(names)):
+        raise DataError(
+            f"num_classes is {num_classes}, and the manifest has {len(names)} labels: {', '.join(names[:10])}; drop "
+            "num_classes, or repair the labels"
+        )
+    return names
+
+
+def label_number(label: Any, names: Sequence[str]) -> int:
+    """Raises BadRecording for a label that is none of the classes."""
+    if str(label) in names:
+        return names.index(str(label))
+    if isinstance(label, int) and 0 <= label < len(names):
+        return label  # a model whose classes have names, and a manifest with numbers
+    raise BadRecording(
+        "label out of range",
+        f"label {label!r} is none of the {len(names)} classes: {', '.join(names[:10])}"
+        f"{', ...' if len(names) > 10 else ''}{nearest(str(label), names)}",
+    )

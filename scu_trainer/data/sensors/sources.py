@@ -1,0 +1,219 @@
+"""Where recordings come from: a folder with a manifest, or the generator. Checked once, then kept in the cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+import numpy
+
+from scu_trainer.data.samples import SampleBooks
+from scu_trainer.data.sensors.format import FORMS, BadRecording, SharedShapes, array_names, read_arrays
+from scu_trainer.data.sensors.manifest import (
+    Entry,
+    Rejections,
+    class_names,
+    label_number,
+    read_manifest,
+    with_labels_in_range,
+)
+from scu_trainer.data.sensors.store import Recordings, Sample, Store, write_store
+from scu_trainer.data.sensors.synthetic import DEFAULT_CLASSES, ceiling_alone, side_of, synthetic
+from scu_trainer.data.store import built_once, digest_of
+from scu_trainer.errors import DataError
+from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
+
+STORE_VERSION = 2
+
+WITHOUT_BRANCH = "without any branch in use"
+
+
+@dataclass(frozen=True)
+class Offered:
+    """All recordings of a source, also those that have none of the branches in use or cannot be read.
+
+    What is held out is drawn of these: models that look at different branches hold out the same recordings. ``keys``:
+    file names, or the like. ``labels``: (recordings,). ``splits``: what the manifest says, "" for nothing.
+    ``places``: what a person calls them.
+    """
+
+    keys: Sequence[str]
+    labels: numpy.ndarray
+    splits: numpy.ndarray
+    places: Sequence[str]
+
+
+@dataclass(frozen=True)
+class SensorSource:
+    """Checked recordings. ``label_names``: by label. ``numbers``: of each recording in ``store``, where it is in
+    ``offered``; ascending."""
+
+    name: str
+    store: Store
+    label_names: Sequence[str]
+    offered: Offered
+    numbers: numpy.ndarray
+    books: SampleBooks
+
+    @property
+    def fingerprint(self) -> str:
+        return self.store.folder.name
+
+    def recordings(self, offered: numpy.ndarray) -> Recordings:
+        """Those of the numbers ``offered`` that can be used."""
+        rows = numpy.flatnonzero(numpy.isin(self.numbers, offered))
+        return Recordings(self.store, rows, [self.offered.keys[number] for number in self.numbers[rows]])
+
+
+Found = tuple[int, Sample]
+"""A recording that can be used, after its number in ``Offered``."""
+
+
+def generated_source(
+    own: SensorSettings, limit: Optional[int], seed: int, cache_dir: Path, known: Optional[Sequence[str]] = None
+) -> SensorSource:
+    """``known``: classes of a trained model. Raises DataError for a number of classes that cannot be generated."""
+    classes = own.num_classes or (len(known) if known else DEFAULT_CLASSES)
+    side_of(classes)
+    names = [str(label) for label in range(classes)]
+    if known is not None and list(known) != names:
+        raise DataError(
+            f"the model has the classes {', '.join(known[:10])}, and synthetic recordings have 0 to {classes - 1}; "
+            "give the recordings of the model"
+        )
+    recipe = (min(own.sensor_samples, limit or own.sensor_samples), classes, seed, own.sensor_missing_share)
+    books = SampleBooks("recording", notes=[f"no branch alone can tell more than {ceiling_alone(classes):.1%} of them"])
+    wanted = array_names(own.branches)
+    key = digest_of(STORE_VERSION, "synthetic", recipe, wanted)
+    folder = _built(cache_dir, key, wanted, books, lambda: _generate(recipe, wanted, books))
+    return _opened(SYNTHETIC, folder, names, _offered_by_generator(samples=recipe[0], classes=classes, seed=seed))
+
+
+def _offered_by_generator(samples: int, classes: int, seed: int) -> Offered:
+    numbers = range(samples)
+    keys = [f"{SYNTHETIC} {seed} {number}" for number in numbers]
+    places = [f"recording {number + 1}" for number in numbers]
+    return Offered(keys, numpy.arange(samples) % classes, numpy.full(samples, "", dtype="U1"), places)
+
+
+def _generate(recipe: tuple, wanted: Sequence[str], books: SampleBooks) -> Iterator[Found]:
+    for number, recording in enumerate(synthetic(*recipe)):
+        books.read += 1
+        arrays = {name: recording.arrays[name] for name in wanted if name in recording.arrays}
+        if "visible" in arrays:
+            arrays["visible"] = arrays["visible"].transpose(0, 3, 1, 2)
+        if arrays:
+            yield number, (int(recording.label), arrays)
+        else:
+            books.drop(WITHOUT_BRANCH, f"recording {number + 1}")
+
+
+def folder_source(
+    name: str,
+    own: SensorSettings,
+    cache_dir: Path,
+    *,
+    skip_bad_rows: bool,
+    limit: Optional[int] = None,
+    known: Optional[Sequence[str]] = None,
+    shapes: Optional[Mapping[str, tuple[int, ...]]] = None,
+) -> SensorSource:
+    """Recordings of the folder ``name``, in the format of ``sensor_format``.
+
+    ``limit``: of them, chosen by chance. ``known``: classes of a trained model. ``shapes``: those that the training
+    data have. Raises DataError at the first bad recording, unless ``skip_bad_rows``.
+    """
+    root = Path(name).expanduser()
+    if not root.is_dir():
+        raise DataError(f"dataset {name!r} is no folder; give a folder of recordings with a manifest, or {SYNTHETIC}")
+    books = SampleBooks("recording")
+    rejections = Rejections(books, skip_bad_rows)
+    entries = with_labels_in_range(_chosen(read_manifest(root, rejections), limit), own.num_classes, rejections)
+    names = class_names(entries, own.num_classes, known)
+    labels, entries = _labelled(entries, names, rejections)
+    wanted = array_names(own.branches)
+    seen = SharedShapes(dict(shapes or {}), dict.fromkeys(shapes or {}, "the training data"))
+    content = [[*map(str, (entry.file, entry.label, entry.split, entry.missing)), *_stamp(entry)] for entry in entries]
+    key = digest_of(STORE_VERSION, names, wanted, skip_bad_rows, sorted(seen.of.items()), books.as_dict(), content)
+    folder = _built(cache_dir, key, wanted, books, lambda: _checked(entries, labels, wanted, seen, rejections))
+    splits = numpy.array([entry.split or "" for entry in entries], dtype=str)
+    offered = Offered([entry.key for entry in entries], labels, splits, [entry.place for entry in entries])
+    return _opened(name, folder, names, offered)
+
+
+def _chosen(entries: list[Entry], limit: Optional[int]) -> list[Entry]:
+    """By chance: the first rows of a manifest may all be of one class."""
+    if limit is None or limit >= len(entries):
+        return entries
+    return [entries[number] for number in sorted(numpy.random.default_rng(0).permutation(len(entries))[:limit])]
+
+
+def _stamp(entry: Entry) -> list[int]:
+    """What changes when a file does; a missing one is found when it is read."""
+    return [entry.file.stat().st_size, entry.file.stat().st_mtime_ns] if entry.file.is_file() else []
+
+
+def _labelled(
+    entries: Sequence[Entry], names: Sequence[str], rejections: Rejections
+) -> tuple[numpy.ndarray, list[Entry]]:
+    """Numbers of the classes, and the entries that are of one."""
+    labels, kept = [], []
+    for entry in entries:
+        try:
+            labels.append(label_number(entry.label, names))
+            kept.append(entry)
+        except BadRecording as error:
+            rejections.add(entry.place, error)
+    return numpy.array(labels, dtype="int64"), kept
+
+
+def _checked(
+    entries: Sequence[Entry],
+    labels: numpy.ndarray,
+    wanted: Sequence[str],
+    shapes: SharedShapes,
+    rejections: Rejections,
+) -> Iterator[Found]:
+    for number, (entry, label) in enumerate(zip(entries, labels.tolist(), strict=True)):
+        try:
+            arrays = read_arrays(entry.file, [name for name in wanted if FORMS[name].branch not in entry.missing])
+            shapes.check(arrays, entry.place)
+        except BadRecording as error:
+            rejections.add(entry.place, error)
+            continue
+        if arrays:
+            yield number, (label, arrays)
+        else:
+            rejections.books.drop(WITHOUT_BRANCH, entry.place)
+    shapes.require_majority()
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+
+def _built(
+    cache_dir: Path, key: str, wanted: Sequence[str], books: SampleBooks, find: Callable[[], Iterator[Found]]
+) -> Path:
+    def build(folder: Path) -> None:
+        numbers: list[int] = []
+
+        def samples() -> Iterator[Sample]:
+            for number, sample in find():
+                numbers.append(number)
+                yield sample
+
+        write_store(folder, wanted, samples())
+        (folder / "books.json").write_text(json.dumps({"numbers": numbers, "books": books.as_dict()}))
+
+    return built_once(cache_dir / "sensors" / key, build)
+
+
+def _opened(name: str, folder: Path, label_names: Sequence[str], offered: Offered) -> SensorSource:
+    written = json.loads((folder / "books.json").read_text())
+    books, store = SampleBooks(**written["books"]), Store(folder)
+    if not len(store):
+        raise DataError(f"{name} has no recording to learn from; {'; '.join(books.lines())}")
+    return SensorSource(name, store, label_names, offered, numpy.array(written["numbers"]), books)

@@ -1,0 +1,150 @@
+"""Recordings in the cache: one flat file per array, memory-mapped, so that any number of them takes no memory.
+
+FOLDER/visible.bin ...   all frames of all recordings, one after the other
+FOLDER/index.npz         per recording its label, its content's digest, and where each array begins and ends
+FOLDER/shapes.json       per array the shape behind its time axis
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from scu_trainer.data.sensors.format import FORMS
+from scu_trainer.errors import StorageError
+
+Sample = tuple[int, dict[str, numpy.ndarray]]
+"""Label, and arrays by name as ``sensor_format.read_arrays`` gives them; those of missing branches are left out."""
+
+
+def write_store(folder: Path, names: Sequence[str], samples: Iterable[Sample]) -> None:
+    """Write ``samples`` as they come; one is in memory at a time."""
+    labels, digests = [], []
+    lengths: dict[str, list[int]] = {name: [] for name in names}
+    shapes: dict[str, list[int]] = {}
+    with contextlib.ExitStack() as files:
+        outputs = {name: files.enter_context(_output(folder / f"{name}.bin")) for name in names}
+        for label, arrays in samples:
+            labels.append(label)
+            digests.append(_digest(arrays))
+            for name in names:
+                array = arrays.get(name)
+                lengths[name].append(0 if array is None else len(array))
+                if array is not None:
+                    shapes[name] = list(array.shape[1:])
+                    _write(outputs[name], array, folder)
+    ends = {name: numpy.cumsum([0, *counts]) for name, counts in lengths.items()}
+    numpy.savez(folder / "index.npz", labels=numpy.array(labels), digests=numpy.array(digests, dtype="S40"), **ends)
+    (folder / "shapes.json").write_text(json.dumps(shapes))
+
+
+def _output(path: Path):
+    try:
+        return open(path, "wb")
+    except OSError as error:
+        raise _no_room(path.parent, error) from error
+
+
+def _write(file, array: numpy.ndarray, folder: Path) -> None:
+    try:
+        file.write(numpy.ascontiguousarray(array).data)
+    except OSError as error:
+        raise _no_room(folder, error) from error
+
+
+def _no_room(folder: Path, error: OSError) -> StorageError:
+    return StorageError(f"cannot write recordings to {folder}: {error}; free some room or set cache_dir elsewhere")
+
+
+def _digest(arrays: dict[str, numpy.ndarray]) -> str:
+    digest = hashlib.sha1(usedforsecurity=False)
+    for name, array in arrays.items():
+        digest.update(f"{name} {array.shape}".encode())
+        digest.update(numpy.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+class Store:
+    """A folder of ``write_store``. ``labels``: (recordings,). ``shapes``: per array that some recording has.
+
+    Raises StorageError where files of it are torn.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            with open(folder / "index.npz", "rb") as file, numpy.load(file, allow_pickle=False) as index:
+                self._ends = {name: index[name] for name in index.files}
+            shapes = json.loads((folder / "shapes.json").read_text())
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise _torn(folder, str(error)) from error
+        self.labels, self.digests = self._ends.pop("labels"), self._ends.pop("digests")
+        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self._maps: dict[str, numpy.ndarray] = {}
+        for name in self.shapes:
+            self._require_whole(name)
+
+    def _require_whole(self, name: str) -> None:
+        path = self.folder / f"{name}.bin"
+        items = int(self._ends[name][-1]) * math.prod(self.shapes[name])
+        expected_bytes = items * numpy.dtype(FORMS[name].kept_as).itemsize
+        found_bytes = path.stat().st_size if path.is_file() else 0
+        if found_bytes != expected_bytes:
+            raise _torn(self.folder, f"{path.name} has {found_bytes:,} of {expected_bytes:,} bytes")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}}  # a worker opens the files itself: pickled maps would be copies
+
+    def arrays(self, number: int) -> dict[str, numpy.ndarray]:
+        """Views of the arrays that a recording has."""
+        bounds = {name: (int(ends[number]), int(ends[number + 1])) for name, ends in self._ends.items()}
+        return {name: self._map(name)[start:end] for name, (start, end) in bounds.items() if end > start}
+
+    def _map(self, name: str) -> numpy.ndarray:
+        if name not in self._maps:
+            shape = (int(self._ends[name][-1]), *self.shapes[name])
+            self._maps[name] = numpy.memmap(self.folder / f"{name}.bin", FORMS[name].kept_as, "r", shape=shape)
+        return self._maps[name]
+
+
+def _torn(folder: Path, reason: str) -> StorageError:
+    return StorageError(f"cached recordings in {folder} cannot be read ({reason}); delete that folder")
+
+
+class Recordings(torch.utils.data.Dataset):
+    """Some recordings of a store. A row holds ``labels`` (a number) and the arrays that the recording has, read when
+    they are asked for. ``keys``: what each is called wherever it is used."""
+
+    def __init__(self, store: Store, numbers: numpy.ndarray, keys: Sequence[str]) -> None:
+        self.store, self.numbers, self._keys = store, numbers, keys
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number = int(self.numbers[index])
+        return {**self.store.arrays(number), "labels": int(self.store.labels[number])}
+
+    def keys(self) -> list[str]:
+        """One per row, in order; the same whichever branches are read."""
+        return list(self._keys)
+
+    @property
+    def labels(self) -> numpy.ndarray:
+        return self.store.labels[self.numbers]
+
+    @property
+    def digests(self) -> numpy.ndarray:
+        return self.store.digests[self.numbers]

@@ -1,0 +1,117 @@
+"""Generated recordings in which no sensor alone tells the class, and any two do.
+
+There are k² classes (row r, column q). With s = (r + q) mod k, a Latin square:
+
+    visible     shows r: the direction in which a bright blob moves; where it starts is chance
+    infrared    shows q: how fast the cooling curve falls, and how warm the hot spot is
+    kinematics  shows s: the frequency of an oscillation; its phase is chance
+
+Given one of r, q, s, each of k classes is equally likely: whatever is learned from one branch alone is right in at most
+1 / k of the recordings in expectation (1/3 of nine classes), with a missing branch no more often. Given any two of the
+three, the class is known: a recording that lacks one branch loses nothing. Noise never changes what a branch shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+
+from scu_trainer.data.sensors.format import FORMS, Recording, write_recordings
+from scu_trainer.errors import DataError
+from scu_trainer.settings.sensors import BRANCHES
+
+DEFAULT_CLASSES = 9
+VISIBLE_SIDE, INFRARED_SIDE = 16, 12
+AMBIENT_CELSIUS = 22.0
+CHANNELS = 6
+
+
+def side_of(classes: int) -> int:
+    """k of k² classes. Raises DataError for a number that is no square."""
+    side = math.isqrt(classes)
+    if side < 2 or side * side != classes:
+        near = max(2, round(math.sqrt(classes))) ** 2
+        raise DataError(
+            f"num_classes is {classes}, and synthetic recordings have a square number of classes (4, 9, 16, ...); set "
+            f"num_classes: {near}"
+        )
+    return side
+
+
+def ceiling_alone(classes: int) -> float:
+    """Highest expected accuracy from one branch."""
+    return 1 / side_of(classes)
+
+
+def synthetic(
+    samples: int, classes: int = DEFAULT_CLASSES, seed: int = 0, missing_share: float = 0.0
+) -> Iterator[Recording]:
+    """``samples`` recordings, classes in turn. ``missing_share``: of them lacks one of its branches, by chance."""
+    side = side_of(classes)
+    for number in range(samples):
+        rng = numpy.random.default_rng([seed, number])
+        label = number % classes
+        row, column = divmod(label, side)
+        missing = (BRANCHES[rng.integers(len(BRANCHES))],) if rng.random() < missing_share else ()
+        arrays = {
+            "visible": _visible(rng, row, side),
+            "infrared": _infrared(rng, column, side),
+            "cooling_curve": _cooling_curve(rng, column, side),
+            "kinematics": _kinematics(rng, (row + column) % side, side),
+        }
+        present = {name: array for name, array in arrays.items() if FORMS[name].branch not in missing}
+        yield Recording(present, label, missing)
+
+
+def export_synthetic(folder: str | Path, samples: int = 200, classes: int = DEFAULT_CLASSES, seed: int = 0) -> int:
+    """Write generated recordings in the format of ``sensor_format``; a tenth lacks a branch. For instance
+
+    python -c "from scu_trainer.data.sensors.synthetic import export_synthetic; export_synthetic('recordings')"
+    """
+    return write_recordings(Path(folder), synthetic(samples, classes, seed, missing_share=0.1))
+
+
+def _visible(rng: numpy.random.Generator, row: int, side: int) -> numpy.ndarray:
+    """A blob that moves a pixel per frame on noise: uint8 (frames, 16, 16, 3)."""
+    frames = int(rng.integers(6, 11))
+    angle = 2 * math.pi * (row + rng.uniform(-0.15, 0.15)) / side
+    start, speed = rng.uniform(5, 10, size=2), rng.uniform(0.8, 1.2)
+    at = start + speed * numpy.arange(frames)[:, None] * numpy.array([math.sin(angle), math.cos(angle)])
+    blob = 150 * _blobs(at, VISIBLE_SIDE, width=1.6)[..., None] * rng.uniform(0.6, 1.0, size=3)
+    return numpy.clip(blob + rng.normal(60, 20, (frames, VISIBLE_SIDE, VISIBLE_SIDE, 3)), 0, 255).astype("uint8")
+
+
+def _infrared(rng: numpy.random.Generator, column: int, side: int) -> numpy.ndarray:
+    """A hot spot anywhere: degrees Celsius, float16 (frames, 12, 12)."""
+    frames = int(rng.integers(4, 8))
+    at = rng.uniform(2, INFRARED_SIDE - 3, size=2) + rng.normal(0, 0.2, size=(frames, 2))
+    above = 15 + 30 * (column + rng.uniform(-0.3, 0.3)) / (side - 1)
+    spot = above * _blobs(at, INFRARED_SIDE, width=1.4)
+    return (AMBIENT_CELSIUS + spot + rng.normal(0, 0.5, spot.shape)).astype("float16")
+
+
+def _cooling_curve(rng: numpy.random.Generator, column: int, side: int) -> numpy.ndarray:
+    """Newton's law of cooling: degrees Celsius, float32 (points,)."""
+    points = int(rng.integers(16, 29))
+    constant = 3.0 * 4 ** ((column + rng.uniform(-0.2, 0.2)) / (side - 1) * 1.2)
+    curve = rng.uniform(20, 40) * numpy.exp(-numpy.arange(points) / constant)
+    return (AMBIENT_CELSIUS + curve + rng.normal(0, 0.3, points)).astype("float32")
+
+
+def _kinematics(rng: numpy.random.Generator, level: int, side: int) -> numpy.ndarray:
+    """Oscillations of one frequency in six channels: float32 (time, 6)."""
+    time = int(rng.integers(32, 65))
+    cycles = 0.05 + 0.12 * (level + rng.uniform(-0.2, 0.2)) / (side - 1)
+    phase, amplitude = rng.uniform(0, 2 * math.pi, CHANNELS), rng.uniform(0.7, 1.3, CHANNELS)
+    waves = amplitude * numpy.sin(2 * math.pi * cycles * numpy.arange(time)[:, None] + phase)
+    return (waves + rng.normal(0, 0.3, waves.shape)).astype("float32")
+
+
+def _blobs(at: numpy.ndarray, side: int, width: float) -> numpy.ndarray:
+    """Gaussians of height 1 centred at ``at`` (frames, 2), y and x: (frames, side, side)."""
+    grid = numpy.stack(numpy.meshgrid(numpy.arange(side), numpy.arange(side), indexing="ij"), axis=-1)
+    distance = ((grid - at[:, None, None, :]) ** 2).sum(axis=-1)
+    return numpy.exp(-distance / (2 * width**2))

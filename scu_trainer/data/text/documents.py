@@ -1,0 +1,123 @@
+"""Tokenized documents of one source, cached and memory-mapped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy
+
+from scu_trainer.data.books import DataBooks
+from scu_trainer.data.sources import Source
+from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
+from scu_trainer.data.text.encode import UNREADABLE, Document, Dropped, Encoder, encoded
+from scu_trainer.data.text.packing import NumberedDocument, record_batches
+from scu_trainer.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow
+
+DOCUMENTS_VERSION = 1  # raise it when the same text would give other documents
+DOCUMENTS_PER_READ = 64
+
+
+class StoredDocuments:
+    """Documents by number, with the books of how they were read."""
+
+    def __init__(self, rows: datasets.Dataset, books: DataBooks) -> None:
+        self._rows = rows.with_format("arrow")
+        self.books = books
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def digests(self) -> numpy.ndarray:
+        """int64 of shape (documents,); equal for documents with the same content."""
+        return self._rows.select_columns("digest")[:]["digest"].to_numpy()
+
+
+class TokenizedDocuments(StoredDocuments):
+    """Documents as tokens; ``digests`` are those of the tokens."""
+
+    def numbered(self, order: numpy.ndarray) -> Iterator[NumberedDocument]:
+        """Documents in the given order; a few are in memory at a time."""
+        for start in range(0, len(order), DOCUMENTS_PER_READ):
+            numbers = order[start : start + DOCUMENTS_PER_READ]
+            table = self._rows[numbers]
+            for number, ids, labels in zip(numbers, table["input_ids"], table["labels"], strict=True):
+                yield NumberedDocument(int(number), ids.values.to_numpy(), labels.values.to_numpy())
+
+    def described(self, order: numpy.ndarray) -> Iterator[tuple[int, str, int, int]]:
+        """Number, name, tokens and UTF-8 bytes of each document of ``order``."""
+        if not len(order):
+            return
+        columns = ["name", "tokens", "utf8_bytes"]
+        for number, row in zip(order, self._rows.select_columns(columns)[order].to_pylist(), strict=True):
+            yield int(number), *(row[column] for column in columns)
+
+
+def tokenized_documents(
+    source: Source, encoder: Encoder, limit: int | None, cache_dir: Path, processes: int
+) -> TokenizedDocuments:
+    """The first ``limit`` usable documents of a source (all if None)."""
+
+    def write(folder: Path) -> None:
+        books = DataBooks()
+        documents = usable_documents(source, encoder, limit, processes, books)
+        write_arrow(folder / "documents.arrow", _schema(), record_batches(map(_columns, documents), _schema()))
+        (folder / "books.json").write_text(json.dumps(books.as_dict()))
+
+    name = digest_of(DOCUMENTS_VERSION, source.identity, encoder.identity, limit)
+    folder = built_once(cache_dir / "documents" / name, write)
+    books = DataBooks(**json.loads((folder / "books.json").read_text()))
+    return TokenizedDocuments(open_arrow(folder / "documents.arrow"), books)
+
+
+def usable_documents(
+    source: Source, encoder: Encoder, limit: int | None, processes: int, books: DataBooks
+) -> Iterator[Document]:
+    """Documents in the order of the source; rows read and dropped are counted in ``books``.
+
+    Raises DataError at the first unreadable row unless ``skip_bad_rows``.
+    """
+    from tqdm.auto import tqdm
+
+    results = encoded(source.read(), encoder, processes)
+    shown = tqdm(results, desc=f"tokenizing {source.name}", unit=" rows", delay=2, disable=None, leave=False)
+    yield from islice(_kept(shown, encoder.skip_bad_rows, books), limit)
+
+
+def _kept(results: Iterable[Document | Dropped], skip_bad_rows: bool, books: DataBooks) -> Iterator[Document]:
+    for result in results:
+        books.rows_read += 1
+        if isinstance(result, Document):
+            yield result
+        elif result.reason == UNREADABLE and not skip_bad_rows:
+            raise DataError(f"{result.example}. Repair the row, or count and skip such rows with --skip_bad_rows true")
+        else:
+            books.drop(result.reason, result.example)
+
+
+def _schema() -> pyarrow.Schema:
+    import pyarrow
+
+    tokens = pyarrow.list_(pyarrow.int32())
+    return pyarrow.schema(
+        {
+            "input_ids": tokens,
+            "labels": tokens,
+            "tokens": pyarrow.int32(),
+            "digest": pyarrow.int64(),
+            "name": pyarrow.string(),
+            "utf8_bytes": pyarrow.int64(),
+        }
+    )
+
+
+def _columns(document: Document) -> dict:
+    return {**document._asdict(), "tokens": len(document.input_ids), "digest": document.digest}

@@ -1,0 +1,203 @@
+"""Records -> documents: token ids, and the labels that say which of them are learned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple, Optional
+
+import numpy
+import xxhash
+
+from scu_trainer.data.formats import Chat, Completion, Text, understand
+from scu_trainer.data.records import BadRow, Record
+from scu_trainer.data.store import digest_of
+from scu_trainer.data.text.chat import chat_template_of, encode_chat
+from scu_trainer.settings import DataSettings
+
+NOT_LEARNED = -100
+UNREADABLE, EMPTY, NOTHING_TO_LEARN = "unreadable row", "empty text", "no token to learn"
+
+BATCH_CHARACTERS = 2_000_000  # bounds memory: a token costs some 36 bytes while it is a Python int
+BATCH_RECORDS = 512
+
+
+class Document(NamedTuple):
+    """``input_ids`` and ``labels``, int32 of shape (tokens,), ended with eos; labels are -100 where not learned."""
+
+    input_ids: numpy.ndarray
+    labels: numpy.ndarray
+    name: str
+    utf8_bytes: int
+
+    @property
+    def digest(self) -> int:
+        """Equal for documents with the same tokens."""
+        return xxhash.xxh3_64_intdigest(self.input_ids.tobytes()) - 2**63
+
+
+class Dropped(NamedTuple):
+    """A row that became no document, and why."""
+
+    reason: str
+    example: str
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Tokenizer and rules; can be sent to another process."""
+
+    tokenizer: object
+    text_column: str
+    completion_only_loss: bool
+    assistant_only_loss: bool
+    skip_bad_rows: bool
+    model_name: str
+
+    @classmethod
+    def of(cls, settings: DataSettings, tokenizer, model_name: str) -> Encoder:
+        rules = ("text_column", "completion_only_loss", "assistant_only_loss", "skip_bad_rows")
+        return cls(tokenizer, **{name: getattr(settings, name) for name in rules}, model_name=model_name)
+
+    @property
+    def identity(self) -> str:
+        """Changes when the same rows would give other tokens."""
+        rules = [self.text_column, self.completion_only_loss, self.assistant_only_loss, self.skip_bad_rows]
+        return digest_of(rules, _tokenizer_state(self.tokenizer))
+
+    def encode(self, records: list[Record]) -> list[Document | Dropped]:
+        """One result per record."""
+        results: list = [self._understand(record) for record in records]
+        texts = [index for index, result in enumerate(results) if isinstance(result, Text)]
+        for index, ids in zip(texts, self._ids([results[index].text for index in texts]), strict=True):
+            results[index] = self._finish(ids, [True] * len(ids), records[index], results[index].text)
+        return [self._encode_one(*pair) for pair in zip(records, results, strict=True)]
+
+    def _understand(self, record: Record) -> Text | Completion | Chat | Dropped:
+        try:
+            if record.problem:
+                raise BadRow(record.problem)
+            content = understand(record.value, self.text_column)
+        except BadRow as error:
+            return Dropped(UNREADABLE, f"{record.place}: {error}")
+        text = content.text if isinstance(content, Text) else getattr(content, "completion", "-")
+        return content if text.strip() else Dropped(EMPTY, record.place)
+
+    def _encode_one(self, record: Record, content) -> Document | Dropped:
+        if isinstance(content, Completion):
+            return self._completion(record, content)
+        if not isinstance(content, Chat):
+            return content
+        try:
+            return self._chat(record, content)
+        except BadRow as error:
+            return Dropped(UNREADABLE, f"{record.place}: {error}")
+
+    def _completion(self, record: Record, content: Completion) -> Document | Dropped:
+        # Two calls: at inference the prompt is tokenized alone, and a token must not straddle the boundary.
+        prompt = _without_end(self._ids([content.prompt])[0], self._end_ids)
+        completion = self._ids([content.completion], add_special_tokens=False)[0]
+        learned = [not self.completion_only_loss] * len(prompt) + [True] * len(completion)
+        return self._finish(prompt + completion, learned, record, content.prompt + content.completion)
+
+    def _chat(self, record: Record, content: Chat) -> Document | Dropped:
+        template = chat_template_of(self.tokenizer, self.model_name)
+        ids, learned, text = encode_chat(self.tokenizer, template, content, self._learned_part(content))
+        return self._finish(
+            ids, learned, record, text, end_within=2
+        )  # templates break the line after their last marker
+
+    def _learned_part(self, content: Chat) -> str:
+        if content.prompt_turns is not None:
+            return "completion" if self.completion_only_loss else "all"
+        return "assistant" if self.assistant_only_loss else "all"
+
+    def _ids(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        if not texts:
+            return []
+        return self.tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+    def _finish(
+        self, ids: list[int], learned: list[bool], record: Record, text: str, end_within: int = 1
+    ) -> Document | Dropped:
+        """Append eos unless one of the last ``end_within`` tokens is it; learned if it ends something learned."""
+        end = self.tokenizer.eos_token_id
+        if end is not None and end not in ids[-end_within:]:
+            ids, learned = [*ids, end], [*learned, bool(learned) and learned[-1]]
+        input_ids = numpy.asarray(ids, dtype=numpy.int32)
+        labels = numpy.where(learned, input_ids, numpy.int32(NOT_LEARNED)).astype(numpy.int32)
+        if not (labels[1:] != NOT_LEARNED).any():  # the first token has nothing before it to be predicted from
+            return Dropped(NOTHING_TO_LEARN, record.place)
+        return Document(input_ids, labels, record.place, len(text.encode("utf-8", "surrogatepass")))
+
+    @property
+    def _end_ids(self) -> set[Optional[int]]:
+        return {self.tokenizer.eos_token_id, self.tokenizer.sep_token_id} - {None}
+
+
+def _without_end(ids: list[int], end_ids: set[Optional[int]]) -> list[int]:
+    """Some tokenizers end every text; a prompt goes on."""
+    return ids[:-1] if ids and ids[-1] in end_ids else ids
+
+
+def _tokenizer_state(tokenizer) -> list:
+    """JSON-like description of everything that decides the ids of a text."""
+    template = getattr(tokenizer, "chat_template", None)
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    if not tokenizer.is_fast:
+        return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), special, template]
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    return [{**backend, "padding": None, "truncation": None}, special, template]  # calls change these two
+
+
+def encoded(records: Iterable[Record], encoder: Encoder, processes: int = 1) -> Iterator[Document | Dropped]:
+    """Results in the order of the records; only a few batches are in memory."""
+    batches = _batches(records)
+    if processes == 1:
+        for batch in batches:
+            yield from encoder.encode(batch)
+        return
+    yield from _encoded_by_workers(batches, encoder, processes)
+
+
+def _encoded_by_workers(batches: Iterator[list[Record]], encoder: Encoder, processes: int):
+    """Batches go out in rounds: a pool's own ``imap`` would read the whole source ahead."""
+    import multiprocessing
+
+    # Spawned, not forked: this process may hold threads of torch and tokenizers.
+    with multiprocessing.get_context("spawn").Pool(processes, _start_worker, (encoder,)) as pool:
+        while round_of_batches := list(islice(batches, 4 * processes)):
+            for results in pool.imap(_work, round_of_batches):
+                yield from results
+
+
+def _start_worker(encoder: Encoder) -> None:
+    """Sent once per process: a tokenizer of a large vocabulary is megabytes."""
+    global _worker_encoder
+    _worker_encoder = encoder
+
+
+def _work(batch: list[Record]) -> list[Document | Dropped]:
+    return _worker_encoder.encode(batch)
+
+
+def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+    batch, characters = [], 0
+    for record in records:
+        batch.append(record)
+        characters += _characters(record.value)
+        if characters >= BATCH_CHARACTERS or len(batch) == BATCH_RECORDS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _characters(value) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0

@@ -1,0 +1,181 @@
+"""Documents -> rows of at most ``block_size`` tokens.
+
+The first label of every row, and of every isolated document, is -100: nothing before it predicts it. So the labels
+other than -100 are exactly what a causal loss counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy
+
+from scu_trainer.data.books import DataBooks
+from scu_trainer.data.text.encode import NOT_LEARNED, NOTHING_TO_LEARN
+from scu_trainer.settings import DataSettings
+
+if TYPE_CHECKING:
+    import pyarrow
+
+MOST_ROWS_PER_BATCH, MOST_VALUES_PER_BATCH = 8192, 2**21
+"""Values: tokens and labels, characters of texts. A batch is held in memory while it is written, and its place in the
+file whenever the file is open: few batches where rows are short, small ones where they are long."""
+
+
+class NumberedDocument(NamedTuple):
+    """``input_ids`` and ``labels`` of shape (tokens,); ``number`` is its place among the documents of its source."""
+
+    number: int
+    input_ids: numpy.ndarray
+    labels: numpy.ndarray
+
+
+class Row(NamedTuple):
+    """One row; arrays of shape (length,). ``documents`` are the numbers of those inside, in order."""
+
+    input_ids: numpy.ndarray
+    labels: numpy.ndarray
+    position_ids: numpy.ndarray
+    documents: list[int]
+
+    @property
+    def learned_tokens(self) -> int:
+        return int((self.labels != NOT_LEARNED).sum())
+
+
+def packed(documents: Iterable[NumberedDocument], block_size: int, isolate: bool) -> Iterator[Row]:
+    """Rows of exactly ``block_size`` tokens over all documents, one after the other; the last one may be shorter."""
+    pieces: list[NumberedDocument] = []
+    room = block_size
+    for document in documents:
+        start = 0
+        while start < len(document.input_ids):
+            end = min(start + room, len(document.input_ids))
+            pieces.append(_piece(document, start, end))
+            room -= end - start
+            start = end
+            if room == 0:
+                yield _joined(pieces, isolate)
+                pieces, room = [], block_size
+    if pieces:
+        yield _joined(pieces, isolate)
+
+
+def windows(documents: Iterable[NumberedDocument], block_size: int) -> Iterator[Row]:
+    """Rows of one document each. They overlap by one token: all but a document's first are predicted once."""
+    for document in documents:
+        for start in range(0, max(1, len(document.input_ids) - 1), block_size - 1):
+            yield _joined([_piece(document, start, start + block_size)], isolate=True)
+
+
+def _piece(document: NumberedDocument, start: int, end: int) -> NumberedDocument:
+    return NumberedDocument(document.number, document.input_ids[start:end], document.labels[start:end])
+
+
+def _joined(pieces: list[NumberedDocument], isolate: bool) -> Row:
+    labels = numpy.concatenate([piece.labels for piece in pieces])
+    lengths = [len(piece.input_ids) for piece in pieces]
+    starts = numpy.cumsum([0, *lengths[:-1]])
+    labels[starts if isolate else 0] = NOT_LEARNED
+    positions = numpy.concatenate([numpy.arange(length, dtype=numpy.int32) for length in lengths])
+    return Row(
+        numpy.concatenate([piece.input_ids for piece in pieces]), labels, positions, [piece.number for piece in pieces]
+    )
+
+
+def _count_cuts(documents: Iterable[NumberedDocument], block_size: int, books: DataBooks) -> Iterator[NumberedDocument]:
+    """The same documents; counts those that do not fit into one row."""
+    for document in documents:
+        books.documents_cut += len(document.input_ids) > block_size
+        yield document
+
+
+def _learnable(rows: Iterable[Row], books: DataBooks) -> Iterator[Row]:
+    """Rows with a token to learn; the others are counted. A mean loss over a row without one is not a number."""
+    for row in rows:
+        if row.learned_tokens:
+            yield row
+        else:
+            books.drop(f"row of tokens with {NOTHING_TO_LEARN}", f"document {row.documents[0]}")
+
+
+def training_rows(documents: Iterable[NumberedDocument], settings: DataSettings, books: DataBooks) -> Iterator[dict]:
+    """Columns of the training rows, counted in ``books``."""
+    documents = _count_cuts(documents, settings.block_size, books)
+    if settings.packing:
+        rows = packed(documents, settings.block_size, settings.isolate_documents)
+    else:
+        rows = windows(documents, settings.block_size)
+    for row in _learnable(rows, books):
+        books.blocks += 1
+        books.train_tokens += len(row.input_ids)
+        books.supervised_tokens += row.learned_tokens
+        yield _training_row(row, settings.isolate_documents)
+
+
+def held_out_rows(documents: Iterable[NumberedDocument], settings: DataSettings, books: DataBooks) -> Iterator[dict]:
+    """Columns of the held-out rows, counted in ``books``."""
+    for row in _learnable(windows(documents, settings.block_size), books):
+        books.eval_rows += 1
+        books.eval_tokens += row.learned_tokens
+        yield _held_out_row(row)
+
+
+def _training_row(row: Row, isolate: bool) -> dict:
+    """Columns of a training row."""
+    columns = {"input_ids": row.input_ids, "labels": row.labels}
+    if isolate:
+        columns["position_ids"] = row.position_ids
+    return {**columns, "length": len(row.input_ids), "documents": row.documents}
+
+
+def _held_out_row(row: Row) -> dict:
+    """Columns of a held-out row."""
+    return {
+        "input_ids": row.input_ids,
+        "labels": row.labels,
+        "length": len(row.input_ids),
+        "document": row.documents[0],
+    }
+
+
+def training_schema(isolate: bool) -> pyarrow.Schema:
+    """Arrow types of ``training_rows``."""
+    import pyarrow
+
+    tokens = pyarrow.list_(pyarrow.int32())
+    columns = {"input_ids": tokens, "labels": tokens, **({"position_ids": tokens} if isolate else {})}
+    return pyarrow.schema({**columns, "length": pyarrow.int32(), "documents": pyarrow.list_(pyarrow.int32())})
+
+
+def held_out_schema() -> pyarrow.Schema:
+    """Arrow types of ``held_out_rows``."""
+    import pyarrow
+
+    tokens = pyarrow.list_(pyarrow.int32())
+    return pyarrow.schema(
+        {"input_ids": tokens, "labels": tokens, "length": pyarrow.int32(), "document": pyarrow.int32()}
+    )
+
+
+def record_batches(rows: Iterable[dict], schema: pyarrow.Schema) -> Iterator[pyarrow.RecordBatch]:
+    """Arrow batches, of some megabytes at most unless one row is longer; arrays of integers go in without becoming
+    Python lists."""
+    import pyarrow
+
+    for batch in _batches(rows):
+        columns = [pyarrow.array([row[name] for row in batch], type=schema.field(name).type) for name in schema.names]
+        yield pyarrow.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _batches(rows: Iterable[dict]) -> Iterator[list[dict]]:
+    batch, values = [], 0
+    for row in rows:
+        batch.append(row)
+        values += sum(len(value) for value in row.values() if hasattr(value, "__len__"))
+        if len(batch) == MOST_ROWS_PER_BATCH or values >= MOST_VALUES_PER_BATCH:
+            yield batch
+            batch, values = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,163 @@
+"""Settings -> rows to train on and rows held out.
+
+    source ─▶ tokenized documents (cached: source, tokenizer, rules) ─▶ split by document ─▶ rows (cached: all settings)
+
+Tokenized documents are kept apart from rows, so another seed or block size does not tokenize again.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional, TypeVar
+
+import numpy
+
+from scu_trainer.data.books import DataBooks
+from scu_trainer.data.sources import Source, held_out_source, training_source
+from scu_trainer.data.store import built_once, open_arrow, write_arrow
+from scu_trainer.data.text.chat import read_chat_template
+from scu_trainer.data.text.documents import TokenizedDocuments, tokenized_documents
+from scu_trainer.data.text.encode import Encoder
+from scu_trainer.data.text.packing import held_out_rows, held_out_schema, record_batches, training_rows, training_schema
+from scu_trainer.data.text.plan import HeldOutDocument, Plan, PreparedData
+from scu_trainer.data.text.stream import prepare_stream
+from scu_trainer.errors import DataError
+from scu_trainer.settings import DataSettings
+
+if TYPE_CHECKING:
+    import datasets
+
+Documents = TypeVar("Documents")
+
+WHOLE = 2**31 - 1
+"""Tokens in a row that no document exceeds."""
+
+
+def prepare(settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, model_name: str) -> PreparedData:
+    """Training rows and held-out rows, from the cache if nothing changed.
+
+    ``settings.chat_template`` becomes the tokenizer's own, so that it is saved with the model.
+    ``model_name`` appears in messages only. Raises DataError if there is nothing to learn from, StorageError if
+    ``cache_dir`` cannot be written.
+    """
+    plan = _plan(settings, tokenizer, seed, cache_dir, model_name)
+    if settings.streaming:
+        return prepare_stream(plan)
+    folder = built_once(cache_dir / "tokenized" / plan.fingerprint, lambda new: _write(new, plan))
+    return _open(folder)
+
+
+def whole_held_out(
+    settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, model_name: str
+) -> Optional[datasets.Dataset]:
+    """The documents that ``prepare`` holds out, in memory, each in one row however long it is; columns and numbers of
+    documents as in ``PreparedData.eval``. None if nothing is held out."""
+    import datasets
+    import pyarrow
+
+    plan = _plan(replace(settings, block_size=WHOLE), tokenizer, seed, cache_dir, model_name)
+    if settings.streaming:
+        return prepare_stream(plan).eval
+    books = DataBooks()  # prepare has counted what is dropped
+    _, _, documents, order = both_sides(plan, functools.partial(_tokenized, plan, books=books), books)
+    rows = held_out_rows(documents.numbered(order), plan.settings, books)
+    batches = list(record_batches(rows, held_out_schema()))
+    return datasets.Dataset(pyarrow.Table.from_batches(batches)) if batches else None
+
+
+def _plan(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model_name: str) -> Plan:
+    if settings.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(settings.chat_template)
+    source = training_source(settings, cache_dir)
+    held_out = held_out_source(settings, cache_dir) if settings.eval_dataset else source.held_out
+    return Plan(settings, Encoder.of(settings, tokenizer, model_name), source, held_out, seed, cache_dir)
+
+
+def _open(folder: Path) -> PreparedData:
+    books = DataBooks(**json.loads((folder / "books.json").read_text()))
+    documents = tuple(HeldOutDocument(*item) for item in json.loads((folder / "eval_documents.json").read_text()))
+    held_out = open_arrow(folder / "eval.arrow") if documents else None
+    return PreparedData(open_arrow(folder / "train.arrow"), held_out, books, folder.name, documents)
+
+
+def _write(folder: Path, plan: Plan) -> None:
+    settings = plan.settings
+    books = DataBooks(notes=[*plan.source.notes])
+    read = functools.partial(_tokenized, plan, books=books)
+    documents, train_order, eval_source, eval_order = both_sides(plan, read, books)
+    _write_training_rows(folder, documents, train_order, plan, books)
+    _write_held_out_rows(folder, eval_source, eval_order, settings, books)
+    (folder / "books.json").write_text(json.dumps(books.as_dict()))
+
+
+def both_sides(
+    plan: Plan, read: Callable[[Source, int | None], Documents], books: DataBooks
+) -> tuple[Documents, numpy.ndarray, Documents, numpy.ndarray]:
+    """(training documents, their order, held-out documents, their order), counted in ``books``.
+
+    ``read(source, limit)``: documents with a length and ``digests``. ``plan``: its settings, source, held_out and seed
+    decide.
+    """
+    documents = eval_source = read(plan.source, plan.settings.dataset_size)
+    train_order, eval_order = split(len(documents), plan, books)
+    if plan.held_out:
+        eval_source = read(plan.held_out, plan.settings.max_eval_documents)
+        eval_order = numpy.arange(len(eval_source))
+    books.documents, books.eval_documents = len(train_order), len(eval_order)
+    books.heldout_duplicates = int(numpy.isin(eval_source.digests[eval_order], documents.digests[train_order]).sum())
+    return documents, train_order, eval_source, eval_order
+
+
+def _tokenized(plan: Plan, source: Source, limit: int | None, books: DataBooks) -> TokenizedDocuments:
+    workers = plan.settings.preprocessing_num_workers
+    documents = tokenized_documents(source, plan.encoder, limit, plan.cache_dir, workers)
+    books.add(documents.books)
+    if not len(documents):
+        raise DataError(
+            f"{source.name} has no document to learn from. {documents.books.rows_read:,} rows read, dropped: "
+            f"{documents.books.dropped_in_words()}. Check text_column, or completion_only_loss and "
+            "assistant_only_loss if the rows hold prompts only"
+        )
+    return documents
+
+
+def split(count: int, plan: Plan, books: DataBooks) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Numbers of the training documents in the order of training, and of the held-out ones, ascending."""
+    order = numpy.random.default_rng(plan.seed).permutation(count)
+    percentage = plan.settings.validation_split_percentage
+    if plan.held_out or percentage == 0:
+        return order, order[:0]
+    if count < 2:
+        books.notes.append("nothing is held out: there is only one document; give an eval_dataset to measure progress")
+        return order, order[:0]
+    held_out = min(max(1, round(count * percentage / 100)), count - 1, plan.settings.max_eval_documents or count)
+    return order[held_out:], numpy.sort(order[:held_out])
+
+
+def _write_training_rows(
+    folder: Path, documents: TokenizedDocuments, order: numpy.ndarray, plan: Plan, books: DataBooks
+) -> None:
+    settings = plan.settings
+    rows = training_rows(documents.numbered(order), settings, books)
+    schema = training_schema(settings.isolate_documents)
+    write_arrow(folder / "train.arrow", schema, record_batches(rows, schema))
+    if not books.supervised_tokens:
+        raise DataError(
+            f"no training row of {plan.source.name} has a token to learn; dropped: {books.dropped_in_words()}. "
+            "Raise block_size, or set completion_only_loss or assistant_only_loss to false"
+        )
+
+
+def _write_held_out_rows(
+    folder: Path, documents: TokenizedDocuments, order: numpy.ndarray, settings: DataSettings, books: DataBooks
+) -> None:
+    if len(order):
+        schema = held_out_schema()
+        rows = held_out_rows(documents.numbered(order), settings, books)
+        write_arrow(folder / "eval.arrow", schema, record_batches(rows, schema))
+    described = [HeldOutDocument(*item) for item in documents.described(order)]
+    (folder / "eval_documents.json").write_text(json.dumps(described))

@@ -1,0 +1,123 @@
+"""Rows made while training reads: nothing is stored, and the first rows are ready at once.
+
+The held-out documents are the *first* ones of the stream, since its end is not known: if the data are sorted (by date,
+by topic), give an ``eval_dataset``. Documents come in the order of the source. Every pass gives the same rows, so a
+resumed run can skip those that it has seen. ``validation_split_percentage`` counts only as zero or not zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from scu_trainer.data.books import DataBooks
+from scu_trainer.data.sources import Source
+from scu_trainer.data.text.documents import usable_documents
+from scu_trainer.data.text.encode import Document
+from scu_trainer.data.text.packing import (
+    NumberedDocument,
+    held_out_rows,
+    held_out_schema,
+    record_batches,
+    training_rows,
+    training_schema,
+)
+from scu_trainer.data.text.plan import HeldOutDocument, Plan, PreparedData
+from scu_trainer.errors import DataError
+
+HELD_OUT_DOCUMENTS = 100  # unless max_eval_documents says otherwise
+
+
+class TrainingStream:
+    """Each call reads the source from its start. ``books`` describe the latest pass in this process.
+
+    With dataloader workers the counts stay in the workers.
+    """
+
+    def __init__(self, plan: Plan, skip: int, books: DataBooks) -> None:
+        self.plan, self.skip, self.books = plan, skip, books
+        self._at_start = books.as_dict()
+
+    def __call__(self) -> Iterator[dict]:
+        vars(self.books).update(DataBooks(**self._at_start).as_dict())
+        plan = self.plan
+        documents = usable_documents(plan.source, plan.encoder, plan.settings.dataset_size, 1, self.books)
+        yield from training_rows(self._counted(islice(documents, self.skip, None)), plan.settings, self.books)
+        if not self.books.supervised_tokens:
+            raise DataError(
+                f"{plan.source.name} gave nothing to learn after {self.skip} held-out documents; dropped: "
+                f"{self.books.dropped_in_words()}"
+            )
+
+    def _counted(self, documents: Iterator[Document]) -> Iterator[NumberedDocument]:
+        for number, document in enumerate(documents, start=self.skip):
+            self.books.documents += 1
+            yield NumberedDocument(number, document.input_ids, document.labels)
+
+
+def prepare_stream(plan: Plan) -> PreparedData:
+    """The same as ``prepare``, with an IterableDataset to train on."""
+    import datasets
+    import pyarrow
+
+    books = DataBooks(streaming=True, notes=[*plan.source.notes])
+    held_out = _held_out_documents(plan, books)
+    skip = 0 if plan.held_out else len(held_out)
+    if skip:
+        books.notes.append(f"streaming: the first {skip} documents are held out")
+    rows = held_out_rows(_numbered(held_out), plan.settings, books)
+    batches = list(record_batches(rows, held_out_schema()))
+    features = datasets.Features.from_arrow_schema(training_schema(plan.settings.isolate_documents))
+    train = datasets.IterableDataset.from_generator(TrainingStream(plan, skip, books), features=features)
+    return PreparedData(
+        train=train,
+        eval=datasets.Dataset(pyarrow.Table.from_batches(batches)) if batches else None,
+        books=books,
+        fingerprint=plan.fingerprint,
+        eval_documents=tuple(
+            HeldOutDocument(number, document.name, len(document.input_ids), document.utf8_bytes)
+            for number, document in enumerate(held_out)
+        ),
+    )
+
+
+def _held_out_documents(plan: Plan, books: DataBooks) -> list[Document]:
+    if plan.held_out:
+        documents = _first_documents(plan, plan.held_out, _held_out_limit(plan), books)
+    elif plan.settings.validation_split_percentage:
+        documents = _first_of_training(plan)
+    else:
+        documents = []
+    books.eval_documents = len(documents)
+    return documents
+
+
+def _held_out_limit(plan: Plan) -> int:
+    return plan.settings.max_eval_documents or HELD_OUT_DOCUMENTS
+
+
+def _first_of_training(plan: Plan) -> list[Document]:
+    """The first documents of the training stream, which must go on after them."""
+    limit = _held_out_limit(plan)
+    # The training pass reads and counts these rows again, so they are not counted here.
+    documents = _first_documents(
+        plan, plan.source, min(limit + 1, plan.settings.dataset_size or limit + 1), DataBooks()
+    )
+    if len(documents) <= limit:
+        raise DataError(
+            f"{plan.source.name} gives {len(documents)} documents and streaming holds the first {limit} out, so none "
+            f"is left to learn from; lower max_eval_documents below {len(documents)}, or set streaming: false"
+        )
+    return documents[:limit]
+
+
+def _first_documents(plan: Plan, source: Source, limit: int, books: DataBooks) -> list[Document]:
+    documents = list(usable_documents(source, plan.encoder, limit, 1, books))
+    if not documents:
+        raise DataError(f"{source.name} has no usable document; dropped: {books.dropped_in_words()}")
+    return documents
+
+
+def _numbered(documents: list[Document]) -> Iterator[NumberedDocument]:
+    for number, document in enumerate(documents):
+        yield NumberedDocument(number, document.input_ids, document.labels)

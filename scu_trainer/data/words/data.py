@@ -1,0 +1,295 @@
+"""Texts with categories -> rows of words, held-out rows, and the books of what was left out.
+
+    source ─▶ texts (cached) ─▶ split by text ─▶ words and categories of the training texts ─▶ rows (cached)
+
+Nothing of a held-out text decides what is a word: its unknown words and unknown categories are counted. Every row
+holds words of one text, because it carries one category; long texts go on in further rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Optional
+
+import numpy
+
+from scu_trainer.data.books import DataBooks
+from scu_trainer.data.sources import Source, held_out_source, training_source
+from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
+from scu_trainer.data.text.packing import (
+    NumberedDocument,
+    held_out_rows,
+    held_out_schema,
+    record_batches,
+    training_rows,
+    training_schema,
+)
+from scu_trainer.data.text.plan import HeldOutDocument, PreparedData
+from scu_trainer.data.text.prepare import both_sides
+from scu_trainer.data.words.embedded import embedded_sections
+from scu_trainer.data.words.texts import Columns, Texts, stored_texts
+from scu_trainer.data.words.tokenizer import word_tokenizer
+from scu_trainer.errors import DataError
+from scu_trainer.settings import DataSettings
+from scu_trainer.settings.words import EMBEDDED_WORD_DATASET, WordSettings
+
+if TYPE_CHECKING:
+    import pyarrow
+    from transformers import PreTrainedTokenizerFast
+
+WORDS_VERSION = 1  # raise it when the same texts would give other rows
+UNKNOWN_CATEGORY = "<unknown>"
+
+
+@dataclass
+class WordBooks(DataBooks):
+    """``words``, ``eval_words``: of the texts, without begin and end; ``unknown_...``: those of them that are <unk>.
+
+    without_category: texts that have none. unknown_categories: texts of a category that the model does not know,
+    because no training text had it. Both with the held-out texts. ``per_category``: training texts of each.
+    """
+
+    vocabulary: int = 0
+    words: int = 0
+    unknown_words: int = 0
+    eval_words: int = 0
+    eval_unknown_words: int = 0
+    without_category: int = 0
+    unknown_categories: int = 0
+    per_category: dict[str, int] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """A few lines for a person."""
+        lines = [
+            *super().lines(),
+            f"vocabulary: {self.vocabulary:,} words; <unk>: {_share(self.unknown_words, self.words)} of the training "
+            f"words, {_share(self.eval_unknown_words, self.eval_words)} of the held-out ones",
+        ]
+        if self.per_category:
+            most = max(self.per_category, key=self.per_category.get)
+            lines.append(f"categories: {len(self.per_category):,}, the largest {most!r} ({self.per_category[most]:,})")
+        if self.without_category:
+            lines.append(f"{self.without_category:,} texts have no category; they count as {UNKNOWN_CATEGORY}")
+        if self.unknown_categories:
+            lines.append(
+                f"{self.unknown_categories:,} texts have a category that was not trained; they count as "
+                f"{UNKNOWN_CATEGORY}"
+            )
+        return lines
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.2%}" if whole else "none"
+
+
+@dataclass(frozen=True)
+class PreparedWords(PreparedData):
+    """Rows as of PreparedData with ``category_ids``, one number per row. ``category_names``: by that number."""
+
+    tokenizer: PreTrainedTokenizerFast
+    category_names: tuple[str, ...]
+
+
+class _Known(NamedTuple):
+    """Words and categories: those of the training texts, or what a trained model brings along."""
+
+    tokenizer: PreTrainedTokenizerFast
+    category_names: tuple[str, ...]
+
+    @property
+    def identity(self) -> list:
+        normalizer = json.loads(self.tokenizer.backend_tokenizer.to_str())["normalizer"]
+        return [sorted(self.tokenizer.get_vocab().items()), normalizer, self.category_names]
+
+
+class _Plan(NamedTuple):
+    """Everything that decides the rows."""
+
+    settings: DataSettings
+    own: WordSettings
+    source: Source
+    held_out: Optional[Source]
+    seed: int
+    cache_dir: Path
+    known: Optional[_Known]
+
+    @property
+    def columns(self) -> Columns:
+        return Columns(self.settings.text_column, self.own.category_column or None)
+
+    @property
+    def folder_name(self) -> str:
+        words = [getattr(self.own, name) for name in ("lowercase", "vocabulary_size", "min_word_count")]
+        return digest_of(self._texts, self.known.identity if self.known else words)
+
+    def fingerprint(self, known: _Known) -> str:
+        """Of data, settings and words: the same whether a trained model brings these or they were learned anew."""
+        return digest_of(self._texts, known.identity)
+
+    @property
+    def _texts(self) -> list:
+        names = ("block_size", "validation_split_percentage", "max_eval_documents", "dataset_size", "skip_bad_rows")
+        rules = {name: getattr(self.settings, name) for name in names}
+        held_out = self.held_out.identity if self.held_out else None
+        return [WORDS_VERSION, self.source.identity, held_out, self.columns, rules, self.seed]
+
+
+def prepare_words(
+    data: DataSettings,
+    own: WordSettings,
+    *,
+    seed: int,
+    cache_dir: Path,
+    tokenizer: Optional[PreTrainedTokenizerFast] = None,
+    category_names: Sequence[str] = (UNKNOWN_CATEGORY,),
+) -> PreparedWords:
+    """Rows of words with the category of their text, from the cache if nothing changed.
+
+    ``tokenizer``: of a trained model, with its ``category_names``; None: words and categories of the training texts.
+    train: input_ids, labels, length, documents, category_ids. eval: the same with ``document``. Raises DataError if
+    there is nothing to learn from, StorageError if ``cache_dir`` cannot be written.
+    """
+    known = _Known(tokenizer, tuple(category_names)) if tokenizer is not None else None
+    source = _source(data, own, cache_dir)
+    held_out = source.held_out
+    if data.eval_dataset:
+        held_out = _source(replace(data, dataset=data.eval_dataset), own, cache_dir, is_held_out=True)
+    data = replace(data, packing=False, isolate_documents=False)
+    plan = _Plan(data, own, source, held_out, seed, cache_dir, known)
+    folder = built_once(cache_dir / "words" / plan.folder_name, lambda new: _write(new, plan))
+    return _open(folder)
+
+
+def _source(data: DataSettings, own: WordSettings, cache_dir: Path, is_held_out: bool = False) -> Source:
+    category = own.category_column or None
+    if data.dataset == EMBEDDED_WORD_DATASET:
+        return embedded_sections(cache_dir, data.text_column, category)
+    read = held_out_source if is_held_out else training_source
+    return read(data, cache_dir, columns=(category,) if category else ())
+
+
+def _open(folder: Path) -> PreparedWords:
+    from transformers import PreTrainedTokenizerFast
+
+    described = json.loads((folder / "words.json").read_text())
+    documents = tuple(HeldOutDocument(*item) for item in described["eval_documents"])
+    return PreparedWords(
+        train=open_arrow(folder / "train.arrow"),
+        eval=open_arrow(folder / "eval.arrow") if documents else None,
+        books=WordBooks(**described["books"]),
+        fingerprint=described["fingerprint"],
+        eval_documents=documents,
+        tokenizer=PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
+        category_names=tuple(described["category_names"]),
+    )
+
+
+def _write(folder: Path, plan: _Plan) -> None:
+    settings = plan.settings
+    books = WordBooks(notes=[*plan.source.notes])
+    read = functools.partial(_texts, plan, books=books)
+    texts, train_order, eval_texts, eval_order = both_sides(plan, read, books)
+    known = plan.known or _learned(texts, train_order, plan.own)
+    encoder = _Encoder(known, books)
+    books.vocabulary = len(known.tokenizer)
+    _write_training_rows(folder, encoder, texts, train_order, plan)
+    documents = _write_held_out_rows(folder, encoder, eval_texts, eval_order, settings)
+    known.tokenizer.save_pretrained(folder / "tokenizer")
+    described = {
+        "books": asdict(books),
+        "fingerprint": plan.fingerprint(known),
+        "eval_documents": documents,
+        "category_names": known.category_names,
+    }
+    (folder / "words.json").write_text(json.dumps(described))
+
+
+def _texts(plan: _Plan, source: Source, limit: int | None, books: WordBooks) -> Texts:
+    texts = stored_texts(source, plan.columns, plan.settings.skip_bad_rows, limit, plan.cache_dir)
+    books.add(texts.books)
+    return texts
+
+
+def _learned(texts: Texts, order: numpy.ndarray, own: WordSettings) -> _Known:
+    """Words and categories of the training texts, the most frequent category first."""
+    tokenizer = word_tokenizer(([text.text for _, text in piece] for piece in texts.pieces(order)), own)
+    counts = Counter(category for category in texts.categories(order) if category not in (None, UNKNOWN_CATEGORY))
+    names = sorted(counts, key=lambda name: (-counts[name], name))
+    return _Known(tokenizer, (UNKNOWN_CATEGORY, *names))
+
+
+class _Encoder:
+    """Texts -> documents of words, counted in ``books``. ``category_ids``: by number of the document."""
+
+    def __init__(self, known: _Known, books: WordBooks) -> None:
+        self.tokenizer, self.books = known.tokenizer, books
+        self.numbers = {name: number for number, name in enumerate(known.category_names)}
+
+    def documents(
+        self, texts: Texts, order: numpy.ndarray, category_ids: numpy.ndarray, held_out: bool, described: list
+    ) -> Iterator[NumberedDocument]:
+        """In the given order. ``category_ids`` (texts,) is filled, ``described`` grows if ``held_out``, as they go."""
+        for piece in texts.pieces(order):
+            encoded = self.tokenizer([text.text for _, text in piece], verbose=False)["input_ids"]
+            for (number, text), ids in zip(piece, encoded, strict=True):
+                words = numpy.asarray([*ids, self.tokenizer.eos_token_id], dtype=numpy.int32)
+                category_ids[number] = self._category(text.category, held_out)
+                self._count(words, held_out)
+                if held_out:
+                    utf8_bytes = len(text.text.encode("utf-8", "surrogatepass"))
+                    described.append(HeldOutDocument(number, text.name, len(words), utf8_bytes))
+                yield NumberedDocument(number, words, words.copy())
+
+    def _category(self, name: Optional[str], held_out: bool) -> int:
+        books = self.books
+        number = self.numbers.get(name or UNKNOWN_CATEGORY, 0)
+        books.without_category += name is None and len(self.numbers) > 1
+        books.unknown_categories += name is not None and number == 0
+        if name is not None and not held_out:
+            books.per_category[name] = books.per_category.get(name, 0) + 1
+        return number
+
+    def _count(self, words: numpy.ndarray, held_out: bool) -> None:
+        unknown = int((words == self.tokenizer.unk_token_id).sum())
+        if held_out:
+            self.books.eval_words += len(words) - 2
+            self.books.eval_unknown_words += unknown
+        else:
+            self.books.words += len(words) - 2
+            self.books.unknown_words += unknown
+
+
+def _write_training_rows(folder: Path, encoder: _Encoder, texts: Texts, order: numpy.ndarray, plan: _Plan) -> None:
+    category_ids = numpy.zeros(len(texts), dtype=numpy.int32)
+    documents = encoder.documents(texts, order, category_ids, held_out=False, described=[])
+    rows = training_rows(documents, plan.settings, encoder.books)
+    schema = _with_category(training_schema(isolate=False))
+    rows = ({**row, "category_ids": int(category_ids[row["documents"][0]])} for row in rows)
+    write_arrow(folder / "train.arrow", schema, record_batches(rows, schema))
+    if not encoder.books.supervised_tokens:
+        raise DataError(f"{plan.source.name} gave no word to learn; dropped: {encoder.books.dropped_in_words()}")
+
+
+def _write_held_out_rows(
+    folder: Path, encoder: _Encoder, texts: Texts, order: numpy.ndarray, settings: DataSettings
+) -> list[HeldOutDocument]:
+    described: list[HeldOutDocument] = []
+    if len(order):
+        category_ids = numpy.zeros(len(texts), dtype=numpy.int32)
+        documents = encoder.documents(texts, order, category_ids, held_out=True, described=described)
+        rows = held_out_rows(documents, settings, encoder.books)
+        schema = _with_category(held_out_schema())
+        rows = ({**row, "category_ids": int(category_ids[row["document"]])} for row in rows)
+        write_arrow(folder / "eval.arrow", schema, record_batches(rows, schema))
+    return described
+
+
+def _with_category(schema: pyarrow.Schema) -> pyarrow.Schema:
+    import pyarrow
+
+    return schema.append(pyarrow.field("category_ids", pyarrow.int32()))

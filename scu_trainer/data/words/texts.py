@@ -1,0 +1,164 @@
+"""Texts with their categories, read one at a time and kept in a memory-mapped file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Optional
+
+import numpy
+import xxhash
+
+from scu_trainer.data.books import DataBooks
+from scu_trainer.data.records import BadRow, Record
+from scu_trainer.data.sources import Source
+from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
+from scu_trainer.data.text.documents import StoredDocuments
+from scu_trainer.data.text.encode import EMPTY, UNREADABLE
+from scu_trainer.data.text.packing import record_batches
+from scu_trainer.errors import DataError, nearest
+
+if TYPE_CHECKING:
+    import pyarrow
+
+TEXTS_VERSION = 1  # raise it when the same rows would give other texts
+TEXTS_PER_READ = 64
+PIECE_BYTES = 2**20  # a text is longer than its tokens; arrow holds what one batch was given until it is written
+
+
+class Columns(NamedTuple):
+    """Names of the columns; ``category`` None: texts have none."""
+
+    text: str
+    category: Optional[str]
+
+
+class LabelledText(NamedTuple):
+    """``category`` None: the row has none. ``name``: its place in the source."""
+
+    text: str
+    category: Optional[str]
+    name: str
+
+
+class Texts(StoredDocuments):
+    """Texts with their categories."""
+
+    def categories(self, order: numpy.ndarray) -> Iterator[Optional[str]]:
+        """Of the texts in the given order."""
+        rows = self._rows.select_columns("category")
+        for numbers in _pieces(order):
+            yield from rows[numbers]["category"].to_pylist()
+
+    def pieces(self, order: numpy.ndarray) -> Iterator[list[tuple[int, LabelledText]]]:
+        """Numbers and texts in the given order; a few are in memory at a time."""
+        for numbers in _pieces(order):
+            table = self._rows[numbers].select(LabelledText._fields)
+            yield [(int(n), LabelledText(**row)) for n, row in zip(numbers, table.to_pylist(), strict=True)]
+
+
+def _pieces(order: numpy.ndarray) -> Iterator[numpy.ndarray]:
+    for start in range(0, len(order), TEXTS_PER_READ):
+        yield order[start : start + TEXTS_PER_READ]
+
+
+def stored_texts(source: Source, columns: Columns, skip_bad_rows: bool, limit: int | None, cache_dir: Path) -> Texts:
+    """The first ``limit`` usable texts of a source (all if None), from the cache if nothing changed.
+
+    Raises DataError at the first row that cannot be used unless ``skip_bad_rows``, and if none is left.
+    """
+
+    def write(folder: Path) -> None:
+        books = DataBooks()
+        texts = islice(_usable(source.read(), columns, skip_bad_rows, books), limit)
+        write_arrow(folder / "texts.arrow", _schema(), _batches(texts))
+        (folder / "books.json").write_text(json.dumps(books.as_dict()))
+
+    name = digest_of(TEXTS_VERSION, source.identity, columns, skip_bad_rows, limit)
+    folder = built_once(cache_dir / "texts" / name, write)
+    texts = Texts(open_arrow(folder / "texts.arrow"), DataBooks(**json.loads((folder / "books.json").read_text())))
+    if not len(texts):
+        raise DataError(
+            f"{source.name} has no text to learn from. {texts.books.rows_read:,} rows read, dropped: "
+            f"{texts.books.dropped_in_words()}. Check text_column and category_column"
+        )
+    return texts
+
+
+def _usable(
+    records: Iterable[Record], columns: Columns, skip_bad_rows: bool, books: DataBooks
+) -> Iterator[LabelledText]:
+    for record in records:
+        books.rows_read += 1
+        try:
+            text = _understood(record, columns)
+        except BadRow as error:
+            if not skip_bad_rows:
+                raise DataError(
+                    f"{record.place}: {error}. Repair the row, or count and skip such rows with --skip_bad_rows true"
+                ) from None
+            books.drop(UNREADABLE, f"{record.place}: {error}")
+            continue
+        if text.text.strip():
+            yield text
+        else:
+            books.drop(EMPTY, record.place)
+
+
+def _understood(record: Record, columns: Columns) -> LabelledText:
+    if record.problem:
+        raise BadRow(record.problem)
+    text = _column(record.value, columns.text, "text_column", "")
+    if not isinstance(text, str):
+        raise BadRow(f"column {columns.text!r} holds {type(text).__name__}, not text")
+    return LabelledText(text, _category(record.value, columns.category), record.place)
+
+
+def _category(row: dict, column: str | None) -> Optional[str]:
+    if column is None:
+        return None
+    value = _column(row, column, "category_column", ", or set category_column to an empty value to learn without")
+    if value is not None and not isinstance(value, (str, int, float)):
+        raise BadRow(f"column {column!r} holds {type(value).__name__}, not a category (text or a number)")
+    name = "" if value is None or value != value else str(value).strip()  # NaN: how tables write "nothing"
+    return name or None
+
+
+def _column(row: dict, column: str, setting: str, otherwise: str):
+    if column not in row:
+        raise BadRow(
+            f"has no column {column!r}; its columns: {', '.join(map(str, row)) or 'none'}"
+            f"{nearest(column, map(str, row))}. Name it with --{setting}{otherwise}"
+        )
+    return row[column]
+
+
+def _schema() -> pyarrow.Schema:
+    import pyarrow
+
+    names = {name: pyarrow.large_string() for name in LabelledText._fields}
+    return pyarrow.schema({**names, "digest": pyarrow.int64()})
+
+
+def _batches(texts: Iterable[LabelledText]) -> Iterator[pyarrow.RecordBatch]:
+    """Arrow batches of few texts or few bytes."""
+    for piece in _piecewise(texts):
+        yield from record_batches(({**text._asdict(), "digest": _digest(text.text)} for text in piece), _schema())
+
+
+def _piecewise(texts: Iterable[LabelledText]) -> Iterator[list[LabelledText]]:
+    piece, size = [], 0
+    for text in texts:
+        piece.append(text)
+        size += len(text.text)
+        if size >= PIECE_BYTES or len(piece) == 4 * TEXTS_PER_READ:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
+
+
+def _digest(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass")) - 2**63

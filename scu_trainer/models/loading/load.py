@@ -1,0 +1,350 @@
+"""From a name to a model that can be tuned: where it lies, how it is loaded, which of its layers get adapters."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.errors import ModelError, UserError
+from scu_trainer.models.loading.adapters import adapter_targets, checked_targets
+from scu_trainer.models.loading.dispatch import Free, Placement, place
+from scu_trainer.models.loading.mapped_files import release_mapped_files
+from scu_trainer.models.loading.offloaded import adapt, adapt_as_saved, has_offloaded_weights
+from scu_trainer.models.loading.possible import require_room_for, require_sane_config
+from scu_trainer.models.loading.safety import (
+    announce_code,
+    code_refusal,
+    needs_code,
+    reason_of,
+    require_safe_adapter,
+    require_safe_weights,
+    safetensors_only,
+)
+from scu_trainer.models.quantize import (
+    compute_dtype_of,
+    prepare_quantized,
+    quantization_config,
+    require_quantization,
+    skeleton_of,
+)
+from scu_trainer.run_files import read_regular
+from scu_trainer.settings import MemorySettings, ModelSettings
+
+if TYPE_CHECKING:
+    import torch
+    from peft import LoraConfig
+    from torch import nn
+    from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """What LoRA means for a kind of model. ``task_type``: peft's name of it. ``targets``: the layers to adapt where
+    nobody names any; None: those of ``adapter_targets``. ``modules_to_save``: trained as they are, beside adapters."""
+
+    task_type: Optional[str] = "CAUSAL_LM"
+    targets: Optional[list[str]] = None
+    modules_to_save: Optional[list[str]] = None
+
+
+CAUSAL = AdapterPlan()
+
+
+def check_source(name_or_path: str, what: str = "model") -> None:
+    """Raise ModelError for a path that is no model, without touching the network. Hub ids pass. ``what`` is wanted of
+    it, for the message."""
+    path = Path(name_or_path).expanduser()
+    looks_local = name_or_path.startswith((".", "/", "~")) or path.exists() or name_or_path.count("/") > 1
+    if not looks_local:
+        return
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise ModelError(f"model_name_or_path {name_or_path!r} {found}; give a folder with a config.json, or a Hub id")
+    if not (path / "config.json").is_file() and not is_adapter(path):
+        raise ModelError(
+            f"model_name_or_path {name_or_path!r} is a folder without config.json or adapter_config.json; give the "
+            "folder "
+            "that save_pretrained wrote"
+        )
+    if (path / "config.json").is_file():
+        require_sane_config(path / "config.json", what)
+
+
+def is_adapter(path: Path) -> bool:
+    return (path / "adapter_config.json").is_file()
+
+
+def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
+    """The tokenizer that belongs to ``model_name_or_path``; an end-of-text token doubles as padding where none is
+    defined."""
+    from transformers import AutoTokenizer
+
+    name = settings.model_name_or_path
+    check_source(name, "tokenizer")
+    source = located(name)
+    if Path(source).is_dir() and not _has_tokenizer(Path(source)):
+        source = base_of(Path(source))
+    with as_model_error(name, "tokenizer", settings.model_revision):
+        announce_code(source, settings)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
+        )
+
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer of {name!r} has no end-of-text token; set eos_token in its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def located(name: str) -> str:
+    """A folder with ``~`` written out, which the libraries take for part of a Hub id; Hub ids as they are."""
+    path = Path(name).expanduser()
+    return str(path) if path.is_dir() else name
+
+
+def _has_tokenizer(path: Path) -> bool:
+    return (path / "tokenizer_config.json").is_file() or (path / "tokenizer.json").is_file()
+
+
+def base_of(adapter: Path) -> str:
+    """Name or path of the base model that an adapter folder was trained on; the folder itself when it is no adapter.
+
+    Raises ModelError if the adapter does not tell, or if its base is a folder that is gone.
+    """
+    if not is_adapter(adapter):
+        return str(adapter)
+    config_file = adapter / "adapter_config.json"
+    with as_model_error(str(adapter), "adapter"):
+        config = json.loads(read_regular(config_file))
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if not base or not isinstance(base, str) or "\0" in base:
+        raise ModelError(f"{config_file} does not tell the base model; set base_model_name_or_path in it")
+    try:
+        check_source(base)
+    except ModelError as error:
+        raise ModelError(f"the adapter {adapter} needs its base model: {error}") from error
+    return base
+
+
+def load_model(
+    settings: ModelSettings, *, device: Optional[torch.device] = None, placement: Optional[Placement] = None
+) -> PreTrainedModel:
+    """Base weights only (of an adapter: those it was trained on), on the CPU, in ``settings.dtype``. Full tuning in
+    ``auto`` loads float32: AdamW's small steps vanish in bfloat16 weights. ``tuning: qlora``: packed into 4 or 8 bits
+    on ``device`` (default: the CPU) as the files are read, and frozen. ``placement``: where else weights go.
+
+    Raises ModelError, and RequirementError where the machine cannot quantize.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    device = device or torch.device("cpu")
+    name = base_of(Path(located(settings.model_name_or_path)))
+    check_source(settings.model_name_or_path)
+    require_quantization(settings, device)
+    dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    if settings.dtype == "auto" and settings.tuning == "full":
+        dtype = torch.float32
+    folder = None if placement is None else placement.private_folder()
+    with as_model_error(name, "model", settings.model_revision):
+        announce_code(located(name), settings)
+        require_safe_weights(located(name), settings)
+        packing = _packing(name, settings, device)
+        told: dict[str, Any] = {} if packing is None else {"quantization_config": packing}
+        if placement is None:
+            config = _config_of(name, settings)
+            require_room_for(config, name, _bytes_per_weight(config, dtype, settings), settings.trust_remote_code)
+        if settings.tuning == "qlora":
+            told["device_map"] = {"": device}
+        if placement is not None:
+            told |= placement.arguments(folder)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            located(name),
+            dtype=dtype,
+            revision=settings.model_revision,
+            trust_remote_code=settings.trust_remote_code,
+            use_safetensors=safetensors_only(settings),
+            attn_implementation=settings.attn_implementation,
+            ignore_mismatched_sizes=True,  # they are in the report, with their names
+            output_loading_info=True,
+            **told,
+        )
+    model.offload_folder = folder  # there as long as the model is
+    _require_complete(name, report)
+    if settings.tuning != "qlora":
+        return model
+    release_mapped_files()  # what was packed is not read again
+    return prepare_quantized(model)
+
+
+def _packing(name: str, settings: ModelSettings, device: torch.device) -> Optional[BitsAndBytesConfig]:
+    """How weights are packed into 4 or 8 bits as they are read; None where they are not, or lie packed in the files."""
+    if settings.tuning != "qlora":
+        return None
+    config = _config_of(name, settings)
+    skeleton = skeleton_of(config, settings.trust_remote_code)
+    return quantization_config(settings, skeleton, compute_dtype_of(settings, device))
+
+
+def _config_of(name: str, settings: ModelSettings) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(
+        located(name), revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
+    )
+
+
+def _bytes_per_weight(config: PretrainedConfig, dtype: Any, settings: ModelSettings) -> float:
+    """Of a weight in memory, at least."""
+    import torch
+
+    if settings.tuning == "qlora" or getattr(config, "quantization_config", None):
+        return 0.5
+    stored = dtype if isinstance(dtype, torch.dtype) else config.dtype
+    return float(stored.itemsize) if isinstance(stored, torch.dtype) else 2.0
+
+
+def plan_placement(
+    settings: ModelSettings, memory: MemorySettings, free: Free, *, device: torch.device
+) -> Optional[Placement]:
+    """Where ``device_map`` puts the weights, known before any is loaded; None without it. Raises a UserError where they
+    do not fit or could not be trained there."""
+    if settings.device_map is None:
+        return None
+    check_source(settings.model_name_or_path)
+    name = base_of(Path(located(settings.model_name_or_path)))
+    with as_model_error(name, "model", settings.model_revision):
+        announce_code(located(name), settings)
+        there = replace(settings, model_name_or_path=located(name))
+        return place(there, memory, free, _packing(name, settings, device))
+
+
+def _require_complete(name: str, report: dict) -> None:
+    """Raise ModelError for weights that the files do not hold: transformers fills them with random numbers."""
+    random = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
+    if random:
+        more = f" and {len(random) - 1} more" if len(random) > 1 else ""
+        raise ModelError(
+            f"the weights of {name!r} are not those of the causal language model in its config.json: {random[0]}{more} "
+            "missing or of another shape; give the folder of a complete causal language model"
+        )
+
+
+STUMBLES = (AttributeError, IndexError, ArithmeticError, AssertionError, TypeError, KeyError)
+"""What a library runs into that computes with files nobody has looked at: zero heads, text for a number."""
+
+
+class as_model_error:
+    """Context manager: what transformers raises for a name it cannot use becomes one ModelError."""
+
+    def __init__(self, name: str, what: str, revision: Optional[str] = None) -> None:
+        self.name, self.what, self.revision = name, what, revision
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind, error, trace) -> bool:
+        if not _is_of_the_files(error) or _is_out_of_memory(error):
+            return False
+        if needs_code(error):
+            raise code_refusal(located(self.name), self.revision) from error
+        first = _first_line(error)
+        hint = "" if Path(self.name).exists() else "; if it is a Hub id, check its spelling and the connection"
+        raise ModelError(f"cannot load the {self.what} of {self.name!r}: {first}{hint}") from error
+
+
+def _is_of_the_files(error: Optional[BaseException]) -> bool:
+    # The tokenizers library, which is no Python, raises nothing more narrow than Exception itself.
+    return not isinstance(error, UserError) and (isinstance(error, _loading_errors()) or type(error) is Exception)
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, pickle.UnpicklingError):
+        return f"its pickle file is damaged or holds more than tensors, and was not read ({reason_of(error)})"
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if isinstance(error, STUMBLES):
+        return f"its files do not hold what the library expects there ({type(error).__name__}: {first})"
+    return first
+
+
+def _loading_errors() -> tuple[type[Exception], ...]:
+    """What the libraries raise for files that are torn, of another kind, or in need of a package."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    builtin = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, UserWarning, pickle.UnpicklingError)
+    return (*builtin, *STUMBLES, StrictDataclassError, SafetensorError)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError)
+
+
+def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters: AdapterPlan = CAUSAL) -> nn.Module:
+    """Full: every weight trainable. LoRA: adapters on ``lora_target_modules`` or on those of the plan, base frozen;
+    where ``model_name_or_path`` is an adapter, training goes on with it, and its own configuration counts."""
+    adapter = Path(settings.model_name_or_path or "").expanduser()
+    if settings.tuning == "full":
+        if is_adapter(adapter):
+            raise ModelError(
+                f"tuning: full cannot start from the adapter {adapter}; give its base model, or use tuning: lora"
+            )
+        return model
+    if is_adapter(adapter):
+        if has_offloaded_weights(model):
+            require_safe_adapter(adapter, settings.allow_pickle)
+            with as_model_error(str(adapter), "adapter"):
+                return adapt_as_saved(model, adapter)
+        return with_adapter(model, adapter, is_trainable=True, allow_pickle=settings.allow_pickle)
+    config = lora_config(model, settings, adapters)
+    with warnings.catch_warnings():
+        # peft finds out layer by layer which way round a weight lies, and warns each time that it did.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
+        return adapt(model, config)
+
+
+def lora_config(model: nn.Module, settings: ModelSettings, adapters: AdapterPlan = CAUSAL) -> LoraConfig:
+    """New adapters for ``model``. Raises ModelError for targets that it does not have."""
+    from peft import LoraConfig
+
+    targets = checked_targets(model, settings.lora_target_modules) or adapters.targets or adapter_targets(model)
+    return LoraConfig(
+        task_type=adapters.task_type,
+        modules_to_save=adapters.modules_to_save,
+        r=settings.lora_r,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules=targets,
+    )
+
+
+def load_for_evaluation(path_or_id: str, settings: ModelSettings) -> PreTrainedModel:
+    """A base model, or a base with the adapter found in ``path_or_id``, frozen and in evaluation mode."""
+    import torch
+
+    path = Path(path_or_id).expanduser()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(replace(settings, model_name_or_path=path_or_id), device=device)
+    if is_adapter(path):
+        model = with_adapter(model, path, is_trainable=False, allow_pickle=settings.allow_pickle)
+    model = model.eval().requires_grad_(False)
+    return model if settings.tuning == "qlora" else model.to(device)  # 8-bit weights cannot be moved
+
+
+def with_adapter(model: PreTrainedModel, adapter: Path, is_trainable: bool, allow_pickle: bool = False) -> nn.Module:
+    from peft import PeftModel
+
+    require_safe_adapter(adapter, allow_pickle)
+    with as_model_error(str(adapter), "adapter"), warnings.catch_warnings():
+        # An adapter that lacks weights would otherwise pass for its base, with a warning only.
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        return PeftModel.from_pretrained(model, str(adapter), is_trainable=is_trainable)

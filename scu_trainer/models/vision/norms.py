@@ -1,0 +1,46 @@
+"""BatchNorm of image classifiers, where a batch is too small for its statistics."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from scu_trainer.models.vision.view import View
+
+
+class SteadyBatchNorm2d(nn.BatchNorm2d):
+    """Normalises one value per channel by the running statistics, in training too, and leaves these as they are.
+
+    Stock BatchNorm raises there. The last batch of an epoch can be one image, and a curriculum that leaves rows out
+    makes epochs of any length.
+    """
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        is_alone = values.numel() == values.shape[1]
+        if not (self.training and is_alone and self.track_running_stats):
+            return super().forward(values)
+        statistics = (self.running_mean, self.running_var, self.weight, self.bias)
+        return functional.batch_norm(values, *statistics, training=False, eps=self.eps)
+
+
+def steady_norms(model: nn.Module) -> int:
+    """Let every BatchNorm of ``model`` take single images; returns how many there are. What is saved is the same."""
+    found = [module for module in model.modules() if type(module) in (nn.BatchNorm2d, SteadyBatchNorm2d)]
+    for module in found:
+        module.__class__ = SteadyBatchNorm2d
+    return len(found)
+
+
+def needs_several_rows(model: nn.Module, view: View) -> bool:
+    """Whether some BatchNorm sees maps of one place: with one image at once it has nothing to take statistics of."""
+    seen: list[bool] = []
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    hooks = [norm.register_forward_pre_hook(lambda _, args: seen.append(args[0][0, 0].numel() == 1)) for norm in norms]
+    was_training = model.training
+    with torch.no_grad():
+        model.eval()(pixel_values=torch.zeros(1, view.channels, *view.size, dtype=model.dtype))
+    model.train(was_training)
+    for hook in hooks:
+        hook.remove()
+    return any(seen)

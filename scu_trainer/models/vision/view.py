@@ -1,0 +1,152 @@
+"""What a model of images sees: the stock processor that goes with it, and the one size that all images get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from scu_trainer.errors import ModelError
+from scu_trainer.models.loading.load import as_model_error, base_of, check_source, is_adapter, located
+from scu_trainer.models.loading.safety import announce_code
+from scu_trainer.settings import ModelSettings
+from scu_trainer.settings.images import ImageSettings
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor, PretrainedConfig
+
+USUAL_SIZES = (32, 64, 96, 128, 224)
+PROCESSOR_FILE = "preprocessor_config.json"
+
+
+class View(NamedTuple):
+    """What a model sees. ``processor``: stock, saved beside the model. ``size``: (height, width). ``line``: what was
+    chosen, for a person. ``is_new``: the processor waits for mean and deviation of the training images."""
+
+    processor: BaseImageProcessor
+    channels: int
+    size: tuple[int, int]
+    line: str
+    is_new: bool = False
+
+
+def view_of(settings: ModelSettings, own: ImageSettings, natural_size: Callable[[], int]) -> View:
+    """``natural_size()``: shorter side in pixels of the images, asked where nothing else says a size.
+
+    Raises ModelError for a model that cannot be found, or that takes other channels than ``image_channels``.
+    """
+    if settings.model_name_or_path is None:
+        channels, size = own.image_channels or 3, own.image_size or usual_size(natural_size())
+        return View(_plain_processor(size, channels), channels, (size, size), f"images of {size} x {size} pixels", True)
+    config = load_config(settings)
+    channels = getattr(config, "num_channels", 3)
+    if own.image_channels not in (None, channels):
+        raise ModelError(
+            f"image_channels is {own.image_channels}, and {settings.model_name_or_path} takes {channels}; leave it out"
+        )
+    stored = _stored_processor(settings)
+    if stored is None:
+        size = own.image_size or _config_size(config) or usual_size(natural_size())
+        line = f"{settings.model_name_or_path} has no {PROCESSOR_FILE}: images of {size} x {size} pixels"
+        return View(_plain_processor(size, channels), channels, (size, size), line, True)
+    processor, size = _of_one_size(stored, own.image_size, channels)
+    return View(processor, channels, size, f"images of {size[1]} x {size[0]} pixels, made by the model's own processor")
+
+
+def usual_size(side: int) -> int:
+    """The first of 32, 64, 96, 128 and 224 pixels that is no smaller than ``side``; 224 for all that is larger."""
+    return next((size for size in USUAL_SIZES if size >= side), USUAL_SIZES[-1])
+
+
+def load_config(settings: ModelSettings) -> PretrainedConfig:
+    """Of an adapter its own, which knows its classes; where it was saved without one, that of its base."""
+    from transformers import AutoConfig
+
+    name = settings.model_name_or_path
+    check_source(name)
+    with as_model_error(name, "configuration", settings.model_revision):
+        source = located(name)
+        source = source if _has_config(Path(source)) else located(base_of(Path(source)))
+        announce_code(source, settings)
+        return AutoConfig.from_pretrained(
+            source,
+            revision=settings.model_revision,
+            trust_remote_code=settings.trust_remote_code,
+        )
+
+
+def _has_config(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
+def known_classes(settings: ModelSettings) -> tuple[str, ...]:
+    """Names of the classes of a trained classifier, by label. Raises ModelError for an adapter that does not tell."""
+    path = Path(located(settings.model_name_or_path))
+    if is_adapter(path) and not _has_config(path):
+        raise ModelError(
+            f"the adapter {path} does not tell its classes; save the configuration of its base there as config.json, "
+            "with the names of the classes in id2label"
+        )
+    config = load_config(settings)
+    return tuple(config.id2label[number] for number in range(config.num_labels))
+
+
+def _config_size(config: PretrainedConfig) -> int | None:
+    size = getattr(config, "image_size", None)
+    return max(size) if isinstance(size, (list, tuple)) else size
+
+
+def _plain_processor(size: int, channels: int) -> BaseImageProcessor:
+    """Squeezed to a square; mean and deviation are those of the training images, and filled in when they are known."""
+    from transformers import ViTImageProcessorPil
+
+    return ViTImageProcessorPil(
+        size={"height": size, "width": size},
+        do_convert_rgb=channels == 3,
+        image_mean=[0.5] * channels,
+        image_std=[0.5] * channels,
+    )
+
+
+def _stored_processor(settings: ModelSettings) -> BaseImageProcessor | None:
+    from transformers import AutoImageProcessor
+    from transformers.utils import cached_file
+
+    name = located(settings.model_name_or_path)
+    if Path(name).is_dir() and not (Path(name) / PROCESSOR_FILE).is_file():
+        name = located(base_of(Path(name)))
+    with as_model_error(name, "image processor"):
+        options = {"revision": settings.model_revision}
+        if cached_file(name, PROCESSOR_FILE, _raise_exceptions_for_missing_entries=False, **options) is None:
+            return None
+        return AutoImageProcessor.from_pretrained(
+            name, backend="pil", trust_remote_code=settings.trust_remote_code, **options
+        )
+
+
+def _of_one_size(
+    processor: BaseImageProcessor, wanted: int | None, channels: int
+) -> tuple[BaseImageProcessor, tuple[int, int]]:
+    """``processor`` with square results of ``wanted`` pixels, or of its own size if it gives all images the same."""
+    if wanted is not None:
+        _set_size(processor, wanted)
+    sizes = [_size_of_result(processor, channels, shape) for shape in ((60, 90), (90, 60))]
+    if sizes[0] == sizes[1]:
+        return processor, sizes[0]
+    _set_size(processor, min(sizes[0]), squeezed=True)
+    return processor, _size_of_result(processor, channels, (60, 90))
+
+
+def _set_size(processor: BaseImageProcessor, size: int, squeezed: bool = False) -> None:
+    square = {"height": size, "width": size}
+    by_edge = "shortest_edge" in dict(processor.size) and processor.size["shortest_edge"] and not squeezed
+    processor.size = type(processor)(size={"shortest_edge": size} if by_edge else square).size
+    if getattr(processor, "do_center_crop", False):
+        processor.crop_size = type(processor)(crop_size=square).crop_size
+
+
+def _size_of_result(processor: BaseImageProcessor, channels: int, shape: tuple[int, int]) -> tuple[int, int]:
+    import PIL.Image
+
+    image = PIL.Image.new("RGB" if channels == 3 else "L", (shape[1], shape[0]))
+    return tuple(processor(image, do_normalize=False)["pixel_values"][0].shape[-2:])

@@ -1,0 +1,213 @@
+"""A comparison as data: comparison.json from the run directories of its arms and seeds. Reads files only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Optional
+
+from scu_trainer.report.comparison import statistics
+from scu_trainer.run_files import read_json, read_rows
+
+COMPARISON_FILE, FORMAT = "comparison.json", 1
+SAME_BITS = 1e-4
+"""Relative difference of held-out bits before training up to which two runs began with the same weights."""
+
+Run = dict[str, Any]
+
+
+def record(plan: Mapping[str, Any], states: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]:
+    """Content of comparison.json, without its dates.
+
+    ``plan``: command, config, seeds, reference, confidence and arms. ``states``: arm, seed, status, folder (below
+    ``folder``) and error of every run that was asked for, in order.
+    """
+    runs = [_run(state, folder) for state in states]
+    names, reference = [arm["name"] for arm in plan["arms"]], plan["reference"]
+    left_out = unequal_runs(runs, reference, names)
+    for run in runs:
+        run["error"] = left_out.get((run["arm"], run["seed"]), run["error"])
+    counted = {name: _by_seed(runs, name, left_out) for name in names}
+    return {
+        "format": FORMAT,
+        **{key: plan[key] for key in ("command", "config", "seeds", "reference", "confidence")},
+        "budget": {"steps": _common(runs, "steps"), "tokens": _common(runs, "tokens")},
+        "arms": list(plan["arms"]),
+        "runs": runs,
+        "table": [_row(name, plan, runs, counted, left_out) for name in names],
+        "verdict": _verdict(plan, runs, counted),
+        "notes": [
+            *_equality_notes(runs, left_out),
+            *statistics.notes(counted, reference, plan["confidence"], len(plan["seeds"])),
+        ],
+    }
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def _run(state: Mapping[str, Any], folder: Path) -> Run:
+    is_finished = state["status"] == "finished"
+    metrics = metrics_of(folder / state["folder"]) if is_finished else {}
+    return {**{key: state[key] for key in ("arm", "seed", "status", "folder", "error")}, "metrics": metrics}
+
+
+def metrics_of(run: Path) -> dict[str, Any]:
+    """Figures of a finished run directory; None where it has no such figure. Raises StorageError."""
+    found, description = read_json(run / "scu_metrics.json"), read_json(run / "training_config.json")
+    control, best = found.get("regularization") or {}, found.get("best_held_out") or {}
+    settling_step = control.get("settling_step")
+    return {
+        "held_out_bpt": _value(found, "held_out_bpt_after"),
+        "held_out_bpt_before": _value(found, "held_out_bpt_before"),
+        "best_held_out_bpt": best.get("bpt"),
+        "tracking_error": None if settling_step is None else _tracking_error(run, control, settling_step),
+        "settling_step": settling_step,
+        "tracking_verdict": control.get("verdict") if "settling_step" in control else None,
+        "overhead_fraction": control.get("overhead_fraction"),
+        "steps": found["steps"],
+        "tokens": trained_tokens(found),
+        "data_fingerprint": (description.get("data") or {}).get("fingerprint"),
+        "final_s": control.get("final_s"),
+        "final_lambda": control.get("final_lambda"),
+        "seconds": found.get("train_s"),
+    }
+
+
+def _value(found: Mapping[str, Any], key: str) -> Optional[float]:
+    return (found.get(key) or {}).get("value")
+
+
+def trained_tokens(metrics: Mapping[str, Any]) -> Optional[int]:
+    """Real tokens that the run trained on, from the books of the curriculum or of memory; None where neither kept."""
+    books = metrics.get("curriculum") or metrics.get("memory") or {}
+    return books.get("real_tokens")
+
+
+def _tracking_error(run: Path, control: Mapping[str, Any], settling_step: int) -> Optional[float]:
+    """Mean of |S - target| / target from the step on from which S stayed within 10 % of its target."""
+    target = control["target_s"]
+    rows = [row for row in read_rows(run / "scu_history.json") if row["step"] >= settling_step]
+    errors = [abs(row["s_ema"] / target - 1.0) for row in rows if row.get("s_ema") is not None]
+    return fmean(errors) if errors else None
+
+
+def unequal_runs(runs: Sequence[Run], reference: str, arms: Sequence[str]) -> dict[tuple[str, int], str]:
+    """Finished runs that did not train as the reference of their seed did (the first arm that has it, where it is
+    missing): why, by (arm, seed). They are not compared."""
+    found = {}
+    for seed in {run["seed"]: None for run in runs}:
+        group = {run["arm"]: run for run in runs if run["seed"] == seed and run["status"] == "finished"}
+        against = next((name for name in (reference, *arms) if name in group), None)
+        for name, run in group.items():
+            reason = _unequal(run["metrics"], group[against]["metrics"], against)
+            if reason is not None:
+                found[name, seed] = f"left out: {reason}"
+    return found
+
+
+def _unequal(run: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Optional[str]:
+    if run["held_out_bpt"] is None:
+        return "it has no finite held-out figure"
+    for key, what in (("tokens", "trained {} tokens"), ("steps", "took {} steps")):
+        if run[key] != other[key]:
+            return f"it {what.format(run[key])}, {name} {other[key]}"
+    if run["data_fingerprint"] != other["data_fingerprint"]:
+        return f"its data are not those of {name}"
+    before, expected = run["held_out_bpt_before"], other["held_out_bpt_before"]
+    if before is not None and expected is not None and abs(before - expected) > SAME_BITS * abs(expected):
+        return f"it began at {before:.4f} held-out bits, {name} at {expected:.4f}: other weights"
+    return None
+
+
+def _by_seed(runs: Sequence[Run], arm: str, left_out: Mapping[tuple[str, int], str]) -> dict[int, float]:
+    return {
+        run["seed"]: run["metrics"]["held_out_bpt"]
+        for run in runs
+        if run["arm"] == arm and run["status"] == "finished" and (arm, run["seed"]) not in left_out
+    }
+
+
+def _common(runs: Sequence[Run], key: str) -> Optional[int]:
+    """The value that all finished runs have; None where they differ, as they may between seeds."""
+    values = {run["metrics"][key] for run in runs if run["status"] == "finished"}
+    return values.pop() if len(values) == 1 else None
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def _row(name: str, plan: Mapping[str, Any], runs: Sequence[Run], counted, left_out) -> dict[str, Any]:
+    reference, confidence = plan["reference"], plan["confidence"]
+    own = [run for run in runs if run["arm"] == name]
+    metrics = [run["metrics"] for run in own if run["seed"] in counted[name]]
+    difference = None
+    if name != reference:
+        difference = statistics.paired_difference(counted[name], counted[reference], confidence)
+    settled = [entry["settling_step"] for entry in metrics if entry["settling_step"] is not None]
+    is_controlled = any(entry["tracking_verdict"] is not None for entry in metrics)
+    return {
+        "arm": name,
+        "finished": len(counted[name]),
+        "asked": len(own),
+        "held_out_bpt": _as_dict(statistics.t_interval(list(counted[name].values()), confidence)),
+        "best_held_out_bpt": _mean(metrics, "best_held_out_bpt"),
+        "difference": _as_dict(difference),
+        "tracking_error": _mean(metrics, "tracking_error"),
+        "settling_step": fmean(settled) if settled else None,
+        "settled": len(settled) if is_controlled else None,
+        "overhead_fraction": _mean(metrics, "overhead_fraction"),
+        "verdict": _arm_verdict(name, reference, difference, counted, own, left_out),
+    }
+
+
+def _as_dict(interval: Optional[statistics.Interval]) -> Optional[dict[str, Any]]:
+    return None if interval is None else asdict(interval)
+
+
+def _mean(metrics: Sequence[Mapping[str, Any]], key: str) -> Optional[float]:
+    values = [entry[key] for entry in metrics if entry[key] is not None]
+    return fmean(values) if values else None
+
+
+def _arm_verdict(name: str, reference: str, difference, counted, own: Sequence[Run], left_out) -> str:
+    pairs = len(counted[name].keys() & counted[reference].keys())
+    said = "the reference" if name == reference else statistics.sentence(difference, pairs, reference)
+    troubles = [f"seed {run['seed']} {_trouble(run, left_out)}" for run in own if run["seed"] not in counted[name]]
+    return "; ".join([said, *troubles])
+
+
+def _trouble(run: Run, left_out: Mapping[tuple[str, int], str]) -> str:
+    if (run["arm"], run["seed"]) in left_out or run["status"] == "missing":
+        return str(run["error"])
+    return f"failed: {run['error']}" if run["status"] == "failed" else "is running"
+
+
+def _verdict(plan: Mapping[str, Any], runs: Sequence[Run], counted) -> str:
+    states = Counter(run["status"] for run in runs)
+    said = []
+    if states["finished"] < len(runs):
+        words = {"failed": "failed", "running": "are running", "missing": "are not done"}
+        others = ", ".join(f"{states[key]} {text}" for key, text in words.items() if states[key])
+        said.append(f"Not complete: {states['finished']} of {len(runs)} runs are finished, {others}.")
+    return " ".join([*said, statistics.overall(counted, plan["reference"], plan["confidence"])])
+
+
+def _equality_notes(runs: Sequence[Run], left_out: Mapping[tuple[str, int], str]) -> list[str]:
+    finished = [run for run in runs if run["status"] == "finished"]
+    if not finished:
+        return []
+    found = [f"{arm}, seed {seed}: {reason}." for (arm, seed), reason in left_out.items()]
+    if any(run["metrics"]["tokens"] is None for run in finished):
+        return [*found, "Tokens were not counted in these runs; only steps and data were seen to be equal."]
+    tokens = {run["seed"]: run["metrics"]["tokens"] for run in finished if (run["arm"], run["seed"]) not in left_out}
+    listed = ", ".join(f"{count:,} (seed {seed})" for seed, count in sorted(tokens.items()))
+    which = "all other finished runs" if left_out else "all finished runs"
+    return [
+        *found,
+        f"Tokens trained: {listed}, the same in {which} of a seed; so are steps, data and held-out bits before "
+        "training.",
+    ]

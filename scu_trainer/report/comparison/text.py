@@ -1,0 +1,128 @@
+"""A comparison in words: cells of its table, and comparison.md. Pure: content of comparison.json in, text out.
+
+What takes time differs from one run to the next, so the cost of the loop stands apart from the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+from scu_trainer.report.comparison.statistics import percent
+
+Record = Mapping[str, Any]
+NOTHING = "-"
+
+
+def heads(record: Record) -> tuple[str, ...]:
+    return ("arm", "runs", "held-out bits", f"minus {record['reference']}", "lowest", "S error", "settled")
+
+
+def rows(record: Record) -> list[tuple[str, ...]]:
+    """A row per arm, also of those that failed."""
+    return [_row(row) for row in record["table"]]
+
+
+def _row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        row["arm"],
+        f"{row['finished']}/{row['asked']}",
+        with_half_width(row["held_out_bpt"], ".3f"),
+        with_half_width(row["difference"], "+.3f"),
+        NOTHING if row["best_held_out_bpt"] is None else f"{row['best_held_out_bpt']:.3f}",
+        NOTHING if row["tracking_error"] is None else f"{row['tracking_error']:.1%}",
+        _settled(row),
+    )
+
+
+def _settled(row: Mapping[str, Any]) -> str:
+    if row["settled"] is None:
+        return NOTHING
+    if not row["settled"]:
+        return "never"
+    share = "" if row["settled"] == row["finished"] else f" ({row['settled']}/{row['finished']})"
+    return f"{row['settling_step']:.0f}{share}"
+
+
+def with_half_width(interval: Optional[Mapping[str, Any]], style: str) -> str:
+    """ "6.791 ±0.120"; without the interval where a single run gives none."""
+    if interval is None:
+        return NOTHING
+    value = f"{interval['value']:{style}}"
+    return value if interval["high"] is None else f"{value} ±{interval['high'] - interval['value']:.3f}"
+
+
+def legend(record: Record) -> str:
+    return (
+        f"± is half of the {percent(record['confidence'])} t interval over seeds; minus {record['reference']}: the "
+        "paired difference, below 0 is better; lowest: the best evaluation on the way; S error: mean of |S - target| / "
+        "target after S has settled; settled: at this step, mean over seeds"
+    )
+
+
+def verdicts(record: Record) -> list[tuple[str, str]]:
+    """(arm, sentence), the reference left out unless something is wrong with its runs."""
+    return [
+        (row["arm"], row["verdict"])
+        for row in record["table"]
+        if row["arm"] != record["reference"] or row["finished"] < row["asked"]
+    ]
+
+
+def cost_line(record: Record) -> Optional[str]:
+    """What measuring and pulling took of the time of training: a figure that differs from one run to the next."""
+    costs = [(row["arm"], row["overhead_fraction"]) for row in record["table"]]
+    known = [f"{arm} {cost:.1%}" for arm, cost in costs if cost is not None]
+    return f"cost of the loop, share of the time of training: {', '.join(known)}" if known else None
+
+
+def budget_line(record: Record) -> str:
+    is_known = any(run["status"] == "finished" for run in record["runs"])
+    seeds = " ".join(map(str, record["seeds"]))
+    parts = [f"{len(record['arms'])} arms", f"seed{'s' if len(record['seeds']) > 1 else ''} {seeds}"]
+    for what in ("steps", "tokens"):
+        value = record["budget"][what]
+        unknown = f"{what} by seed in the notes" if is_known else f"{what} not known yet"
+        parts.append(unknown if value is None else f"{value:,} {what}")
+    return ", ".join(parts)
+
+
+def markdown_table(record: Record) -> str:
+    return markdown(heads(record), rows(record))
+
+
+def markdown(names: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    everything = [tuple(names), tuple("---" for _ in names), *lines]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in everything)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def document(record: Record) -> str:
+    """comparison.md."""
+    arms = [(arm["name"], arm["what"], _settings(arm["settings"])) for arm in record["arms"]]
+    parts = [
+        "# Controllers compared",
+        f"`{record['command']}`",
+        budget_line(record),
+        record["verdict"],
+        markdown_table(record),
+        legend(record),
+        markdown(("arm", "verdict"), verdicts(record)),
+        "\n".join(f"- {note}" for note in record["notes"]),
+        "## Arms",
+        markdown(("arm", "what", "sets"), arms),
+        "## Time",
+        cost_line(record) or "No arm ran the loop yet.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}: {plain(value)}`" for name, value in settings.items())
+
+
+def plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,215 @@
+"""Runs the runs of a comparison: a few at a time, each an ordinary training process with a run directory of its own.
+
+A run that ends badly is told and the others go on. SIGTERM, SIGHUP and Ctrl-C stop all of them with a checkpoint, twice
+is now. A comparison that was killed leaves runs that go on: the next start finds them by their mark and stops them
+first. One comparison per folder at a time: a lock that goes with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Optional
+
+from scu_trainer.errors import StorageError
+from scu_trainer.runs.launch import command, environment
+from scu_trainer.runs.process import MARK, Machine, Platform, marked, this_platform
+from scu_trainer.runs.progress import START_LINE
+from scu_trainer.runs.queue import FileLock
+from scu_trainer.runs.room import GPU, visible_devices
+from scu_trainer.runs.studies.comparison_plan import Plan, run_name
+from scu_trainer.runs.studies.comparison_state import Key, State, is_finished, last_words
+
+LOCK_FILE = "_compare.lock"
+LOOK_EVERY_S, TELL_EVERY_S = 0.1, 1.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM))
+TRAINED, CANNOT, FAULT = 0, 2, 1
+"""Exit codes of training that say more than "it was stopped"."""
+
+Spawn = Callable[[Sequence[str], Mapping[str, str], Path], Any]
+
+
+def spawn(words: Sequence[str], variables: Mapping[str, str], console: Path) -> subprocess.Popen:
+    """A session of its own: Ctrl-C at the terminal is ours to pass on, once."""
+    with console.open("ab") as output:
+        output.write(f"{START_LINE}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+        output.flush()
+        return subprocess.Popen(
+            list(words),
+            env=dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+@dataclass(frozen=True)
+class Hands:
+    """What acts on the system; tests give others. ``say``: a line for the user."""
+
+    spawn: Spawn = spawn
+    machine: Machine = field(default_factory=Machine)
+    platform: Platform = field(default_factory=this_platform)
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+    say: Callable[[str], None] = lambda line: None
+
+
+@dataclass
+class Runner:
+    """``devices``: one name for each run that may go at a time, such as "cpu", "cpu" or "gpu-0", "gpu-1".
+
+    ``changed`` is called with the states after each start and end, ``looked`` then and about once a second.
+    """
+
+    plan: Plan
+    states: dict[Key, State]
+    devices: Sequence[str]
+    changed: Callable[[Mapping[Key, State]], None]
+    looked: Callable[[Mapping[Key, State]], None]
+    hands: Hands = field(default_factory=Hands)
+    asked: int = 0
+    """How often somebody has asked us to stop."""
+
+    def run(self) -> None:
+        """Until everything is done, or everything has stopped."""
+        waiting = [key for key in self.plan.runs if self.states[key].status == "missing"]
+        running: dict[str, tuple[Key, Any]] = {}
+        told, looked_at_s = 0, -TELL_EVERY_S
+        with self._listening():
+            try:
+                while running or (waiting and not self.asked):
+                    for place in self._places(running):
+                        if waiting and not self.asked:
+                            running[place] = self._start(waiting.pop(0), place)
+                    told = self._pass_on(running, told)
+                    for place in [name for name, (_, process) in running.items() if process.poll() is not None]:
+                        self._ended(*running.pop(place))
+                    if self.hands.clock() - looked_at_s >= TELL_EVERY_S:
+                        looked_at_s = self.hands.clock()
+                        self.looked(self.states)
+                    self.hands.sleep(LOOK_EVERY_S)
+            finally:
+                for _, process in running.values():  # only where we fail ourselves: nothing may go on unwatched
+                    process.terminate()
+
+    def _places(self, running: Mapping[str, Any]) -> list[str]:
+        """Free ones. Several runs may share a device, so a place is its number and the device."""
+        places = [f"{number}:{device}" for number, device in enumerate(self.devices)]
+        return [place for place in places if place not in running][: len(self.devices) - len(running)]
+
+    def _start(self, key: Key, place: str) -> tuple[Key, Any]:
+        device = place.partition(":")[2]
+        self._set(key, State("running"))
+        process = self.hands.spawn(words(self.plan, key), variables(self.plan, device), self.plan.console(*key))
+        return key, process
+
+    def _ended(self, key: Key, process: Any) -> None:
+        code = process.poll()
+        state = end_of(self.plan, key, code, was_asked=bool(self.asked))
+        self._set(key, state)
+        words_of = {"finished": "finished", "failed": f"failed: {state.error}", "missing": str(state.error)}
+        self.hands.say(f"{run_name(*key)}: {words_of[state.status]}")
+
+    def _set(self, key: Key, state: State) -> None:
+        self.states[key] = state
+        self.changed(self.states)
+        self.looked(self.states)
+
+    def _pass_on(self, running: Mapping[str, tuple[Key, Any]], told: int) -> int:
+        """Tell the runs what we were told; a third time kills them."""
+        if self.asked == told:
+            return told
+        if told == 0 and running:
+            self.hands.say("stopping: what runs finishes its step and writes a checkpoint; again to end now")
+        for _, process in running.values():
+            process.terminate() if self.asked < 3 else process.kill()
+        return self.asked
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        before = {number: signal.signal(number, self._receive) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: Optional[FrameType]) -> None:
+        self.asked += 1
+
+
+def end_of(plan: Plan, key: Key, code: int, was_asked: bool) -> State:
+    """What the end of a process means, from its files and exit code."""
+    folder, console = plan.run_folder(*key), plan.console(*key)
+    if is_finished(folder):
+        return State("finished")
+    if code == TRAINED:
+        return State("failed", f"ended with exit code 0, but {folder} holds no finished run")
+    if code == 3 or (was_asked and code not in (CANNOT, FAULT)):
+        return State("missing", "stopped; the same command goes on")
+    return State("failed", last_words(console, code))
+
+
+def words(plan: Plan, key: Key) -> list[str]:
+    """The command of a run. It goes on from its newest checkpoint where there is one."""
+    arm, seed = key
+    flags = ["--config", str(plan.recipe(arm).absolute()), "--seed", str(seed)]
+    flags += ["--output_dir", str(plan.run_folder(arm, seed).absolute()), "--resume_from_checkpoint", "auto"]
+    return command("python", flags, 1, has_gpu=False)
+
+
+def variables(plan: Plan, device: str) -> dict[str, str]:
+    own = {MARK: mark(plan.folder), "OMP_NUM_THREADS": str(plan.threads), "PYTHONUNBUFFERED": "1"}
+    return {**environment(1, device.startswith(GPU)), **own, **visible_devices([device])}
+
+
+def mark(folder: Path) -> str:
+    return f"comparison {folder.absolute()}"
+
+
+@contextlib.contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """One comparison at a time in ``folder``, which is made. Raises StorageError."""
+    lock = FileLock(folder / LOCK_FILE)
+    try:
+        if not lock.acquire():
+            raise StorageError(
+                f"another comparison is running in {folder}; wait for it, stop it with Ctrl-C, or give another "
+                "--output_dir"
+            )
+        yield
+    finally:
+        lock.release()
+
+
+def stop_left_behind(folder: Path, hands: Hands) -> int:
+    """Runs of a comparison that was killed: ask them to stop and wait until they have. Returns how many there were."""
+    left = marked(mark(folder), hands.machine)
+    leaders = [process for process in left if _leads_session(process.pid)]
+    if leaders:
+        hands.say(f"an earlier start was killed; runs that it left write a checkpoint and stop: {len(leaders)}")
+    for process in leaders:  # once: a second signal would mean "now"
+        hands.platform.ask_to_stop(process, hands.machine)
+    while left := marked(mark(folder), hands.machine):
+        if not any(_leads_session(process.pid) for process in left):  # loader workers whose run is dead
+            for process in left:
+                hands.platform.end(process, hands.machine)
+        hands.sleep(LOOK_EVERY_S)
+    return len(leaders)
+
+
+def _leads_session(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return False

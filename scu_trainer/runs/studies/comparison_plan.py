@@ -1,0 +1,204 @@
+"""What a comparison trains, written down before its first run, so that the same command goes on with it.
+
+OUT/plan.json          arms, seeds, threads of a run, and every setting of every arm as it was resolved
+OUT/arms/ARM.yaml      those settings as a configuration file: a recipe that is edited later changes nothing
+OUT/console/RUN.log    what a run printed
+OUT/runs/ARM-seedN/    ordinary run directories
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.errors import SettingsError, StorageError
+from scu_trainer.run_files import read_json, write_json, write_text
+from scu_trainer.runs.studies.comparison_arms import Arm
+
+PLAN_FILE, FORMAT = "plan.json", 1
+PLACE = frozenset("output_dir run_name seed resume_from_checkpoint".split())
+"""Settings that say where and which run of an arm it is: they differ between runs that are compared."""
+
+BUDGET = (
+    "task dataset dataset_config_name dataset_split dataset_size eval_dataset validation_split_percentage "
+    "max_eval_documents block_size packing max_steps num_train_epochs per_device_train_batch_size "
+    "gradient_accumulation_steps"
+).split()
+"""Settings that decide which tokens are trained and scored: the same in all arms."""
+
+SELECTING = ("noise_guard", "acmds", "infobatch")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``resolved``: by arm, every setting under its name. ``texts``: by arm, the same as YAML.
+
+    ``threads``: of each run. Sums over another number of threads are rounded otherwise, so it stays what it was.
+    """
+
+    folder: Path
+    command: str
+    config: Optional[str]
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    threads: int
+    resolved: dict[str, dict[str, Any]]
+    texts: dict[str, str]
+
+    @property
+    def runs(self) -> list[tuple[str, int]]:
+        """(arm, seed), all arms of a seed before the next: pairs are complete as early as possible."""
+        return [(arm.name, seed) for seed in self.seeds for arm in self.arms]
+
+    def run_folder(self, arm: str, seed: int) -> Path:
+        return self.folder / "runs" / run_name(arm, seed)
+
+    def console(self, arm: str, seed: int) -> Path:
+        return self.folder / "console" / f"{run_name(arm, seed)}.log"
+
+    def recipe(self, arm: str) -> Path:
+        return self.folder / "arms" / f"{arm}.yaml"
+
+
+def run_name(arm: str, seed: int) -> str:
+    return f"{arm}-seed{seed}"
+
+
+def fingerprint(settings: Mapping[str, Any]) -> str:
+    """Of all settings but those of PLACE: 16 hexadecimal digits."""
+    acting = {name: value for name, value in settings.items() if name not in PLACE}
+    return hashlib.sha256(json.dumps(acting, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Settings that differ, but for those of PLACE, each as "name was x, now y"."""
+    names = [name for name in {**before, **now} if name not in PLACE]
+    return [
+        f"{name} was {_shown(before, name)}, now {_shown(now, name)}"
+        for name in names
+        if before.get(name, ...) != now.get(name, ...)
+    ]
+
+
+def _shown(settings: Mapping[str, Any], name: str) -> str:
+    return str(settings[name]) if name in settings else "not there"
+
+
+# -- what cannot be compared -------------------------------------------------------------------------------------------
+
+
+def check_comparable(arm: str, settings: Mapping[str, Any]) -> None:
+    """Raise SettingsError where an arm would not train the same tokens as the others, or would choose by the held-out
+    loss that is compared. ``settings``: resolved."""
+    if settings.get("push_to_hub"):
+        raise SettingsError(
+            f"arm {arm} has push_to_hub: true, and all runs would go to one repository, each over the last; drop it, "
+            "and give the run that you want to scu-trainer push"
+        )
+    reason = _obstacle(settings)
+    if reason is not None:
+        raise SettingsError(f"arm {arm} cannot be compared at equal tokens: {reason}")
+
+
+def check_equal_budget(resolved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise SettingsError where arms would train or be scored on different tokens. ``resolved``: settings by arm."""
+    first, expected = next(iter(resolved.items()))
+    for arm, settings in resolved.items():
+        for name in BUDGET:
+            if settings.get(name) != expected.get(name):
+                raise SettingsError(
+                    f"arm {arm} cannot be compared at equal tokens: its {name} is {settings.get(name)}, that of "
+                    f"{first} {expected.get(name)}; give --{name} for all arms, or drop it"
+                )
+
+
+def _obstacle(settings: Mapping[str, Any]) -> Optional[str]:
+    if settings.get("scu_stop_at_target"):
+        return "scu_stop_at_target ends the run early; set scu_stop_at_target: false"
+    if settings.get("scu") and settings.get("scu_target_s") == "auto":
+        return "scu_target_s: auto chooses by the held-out loss that is compared here; give a number, such as 0.1"
+    selecting = [name for name in str(settings.get("curriculum", "none")).split("+") if name in SELECTING]
+    if selecting:
+        return f"curriculum {selecting[0]} leaves out rows by their loss; set curriculum: none"
+    if settings.get("batch_mode", "chunk") != "chunk":
+        return f"batch_mode {settings['batch_mode']} lets memory choose the batch; set batch_mode: chunk"
+    if settings.get("auto_find_batch_size"):
+        return "auto_find_batch_size repeats rows after an out-of-memory; memory_control does without, drop it"
+    if settings.get("load_best_model_at_end"):
+        return "load_best_model_at_end chooses by the held-out loss that is compared here; drop it"
+    share = settings.get("validation_split_percentage")
+    if not (settings.get("eval_dataset") or settings.get("streaming") or share is None or share > 0):
+        return "nothing is held out; give eval_dataset or validation_split_percentage above 0"
+    return None
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def write_plan(plan: Plan) -> None:
+    """The plan and the recipe of each arm. Raises StorageError."""
+    for folder in ("arms", "console", "runs"):
+        try:
+            (plan.folder / folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot make {plan.folder / folder}: {error.strerror}; set another output_dir"
+            ) from error
+    for arm in plan.arms:
+        write_text(plan.recipe(arm.name), plan.texts[arm.name])
+    write_json(
+        plan.folder / PLAN_FILE,
+        {
+            "format": FORMAT,
+            "command": plan.command,
+            "config": plan.config,
+            "seeds": list(plan.seeds),
+            "threads": plan.threads,
+            "arms": [asdict(arm) for arm in plan.arms],
+            "fingerprints": {name: fingerprint(settings) for name, settings in plan.resolved.items()},
+            "resolved": plan.resolved,
+        },
+    )
+
+
+def read_plan(folder: Path) -> Optional[Plan]:
+    """The plan of a comparison that is there; None where none is. Raises StorageError."""
+    path = folder / PLAN_FILE
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise StorageError(f"{path} is no plan of a comparison of this version; move {folder} away")
+    arms = tuple(Arm(**arm) for arm in found["arms"])
+    texts = {arm.name: (folder / "arms" / f"{arm.name}.yaml").read_text() for arm in arms}
+    seeds, threads = tuple(found["seeds"]), found["threads"]
+    return Plan(folder, found["command"], found["config"], arms, seeds, threads, found["resolved"], texts)
+
+
+def require_same(before: Plan, now: Plan) -> None:
+    """Raise SettingsError naming the difference where the folder holds another comparison. Threads may differ: those
+    of before hold."""
+    found = _other("seeds", before.seeds, now.seeds)
+    found += _other("arms", _names(before.arms), _names(now.arms))
+    for name in before.resolved.keys() & now.resolved.keys():
+        if fingerprint(before.resolved[name]) != fingerprint(now.resolved[name]):
+            found += [f"{text} (arm {name})" for text in differences(before.resolved[name], now.resolved[name])]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise SettingsError(
+            f"{now.folder} holds another comparison: {'; '.join(found[:3])}{more}; type its command "
+            f"({before.command}), or give another --output_dir"
+        )
+
+
+def _names(arms: Sequence[Arm]) -> tuple[str, ...]:
+    return tuple(arm.name for arm in arms)
+
+
+def _other(what: str, before: Sequence[Any], now: Sequence[Any]) -> list[str]:
+    same = sorted(map(str, before)) == sorted(map(str, now))
+    return [] if same else [f"{what} were {' '.join(map(str, before))}, now {' '.join(map(str, now))}"]

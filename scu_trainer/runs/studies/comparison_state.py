@@ -1,0 +1,101 @@
+"""Where each run of a comparison stands, found from the files that it left: which are done, failed, or still to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.errors import SettingsError
+from scu_trainer.run_files import read_json
+from scu_trainer.runs.progress import START_LINE, tail
+from scu_trainer.runs.studies.comparison_plan import Plan, differences, run_name
+
+Key = tuple[str, int]
+"""Arm and seed."""
+
+NOT_STARTED = "not started yet"
+
+
+@dataclass(frozen=True)
+class State:
+    """``status``: finished, failed, running, or missing (to be done). ``error``: why it is not finished."""
+
+    status: str
+    error: Optional[str] = None
+
+
+def found_states(plan: Plan, before: Sequence[Mapping[str, Any]], retry_failed: bool) -> dict[Key, State]:
+    """``before``: the runs of comparison.json, which knows of failures that left no run directory. Raises SettingsError
+    where a directory holds a run of other settings."""
+    known = {(run["arm"], run["seed"]): run for run in before}
+    return {key: _found(plan, key, known.get(key, {}), retry_failed) for key in plan.runs}
+
+
+def _found(plan: Plan, key: Key, before: Mapping[str, Any], retry_failed: bool) -> State:
+    folder = plan.run_folder(*key)
+    _require_own(plan, key, folder)
+    if is_finished(folder):
+        return State("finished")
+    if before.get("status") == "failed" and not retry_failed:
+        return State("failed", before["error"])
+    status = _status(folder)
+    if not status:
+        return State("missing", NOT_STARTED)
+    return State("missing", f"ended at step {status.get('step') or 0} of {status.get('max_steps') or '?'}")
+
+
+def is_finished(folder: Path) -> bool:
+    return _status(folder).get("status") == "finished" and (folder / "scu_metrics.json").is_file()
+
+
+def _status(folder: Path) -> dict[str, Any]:
+    return read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
+
+
+def _require_own(plan: Plan, key: Key, folder: Path) -> None:
+    path = folder / "training_config.json"
+    if not path.is_file():
+        return
+    content = read_json(path)
+    found, expected = dict(content.get("configuration", {})), plan.resolved[key[0]]
+    wrong = differences(found, expected)
+    if content.get("seed") != key[1]:
+        wrong.append(f"seed was {content.get('seed')}, now {key[1]}")
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise SettingsError(
+            f"{folder} holds a run of other settings than arm {key[0]}: {'; '.join(wrong[:3])}{more}; move it away, or "
+            "give another --output_dir"
+        )
+
+
+def progress_line(plan: Plan, states: Mapping[Key, State]) -> str:
+    """How many runs are done and where those that run are: "7 of 33 runs done; none-seed1 120/160, ..."."""
+    done = sum(state.status == "finished" for state in states.values())
+    failed = sum(state.status == "failed" for state in states.values())
+    running = [_place(plan, key) for key, state in states.items() if state.status == "running"]
+    failures = f", {failed} failed" if failed else ""
+    return f"{done} of {len(states)} runs done{failures}; {', '.join(running) or 'none is running'}"
+
+
+def _place(plan: Plan, key: Key) -> str:
+    status = _status(plan.run_folder(*key))
+    if not status.get("max_steps"):
+        return f"{run_name(*key)} starts"
+    return f"{run_name(*key)} {status.get('step') or 0}/{status['max_steps']}"
+
+
+def last_words(console: Path, code: int) -> str:
+    """Why the newest start of a run failed, in a line: its message, else the last line that it printed, else how it
+    ended."""
+    _, mark, printed = tail(console).rpartition(START_LINE)
+    lines = [line.strip() for line in printed.splitlines()[1 if mark else 0 :] if line.strip()]
+    said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)
+    if code < 0:
+        return f"killed by signal {-code}"
+    if said is None and lines:
+        said = re.sub(r"\s+", " ", lines[-1])
+    return f"exit code {code}: {said or 'it said nothing'}"

@@ -1,0 +1,165 @@
+"""Is it the same run that goes on? What changed since the checkpoint, and what that means, before a step is trained.
+
+A manifest says of which configuration, data, code and processes its checkpoint is. What changed is one of: harmless
+(where and how loudly the run is logged), to be refused (weights or optimizer state of another shape), or a line that
+says the consequence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.errors import CheckpointError
+from scu_trainer.train.checkpoints.format import read_manifest
+from scu_trainer.train.checkpoints.selection import content_of
+
+HARMLESS = frozenset(
+    "output_dir run_name resume resume_from_checkpoint weights_only allow_pickle preflight grace_period_s divergence "
+    "divergence_factor max_nonfinite_steps report_to disable_tqdm logging_steps logging_strategy logging_first_step "
+    "log_level log_level_replica log_on_each_node save_strategy save_steps save_total_limit push_to_hub hub_model_id "
+    "hub_strategy hub_token hub_private_repo hub_always_push hub_revision dataloader_num_workers dataloader_pin_memory "
+    "dataloader_persistent_workers dataloader_prefetch_factor preprocessing_num_workers cache_dir use_cpu "
+    "ddp_timeout throughput peak_tflops predict_memory profile_steps include_num_input_tokens_seen project "
+    "trackio_space_id trackio_bucket_id trackio_static_space_id".split()
+)
+"""Settings that change no weight."""
+
+OTHER_SHAPE = frozenset(
+    "task model_name_or_path tuning lora_r lora_target_modules optim embedded_base_steps architecture embedding_size "
+    "category_embedding_size gru_hidden_size gru_layers tie_embeddings vocabulary_size sensor_hidden_size "
+    "sensor_layers sensor_fusion_layers sensor_heads sensor_channels sensor_patch branches num_classes "
+    "image_channels".split()
+)
+CARRIED = frozenset("learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon".split())
+SCHEDULE = frozenset("max_steps num_train_epochs warmup_steps lr_scheduler_type lr_scheduler_kwargs".split())
+ORDER = frozenset(
+    "seed data_seed per_device_train_batch_size gradient_accumulation_steps train_sampling_strategy "
+    "dataloader_drop_last".split()
+)
+DATA = frozenset(
+    "dataset dataset_size dataset_split dataset_config_name eval_dataset validation_split_percentage text_column "
+    "block_size packing synthetic sensor_samples streaming chat_template completion_only_loss assistant_only_loss "
+    "isolate_documents lowercase min_word_count".split()
+)
+
+
+KINDS = {"configuration": dict, "data": dict, "versions": dict, "world_size": int, "git_commit": str}
+
+
+@dataclass(frozen=True)
+class Change:
+    """``name`` was ``before`` and is ``now``. ``is_refused``: going on would train something else, or fail."""
+
+    name: str
+    before: Any
+    now: Any
+    consequence: str
+    is_refused: bool = False
+
+    @property
+    def is_carried(self) -> bool:
+        """The value of before goes on, whatever the settings say."""
+        return self.name in CARRIED
+
+    @property
+    def line(self) -> str:
+        return f"{self.name} was {_short(self.before)}, now {_short(self.now)}: {self.consequence}"
+
+
+def facts_of(checkpoint: Path) -> dict[str, Any]:
+    """What is known of the run that wrote ``checkpoint``: its manifest, else training_config.json beside it, or {}."""
+    manifest = sound(read_manifest(checkpoint))
+    if "configuration" in manifest:
+        return manifest
+    description = checkpoint.parent / "training_config.json"
+    return sound(content_of(description)) or manifest
+
+
+def sound(facts: dict[str, Any]) -> dict[str, Any]:
+    """Without what cannot be compared: a file may have been edited, or be of another program."""
+    return {name: fact for name, fact in facts.items() if isinstance(fact, KINDS.get(name, object))}
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Name -> (before, now) of every setting that acts on the weights. What one side does not know does not count: a
+    newer version has settings that the older one had not."""
+    plain = json.loads(json.dumps(dict(now), default=str))
+    names = [name for name in before if name in plain and name not in HARMLESS]
+    return {name: (before[name], plain[name]) for name in names if before[name] != plain[name]}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Both: descriptions as in training_config.json (configuration, world_size, data, versions, git_commit)."""
+    found = [
+        _setting(name, *values)
+        for name, values in changed_settings(before.get("configuration", {}), now["configuration"]).items()
+    ]
+    found += _of_key("world_size", before, now, "ranks get other rows than in the run before")
+    known_data = {"fingerprint": before.get("data", {}).get("fingerprint")}
+    found += _of_key(
+        "fingerprint",
+        known_data,
+        {"fingerprint": now["data"].get("fingerprint")},
+        "the data are not those of the run before; its place in the epoch is kept by number, so rows may be seen twice "
+        "or not at all",
+        shown="data",
+    )
+    if before.get("versions") and now.get("versions"):
+        found += _of_versions(before["versions"], now["versions"])
+    found += _of_key("git_commit", before, now, "the code is another one; results may differ from those of one run")
+    return found
+
+
+def check_continuity(checkpoint: Path, now: Mapping[str, Any]) -> list[Change]:
+    """What changed since ``checkpoint``. Raises CheckpointError naming all of it that cannot go on."""
+    before = facts_of(checkpoint)
+    found = changes(before, now) if before else []
+    refused = [change.line for change in found if change.is_refused]
+    if refused:
+        raise CheckpointError(
+            f"{checkpoint} cannot go on with these settings: {'; '.join(refused)}. Give the settings of before, "
+            "start anew with --no_resume, or from its weights with model_name_or_path"
+        )
+    return found
+
+
+def _setting(name: str, before: Any, now: Any) -> Change:
+    if name in OTHER_SHAPE:
+        return Change(name, before, now, "weights and optimizer state would not fit", is_refused=True)
+    if name in CARRIED:
+        text = "no effect, the optimizer's and the schedule's state in the checkpoint carry the value of before"
+    elif name in SCHEDULE:
+        text = "the learning rate goes on as the new schedule says for this step, which may be a jump"
+    elif name in ORDER:
+        text = "the rows of this epoch come in another order, so some are seen twice or not at all"
+    elif name in DATA:
+        text = "the data may not be those of the run before"
+    else:
+        text = "acts from here on"
+    return Change(name, before, now, text)
+
+
+def _of_key(
+    key: str, before: Mapping[str, Any], now: Mapping[str, Any], consequence: str, shown: Optional[str] = None
+) -> list[Change]:
+    then, here = before.get(key), now.get(key)
+    if then is None or here is None or then == here:
+        return []
+    return [Change(shown or key, then, here, consequence)]
+
+
+def _of_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    return [
+        Change(name, before[name], now[name], "another version; results may differ in rounding or more")
+        for name in before
+        if name in now and name != "platform" and before[name] != now[name]
+    ]
+
+
+def _short(value: Any) -> str:
+    text = "not set" if value is None else str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

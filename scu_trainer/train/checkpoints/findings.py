@@ -1,0 +1,232 @@
+"""What one checkpoint is like, as far as can be known without loading it.
+
+Three kinds of findings, and who minds them:
+
+    damage      what must not be gone on from: no folder, no readable trainer_state.json, a file that training reads
+                is shorter than it was written or cannot be opened, a torn manifest. Never chosen; refused by name
+    changes     what is not as it was written, but reads: an edited file, one that is gone, other weights in its place.
+                Chosen unasked only where nothing is whole; by name it is gone on from, with a warning
+    spare       a file that going on does not need is gone. Chosen, with a warning
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import zipfile
+from pathlib import Path
+from typing import Optional, Union
+
+from safetensors import SafetensorError, safe_open
+from transformers import TrainerState
+
+from scu_trainer.errors import CheckpointError
+from scu_trainer.train.checkpoints.format import MANIFEST, Difference, differences, json_object, step_of
+from scu_trainer.train.checkpoints.saved_state import OF_LOOPS, SHAPES, TENSORS, misfit, read_state
+
+OPTIMIZER_STATES = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
+"""Of the stock Trainer, of FSDP (whole, in parts), of DeepSpeed."""
+
+WEIGHTS_ONLY_HINT = "--weights_only takes its weights and begins the optimizer anew"
+
+STATE = "trainer_state.json"
+WEIGHTS = re.compile(r"(adapter_|pytorch_)?model[^/]*\.(safetensors|bin)")
+ZIPPED = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+READ = re.compile(
+    rf"{WEIGHTS.pattern}|(pytorch_)?model[^/]*\.index\.json|(adapter_)?config\.json|optimizer\..*|scheduler\.pt|scaler\.pt"
+    r"|rng_state.*\.pth|trainer_state\.json|latest|.*/.*"
+)
+"""Files that a resume of the stock Trainer opens, those of DeepSpeed and FSDP in folders among them."""
+
+NEEDED_OF_STATE = {
+    **dict.fromkeys(("global_step", "num_input_tokens_seen"), int),
+    **dict.fromkeys(("epoch", "total_flos", "best_metric"), float),
+    **dict.fromkeys(("train_batch_size", "best_global_step"), Optional[int]),
+    "best_model_checkpoint": Optional[str],
+    "log_history": list,
+    "stateful_callbacks": Union[dict, list, None],
+}
+"""Of trainer_state.json, what a training goes on with. The rest is computed anew."""
+
+FIELDS_OF_STATE = {field.name for field in dataclasses.fields(TrainerState)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """About one checkpoint, in words; see the module's text."""
+
+    damage: Optional[str] = None
+    changes: tuple[str, ...] = ()
+    spare: tuple[str, ...] = ()
+
+    @property
+    def fault(self) -> Optional[str]:
+        """What keeps it from being chosen before an older one; None if nothing does."""
+        return self.damage or (self.changes[0] if self.changes else None)
+
+
+def examine(checkpoint: Path, world_size: Optional[int], weights_only: bool = False, hashes: bool = True) -> Findings:
+    """All that can be known of ``checkpoint`` without loading it. ``hashes``: contents are compared, not only sizes.
+
+    Of one that the stock Trainer has written (no manifest): rank 0 writes trainer_state.json last, but the other ranks
+    write their random state without waiting for it.
+    """
+    try:
+        return _examined(checkpoint, world_size, weights_only, hashes)
+    except OSError as error:
+        return Findings(f"it cannot be read ({error.strerror or error})")
+
+
+def _examined(checkpoint: Path, world_size: Optional[int], weights_only: bool, hashes: bool) -> Findings:
+    if not checkpoint.is_dir():
+        return Findings("it is no folder")
+    found = differences(checkpoint, hashes=hashes)
+    damage = _damage(checkpoint, found)
+    if damage is not None:
+        return Findings(damage)
+    if not has_optimizer(checkpoint) and not weights_only:
+        return Findings(f"it holds no optimizer state ({WEIGHTS_ONLY_HINT})")
+    spare = [one.text for one in found if _is_spare(checkpoint, one)]
+    changes = [one.text for one in found if one.text not in spare]
+    changes += [f"no whole {name}" for name in _random_states(world_size) if not (checkpoint / name).is_file()]
+    changes += _torn_states(checkpoint)
+    changes += _of_another_step(checkpoint)
+    return Findings(None, tuple(dict.fromkeys(changes)), tuple(spare))
+
+
+def _is_spare(checkpoint: Path, one: Difference) -> bool:
+    if one.name == "config.json":  # read where it is there
+        return not (checkpoint / one.name).exists()
+    return not READ.fullmatch(one.name) and one.name not in OF_LOOPS
+
+
+def has_optimizer(checkpoint: Path) -> bool:
+    return any((checkpoint / name).exists() for name in OPTIMIZER_STATES)
+
+
+def _damage(checkpoint: Path, found: list[Difference]) -> Optional[str]:
+    reasons = [_damage_of_state(checkpoint / STATE)]
+    reasons += [one.text for one in found if one.is_torn and _is_torn(checkpoint / one.name, one.name)]
+    reasons += [_unreadable(checkpoint), _lost_weights(checkpoint, found), _rotten(checkpoint, found)]
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _is_torn(path: Path, name: str) -> bool:
+    """Of a file that is shorter than it was: one that is complete in itself was written so by somebody."""
+    if name == MANIFEST:
+        return True
+    if not READ.fullmatch(name):
+        return False
+    if path.suffix == ".json":
+        return json_object(path) is None
+    return not (_is_safetensors(path) if path.suffix == ".safetensors" else zipfile.is_zipfile(path))
+
+
+def _damage_of_state(path: Path) -> Optional[str]:
+    content = json_object(path)
+    if content is None:
+        return f"no whole {STATE}, so it was being written when the run ended"
+    if "global_step" not in content:
+        return f"{STATE} has no global_step"
+    known = {name: hint for name, hint in NEEDED_OF_STATE.items() if name in content}
+    wrong = next((text for name, hint in known.items() if (text := misfit(content[name], hint, name))), None)
+    unknown = next((name for name in content if name not in FIELDS_OF_STATE), None)
+    if wrong is None and unknown is not None:
+        wrong = f"{unknown} is not known"
+    return None if wrong is None else f"{STATE} is not what the Trainer writes: {wrong}"
+
+
+def _unreadable(checkpoint: Path) -> Optional[str]:
+    """Weights and optimizer whose end, or beginning, is missing; no content is read."""
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        if WEIGHTS.fullmatch(path.name) and not _is_safetensors(path):
+            return f"no whole {path.name}"
+    for pattern in ZIPPED:
+        torn = next((path for path in sorted(checkpoint.glob(pattern)) if _is_torn_zip(path)), None)
+        if torn is not None:
+            return f"no whole {torn.name}"
+    for index in sorted(checkpoint.glob("*.index.json")):
+        parts = (json_object(index) or {}).get("weight_map")
+        if not isinstance(parts, dict):
+            return f"no whole {index.name}"
+        missing = next((name for name in parts.values() if not (checkpoint / str(name)).is_file()), None)
+        if missing is not None and not _has_whole_weights(checkpoint):
+            return f"{missing} is missing, which {index.name} names"
+    return None
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Its header says how long the file must be, and opening it compares that."""
+    try:
+        with safe_open(path, framework="numpy"):
+            return True
+    except (SafetensorError, OSError):
+        return False
+
+
+def _is_torn_zip(path: Path) -> bool:
+    """``torch.save`` writes a zip archive, whose directory comes last; what begins otherwise is an older format."""
+    if not path.is_file():
+        return True
+    with open(path, "rb") as file:
+        begins = file.read(2)
+    return not zipfile.is_zipfile(path) if begins == b"PK" else not begins
+
+
+def _has_whole_weights(checkpoint: Path) -> bool:
+    return any((checkpoint / name).is_file() for name in ("model.safetensors", "pytorch_model.bin"))
+
+
+def _lost_weights(checkpoint: Path, found: list[Difference]) -> Optional[str]:
+    """Files of weights that are gone, and none in their place: weights may be cut into other files by anybody."""
+    lost = [one for one in found if WEIGHTS.fullmatch(one.name) and not (checkpoint / one.name).exists()]
+    others = [path for path in checkpoint.iterdir() if WEIGHTS.fullmatch(path.name)]
+    return lost[0].text if lost and not others else None
+
+
+def _rotten(checkpoint: Path, found: list[Difference]) -> Optional[str]:
+    """A changed archive of torch says by its own checksums whether somebody wrote it so."""
+    for one in found:
+        path = checkpoint / one.name
+        if any(path.match(pattern) for pattern in ZIPPED) and zipfile.is_zipfile(path):
+            try:
+                bad = zipfile.ZipFile(path).testzip()
+            except zipfile.BadZipFile:
+                bad = path.name
+            if bad is not None:
+                return f"{one.text}, and {bad} in it is damaged"
+    return None
+
+
+def _torn_states(checkpoint: Path) -> list[str]:
+    """Of the loops. Whoever runs without them needs none of it."""
+    torn = [f"no whole {name}" for name in TENSORS if _is_there_and_torn(checkpoint / name)]
+    for name in SHAPES:
+        if os.path.lexists(checkpoint / name):
+            try:
+                read_state(checkpoint / name)
+            except CheckpointError as error:
+                torn.append(str(error).partition(": go on from")[0])
+    return torn
+
+
+def _is_there_and_torn(path: Path) -> bool:
+    return os.path.lexists(path) and not _is_safetensors(path)
+
+
+def _of_another_step(checkpoint: Path) -> list[str]:
+    """By its name; a copy under another one would be the newest of all."""
+    step, named = step_inside(checkpoint), step_of(checkpoint)
+    return [f"{STATE} is of step {step}"] if named not in (-1, step) else []
+
+
+def step_inside(checkpoint: Path) -> int:
+    """Of one without damage."""
+    return int(json_object(checkpoint / STATE)["global_step"])
+
+
+def _random_states(world_size: Optional[int]) -> list[str]:
+    if world_size is None:
+        return []
+    return ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]

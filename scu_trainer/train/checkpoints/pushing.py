@@ -1,0 +1,139 @@
+"""Checkpoints to the Hub while training goes on (``push_to_hub``, ``hub_strategy``), in the background.
+
+What is sent is a whole checkpoint, held by hard links until it has arrived: the next ones may replace it in the run
+meanwhile. It goes as one commit. A push that fails costs the run nothing and is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+from transformers import Trainer
+from transformers.trainer_utils import HubStrategy
+from transformers.utils.hub import PushInProgress
+
+from scu_trainer.errors import StorageError
+from scu_trainer.models.loading.hub_errors import end_stalls, hub_line
+from scu_trainer.models.published import ADAPTER, PROCESSOR, model_files, names_like
+from scu_trainer.safe_paths import remove_inside
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+
+logger = logging.getLogger("scu_trainer")
+
+HELD = "_pushing-"
+OURS = re.compile(rf"{HELD}checkpoint-\d+")
+
+
+class Pushes:
+    """Of one trainer. notices: one line per checkpoint that did not reach the Hub."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.notices: list[str] = []
+        self._api: Optional[HfApi] = None
+        self._has_branch = False
+
+    def begin(self, checkpoint_folder: str) -> None:
+        """What the stock ``_push_from_checkpoint`` does, for a checkpoint that has the name that it keeps."""
+        trainer, checkpoint = self.trainer, Path(checkpoint_folder)
+        if not trainer.is_world_process_zero() or trainer.args.hub_strategy == HubStrategy.END:
+            return
+        going_on = trainer.push_in_progress is not None and not trainer.push_in_progress.is_done()
+        if going_on and not trainer.args.hub_always_push:
+            logger.info("%s is not pushed: an earlier push goes on; hub_always_push sends all", checkpoint.name)
+            return
+        trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+        job = self._send(checkpoint)
+        if job is None:
+            return
+        if going_on:
+            trainer.push_in_progress.jobs.append(job)
+        else:
+            trainer.push_in_progress = PushInProgress([job])
+
+    def _started(self, run: Path) -> HfApi:
+        """One for all pushes: it has one worker, so that an older checkpoint never comes after a newer one."""
+        from huggingface_hub import HfApi
+
+        if self._api is None:
+            for path in run.glob(f"{HELD}checkpoint-*"):  # of a start that was killed
+                remove_inside(run, path.name, OURS)
+            self._api = HfApi(token=self.trainer.args.hub_token)
+        return self._api
+
+    def _send(self, checkpoint: Path) -> Optional[Future]:
+        try:
+            api = self._started(checkpoint.parent)
+            held = _hold(checkpoint)
+        except (OSError, StorageError) as error:  # a full disk costs this push, and not the run
+            self._tell(checkpoint.name, str(error))
+            return None
+        job = api.run_as_future(self._commit, held, checkpoint.name)
+        job.add_done_callback(lambda done: self._finished(done, held, checkpoint.name))
+        return job
+
+    def _commit(self, held: Path, name: str) -> None:
+        end_stalls()
+        args = self.trainer.args
+        if args.hub_revision is not None and not self._has_branch:  # the stock Trainer makes the repository alone
+            self._api.create_branch(self.trainer.hub_model_id, branch=args.hub_revision, exist_ok=True)
+            self._has_branch = True
+        self._api.create_commit(
+            self.trainer.hub_model_id,
+            _operations(held, name, args.hub_strategy),
+            commit_message=f"Training in progress, step {name.rpartition('-')[2]}",
+            revision=args.hub_revision,
+        )
+
+    def _finished(self, job: Future, held: Path, name: str) -> None:
+        with contextlib.suppress(StorageError):  # what is left is removed with the next one
+            remove_inside(held.parent, held.name, OURS)
+        error = job.exception()
+        if error is None:
+            logger.info("%s is on the Hub: %s", name, self.trainer.hub_model_id)
+        else:
+            self._tell(name, hub_line(error, self.trainer.hub_model_id) or " ".join(str(error).split())[:200])
+
+    def _tell(self, name: str, reason: str) -> None:
+        self.notices.append(f"{name} was not pushed to the Hub: {reason}")
+        logger.warning("%s; the run goes on", self.notices[-1])
+
+
+def _hold(checkpoint: Path) -> Path:
+    """A folder with other names of the same files; copies where the disk knows no hard links."""
+    held = checkpoint.with_name(f"{HELD}{checkpoint.name}")
+    remove_inside(held.parent, held.name, OURS)
+    shutil.copytree(checkpoint, held, copy_function=_linked)
+    return held
+
+
+def _linked(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target
+
+
+def _operations(held: Path, name: str, strategy: HubStrategy) -> list[CommitOperationAdd]:
+    """The model in the root of the repository, and the whole checkpoint in a folder where the strategy says so."""
+    from huggingface_hub import CommitOperationAdd
+
+    found = [
+        CommitOperationAdd(file, held / file) for file in names_like(held, (*ADAPTER, *model_files(held), *PROCESSOR))
+    ]
+    folder = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: name}.get(strategy)
+    if folder is None:
+        return found
+    files = sorted(path for path in held.rglob("*") if path.is_file())
+    return [*found, *(CommitOperationAdd(f"{folder}/{path.relative_to(held)}", path) for path in files)]

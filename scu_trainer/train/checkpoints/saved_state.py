@@ -1,0 +1,168 @@
+"""What the loops write into a checkpoint, read with suspicion: a file may be cut, edited, or of another program.
+
+``SHAPES`` says what each state file holds, by the very classes that it is read into. Whoever loads one gets a whole
+one or a CheckpointError; whoever chooses among checkpoints asks before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from scu_trainer.control import divergence, memory_values, regularization
+from scu_trainer.errors import CheckpointError
+from scu_trainer.train.checkpoints.format import json_object
+from scu_trainer.train.curriculum.deliveries import Counts
+from scu_trainer.train.regularization.regularizer import Progress
+from scu_trainer.train.step.micro_batch_sizer import Books
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "scu_state.json": {
+        "settings": dict,
+        "state": regularization.State,
+        "progress": Progress,
+        "interval": list[tuple[float, float]],
+        "prior_fingerprint": float,
+    },
+    "memory_state.json": {"state": memory_values.State, "books": Books, "learning_until": int},
+    "safety_state.json": {
+        "skipped_steps": int,
+        "records": list[dict],
+        "divergence": Optional[dict],
+    },
+    "curriculum_state.json": {
+        **dict.fromkeys(("epoch", "micro_batches", "samples", "lengths_crc32", "processes", "rows_per_batch"), int),
+        **dict.fromkeys(("steps_done", "steps", "accumulation"), int),
+        **dict.fromkeys(("progress", "progress_before"), float),
+        **dict.fromkeys(("counts", "totals"), Counts),
+        **dict.fromkeys(("notes", "notices"), list[str]),
+        "classes": Optional[int],
+        "content": Optional[int],
+    },
+}
+"""Keys that must be there, by file. Others may be."""
+
+TENSORS = ("scu_prior.safetensors", "curriculum_state.safetensors", "ema.safetensors")
+OF_LOOPS = (*SHAPES, *TENSORS)
+"""Files of a checkpoint that only the loops read."""
+
+NOT_A_STATE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, SafetensorError)
+"""What reading goes wrong with where a file is not what it should be."""
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Content of the state file ``path``: a JSON object, of the shape in ``SHAPES`` where the file is one of ours.
+    Raises CheckpointError for anything else."""
+    content = json_object(path)
+    if content is None:
+        raise CheckpointError(f"no whole {path.name} in {path.parent}: {_way_out(path)}")
+    found = _misfit_of_keys(content, SHAPES.get(path.name, {})) or _misfit_inside(content)
+    if found is not None:
+        raise CheckpointError(f"{path} is not what a run writes there ({found}): {_way_out(path)}")
+    return content
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a safetensors file. Raises CheckpointError where it is torn."""
+    with reading(path):
+        return load_file(path)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Around what only takes over the content of ``path``: where that does not fit there is one CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (*NOT_A_STATE, OSError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {said}): {_way_out(path)}") from error
+
+
+def _way_out(path: Path) -> str:
+    return f"go on from another checkpoint than {path.parent.name}, or put the file back from a copy"
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
+
+def misfit(value: Any, hint: Any, name: str) -> Optional[str]:
+    """What keeps ``value``, from JSON, from being a ``hint``; None if nothing does. Numbers are numbers, and a float
+    may be missing: JSON has no NaN."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return None
+    if origin in (typing.Union, types.UnionType):
+        fits = any(misfit(value, part, name) is None for part in parts)
+        return None if fits else _told(name, value)
+    if origin is typing.Literal:
+        return None if value in parts else _told(name, value)
+    if hint in (int, float):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return None if is_number or (hint is float and value is None) else _told(name, value)
+    if dataclasses.is_dataclass(hint):
+        return _misfit_of_dataclass(value, hint, name)
+    if origin is tuple:  # which JSON writes as a list
+        fits = isinstance(value, list) and len(value) == len(parts)
+        if not fits:
+            return _told(name, value)
+        return _first(misfit(item, part, name) for item, part in zip(value, parts, strict=True))
+    if not isinstance(value, origin or hint):
+        return _told(name, value)
+    inner = parts[0] if origin is list else None
+    return _first(misfit(item, inner, f"{name}[{i}]") for i, item in enumerate(value)) if inner is not None else None
+
+
+def _misfit_of_dataclass(value: Any, kind: type, name: str) -> Optional[str]:
+    if not isinstance(value, dict):
+        return _told(name, value)
+    hints = typing.get_type_hints(kind)
+    unknown = next((key for key in value if key not in hints), None)
+    if unknown is not None:
+        return f"{name}.{unknown} is not known"
+    required = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
+    missing = next((key for key in required if key not in value), None)
+    if missing is not None:
+        return f"{name}.{missing} is missing"
+    if hasattr(kind, "from_dict"):  # some of its fields are written otherwise
+        try:
+            kind.from_dict(value)
+        except NOT_A_STATE as error:
+            return f"{name}: {type(error).__name__} {error}"
+    plain = {key: hint for key, hint in hints.items() if key in value and not hasattr(hint, "from_dict")}
+    return _first(misfit(value[key], hint, f"{name}.{key}") for key, hint in plain.items())
+
+
+def _misfit_of_keys(content: dict[str, Any], shape: dict[str, Any]) -> Optional[str]:
+    missing = next((key for key in shape if key not in content), None)
+    if missing is not None:
+        return f"{missing} is missing"
+    return _first(misfit(content[key], hint, key) for key, hint in shape.items())
+
+
+def _misfit_inside(content: dict[str, Any]) -> Optional[str]:
+    """Of what has a ``from_dict`` of its own, or is there in some runs only."""
+    state, watched = content.get("state", {}), content.get("divergence")
+    if "cost" in state:
+        return misfit(state["cost"]["observations"], list[tuple[int, int, int]], "state.cost.observations")
+    return None if watched is None else _misfit_of_keys(watched, {"state": divergence.State, "notices": list[str]})
+
+
+def _told(name: str, value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return f"{name} is {text if len(text) <= 40 else text[:37] + '...'}"
+
+
+def _first(found: typing.Iterable[Optional[str]]) -> Optional[str]:
+    return next((text for text in found if text is not None), None)

@@ -1,0 +1,119 @@
+"""Which checkpoint can be gone on from, and which is chosen unasked; ``findings.py`` says what one is like."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.errors import CheckpointError, StorageError
+from scu_trainer.run_files import read_json
+from scu_trainer.train.checkpoints.findings import STATE, Findings, examine
+from scu_trainer.train.checkpoints.format import named_as_one, step_of
+
+logger = logging.getLogger("scu_trainer")
+
+
+def newest_checkpoint(run: Path, world_size: Optional[int], weights_only: bool = False) -> Optional[Path]:
+    """The newest one in ``run`` from which ``world_size`` ranks can go on; each newer one is named in the log."""
+    return newest_with_reasons(run, world_size, weights_only)[0]
+
+
+def newest_with_reasons(run: Path, world_size: Optional[int], weights_only: bool) -> tuple[Optional[Path], list[str]]:
+    """Also why newer ones were skipped. Where none is whole, the newest that can be read."""
+    skipped: list[str] = []
+    changed: Optional[tuple[Path, Findings]] = None
+    for checkpoint in named_as_one(run):
+        found = examine(checkpoint, world_size, weights_only)
+        fault = found.fault or _past_the_run(checkpoint)
+        if fault is None:
+            _warn(checkpoint, found)
+            return checkpoint, skipped
+        if changed is None and found.damage is None and _past_the_run(checkpoint) is None:
+            changed = checkpoint, found
+        logger.warning("%s is skipped: %s", checkpoint, fault)
+        skipped.append(f"{checkpoint.name} is skipped: {fault}")
+    if changed is None:
+        return None, skipped
+    checkpoint, found = changed
+    _warn(checkpoint, found)
+    others = [line for line in skipped if not line.startswith(f"{checkpoint.name} ")]
+    return checkpoint, [*others, f"{checkpoint.name} itself was changed: {found.fault}"]
+
+
+def whole_checkpoint(run: Path, weights_only: bool) -> tuple[Path, list[str]]:
+    """The newest one in ``run``, for any number of ranks, and why newer ones were skipped. Raises CheckpointError."""
+    newest, skipped = newest_with_reasons(run, None, weights_only)
+    if newest is None:
+        raise CheckpointError(
+            f"{run} holds no checkpoint to go on from ({'; '.join(skipped) or 'none is there'}); give the path of one "
+            "to resume_from_checkpoint, or drop it to start anew"
+        )
+    return newest, skipped
+
+
+def usable(wanted: Any, output_dir: str, weights_only: bool, hashes: bool = True) -> Any:
+    """The checkpoint of ``train(resume_from_checkpoint=wanted)``; True: the newest whole one in ``output_dir``.
+
+    What is not there at all, or no path, is returned as it is: the stock Trainer says what is wrong with it.
+    ``hashes``: also compare the contents of one that is named. Raises CheckpointError.
+    """
+    if wanted is True:
+        run = Path(output_dir)
+        return str(whole_checkpoint(run, weights_only)[0]) if run.is_dir() and named_as_one(run) else wanted
+    if not isinstance(wanted, (str, os.PathLike)) or not os.path.lexists(wanted):
+        return wanted
+    found = examine(Path(wanted), None, weights_only, hashes=hashes)
+    if found.damage is not None:
+        raise CheckpointError(f"{wanted} cannot be gone on from: {found.damage}")
+    _warn(Path(wanted), found)
+    return str(wanted)
+
+
+def _warn(checkpoint: Path, found: Findings) -> None:
+    differing = "; ".join((*found.changes, *found.spare))
+    if differing:
+        logger.warning("%s is not as it was written, and is gone on from all the same: %s", checkpoint, differing)
+
+
+def fault_of(
+    checkpoint: Path, world_size: Optional[int], weights_only: bool = False, hashes: bool = True
+) -> Optional[str]:
+    """What keeps ``checkpoint`` from being a whole one for ``world_size`` ranks (None: any number of them)."""
+    return examine(checkpoint, world_size, weights_only, hashes).fault
+
+
+def _past_the_run(checkpoint: Path) -> Optional[str]:
+    """A run that was taken back to an earlier checkpoint leaves later ones of another past behind."""
+    step = content_of(checkpoint.parent / "run.json").get("step")
+    if not isinstance(step, int) or step_of(checkpoint) <= step:
+        return None
+    return f"the run was last seen at step {step}, so it is of an earlier start"
+
+
+def tell_of_fresh_optimizer(checkpoint: Path) -> None:
+    """The stock Trainer reads optimizer and schedule both or, without a word, neither."""
+    missing = [name for name in ("optimizer.pt", "scheduler.pt") if not (checkpoint / name).is_file()]
+    if missing:
+        names = " and no ".join(missing)
+        logger.warning("%s holds no %s: the optimizer and its schedule start over", checkpoint, names)
+
+
+def catch_up(scheduler: Any, checkpoint: Path) -> None:
+    """A schedule whose state was not saved goes to where the checkpoint is."""
+    steps = read_json(checkpoint / STATE)["global_step"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # no weight was stepped yet
+        for _ in range(steps):
+            scheduler.step()
+
+
+def content_of(path: Path) -> dict[str, Any]:
+    """Of a JSON file; {} where there is none. Raises StorageError for what is no object."""
+    content = read_json(path) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise StorageError(f"{path} holds {json.dumps(content)[:40]} instead of an object; delete it or restore it")
+    return content

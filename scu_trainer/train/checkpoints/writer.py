@@ -1,0 +1,214 @@
+"""The stock ``Trainer._save_checkpoint``, whole or not at all: into a folder beside, which gets its name last.
+
+The stock method asks the trainer where the run is (``_get_output_dir``); while a checkpoint is being written the answer
+is the staging folder, so everything that the stock Trainer, DeepSpeed, FSDP and the controllers write goes there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+from safetensors import SafetensorError
+from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
+
+from scu_trainer.errors import StorageError
+from scu_trainer.run_files import free_bytes, readable
+from scu_trainer.safe_paths import remove_inside
+from scu_trainer.train.checkpoints import format as files
+
+logger = logging.getLogger("scu_trainer")
+
+ROOM = 1.05
+"""Free bytes that must be there, in sizes of the last checkpoint: optimizer states grow a little in the first steps."""
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one trainer.
+
+    facts: what every manifest says of its run beside the step. before: called before anything is written.
+    notices: one line per checkpoint that could not be written.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.facts: dict[str, Any] = {}
+        self.before: Callable[[], None] = lambda: None
+        self.notices: list[str] = []
+        self.newest: Optional[Path] = None
+        self.staging: Optional[Path] = None
+        self._waiting_push: Optional[Callable[[str], None]] = None
+        self._written_bytes = 0
+
+    def save(self, trial: Any, stock_save: Callable[[], None]) -> None:
+        """Every rank calls it. Raises StorageError where several ranks write and one of them cannot; without any loop
+        and ``safety`` what the stock Trainer raises, for it would not go on either."""
+        trainer = self.trainer
+        run = Path(trainer._get_output_dir(trial))
+        final = run / f"checkpoint-{trainer.state.global_step}"
+        staging = files.staging_of(run, trainer.state.global_step)
+        self.before()
+        if trainer.is_stock:
+            self._save_or_raise(staging, final, stock_save)
+        else:
+            problem = self._written(staging, final, stock_save)
+            if problem is not None:
+                self._give_up(staging, final, problem)
+                return
+        self.newest = final
+        if self._waiting_push is not None:
+            push, self._waiting_push = self._waiting_push, None
+            push(str(final))
+
+    def push_later(self, push: Callable[[str], None]) -> None:
+        """Uploads go on in the background, so they begin when the folder has the name that it keeps."""
+        self._waiting_push = push
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _save_or_raise(self, staging: Path, final: Path, stock_save: Callable[[], None]) -> None:
+        try:
+            if self.trainer.args.should_save:
+                _make_anew(staging)
+            self._fill(staging, stock_save)
+            if self.trainer.args.should_save:
+                self._seal(staging / final.name, final)
+            self._wait()
+        except Exception:
+            self._clear(staging)
+            raise
+
+    def _written(self, staging: Path, final: Path, stock_save: Callable[[], None]) -> Optional[str]:
+        """What went wrong, None if nothing did."""
+        return self._lack_of_room(final.parent) or self._write(staging, stock_save) or self._name(staging, final)
+
+    def _write(self, staging: Path, stock_save: Callable[[], None]) -> Optional[str]:
+        """What went wrong, None if nothing did."""
+        if self.trainer.args.should_save:
+            with self._problems() as problems:
+                _make_anew(staging)
+            if problems:
+                return problems[0]
+        with self._problems() as problems:
+            self._fill(staging, stock_save)
+        self._wait()
+        return problems[0] if problems else None
+
+    def _fill(self, staging: Path, stock_save: Callable[[], None]) -> None:
+        self._wait()
+        self.staging = staging
+        try:
+            stock_save()
+        finally:
+            self.staging = None
+
+    def _name(self, staging: Path, final: Path) -> Optional[str]:
+        problems: list[str] = []
+        if self.trainer.args.should_save:
+            with self._problems() as problems:
+                self._seal(staging / final.name, final)
+        self._wait()
+        return problems[0] if problems else None
+
+    def _seal(self, staged: Path, final: Path) -> None:
+        trainer = self.trainer
+        self._name_best(final, staged)
+        files.seal(staged, {"step": trainer.state.global_step, **self.facts})
+        files.publish(staged, final)
+        self._written_bytes = files.size_bytes(final)
+        best, limit = trainer.state.best_model_checkpoint, trainer.args.save_total_limit
+        if trainer.is_stock:  # the oldest are those that were written first, whoever wrote them
+            rotate_checkpoints(str(final.parent), limit, best, use_mtime=True)
+        else:
+            files.rotate(final.parent, final, limit, None if best is None else Path(best))
+
+    def _name_best(self, final: Path, staged: Path) -> None:
+        """The stock Trainer looks for the best checkpoint beside this one, and writes its path into the state."""
+        state = self.trainer.state
+        best = None if not state.best_global_step else final.with_name(f"checkpoint-{state.best_global_step}")
+        if best is not None and (best == final or best.exists()):
+            state.best_model_checkpoint = str(best)
+            state.save_to_json(str(staged / "trainer_state.json"))
+
+    def _lack_of_room(self, run: Path) -> Optional[str]:
+        if not self._written_bytes:
+            newest = next(iter(files.checkpoints(run)), None) if run.is_dir() else None
+            self._written_bytes = 0 if newest is None else files.size_bytes(newest)
+        free, took = free_bytes(run), self._written_bytes
+        enough = free >= ROOM * took
+        if self.trainer.args.world_size > 1:
+            from accelerate.utils import gather_object
+
+            enough = all(gather_object([enough]))
+        return None if enough else f"the disk has {readable(free)} free, and the last one took {readable(took)}"
+
+    def _give_up(self, staging: Path, final: Path, problem: str) -> None:
+        """The run goes on without this checkpoint, and says so; ranks cannot know how far each of them came."""
+        older = files.checkpoints(final.parent) if final.parent.is_dir() else []
+        newest = f"the newest is {older[0].name}" if older else "there is none yet"
+        line = f"{final.name} could not be written: {problem}; {newest}"
+        self._clear(staging)
+        self.notices.append(line)
+        logger.warning("%s; the run goes on without it. Free some room or give output_dir another disk", line)
+
+    def _clear(self, staging: Path) -> None:
+        if self.trainer.args.should_save:
+            with contextlib.suppress(StorageError):  # a folder that cannot be written cannot be cleaned either
+                remove_inside(staging.parent, staging.name, files.OURS)
+
+    @contextlib.contextmanager
+    def _problems(self) -> Iterator[list[str]]:
+        """Errors of writing, in words. Where other ranks wait for this one they end the run."""
+        found: list[str] = []
+        try:
+            yield found
+        except Exception as error:  # tokenizers raise nothing more narrow
+            if not is_write_error(error):
+                raise
+            text = _in_short(error)
+            if self.trainer.args.world_size > 1:
+                raise StorageError(
+                    f"a checkpoint could not be written: {text}; the one before it is whole. Free some room or give "
+                    "output_dir another disk, and start again: the run goes on from there"
+                ) from error
+            found.append(text)
+
+    def _wait(self) -> None:
+        self.trainer.accelerator.wait_for_everyone()
+
+
+def _make_anew(staging: Path) -> None:
+    if staging.exists():
+        remove_inside(staging.parent, staging.name, files.OURS)
+    staging.mkdir(parents=True)
+
+
+@contextlib.contextmanager
+def written_or_refused(what: str) -> Iterator[None]:
+    """Raises StorageError where ``what`` cannot be written, whichever library tried."""
+    try:
+        yield
+    except Exception as error:  # tokenizers raise nothing more narrow
+        if isinstance(error, StorageError) or not is_write_error(error):
+            raise
+        raise StorageError(
+            f"{what} could not be written: {_in_short(error)}; free some room and start the same command again: it "
+            "goes on from the newest checkpoint"
+        ) from error
+
+
+def _in_short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def is_write_error(error: BaseException) -> bool:
+    """Whether a file could not be written: torch, safetensors and tokenizers wrap what the system said, or lose it."""
+    if isinstance(error, (OSError, SafetensorError, StorageError)):
+        return True
+    if isinstance(error, RuntimeError):
+        return any(part in str(error) for part in ("PytorchStreamWriter", "unexpected pos", "iostream error"))
+    return type(error) is Exception and "(os error " in str(error)

@@ -1,0 +1,90 @@
+"""Batches on their way from the loader to the step: counted, and cut while the length warms up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+
+from scu_trainer.data.numbered import SAMPLE_INDEX
+from scu_trainer.errors import ControlError
+from scu_trainer.train.step.batches.rows import NOT_LEARNED, PADDING, has_time
+
+
+@dataclass
+class Counts:
+    """What was delivered. ``real_tokens``: of the rows as they are in the dataset; ``padded_tokens``: of the batches
+    that were made of them; ``cut_tokens``: taken away by length warm-up.
+
+    Tokens are those of ``input_ids``, and rows for inputs without a length.
+    """
+
+    rows: int = 0
+    real_tokens: int = 0
+    padded_tokens: int = 0
+    cut_tokens: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+class Deliveries:
+    """Of this rank, since ``drain`` was last called."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        config = getattr(model, "config", None)
+        self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+        self._counts = Counts()
+
+    def drain(self) -> Counts:
+        counts, self._counts = self._counts, Counts()
+        return counts
+
+    def pass_on(self, inputs: Any, limit: Optional[int]) -> Any:
+        """The batch, with rows of at most ``limit`` tokens."""
+        if limit is not None and _width(inputs) > limit:
+            inputs = self._cut(inputs, limit)
+        rows = len(inputs[SAMPLE_INDEX])
+        self._counts.rows += rows
+        self._counts.padded_tokens += rows * _width(inputs)
+        return inputs
+
+    def _cut(self, inputs: Any, limit: int) -> Any:
+        """Raises ControlError for batches whose columns are not tokens that can be cut off on the right."""
+        self._require_text(inputs)
+        timed = {name: value for name, value in inputs.items() if name in PADDING and has_time(name, value)}
+        cut = {**inputs, **{name: value[:, :limit].contiguous() for name, value in timed.items()}}
+        labels = cut.get("labels")
+        if has_time("labels", labels) and not bool((labels[:, 1:] != NOT_LEARNED).any()):
+            return inputs  # cut there, nothing would be left to learn
+        mask = inputs.get("attention_mask")
+        rest = torch.ones_like(inputs["input_ids"])[:, limit:] if mask is None else mask[:, limit:]
+        cut_tokens, batch = int(rest.sum()), type(inputs)(cut)
+        self._counts.cut_tokens += cut_tokens  # counted once all is made: running out of memory, it is made again
+        return batch
+
+    def _require_text(self, inputs: Any) -> None:
+        mask, width = inputs.get("attention_mask"), _width(inputs)
+        others = [
+            name
+            for name, value in inputs.items()
+            if torch.is_tensor(value) and value.dim() > 1 and (name not in PADDING or value.size(1) != width)
+        ]
+        reason = None
+        if self._is_encoder_decoder:
+            reason = "an encoder-decoder has two lengths"
+        elif "input_ids" not in inputs or others:
+            reason = f"batches hold {', '.join(others) or 'no input_ids'}, whose columns are no tokens"
+        elif mask is not None and not bool(mask[:, 0].all()):
+            reason = "rows are padded on the left, where cutting would leave the padding"
+        if reason is not None:
+            raise ControlError(f"curriculum length_warmup: {reason}; leave length_warmup out")
+
+
+def _width(inputs: Any) -> int:
+    """Columns of the time axis; 1 without one."""
+    for value in (inputs.get("attention_mask"), inputs.get("input_ids")):
+        if torch.is_tensor(value) and value.dim() == 2:
+            return value.size(1)
+    return 1

@@ -1,0 +1,105 @@
+"""What a curriculum does not go together with, said before any work is spent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Optional
+
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from scu_trainer.errors import ControlError, SettingsError
+from scu_trainer.settings import CurriculumSettings, MemorySettings
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from scu_trainer.train.loss.rows.row_readings import Reading
+
+FEWEST_EPOCHS_TO_PRUNE = 4
+
+BY_LOSS = ("noise_guard", "acmds", "infobatch")
+"""Methods that choose rows by their losses."""
+
+NEEDED = {
+    "train_sampling_strategy": ("random", "it would choose the samples as well"),
+    "dataloader_drop_last": (False, "it would drop rows that nobody counts"),
+    "auto_find_batch_size": (False, "it begins epochs anew; memory_control recovers without"),
+    "ignore_data_skip": (False, "a resumed epoch would show rows twice"),
+}
+"""Arguments of the stock Trainer: the value that they must have, and why."""
+
+
+def obstacle(args: TrainingArguments, memory: Optional[MemorySettings]) -> Optional[str]:
+    """Why no curriculum can act with these arguments, as a message; None if one can."""
+    for name, (needed, reason) in NEEDED.items():
+        found = getattr(args, name)
+        if found != needed:
+            return f"{name}: {found} with a curriculum: {reason}; set {name}: {str(needed).lower()}"
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(args.accelerator_config, name, None):
+            return f"accelerator_config {name} deals batches out by itself; with a curriculum leave it out"
+    if args.n_gpu > 1:
+        return "a curriculum does not work under DataParallel; start one process per GPU with torchrun"
+    if memory is not None and memory.batch_mode == "logical":
+        return "batch_mode: logical moves rows between steps that a curriculum plans; use batch_mode: chunk"
+    return None
+
+
+def refuse(trainer: Trainer, memory: Optional[MemorySettings]) -> None:
+    """Raises SettingsError for arguments, ControlError for data that no curriculum can work with.
+
+    ``memory``: None where memory control is off.
+    """
+    reason = obstacle(trainer.args, memory)
+    if reason is not None:
+        raise SettingsError(reason)
+    rows = trainer.train_dataset
+    if rows is not None and (isinstance(rows, IterableDataset) or not has_length(rows)):
+        raise ControlError(
+            f"a curriculum chooses samples by number, and a {type(rows).__name__} is a stream; use a dataset with a "
+            "length, or leave the curriculum out"
+        )
+
+
+def check_reading(settings: CurriculumSettings, reading: Optional[Reading]) -> Optional[str]:
+    """What to say of how the losses of rows are read. Raises ControlError where the curriculum cannot act on it."""
+    methods = settings.methods
+    by_loss = [name for name in BY_LOSS if name in methods]
+    advice = 'let its forward return {"loss": ..., "losses": ...} with losses of shape (rows,)'
+    if reading is None:
+        if by_loss:
+            raise ControlError(
+                f"curriculum {by_loss[0]} needs the loss of each row, and this model returns neither logits beside "
+                f"labels nor losses; {advice}"
+            )
+        return "the model returns no logits: difficulties stay unknown"
+    if reading.exact:
+        return None
+    weighs = "infobatch" in methods or ("token_budget" in methods and reading.counts_rows)
+    if weighs:
+        raise ControlError(
+            f"curriculum {settings.curriculum} weighs rows, and this model's loss is not the sum of its rows' losses "
+            f"as far as its logits tell (label smoothing and losses of one's own are not); {advice}"
+        )
+    return "difficulty is each row's plain loss as its logits tell; the loss that is trained has other parts as well"
+
+
+def check_loss_path(settings: CurriculumSettings, trainer_name: str) -> str:
+    """What to say where ``compute_loss`` is a subclass's own altogether. Raises ControlError where that cannot be."""
+    if settings.methods:
+        raise ControlError(
+            f"curriculum {settings.curriculum} sees and weighs the losses of rows in the trainer's own compute_loss, "
+            f"and that of {trainer_name} does not call it; take the loss from super().compute_loss(...), or leave the "
+            "curriculum out"
+        )
+    return f"compute_loss of {trainer_name} does not call the trainer's own: difficulties stay unknown"
+
+
+def require_enough_epochs(settings: CurriculumSettings, epochs: float) -> None:
+    """Raises SettingsError for infobatch in too short a run."""
+    if "infobatch" in settings.methods and epochs < FEWEST_EPOCHS_TO_PRUNE:
+        raise SettingsError(
+            f"curriculum infobatch over {epochs:.3g} epochs: its first epoch learns what is easy and its last ones see "
+            f"all rows, so it needs {FEWEST_EPOCHS_TO_PRUNE} or more; raise num_train_epochs or use another curriculum"
+        )

@@ -1,0 +1,167 @@
+"""Losses of rows as a training run sees them, until they are needed."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import numpy
+import torch
+
+from scu_trainer.errors import NonFiniteLoss
+from scu_trainer.train.loss.rows.row_readings import RowLosses
+from scu_trainer.train.step.recovery.second_try import second_try
+
+logger = logging.getLogger("scu_trainer")
+
+MOST_BAD_ROWS = 16
+"""Rows one after the other without a finite loss from which on it is the model and not the data."""
+
+PENDING_BATCHES = 256
+"""Batches whose losses stay on the device; then they move to the host together."""
+
+MOST_ROWS = 2**20
+"""On the host, where one process trains: those of a whole epoch would take more memory than all that is known of them.
+Several ranks exchange theirs at the end of the epoch and at checkpoints."""
+
+
+READING = "reading the losses of the rows"
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Arrays of shape (k,), in the order in which rows were seen, each row once per optimizer step.
+
+    ``losses``: mean, nats; NaN where nothing in the row is learned or its loss cannot be read (``known`` is False
+    there), and where it is no number. ``labels``: class, or -1.
+    """
+
+    steps: numpy.ndarray
+    ids: numpy.ndarray
+    losses: numpy.ndarray
+    labels: numpy.ndarray
+    known: numpy.ndarray
+
+    @classmethod
+    def join(cls, parts: Sequence[Losses]) -> Losses:
+        """In the order of steps; of one step, in the order of ``parts``."""
+        joined = {name: numpy.concatenate([getattr(part, name) for part in parts]) for name in cls.__annotations__}
+        order = numpy.argsort(joined["steps"], kind="stable")
+        return cls(**{name: values[order] for name, values in joined.items()})
+
+    @property
+    def is_bad(self) -> numpy.ndarray:
+        return self.known & ~numpy.isfinite(self.losses)
+
+    def take(self, which: numpy.ndarray) -> Losses:
+        return Losses(*(getattr(self, name)[which] for name in type(self).__annotations__))
+
+
+NOTHING = Losses(*(numpy.zeros(0, kind) for kind in (numpy.int64, numpy.int64, numpy.float64, numpy.int64, bool)))
+
+
+class SeenLosses:
+    """Keeps them on the device: nothing waits for it before ``drain``."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[int, torch.Tensor, Optional[RowLosses]]] = []
+        self._on_host: list[Losses] = []
+        self._bad_in_a_row: set[int] = set()
+        self._bad_batches = self._bad_since = 0
+
+    def record(self, step: int, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:
+        """``losses``: None where the model does not tell."""
+        self._bad_in_a_row.clear()
+        self._bad_batches = 0
+        self._add(step, ids, losses)
+
+    def _add(self, step: int, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:
+        self._pending.append((step, ids, losses))
+        if len(self._pending) >= PENDING_BATCHES:
+            second_try(self._to_host, READING)
+
+    def quarantine(self, step: int, ids: torch.Tensor) -> None:
+        """Rows whose loss is no finite number. Raises NonFiniteLoss where it is not single rows any more."""
+        nothing = torch.full(ids.shape, math.nan, device=ids.device)
+        unread = RowLosses(nothing, torch.ones_like(nothing))  # what allocates comes first: it may be repeated
+        new = set(ids.tolist()) - self._bad_in_a_row  # a batch that runs again after an out-of-memory has none
+        self._bad_in_a_row |= new
+        self._bad_batches += bool(new)
+        self._bad_since = step if self._bad_batches == 1 else self._bad_since
+        self._add(step, ids, unread)
+        logger.warning(
+            "step %d: the loss of sample %s is not a finite number; set aside, not trained on again",
+            step + 1,
+            ", ".join(map(str, ids.tolist())),
+        )
+        if len(self._bad_in_a_row) >= MOST_BAD_ROWS and self._bad_batches > 1:
+            self._release()
+            raise NonFiniteLoss(
+                f"step {step + 1}: {len(self._bad_in_a_row)} rows one after the other gave no finite loss: it is the "
+                "model and not its data. Lower learning_rate, use bf16 instead of fp16, or resume from the newest "
+                "checkpoint"
+            )
+
+    def forget(self, step: int) -> None:
+        """What was recorded in ``step``; rows whose loss is no number stay set aside."""
+        second_try(self._to_host, READING)
+        self._on_host = [seen.take((seen.steps != step) | seen.is_bad) for seen in self._on_host]
+
+    def _release(self) -> None:
+        """The rows of the present series are not set aside: a run that goes on from here shall not miss them."""
+        self._to_host()
+        self._on_host = [seen.take((seen.steps < self._bad_since) | ~seen.is_bad) for seen in self._on_host]
+
+    @property
+    def is_full(self) -> bool:
+        """Time for ``drain``: much has come together, and no row of it may still be released."""
+        return sum(len(part.ids) for part in self._on_host) >= MOST_ROWS and not self._bad_batches
+
+    def drain(self) -> Losses:
+        """All since the last call. What ran again after an out-of-memory comes several times, its last time holds."""
+        second_try(self._to_host, READING)
+        found = second_try(self._last_seen, READING)
+        self._on_host = []
+        return found
+
+    def _last_seen(self) -> Losses:
+        found = Losses.join(self._on_host) if self._on_host else NOTHING
+        return found.take(_last_of_each(found.steps, found.ids)) if len(found.ids) else found
+
+    def _to_host(self) -> None:
+        """All or nothing: what could not be read stays pending."""
+        pending = self._pending
+        if not pending:
+            return
+        steps = numpy.repeat([step for step, _, _ in pending], [len(ids) for _, ids, _ in pending])
+        ids = _joined([ids for _, ids, _ in pending])
+        columns = zip(*(_parts(ids, losses) for _, ids, losses in pending), strict=True)
+        sums, counts, labels = (_joined(column) for column in columns)
+        known = counts > 0
+        means = numpy.where(known, sums.astype(numpy.float64) / numpy.maximum(counts, 1), numpy.nan)
+        self._on_host.append(Losses(steps.astype(numpy.int64), ids, means, labels, known))
+        self._pending = []
+
+
+def _parts(ids: torch.Tensor, losses: Optional[RowLosses]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(sums, counts, labels), shape (rows,) each."""
+    nothing = torch.zeros(ids.shape, device=ids.device)
+    no_label = torch.full_like(ids, -1)
+    if losses is None:
+        return nothing, nothing, no_label
+    labels = no_label if losses.labels is None else losses.labels.to(no_label)
+    return losses.sums, losses.counts, labels
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> numpy.ndarray:
+    return torch.cat(list(parts)).cpu().numpy()
+
+
+def _last_of_each(steps: numpy.ndarray, ids: numpy.ndarray) -> numpy.ndarray:
+    """Positions of the last entry of every (step, id), ascending."""
+    key = steps * (ids.max() + 1) + ids
+    _, first_from_behind = numpy.unique(key[::-1], return_index=True)
+    return numpy.sort(len(ids) - 1 - first_from_behind)

@@ -1,0 +1,230 @@
+"""Held-out bits per token, and accuracy of classifiers: by document or sample, with a bootstrap interval, and paired
+between two models."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import numpy as np
+import torch
+from torch import nn
+
+from scu_trainer.models.loading.offloaded import input_device
+from scu_trainer.train.step.prediction import Halving
+
+logger = logging.getLogger("scu_trainer")
+
+IGNORED = -100
+DRAWS_AT_ONCE = 2**20
+"""Documents drawn in one piece: the resamples of a large held-out set would fill gigabytes."""
+
+LARGEST_LOGITS = 2**28
+"""Numbers in the logits of one forward pass: 1 GiB in float32."""
+
+MOST_NAMED = 8
+"""Documents that a message names."""
+
+MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "category_ids")
+
+
+@dataclass(frozen=True)
+class DocumentScores:
+    """Per held-out document or sample: summed negative log-likelihood in nats, predicted tokens or labels, and of
+    classifiers how many of these had the largest logit. Shapes (documents,)."""
+
+    nats: np.ndarray
+    tokens: np.ndarray
+    correct: Optional[np.ndarray] = None
+
+    @property
+    def bpt(self) -> float:
+        """Token-weighted bits per token over all documents."""
+        return float(self.nats.sum() / self.tokens.sum() / math.log(2.0))
+
+    @property
+    def perplexity(self) -> float:
+        return 2.0**self.bpt
+
+    @property
+    def accuracy(self) -> float:
+        """Of a classifier: the share of all labels that were named right."""
+        return float(self.correct.sum() / self.tokens.sum())
+
+
+@dataclass(frozen=True)
+class Interval:
+    """``value`` with the bounds of a percentile bootstrap interval over documents, and its confidence level."""
+
+    value: float
+    low: float
+    high: float
+    confidence: float
+
+
+def row_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed next-token loss in nats and predicted tokens of each row, shape (rows, 2) in float32.
+
+    logits (rows, time, vocab), labels (rows, time) with -100 where nothing is predicted. One row at a time: the float32
+    copy of the logits never exists for the whole batch.
+    """
+    scores = logits.new_empty((logits.shape[0], 2), dtype=torch.float32)
+    for i in range(logits.shape[0]):
+        targets = labels[i, 1:]
+        loss = nn.functional.cross_entropy(logits[i, :-1].float(), targets, ignore_index=IGNORED, reduction="sum")
+        scores[i, 0], scores[i, 1] = loss, (targets != IGNORED).sum()
+    return scores
+
+
+def preprocess_logits(logits, labels: torch.Tensor) -> torch.Tensor:
+    """For ``Trainer(preprocess_logits_for_metrics=...)``: two numbers per row leave the device instead of all
+    logits."""
+    return row_scores(logits[0] if isinstance(logits, tuple) else logits, labels)
+
+
+def bpt_metrics(prediction) -> dict[str, float]:
+    """For ``Trainer(compute_metrics=...)`` beside ``preprocess_logits``: token-weighted held-out bits per token.
+
+    The stock ``eval_loss`` averages batches, whatever number of tokens they hold.
+    """
+    say_nonfinite(prediction.predictions[:, 0], "row")
+    nats, tokens = prediction.predictions.astype(np.float64).sum(axis=0)
+    bpt = nats / max(tokens, 1.0) / math.log(2.0)
+    return {"bpt": bpt, "perplexity": 2.0**bpt}
+
+
+def say_nonfinite(nats: np.ndarray, item: str) -> None:
+    """Name what has no finite score, so that nobody looks for it in a mean that is none because of it."""
+    bad = np.flatnonzero(~np.isfinite(nats))
+    if len(bad):
+        more = f" and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
+        logger.warning(
+            "%d of %d held-out %ss have no finite score, so neither has their mean: %s %s%s",
+            len(bad),
+            len(nats),
+            item,
+            item,
+            ", ".join(map(str, bad[:MOST_NAMED].tolist())),
+            more,
+        )
+
+
+@torch.no_grad()
+def score_documents(
+    model: nn.Module,
+    rows,
+    collate: Callable[[list[dict]], dict[str, torch.Tensor]],
+    batch_tokens: int = 8192,
+) -> DocumentScores:
+    """Score every held-out window and add up by document.
+
+    rows: dataset of input_ids, labels, document. ``batch_tokens``: padded tokens per forward pass, fewer where the
+    logits would exceed LARGEST_LOGITS numbers. The model's training mode and the random state are left as they were.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        return _scores(model, rows, collate, batch_tokens)
+    finally:
+        model.train(was_training)
+
+
+def _scores(model: nn.Module, rows, collate: Callable, batch_tokens: int) -> DocumentScores:
+    device = input_device(model)
+    documents = np.asarray(rows["document"])
+    nats, tokens = np.zeros(documents.max() + 1), np.zeros(documents.max() + 1, dtype=np.int64)
+    batch_tokens = min(batch_tokens, max(1, LARGEST_LOGITS // _vocabulary(model)))
+    halving = Halving(device)
+    for indices in _batches(rows["length"], batch_tokens):
+
+        def score(part: range, indices=indices) -> np.ndarray:
+            batch = collate([rows[int(i)] for i in indices[part.start : part.stop]])
+            return _batch_scores(model, batch, device)
+
+        for part, scores in halving.run(len(indices), score):
+            seen_documents = documents[indices[part.start : part.stop]]
+            np.add.at(nats, seen_documents, scores[:, 0])
+            np.add.at(tokens, seen_documents, scores[:, 1].astype(np.int64))
+    say_nonfinite(nats, "document")
+    seen = tokens > 0
+    return DocumentScores(nats[seen], tokens[seen])
+
+
+def _batch_scores(model: nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> np.ndarray:
+    inputs = {name: batch[name].to(device) for name in MODEL_INPUTS if name in batch}
+    logits = model(**inputs, use_cache=False).logits
+    return row_scores(logits, batch["labels"].to(device)).double().cpu().numpy()
+
+
+def _vocabulary(model: nn.Module) -> int:
+    config = getattr(model, "config", None)
+    return getattr(config, "vocab_size", None) or 1
+
+
+def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[np.ndarray]:
+    """Row numbers in batches of similar length, longest first, so that a batch too large for memory fails at once."""
+    lengths = np.asarray(lengths)
+    order = np.argsort(-lengths, kind="stable")
+    start = 0
+    while start < len(order):
+        count = max(1, batch_tokens // int(lengths[order[start]]))
+        yield order[start : start + count]
+        start += count
+
+
+def bootstrap_bpt(scores: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0) -> Interval:
+    """Percentile bootstrap over documents (Efron, 1979) of token-weighted bits per token."""
+    (drawn,) = _resampled([scores.nats], scores.tokens, resamples, seed)
+    return _interval(scores.bpt, drawn / math.log(2.0), confidence)
+
+
+def bootstrap_accuracy(
+    scores: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
+) -> Interval:
+    """The same of the share of labels that a classifier named right."""
+    (drawn,) = _resampled([scores.correct], scores.tokens, resamples, seed)
+    return _interval(scores.accuracy, drawn, confidence)
+
+
+def bootstrap_difference(
+    first: DocumentScores, second: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
+) -> Interval:
+    """Bits per token of ``second`` minus ``first`` on the same documents, each resample drawn for both alike."""
+    _require_same(first, second)
+    before, after = _resampled([first.nats, second.nats], first.tokens, resamples, seed) / math.log(2.0)
+    return _interval(second.bpt - first.bpt, after - before, confidence)
+
+
+def bootstrap_accuracy_difference(
+    first: DocumentScores, second: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
+) -> Interval:
+    """Accuracy of ``second`` minus that of ``first`` on the same samples."""
+    _require_same(first, second)
+    before, after = _resampled([first.correct, second.correct], first.tokens, resamples, seed)
+    return _interval(second.accuracy - first.accuracy, after - before, confidence)
+
+
+def _require_same(first: DocumentScores, second: DocumentScores) -> None:
+    if not np.array_equal(first.tokens, second.tokens):
+        raise ValueError("both models must be scored on the same documents with the same tokenizer")
+
+
+def _resampled(models: Sequence[np.ndarray], tokens: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    """Amount per token of every resample, shape (models, resamples); the same documents are drawn for all models."""
+    generator, documents = np.random.default_rng(seed), len(tokens)
+    drawn = np.empty((len(models), resamples))
+    rows = max(1, DRAWS_AT_ONCE // documents)
+    for start in range(0, resamples, rows):
+        draws = generator.integers(0, documents, size=(min(rows, resamples - start), documents))
+        for of_model, amounts in zip(drawn, models, strict=True):
+            of_model[start : start + len(draws)] = amounts[draws].sum(axis=1) / tokens[draws].sum(axis=1)
+    return drawn
+
+
+def _interval(value: float, drawn: np.ndarray, confidence: float) -> Interval:
+    tail = (1.0 - confidence) / 2.0
+    low, high = np.quantile(drawn, [tail, 1.0 - tail])
+    return Interval(float(value), float(low), float(high), confidence)

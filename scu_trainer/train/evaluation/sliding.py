@@ -1,0 +1,104 @@
+"""Long documents in windows that overlap: every token is predicted once, with much of the text before it.
+
+    tokens    0  1  2  3  4  5  6  7  8  9      max_length 6, stride 2
+    window 0  .  1  2  3  4  5                  a number: predicted here
+    window 1        .  .  .  .  6  7            a dot: read only
+    window 2              .  .  .  .  8  9
+
+The strided perplexity of Hugging Face's guide "Perplexity of fixed-length models", except at its edge: a window there
+that begins with a new token never predicts it, so at stride = max_length tokens are lost. Here neighbours share one
+token at least, and no stride changes which tokens count. Nothing predicts a document's first token: it counts in none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
+
+import numpy as np
+
+from scu_trainer.data.text.encode import NOT_LEARNED
+
+if TYPE_CHECKING:
+    import datasets
+
+
+@dataclass(frozen=True)
+class Windows:
+    """``max_length``: tokens in a window, 2 or more. ``stride``: tokens from one window to the next, 1 to
+    ``max_length``; the largest gives rows without overlap."""
+
+    max_length: int
+    stride: int
+
+    @property
+    def step(self) -> int:
+        """Tokens that a window predicts anew: a full one cannot predict its first."""
+        return min(self.stride, self.max_length - 1)
+
+    @property
+    def least_context(self) -> int:
+        """Tokens before each predicted one, where the document has as many."""
+        return self.max_length - self.step
+
+    def spans(self, length: int) -> Iterator[tuple[int, int, int]]:
+        """(start, first predicted token, end) of every window over a document of ``length`` tokens."""
+        start, predicted = 0, 1
+        while True:
+            end = min(start + self.max_length, length)
+            yield start, predicted, end
+            if end == length:
+                return
+            start, predicted = start + self.step, end
+
+
+class _Window(NamedTuple):
+    """``row``: place of the document among the documents."""
+
+    row: int
+    start: int
+    predicted: int
+    end: int
+
+
+class SlidingRows:
+    """Windows over documents, cut when they are asked for; of a dataset what ``score_documents`` needs: columns
+    ``document`` and ``length`` by name, rows by number."""
+
+    def __init__(self, documents: datasets.Dataset, windows: Windows) -> None:
+        """documents: rows of input_ids, labels, document; a row is a whole document. Windows in which nothing is to be
+        predicted (prompts) are left out."""
+        self._numbers = np.asarray(documents["document"])
+        arrays = documents.with_format("numpy")
+        self._tokens = [np.asarray(row["input_ids"]) for row in arrays]
+        self._labels = [np.asarray(row["labels"]) for row in arrays]
+        self._windows = [
+            _Window(row, *span)
+            for row, labels in enumerate(self._labels)
+            for span in windows.spans(len(labels))
+            if (labels[span[1] : span[2]] != NOT_LEARNED).any()
+        ]
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, key: Union[int, str]) -> Any:
+        if key == "document":
+            return [int(self._numbers[window.row]) for window in self._windows]
+        if key == "length":
+            return [window.end - window.start for window in self._windows]
+        if isinstance(key, str):
+            raise KeyError(key)
+        return self._row(self._windows[key])
+
+    def _row(self, window: _Window) -> dict[str, Any]:
+        row, start, predicted, end = window
+        labels = self._labels[row][start:end].copy()
+        labels[: predicted - start] = NOT_LEARNED
+        return {
+            "input_ids": self._tokens[row][start:end],
+            "labels": labels,
+            "length": end - start,
+            "document": int(self._numbers[row]),
+        }

@@ -1,0 +1,215 @@
+"""A job: every setting of one training run, and the checks that need more than one of them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Optional, Protocol
+
+import torch
+from rich.console import Console
+from transformers import TrainingArguments
+
+from scu_trainer.errors import SettingsError
+from scu_trainer.hardware.probe import accelerators, probe
+from scu_trainer.models.loading.dispatch import Free
+from scu_trainer.secrets import redact_data, secret, where_secret
+from scu_trainer.settings import (
+    CurriculumSettings,
+    DataSettings,
+    MemorySettings,
+    ModelSettings,
+    RegularizationSettings,
+    SafetySettings,
+)
+from scu_trainer.settings.base import require
+from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
+from scu_trainer.settings.tasks import TaskSettings
+from scu_trainer.train.curriculum.rules import obstacle, require_enough_epochs
+from scu_trainer.train.evaluation.scoring import DocumentScores
+from scu_trainer.train.job.checks import check_evaluation, check_memory, check_training_optimizer, check_words
+from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.source import Source
+from scu_trainer.train.run_directory.resume import check_resumable
+from scu_trainer.train.step.distributed.deepspeed_rules import check_deepspeed, uses_deepspeed
+from scu_trainer.train.step.distributed.sharded import trained_bytes
+
+
+class Task(Protocol):
+    """``item``: what a held-out unit is called, in the singular. ``unit``: what bits are counted per.
+
+    ``compute_metrics`` and ``preprocess_logits``: what the stock Trainer takes; ``eval_bpt`` is among the metrics.
+    """
+
+    name: str
+    item: str
+    unit: str
+    compute_metrics: Callable[[Any], dict[str, float]]
+    preprocess_logits: Callable[[Any, torch.Tensor], torch.Tensor]
+
+    def check(self, job: Job) -> None:
+        """Raise SettingsError for settings that contradict each other; costs nothing."""
+
+    def load(self, job: Job, console: Console) -> Parts:
+        """Everything that training needs. Raises a UserError where settings, data, model, memory or disk do not fit."""
+
+    def load_scored(self, source: Source) -> Parts:
+        """A model in evaluation mode and its held-out rows."""
+
+    def score(self, model: torch.nn.Module, parts: Parts) -> DocumentScores:
+        """Of ``parts.data.eval``."""
+
+    def probe(self, parts: Parts) -> Mapping[str, Any]:
+        """A small input of the model, to see which kernels run."""
+
+
+@dataclass
+class Job:
+    """``own``: the settings that only its task has. ``kind``: the task itself. ``regularization``: None trains without
+    that loop. ``memory``: with its ``acts`` False, as the stock Trainer.
+
+    ``curriculum``: what was asked for; ``acting_curriculum`` is what runs. ``notes``: lines for the user about what was
+    chosen for this machine. ``changed_from``: the default of every field that was given another value.
+    """
+
+    model: ModelSettings
+    data: DataSettings
+    regularization: Optional[RegularizationSettings]
+    training: TrainingArguments
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    curriculum: CurriculumSettings = field(default_factory=CurriculumSettings)
+    task: TaskSettings = field(default_factory=TaskSettings)
+    kind: Optional[Task] = None
+    own: Optional[Any] = None
+    efficiency: EfficiencySettings = field(default_factory=EfficiencySettings)
+    safety: SafetySettings = field(default_factory=SafetySettings)
+    notes: tuple[str, ...] = ()
+    changed_from: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat, under the names of the command line; can be read back as a configuration file."""
+        scu: dict[str, Any] = {"scu": self.regularization is not None}
+        if self.regularization is not None:
+            scu.update({f"scu_{name}": value for name, value in asdict(self.regularization).items()})
+        found = {
+            **asdict(self.task),
+            **asdict(self.model),
+            **asdict(self.data),
+            **(asdict(self.own) if self.own is not None else {}),
+            **scu,
+            **asdict(self.memory),
+            **asdict(self.curriculum),
+            **asdict(self.efficiency),
+            **asdict(self.safety),
+            **_training_as_dict(self.training),
+        }
+        return {name: value for name, value in found.items() if name not in self.task.kind.unused}
+
+    def check(self) -> None:
+        """Raise SettingsError for settings that contradict each other, or would write a secret into the run's files."""
+        training = self.training
+        training.hub_token = secret(training.hub_token)
+        _refuse_secrets(self.as_dict())
+        require(
+            not (self.data.streaming and training.max_steps <= 0),
+            "streaming data has no known length; give max_steps, for instance --max_steps 1000",
+        )
+        require(
+            not (training.fp16 and training.use_cpu),
+            "fp16 has no effect on a CPU (training would silently run in float32); use bf16: true or drop fp16",
+        )
+        require(
+            not (training.use_cpu and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"),
+            "FSDP has no effect on a CPU (accelerate would silently train data parallel); use "
+            "accelerate_configs/cpu_2_processes.yaml, or drop use_cpu",
+        )
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        require(
+            launched == training.world_size,
+            f"the launcher started {launched} processes, but training would use {training.world_size}: each would "
+            "train alone; add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
+        )
+        check_deepspeed(training, self.model, self.memory, self.regularization)
+        check_words(training)
+        check_training_optimizer(training)
+        check_evaluation(training, self.data, self.regularization)
+        check_memory(training, self.memory)
+        self._check_curriculum()
+        check_efficiency(self.efficiency, training)
+        self.kind.check(self)
+        check_resumable(training)
+
+    @property
+    def acting_curriculum(self) -> Optional[CurriculumSettings]:
+        """None where nothing was asked for and losses of samples cannot be tracked."""
+        tracks = not self.data.streaming and obstacle(self.training, self.memory) is None
+        return self.curriculum if self.curriculum.methods or tracks else None
+
+    def _check_curriculum(self) -> None:
+        if not self.curriculum.methods:
+            return
+        require(
+            not self.data.streaming,
+            f"curriculum {self.curriculum.curriculum} chooses samples by number, and streaming data have none; set "
+            "streaming: false, or curriculum: none",
+        )
+        reason = obstacle(self.training, self.memory)
+        require(reason is None, str(reason))
+        if self.training.max_steps <= 0:
+            require_enough_epochs(self.curriculum, self.training.num_train_epochs)
+
+    def planned_steps(self, rows: int) -> int:
+        """Optimizer steps for ``rows`` training rows, counted as the stock Trainer does."""
+        training = self.training
+        if training.max_steps > 0:
+            return training.max_steps
+        batches = math.ceil(
+            rows / (training.per_device_train_batch_size * max(1, training.n_gpu) * training.world_size)
+        )
+        per_epoch = max(1, math.ceil(batches / training.gradient_accumulation_steps))
+        return math.ceil(per_epoch * training.num_train_epochs)
+
+
+def _refuse_secrets(settings: dict[str, Any]) -> None:
+    """Names and paths end up in files that people share: the model card, the adapter's configuration, TensorBoard."""
+    name = where_secret(settings)
+    if name is not None:
+        raise SettingsError(
+            f"{name} holds a password or token ({redact_data(settings[name])}), which would stand in the run's files; "
+            "take it out, and give it in the environment (HF_TOKEN for the Hub) or by hf auth login"
+        )
+
+
+def _training_as_dict(training: TrainingArguments) -> dict[str, Any]:
+    # What the launcher decides is no part of a configuration, and mixed_precision says what bf16 and fp16 say.
+    left_out = {"local_rank", "deepspeed_plugin", "distributed_state", "bf16", "fp16", "tf32"}
+    # Tokens stand there as a placeholder, which would be taken for a token when the configuration is read back.
+    found = training.to_dict().items()
+    return {name: value for name, value in found if name not in left_out and not name.endswith("_token")}
+
+
+def checkpoint_bytes(model, training: TrainingArguments, averaged: bool = False) -> int:
+    """Room for the checkpoints that this run will hold at once, beside the final model: weights, two Adam moments and
+    w0 of what is trained; full tuning saves all weights as well. DeepSpeed keeps the weights twice more, for its engine
+    and as float32 masters. ``averaged``: with moving averages of the weights beside them."""
+    kept = 1 if training.save_total_limit is None else training.save_total_limit + 1
+    saves = 0 if training.save_strategy == "no" else kept
+    copies = 6 if uses_deepspeed(training) else 4
+    copies += averaged
+    return trained_bytes(model) * (copies * saves + 1)
+
+
+def free_memory(training: TrainingArguments) -> Free:
+    return Free(cuda_bytes(training), int(probe().ram_available_bytes))
+
+
+def cuda_bytes(training: TrainingArguments) -> tuple[int, ...]:
+    """Free bytes of each CUDA GPU that training uses."""
+    return () if training.use_cpu else tuple(gpu.free_bytes for gpu in accelerators() if gpu.kind == "cuda")
+
+
+def is_leader() -> bool:
+    """Whether this process is the one of all ranks that prints and writes."""
+    return int(os.environ.get("RANK", "0")) == 0

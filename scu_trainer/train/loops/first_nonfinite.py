@@ -1,0 +1,306 @@
+"""Where a loss or a gradient stopped being a number: the weight, the input, the module and the rows.
+
+Asked only after a failure. The failed step's rows run once more, in at most ``MOST_RUNS`` parts, without anything that
+other ranks would have to join in; random state, statistics and gradients are as before. In this order:
+
+    weights     a weight, or a BatchNorm statistic, is no number itself
+    inputs      a number in the batch is none
+    forward     the first module, by order of execution, whose output is not finite; where what it was given was not
+                finite already, the code of the module around it
+    loss        every module's output is finite, the loss is not
+    backward    of the weights whose gradient is not finite the one that was used last: backward begins at the end
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from scu_trainer.data.numbered import SAMPLE_INDEX
+from scu_trainer.train.loss.analysis import mixing_modules
+from scu_trainer.train.loss.loss_path import without_index
+from scu_trainer.train.step.batches.rows import pick, rows_of
+from scu_trainer.train.step.distributed.sharded import is_sharded
+from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory
+from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, Mark
+
+MOST_RUNS = 32
+"""Parts into which the rows of a step are cut for looking: each runs forward once, and backward once at most."""
+
+MOST_NAMED = 8
+"""Rows that a message names."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``place``: a phrase, None where it was not found; then ``reason`` says why. ``rows``: how messages name them.
+
+    ``is_weight``: a weight or statistic itself is no number, so no later step can be better.
+    """
+
+    place: Optional[str] = None
+    rows: tuple[str, ...] = ()
+    is_weight: bool = False
+    reason: Optional[str] = None
+
+    @property
+    def text(self) -> str:
+        if self.place is None:
+            return f"the place was not found: {self.reason}"
+        return f"{self.place}{self._rows_text}"
+
+    @property
+    def _rows_text(self) -> str:
+        if not self.rows:
+            return ""
+        more = f" and {len(self.rows) - MOST_NAMED} more" if len(self.rows) > MOST_NAMED else ""
+        return f", in {', '.join(self.rows[:MOST_NAMED])}{more}"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of an accumulation batch. ``rows``: their numbers in it."""
+
+    batch: int
+    rows: tuple[int, ...]
+    inputs: Any
+    whole: Any
+
+
+def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> Finding:
+    """``batches``: this rank's accumulation batches of the failed step. ``num_items``: what its losses were divided by.
+
+    Raises nothing of its own: what goes wrong while looking is in ``reason``.
+    """
+    weight = nonfinite_weight(trainer.model)
+    if weight is not None:
+        return Finding(f"{weight} is not finite itself", is_weight=True)
+    bad_input = _bad_input(trainer, batches)
+    if bad_input is not None:
+        return bad_input
+    if is_sharded(trainer):
+        return Finding(reason="the weights are sharded, and all ranks would have to look together")
+    with _unchanged(trainer):
+        try:
+            parts = list(_parts(trainer, batches))
+            found = _forward(trainer, parts, num_items) or _backward(trainer, parts, num_items)
+        except Exception as error:  # whatever a model says to some of its rows: the failed step is what is to be told
+            first_line = str(error).partition("\n")[0]
+            found = Finding(reason=f"running its rows again failed ({type(error).__name__}: {first_line})")
+            forget_traceback(error)
+    free_memory(trainer.args.device)
+    return found or Finding(reason="every number is finite when its rows run again")
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def nonfinite_weight(model: nn.Module) -> Optional[str]:
+    """The first weight or BatchNorm statistic with a number that is none, as a phrase; of sharded ones this rank's
+    part."""
+    for name, tensor in _numbers(model):
+        if not bool(torch.isfinite(tensor).all()):
+            return name
+    return None
+
+
+def weights_are_finite(model: nn.Module) -> bool:
+    """Whether every weight and BatchNorm statistic is a finite number; of sharded ones this rank's part.
+
+    One pass over them and one wait for the device.
+    """
+    by_kind: dict[tuple, list[torch.Tensor]] = {}
+    for _, tensor in _numbers(model):
+        if tensor.numel():
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+    # The largest magnitude, unlike a sum of squares, is infinite only where a number is.
+    largest = [torch.stack(torch._foreach_norm(tensors, float("inf"))).float().max() for tensors in by_kind.values()]
+    return all(bool(torch.isfinite(norm)) for norm in largest)
+
+
+def _numbers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        own = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3: the parameter is empty, its part is elsewhere
+        own = own.to_local() if hasattr(own, "to_local") else own
+        if own.is_floating_point() and not own.is_meta:
+            yield f"the weight {name}", own
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            for key, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    yield f"the statistic {name}.{key}", buffer
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _bad_input(trainer: Trainer, batches: Sequence[Any]) -> Optional[Finding]:
+    for number, inputs in enumerate(batches):
+        count = rows_of(trainer.model, inputs).rows
+        for name, value in inputs.items() if isinstance(inputs, Mapping) else ():
+            if not (torch.is_tensor(value) and value.is_floating_point()) or "mask" in name:
+                continue  # a mask may be minus infinity
+            if not bool(torch.isfinite(value).all()):
+                rows = _bad_rows(value, count) or range(count)
+                return Finding(f"{name} of the data is not finite", _names(trainer, inputs, number, rows))
+    return None
+
+
+def _parts(trainer: Trainer, batches: Sequence[Any]) -> Iterator[_Part]:
+    counts = [rows_of(trainer.model, inputs).rows for inputs in batches]
+    per_part = max(1, -(-sum(counts) // max(1, MOST_RUNS - len(batches))))
+    if mixing_modules(trainer.model):
+        per_part = max(1, *counts)  # a row alone is another computation
+    for number, (inputs, count) in enumerate(zip(batches, counts, strict=True)):
+        if not count:
+            yield _Part(number, (), inputs, inputs)
+        for start in range(0, count, per_part):
+            rows = tuple(range(start, min(start + per_part, count)))
+            yield _Part(number, rows, pick(inputs, torch.tensor(rows), count), inputs)
+
+
+def _bad_rows(tensor: torch.Tensor, count: int) -> list[int]:
+    """Rows of ``tensor`` with a number that is not finite; [] where its first axis is none of ``count`` rows."""
+    if not count or tensor.dim() == 0 or tensor.shape[0] != count:
+        return []
+    return (~torch.isfinite(tensor.detach())).reshape(count, -1).any(dim=1).nonzero().flatten().tolist()
+
+
+def _or_every(names: Sequence[str], parts: Sequence[_Part]) -> tuple[str, ...]:
+    total = sum(len(part.rows) for part in parts)
+    return ("every row",) if len(names) == total > 1 else tuple(names)
+
+
+def _names(trainer: Trainer, inputs: Any, number: int, rows: Sequence[int]) -> tuple[str, ...]:
+    samples = inputs.get(SAMPLE_INDEX)
+    if samples is None:
+        return tuple(f"row {row} of accumulation batch {number}" for row in rows)
+    return tuple(_sample(trainer.train_dataset, int(samples[row])) for row in rows)
+
+
+def _sample(dataset: Any, index: int) -> str:
+    row = dataset[index]
+    documents = row.get("documents") if isinstance(row, Mapping) else None
+    if documents is None:
+        return f"sample {index}"
+    listed = documents.tolist() if torch.is_tensor(documents) else documents
+    return f"sample {index} (documents {listed})"
+
+
+# -- running them again ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _unchanged(trainer: Trainer) -> Iterator[None]:
+    """Random state and changing buffers afterwards are those of before."""
+    model = trainer.model
+    devices = sorted({str(p.device) for p in model.parameters()} | {str(trainer.args.device)})
+    mark = Mark.take(devices, ChangingBuffers(model), ())
+    try:
+        yield
+    finally:
+        mark.restore_surroundings()
+
+
+def _loss(trainer: Trainer, part: _Part, num_items: Any) -> torch.Tensor:
+    """As training computes it, but nobody is told of the rows' losses."""
+    inputs = trainer._prepare_inputs(without_index(part.inputs))
+    with trainer.compute_loss_context_manager():
+        if trainer.loss_path is not None:
+            return trainer._stock_loss(trainer.model, inputs, False, num_items)
+        return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=num_items)
+
+
+@torch.no_grad()
+def _forward(trainer: Trainer, parts: Sequence[_Part], num_items: Any) -> Optional[Finding]:
+    place, rows = None, []
+    for part in parts:
+        watch = _Watch(trainer.model, len(part.rows))
+        with watch.attached():
+            loss = _loss(trainer, part, num_items)
+        if watch.place is None and bool(torch.isfinite(loss).all()):
+            continue
+        place = place or watch.place or "the loss itself (the output of every module is finite)"
+        bad = [part.rows[i] for i in watch.rows] or part.rows
+        rows += _names(trainer, part.whole, part.batch, bad)
+    return None if place is None else Finding(place, _or_every(rows, parts))
+
+
+def _backward(trainer: Trainer, parts: Sequence[_Part], num_items: Any) -> Optional[Finding]:
+    named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
+    weights, place, rows = [p for _, p in named], None, []
+    for part in parts:
+        watch = _Watch(trainer.model, len(part.rows))
+        with torch.enable_grad():
+            with watch.attached():
+                loss = _loss(trainer, part, num_items)
+            # Not into .grad: that would wake up whatever reduces gradients over ranks.
+            gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+        bad = [
+            name
+            for (name, _), gradient in zip(named, gradients, strict=True)
+            if gradient is not None and not bool(torch.isfinite(gradient).all())
+        ]
+        if bad:
+            place = place or f"the first gradient that is not finite is that of {max(bad, key=watch.order_of)}"
+            rows += _names(trainer, part.whole, part.batch, part.rows)
+    return None if place is None else Finding(place, _or_every(rows, parts))
+
+
+class _Watch:
+    """Sees every module's output of one forward. ``place``: the first that is not finite. ``rows``: in which rows."""
+
+    def __init__(self, model: nn.Module, count: int) -> None:
+        self.place: Optional[str] = None
+        self.rows: list[int] = []
+        self._count = count
+        self._order: dict[str, int] = {}
+        # The outermost output holds the loss, which has a phrase of its own.
+        self._names = {module: name for name, module in model.named_modules() if name}
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        hooks = [module.register_forward_hook(self._see, with_kwargs=True) for module in self._names]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def order_of(self, weight: str) -> int:
+        """When the module of this weight was through: 0 the first, -1 not at all."""
+        return self._order.get(weight.rpartition(".")[0], -1)
+
+    def _see(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        self._order[self._names[module]] = len(self._order)
+        if self.place is not None:
+            return
+        bad = next(_nonfinite(output), None)
+        if bad is None:
+            return
+        name, self.rows = self._names[module], _bad_rows(bad, self._count)
+        given = (args, {key: value for key, value in kwargs.items() if "mask" not in key})
+        if next(_nonfinite(given), None) is None:
+            self.place = f"the first output that is not finite is of {name} ({type(module).__name__})"
+        else:
+            around = name.rpartition(".")[0] or "the model itself"
+            self.place = f"the first number that is not finite comes from {around}, before it calls {name}"
+
+
+def _nonfinite(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors inside of ``value`` that hold a number that is not finite."""
+    if torch.is_tensor(value):
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _nonfinite(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _nonfinite(item)

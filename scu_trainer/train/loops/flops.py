@@ -1,0 +1,191 @@
+"""How much arithmetic a training step is, and how much its device could do."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch.nn.modules.conv import _ConvNd
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Trainer
+
+from scu_trainer.hardware.peaks import known_tflops
+from scu_trainer.models.loading.offloaded import input_device
+from scu_trainer.train.loss.analysis import untouched
+from scu_trainer.train.step.batches.rows import pick, rows_of
+from scu_trainer.train.step.recovery.memory import forget_traceback
+
+ROWS_TO_COUNT = 2
+AMPERE = (8, 0)
+"""Compute capability from which on there is TF32."""
+
+MATRIX_SIDE = 1024
+MEASURE_S = 0.2
+"""Long enough for a CPU to leave its idle clock."""
+
+COUNTED = (
+    "matrix products and convolutions of forward and backward, a multiply-add as 2; not element-wise operations, nor "
+    "what runs in kernels of its own (flash-attn, Triton, mamba)"
+)
+
+
+@dataclass(frozen=True)
+class Count:
+    """Operations of forward and backward of ``rows`` rows.
+
+    ``tokens``: theirs, padding included; None where the input is none: padding under masks of its own is then left out.
+    """
+
+    flops: float
+    rows: int
+    tokens: Optional[float]
+
+    def of(self, rows: float, tokens: Optional[float]) -> float:
+        """The operations of other rows like these: by their tokens where they have such."""
+        if tokens is not None and self.tokens:
+            return self.flops * tokens / self.tokens
+        return self.flops * rows / self.rows
+
+
+@dataclass(frozen=True)
+class Peak:
+    """``source``: where the figure is from, in words."""
+
+    tflops: float
+    source: str
+
+
+def tokens_of(model: torch.nn.Module, inputs: Any, padding: bool) -> Optional[torch.Tensor | int]:
+    """Tokens of a batch, with or without its padding; None where the input is no row of tokens."""
+    ids, mask = inputs.get(getattr(model, "main_input_name", "input_ids")), inputs.get("attention_mask")
+    if not (torch.is_tensor(ids) and ids.dim() == 2 and not ids.is_floating_point()):
+        return None
+    has_mask = torch.is_tensor(mask) and mask.shape == ids.shape
+    return mask.ne(0).sum() if has_mask and not padding else ids.numel()
+
+
+def count_flops(trainer: Trainer, inputs: Any, num_items: Any) -> tuple[Optional[Count], Optional[str]]:
+    """(count of a few rows of ``inputs``, why there is none). Weights, gradients, statistics and RNG stay as they are.
+
+    In evaluation mode: what activation checkpointing computes twice counts once.
+    """
+    model = trainer.model
+    rows = rows_of(model, inputs).rows
+    few = inputs
+    if rows > ROWS_TO_COUNT:
+        few = pick(inputs, torch.arange(ROWS_TO_COUNT), rows)
+        rows = ROWS_TO_COUNT
+    few = _without_padding(few)
+    if not rows:
+        return None, "the batch has no rows to count by"
+    try:
+        flops = _flops(trainer, few, num_items)
+    except Exception as error:  # whatever a model says to being counted: training shall go on
+        forget_traceback(error)
+        return None, f"the model cannot be counted: {str(error).partition(chr(10))[0]}"
+    if not flops:
+        return None, "no matrix product or convolution was seen"
+    tokens = tokens_of(model, few, padding=True)
+    return Count(flops, rows, tokens), None
+
+
+def _without_padding(inputs: Any) -> Any:
+    """``inputs`` as short as their masks let them be: a bool ``NAME_mask`` (rows, length) beside values ``NAME...``."""
+    widths: dict[str, int] = {}
+    for mask_name, mask in inputs.items():
+        stem = mask_name.removesuffix("_mask")
+        if stem == mask_name or not torch.is_tensor(mask) or mask.dtype != torch.bool or mask.dim() != 2:
+            continue
+        values = [name for name, value in inputs.items() if name.startswith(stem) and _has_length(value, mask.size(1))]
+        if len(values) > 1:  # the mask is one of them
+            used = mask.any(dim=0).nonzero()
+            widths |= dict.fromkeys(values, int(used[-1]) + 1 if len(used) else 1)
+    return type(inputs)({name: v[:, : widths[name]] if name in widths else v for name, v in inputs.items()})
+
+
+def _has_length(value: Any, length: int) -> bool:
+    return torch.is_tensor(value) and value.dim() >= 2 and value.size(1) == length
+
+
+def _flops(trainer: Trainer, inputs: Any, num_items: Any) -> float:
+    model = trainer.model
+    weights = [p for p in model.parameters() if p.requires_grad]
+    inputs = trainer._prepare_inputs(type(inputs)(inputs))
+    counter = FlopCounterMode(display=False)
+    with untouched(model), torch.enable_grad(), _no_fused_kernels(), counter:
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
+        torch.autograd.grad(loss, weights, allow_unused=True)
+    return float(counter.get_total_flops())
+
+
+@contextlib.contextmanager
+def _no_fused_kernels() -> Iterator[None]:
+    """A fused recurrent layer is one operation to the counter, of which it knows no cost."""
+    backends = torch.backends.cudnn, torch.backends.mkldnn
+    before = [backend.enabled for backend in backends]
+    try:
+        for backend in backends:
+            backend.enabled = False
+        yield
+    finally:
+        for backend, enabled in zip(backends, before, strict=True):
+            backend.enabled = enabled
+
+
+# -- the peak ----------------------------------------------------------------------------------------------------------
+
+
+def find_peak(trainer: Trainer, stated_tflops: Optional[float]) -> tuple[Optional[Peak], Optional[str]]:
+    """(the peak of this device in the format of training, why there is none)."""
+    if stated_tflops is not None:
+        return Peak(stated_tflops, "peak_tflops"), None
+    device, precision = input_device(trainer.model), precision_of(trainer)
+    if device.type == "cpu":
+        return Peak(measured_tflops(precision), f"measured matmul peak, {precision}"), None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    tflops = known_tflops(name, precision)
+    if tflops is None:
+        return None, f"no peak is known for {name} in {precision}; give peak_tflops"
+    return Peak(tflops, f"{name}, {precision}"), None
+
+
+def precision_of(trainer: Trainer) -> str:
+    """bf16, fp16, tf32 or fp32: in which format training multiplies matrices."""
+    mixed = trainer.accelerator.mixed_precision
+    if mixed in ("bf16", "fp16"):
+        return mixed
+    dtypes = {p.dtype for p in trainer.model.parameters() if p.dim() > 1}
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        if dtype in dtypes:
+            return name
+    return "tf32" if _allows_tf32(trainer.model) else "fp32"
+
+
+def _allows_tf32(model: torch.nn.Module) -> bool:
+    """Whether some float32 products of ``model`` are rounded to TF32: of convolutions they are by default."""
+    device = input_device(model)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < AMPERE:
+        return False
+    has_convolutions = any(isinstance(module, _ConvNd) for module in model.modules())
+    # Not get_float32_matmul_precision: it raises where torch.backends.fp32_precision was set, as transformers does.
+    of_convolutions = has_convolutions and torch.backends.cudnn.conv.fp32_precision == "tf32"
+    return of_convolutions or torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def measured_tflops(precision: str) -> float:
+    """The best of repeated products of two square matrices on this CPU, with the threads that torch has."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    matrix = torch.ones(MATRIX_SIDE, MATRIX_SIDE, dtype=dtype)
+    seconds: list[float] = []
+    with torch.no_grad():
+        matrix @ matrix
+        while sum(seconds) < MEASURE_S or len(seconds) < 3:
+            begun_s = time.perf_counter()
+            matrix @ matrix
+            seconds.append(time.perf_counter() - begun_s)
+    return 2 * MATRIX_SIDE**3 / min(seconds) / 1e12

@@ -1,0 +1,248 @@
+"""What one trainer knows of its training loss: when it asks, when it audits, and what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Optional
+
+import torch
+from transformers import Trainer
+
+from scu_trainer.train.loss.analysis.asked_rows import are_classes, rows_to_ask
+from scu_trainer.train.loss.analysis.asking import probe
+from scu_trainer.train.loss.analysis.audit import Audited, Auditor, is_part
+from scu_trainer.train.loss.analysis.measuring import tolerance
+from scu_trainer.train.loss.rows.model_loss import inner_model
+from scu_trainer.train.step.batches.reduction import Reduction
+from scu_trainer.train.step.batches.rows import Batch
+from scu_trainer.train.step.batches.window import Piece, Window
+from scu_trainer.train.step.recovery.second_try import second_try
+
+logger = logging.getLogger("scu_trainer")
+
+MOST_QUESTIONS = 5
+"""Windows in which the model is asked about padding, or that do not tell, before it is left alone."""
+
+
+class LossAnalysis:
+    """``reduction``: how the loss adds up over rows, None before it is known; then nothing may be cut.
+
+    ``notices``: what was said of a loss that turned out to be another one on the way. ``audits``: those that passed.
+    ``seconds``: host time spent on questions and audits.
+    """
+
+    def __init__(self, trainer: Trainer, free_memory: Callable[[], None]) -> None:
+        self._free_memory = free_memory
+        self.trainer = trainer
+        self.reduction: Optional[Reduction] = None
+        self.notices: list[str] = []
+        self.audits = 0
+        self.last_good_step: Optional[int] = None
+        self.largest_difference = self.seconds = 0.0
+        self._windows = self._cut_windows = self._asked = 0
+        self._auditor: Optional[Auditor] = None
+        self._by_keys: dict[frozenset, Reduction] = {}
+        self._seen: set[int] = set()
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
+        """Ask where these batches may tell something new. Returns whether they did."""
+        keys = frozenset(frozenset(batch.inputs) for batch in batches if isinstance(batch.inputs, Mapping))
+        classes = self._new_classes(batches)
+        known = self._by_keys.get(keys)
+        if not self._must_ask(batches, known, classes):
+            self.reduction = known or replace(self.reduction, trims=False)
+            return False
+        found = self._ask(batches, num_items, pad_token_id)
+        rows = rows_to_ask(batches, self._seen) or [] if found is not None and classes else []
+        seen = {int(batches[number].inputs["labels"][row]) for number, row in rows}
+        # From here on nothing runs out of memory: what did until here is asked again.
+        self._asked += 1
+        self._seen |= seen
+        self.reduction = self._without_endless_questions(found or known)
+        if self.reduction is not None:
+            was_exact = any(one.is_exact for one in self._by_keys.values())
+            self._by_keys[keys] = self.reduction
+            if was_exact and not self.reduction.is_exact:
+                self._end_splitting(self.reduction.mixes, self.reduction.mixes)
+        return found is not None or known is None
+
+    def _end_splitting(self, mixes: str, reason: str) -> None:
+        """For batches with any inputs: what was found for one is not to be trusted for the others."""
+        self._by_keys = {keys: replace(one, mixes=mixes) for keys, one in self._by_keys.items()}
+        self.reduction = replace(self.reduction, mixes=mixes)
+        self._say_changed(reason)
+
+    def _must_ask(self, batches: Sequence[Batch], known: Optional[Reduction], classes: bool) -> bool:
+        """Anew where inputs come that were not there before, padding, classes, or rows that tell kinds apart.
+
+        ``known``: of batches with these inputs.
+        """
+        if known is None:
+            return not self._has_ended
+        if not known.is_exact:
+            return False
+        padded = len({batch.width for batch in batches}) > 1 or any(batch.is_padded for batch in batches)
+        if known.trims is None and padded:
+            return True
+        if known.known is not None:
+            return False
+        return classes or any(
+            known.tells_apart(batch.inputs, batch.rows) for batch in batches if known.tied and not batch.obstacle
+        )
+
+    def _new_classes(self, batches: Sequence[Batch]) -> bool:
+        """Whether a row has a class that no question was about. Of a known function all classes are known."""
+        if self.reduction is not None and self.reduction.known is not None:
+            return False
+        labels = [batch.inputs["labels"] for batch in batches if not batch.obstacle and "labels" in batch.inputs]
+        if not labels or not all(map(are_classes, labels)):
+            return False
+        return not self._seen.issuperset(torch.cat(labels).unique().tolist())
+
+    def _without_endless_questions(self, found: Optional[Reduction]) -> Optional[Reduction]:
+        if self._asked < MOST_QUESTIONS or found is None or found.trims is not None:
+            return found
+        return replace(found, trims=False, reads_padding="no padded row could be compared")
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether batches are whole for good: other inputs are then not asked about any more."""
+        return bool(self._by_keys) and not any(one.is_exact for one in self._by_keys.values())
+
+    def _ask(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
+        trainer = self.trainer
+        with self._unrecorded():
+            return probe(
+                self._loss_of,
+                trainer.model,
+                batches,
+                num_items,
+                pad_token_id,
+                low_precision=self._low_precision,
+                shifts=trainer._loss_shifts_labels,
+                seen=self._seen,
+                owner=trainer,
+                is_public=self._is_public,
+            )
+
+    def _loss_of(self, inputs: Any, items: Any) -> torch.Tensor:
+        trainer = self.trainer
+        with trainer.compute_loss_context_manager():
+            return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs), num_items_in_batch=items)
+
+    @contextlib.contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """Inside the model is in training mode, losses of rows are nobody's business, and time is counted."""
+        began, path = time.perf_counter(), self.trainer.loss_path
+        self.trainer.model.train()
+        try:
+            with contextlib.nullcontext() if path is None else path.unrecorded():
+                yield
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    @property
+    def _low_precision(self) -> bool:
+        return self.trainer.accelerator.mixed_precision != "no"
+
+    # -- auditing ------------------------------------------------------------------------------------------------------
+
+    def holds(self, window: Window, pieces: Sequence[Piece], num_items: Any) -> bool:
+        """Whether the loss of a batch still is the sum over its ``pieces``, looked at in the steps 1, 2, 4, 8, ... of
+        this start, in those of the steps that cut batches, and in the last one. Where it is not ``reduction`` says so.
+        """
+        self._windows += 1
+        if not _cuts(window, pieces) or not window.can_pool:
+            return True
+        self._cut_windows += 1
+        is_last = self._step == self.trainer.state.max_steps
+        if not (is_last or _is_power_of_two(self._windows) or _is_power_of_two(self._cut_windows)):
+            return True
+        found = self._audit(window, pieces, num_items)
+        if found is None:  # this window tells nothing: a later one will
+            return True
+        if found.difference <= tolerance(self.trainer.model, self._low_precision):
+            self.audits += 1
+            self.last_good_step = self._step
+            self.largest_difference = max(self.largest_difference, found.difference)
+            return True
+        self._stop_splitting(found)
+        return False
+
+    def _audit(self, window: Window, pieces: Sequence[Piece], num_items: Any) -> Optional[Audited]:
+        trainer = self.trainer
+        if self._auditor is None:
+            self._auditor = Auditor(trainer.model, self._loss_of, self._free_memory, trainer)
+        full = self.audits == 0 and not (self.reduction.known and self._is_public)  # of the known a sample is enough
+        if trainer.loss_path is not None:  # without the logits, if training does without them
+            trainer.loss_path.choose(trainer._prepare_inputs(window.batches[0].inputs))
+        with self._unrecorded():
+            audit = partial(self._auditor.audit, window, pieces, num_items, self.audits, full)
+            return second_try(audit, "auditing how the loss adds up")
+
+    @property
+    def _is_public(self) -> bool:
+        """Whether model and the way from it to the loss are public code."""
+        model = type(inner_model(self.trainer.model)).__module__
+        return model.startswith(("transformers.models.", "scu_trainer.models.")) and not self.trainer.changes_loss
+
+    @property
+    def _step(self) -> int:
+        return self.trainer.state.global_step + 1
+
+    def _stop_splitting(self, found: Audited) -> None:
+        reason = (
+            f"the loss of {found.rows} rows together is {found.whole:.6g}, the sum over their micro-batches "
+            f"{found.parts:.6g}"
+        )
+        self._end_splitting(reason, f"{reason}, {found.difference:.2g} of it apart")
+
+    def _say_changed(self, reason: str) -> None:
+        since = "no step was cut before" if self._step == 1 else f"steps 1 to {self._step - 1} were not audited"
+        if self.last_good_step is not None:
+            first, last = self.last_good_step + 1, self._step - 1
+            since = (
+                f"gradients of steps {first} to {last} may be off by as much"
+                if last > first
+                else f"the gradient of step {first} may be off by as much"
+                if last == first
+                else "the step before was audited and is right"
+            )
+        text = f"from step {self._step} on batches run whole, because {reason}: this loss mixes rows; {since}"
+        self.notices.append(text)
+        logger.warning(text)
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    def figures(self) -> Optional[dict[str, Any]]:
+        """What stands under "loss_analysis" in scu_metrics.json."""
+        if self.reduction is None:
+            return None
+        return {
+            "divides_by": self.reduction.kind,
+            "known": self.reduction.known,
+            "is_exact": self.reduction.is_exact,
+            "mixes": self.reduction.mixes,
+            "questions": self._asked,
+            "audits": self.audits,
+            "last_good_step": self.last_good_step,
+            "largest_difference": self.largest_difference,
+            "seconds": self.seconds,
+            "notices": list(self.notices),
+        }
+
+
+def _cuts(window: Window, pieces: Sequence[Piece]) -> bool:
+    """Whether any batch is run in parts, or together with rows of another."""
+    return any(piece.rows and is_part(window, piece) for piece in pieces)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and not number & (number - 1)

@@ -1,0 +1,331 @@
+"""How does a loss put the rows of a batch together? Known where a public function computes it, asked where not.
+
+Splitting a batch is exact when the loss of the whole is a known sum over its rows. Signatures do not tell: many
+forwards take ``num_items_in_batch`` among their ``**kwargs`` and ignore it. So a few short rows are run together and
+each alone, in training mode, and every way to put the parts together (``Reduction.kind``) is held against the whole:
+its value, and its gradient by some of the trained weights, which tells apart what near a random start has equal values.
+What survives on the rows as they are, and on the same rows with other labels, is the answer; a public loss function
+that was called adds what it says of itself (``known.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from scu_trainer.models.loading.offloaded import input_device
+from scu_trainer.train.loss.analysis.asked_rows import beginnings, in_order, rows_to_ask, with_other_labels
+from scu_trainer.train.loss.analysis.measuring import (
+    FEW_ITEMS,
+    LossOf,
+    Meter,
+    Observation,
+    measured_weights,
+    tolerance,
+)
+from scu_trainer.train.loss.analysis.no_trace import untouched
+from scu_trainer.train.loss.rows.known import Call, LossCalls, divisor_of
+from scu_trainer.train.step.batches.reduction import Reduction, Targets
+from scu_trainer.train.step.batches.rows import Batch, Row, pick, take
+from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
+from scu_trainer.train.step.recovery.second_try import retry_unchanged
+
+FOLLOWS = 0.75
+"""Told twice the count, a loss that is divided by it halves; nearly so with a part of its own that nobody counts."""
+
+
+def probe(
+    loss_of: LossOf,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    num_items: Any,
+    pad_token_id: int,
+    training: bool = True,
+    low_precision: bool = False,
+    shifts: bool = False,
+    seen: Collection[int] = (),
+    owner: Any = None,
+    most_rows: Optional[int] = None,
+    is_public: bool = False,
+) -> Optional[Reduction]:
+    """``num_items``: what the stock loop counted for this window, None where the loss is not told. ``training`` False:
+    in evaluation mode, where some modules do not mix rows. ``low_precision``: autocast will be on. ``shifts``: the
+    stock loop takes the loss for one over shifted labels, which decides between kinds that do not differ on these rows.
+    ``seen``: classes that were asked about before. ``owner``: whose plain attributes are put back beside the model's.
+    ``most_rows``: None for the usual few, 2 where no more are known to fit. ``is_public``: nobody's own code has a part
+    in the loss; of a known one values tell enough then, without gradients.
+
+    Only rows of the batches are used, cut and padded as training would; of long ones their beginnings, if the model
+    takes these: whole, with all logits, they could need more memory than training does. None: these rows do not tell;
+    ask with others.
+    """
+    rows = rows_to_ask(batches, seen, more=most_rows is None)
+    if rows is None:
+        return None
+    mixing = mixing_modules(model) if training else None
+    precision, device = tolerance(model, low_precision), input_device(model)
+    with untouched(model, owner, training), _statistics_kept(model, mixing), measured_weights(model) as weights:
+        meter = Meter(loss_of, num_items, model, weights)
+        question = _Question(meter, precision, batches, rows, pad_token_id, device, shifts, is_public)
+        answer = _ask_of_beginnings(question) or _ask(question)
+    return replace(answer, mixes=f"{mixing} put the whole batch together") if mixing and answer else answer
+
+
+@contextlib.contextmanager
+def _statistics_kept(model: nn.Module, mixing: Optional[str]) -> Iterator[None]:
+    """Modules that are known to mix rows in training mode do not inside: what else the loss does shows."""
+    for module in model.modules() if mixing else ():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    yield
+
+
+def _ask_of_beginnings(question: _Question) -> Optional[Reduction]:
+    """None where rows are short already, or where their beginnings do not tell."""
+    short = beginnings(question.batches, question.rows, question.pad_token_id)
+    if short is None:
+        return None
+    try:
+        return _again(replace(question, batches=[short], rows=[(0, row) for row in range(short.rows)]), trim=True)
+    except Exception as error:  # a model that takes whole rows only; they are asked next
+        forget_traceback(error)
+        return None
+
+
+def _ask(question: _Question) -> Optional[Reduction]:
+    reasons = []
+    for trim in (True, False):
+        try:
+            answer = _answer_of_two_or_more(question, trim)
+        except Exception as error:  # whatever a model says to rows that it does not take: training shall go on
+            if is_out_of_memory(error):
+                reasons.append("two rows do not fit in memory together")
+                forget_traceback(error)
+                break
+            reasons.append(f"it fails on few or shorter rows: {error}")
+            forget_traceback(error)
+        else:
+            return replace(answer, trims=False, reads_padding=reasons[0]) if answer and reasons else answer
+    free_memory(question.device)
+    return question.answer_of_one(reasons[-1])
+
+
+def _answer_of_two_or_more(question: _Question, trim: bool) -> Optional[Reduction]:
+    try:
+        return _again(question, trim)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error) or len(question.rows) < 3:
+            raise
+        forget_traceback(error)
+    free_memory(question.device)
+    return replace(question, rows=question.rows[:2]).answer(trim)
+
+
+def _again(question: _Question, trim: bool) -> Optional[Reduction]:
+    """The answer. A wrong belief about the loss would train something else: one failed allocation is no reason to take
+    it up."""
+    answer = partial(question.answer, trim)
+    return retry_unchanged(answer, (), is_out_of_memory, partial(free_memory, question.device))
+
+
+@dataclass
+class _Question:
+    meter: Meter
+    tolerance: float
+    batches: Sequence[Batch]
+    rows: Sequence[Row]
+    pad_token_id: int
+    device: torch.device
+    shifts: bool
+    is_public: bool
+
+    def answer(self, trim: bool) -> Optional[Reduction]:
+        meter, rows = self.meter, len(self.rows)
+        together = in_order(self.batches, self.rows, self.pad_token_id, trim)
+        other = with_other_labels(together, rows)
+        strongest = together if other is None else other
+        whole, calls = meter.first(strongest, gradient=not self.is_public)
+        known, follows = self._known(strongest, float(whole[0]), calls), self._follows(strongest, float(whole[0]))
+        gradient = not (known and self.is_public)
+        if gradient and self.is_public:
+            whole = meter.measure(strongest)
+        asked = [self._observed(strongest, whole, gradient)]
+        answer = self._answer_from(asked, known, follows)
+        if other is not None and answer is not None and answer.known is None:
+            asked.insert(0, self._observed(together, meter.measure(together, gradient=False), gradient=False))
+            answer = self._answer_from(asked, known, follows)
+        if answer is None:
+            return None
+        trims = self._trims(together, asked[0]) if trim else False
+        return replace(answer, trims=trims, reads_padding="less of it gives another loss" if trims is False else None)
+
+    def _answer_from(self, asked: list[Optional[Observation]], known, follows) -> Optional[Reduction]:
+        if any(one is None for one in asked):
+            return None
+        errors = self._errors(asked, known, follows)
+        kind, tied = self._decide(errors, asked, known)
+        return None if kind is None else self._reduction(kind, tied, errors, known)
+
+    def _reduction(self, kind: str, tied: tuple[str, ...], errors, known) -> Reduction:
+        is_exact = errors[kind] <= self.tolerance
+        name, targets = known or (None, None)
+        is_known = is_exact and name is not None and kind in _kinds_of(targets)
+        column = kind.removeprefix("column ") if kind.startswith("column ") else None
+        return Reduction(
+            "column" if column else kind,
+            trims=None,
+            mixes=None if is_exact else "the loss of several rows does not follow from the losses of each",
+            known=name if is_known else None,
+            targets=targets if kind == "targets" else None,
+            column=column,
+            tied=() if is_known else tied,
+        )
+
+    def _observed(self, inputs: Any, whole: torch.Tensor, gradient: bool) -> Optional[Observation]:
+        """``whole``: what was measured of ``inputs`` together. None where the loss is no number, or nothing."""
+        parts = [self.meter.measure(self._row(inputs, row), gradient) for row in range(len(self.rows))]
+        values = [float(part[0]) for part in parts]
+        if not math.isfinite(whole[0]) or not any((*values, float(whole[0]))) or not any(map(math.isfinite, values)):
+            return None
+        return Observation(inputs, len(self.rows), whole, parts)
+
+    def _row(self, inputs: Any, row: int) -> Any:
+        return pick(inputs, torch.tensor([row]), len(self.rows))
+
+    def _errors(self, asked: Sequence[Observation], known, follows: Optional[float]) -> dict[str, float]:
+        """Of each kind, how far the whole is from what it says."""
+        if follows is not None and follows < FOLLOWS:
+            honoured = 0.0 if abs(2 * follows - 1) <= self.tolerance else math.inf
+            return {"num_items": max(honoured, *(one.error("num_items") for one in asked))}
+        targets = None if known is None else known[1]
+        kinds = _kinds(asked[0].inputs, self.shifts, targets)
+        return {kind: max(one.error(kind, targets) for one in asked) for kind in kinds}
+
+    def _decide(self, errors: dict[str, float], asked, known) -> tuple[Optional[str], tuple[str, ...]]:
+        """(kind, kinds that came out the same); None where rows do not tell kinds apart that count them differently."""
+        fitting = [kind for kind, error in errors.items() if error <= self.tolerance]
+        if not fitting:
+            return min(errors, key=errors.get), ()
+        targets = None if known is None else known[1]
+        stated = next((kind for kind in fitting if known and kind in _kinds_of(targets)), None)
+        if stated is not None:
+            return stated, ()
+        first, *rest = fitting
+        if any(one.shares(kind, targets) != one.shares(first, targets) for one in asked for kind in rest):
+            return None, ()
+        return first, tuple(rest)
+
+    def _known(self, inputs: Any, once: float, calls: Sequence[Call]) -> Optional[tuple[str, Any]]:
+        """(name of the public function that computes the loss, what it divides by), where nothing else is in it.
+        ``once``: the loss of ``inputs``, computed by ``calls``."""
+        divisor = divisor_of(calls, inputs, len(self.rows))
+        if divisor is None:
+            return None
+        with LossCalls(factor=2.0):
+            twice = self.meter.loss(inputs)
+        if abs(twice - 2 * once) > 1e-6 * abs(once):
+            return None
+        return ", ".join(dict.fromkeys(call.name for call in calls)), divisor.targets or divisor.kind
+
+    def _follows(self, inputs: Any, once: float) -> Optional[float]:
+        """The loss told twice the count, by ``once``; None where it is told nothing."""
+        if self.meter.num_items is None:
+            return None
+        return abs(self.meter.loss(inputs, 2 * FEW_ITEMS) / once) if once else 1.0
+
+    # -- padding, and single rows --------------------------------------------------------------------------------------
+
+    def _equal(self, a: float, b: float) -> bool:
+        return abs(a - b) <= self.tolerance * max(abs(a), abs(b), 1e-12)
+
+    def _trims(self, together: Any, observed: Observation) -> Optional[bool]:
+        """Whether the first row loses nothing by losing its padding, which it has in ``together``; None if there is
+        none. ``observed``: of these or other inputs."""
+        padded = self._row(together, 0)
+        if not self._is_padded(padded):
+            return None
+        loss = float(observed.parts[0][0]) if observed.inputs is together else self.meter.loss(padded)
+        return self._equal(loss, self.meter.loss(self._first_row()))
+
+    def _is_padded(self, row: Any) -> bool:
+        return self.batches[self.rows[0][0]].trimmable and _shapes(row) != _shapes(self._first_row())
+
+    def _first_row(self, trim: bool = True) -> Any:
+        return take(self.batches, self.rows[:1], self.pad_token_id, trim=trim)
+
+    def answer_of_one(self, reason: str) -> Reduction:
+        """What a single row tells where several cannot be asked: a public function that only divides by the count."""
+        kind, name = "rows", None
+        try:
+            one = self._first_row()
+            loss, calls = self.meter.first(one, gradient=False)
+            follows = self._follows(one, float(loss))
+            if follows is not None and follows < FOLLOWS:
+                kind, known = "num_items", replace(self, rows=self.rows[:1])._known(one, float(loss), calls)
+                name = known[0] if known and known[1] == "sum" else None
+        except Exception as error:  # training itself will say why, if it fails there too
+            forget_traceback(error)
+        mixes = None if name else f"it could not be asked: {reason}"
+        return Reduction(kind, self._trims_alone(), mixes, known=name)
+
+    def _trims_alone(self) -> Optional[bool]:
+        """Whether the first row loses nothing by losing its padding; believed where it does not fit with it."""
+        padded = self._first_row(trim=False)
+        try:
+            if not self._is_padded(padded):
+                return None
+            return self._equal(self.meter.loss(padded), self.meter.loss(self._first_row()))
+        except Exception as error:
+            forget_traceback(error)
+            return True if is_out_of_memory(error) else False
+
+
+def _kinds_of(found: Any) -> tuple[str, ...]:
+    """Kinds that what a public function says of itself may come out as."""
+    if isinstance(found, Targets):
+        return (found.kind,)
+    return ("sum", "num_items") if found == "sum" else (found,)
+
+
+def _kinds(inputs: Any, shifts: bool, known: Any) -> list[str]:
+    """All that may be, the likelier first."""
+    kinds = ["targets"] if isinstance(known, Targets) and known.kind == "targets" else []
+    labels, mask = inputs.get("labels"), inputs.get("attention_mask")
+    if torch.is_tensor(labels) and not labels.is_floating_point() and labels.dim():
+        by_labels = ["labels", "shifted_labels"] if labels.dim() >= 2 else ["labels"]
+        kinds += reversed(by_labels) if shifts else by_labels
+    kinds += ["rows", "sum"]
+    if torch.is_tensor(mask) and mask.dim() == 2:
+        kinds += ["mask", "shifted_mask"]
+    for name, value in inputs.items():
+        if name != "labels" and torch.is_tensor(value) and value.dim() == 1 and value.is_floating_point():
+            kinds.append(f"column {name}")
+    return kinds
+
+
+def _shapes(inputs: Any) -> list[tuple[int, ...]]:
+    return [tuple(value.shape) for value in inputs.values() if torch.is_tensor(value)]
+
+
+def mixing_modules(model: nn.Module) -> Optional[str]:
+    """Names of the modules through which rows of a batch act on each other in training, as a phrase; None without."""
+    batch_norm = nn.modules.batchnorm._BatchNorm
+    names = [name for name, module in model.named_modules() if isinstance(module, batch_norm) and module.training]
+    if names:
+        return f"{_few(names)} (BatchNorm)"
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+        return "the router's auxiliary losses (config.router_aux_loss_coef)"
+    return None
+
+
+def _few(names: Sequence[str], most: int = 3) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

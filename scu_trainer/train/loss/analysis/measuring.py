@@ -1,0 +1,181 @@
+"""What the loss of some rows says of itself: value and gradient, without noise, and how wholes follow from parts."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from torch import nn
+
+from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, rng_state
+from scu_trainer.train.loss.rows.known import Call, LossCalls
+from scu_trainer.train.step.batches.reduction import Targets, row_items
+
+EXACT = 5e-5
+"""Largest relative difference that counts as equal in float32."""
+
+ROUGH = 2e-2
+"""The same where matrices are multiplied in 16 bits or less."""
+
+MOST_GRADIENT_ENTRIES = 2**18
+MOST_GRADIENT_TENSORS = 24
+"""Of the trained weights whose gradient is compared: the smallest ones, which lie in all layers."""
+
+FEW_ITEMS = 8.0
+"""The count that a loss is told: by that of a window a small loss would drown in rounding."""
+
+LossOf = Callable[[Any, Optional[torch.Tensor]], torch.Tensor]
+"""(inputs, num_items_in_batch) -> loss; inputs are copied before, because a loss may take its labels out of them."""
+
+
+@dataclass
+class Meter:
+    """``weights``: by which gradients are taken, none for values alone. ``is_noisy``: whether a forward draws random
+    numbers, None before the first."""
+
+    loss_of: LossOf
+    num_items: Any
+    model: nn.Module
+    weights: list[torch.Tensor]
+    is_noisy: Optional[bool] = None
+    _start: list = field(default_factory=list)
+
+    def first(self, inputs: Any, gradient: bool) -> tuple[torch.Tensor, list[Call]]:
+        """(as ``measure``, public loss functions that were called); finds out whether there is noise."""
+        if self.is_noisy is None:
+            self._start = [
+                (torch.set_rng_state, torch.get_rng_state()),
+                (np.random.set_state, np.random.get_state()),
+                (random.setstate, random.getstate()),
+            ]
+            before = rng_state(self.model)
+            found = self._first(inputs, gradient)
+            self.is_noisy = not all(map(torch.equal, before, rng_state(self.model)))
+            if not self.is_noisy:
+                return found
+        return self._first(inputs, gradient)
+
+    def _first(self, inputs: Any, gradient: bool) -> tuple[torch.Tensor, list[Call]]:
+        with LossCalls() as seen:
+            return self.measure(inputs, gradient), seen.calls
+
+    def loss(self, inputs: Any, items: float = FEW_ITEMS) -> float:
+        with torch.no_grad():
+            return float(self._value(inputs, items))
+
+    def measure(self, inputs: Any, gradient: bool = True) -> torch.Tensor:
+        """The loss and its gradient by ``weights``, as one vector (1 + entries,) in float64."""
+        if not (gradient and self.weights):
+            return torch.tensor([self.loss(inputs)], dtype=torch.float64)
+        with torch.enable_grad():
+            loss = self._value(inputs, FEW_ITEMS)
+            found = [None] * len(self.weights)
+            if loss.requires_grad:
+                with self._without_noise():
+                    found = torch.autograd.grad(loss.reshape(()), self.weights, allow_unused=True)
+        parts = [
+            torch.zeros_like(weight) if gradient is None else gradient
+            for weight, gradient in zip(self.weights, found, strict=True)
+        ]
+        flat = [part.detach().double().reshape(-1).cpu() for part in (loss, *parts)]
+        return torch.cat(flat)
+
+    def _value(self, inputs: Any, items: float) -> torch.Tensor:
+        device = getattr(self.num_items, "device", None)
+        given = None if self.num_items is None else torch.as_tensor(items, device=device)
+        with self._without_noise():
+            return self.loss_of(type(inputs)(inputs), given)
+
+    @contextlib.contextmanager
+    def _without_noise(self) -> Iterator[None]:
+        """The same draws in every question; where draws are made at all their means stand for them."""
+        if self.is_noisy is None:
+            yield
+            return
+        for restore, state in self._start:
+            restore(state)
+        with WithoutNoise() if self.is_noisy else contextlib.nullcontext():
+            yield
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """``whole``, ``parts``: what was measured of rows together and of each alone."""
+
+    inputs: Any
+    rows: int
+    whole: torch.Tensor
+    parts: list[torch.Tensor]
+
+    def shares(self, kind: str, targets: Optional[Targets] = None) -> list[float]:
+        """By how much each part enters the whole."""
+        if kind in ("sum", "num_items"):
+            return [1.0] * self.rows
+        items = _items(kind, self.inputs, self.rows, targets)
+        return [round(item / (sum(items) or 1.0), 9) for item in items]
+
+    def error(self, kind: str, targets: Optional[Targets] = None) -> float:
+        """Relative, the larger one of value and gradient."""
+        shared = [
+            share * part for share, part in zip(self.shares(kind, targets), self.parts, strict=True) if share != 0.0
+        ]
+        if not shared:
+            return math.inf
+        difference = torch.stack(shared).sum(dim=0) - self.whole
+        of_value = abs(float(difference[0])) / max(abs(float(one[0])) for one in (self.whole, *shared))
+        scale = max(float(one[1:].norm()) for one in (self.whole, *shared))
+        of_gradient = float(difference[1:].norm()) / scale if scale else 0.0
+        error = max(of_value, of_gradient)
+        return error if math.isfinite(error) else math.inf
+
+
+def _items(kind: str, inputs: Any, rows: int, targets: Optional[Targets]) -> list[float]:
+    if kind.startswith("column "):
+        return row_items("column", inputs, rows, column=kind.removeprefix("column "))
+    return row_items(kind, inputs, rows, targets if isinstance(targets, Targets) else None)
+
+
+@contextlib.contextmanager
+def measured_weights(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Leaves that stand inside for some trained weights, the smallest ones, and share their memory: hooks on weights
+    are not for us. None for sharded ones, whose gradients only all ranks together can take."""
+    chosen = _smallest_weights(model)
+    leaves = {weight: nn.Parameter(weight.detach()) for weight in chosen}
+    places = [
+        (module, name, weight)
+        for module in model.modules()
+        for name, weight in module._parameters.items()
+        if weight is not None and weight in leaves
+    ]
+    for module, name, weight in places:
+        module._parameters[name] = leaves[weight]
+    try:
+        yield list(leaves.values())
+    finally:
+        for module, name, weight in places:
+            module._parameters[name] = weight
+
+
+def _smallest_weights(model: nn.Module) -> list[nn.Parameter]:
+    trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    if any(hasattr(p, "ds_id") or hasattr(p, "device_mesh") for p in trained):
+        return []
+    chosen, entries = [], 0
+    for weight in sorted(trained, key=lambda weight: weight.numel())[:MOST_GRADIENT_TENSORS]:
+        entries += weight.numel()
+        if entries > MOST_GRADIENT_ENTRIES:
+            break
+        if type(weight) is nn.Parameter:  # a subclass knows more of itself than a plain leaf would
+            chosen.append(weight)
+    return chosen
+
+
+def tolerance(model: nn.Module, low_precision: bool) -> float:
+    low = any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())
+    return ROUGH if low or low_precision else EXACT

@@ -1,0 +1,318 @@
+"""The loss of a training forward, and in the same forward the loss of each of its rows.
+
+    causal language models   their loss is opened, or taken without their output head (``model_loss.py``)
+    all others               compute their loss themselves; the rows' losses are read from what they return
+                             (``row_readings.py``)
+
+Rows whose loss is no number are taken out of the batch, which then runs again without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Optional, Protocol
+
+import torch
+from transformers import Trainer
+
+from scu_trainer.data.numbered import SAMPLE_INDEX
+from scu_trainer.errors import ControlError, SettingsError
+from scu_trainer.train.loss.analysis import mixing_modules, tolerance, untouched
+from scu_trainer.train.loss.rows.known import LossCalls
+from scu_trainer.train.loss.rows.model_loss import has_causal_loss, head_of, headless, obstacle_to_headless, opened
+from scu_trainer.train.loss.rows.row_readings import (
+    CAUSAL,
+    Reading,
+    RowLosses,
+    find_reading,
+    logits_of,
+    with_labels_of_others,
+)
+from scu_trainer.train.step.batches.rows import PADDING, has_time, pick
+from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory
+
+logger = logging.getLogger("scu_trainer")
+
+LARGE_VOCABULARY = 16_384
+"""Words from which on the logits, not the model, decide how much memory a step takes."""
+
+COLUMNS_TO_ASK = 32
+
+
+class Rows(Protocol):
+    """Who wants to know of rows: the curriculum."""
+
+    def weights_of(self, ids: torch.Tensor, reading: Optional[Reading]) -> Optional[torch.Tensor]:
+        """Factor of each row's loss; None where all are 1."""
+
+    def see(self, ids: torch.Tensor, losses: Optional[RowLosses]) -> None: ...
+
+    def quarantine(self, ids: torch.Tensor) -> None: ...
+
+    def found(self, reading: Optional[Reading]) -> None: ...
+
+
+Forward = tuple[torch.Tensor, Optional[RowLosses]]
+"""(loss, losses of the rows if they are known)"""
+
+
+class LossPath:
+    """The training loss of one trainer. ``rows``: None where nobody asks for the losses of rows.
+
+    ``chunked``: "always", "never" or "auto" (``MemorySettings.chunked_loss``). ``has_learned``: whether any row was not
+    set aside since somebody has set it to False. ``was_asked``: whether the training loss has come this way at all.
+    ``before_blaming``: called before all rows of a batch are set aside; may raise where it is not they that are bad.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        chunked: str,
+        rows: Optional[Rows] = None,
+        before_blaming: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.trainer, self.rows, self._before_blaming = trainer, rows, before_blaming
+        self.reading: Optional[Reading] = None
+        self.has_learned = self.was_asked = False
+        self._has_reading = False
+        self._kind: Optional[str] = None
+        self._wanted = chunked
+        self._mixes: Optional[bool] = None
+        self._records = True
+
+    @property
+    def is_chunked(self) -> bool:
+        return self._kind == "headless"
+
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Inside, losses of rows are neither kept nor weighed."""
+        self._records = False
+        try:
+            yield
+        finally:
+            self._records = True
+
+    def for_model(self, inputs: Any) -> Any:
+        """What the model is to see of a batch."""
+        return inputs if self.rows is None else without_index(inputs)
+
+    def choose(self, inputs: Any) -> None:
+        """Decide on ``inputs``, which lie on the model's device, which way the loss takes, where that is not known."""
+        if self._kind is None:
+            self._choose(inputs)
+
+    def _unrecorded_loss(self, model, inputs, num_items, stock) -> torch.Tensor:
+        inputs = self.for_model(inputs)
+        if self._kind != "headless":
+            return stock(model, inputs, False, num_items)
+        with headless(self.trainer.model, None, lambda losses: None):
+            return stock(model, inputs, False, num_items)
+
+    def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any, stock: Callable) -> torch.Tensor:
+        """``stock(model, inputs, return_outputs, num_items)``: the Trainer's ``compute_loss``."""
+        self.was_asked = True
+        if not self._records:
+            return self._unrecorded_loss(model, inputs, num_items, stock)
+        if self.rows is None:
+            return self._forward(model, inputs, num_items, stock, None)[0]
+        ids, inputs = inputs.get(SAMPLE_INDEX), without_index(inputs)
+        if ids is None:
+            raise ControlError("a batch came without sample_index: it is not from this trainer's own data loader")
+        with self._statistics() as restore_statistics:
+            loss, losses = self._forward(model, inputs, num_items, stock, ids)
+            bad = None if losses is None else ~torch.isfinite(losses.sums)
+            if bad is not None and bool(bad.any()):
+                restore_statistics()
+                return self._without(inputs, num_items, stock, ids, bad)
+        self.rows.see(ids, losses)
+        self.has_learned = True
+        return loss
+
+    def _forward(self, model, inputs, num_items, stock, ids: Optional[torch.Tensor]) -> Forward:
+        kind = self._kind or self._choose(inputs)
+        if kind == "returned":
+            if self.rows is None:
+                return stock(model, inputs, False, num_items), None
+            return self._returned(model, inputs, num_items, stock, ids)
+        seen: list[RowLosses] = []
+        weights = None if ids is None else self.rows.weights_of(ids, CAUSAL)
+        context = headless if kind == "headless" else opened
+        with context(self.trainer.model, weights, seen.append):
+            return stock(model, inputs, False, num_items), seen[-1] if seen else None
+
+    # -- losses that the model returns ---------------------------------------------------------------------------------
+
+    def _returned(self, model, inputs, num_items, stock, ids) -> Forward:
+        labels = inputs.get("labels")
+        seen = LossCalls()
+        with contextlib.nullcontext() if self._has_reading or self.trainer.args.torch_compile else seen:
+            loss, outputs = stock(model, type(inputs)(inputs), True, num_items)  # it may take the labels out
+        if not self._has_reading:
+            self.reading = self._read(outputs, labels, loss, num_items, seen.calls)
+            if bool(torch.isfinite(loss)):  # else this batch tells nothing, but which of its rows are to be set aside
+                if not seen.calls and not self._fits_other_labels(inputs, outputs, num_items, stock):
+                    self.reading = replace(self.reading, exact=False)
+                self._has_reading = True
+                self.rows.found(self.reading)
+        if self.reading is None:
+            return loss, None
+        losses, weights = self.reading.rows(outputs, labels), self.rows.weights_of(ids, self.reading)
+        if weights is not None:
+            # The model's loss is its rows' sum times one factor, whatever it is divided by.
+            total = losses.sums.sum()
+            factor = torch.where(total == 0, 0.0, loss.detach() / total)  # nothing left to learn: 0 / 0
+            loss = factor * (weights * self.reading.sums_with_gradient(outputs, labels)).sum()
+        return loss, losses
+
+    def _read(self, outputs, labels, loss, num_items, calls) -> Optional[Reading]:
+        trainer = self.trainer
+        return find_reading(
+            outputs,
+            labels,
+            float(loss.detach()),
+            num_items,
+            trainer.accelerator.num_processes,
+            shifts=trainer._loss_shifts_labels,
+            rough=tolerance(trainer.model, trainer.accelerator.mixed_precision != "no"),
+            is_changed=trainer.compute_loss_func is not None or trainer.label_smoother is not None,
+            calls=calls,
+        )
+
+    def _fits_other_labels(self, inputs, outputs, num_items, stock) -> bool:
+        """A weight of a class, or another loss that is about as large, fits one batch by chance."""
+        labels, logits = inputs.get("labels"), logits_of(outputs)
+        if self.reading is None or not self.reading.exact or self.reading.kind == "own":
+            return True
+        if not torch.is_tensor(labels) or labels.is_floating_point() or logits is None:
+            return True
+        other = type(inputs)({**inputs, "labels": with_labels_of_others(labels, logits.size(-1))})
+        model = self.trainer.model  # not DDP's: a forward that other ranks do not run must not speak to them
+        with untouched(model, self.trainer, training=True), torch.no_grad():
+            loss, again = stock(model, type(inputs)(other), True, num_items)
+            return self._read(again, other["labels"], loss, num_items, ()) == self.reading
+
+    # -- rows that give no number --------------------------------------------------------------------------------------
+
+    @property
+    def _rows_mix(self) -> bool:
+        if self._mixes is None:
+            self._mixes = mixing_modules(self.trainer.model) is not None
+        return self._mixes
+
+    @contextlib.contextmanager
+    def _statistics(self) -> Iterator[Callable[[], None]]:
+        """What puts running statistics back that a batch with a bad row has spoilt; only BatchNorm has such."""
+        model = self.trainer.model
+        kept = {name: b.clone() for name, b in model.named_buffers()} if self._rows_mix else {}
+
+        def restore() -> None:
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    if name in kept:
+                        buffer.copy_(kept[name])
+
+        yield restore
+
+    def _without(self, inputs, num_items, stock, ids, bad: torch.Tensor) -> torch.Tensor:
+        """The loss of the rows whose loss is a number; the others are set aside, and said."""
+        model = self.trainer.model  # not DDP's: a forward that other ranks do not run must not speak to them
+        if self._rows_mix:
+            bad = self._bad_alone(model, inputs, num_items, stock, bad)
+        if bool(bad.all()):
+            self._before_blaming()
+        self.rows.quarantine(ids[bad])
+        good = (~bad).nonzero().flatten()
+        if len(good):
+            kept = pick(type(inputs)({**inputs, SAMPLE_INDEX: ids}), good, len(ids))
+            return self.loss(model, kept, num_items, stock)
+        # Every trained weight gets a gradient of zero: ranks wait for each of them.
+        return sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros((), device=ids.device))
+
+    def _bad_alone(self, model, inputs, num_items, stock, bad: torch.Tensor) -> torch.Tensor:
+        """Where rows act on each other one of them spoils all: which it is shows without batch statistics."""
+        labels = inputs.get("labels")
+        with untouched(model), torch.no_grad():
+            _, outputs = stock(model, type(inputs)(inputs), True, num_items)
+            alone = ~torch.isfinite(self.reading.rows(outputs, labels).sums)
+        return alone if bool(alone.any()) else bad
+
+    # -- which way -----------------------------------------------------------------------------------------------------
+
+    def _choose(self, inputs: Any) -> str:
+        """ "headless", "opened" or "returned"; asked again while the first rows do not tell."""
+        may_go_headless = self._may_go_headless(inputs)
+        if may_go_headless:
+            kind = "headless"
+        else:
+            kind = "opened" if self.rows is not None and has_causal_loss(self.trainer) else "returned"
+        if may_go_headless is not None:
+            self._kind = kind
+            if kind != "returned" and self.rows is not None:
+                self.reading, self._has_reading = CAUSAL, True
+                self.rows.found(CAUSAL)
+        return kind
+
+    def _may_go_headless(self, inputs: Any) -> Optional[bool]:
+        """None: this batch does not tell."""
+        if self._wanted == "never":
+            return False
+        obstacle = obstacle_to_headless(self.trainer)
+        if self._wanted == "auto" and (obstacle or head_of(self.trainer.model).out_features < LARGE_VOCABULARY):
+            return False
+        agrees = None
+        if not obstacle:
+            agrees, obstacle = self._agrees(inputs)
+        if obstacle and self._wanted == "always":
+            raise SettingsError(f"chunked_loss: always, but {obstacle}; use chunked_loss: auto or never")
+        if obstacle:
+            logger.warning("the chunked loss is not used: %s", obstacle)
+            return False
+        return agrees
+
+    def _agrees(self, inputs: Any) -> tuple[Optional[bool], Optional[str]]:
+        """(whether both ways give the same loss on one short row or None if it is no number, why not)."""
+        model = self.trainer.model
+        short = _short(inputs, head_of(model).out_features)
+        if short is None:
+            return False, "a batch has no input_ids of shape (rows, time) with labels beside them to compare it on"
+
+        def asked(context) -> float:
+            with context, self.trainer.compute_loss_context_manager():
+                return float(model(**short)["loss"])
+
+        try:
+            with untouched(model), torch.no_grad():
+                stock, ours = asked(contextlib.nullcontext()), asked(headless(model, None, lambda losses: None))
+        except Exception as error:  # whatever a model says to so short a row: training shall go on
+            if is_out_of_memory(error):
+                raise
+            forget_traceback(error)
+            return False, f"the model fails on a short row without its output head: {error}"
+        if not math.isfinite(stock):
+            return None, None
+        bound = tolerance(model, self.trainer.accelerator.mixed_precision != "no")
+        same = abs(stock - ours) <= bound * max(abs(stock), 1e-6)
+        return same, None if same else f"it gives {ours:.6g} where this model's own loss is {stock:.6g}"
+
+
+def without_index(inputs: Any) -> Any:
+    """What the model is to see of a batch."""
+    return type(inputs)({name: value for name, value in inputs.items() if name != SAMPLE_INDEX})
+
+
+def _short(inputs: Any, words: int) -> Optional[Mapping[str, Any]]:
+    """The first columns of the first row, every one of them learned."""
+    ids = inputs.get("input_ids")
+    if not torch.is_tensor(ids) or ids.dim() != 2 or not has_time("labels", inputs.get("labels")):
+        return None
+    short = {
+        name: value[:1, :COLUMNS_TO_ASK] for name, value in inputs.items() if name in PADDING and has_time(name, value)
+    }
+    if "attention_mask" in short:
+        short["attention_mask"] = torch.ones_like(short["attention_mask"])
+    return {**short, "labels": short["input_ids"].clamp(max=words - 1)}

@@ -1,0 +1,375 @@
+"""Cross-entropy per token and per row, with and without the whole logits in memory.
+
+``chunked_linear_cross_entropy`` is output layer and loss in one: it takes some rows of the hidden states through the
+layer, reads their losses, turns their logits into the gradient where they lie, adds that to the gradients of hidden
+states, weight and bias, and goes on with the next rows. The logits of one chunk are all that ever exists.
+
+The gradient is that of sum(token_weights · losses), made during the forward; the backward multiplies it by
+grad_output / divisor. So no division by a large number of tokens comes near half precision, and a loss scale acts as
+it does on the stock loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Optional, Union
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import cross_entropy
+
+from scu_trainer.train.step.batches.rows import NOT_LEARNED
+
+CHUNK_BYTES = 32 * 2**20
+"""Float32 logits of one chunk: larger ones save no time on a CPU (benchmarks/chunked_loss.py), smaller ones do cost."""
+
+FEWEST_ROWS, MOST_ROWS = 32, 1024
+"""Rows of a chunk: below, the weight is read too often for too few of them; above, other tensors set the peak."""
+
+
+def rows_in_chunk(vocab: int) -> int:
+    """Rows whose float32 logits take about CHUNK_BYTES."""
+    return min(MOST_ROWS, max(FEWEST_ROWS, CHUNK_BYTES // (4 * vocab)))
+
+
+# -- losses from hidden states -----------------------------------------------------------------------------------------
+
+
+def chunked_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    targets: Tensor,
+    *,
+    token_weights: Optional[Tensor] = None,
+    divisor: Union[Tensor, float, None] = None,
+    ignore_index: int = NOT_LEARNED,
+    rows_per_chunk: Optional[int] = None,
+    softcap: Optional[float] = None,
+) -> tuple[Tensor, Tensor]:
+    """(sum(token_weights · token_losses) / divisor, token_losses in nats).
+
+    hidden (tokens, size), weight (vocab, size), bias (vocab,), targets and token_weights (tokens,): already shifted.
+    ``divisor``: None for the number of valid targets, or what stands for it (num_items_in_batch); without a valid
+    target the loss is 0 / divisor and all gradients are 0. ``softcap`` c: logits become c · tanh(logits / c).
+
+    The loss can be differentiated once by hidden, weight and bias. token_losses (tokens,) cannot; they are 0 where
+    ignored. Both float32, float64 if the weight is. A token of weight 0 has its loss, be it infinite or NaN, and takes
+    no part in the gradient at all. Waits for the device once. Raises IndexError for targets outside the vocabulary.
+    """
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+        found = f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}"
+        raise ValueError(f"{found} found; (tokens, size) and (tokens,) allowed: flatten both alike")
+    work = _Work(
+        *_order(targets, token_weights, weight.size(0), ignore_index),
+        targets=targets,
+        token_weights=token_weights,
+        divisor=divisor,
+        rows_per_chunk=rows_per_chunk or rows_in_chunk(weight.size(0)),
+        softcap=softcap,
+        compute_dtype=_compute_dtype(weight),
+        with_gradient=torch.is_grad_enabled(),
+    )
+    return _LinearCrossEntropy.apply(hidden, weight, bias, work)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one call is to do. ``order`` (valid,): tokens that go through the layer, first the ``learned`` that have a
+    gradient, then those of weight 0."""
+
+    order: Tensor
+    learned: int
+    targets: Tensor
+    token_weights: Optional[Tensor]
+    divisor: Union[Tensor, float, None]
+    rows_per_chunk: int
+    softcap: Optional[float]
+    compute_dtype: torch.dtype
+    with_gradient: bool
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        return torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+
+    def chunks(self, with_gradient: bool) -> Iterator[tuple[Tensor, bool]]:
+        """(tokens, whether they have a gradient) of each chunk."""
+        sections = (self.order[: self.learned], with_gradient), (self.order[self.learned :], False)
+        for section, has_gradient in sections:
+            for start in range(0, len(section), self.rows_per_chunk):
+                yield section[start : start + self.rows_per_chunk], has_gradient
+
+    def weights_of(self, tokens: Tensor) -> Optional[Tensor]:
+        """(rows, 1), or None for all ones."""
+        if self.token_weights is None:
+            return None
+        return self.token_weights.index_select(0, tokens).to(self.loss_dtype).unsqueeze(1)
+
+    def sum_of(self, losses: Tensor) -> Tensor:
+        learned = self.order[: self.learned]
+        chosen = losses.index_select(0, learned)
+        weights = self.weights_of(learned)
+        return chosen.sum() if weights is None else (chosen * weights.squeeze(1)).sum()
+
+    def divided(self, value: Tensor) -> Tensor:
+        divisor = len(self.order) if self.divisor is None else self.divisor
+        return value / (divisor.detach().to(value.device) if torch.is_tensor(divisor) else divisor)
+
+
+def _order(targets: Tensor, token_weights: Optional[Tensor], vocab: int, ignore_index: int) -> tuple[Tensor, int]:
+    """``order`` and ``learned`` of _Work, at the price of one wait for the device."""
+    if isinstance(targets, FakeTensor):  # shapes alone (train/footprint): after two chunks all have been seen
+        few = min(len(targets), 2 * rows_in_chunk(vocab))
+        return torch.arange(few), few
+    valid = targets != ignore_index
+    learned = valid if token_weights is None else valid & (token_weights != 0)
+    outside = valid & ((targets < 0) | (targets >= vocab))
+    counts = torch.stack([learned.sum(), valid.sum(), outside.sum()]).tolist()
+    if counts[2]:
+        raise IndexError(
+            f"{counts[2]} targets, the first of them {int(targets[outside][0])}, are outside the vocabulary; allowed "
+            f"are 0 to {vocab - 1}, and {ignore_index} for tokens that are not learned"
+        )
+    place = 2 - valid.to(torch.int8) - learned.to(torch.int8)
+    return torch.argsort(place, stable=True)[: counts[1]], counts[0]
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    """What a stock linear layer would multiply in, here and now."""
+    device = weight.device.type
+    if weight.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return weight.dtype
+    return torch.get_autocast_dtype(device)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, work):
+        wanted = [work.with_gradient and needed for needed in ctx.needs_input_grad[:3]]
+        losses, gradients = _losses_and_gradients(hidden, weight, bias, work, wanted)
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.mark_non_differentiable(losses)
+        ctx.work, ctx.wanted, ctx.gradients = work, wanted, gradients
+        return work.divided(work.sum_of(losses)), losses
+
+    @staticmethod
+    def backward(ctx, loss_gradient, _):
+        if torch.is_grad_enabled():  # create_graph; once_differentiable would give a constant without a word
+            raise RuntimeError(
+                "the chunked cross-entropy has no second derivative: use the stock loss, or create_graph=False"
+            )
+        hidden, weight, bias = ctx.saved_tensors
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:  # a second backward: the first gave the tensors away, scaled, without copying them
+            _, gradients = _losses_and_gradients(hidden, weight, bias, ctx.work, ctx.wanted)
+        factor = ctx.work.divided(loss_gradient)
+        scaled = []
+        for gradient, like in zip(gradients, (hidden, weight, bias), strict=True):
+            if gradient is not None and ctx.work.learned:  # without a learned token the factor may be 1 / 0
+                gradient.mul_(factor)
+            scaled.append(None if gradient is None else gradient.to(like.dtype))
+        return *scaled, None
+
+
+def _losses_and_gradients(
+    hidden: Tensor, weight: Tensor, bias: Optional[Tensor], work: _Work, wanted: list[bool]
+) -> tuple[Tensor, list[Optional[Tensor]]]:
+    """Losses (tokens,), and the gradients of sum(token_weights · losses) that are ``wanted``, in the losses' dtype."""
+    losses = hidden.new_zeros(len(hidden), dtype=work.loss_dtype)
+    with torch.autocast(hidden.device.type, enabled=False):  # what is float32 here stays it
+        layer = _OutputLayer(weight, bias, work)
+        sums = _Gradients(
+            *(
+                tensor.new_zeros(tensor.shape, dtype=work.loss_dtype) if is_wanted else None
+                for tensor, is_wanted in zip((hidden, weight, bias), wanted, strict=True)
+            )
+        )
+        for tokens, has_gradient in work.chunks(any(wanted)):
+            rows = hidden.index_select(0, tokens).to(work.compute_dtype)
+            chunk_losses, signal = layer.losses(rows, work.targets.index_select(0, tokens), has_gradient)
+            losses.index_copy_(0, tokens, chunk_losses)
+            if has_gradient:
+                sums.add(layer, tokens, rows, signal, work.weights_of(tokens))
+    return losses, [sums.hidden, sums.weight, sums.bias]
+
+
+class _OutputLayer:
+    """The layer, and the buffers in which it meets one chunk after the other: fresh ones cost page faults each time."""
+
+    def __init__(self, weight: Tensor, bias: Optional[Tensor], work: _Work) -> None:
+        self.weight = weight.to(work.compute_dtype)
+        self.bias = None if bias is None else bias.to(work.compute_dtype)
+        self.softcap = work.softcap
+        self.kernel = _kernel_for(weight.device, work.loss_dtype)
+        shape = min(work.rows_per_chunk, len(work.order)), weight.size(0)
+        self.product = weight.new_empty(shape, dtype=work.compute_dtype)
+        is_exact = work.compute_dtype == work.loss_dtype
+        self.logits = self.product if is_exact else weight.new_empty(shape, dtype=work.loss_dtype)
+
+    def losses(self, rows: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
+        """Losses (rows,), and their gradient by the logits (rows, vocab) where that is asked for."""
+        product, logits = self.product[: len(rows)], self.logits[: len(rows)]
+        if self.bias is None:
+            torch.mm(rows, self.weight.t(), out=product)
+        else:
+            torch.addmm(self.bias, rows, self.weight.t(), out=product)
+        if logits.dtype != product.dtype:
+            logits.copy_(product)
+        return self.kernel(logits, targets, with_gradient, self.softcap)
+
+    def as_factor(self, signal: Tensor) -> Tensor:
+        """The gradient by the logits in the dtype that is multiplied in."""
+        return signal if signal.dtype == self.product.dtype else self.product[: len(signal)].copy_(signal)
+
+
+@dataclass
+class _Gradients:
+    """Sums over the chunks; None where the input needs none."""
+
+    hidden: Optional[Tensor]
+    weight: Optional[Tensor]
+    bias: Optional[Tensor]
+
+    def add(
+        self, layer: _OutputLayer, tokens: Tensor, rows: Tensor, signal: Tensor, token_weights: Optional[Tensor]
+    ) -> None:
+        """One chunk. Token weights meet the narrow side of each product: (rows, size), not (rows, vocab)."""
+        if self.bias is not None:
+            self.bias += signal.sum(0) if token_weights is None else signal.t().mv(token_weights.squeeze(1))
+        factor = layer.as_factor(signal)
+        if self.hidden is not None:
+            part = torch.mm(factor, layer.weight).to(self.hidden.dtype)
+            self.hidden.index_copy_(0, tokens, part if token_weights is None else part.mul_(token_weights))
+        if self.weight is not None:
+            weighted = rows if token_weights is None else (rows * token_weights).to(rows.dtype)
+            _add_product(self.weight, factor, weighted)
+
+
+def _add_product(total: Tensor, factor: Tensor, rows: Tensor) -> None:
+    """total (vocab, size) += factorᵀ (vocab, rows) · rows (rows, size)."""
+    if total.dtype == factor.dtype:
+        total.addmm_(factor.t(), rows)
+        return
+    step = max(
+        1, CHUNK_BYTES // (4 * total.size(1))
+    )  # a product in half precision is a tensor of its own: keep it small
+    for start in range(0, total.size(0), step):
+        total[start : start + step] += torch.mm(factor[:, start : start + step].t(), rows)
+
+
+# -- from logits to losses and their gradient --------------------------------------------------------------------------
+
+Kernel = Callable[[Tensor, Tensor, bool, Optional[float]], tuple[Tensor, Tensor]]
+
+
+def _kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
+    return _liger if device.type == "cuda" and dtype == torch.float32 and _has_liger() else _softmax_in_place
+
+
+@functools.cache
+def _has_liger() -> bool:
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+def _softmax_in_place(
+    logits: Tensor, targets: Tensor, with_gradient: bool, softcap: Optional[float]
+) -> tuple[Tensor, Tensor]:
+    """Losses (rows,) and ``logits`` overwritten by their gradient.
+
+    The exponentials are summed pairwise, torch.softmax on a CPU sums one by one: at 128,000 words that is a hundred
+    times the error.
+    """
+    slope = _cap(logits, softcap) if softcap else None
+    targets = targets.unsqueeze(1)
+    highest = logits.amax(dim=1, keepdim=True)
+    distance = highest - logits.gather(1, targets)
+    total = logits.sub_(highest).exp_().sum(dim=1, keepdim=True)
+    losses = (distance + total.log()).squeeze(1)
+    if with_gradient:
+        logits.div_(total).scatter_add_(1, targets, torch.full_like(total, -1.0))
+        if slope is not None:
+            logits.mul_(slope)
+    return losses, logits
+
+
+def _cap(logits: Tensor, softcap: float) -> Tensor:
+    """Cap ``logits`` in place; the slope of the cap, 1 - tanh²."""
+    tanh = logits.div_(softcap).tanh_().clone()
+    logits.mul_(softcap)
+    return tanh.square_().neg_().add_(1.0)
+
+
+def _liger(logits: Tensor, targets: Tensor, with_gradient: bool, softcap: Optional[float]) -> tuple[Tensor, Tensor]:
+    """The same by Liger's kernel, which writes the gradient over the logits as well."""
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    with torch.set_grad_enabled(with_gradient):
+        leaf = logits.detach().requires_grad_(with_gradient)
+        losses = liger_cross_entropy(leaf, targets, reduction="none", softcap=softcap)
+    if not with_gradient:
+        return losses, logits
+    (gradient,) = torch.autograd.grad(losses, leaf, torch.ones_like(losses))
+    return losses.detach(), gradient
+
+
+# -- losses from logits ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def token_losses_of_logits(
+    logits: Tensor, targets: Tensor, ignore_index: int = NOT_LEARNED, rows_per_chunk: Optional[int] = None
+) -> Tensor:
+    """Cross-entropy of each token in nats, shape (tokens,), float32 (float64 if the logits are); 0 where ignored.
+
+    logits (..., vocab), targets (...): already shifted. Converts one chunk of rows at a time. Logits that are a slice
+    (``logits[:, :-1]``) would be copied: shift the targets instead.
+    """
+    flat, targets = logits.reshape(-1, logits.size(-1)), targets.reshape(-1)
+    losses = flat.new_zeros(len(flat), dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
+    step = rows_per_chunk or rows_in_chunk(flat.size(1))
+    for start in range(0, len(flat), step):
+        chunk = flat[start : start + step].to(losses.dtype)
+        chunk_targets = targets[start : start + step]
+        losses[start : start + step] = cross_entropy(chunk, chunk_targets, ignore_index=ignore_index, reduction="none")
+    return losses
+
+
+def weighted_row_sums(
+    logits: Tensor, targets: Tensor, row_weights: Optional[Tensor] = None, ignore_index: int = NOT_LEARNED
+) -> Tensor:
+    """Weight times the sum of the cross-entropies of each row, shape (rows,), float32, differentiable by the logits.
+
+    logits (rows, time, vocab) or (rows, classes), targets (rows, time) or (rows,): already shifted. A row of weight 0
+    gives 0, and exactly no gradient, whatever its logits. Holds float32 logits of all rows, as the stock loss does.
+    """
+    rows = len(logits)
+    learned = None if row_weights is None else row_weights.nonzero().squeeze(1)
+    if learned is not None and len(learned) < rows:
+        sums = weighted_row_sums(
+            logits.index_select(0, learned),
+            targets.index_select(0, learned),
+            row_weights.index_select(0, learned),
+            ignore_index,
+        )
+        return sums.new_zeros(rows).index_copy(0, learned, sums)
+    losses = cross_entropy(
+        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=ignore_index, reduction="none"
+    )
+    sums = losses.view(rows, -1).sum(dim=1)
+    return sums if row_weights is None else sums * row_weights
+
+
+def row_losses(
+    token_losses: Tensor, rows: int, targets: Tensor, ignore_index: int = NOT_LEARNED
+) -> tuple[Tensor, Tensor]:
+    """(sum of losses in nats, number of valid targets) of each row, both (rows,).
+
+    token_losses (rows · time,), targets (rows, time): already shifted. The mean of a row is sum / count; a row without
+    valid targets has sum 0 and count 0. A NaN stays in its own row.
+    """
+    counts = (targets.reshape(rows, -1) != ignore_index).sum(dim=1)
+    return token_losses.view(rows, -1).sum(dim=1), counts

@@ -1,0 +1,137 @@
+"""A causal language model's loss, taken out of its hands while its own forward runs.
+
+    opened     the very operations of the stock loss, with the token losses kept
+    headless   the output head hands the hidden states through, and the loss is taken from them some tokens at a time
+
+Both leave the model's code in place: for one forward its ``loss_function`` is another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Optional
+
+import torch
+from torch.nn.functional import log_softmax, nll_loss
+from transformers import Trainer
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy, row_losses
+from scu_trainer.train.loss.rows.row_readings import RowLosses, shifted
+from scu_trainer.train.step.batches.rows import NOT_LEARNED
+
+Seen = Callable[[RowLosses], None]
+
+
+def inner_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The model itself, without adapters' wrapper."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def head_of(model: torch.nn.Module) -> Optional[torch.nn.Module]:
+    output = getattr(inner_model(model), "get_output_embeddings", None)
+    return output() if callable(output) else None
+
+
+def has_causal_loss(trainer: Trainer) -> bool:
+    """Whether the model itself computes the stock loss over next tokens, and nobody else changes it."""
+    inner = inner_model(trainer.model)
+    is_causal = getattr(inner, "loss_function", None) is LOSS_MAPPING["ForCausalLM"]
+    is_changed = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    brings_its_own = trainer.args.torch_compile or trainer.args.use_liger_kernel
+    return is_causal and not is_changed and not brings_its_own and not inner.config.is_encoder_decoder
+
+
+def obstacle_to_headless(trainer: Trainer) -> Optional[str]:
+    """Why the output head must run; None if it need not."""
+    inner, head = inner_model(trainer.model), head_of(trainer.model)
+    if not has_causal_loss(trainer):
+        return (
+            f"{type(inner).__name__} does not compute the stock loss of a causal language model (encoder-decoders do "
+            "not; torch_compile, use_liger_kernel, compute_loss_func and label_smoothing_factor change it)"
+        )
+    if type(head) is not torch.nn.Linear or hasattr(head, "_hf_hook") or hasattr(head.weight, "ds_id"):
+        return f"the output head is a {type(head).__name__} that adapters, offloading or ZeRO-3 change"
+    if trainer.is_fsdp_enabled:
+        return "FSDP shards the output head"
+    if any(name.endswith("softcapping") and value for name, value in vars(inner.config).items() if "logit" in name):
+        return "the logits are soft-capped"
+    return None
+
+
+@contextlib.contextmanager
+def opened(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen) -> Iterator[None]:
+    """Inside, the forward keeps the losses of its rows; the loss is the stock one bit for bit where all weights are 1.
+
+    ``weights``: factor of each row's loss, (rows,).
+    """
+
+    def loss_of(logits: torch.Tensor, targets: torch.Tensor, num_items: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        log_shares, flat = log_softmax(logits.float().flatten(0, -2), dim=-1), targets.flatten()
+        with torch.set_grad_enabled(weights is not None and torch.is_grad_enabled()):
+            tokens = nll_loss(log_shares, flat, ignore_index=NOT_LEARNED, reduction="none")
+        if weights is None:
+            reduction = "mean" if num_items is None else "sum"
+            loss = nll_loss(log_shares, flat, ignore_index=NOT_LEARNED, reduction=reduction)
+        else:
+            loss = (tokens * _of_tokens(weights, targets)).sum()
+            num_items = (flat != NOT_LEARNED).sum() if num_items is None else num_items
+        if num_items is not None:
+            loss = loss / (num_items.to(loss.device) if torch.is_tensor(num_items) else num_items)
+        return loss, tokens
+
+    with _loss_function(model, loss_of, seen):
+        yield
+
+
+@contextlib.contextmanager
+def headless(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen) -> Iterator[None]:
+    """Inside, the forward makes no logits: ``train/loss/rows/kernels.py`` takes the loss from the hidden states."""
+    head = head_of(model)
+
+    def loss_of(hidden: torch.Tensor, targets: torch.Tensor, num_items: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return chunked_linear_cross_entropy(
+            hidden.flatten(0, -2),
+            head.weight,
+            head.bias,
+            targets.flatten(),
+            token_weights=None if weights is None else _of_tokens(weights, targets),
+            divisor=num_items,
+        )
+
+    with _attribute(head, "forward", lambda hidden: hidden), _loss_function(model, loss_of, seen):
+        yield
+
+
+def _of_tokens(weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return weights.repeat_interleave(targets.size(1))
+
+
+@contextlib.contextmanager
+def _loss_function(model: torch.nn.Module, loss_of: Callable, seen: Seen) -> Iterator[None]:
+    """``loss_of(logits, targets, num_items) -> (loss, token losses)`` in the place of the model's own."""
+
+    def loss_function(logits, labels, vocab_size=None, num_items_in_batch=None, shift_labels=None, **kwargs):
+        targets = (shifted(labels) if shift_labels is None else shift_labels).to(logits.device)
+        loss, tokens = loss_of(logits, targets, num_items_in_batch)
+        seen(RowLosses(*row_losses(tokens.detach(), len(targets), targets)))
+        return loss
+
+    with _attribute(inner_model(model), "_loss_function", loss_function):
+        yield
+
+
+@contextlib.contextmanager
+def _attribute(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
+    """``module.name`` is ``value`` inside, and afterwards what it was, be it the class's own."""
+    own = vars(module)
+    before, had_one = own.get(name), name in own
+    object.__setattr__(module, name, value)
+    try:
+        yield
+    finally:
+        if had_one:
+            object.__setattr__(module, name, before)
+        else:
+            object.__delattr__(module, name)

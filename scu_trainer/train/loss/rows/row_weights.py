@@ -1,0 +1,52 @@
+"""Factors of rows' losses: those of the plan, and those that make batches of unequal numbers of rows count alike."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import numpy
+import torch
+
+from scu_trainer.control.curriculum import Plan
+from scu_trainer.train.loss.rows.row_readings import Reading
+
+
+class RowWeights:
+    """Of one epoch. ``batches_per_window``: micro-batches of all ranks in one optimizer step.
+
+    ``equal_rows``: the plan's batches hold unequal numbers of rows, and each row shall count once. A loss that divides
+    by tokens needs nothing: equal tokens are what such batches are made for. A mean over rows, or a sum divided by the
+    rows of the window, would let rows of large batches count less.
+    """
+
+    def __init__(
+        self, plan: Plan, samples: int, batches_per_window: int, equal_rows: bool, device: torch.device
+    ) -> None:
+        self._plan, self._samples, self._device = plan, samples, device
+        self._batches_per_window = batches_per_window if equal_rows else None
+        self._known: dict[str, Optional[torch.Tensor]] = {}
+
+    def of(self, ids: torch.Tensor, reading: Optional[Reading]) -> Optional[torch.Tensor]:
+        """(rows,); None where all are 1."""
+        kind = self._kind(reading)
+        if kind not in self._known:
+            weights = self._made(kind)
+            self._known[kind] = None if weights is None else torch.from_numpy(weights).to(self._device)
+        weights = self._known[kind]
+        return None if weights is None else weights[ids]
+
+    def _kind(self, reading: Optional[Reading]) -> str:
+        if self._batches_per_window is None or reading is None or not reading.counts_rows:
+            return "plan"
+        return {"items": "window", "nothing": "plan"}.get(reading.divides_by, "batch")
+
+    def _made(self, kind: str) -> Optional[numpy.ndarray]:
+        if kind == "plan":
+            return self._plan.weights
+        group = 1 if kind == "batch" else self._batches_per_window
+        sizes = self._plan.batches.sizes
+        rows = numpy.add.reduceat(sizes, numpy.arange(0, len(sizes), group))
+        share = rows / rows.mean()
+        factors = numpy.ones(self._samples, dtype=numpy.float32)
+        factors[self._plan.batches.order] = numpy.repeat(share, rows)
+        return factors if self._plan.weights is None else factors * self._plan.weights

@@ -1,0 +1,262 @@
+"""Any module of one's own in the trainer's loops: ``wrap(module, loss=...)``.
+
+    model = wrap(Net(), loss=nn.CrossEntropyLoss())
+    trainer = SCUTrainer(model, args, train_dataset=pairs, ...)     # items are tuples (x, y) or dicts
+    trainer.train()
+
+The loss of each row is known, so that batches can be cut and samples be chosen by their losses; saved files load into
+the bare module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import Trainer, default_data_collator
+
+from scu_trainer.data.items import TARGET, ItemCollator, Place, first_item, is_of_tuple
+from scu_trainer.errors import DataError, ModelError, SettingsError
+from scu_trainer.train.loss.analysis import untouched
+from scu_trainer.train.loss.loss_path import without_index
+from scu_trainer.train.loss.wrapped_loss import RowLoss
+from scu_trainer.train.loss.wrapped_rows import ROWS_TO_ASK, has_one_entry_per_row, join, rows_to_ask
+from scu_trainer.train.step.batches.rows import pick
+from scu_trainer.train.step.recovery.memory import is_out_of_memory
+
+logger = logging.getLogger("scu_trainer")
+
+
+def wrap(
+    module: nn.Module, loss: Any, *, targets: Optional[Place] = None, inputs: Optional[Sequence[Place]] = None
+) -> WrappedModule:
+    """Make a plain module trainable by ``SCUTrainer``.
+
+    Args:
+        module: takes what the dataset gives beside the target; returns a tensor, a tuple or a mapping of tensors with
+            one entry per row along dimension 0.
+        loss: ``loss(outputs, targets)``, a function or a module without weights. It may return the mean over rows,
+            their sum, or one entry per row; a target of -100 is not learned, as in torch's cross-entropy. A loss in
+            which rows act on each other works too: batches are then taken whole.
+        targets: position in a tuple, or key of a dict, of the target. None: the last of a tuple; ``labels`` or
+            ``label``.
+        inputs: positions or keys of what the module takes, in its order. None: the rest of a tuple; of a dict the keys
+            that its forward names.
+
+    Raises ModelError where module or loss are none.
+    """
+    return WrappedModule(module, loss, targets, inputs)
+
+
+class WrappedModule(nn.Module):
+    """``module`` with a loss, as the stock Trainer calls a model. ``data_collator``: makes its batches.
+
+    Its state_dict is the module's own.
+    """
+
+    config = None  # the stock Trainer looks for one where labels are smoothed
+
+    def __init__(
+        self, module: nn.Module, loss: Any, targets: Optional[Place], inputs: Optional[Sequence[Place]]
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise ModelError(f"wrap takes a torch.nn.Module, this is a {type(module).__name__}")
+        self.module = module
+        self.keys_to_ignore_at_inference = ["losses"]
+        self.row_loss = RowLoss(loss)
+        self._parameters_of_forward = _named_parameters(module)
+        self._in_order = inputs is not None
+        self.data_collator = ItemCollator(targets, inputs, self._parameters_of_forward)
+
+    def forward(
+        self, labels: Optional[torch.Tensor] = None, num_items_in_batch: Any = None, **inputs: Any
+    ) -> dict[str, Any]:
+        """``loss``, ``logits`` (what the module returns) and ``losses`` of the rows, where logits and labels alone
+        do not tell them; without ``labels`` only ``logits``."""
+        outputs = self._outputs(inputs)
+        logits = _logits(outputs)
+        if labels is None:
+            if self.training:
+                raise DataError(
+                    "a training batch has no target; let the dataset give (x, y) or a dict with labels, or name the "
+                    "target: wrap(module, loss=..., targets=...)"
+                )
+            return {"logits": logits}
+        loss, losses = self.row_loss(outputs, labels, num_items_in_batch)
+        found = {"loss": loss, "logits": logits}
+        # Of plain cross-entropy no losses: logits and labels tell them, and tell of classes as well.
+        return found if losses is None or self.row_loss.is_plain else {**found, "losses": losses}
+
+    def _outputs(self, inputs: Mapping[str, Any]) -> Any:
+        positional, named = self._arguments(inputs)
+        return self.module(*positional, **named)
+
+    def _arguments(self, inputs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """(positional, named) of the module's forward."""
+        names = self._parameters_of_forward
+        if self._in_order or is_of_tuple(inputs):
+            return list(inputs.values()), {}
+        if names is None or all(name in names for name in inputs):
+            return [], dict(inputs)
+        if len(inputs) == 1:
+            return list(inputs.values()), {}
+        raise ModelError(
+            f"the inputs are {', '.join(inputs)}, and {_signature(self.module)}: which is which is not said; give them "
+            "the names of forward, or say their order: wrap(module, loss=..., inputs=[...])"
+        )
+
+    def check(self, inputs: Mapping[str, Any]) -> None:
+        """Raise ModelError where the module does not take so many inputs, or needs others."""
+        positional, named = self._arguments(inputs)
+        try:
+            inspect.signature(self.module.forward).bind(*positional, **named)
+        except TypeError as error:
+            raise ModelError(
+                f"an item gives the module {len(inputs)} inputs beside the target, and {_signature(self.module)}: "
+                f"{error}; say which ones it gets: wrap(module, loss=..., inputs=[...])"
+            ) from None
+
+    @torch.no_grad()
+    def ask(self, batches: Sequence[Mapping[str, Any]], prepare: Callable[[Any], Any] = dict) -> None:
+        """Find out how the loss puts rows together, on a few rows of ``batches``; nothing is changed by it.
+
+        ``prepare``: brings rows to the module's device. No forward has more than ``ROWS_TO_ASK`` rows.
+        """
+        few = _few_rows(batches, self.row_loss.seen)
+        count = len(few[TARGET])
+        starts = range(0, count, ROWS_TO_ASK)
+        with untouched(self):
+            parts = [self._answer(prepare(_rows_of(few, start, start + ROWS_TO_ASK))) for start in starts]
+            has_rows = all(has_one_entry_per_row(outputs, len(targets)) for outputs, targets in parts)
+            if has_rows and count % ROWS_TO_ASK == 0:  # all of one size, which the outputs may have by chance
+                has_rows = self._has_fewer_rows(prepare(_rows_of(few, 0, ROWS_TO_ASK - 1)))
+            joined = join([outputs for outputs, _ in parts]) if has_rows else None
+            self.row_loss.ask(joined, torch.cat([targets for _, targets in parts]))
+
+    def _answer(self, inputs: Mapping[str, Any]) -> tuple[Any, torch.Tensor]:
+        inputs = dict(inputs)
+        targets = inputs.pop(TARGET)
+        return self._outputs(inputs), targets
+
+    def _has_fewer_rows(self, inputs: Mapping[str, Any]) -> bool:
+        try:
+            outputs, targets = self._answer(inputs)
+        except (RuntimeError, ValueError, IndexError) as error:  # a module that takes its rows in pairs
+            if is_out_of_memory(error):
+                raise
+            return False
+        return has_one_entry_per_row(outputs, len(targets))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+def _few_rows(batches: Sequence[Mapping[str, Any]], seen: Collection[int]) -> dict[str, Any]:
+    """One row of each class that was not ``seen`` and some more, out of all batches whose rows can stand together."""
+    alike = [batch for batch in batches if _sizes(batch) == _sizes(batches[0])]
+    rows = torch.tensor(rows_to_ask(torch.cat([batch[TARGET] for batch in alike]), seen))
+    parts, begin = [], 0
+    for batch in alike:
+        count = len(batch[TARGET])
+        own = rows[(rows >= begin) & (rows < begin + count)] - begin
+        begin += count
+        if len(own):
+            parts.append(pick(dict(batch), own, count))
+    return {name: join([part[name] for part in parts]) for name in parts[0]}
+
+
+def _sizes(batch: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape[1:]) for name, value in batch.items() if torch.is_tensor(value)}
+
+
+def _rows_of(inputs: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+    count = len(inputs[TARGET])
+    return pick(inputs, torch.arange(start, min(stop, count)), count)
+
+
+def _signature(module: nn.Module) -> str:
+    return f"{type(module).__name__}.forward takes {inspect.signature(module.forward)}"
+
+
+def _named_parameters(module: nn.Module) -> Optional[list[str]]:
+    """Names that the module's forward takes; None: any."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+
+
+def _logits(outputs: Any) -> Any:
+    if isinstance(outputs, Mapping):
+        return outputs["logits"] if "logits" in outputs else tuple(outputs.values())
+    return tuple(outputs) if isinstance(outputs, list) else outputs
+
+
+# -- the trainer's side ------------------------------------------------------------------------------------------------
+
+
+def adopt(trainer: Trainer) -> None:
+    """Let a trainer of a wrapped module take its collator, and all columns; does nothing to other models.
+
+    Raises DataError for a first item that cannot be trained on, SettingsError for arguments that change the loss.
+    """
+    model = trainer.model
+    if not isinstance(model, WrappedModule):
+        return
+    if trainer.args.label_smoothing_factor:
+        raise SettingsError(
+            "label_smoothing_factor would take the place of the loss given to wrap; drop it, and use for instance "
+            "torch.nn.CrossEntropyLoss(label_smoothing=0.1)"
+        )
+    trainer.args.remove_unused_columns = False  # the collator takes what the module needs
+    if trainer.data_collator is not default_data_collator:
+        return
+    trainer.data_collator = model.data_collator
+    rows = trainer.train_dataset
+    if rows is None or isinstance(rows, IterableDataset) or not len(rows):
+        return
+    item = first_item(rows)
+    left_out = model.data_collator.check(item)
+    model.check({name: part for name, part in model.data_collator([item]).items() if name != TARGET})
+    if left_out:
+        logger.warning("the module does not take %s: left out of every item", ", ".join(left_out))
+
+
+def countable(trainer: Trainer, batches: list[Any]) -> list[Any]:
+    """``batches`` for the stock Trainer's counting of items: what the mean of a wrapped module's loss runs over. Those
+    of other models as they are."""
+    model = trainer.model
+    if not isinstance(model, WrappedModule):
+        return batches
+    other = next((batch for batch in batches if not isinstance(batch, Mapping)), None)
+    if other is not None:
+        raise ModelError(
+            f"data_collator gives a {type(other).__name__}; a wrapped module's batches are dicts with the module's "
+            "inputs and labels. Leave data_collator out, or let it return such a dict"
+        )
+    if not batches or any(not torch.is_tensor(batch.get(TARGET)) for batch in batches):
+        return batches
+    if model.row_loss.must_ask(batch[TARGET] for batch in batches):
+        with trainer.accelerator.autocast():
+            model.ask([without_index(batch) for batch in batches], trainer._prepare_inputs)
+    return [{TARGET: model.row_loss.counted(batch[TARGET])} for batch in batches]
+
+
+def weighed(trainer: Trainer, batches: list[Any], items: Any, device: torch.device) -> Any:
+    """``items`` as the stock Trainer counted them, or what the labels of all ranks weigh where a wrapped module's mean
+    has weights of classes."""
+    model = trainer.model
+    if items is None or not isinstance(model, WrappedModule) or model.row_loss.kind != "targets":
+        return items
+    weight = sum(model.row_loss.weights_of(batch[TARGET]) for batch in batches).to(device)
+    is_shared = trainer.args.average_tokens_across_devices and trainer.args.world_size > 1
+    return trainer.accelerator.gather(weight).sum() if is_shared else weight

@@ -1,0 +1,118 @@
+"""Counts the bytes of all tensors that are alive while code runs, by what they are for.
+
+Works on real tensors and on those without content (``FakeTensorMode``): only sizes are looked at.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Optional, Union
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from scu_trainer.hardware.heap import UntouchedHeap
+from scu_trainer.train.memory_estimate.events import ACTIVATIONS, GRADIENTS, LOGITS, PARTS, WEIGHTS, Events
+
+ASK_FOR_CONTENT = torch.ops.aten._local_scalar_dense.default
+ASK_FOR_DEVICE = torch.ops.prim.device.default  # two of three calls; the mode below takes long to say it
+
+
+class LiveBytes(TorchDispatchMode):
+    """Within this context every new tensor counts until it is freed. ``live``: bytes by part now; ``peak``: at the
+    moment when their sum was highest. ``events``: what was taken and freed since ``forget_peak``.
+
+    What an operation makes whose last dimension has ``vocabulary`` entries counts as logits. What kernels allocate
+    inside of themselves is not seen. ``heap``: where blocks of the same sizes are taken and freed at the same times,
+    but for weights, which may lie in files. A tensor without content that is asked for a number says 0.
+    """
+
+    def __init__(self, vocabulary: Optional[int] = None, heap: Optional[UntouchedHeap] = None) -> None:
+        super().__init__()
+        self.live = dict.fromkeys(PARTS, 0)
+        self.peak, self.events = dict(self.live), Events()
+        self._total = self._peak_total = 0
+        self._vocabulary, self._heap = vocabulary, heap
+        self._parts: dict[int, tuple[str, int]] = {}
+        self._taken: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref] = {}
+
+    def count(self, tensors: Iterable[torch.Tensor], part: str) -> None:
+        """Tensors that were there before, or that turn out to be for something else."""
+        for tensor in tensors:
+            known = self._parts.get(_key(tensor))
+            if known is None:
+                self._add(tensor, part)
+            else:
+                self._parts[_key(tensor)] = part, known[1]
+                taken = self._taken.get(_key(tensor), -1)
+                self._change(known[0], -known[1], taken)
+                self._change(part, known[1], taken)
+
+    def hold_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[RemovableHandle]:
+        """Gradients of these count as such from the moment when they are stored, until the hooks are removed."""
+
+        def stored(weight: torch.nn.Parameter) -> None:
+            self.count([weight.grad], GRADIENTS)
+
+        return [parameter.register_post_accumulate_grad_hook(stored) for parameter in parameters]
+
+    def forget_peak(self) -> None:
+        self.peak, self._peak_total, self.events = dict(self.live), self._total, Events()
+        self._taken.clear()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if isinstance(args[0] if args else None, FakeTensor):
+            if function is ASK_FOR_DEVICE:
+                return args[0].fake_device
+            if function is ASK_FOR_CONTENT:
+                return _no(args[0].dtype)
+        result = function(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and _key(value) not in self._parts:
+                self._add(value, self._part_of(value))
+        return result
+
+    def _part_of(self, tensor: torch.Tensor) -> str:
+        is_logits = self._vocabulary is not None and tensor.dim() > 1 and tensor.size(-1) == self._vocabulary
+        return LOGITS if is_logits else ACTIVATIONS
+
+    def _add(self, tensor: torch.Tensor, part: str) -> None:
+        storage = tensor.untyped_storage()
+        key, size_bytes = _key(tensor), storage.nbytes()
+        self._parts[key] = part, size_bytes
+        self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
+        if self._heap is not None and part != WEIGHTS:
+            self._heap.take(key, size_bytes)
+        self._taken[key] = len(self.events.sizes)
+        self._change(part, size_bytes, self._taken[key])
+        if self._total > self._peak_total:
+            self.peak, self._peak_total = dict(self.live), self._total
+
+    def _change(self, part: str, size_bytes: int, taken: int) -> None:
+        self.live[part] += size_bytes
+        self._total += size_bytes
+        self.events.sizes.append((part, size_bytes))
+        self.events.taken.append(taken)
+
+    def _forget(self, key: int) -> None:
+        part, size_bytes = self._parts.pop(key)
+        del self._watched[key]
+        self._change(part, -size_bytes, self._taken.pop(key, -1))
+        if self._heap is not None:
+            self._heap.give(key)
+
+
+def _no(dtype: torch.dtype) -> Union[bool, int, float]:
+    """Zero, as Python has it for ``dtype``."""
+    if dtype == torch.bool:
+        return False
+    return 0.0 if dtype.is_floating_point else 0
+
+
+def _key(tensor: Any) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,223 @@
+"""What choices of settings would take, for a job that is not started: of language models without reading weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Optional, Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from scu_trainer.hardware.estimate import Footprint, Trained, footprint
+from scu_trainer.hardware.recommend import Choice
+from scu_trainer.models.checkpointing import checkpoint_every_layer
+from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.job import Job
+from scu_trainer.train.memory_estimate.events import Events, at_rows
+from scu_trainer.train.memory_estimate.layers import as_all_layers, deepened, kinds_of, layers_of, shallow, with_layers
+from scu_trainer.train.memory_estimate.predict import footprint_of, held_by, loss_kind, step_of, subject_of, trained_of
+from scu_trainer.train.memory_estimate.shapes import Rows, Step
+from scu_trainer.train.memory_estimate.skeleton import of_configuration
+from scu_trainer.train.memory_estimate.step import Subject, trace
+from scu_trainer.train.tasks.common import checkpoints
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+HALVES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+TRACED_WHOLE, TRACED_WHOLE_ON_CPU = 3, 12
+"""Layers up to which a model is traced whole. On a CPU only that shows how the heap grows."""
+
+FEW_ROWS = (2, 3)
+"""Rows of the chunks that are traced of a deep model; operations on a single row may copy less."""
+
+
+class Source(Protocol):
+    """A job whose settings can be varied."""
+
+    def step(self, choice: Choice) -> Step: ...
+
+    def footprint(self, choice: Choice, step: Step) -> Footprint: ...
+
+
+def choice_of(job: Job) -> Choice:
+    """What the job asks for."""
+    training, model = job.training, job.model
+    has_length = "block_size" not in job.task.kind.unused
+    zero = getattr(training, "hf_deepspeed_config", None)
+    return Choice(
+        tuning=model.tuning,
+        mixed_precision="bf16" if training.bf16 else "fp16" if training.fp16 else "no",
+        checkpoint_every_layer=checkpoints(job),
+        optim=held_by(job).optim,
+        block_size=job.data.block_size if has_length else None,
+        load_in_8bit=model.load_in_8bit,
+        dtype=model.dtype,
+        offload=zero is not None and zero.is_offload(),
+    )
+
+
+def with_choice(job: Job, choice: Choice) -> Job:
+    model = replace(
+        job.model,
+        tuning=choice.tuning,
+        load_in_8bit=choice.load_in_8bit,
+        dtype=choice.dtype,
+        checkpoint_every_layer=choice.checkpoint_every_layer,
+    )
+    data = job.data if choice.block_size is None else replace(job.data, block_size=choice.block_size)
+    return replace(job, model=model, data=data)
+
+
+class FromConfiguration:
+    """A language model of which only ``config`` is read. ``device``: kind of the device that is planned for."""
+
+    def __init__(self, job: Job, config: PretrainedConfig, device: str) -> None:
+        self.job, self.config, self.device = job, config, device
+        self.stored_dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        self.is_quantized = bool(getattr(config, "quantization_config", None))
+        self._kinds = kinds_of(config)
+        self._deep = functools.cache(self._trace)
+
+    def step(self, choice: Choice) -> Step:
+        """Rows as long as a row may be: which ones there are is not known before they are read."""
+        length = choice.block_size
+        is_uneven = not self.job.data.packing
+        return step_of(self.job, Rows(length, length, is_uneven), self.device)
+
+    def footprint(self, choice: Choice, step: Step) -> Footprint:
+        held = replace(held_by(self.job), optim="" if choice.offload else choice.optim)
+        alike = replace(choice, optim="", offload=False)
+        if len(self._kinds) > (TRACED_WHOLE_ON_CPU if self.device == "cpu" else TRACED_WHOLE):
+            deep = self._deep(alike, step.length)
+            events = None if deep is None else deep.events(step.rows)
+            if events is not None:
+                before = deep.trained.size_bytes if step.chunks > 1 else None
+                parts = {**events.highest(before), "weights": deep.weights_bytes}
+                return footprint(parts, deep.trained, held, self.device)
+        return footprint_of(self._subject(choice, range(len(self._kinds))), step, held, self.device)
+
+    def _trace(self, choice: Choice, length: int) -> Optional[Deep]:
+        """None where the layers do not run one after the other."""
+        numbers = shallow(self._kinds)
+        subject = self._subject(choice, numbers)
+        layers = layers_of(subject.model, len(numbers))
+        if layers is None:
+            return None
+        stand_ins, found = as_all_layers(self._kinds, numbers), []
+        for rows in FEW_ROWS:
+            traced = trace(subject, rows, length, after_others=False, layers=layers)
+            events = deepened(traced.events, stand_ins)
+            if events is None:
+                return None
+            found.append((rows, events))
+        return Deep(*found, *weights_of(subject.model, layers, [layers[i] for i in stand_ins]))
+
+    def _subject(self, choice: Choice, layers: Sequence[int]) -> Subject:
+        job, mode, half = with_choice(self.job, choice), FakeTensorMode(), HALVES[choice.mixed_precision]
+        model = of_configuration(
+            with_layers(self.config, layers),
+            job.model,
+            mode,
+            compute_dtype=half or torch.float32,
+            is_checkpointed=choice.checkpoint_every_layer,
+        )
+        return Subject(model, mode, _tokens if job.data.packing else _padded, loss_kind(job, model), half)
+
+
+@dataclass(frozen=True)
+class Deep:
+    """What is known of a model with all its layers from one with few. ``few``, ``more``: rows of a chunk, and what
+    happens in its step."""
+
+    few: tuple[int, Events]
+    more: tuple[int, Events]
+    weights_bytes: int
+    trained: Trained
+
+    def events(self, rows: int) -> Optional[Events]:
+        return at_rows(rows, self.few, self.more)
+
+
+def weights_of(model: nn.Module, layers: Sequence[nn.Module], all_layers: Sequence[nn.Module]) -> tuple[int, Trained]:
+    """(bytes of weights and buffers, what is trained) of ``model`` with ``all_layers`` in the place of ``layers``."""
+    inside = {id(tensor) for layer in layers for tensor in _held_by(layer)}
+    outside = [tensor for tensor in _held_by(model) if id(tensor) not in inside]
+    tensors = [*outside, *(tensor for layer in all_layers for tensor in _held_by(layer))]
+    return sum(tensor.nbytes for tensor in tensors), trained_of(t for t in tensors if t.requires_grad)
+
+
+def _held_by(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _tokens(rows: int, length: int) -> Mapping[str, Any]:
+    """Rows without padding, so without a mask; nobody reads what they hold."""
+    ids = torch.zeros((rows, length), dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _padded(rows: int, length: int) -> Mapping[str, Any]:
+    found = _tokens(rows, length)
+    return {**found, "attention_mask": found["input_ids"]}
+
+
+@dataclass(frozen=True)
+class FromParts:
+    """A job that is loaded: small models, of which only what does not need other weights is varied."""
+
+    job: Job
+    parts: Parts
+    device: str
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        return Rows.of(self.parts.data.train)
+
+    def step(self, choice: Choice) -> Step:
+        return step_of(self.job, self.rows, self.device)
+
+    def footprint(self, choice: Choice, step: Step) -> Footprint:
+        subject = replace(subject_of(self.job, self.parts, self.rows), autocast=HALVES[choice.mixed_precision])
+        if choice.checkpoint_every_layer and not checkpoints(self.job):
+            checkpoint_every_layer(subject.model)
+        return footprint_of(subject, step, replace(held_by(self.job), optim=choice.optim), self.device)
+
+
+# -- which chunk fits --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A choice, what it would take in the largest chunks that fit, or in the smallest ones, and whether it fits.
+    ``whole``, ``as_asked``: its step, and what it takes, where nothing is cut for want of memory."""
+
+    choice: Choice
+    footprint: Footprint
+    step: Step
+    whole: Step
+    as_asked: Footprint
+    fits: bool
+
+
+def planned(source: Source, choice: Choice, limit_bytes: int, least_rows: int) -> Planned:
+    """``least_rows``: of a chunk; as many as a step has where it is not cut."""
+    whole = source.step(choice)
+    taken = source.footprint(choice, whole)
+    least = min(least_rows, whole.rows)
+    if taken.fits(limit_bytes) or whole.rows == least:
+        return Planned(choice, taken, whole, whole, taken, taken.fits(limit_bytes))
+    smallest = whole.with_rows(least)
+    small = source.footprint(choice, smallest)
+    best = Planned(choice, small, smallest, whole, taken, small.fits(limit_bytes))
+    per_row = (taken.needed_bytes - small.needed_bytes) / (whole.rows - least)
+    rows = least + int(max(0, limit_bytes - small.needed_bytes) / max(1.0, per_row))
+    if best.fits and least < rows < whole.rows:
+        larger = whole.with_rows(rows)
+        more = source.footprint(choice, larger)
+        best = Planned(choice, more, larger, whole, taken, True) if more.fits(limit_bytes) else best
+    return best

@@ -1,0 +1,158 @@
+"""What a job that is loaded will hold at the highest moment of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from scu_trainer.data.numbered import SAMPLE_INDEX
+from scu_trainer.hardware.estimate import Footprint, Held, Trained, footprint
+from scu_trainer.hardware.heap import UntouchedHeap
+from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.job import Job
+from scu_trainer.train.loss.loss_path import LARGE_VOCABULARY
+from scu_trainer.train.loss.rows.model_loss import has_causal_loss, head_of, obstacle_to_headless
+from scu_trainer.train.memory_estimate.shapes import Rows, Step, lengths_of, planned_step
+from scu_trainer.train.memory_estimate.skeleton import copy_of
+from scu_trainer.train.memory_estimate.step import LossKind, Subject, trace
+from scu_trainer.train.preflight.optimization import optimizer_name
+from scu_trainer.train.step.batches.rows import PADDING, has_time
+from scu_trainer.train.step.distributed.deepspeed_rules import zero_stage
+
+ROWS_LOOKED_AT = 64
+"""Of rows without a known length, to find how long they are padded."""
+
+
+def predict(job: Job, parts: Parts) -> tuple[Footprint, Step]:
+    """Of a job that is loaded, and the chunk that it is about. Nothing of ``parts`` is changed. Raises what a model
+    raises that makes tensors whose shape depends on content."""
+    device, rows = job.training.device.type, Rows.of(parts.data.train)
+    step = step_of(job, rows, device)
+    return footprint_of(subject_of(job, parts, rows), step, held_by(job), device), step
+
+
+def footprint_of(subject: Subject, step: Step, held: Held, device: str) -> Footprint:
+    trained = trained_of(subject.trained)
+    looks_at_heap = device == "cpu" and UntouchedHeap.is_known()
+    kept = _blocks(held.bytes_of(trained), subject.trained, trained) if looks_at_heap else None
+    traced = trace(subject, step.rows, step.length, after_others=step.chunks > 1, kept=kept)
+    return footprint(traced.parts, trained, held, device, traced.heap_bytes)
+
+
+def _blocks(kept: Mapping[str, int], weights: Sequence[nn.Parameter], trained: Trained) -> list[int]:
+    """What is kept for all weights, as blocks for each: two moments of one weight are two blocks."""
+    share = {part: size_bytes / max(1, trained.size_bytes) for part, size_bytes in kept.items()}
+    blocks = []
+    for weight in weights:
+        for copies in share.values():
+            while copies > 0:
+                blocks.append(int(weight.nbytes * min(1.0, copies)))
+                copies -= 1.0
+    return blocks
+
+
+def step_of(job: Job, rows: Rows, device: str) -> Step:
+    """``device``: kind of the device that trains."""
+    return planned_step(
+        rows,
+        job.memory,
+        job.acting_curriculum,
+        batch_rows=job.training.per_device_train_batch_size,
+        accumulation=job.training.gradient_accumulation_steps,
+        device=device,
+    )
+
+
+def held_by(job: Job) -> Held:
+    prior = job.regularization
+    return Held(
+        optim=optimizer_name(job),
+        holds_start=prior is not None and prior.prior == "init",
+        holds_averages=job.efficiency.ema_decay is not None,
+        processes=job.training.world_size,
+        zero_stage=zero_stage(job.training) or 0,
+    )
+
+
+def trained_of(weights: Iterable[nn.Parameter]) -> Trained:
+    sizes = [(weight.nbytes, weight.numel()) for weight in weights]
+    return Trained(sum(b for b, _ in sizes), sum(n for _, n in sizes), max((b for b, _ in sizes), default=0))
+
+
+# -- what is traced ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What ``model_loss`` asks a Trainer, before there is one."""
+
+    model: nn.Module
+    args: Any
+    is_fsdp_enabled: bool
+    label_smoother: Optional[float]
+    compute_loss_func: None = None
+
+
+def loss_kind(job: Job, model: nn.Module) -> LossKind:
+    """How the loss of ``model`` will be taken: what ``LossPath`` finds out at the first batch."""
+    training = job.training
+    planned = _Planned(model, training, bool(training.fsdp), training.label_smoothing_factor or None)
+    wanted = job.memory.resolved_chunked_loss
+    if wanted != "never" and not obstacle_to_headless(planned):
+        if wanted == "always" or head_of(model).out_features >= LARGE_VOCABULARY:
+            return "headless"
+    return "opened" if job.acting_curriculum is not None and has_causal_loss(planned) else "returned"
+
+
+def autocast_of(job: Job) -> Optional[torch.dtype]:
+    training = job.training
+    return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
+
+
+def subject_of(job: Job, parts: Parts, kind_of_rows: Rows) -> Subject:
+    """The loaded model without content, and batches of its longest row."""
+    sample, mode = _longest(parts), FakeTensorMode(allow_non_fake_inputs=True)
+    if not kind_of_rows.is_uneven:
+        sample = without_mask(sample)
+
+    def batch(rows: int, length: int) -> Mapping[str, Any]:
+        return {name: _stretched(name, value, rows, length) for name, value in sample.items()}
+
+    return Subject(copy_of(parts.model, mode), mode, batch, loss_kind(job, parts.model), autocast_of(job))
+
+
+def _longest(parts: Parts) -> dict[str, Any]:
+    """The longest row, as the collator pads it. Where rows tell no length, one among some of them."""
+    data = parts.data.train
+    lengths = lengths_of(data)
+    if lengths is not None:
+        rows = [data[int(lengths.argmax())]]
+    else:
+        rows = [data[number] for number in range(min(ROWS_LOOKED_AT, len(data)))]
+    batch = parts.collator(rows)
+    return {
+        name: value[:1] if torch.is_tensor(value) and value.dim() and len(value) == len(rows) else value
+        for name, value in batch.items()
+        if name != SAMPLE_INDEX
+    }
+
+
+def without_mask(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """For rows without padding: a model looks whether its mask hides anything, which one without content cannot tell,
+    and attends without a mask where it does not."""
+    mask = sample.get("attention_mask")
+    hides = torch.is_tensor(mask) and not bool(mask.all())
+    return {name: value for name, value in sample.items() if hides or name != "attention_mask"}
+
+
+def _stretched(name: str, value: Any, rows: int, length: int) -> Any:
+    if not torch.is_tensor(value) or value.dim() == 0:
+        return value
+    if name in PADDING and has_time(name, value):
+        value = value[:, :length]
+    return value.repeat(rows, *[1] * (value.dim() - 1))

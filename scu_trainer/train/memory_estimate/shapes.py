@@ -1,0 +1,88 @@
+"""The largest chunk that the memory loop will make of a step, known from settings and lengths alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Optional
+
+import numpy
+
+from scu_trainer.control import chunks
+from scu_trainer.data import numbered
+from scu_trainer.settings import CurriculumSettings, MemorySettings
+from scu_trainer.train.step.micro_batch_sizer import BUSY_TOKENS, BUSY_TOKENS_ELSEWHERE
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a job. ``longest``, ``mean``: tokens per row, 1 for rows without a time axis. ``is_uneven``: rows of
+    one step differ in length, as a rule."""
+
+    longest: int
+    mean: float
+    is_uneven: bool
+
+    @classmethod
+    def of(cls, data: Any) -> Rows:
+        """Of prepared training rows; those of a stream are not known before they come."""
+        found = lengths_of(data)
+        lengths = numpy.ones(1, dtype=numpy.int32) if found is None or not len(found) else numpy.maximum(1, found)
+        longest = int(lengths.max())
+        short = int(numpy.count_nonzero(lengths < longest))
+        return cls(longest, int(lengths.sum()) / len(lengths), short > len(lengths) / 8)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of a device. ``rows`` x ``length``: its largest chunk. ``chunks``: at least so many."""
+
+    rows: int
+    length: int
+    chunks: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    def with_rows(self, rows: int) -> Step:
+        """The same rows in chunks of ``rows``."""
+        return replace(self, rows=rows, chunks=max(self.chunks, -(-self.rows * self.chunks // rows)))
+
+
+def planned_step(
+    rows: Rows,
+    memory: MemorySettings,
+    curriculum: Optional[CurriculumSettings],
+    *,
+    batch_rows: int,
+    accumulation: int,
+    device: str,
+) -> Step:
+    """``batch_rows``: per device and accumulation batch. ``device``: torch's name of its kind.
+
+    As the memory loop plans it while there is room: it makes smaller chunks where memory is short.
+    """
+    batch_tokens = _batch_tokens(rows, curriculum, batch_rows)
+    whole = Step(max(1, batch_tokens // rows.longest), rows.longest, accumulation)
+    cap = memory.resolved_token_cap
+    if memory.batch_mode == "logical" or cap is None or (cap == "auto" and not rows.is_uneven):
+        return whole
+    if cap == "auto":
+        busy = BUSY_TOKENS.get(device, BUSY_TOKENS_ELSEWHERE)
+        cap = chunks.auto_cap(rows.longest, busy, batch_tokens)
+    total_rows = max(1, round(batch_tokens * accumulation / rows.longest))
+    most = min(total_rows, memory.max_batch_size or total_rows)
+    fitting = min(max(cap // rows.longest, memory.min_batch_size, 1), most)
+    return Step(fitting, rows.longest, -(-total_rows // fitting))
+
+
+def _batch_tokens(rows: Rows, curriculum: Optional[CurriculumSettings], batch_rows: int) -> int:
+    if curriculum is None or "token_budget" not in curriculum.methods:
+        return batch_rows * rows.longest
+    return max(rows.longest, curriculum.token_budget or round(batch_rows * rows.mean))
+
+
+def lengths_of(data: Any) -> Optional[numpy.ndarray]:
+    """Tokens of each row, int32; None for rows that tell no length."""
+    has_lengths = "length" in (getattr(data, "column_names", None) or ())
+    return numbered.lengths_of(data) if has_lengths else None

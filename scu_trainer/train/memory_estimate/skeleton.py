@@ -1,0 +1,172 @@
+"""Models whose weights have shapes and no content: copies of a loaded one, or made of a configuration alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+from scu_trainer.models.checkpointing import checkpoint_every_layer
+from scu_trainer.models.loading.load import as_model_error, is_adapter, lora_config
+from scu_trainer.models.quantize import numbers_in, quantizable_layers, quantized_modules, stored_bits
+from scu_trainer.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SCALE_BITS = {(4, True): 8 / 64 + 32 / (64 * 256), (4, False): 32 / 64, (8, True): 0.0, (8, False): 0.0}
+"""(bits, scales quantized too) -> bits per weight beside its own: one scale for 64 weights of NF4 (QLoRA, arXiv
+2305.14314, section 3), in 32 bits, or in 8 with a second scale for 256 of them. LLM.int8 has one for each row."""
+
+
+class PackedLinear(nn.Linear):
+    """Stands in for a layer stored in 4 or 8 bits: as many bytes, unpacked for each product.
+
+    ``scale_bits``: beside each weight, see ``SCALE_BITS``. ``compute_dtype``: None for that of the input.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, bias: Optional[nn.Parameter], bits: float, compute_dtype: Optional[torch.dtype]
+    ) -> None:
+        super(nn.Linear, self).__init__()
+        self.in_features, self.out_features = inputs, outputs
+        self.compute_dtype, self.bias = compute_dtype, bias
+        packed_bytes = math.ceil(inputs * outputs * bits / 8)
+        self.weight = nn.Parameter(torch.empty(packed_bytes, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        product = _Unpacked.apply(
+            hidden.to(self.compute_dtype or hidden.dtype), self.weight, (self.out_features, self.in_features)
+        )
+        if self.bias is not None:
+            product = product + self.bias.to(product.dtype)
+        return product.to(hidden.dtype)
+
+
+class _Unpacked(torch.autograd.Function):
+    """Keeps the packed weight for backward, and unpacks it again there."""
+
+    @staticmethod
+    def forward(ctx, hidden, packed, shape):
+        ctx.save_for_backward(packed)
+        ctx.shape, ctx.dtype = shape, hidden.dtype
+        return hidden @ packed.new_empty(shape, dtype=hidden.dtype).t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (packed,) = ctx.saved_tensors
+        return gradient @ packed.new_empty(ctx.shape, dtype=ctx.dtype), None, None
+
+
+def copy_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A loaded ``model`` with everything that was done to it, its weights without content."""
+    with mode:
+        stand_ins = {id(module): _stand_in(module) for _, module in quantized_modules(model)}
+    with FakeCopyMode(mode):
+        return copy.deepcopy(model, stand_ins)
+
+
+def _stand_in(module: nn.Module) -> PackedLinear:
+    bits, bias = stored_bits(module), module.bias
+    state = getattr(module.weight, "quant_state", None)
+    bits += SCALE_BITS[bits, bool(getattr(state, "nested", False))]
+    if bias is not None:
+        bias = nn.Parameter(torch.empty(bias.shape, dtype=bias.dtype), requires_grad=bias.requires_grad)
+    outputs = module.out_features
+    return PackedLinear(
+        numbers_in(module.weight) // outputs, outputs, bias, bits, getattr(module, "compute_dtype", None)
+    )
+
+
+def of_configuration(
+    config: PretrainedConfig,
+    settings: ModelSettings,
+    mode: FakeTensorMode,
+    *,
+    compute_dtype: torch.dtype,
+    is_checkpointed: bool,
+) -> nn.Module:
+    """The causal language model of ``config``, tuned as ``settings`` say, without weights and without reading any.
+
+    ``compute_dtype``: arithmetic of layers that are stored in 4 bits. Raises ModelError where ``config`` is of no such
+    model, or the model cannot be tuned so.
+    """
+    from transformers import AutoModelForCausalLM
+
+    name = settings.model_name_or_path or "the embedded model"
+    with torch.device("meta"):  # peft moves adapters about, which tensors of a mode do not allow
+        with as_model_error(name, "model"):
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),  # which notes the type
+                dtype=stored_dtype(config, settings),
+                trust_remote_code=settings.trust_remote_code,
+                attn_implementation=settings.attn_implementation,
+            )
+        if settings.tuning == "qlora":
+            _pack(model, settings, compute_dtype)
+        model = _tuned(model, settings)
+    if is_checkpointed:
+        checkpoint_every_layer(model)
+    with mode:
+        _leave_meta(model)
+    return model
+
+
+def _leave_meta(model: nn.Module) -> None:
+    """Weights on the meta device take no part in autocast: in their place others of this mode, on the CPU."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+
+    def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in made:  # tied weights stay one
+            copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+            is_weight = isinstance(tensor, nn.Parameter)
+            made[tensor] = nn.Parameter(copied, requires_grad=tensor.requires_grad) if is_weight else copied
+        return made[tensor]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({name: on_cpu(tensor) for name, tensor in tensors.items() if tensor is not None})
+
+
+def stored_dtype(config: PretrainedConfig, settings: ModelSettings) -> torch.dtype:
+    """As ``models/loading/load.py`` loads it: full tuning in float32 where nothing else is asked for."""
+    if settings.dtype != "auto":
+        return getattr(torch, settings.dtype)
+    stored = getattr(config, "dtype", None)
+    return torch.float32 if settings.tuning == "full" or stored is None else stored
+
+
+def _pack(model: nn.Module, settings: ModelSettings, compute_dtype: torch.dtype) -> None:
+    bits = 8 if settings.load_in_8bit else 4
+    stored = bits + SCALE_BITS[bits, settings.bnb_4bit_use_double_quant]
+    for name in quantizable_layers(model):
+        layer = model.get_submodule(name)
+        outputs, inputs = layer.weight.shape if isinstance(layer, nn.Linear) else reversed(layer.weight.shape)
+        packed = PackedLinear(inputs, outputs, layer.bias, stored, compute_dtype if bits == 4 else None)
+        model.set_submodule(name, packed)
+    model.requires_grad_(False)
+    for parameter in model.parameters():  # as ``prepare_quantized`` does
+        if parameter.dtype == torch.float16:
+            parameter.data = parameter.data.float()
+
+
+def _tuned(model: nn.Module, settings: ModelSettings) -> nn.Module:
+    if settings.tuning == "full":
+        return model
+    from peft import PeftConfig, get_peft_model
+
+    adapter = Path(settings.model_name_or_path or "").expanduser()
+    if is_adapter(adapter):
+        saved = PeftConfig.from_pretrained(str(adapter))  # its shape; its weights are not read
+        saved.inference_mode = False  # as it was saved it would be frozen
+        return get_peft_model(model, saved)
+    config = lora_config(model, settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # as ``prepare_for_tuning`` does
+        return get_peft_model(model, config)

@@ -1,0 +1,139 @@
+"""Training steps on tensors without content: what they hold at their highest moment, by part."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Optional
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from scu_trainer.hardware.heap import UntouchedHeap
+from scu_trainer.train.loss.rows.model_loss import head_of, headless, opened
+from scu_trainer.train.memory_estimate.events import GRADIENTS, WEIGHTS, Events
+from scu_trainer.train.memory_estimate.layers import marked
+from scu_trainer.train.memory_estimate.live import LiveBytes
+
+LossKind = Literal["headless", "opened", "returned"]
+"""How the loss is taken, see ``loss_path.py``."""
+
+PASSES = 3
+"""Forward and backward passes until the heap has about the size that it will keep."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is traced. ``mode``: of the tensors without content. ``batch(rows, length)``: what the model gets, with
+    labels. ``autocast``: the type of half precision arithmetic, if any."""
+
+    model: nn.Module
+    mode: FakeTensorMode
+    batch: Callable[[int, int], Mapping[str, Any]]
+    loss: LossKind
+    autocast: Optional[torch.dtype]
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [weight for weight in self.model.parameters() if weight.requires_grad]
+
+    def inputs(self, rows: int, length: int) -> dict[str, Any]:
+        found = self.batch(rows, length).items()
+        return {name: self.mode.from_tensor(value) if torch.is_tensor(value) else value for name, value in found}
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Bytes by part (see events.py) at the highest moment of a pass; ``events``: of the first one.
+    ``heap_bytes``: to which the C library's heap grows for all but the weights; None where it was not asked, or has no
+    addresses for so much."""
+
+    parts: dict[str, int]
+    events: Events
+    heap_bytes: Optional[int] = None
+
+
+def trace(
+    subject: Subject,
+    rows: int,
+    length: int,
+    *,
+    after_others: bool,
+    kept: Optional[Sequence[int]] = None,
+    layers: Sequence[nn.Module] = (),
+) -> Traced:
+    """Forward and backward over ``rows`` rows of ``length``.
+
+    Args:
+        after_others: an earlier chunk of the same optimizer step has left its gradients.
+        kept: sizes of blocks that stay from the first optimizer step on, where the heap is to be looked at.
+        layers: whose borders are marked among the events.
+
+    Raises whatever a model raises that makes tensors whose shape depends on content.
+    """
+    with contextlib.nullcontext() if kept is None else UntouchedHeap() as heap:
+        live = LiveBytes(getattr(head_of(subject.model), "out_features", None), heap)
+        live.count([*subject.model.parameters(), *subject.model.buffers()], WEIGHTS)
+        with subject.mode, _trained(subject, live, after_others), _quiet():
+            events = live.events
+            for number in range(1 if heap is None else PASSES):
+                with contextlib.nullcontext() if number else marked(layers, events):
+                    _pass(subject, subject.inputs(rows, length), live)
+                for index, size_bytes in enumerate(kept or ()):
+                    if number == 0:
+                        heap.take(("kept", index), size_bytes)
+                if not after_others:
+                    _drop_gradients(subject.trained)
+        known = heap is not None and not heap.failed_bytes
+        return Traced(live.peak, events, heap.peak_bytes if known else None)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What cannot run on tensors without content is raised; torch logs a traceback of it beside."""
+    library = logging.getLogger("torch._subclasses.fake_tensor")
+    before, library.disabled = library.disabled, True
+    try:
+        yield
+    finally:
+        library.disabled = before
+
+
+@contextlib.contextmanager
+def _trained(subject: Subject, live: LiveBytes, after_others: bool) -> Iterator[None]:
+    """Gradients are told apart inside, and are gone afterwards."""
+    subject.model.train()
+    hooks = live.hold_gradients(subject.trained)
+    if after_others:
+        for weight in subject.trained:
+            weight.grad = torch.empty_like(weight)
+            live.count([weight.grad], GRADIENTS)
+    live.forget_peak()
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        _drop_gradients(subject.trained)
+
+
+def _drop_gradients(weights: Sequence[nn.Parameter]) -> None:
+    for weight in weights:
+        weight.grad = None
+
+
+def _pass(subject: Subject, inputs: Mapping[str, Any], live: LiveBytes) -> None:
+    with live, _loss_of(subject):
+        with torch.autocast("cpu", subject.autocast, enabled=subject.autocast is not None):
+            loss = subject.model(**inputs)["loss"]
+        loss.backward()
+
+
+def _loss_of(subject: Subject) -> contextlib.AbstractContextManager:
+    if subject.loss == "returned":
+        return contextlib.nullcontext()
+    take = headless if subject.loss == "headless" else opened
+    return take(subject.model, None, lambda losses: None)

@@ -1,0 +1,339 @@
+"""The description length of trained weights, and the two ways in which lambda acts on them.
+
+With a Gaussian prior of standard deviation sigma around w0, describing weights w costs ||w - w0||^2 / (2 sigma^2) nats
+up to a constant that training cannot change. Spread over N tokens and in bits:
+
+    ParamBPT = ||w - w0||^2 / (2 sigma^2 N ln 2)
+
+For low-rank adapters the weights that count are the ones the model computes with, so by default the distance is that of
+the effective update, ||scale (B A - B0 A0)||^2. It needs r x r products only, and does not depend on how A and B share
+the scale between them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Optional, TypeVar
+
+import torch
+from torch import nn
+
+from scu_trainer.errors import ControlError
+from scu_trainer.train.regularization.distances import Pair, SquaredDistances
+from scu_trainer.train.step.recovery.second_try import second_try
+
+Tensors = list[torch.Tensor]
+Result = TypeVar("Result")
+
+MORE_ROOM_FOR_S = (
+    "Leave more room: lower max_batch_size or per_device_train_batch_size, raise target_headroom_gb, use tuning: lora, "
+    "or set scu: false; resume_from_checkpoint: true goes on from the newest checkpoint"
+)
+
+
+@dataclass
+class LowRankGroup:
+    """Adapters of equal shape, handled as one batch of small products.
+
+    a: (r, inputs) each; b: (outputs, r) each; scales: (adapters,). ``b_starts_at_zero``: every prior of b is 0, so B0
+    A0 vanishes and the distance needs one pair of products.
+    """
+
+    a: Tensors
+    b: Tensors
+    a_prior: Tensors
+    b_prior: Tensors
+    scales: torch.Tensor
+    b_starts_at_zero: bool
+
+    def squared_distance(self, a: Optional[Tensors] = None, b: Optional[Tensors] = None) -> torch.Tensor:
+        """Sum over the group of ||scale (B A - B0 A0)||^2, a scalar in float32."""
+        right = torch.stack([_matrix(w) for w in (a or self.a)]).float()
+        left = torch.stack([_matrix(w) for w in (b or self.b)]).float()
+        if not self.b_starts_at_zero:
+            # B A - B0 A0 = [B - B0, B0] [A; A - A0]: no difference of large, nearly equal norms.
+            right_prior = torch.stack([_matrix(w) for w in self.a_prior]).float()
+            left_prior = torch.stack([_matrix(w) for w in self.b_prior]).float()
+            left, right = (
+                torch.cat([left - left_prior, left_prior], dim=2),
+                torch.cat([right, right - right_prior], dim=1),
+            )
+        inner = torch.bmm(left.transpose(1, 2), left) * torch.bmm(right, right.transpose(1, 2))
+        return (inner.sum(dim=(1, 2)) * self.scales.square()).sum()
+
+
+def _matrix(weight: torch.Tensor) -> torch.Tensor:
+    """(rows, everything else): convolutional adapters are matrices over flattened patches."""
+    return weight if weight.dim() == 2 else weight.flatten(1)
+
+
+class Prior:
+    """The trainable weights of a model together with the point w0 toward which lambda pulls them.
+
+    ``prior``: "init" keeps a copy of the trainable weights as they are now (memory: one copy of them), "zero" keeps
+    none. ``measure``: "effective" or "factors", see the module's text. Raises ControlError when nothing is trainable
+    or when a trainable weight is in float16, in which a pull of realistic size rounds to nothing.
+    """
+
+    def __init__(self, model: nn.Module, prior: str = "init", measure: str = "effective") -> None:
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not named:
+            raise ControlError(
+                "the model has no trainable weights; nothing can be regularized, check tuning / freezing"
+            )
+        _reject_unusable(named)
+        self.kind, self.measure = prior, measure
+        self.names = list(named)
+        # The parameters themselves: their storage may be replaced when the model moves or is wrapped.
+        self.weights = list(named.values())
+        self.starts: Tensors = []
+        self._squared = SquaredDistances()
+        if prior == "init":
+            self.starts = [p.detach().clone() for p in named.values()]
+        self._group(model)
+
+    def _group(self, model: nn.Module) -> None:
+        position = {id(p): i for i, p in enumerate(self.weights)}
+        pairs = _adapter_pairs(model, position) if self.measure == "effective" else []
+        paired = {index for a, b, _ in pairs for index in (a, b)}
+        self._plain = [i for i in range(len(self.weights)) if i not in paired]
+        by_shape = defaultdict(list)
+        for a, b, scale in pairs:
+            left, right = self.weights[b], self.weights[a]
+            by_shape[(left.shape, right.shape, left.dtype, right.dtype, left.device)].append((a, b, scale))
+        self._members = list(by_shape.values())
+        self._groups = [self._low_rank_group(members) for members in self._members]
+
+    def _low_rank_group(self, members: list[tuple[int, int, float]]) -> LowRankGroup:
+        a_prior = [self._start(a) for a, _, _ in members]
+        b_prior = [self._start(b) for _, b, _ in members]
+        return LowRankGroup(
+            a=[self.weights[a] for a, _, _ in members],
+            b=[self.weights[b] for _, b, _ in members],
+            a_prior=a_prior,
+            b_prior=b_prior,
+            scales=torch.tensor([scale for _, _, scale in members], device=self.weights[members[0][0]].device),
+            b_starts_at_zero=self.kind == "zero" or not any(bool(w.any()) for w in b_prior),
+        )
+
+    def _follow_weights(self) -> None:
+        """Bring w0 to where the weights are: DeepSpeed moves a model after this was made."""
+        if not self.starts or self.starts[0].device == self.weights[0].device:
+            return
+        self.starts = [start.to(weight.device) for start, weight in zip(self.starts, self.weights, strict=True)]
+        self._groups = [self._low_rank_group(members) for members in self._members]
+
+    def _start(self, index: int) -> torch.Tensor:
+        return self.starts[index] if self.starts else torch.zeros((), device=self.weights[index].device)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """w0 by parameter name; empty for the zero prior."""
+        return dict(zip(self.names, self.starts, strict=False))
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Replace w0. Raises ControlError when names or shapes differ from the model's trainable weights."""
+        if set(state) != set(self.state_dict()):
+            missing, extra = set(self.state_dict()) - set(state), set(state) - set(self.state_dict())
+            raise ControlError(
+                f"the saved prior belongs to other weights: {len(missing)} missing, {len(extra)} unknown, "
+                f"for instance {next(iter(missing or extra))}; resume with the model and adapter settings of the run"
+            )
+        for name, start in zip(self.names, self.starts, strict=False):
+            if state[name].shape != start.shape:
+                raise ControlError(f"the saved prior of {name} has shape {tuple(state[name].shape)}, not {start.shape}")
+            start.copy_(state[name])
+        for group in self._groups:
+            group.b_starts_at_zero = self.kind == "zero" or not any(bool(w.any()) for w in group.b_prior)
+
+    def fingerprint(self) -> float:
+        """Sum of squares of w0: cheap evidence that two runs pull toward the same point."""
+        return math.fsum(float(w.double().square().sum()) for w in self.starts)
+
+    # -- measuring -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def squared_distance(self) -> torch.Tensor:
+        """||w - w0||^2 over all trainable weights, float64 scalar on the CPU (one device synchronization)."""
+        self._follow_weights()
+        return self._again(lambda: self._total(self._distances()), "measuring S")
+
+    def _again(self, function: Callable[[], Result], doing: str) -> Result:
+        """``function``, which only reads what training needs, a second time where it runs out of memory."""
+        return second_try(function, doing, MORE_ROOM_FOR_S)
+
+    def _value(self, index: int) -> torch.Tensor:
+        """The weight as training keeps it; where that is not the model's own tensor, a copy."""
+        return self.weights[index]
+
+    def _distances(self) -> Iterator[torch.Tensor]:
+        for group, members in zip(self._groups, self._members, strict=True):
+            a, b = [self._value(a) for a, _, _ in members], [self._value(b) for _, b, _ in members]
+            yield group.squared_distance(a=a, b=b)
+        yield from self._squared((self._value(i), self._start_or_none(i)) for i in self._plain)
+
+    def _start_or_none(self, index: int) -> Optional[torch.Tensor]:
+        return self.starts[index] if self.starts else None
+
+    @staticmethod
+    def _total(parts: Iterator[torch.Tensor]) -> torch.Tensor:
+        parts = list(parts)
+        if len({part.device for part in parts}) > 1:  # a model spread over devices by device_map
+            parts = [part.cpu() for part in parts]
+        return torch.stack(parts).cpu().double().sum()
+
+    @torch.no_grad()
+    def measured_gain(self, shrink: float = 0.01) -> Optional[float]:
+        """-d ln||w - w0||^2 / d(-ln(1 - u)), found by pulling copies of the weights in their own precision.
+
+        2 when the weights can follow; near 0 when rounding swallows the pull. None while w still equals w0.
+        """
+        before = float(self.squared_distance())
+        if before == 0.0:
+            return None
+        after = float(self._again(lambda: self._total(self._distances_after(shrink)), "asking whether lambda can act"))
+        return -math.log(max(after, 1e-300) / before) / -math.log1p(-shrink)
+
+    def _distances_after(self, shrink: float) -> Iterator[torch.Tensor]:
+        for group, members in zip(self._groups, self._members, strict=True):
+            yield group.squared_distance(
+                a=[_pulled_copy(self._value(a), self._start(a), shrink) for a, _, _ in members],
+                b=[_pulled_copy(self._value(b), self._start(b), shrink) for _, b, _ in members],
+            )
+        yield from self._squared(
+            (_pulled_copy(self._value(i), self._start(i), shrink), self._start_or_none(i)) for i in self._plain
+        )
+
+    # -- acting --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def pull(self, shrink: float, seed: int = 0) -> None:
+        """w <- w + shrink * (w0 - w), in place. ``seed`` drives the rounding of bfloat16 weights; all ranks pass the
+        same."""
+        exact = [i for i, w in enumerate(self.weights) if w.dtype != torch.bfloat16]
+        rounded = [i for i, w in enumerate(self.weights) if w.dtype == torch.bfloat16]
+        if exact and self.starts:
+            torch._foreach_lerp_([self.weights[i] for i in exact], [self.starts[i] for i in exact], shrink)
+        elif exact:
+            torch._foreach_mul_([self.weights[i] for i in exact], 1.0 - shrink)
+        generators: dict[torch.device, torch.Generator] = {}
+        for i in rounded:
+            weight = self.weights[i]
+            if weight.device not in generators:
+                generators[weight.device] = torch.Generator(weight.device).manual_seed(seed)
+            self._pull_rounded(weight, self._start(i), shrink, generators[weight.device])
+
+    def _pull_rounded(
+        self, weight: torch.Tensor, start: torch.Tensor, shrink: float, generator: torch.Generator
+    ) -> None:
+        """``pull_stochastically``; what has been drawn stays drawn where the rest has to be repeated."""
+        noise = self._again(functools.partial(_rounding_noise, weight, generator), "pulling the weights")
+        self._again(functools.partial(_pull_by_noise, weight, start, shrink, noise), "pulling the weights")
+
+    @torch.no_grad()
+    def add_penalty_gradient(self, coefficient: float) -> None:
+        """grad <- grad + coefficient * (w - w0), the gradient of coefficient/2 * ||w - w0||^2, for weights that have
+        one."""
+        for i, parameter in enumerate(self.weights):
+            if parameter.grad is not None:
+                distance = self._again(functools.partial(self._from_start, i), "adding the penalty's gradient")
+                parameter.grad.add_(distance, alpha=coefficient)  # in place, and so never half done
+
+    def _from_start(self, index: int) -> torch.Tensor:
+        return self.weights[index] - self.starts[index] if self.starts else self.weights[index]
+
+    @torch.no_grad()
+    def gradient_norms(self) -> tuple[float, float]:
+        """(norm of the gradients, norm of w - w0) over the weights that have a gradient."""
+        moved = [i for i, weight in enumerate(self.weights) if weight.grad is not None]
+        if not moved:
+            return 0.0, 0.0
+        gradients = [(self.weights[i].grad, None) for i in moved]
+        distances = [(self.weights[i], self._start_or_none(i)) for i in moved]
+        return self._norm(gradients), self._norm(distances)
+
+    def _norm(self, pairs: Sequence[Pair]) -> float:
+        squared = self._again(lambda: self._total(self._squared(pairs)), "comparing the penalty with the gradient")
+        return math.sqrt(float(squared))
+
+
+def param_bpt(squared_distance: float, sigma: float, tokens: float) -> float:
+    """||w - w0||^2 / (2 sigma^2 N ln 2), bits per token."""
+    return squared_distance / (2.0 * sigma**2 * tokens * math.log(2.0))
+
+
+def penalty_coefficient(lam: float, sigma: float, tokens: float) -> float:
+    """lambda / (sigma^2 N): the penalty lambda * ||w - w0||^2 / (2 sigma^2 N) in nats per token has this times (w - w0)
+    as its gradient."""
+    return lam / (sigma**2 * tokens)
+
+
+def pull_stochastically(weight: torch.Tensor, start: torch.Tensor, shrink: float, generator: torch.Generator) -> None:
+    """``weight`` (bfloat16) moves toward ``start`` in expectation by exactly ``shrink``.
+
+    bfloat16 keeps 8 bits of mantissa: w * (1 - u) rounds back to w for u below about 2e-3, and nothing would ever move.
+    Rounding up with the probability of the cut-off fraction keeps the mean right (Gupta et al., ICML 2015).
+    """
+    _pull_by_noise(weight, start, shrink, _rounding_noise(weight, generator))
+
+
+def _rounding_noise(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 1 << 16, weight.shape, dtype=torch.int32, device=weight.device, generator=generator)
+
+
+def _pull_by_noise(weight: torch.Tensor, start: torch.Tensor, shrink: float, noise: torch.Tensor) -> None:
+    exact = torch.lerp(weight.float(), start.float().expand_as(weight), shrink)
+    # bfloat16 is the upper half of float32: adding noise below it and cutting rounds the magnitude up by chance.
+    weight.copy_(((exact.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32))
+
+
+def _pulled_copy(weight: torch.Tensor, start: torch.Tensor, shrink: float) -> torch.Tensor:
+    copy = weight.clone()
+    if copy.dtype == torch.bfloat16:
+        pull_stochastically(copy, start, shrink, torch.Generator(copy.device).manual_seed(0))
+        return copy
+    return copy.lerp_(start.to(copy.dtype).expand_as(copy), shrink)
+
+
+def _reject_unusable(named: dict[str, nn.Parameter]) -> None:
+    for name, parameter in named.items():
+        if parameter.dtype == torch.float16:
+            raise ControlError(
+                f"trainable weight {name} is float16, in which small pulls round to nothing; keep trainable weights in "
+                "float32 (adapters: autocast_adapter_dtype=True, the default; full tuning: dtype float32 with fp16: "
+                "true)"
+            )
+        if not parameter.is_floating_point() or parameter.is_meta or parameter.numel() == 0:
+            raise ControlError(
+                f"trainable weight {name} has no local floating-point values ({parameter.dtype}, {parameter.device}, "
+                f"{tuple(parameter.shape)}): sharded (ZeRO-3, FSDP) or offloaded weights cannot be regularized, use "
+                "scu: false"
+            )
+
+
+def _adapter_pairs(model: nn.Module, position: dict[int, int]) -> list[tuple[int, int, float]]:
+    """(index of A, index of B, scale) of every trainable LoRA pair, for linear, convolutional and embedding layers."""
+    pairs = []
+    for module in model.modules():
+        scaling = getattr(module, "scaling", None)
+        if not isinstance(scaling, dict):
+            continue
+        for adapter, scale in scaling.items():
+            a, b = _pair(module, adapter)
+            if id(a) in position and id(b) in position:
+                pairs.append((position[id(a)], position[id(b)], float(scale)))
+    return pairs
+
+
+def _pair(module: nn.Module, adapter: str) -> tuple[Optional[nn.Parameter], Optional[nn.Parameter]]:
+    for a_name, b_name in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
+        a_side, b_side = getattr(module, a_name, {}), getattr(module, b_name, {})
+        if adapter in a_side and adapter in b_side:
+            a, b = a_side[adapter], b_side[adapter]
+            return getattr(a, "weight", a), getattr(b, "weight", b)
+    return None, None

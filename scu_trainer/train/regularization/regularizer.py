@@ -1,0 +1,399 @@
+"""Between the law and the model: measure S after an optimizer step, ask ``control/regularization.py``, act with
+lambda."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from scu_trainer.control import regularization as control
+from scu_trainer.control.tracking import BAND, SMALLEST_GAIN, foresee
+from scu_trainer.errors import CheckpointError, ControlError
+from scu_trainer.settings import RegularizationSettings
+from scu_trainer.train.regularization.penalty import Prior, param_bpt, penalty_coefficient
+from scu_trainer.train.regularization.zero import ZeroPrior, check_stage
+from scu_trainer.train.step.recovery.second_try import second_try
+
+PROBE_DECISION = 2
+"""Decision at which the loop first checks that it can act: by then the weights have left w0."""
+
+OUTLOOK_STEPS = 16
+"""Step of the first look at where S is going; the next ones come each time the run has doubled."""
+
+STUCK_DECISIONS = 20
+"""Decisions in a row at the upper bound with S above target after which the loop says that it has lost control."""
+
+
+@dataclass
+class Progress:
+    """What the regularizer carries from step to step beside the law's own state; JSON-safe, kept in checkpoints."""
+
+    tokens_n: Optional[float] = None
+    tokens_seen: float = 0.0
+    gain: float = control.DECOUPLED_GAIN
+    milestone: Optional[list[float]] = None
+    outlook_done: bool = False
+    stuck_decisions: int = 0
+    notices: list[str] = field(default_factory=list)
+
+
+class Regularizer:
+    """Holds w0, the law's state and the running measurement of one training run.
+
+    ``tokens``: N of ParamBPT; None: estimated as tokens of the first optimizer step x steps of one epoch.
+    ``prior_class``: how the trained weights are reached, see ``prior_class_for``.
+    """
+
+    def __init__(
+        self,
+        settings: RegularizationSettings,
+        model: nn.Module,
+        tokens: Optional[float] = None,
+        prior_class: type[Prior] = Prior,
+    ) -> None:
+        self.settings = settings
+        self._prior_class, self._tokens = prior_class, settings.tokens or tokens
+        self.follow(model)
+        self.law: Optional[control.Law] = None
+        self.begin_anew()
+
+    def follow(self, model: nn.Module) -> None:
+        """Its trained weights as they are now are w0: a ``model_init`` gives every training a model of its own."""
+        self.prior = self._prior_class(model, self.settings.prior, self.settings.measure)
+
+    # -- life of a run -------------------------------------------------------------------------------------------------
+
+    def begin_anew(self) -> None:
+        """Forget what an earlier training has measured, but not w0."""
+        self.progress = Progress(tokens_n=self._tokens)
+        self.state = control.State()
+        self._loaded: Optional[dict[str, Any]] = None
+        self._losses: list[torch.Tensor] = []
+        self._interval: list[tuple[torch.Tensor, Any]] = []
+
+    def start(self, max_steps: int, steps_per_epoch: float, seed: int) -> None:
+        """Resolve the law for a run of ``max_steps`` optimizer steps; picks up state loaded from a checkpoint."""
+        self.law = resolve(self.settings, max_steps)
+        self.state = control.initial_state(self.law)
+        self._steps_per_epoch, self._seed = steps_per_epoch, seed
+        if self._loaded is not None:
+            self.state = control.State.from_dict(self._loaded["state"])
+            self.progress = Progress(**self._loaded["progress"])
+            self._interval = [
+                (torch.tensor(math.nan if loss is None else loss, dtype=torch.float64), items)  # JSON has no NaN
+                for loss, items in self._loaded["interval"]
+            ]
+            self._apply_changed_goals(self._loaded["settings"])
+            self._loaded = None
+
+    def _apply_changed_goals(self, saved: dict[str, Any]) -> None:
+        """Target and fixed lambda may be others after a resume; the checkpoint's state still holds the old ones."""
+        if saved.get("target_s") != self.settings.target_s:
+            self.state = replace(self.state, target_s=self.law.target_s, reached_step=None)
+            self.progress.outlook_done, self.progress.milestone = False, None
+        if self.law.name == "fixed":
+            self.state = replace(self.state, lam=self.law.lambda_init)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "settings": asdict(self.settings),
+            "state": self.state.to_dict(),
+            "progress": asdict(self.progress),
+            # Steps since the last decision: with control_frequency above 1 a checkpoint falls between two decisions.
+            "interval": [[float(loss), float(items)] for loss, items in self._interval],
+            "prior_fingerprint": self.prior.fingerprint(),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any], prior: Optional[dict[str, torch.Tensor]]) -> None:
+        """Continue from a checkpoint. ``prior``: its saved w0, or None where w0 is the model as loaded.
+
+        Raises CheckpointError when this run would pull toward another point or measure with another ruler.
+        """
+        self._check_same_ruler(saved["settings"])
+        if prior is not None:
+            self.prior.load_state_dict(prior)
+        found = self.prior.fingerprint()
+        if not math.isclose(found, saved["prior_fingerprint"], rel_tol=1e-9, abs_tol=1e-12):
+            raise CheckpointError(
+                "the weights at the start of this run are not those that the checkpoint's run started from "
+                f"(sum of squares {found:.9g}, was {saved['prior_fingerprint']:.9g}); lambda would pull elsewhere. "
+                "Resume with the same model_name_or_path and seed"
+            )
+        self._loaded = saved
+
+    def _check_same_ruler(self, saved: dict[str, Any]) -> None:
+        for name in ("law", "measure", "prior", "sigma", "tokens"):
+            if saved.get(name) != getattr(self.settings, name):
+                raise CheckpointError(
+                    f"scu_{name} is {getattr(self.settings, name)!r}, the checkpoint was written with "
+                    f"{saved.get(name)!r}; "
+                    "S before and after would not be comparable. Set it back, or start a new output_dir"
+                )
+
+    # -- one optimizer step --------------------------------------------------------------------------------------------
+
+    def observe_loss(self, loss: torch.Tensor) -> None:
+        """``loss``: one accumulation batch's share of the window's mean loss in nats, detached, on the device."""
+        self._losses.append(loss)
+
+    def add_penalty(self, loss_scale: float = 1.0) -> None:
+        """Penalty actuator: lambda's gradient, before clipping. ``loss_scale``: what a GradScaler multiplied gradients
+        by."""
+        if self.law.actuator == "penalty" and self.state.lam > 0 and self.progress.tokens_n:
+            coefficient = penalty_coefficient(self.state.lam, self.settings.sigma, self.progress.tokens_n)
+            self.prior.add_penalty_gradient(coefficient * loss_scale)
+            self._check_penalty_acts(loss_scale)
+
+    def discard_step(self) -> None:
+        """The optimizer skipped this step (overflow under fp16): its loss is no measurement."""
+        self._losses.clear()
+
+    def after_optimizer_step(
+        self,
+        step: int,
+        learning_rate: float,
+        items: Optional[torch.Tensor],
+        reduce: Callable[[torch.Tensor], torch.Tensor],
+        processes: int = 1,
+    ) -> Optional[dict[str, Any]]:
+        """Pull the weights with the lambda decided before; every ``control_frequency`` steps measure and decide anew.
+
+        ``step``: number of this optimizer step, from 1. ``items``: supervised tokens of the window; their mean over
+        ranks must be the tokens of all ranks.
+        ``reduce``: sums a tensor over ranks. Returns the history row of a decision, or None between decisions.
+        """
+        self._close_window(items)
+        shrink = control.shrink_of(self.law, self.state, learning_rate)
+        if shrink > 0:
+            self.prior.pull(shrink, seed=(self._seed << 32) + step)
+            self.state = control.with_shrink(self.state, shrink)
+        if step % self.settings.control_frequency and step != self.law.max_steps:
+            return None
+        seen = self._measure(step, learning_rate, reduce, processes)
+        self.state = control.decide(self.law, self.state, seen)
+        self._watch(seen)
+        return self._row(seen, shrink)
+
+    def _close_window(self, items: Optional[torch.Tensor]) -> None:
+        if items is None and self.progress.tokens_n is None:
+            raise ControlError(
+                "the stock loop does not count supervised tokens for this model, so N of ParamBPT is unknown; "
+                "set scu_tokens to the supervised tokens of one pass over the training data"
+            )
+        add = partial(_sum, self._losses)
+        loss = second_try(add, "adding up the losses of a step")
+        self._losses.clear()
+        self._interval.append((loss, 1.0 if items is None else items))
+
+    def _measure(self, step: int, learning_rate: float, reduce: Callable, processes: int) -> control.Measurement:
+        steps, distance = len(self._interval), self.prior.squared_distance()
+        own = second_try(partial(_own_share, self._interval, distance), "adding up the losses since the last decision")
+        # Under DDP every rank holds its own share of the loss and the same weights. One sum makes loss and tokens
+        # global, and the mean distance everybody's: ranks that round differently must not pull differently.
+        shared = reduce(own)
+        nats, tokens, squared_distance = (value / processes for value in shared.tolist())
+        self._interval.clear()
+        self.progress.tokens_seen += tokens
+        if self.progress.tokens_n is None:
+            self.progress.tokens_n = tokens / steps * self._steps_per_epoch
+        return control.Measurement(
+            step=step,
+            steps=steps,
+            data_bpt=nats / max(tokens, 1e-300) / math.log(2.0),
+            param_bpt=param_bpt(squared_distance, self.settings.sigma, self.progress.tokens_n),
+            learning_rate=learning_rate,
+            gain=self.progress.gain,
+        )
+
+    def share_interval(self, reduce: Callable[[torch.Tensor], torch.Tensor], processes: int) -> None:
+        """Put the mean over ranks in place of this rank's windows since the last decision: one rank saves for all.
+
+        All ranks must call this before a checkpoint.
+        """
+        if processes == 1 or not self._interval:
+            return
+        own = torch.tensor([[float(loss) * float(items), float(items)] for loss, items in self._interval])
+        self._interval = [(nats / items, float(items)) for nats, items in reduce(own.double()) / processes]
+
+    # -- can it act, can it arrive -------------------------------------------------------------------------------------
+
+    def _watch(self, seen: control.Measurement) -> None:
+        count = self.state.decisions
+        # Powers of two: adapters that have moved far from their start have another gain, and a probe costs a
+        # measurement.
+        if self.law.actuator == "decoupled" and count >= PROBE_DECISION and count & (count - 1) == 0:
+            self._probe_gain()
+        if self.settings.law in ("model", "original") and self.state.target_s is not None:
+            self._look_ahead(seen)
+            self._check_response()
+
+    def _probe_gain(self) -> None:
+        gain = self.prior.measured_gain()
+        if gain is None:
+            return
+        if gain < SMALLEST_GAIN:
+            self._notice(
+                f"SCU cannot act: pulling the weights by 1 % moves their description length by {gain:.3g} times that, "
+                f"where {control.DECOUPLED_GAIN:g} is right; keep trainable weights in float32"
+            )
+        else:
+            self.progress.gain = gain
+
+    def _look_ahead(self, seen: control.Measurement) -> None:
+        y, last = self.state.log_ratio, self.law.max_steps
+        if self.progress.outlook_done or y is None:
+            return
+        if self.state.reached_step is not None:
+            self.progress.outlook_done = True
+            return
+        if self.state.lam > 0 and self.law.name == "model":
+            return  # close enough to be braked: growth no longer tells where S would go by itself
+        if self.progress.milestone is None:
+            if seen.step >= OUTLOOK_STEPS:
+                self.progress.milestone = [seen.step, y]
+            return
+        early_step, early_y = self.progress.milestone
+        if seen.step < 2 * early_step:
+            return
+        # Judged anew whenever the run has doubled: early growth flatters the end.
+        self.progress.milestone = [seen.step, y]
+        outlook = foresee((int(early_step), early_y), (seen.step, y), last, self.state.target_s)
+        if not outlook.reachable:
+            self.progress.outlook_done = True
+            self._notice(
+                f"SCU target out of reach: S is {self.state.s_ema:.3g} after {seen.step} of {last} steps and grows "
+                "to about "
+                f"{outlook.predicted_s:.3g} by the end, below the target {self.state.target_s:.3g}; "
+                "lower scu_target_s, raise the learning rate or train longer"
+            )
+
+    def _check_response(self) -> None:
+        self.progress.stuck_decisions = self.progress.stuck_decisions + 1 if self.state.saturated == "high" else 0
+        if self.progress.stuck_decisions >= STUCK_DECISIONS and self.state.s_ema > (1 + BAND) * self.state.target_s:
+            self._notice(
+                f"SCU has lost control: lambda has been at its upper bound {self.state.lam:.3g} for "
+                f"{self.progress.stuck_decisions} decisions and S is still {self.state.s_ema:.3g}, above the target "
+                f"{self.state.target_s:.3g}; raise scu_max_shrink (model law) or scu_lambda_max, or lower the "
+                "learning rate"
+            )
+
+    def _check_penalty_acts(self, loss_scale: float) -> None:
+        if self.state.decisions != PROBE_DECISION:
+            return
+        gradient, distance = self.prior.gradient_norms()
+        ceiling = penalty_coefficient(self.law.lambda_max, self.settings.sigma, self.progress.tokens_n) * loss_scale
+        if gradient > 0 and ceiling * distance < 1e-4 * gradient:
+            self._notice(
+                f"SCU cannot act: even at lambda {self.law.lambda_max:g} the penalty's gradient is "
+                f"{ceiling * distance / gradient:.2g} of the loss's gradient; raise scu_lambda_max, lower scu_sigma or "
+                "use scu_law: model"
+            )
+
+    def _notice(self, text: str) -> None:
+        """Each finding is said once: what stands before the colon names it, the figures behind it change."""
+        finding = text.partition(":")[0]
+        if not any(said.startswith(f"{finding}:") for said in self.progress.notices):
+            self.progress.notices.append(text)
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    def description(self) -> dict[str, Any]:
+        """The controller as used: settings, what their defaults became, N and the target that was found or given."""
+        return {
+            "settings": asdict(self.settings),
+            "resolved": asdict(self.law),
+            "sigma": self.settings.sigma,
+            "tokens_n": self.progress.tokens_n,
+            "target_s": self.state.target_s,
+        }
+
+    def observe_held_out(self, held_out_bpt: float) -> None:
+        if self.settings.target_s == "auto":
+            self.state = control.observe_held_out(self.law, self.state, held_out_bpt)
+
+    def _row(self, seen: control.Measurement, shrink: float) -> dict[str, Any]:
+        state = self.state
+        return {
+            "step": seen.step,
+            "tokens": self.progress.tokens_seen,
+            "loss": seen.data_bpt * math.log(2.0),
+            "data_bpt": seen.data_bpt,
+            "param_bpt": seen.param_bpt,
+            "s": control.information_ratio(seen.param_bpt, seen.data_bpt),
+            "s_ema": state.s_ema,
+            "s_target": state.target_s,
+            "error": None if state.target_s is None or state.s_ema is None else state.s_ema - state.target_s,
+            "integral": state.integral,
+            "lambda": state.lam,
+            "saturated": state.saturated,
+            "shrink": shrink,
+            "growth": state.growth,
+            "learning_rate": seen.learning_rate,
+        }
+
+
+def _sum(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([loss.float() for loss in losses]).sum()
+
+
+def _own_share(interval: Sequence[tuple[torch.Tensor, Any]], squared_distance: torch.Tensor) -> torch.Tensor:
+    """This rank's nats, tokens and squared distance, shape (3,) in float64 on the CPU."""
+    losses = torch.stack([loss.double().cpu() for loss, _ in interval])
+    items = torch.tensor([float(count) for _, count in interval], dtype=torch.float64)
+    return torch.stack([(losses * items).sum(), items.sum(), squared_distance])
+
+
+def resolve(settings: RegularizationSettings, max_steps: int) -> control.Law:
+    """The law's arithmetic form of the settings, every default filled in."""
+    low, high = settings.lambda_bounds
+    return control.Law(
+        name=settings.law,
+        actuator=settings.resolved_actuator,
+        target_s=None if settings.target_s == "auto" else settings.target_s,
+        ema_alpha=settings.resolved_ema_alpha,
+        deadband=settings.resolved_deadband,
+        lambda_init=settings.lambda_init,
+        lambda_min=low,
+        lambda_max=high,
+        lambda_final=settings.lambda_final,
+        schedule=settings.schedule,
+        time_constant=settings.time_constant,
+        growth_alpha=settings.growth_alpha,
+        max_shrink=settings.max_shrink,
+        kp=settings.kp,
+        ki=settings.ki,
+        integral_clamp=settings.integral_clamp,
+        integral_leak=settings.integral_leak,
+        wait_for_target=settings.stop_at_target,
+        auto_patience=settings.auto_patience,
+        max_steps=max_steps,
+    )
+
+
+def prior_class_for(trainer, settings: RegularizationSettings) -> type[Prior]:
+    """The access to the trained weights that fits the launcher.
+
+    Raises ControlError for launchers under which trained weights are not the ones that this process can see.
+    """
+    if trainer.is_fsdp_enabled:
+        raise ControlError(
+            "FSDP keeps the trained weights in shards that lambda cannot reach; use DDP (torchrun, accelerate) or "
+            "ZeRO-1/2, "
+            "or set scu: false"
+        )
+    if trainer.args.n_gpu > 1:
+        raise ControlError(
+            f"one process drives {trainer.args.n_gpu} GPUs (DataParallel), where the loss of a step is not known "
+            "exactly; "
+            "start one process per GPU with torchrun or accelerate launch, or set scu: false"
+        )
+    if trainer.is_deepspeed_enabled:
+        check_stage(trainer, settings.resolved_actuator)
+        return ZeroPrior
+    return Prior

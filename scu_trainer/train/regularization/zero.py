@@ -1,0 +1,69 @@
+"""Pulling weights under DeepSpeed ZeRO-1 and ZeRO-2, where the numbers that training keeps are partitioned fp32
+masters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from scu_trainer.errors import ControlError
+from scu_trainer.train.regularization.penalty import Prior, Result
+
+LARGEST_STAGE = 2
+
+
+class ZeroPrior(Prior):
+    """A ``Prior`` that pulls the fp32 master weights, through DeepSpeed's own access to them.
+
+    The engine overwrites the model's weights from its masters at every step: a pull on the model alone would be
+    forgotten. Costs one all-reduce per trainable tensor and step. Every rank must call it at the same time.
+    """
+
+    def _again(self, function: Callable[[], Result], doing: str) -> Result:
+        return function()  # it speaks to other ranks, who would not repeat it
+
+    def _value(self, index: int) -> torch.Tensor:
+        """The fp32 master, where the model holds it rounded: the rounding alone would look like a distance from w0."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        weight = self.weights[index]
+        if weight.dtype == torch.float32:
+            return weight
+        master = safe_get_full_fp32_param(weight)
+        return weight if master is None else master  # None before the engine exists
+
+    @torch.no_grad()
+    def pull(self, shrink: float, seed: int = 0) -> None:
+        from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+        self._follow_weights()
+        for i, weight in enumerate(self.weights):
+            master = safe_get_full_fp32_param(weight)
+            if master is None:
+                raise ControlError(
+                    f"DeepSpeed keeps no fp32 master of {self.names[i]}; use ZeRO stage 1 or 2, or set scu: false"
+                )
+            master.lerp_(self._start(i).float().expand_as(master), shrink)
+            safe_set_full_fp32_param(weight, master)
+            weight.copy_(master)
+
+
+def check_stage(trainer, actuator: str) -> None:
+    """``refuse_stage`` for a trainer that is made."""
+    refuse_stage(trainer.accelerator.state.deepspeed_plugin.zero_stage, actuator)
+
+
+def refuse_stage(stage: int, actuator: str) -> None:
+    """Raise ControlError for what cannot be regularized under DeepSpeed: ZeRO-3's shards, and gradients inside the
+    engine."""
+    if not 1 <= stage <= LARGEST_STAGE:
+        raise ControlError(
+            f"the regularization loop works under ZeRO stage 1 and 2, this is stage {stage}, whose trained weights "
+            "lambda cannot reach; change zero_optimization.stage, or set scu: false"
+        )
+    if actuator == "penalty":
+        raise ControlError(
+            "DeepSpeed keeps gradients inside its engine, where the penalty of scu_law: original cannot be added; use "
+            "scu_law: model or scu_actuator: decoupled, or set scu: false"
+        )

@@ -1,0 +1,119 @@
+"""The directory of a run, claimed: decided on by rank 0, locked, and cleared of what killed runs left half-done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
+
+from scu_trainer.errors import CheckpointError, UserError
+from scu_trainer.train.checkpoints.findings import examine, step_inside
+from scu_trainer.train.checkpoints.format import checkpoints, clear_staging, set_aside
+from scu_trainer.train.checkpoints.selection import fault_of, whole_checkpoint
+from scu_trainer.train.run_directory.resume import (
+    Request,
+    Start,
+    decide,
+    going_on,
+    restarted_since_s,
+    wanted_checkpoint,
+)
+from scu_trainer.train.run_directory.run_lock import RunLock
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+T = TypeVar("T")
+
+
+class Claim:
+    """The directory of a run, decided on and locked until this is closed. Rank 0 looks, the others are told.
+
+    Raises CheckpointError, and StorageError where another process is writing there, then on all ranks: a rank that
+    only waited would hang.
+    """
+
+    def __init__(
+        self,
+        training: TrainingArguments,
+        configuration: Optional[dict[str, Any]] = None,
+        weights_only: bool = False,
+    ) -> None:
+        self._lock: Optional[RunLock] = None
+        ranks, wanted = training.world_size, wanted_checkpoint(training)
+        request = Request(
+            wanted, Path(training.output_dir), ranks, restarted_since_s(ranks), configuration, weights_only
+        )
+        self.start: Start = from_first_rank(lambda: self._claimed(request), training.process_index, ranks)
+
+    def _claimed(self, request: Request) -> Start:
+        start = decide(request)
+        if start.is_done:
+            return start
+        self._lock = RunLock(start.output_dir)
+        try:
+            # What a killed run was writing is nobody's now; sealed and only without its name, it is the newest.
+            named, cleared = clear_staging(start.output_dir)
+            start = decide(request) if named else start
+            start = _checked(start, request) if request.is_explicit else start
+            notes = [start.line] if start.line else []
+            if cleared:
+                notes.append(f"removed what a killed run had begun to write: {', '.join(cleared)}")
+        except BaseException:
+            self._lock.release()
+            raise
+        return replace(start, line="\n".join(notes))
+
+    def put_aside(self) -> list[str]:
+        """Once it is certain that the run goes on: checkpoints of a past that it does not go on with. Their names."""
+        if self._lock is None:
+            return []
+        if self.start.checkpoint is None:
+            return set_aside(self.start.output_dir, 0)
+        checkpoint = Path(str(self.start.checkpoint))  # which may have any name
+        return set_aside(self.start.output_dir, step_inside(checkpoint), checkpoint)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _checked(start: Start, request: Request) -> Start:
+    """The checkpoint that was asked for by name, or as the newest, if it is whole. Raises CheckpointError."""
+    if start.checkpoint is True:
+        newest, skipped = whole_checkpoint(request.output_dir, request.weights_only)
+        return Start(request.output_dir, str(newest), going_on(newest, skipped))
+    checkpoint = Path(str(start.checkpoint))
+    found = examine(checkpoint, None, request.weights_only)
+    if found.damage is not None:
+        others = [path for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name]
+        whole = next((path for path in others if fault_of(path, None, request.weights_only) is None), None)
+        instead = f"resume_from_checkpoint: {whole} is whole" if whole is not None else "none beside it is whole"
+        raise CheckpointError(f"{checkpoint} cannot be gone on from: {found.damage}; {instead}")
+    return start
+
+
+def from_first_rank(decision: Callable[[], T], rank: int, world_size: int) -> T:
+    """``decision()``, taken by rank 0 and told to all; a UserError of it is raised on all of them."""
+    answer: list[Any] = [_result_or_error(decision) if rank == 0 else None]
+    if world_size > 1:
+        from accelerate.utils import broadcast_object_list
+
+        broadcast_object_list(answer)
+    if isinstance(answer[0], UserError):
+        raise answer[0]
+    return answer[0]
+
+
+def _result_or_error(decision: Callable[[], T]) -> T | UserError:
+    try:
+        return decision()
+    except UserError as error:
+        return error

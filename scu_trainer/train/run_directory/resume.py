@@ -1,0 +1,265 @@
+"""Where a run writes and what it goes on from: decided once, by rank 0, before anything is written.
+
+``resume_from_checkpoint`` takes a path, ``true`` (the newest in output_dir), or ``auto``: go on with the run that is
+there and unfinished, else start one. Without it, an unfinished run of the same configuration goes on all the same
+(``resume: false`` starts another one beside it). Checkpoints are taken only as they were written: hashes are compared.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.errors import CheckpointError
+from scu_trainer.train.checkpoints.compatibility import changed_settings, sound
+from scu_trainer.train.checkpoints.format import checkpoints
+from scu_trainer.train.checkpoints.selection import content_of, newest_checkpoint, newest_with_reasons
+from scu_trainer.train.run_directory.layout import free_name, names_in_use
+from scu_trainer.train.run_directory.run_lock import holds_nothing
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+AUTO = "auto"
+ASKED_FOR = "output_dir_asked_for"
+"""Key of training_config.json: the name in place of which the run took the one that it has."""
+
+START_NUMBER = "start_number"
+"""Key of training_config.json: which of the starts that were given the same output_dir this is."""
+
+RESTARTED = "restarted by the launcher"
+
+
+@dataclass(frozen=True)
+class Start:
+    """``checkpoint``: what the stock ``train(resume_from_checkpoint=...)`` takes. ``line``: what the user is told.
+
+    ``is_done``: an earlier start of this same launch has finished the run.
+    """
+
+    output_dir: Path
+    checkpoint: Optional[str | bool] = None
+    line: str = ""
+    is_done: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, and what the launcher knows.
+
+    ``restarted_since_s``: when a launch began that has restarted its processes, in seconds since 1970; else None.
+    ``configuration``: an unfinished run of the same one goes on unasked; None: it does not. ``weights_only``: also from
+    a checkpoint without optimizer state.
+    """
+
+    wanted: Optional[str | bool]
+    output_dir: Path
+    world_size: int
+    restarted_since_s: Optional[float] = None
+    configuration: Optional[dict[str, Any]] = None
+    weights_only: bool = False
+
+    @property
+    def is_explicit(self) -> bool:
+        return self.wanted not in (None, AUTO)
+
+
+def wanted_checkpoint(training: TrainingArguments) -> Optional[str | bool]:
+    """``resume_from_checkpoint`` as a path, True for the newest, "auto", or None."""
+    wanted = str(training.resume_from_checkpoint or "")
+    if wanted.lower() in ("", "false"):
+        return None
+    return True if wanted.lower() == "true" else AUTO if wanted.lower() == AUTO else wanted
+
+
+def check_resumable(training: TrainingArguments) -> None:
+    """Raise CheckpointError for a wish that no run of this configuration could ever be granted."""
+    wanted, output_dir = wanted_checkpoint(training), Path(training.output_dir)
+    if wanted is None or (wanted != AUTO and restart_count() > 0):  # an old checkpoint may be rotated away by now
+        return
+    if wanted == AUTO:
+        if training.save_only_model:
+            raise CheckpointError(
+                "resume_from_checkpoint: auto cannot go on from what save_only_model: true writes (no optimizer "
+                "state); drop one of them"
+            )
+    elif wanted is True:
+        if not any(output_dir.glob("checkpoint-*")):
+            raise CheckpointError(
+                f"{output_dir} holds no checkpoint-N; give the path of one to resume_from_checkpoint, or drop it to "
+                "start anew"
+            )
+    elif not (Path(str(wanted)) / "trainer_state.json").is_file():
+        raise CheckpointError(
+            f"resume_from_checkpoint {wanted!r} is no checkpoint (no trainer_state.json there); give a checkpoint-N "
+            "folder, true or auto"
+        )
+
+
+def restart_count() -> int:
+    """How often torchrun has started this process anew after a failure. A node that was replaced counts from zero."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def restarted_since_s(world_size: int) -> Optional[float]:
+    """When this launch began, in seconds since 1970, if it has restarted its processes.
+
+    Ranks on a replaced node know nothing of a restart, so the oldest launcher and the highest count hold.
+    """
+    seen = [(restart_count(), _launcher_began_s())] if "TORCHELASTIC_RESTART_COUNT" in os.environ else [(0, 0.0)]
+    if world_size > 1:
+        from accelerate.utils import gather_object
+
+        seen = gather_object(seen)
+    return min(began_s for _, began_s in seen) if any(count > 0 for count, _ in seen) else None
+
+
+def _launcher_began_s() -> float:
+    import psutil
+
+    return psutil.Process(os.getppid()).create_time()
+
+
+# -- the decision ------------------------------------------------------------------------------------------------------
+
+
+def decide(request: Request) -> Start:
+    """Looks at the disk only. Raises CheckpointError where going on would silently train something else."""
+    if request.is_explicit:
+        return _asked_for(request)
+    run = latest_run(request.output_dir)
+    ours = run is not None and _is_of_this_launch(run, request)
+    if run is None:
+        return _beside(request.output_dir)
+    if not (ours or request.wanted == AUTO):
+        return _unasked(run, request)
+    if not _is_finished(run):
+        start = _go_on(run, request)
+        return replace(start, line=f"{RESTARTED}: {start.line}") if ours else start
+    if ours:
+        return Start(run, line=f"{run} was finished before this restart; nothing is left to do", is_done=True)
+    return _beside(request.output_dir)
+
+
+def _unasked(run: Path, request: Request) -> Start:
+    """Goes on with an unfinished run if it is the one that this configuration began."""
+    if _is_finished(run) or request.configuration is None:
+        return _beside(request.output_dir)
+    before = _description(run)
+    changed = changed_settings(before.get("configuration", {}), request.configuration)
+    if before.get("world_size", request.world_size) != request.world_size:
+        changed["processes"] = (before["world_size"], request.world_size)
+    if "configuration" not in before or changed:
+        return _beside(request.output_dir, _differing(run, changed))
+    start = _go_on(run, request)
+    if start.checkpoint is not None:
+        return replace(start, line=f"{start.line} (--no_resume starts over)")
+    if checkpoints(run):
+        return _beside(request.output_dir, f"no checkpoint of {run} can be gone on from, see the log")
+    return start
+
+
+def _differing(run: Path, changed: dict[str, tuple[Any, Any]]) -> str:
+    told = "; ".join(f"{name} {before}, now {now}" for name, (before, now) in list(changed.items())[:3])
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    what = f"another configuration ({told}{more})" if changed else "an unknown configuration"
+    return f"{run} holds an unfinished run of {what}; resume_from_checkpoint: auto would go on with it"
+
+
+def _asked_for(request: Request) -> Start:
+    """The checkpoint that was named; after a restart what this launch has written since."""
+    first = Start(request.output_dir, request.wanted)
+    if not _is_of_this_launch(request.output_dir, request):
+        return first
+    since = newest_checkpoint(request.output_dir, request.world_size)
+    return first if since is None else Start(request.output_dir, str(since), f"{RESTARTED}: {going_on(since)}")
+
+
+def _beside(output_dir: Path, reason: str = "") -> Start:
+    free = free_name(output_dir)
+    reason = reason or f"{output_dir} already holds a run"
+    return Start(free, line="" if free == output_dir else f"{reason}; this one goes to {free}")
+
+
+def _go_on(run: Path, request: Request) -> Start:
+    if checkpoints(run):
+        _require_same_ranks(run, request.world_size)
+    newest, skipped = newest_with_reasons(run, request.world_size, request.weights_only)
+    if newest is None:
+        return Start(run, line=f"{run} holds a run without a usable checkpoint; it starts anew there")
+    return Start(run, str(newest), going_on(newest, skipped))
+
+
+def going_on(checkpoint: Path, skipped: Sequence[str] = ()) -> str:
+    """What the user is told."""
+    return f"going on from {checkpoint}" + (f", the newest that can be used ({'; '.join(skipped)})" if skipped else "")
+
+
+def _require_same_ranks(run: Path, world_size: int) -> None:
+    before = _description(run).get("world_size", world_size)
+    if before != world_size:
+        raise CheckpointError(
+            f"{run} was trained by {before} processes, this launch has {world_size}: the optimizer would see other "
+            f"batches from here on; start {before} processes, or name the checkpoint in resume_from_checkpoint to go "
+            "on all the same"
+        )
+
+
+# -- what is on the disk -----------------------------------------------------------------------------------------------
+
+
+def latest_run(output_dir: Path) -> Optional[Path]:
+    """The run in ``output_dir``, or one that took output_dir-2, ... in its place: that which was started last.
+
+    None where no run of ours is.
+    """
+    return max(_runs_of(output_dir), key=lambda run: (_start_number(run), _updated_s(run)), default=None)
+
+
+def next_start_number(output_dir: Path) -> int:
+    """Of the starts that were given ``output_dir``. Clocks are set back; numbers are not."""
+    return 1 + max((_start_number(run) for run in _runs_of(output_dir)), default=0)
+
+
+def _start_number(run: Path) -> int:
+    number = _description(run).get(START_NUMBER)
+    return number if isinstance(number, int) else 0
+
+
+def _runs_of(output_dir: Path) -> list[Path]:
+    runs = [run for run in names_in_use(output_dir) if run == output_dir or _took_place_of(run, output_dir)]
+    return [run for run in runs if (run / "run.json").is_file() and not holds_nothing(run)]
+
+
+def _took_place_of(run: Path, output_dir: Path) -> bool:
+    """output_dir-2 may as well be what another job was given."""
+    return _description(run).get(ASKED_FOR) == output_dir.name
+
+
+def _status(run: Path) -> dict[str, Any]:
+    return content_of(run / "run.json")
+
+
+def _description(run: Path) -> dict[str, Any]:
+    return sound(content_of(run / "training_config.json"))
+
+
+def _is_finished(run: Path) -> bool:
+    return _status(run).get("status") == "finished"
+
+
+def _updated_s(run: Path) -> float:
+    """Seconds since 1970."""
+    try:
+        return datetime.fromisoformat(_status(run)["updated"]).timestamp()
+    except (KeyError, TypeError, ValueError):  # not yet written, or not by us
+        return 0.0
+
+
+def _is_of_this_launch(run: Path, request: Request) -> bool:
+    """Whether processes that the launcher has restarted since wrote this run."""
+    return request.restarted_since_s is not None and _updated_s(run) >= request.restarted_since_s

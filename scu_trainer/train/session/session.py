@@ -1,0 +1,355 @@
+"""From settings to a trained run directory: what ``scripts/train.py`` calls.
+
+Everything that can fail for a reason that the user can mend is tried before the run directory exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Optional, TypeVar
+
+from rich.console import Console
+from transformers import PrinterCallback
+
+from scu_trainer.errors import SettingsError, Stopped, StorageError
+from scu_trainer.models.kernels import kernel_line
+from scu_trainer.models.loading.offloaded import input_device
+from scu_trainer.models.loading.safety import refuse_pickle
+from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
+from scu_trainer.safe_paths import require_own_folder
+from scu_trainer.settings.base import check_values, require
+from scu_trainer.settings.stock import ALLOWED, LEFT_TO_PREFLIGHT
+from scu_trainer.settings.tasks import TEXT
+from scu_trainer.train.checkpoints.compatibility import check_continuity
+from scu_trainer.train.checkpoints.writer import written_or_refused
+from scu_trainer.train.evaluation.scoring import DocumentScores
+from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.job import Job, is_leader
+from scu_trainer.train.loops.throughput import measure_pace
+from scu_trainer.train.memory_estimate.record import Prediction, prediction
+from scu_trainer.train.preflight import Finding, before_loading, before_training, report
+from scu_trainer.train.run_directory.claim import Claim, from_first_rank
+from scu_trainer.train.run_directory.console import ConsoleCallback
+from scu_trainer.train.run_directory.layout import RunStatusCallback, git_commit, hardware, versions
+from scu_trainer.train.run_directory.log_history import LogHistoryCallback
+from scu_trainer.train.run_directory.logs import RunLog, run_log
+from scu_trainer.train.run_directory.resume import ASKED_FOR, START_NUMBER, Start, next_start_number
+from scu_trainer.train.session.stopping import StopCallback, StopRequest
+from scu_trainer.train.session.summary import best_held_out, held_out_figures, print_table
+from scu_trainer.train.step.costs import StepTimes, above_baseline, cost_figures, step_peaks
+from scu_trainer.train.step.distributed.launched import end_with_launcher, is_launched
+from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded, training_precision
+from scu_trainer.train.trainer import SCUTrainer
+
+logger = logging.getLogger("scu_trainer")
+T = TypeVar("T")
+
+STOCK = ("transformers", "accelerate")
+
+
+def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = None) -> dict[str, Any]:
+    """Train, evaluate before and after, write the run directory. Returns the figures of scu_metrics.json.
+
+    ``log``: one that ``run_log`` has begun earlier, to keep what libraries said while the settings were read.
+
+    Raises a UserError before anything is written where the settings, the data, the model or the disk do not fit.
+    """
+    console = console or Console(highlight=False, quiet=not is_leader())
+    if log is not None:
+        return _run(job, console, log)
+    with run_log() as own_log:
+        return _run(job, console, own_log)
+
+
+def look_only(job: Job, console: Optional[Console] = None) -> None:
+    """``--preflight_only``: load everything, look at it, train and write nothing. Raises a UserError."""
+    console = console or Console(highlight=False, quiet=not is_leader())
+    early = _begin(job, console)
+    parts = job.kind.load(job, console)
+    _look(job, parts, early, Path(job.training.output_dir), console)
+
+
+def _begin(job: Job, console: Console) -> list[Finding]:
+    """What can be refused, or found by preflight, before anything is loaded."""
+    job.check()
+    for note in job.notes:
+        console.print(note, soft_wrap=True)
+    require_own_folder(job.training.output_dir)
+    require_writable(job.training.output_dir)
+    early = [] if job.safety.preflight == "off" else _by_first_rank(job, lambda: before_loading(job))
+    if any(finding.level == "error" for finding in early) and job.safety.preflight == "stop":
+        report(early, console, "stop")
+    check_values(type(job.training), vars(job.training), {**ALLOWED, **LEFT_TO_PREFLIGHT})
+    return early
+
+
+def _look(job: Job, parts: Parts, early: list[Finding], output_dir: Path, console: Console) -> list[Finding]:
+    if job.safety.preflight == "off":
+        return []
+    found = [*early, *_by_first_rank(job, lambda: before_training(job, parts, output_dir))]
+    report(found, console, job.safety.preflight)
+    return found
+
+
+def _by_first_rank(job: Job, look: Callable[[], T]) -> T:
+    return from_first_rank(look, job.training.process_index, job.training.world_size)
+
+
+def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
+    end_with_launcher()
+    early = _begin(job, console)
+    configuration = job.as_dict()  # as it was asked for: loading settles some of it
+    with Claim(job.training, configuration if job.safety.resume else None, job.safety.weights_only) as claim:
+        start = claim.start
+        if start.line:
+            console.print(start.line, soft_wrap=True)
+        if start.is_done:
+            return read_json(start.output_dir / "scu_metrics.json")
+        parts = job.kind.load(job, console)
+        require(
+            parts.data.eval is not None or getattr(job.training.eval_strategy, "value", None) in (None, "no"),
+            "eval_strategy asks for held-out data, and none could be held out of so few; give eval_dataset, more data, "
+            "or eval_strategy: no",
+        )
+        findings = _look(job, parts, early, start.output_dir, console)
+        description = _description(job, parts, configuration, findings)
+        _look_at_checkpoint(job, start, description, console)
+        if aside := claim.put_aside():
+            console.print(f"put aside, of a past that is not gone on with: {', '.join(aside)}", soft_wrap=True)
+        job.training.output_dir = str(start.output_dir)
+        request = StopRequest(job.safety.grace_period_s, is_launched())
+        with _run_directory(job, description, log) as status, request.listening():
+            foreseen = prediction(job, parts)
+            if job.efficiency.predict_memory:
+                console.print(foreseen.line, soft_wrap=True)
+            trainer = build_trainer(job, parts, status, console)
+            trainer.checkpoints.facts = description
+            return _train(job, parts, start, trainer, request, status, console, foreseen)
+
+
+def _look_at_checkpoint(job: Job, start: Start, description: dict[str, Any], console: Console) -> None:
+    """Rank 0 does, before it describes this start in the place of the one before."""
+    if start.checkpoint is None:
+        return
+    checkpoint = Path(str(start.checkpoint))
+    is_own = checkpoint.resolve().parent == start.output_dir.resolve()
+    refuse_pickle(checkpoint, allow=job.model.allow_pickle or is_own)
+    found = _by_first_rank(job, lambda: check_continuity(checkpoint, description))
+    # What the checkpoint carries is what the run has: its description must not say otherwise.
+    description["configuration"] |= {change.name: change.before for change in found if change.is_carried}
+    for change in found:
+        console.print(f"changed since {checkpoint.name}: {change.line}", soft_wrap=True)
+
+
+# -- the run directory -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _run_directory(job: Job, description: dict[str, Any], log: RunLog) -> Iterator[Optional[RunStatus]]:
+    """Make it, describe the run in it, and leave its status true however the run ends. None on all ranks but the
+    first."""
+    output_dir = Path(job.training.output_dir)
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(output_dir / "logs" / "tensorboard")
+    if not is_leader():
+        yield None
+        return
+    output_dir.mkdir(parents=True, exist_ok=True)
+    status = RunStatus(output_dir / "run.json")
+    status.update(status="running", pid=os.getpid(), error=None)
+    log.open(output_dir)
+    try:
+        write_json(output_dir / "training_config.json", description)
+        yield status
+        status.update(status="finished", eta_s=0.0)
+    except Stopped:
+        _last_words(status, status="stopped", eta_s=None)
+        raise
+    except KeyboardInterrupt:
+        again = "ended at once; the same command goes on from the newest checkpoint"
+        _last_words(status, status="stopped", error=again)
+        raise
+    except BaseException as error:
+        _last_words(status, status="failed", error=f"{type(error).__name__}: {error}")
+        raise
+
+
+def _last_words(run_json: RunStatus, **changes: Any) -> None:
+    """A disk on which they find no room must not hide why the run ended."""
+    try:
+        run_json.update(**changes)
+    except StorageError as error:
+        logger.warning("%s", error)
+
+
+def _description(job: Job, parts: Parts, configuration: dict[str, Any], findings: Sequence[Finding]) -> dict[str, Any]:
+    return {
+        "configuration": configuration,
+        ASKED_FOR: Path(job.training.output_dir).name,
+        START_NUMBER: next_start_number(Path(job.training.output_dir)),
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "seed": job.training.seed,
+        "world_size": job.training.world_size,
+        "data": {"fingerprint": parts.data.fingerprint, **parts.data.books.as_dict()},
+        "hardware": hardware(job.training.device),
+        "changed_from": job.changed_from,
+        "preflight": [finding.as_dict() for finding in findings],
+    }
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def build_trainer(job: Job, parts: Parts, status: Optional[RunStatus], console: Console) -> SCUTrainer:
+    with _stock_refusals():
+        trainer = SCUTrainer(
+            model=parts.model,
+            args=job.training,
+            data_collator=parts.collator,
+            train_dataset=parts.data.train,
+            eval_dataset=parts.data.eval,
+            processing_class=parts.processor,
+            compute_metrics=job.kind.compute_metrics,
+            preprocess_logits_for_metrics=job.kind.preprocess_logits,
+            regularization=job.regularization,
+            regularization_tokens=parts.data.books.supervised_tokens or None,
+            memory=job.memory,
+            curriculum=job.acting_curriculum,
+            efficiency=job.efficiency,
+            safety=job.safety,
+        )
+    for line in (line for loop in trainer.loops for line in loop.opening_lines()):
+        console.print(line, soft_wrap=True)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(ConsoleCallback(console, job.kind.unit))
+    measure_pace(trainer)
+    trainer.add_callback(LogHistoryCallback())
+    if status is not None:
+        trainer.add_callback(RunStatusCallback(status))
+    return trainer
+
+
+@contextlib.contextmanager
+def _stock_refusals() -> Iterator[None]:
+    """What the stock Trainer has against its own arguments is for the one who gave them; our faults stay faults."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        frames = list(traceback.walk_tb(error.__traceback__))
+        if not frames or str(frames[-1][0].f_globals.get("__name__", "")).partition(".")[0] not in STOCK:
+            raise
+        raise SettingsError(str(error)) from error
+
+
+def _train(
+    job: Job,
+    parts: Parts,
+    start: Start,
+    trainer: SCUTrainer,
+    request: StopRequest,
+    status: Optional[RunStatus],
+    console: Console,
+    foreseen: Prediction,
+) -> dict[str, Any]:
+    sizer = None if trainer.chunked is None else trainer.chunked.loop
+    output_dir, times, peaks = Path(job.training.output_dir), StepTimes(), step_peaks(trainer.args.device, sizer)
+    stop = _stoppable(trainer, request, status)
+    for watcher in (times, peaks):
+        trainer.add_callback(watcher)
+    before = Beforehand(trainer, lambda: _before(job, trainer, parts, console))
+    if before.is_late and start.checkpoint is not None:
+        console.print("the figures before training will be those of the checkpoint", soft_wrap=True)
+    outcome = trainer.train(resume_from_checkpoint=start.checkpoint)
+    if stop.stopped_at is not None:
+        raise _stopped(trainer, stop.stopped_at, request)
+    trainer.before_save()
+    with written_or_refused("the trained model"):
+        # Before the scores, which take a while and change nothing. A push waits for them: the card has them.
+        trainer.save_model(_internal_call=True)
+        trainer.save_state()
+    after = score(job, trainer, parts)
+    figures = {
+        "steps": trainer.state.global_step,
+        "steps_of_this_start": trainer.state.global_step - trainer._initial_global_step,
+        "train_s": outcome.metrics["train_runtime"],
+        "item": job.kind.item,
+        "unit": job.kind.unit,
+        "has_base": job.task.task == TEXT,  # other models get a new head, or start from nothing
+        **held_out_figures(before.value, after),
+        "best_held_out": best_held_out(trainer.state.log_history),
+        "costs": cost_figures(job.training.device, times, parts.before_model_bytes, peaks),
+    }
+    figures["memory_estimate"] = foreseen.as_dict(above_baseline(figures["costs"]))
+    if is_leader():
+        for loop in trainer.loops:
+            figures |= loop.figures()
+        write_json(output_dir / "scu_metrics.json", figures)
+        if status is not None:
+            status.update(step=trainer.state.global_step, notices=_notices(trainer))
+        lines = [line for loop in trainer.loops for line in loop.lines(figures)]
+        print_table(console, figures, output_dir, f"trained {trainer.state.global_step} steps", lines)
+    return figures
+
+
+def _stoppable(trainer: SCUTrainer, request: StopRequest, status: Optional[RunStatus]) -> StopCallback:
+    stop = StopCallback(request, trainer.args.world_size)
+    trainer.add_callback(stop)
+    if status is not None:
+        stop.on_stop = lambda: status.update(status="stopping")
+        trainer.checkpoints.before = lambda: _at_step(status, trainer.state.global_step)
+        request.on_deadline = lambda: status.update(status="stopped", error="the grace period was over")
+    return stop
+
+
+def _at_step(status: RunStatus, step: int) -> None:
+    """A checkpoint past the step of run.json would count as one of an earlier start."""
+    status.update(step=step)
+    status.flush()
+
+
+def _stopped(trainer: SCUTrainer, step: int, request: StopRequest) -> Exception:
+    wanted, newest = f"checkpoint-{step}", trainer.checkpoints.newest
+    if newest is None or newest.name != wanted:
+        return StorageError(f"stopped at step {step}, but {trainer.checkpoints.notices[-1]}")
+    why = request.name or "another rank"
+    return Stopped(f"stopped by {why} after step {step}: {newest} is whole, the same command goes on from there")
+
+
+def _before(job: Job, trainer: SCUTrainer, parts: Parts, console: Console) -> Optional[DocumentScores]:
+    console.print(_kernels(job, trainer, parts), soft_wrap=True)
+    return score(job, trainer, parts)
+
+
+def _kernels(job: Job, trainer: SCUTrainer, parts: Parts) -> str:
+    """Which kernels really run, found by one forward on a training row."""
+    if is_sharded(trainer):
+        return "attention: not looked at, the weights are sharded"
+    device = input_device(trainer.model)
+    inputs = {name: value.to(device) for name, value in job.kind.probe(parts).items()}
+    return kernel_line(trainer.model, inputs, training_precision(trainer))
+
+
+def score(job: Job, trainer: SCUTrainer, parts: Parts) -> Optional[DocumentScores]:
+    """Held-out scores. The other ranks wait for the first, which has the figures to report; where weights are sharded
+    all of them do the same work."""
+    if parts.data.eval is None:
+        return None
+    if is_sharded(trainer):
+        return _scores(job, trainer, parts)
+    with trainer.accelerator.main_process_first():
+        return _scores(job, trainer, parts) if is_leader() else None
+
+
+def _scores(job: Job, trainer: SCUTrainer, parts: Parts) -> DocumentScores:
+    with training_precision(trainer):
+        return job.kind.score(trainer.model, parts)
+
+
+def _notices(trainer: SCUTrainer) -> list[str]:
+    of_loops = [notice for loop in trainer.loops for notice in loop.notices]
+    return [*trainer.checkpoints.notices, *trainer.pushes.notices, *of_loops]

@@ -1,0 +1,111 @@
+"""What a run achieved, in figures (scu_metrics.json) and in a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Optional
+
+from rich.console import Console
+from rich.table import Table
+
+from scu_trainer.train.evaluation.scoring import (
+    DocumentScores,
+    bootstrap_accuracy,
+    bootstrap_accuracy_difference,
+    bootstrap_bpt,
+    bootstrap_difference,
+)
+
+
+def held_out_figures(before: Optional[DocumentScores], after: Optional[DocumentScores]) -> dict[str, Any]:
+    """Bits per token before and after with 95 % bootstrap intervals over documents, and their paired difference; of
+    classifiers (bits per label, over samples) the accuracy too."""
+    if before is None or after is None:
+        return {"held_out_documents": 0}
+    accuracy = {}
+    if after.correct is not None:
+        accuracy = {
+            "held_out_accuracy_before": asdict(bootstrap_accuracy(before)),
+            "held_out_accuracy_after": asdict(bootstrap_accuracy(after)),
+            "held_out_accuracy_change": asdict(bootstrap_accuracy_difference(before, after)),
+        }
+    return {
+        **accuracy,
+        "held_out_documents": len(before.tokens),
+        "held_out_tokens": int(before.tokens.sum()),
+        "held_out_bpt_before": asdict(bootstrap_bpt(before)),
+        "held_out_bpt_after": asdict(bootstrap_bpt(after)),
+        "held_out_bpt_change": asdict(bootstrap_difference(before, after)),
+    }
+
+
+def best_held_out(log_history: list[dict[str, Any]]) -> Optional[dict[str, Any]]:
+    """The best of the evaluations of the run, with its step: the highest accuracy, else the lowest bits per token."""
+    evaluations = [entry for entry in log_history if math.isfinite(entry.get("eval_bpt", math.nan))]
+    if not evaluations:
+        return None
+    best = min(evaluations, key=lambda entry: (-entry.get("eval_accuracy", 0.0), entry["eval_bpt"]))
+    accuracy = {"accuracy": best["eval_accuracy"]} if "eval_accuracy" in best else {}
+    return {"step": best["step"], "bpt": best["eval_bpt"], **accuracy}
+
+
+def print_table(
+    console: Console,
+    figures: dict[str, Any],
+    output_dir: Path,
+    trained: str,
+    of_loops: Sequence[tuple[str, str]] = (),
+) -> None:
+    """The last thing a person sees: results, where the files are, what to type next. ``of_loops``: (name, value)."""
+    table = Table(title=trained, title_justify="left", show_header=False, pad_edge=False)
+    table.add_column("what", style="bold", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    off = [] if "regularization" in figures else [("SCU", "off")]
+    for name, value in [*_held_out_lines(figures), *off, *of_loops]:
+        table.add_row(name, value)
+    table.add_row("files", str(output_dir))
+    console.print(table)
+    against = " --against base" if figures["has_base"] else ""
+    console.print(f"next: scu-trainer eval {output_dir}{against}", soft_wrap=True)
+    console.print(f"      scu-trainer report {output_dir}", soft_wrap=True)
+    if (output_dir / "logs" / "tensorboard").is_dir():
+        console.print(f"      tensorboard --logdir {output_dir}/logs/tensorboard", soft_wrap=True)
+
+
+def _held_out_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    unit = figures.get("unit", "token")
+    if not figures["held_out_documents"]:
+        return [(f"held-out bits per {unit}", "nothing was held out")]
+    documents, tokens = figures["held_out_documents"], figures["held_out_tokens"]
+    held_out = f"{documents:,} {figures.get('item', 'document')}s"
+    if "held_out_accuracy_after" in figures:
+        return [*_accuracy_lines(figures), _bits_line(figures, unit), ("held out", held_out)]
+    lines = [_bits_line(figures, unit), ("change, 95 % interval", _change(figures["held_out_bpt_change"], "+.3f"))]
+    best = figures.get("best_held_out")
+    if best and best["bpt"] < figures["held_out_bpt_after"]["value"] - 1e-4:
+        lines.append(("best on the way", f"{best['bpt']:.3f} at step {best['step']}"))
+    return [*lines, ("held out", f"{held_out}, {tokens:,} {unit}s")]
+
+
+def _bits_line(figures: dict[str, Any], unit: str) -> tuple[str, str]:
+    before, after = (figures[f"held_out_bpt_{when}"]["value"] for when in ("before", "after"))
+    return f"held-out bits per {unit}", f"{before:.3f} before, {after:.3f} after"
+
+
+def _accuracy_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    before, after = (figures[f"held_out_accuracy_{when}"] for when in ("before", "after"))
+    lines = [
+        ("held-out accuracy", f"{before['value']:.1%} before, {after['value']:.1%} after"),
+        ("95 % interval", f"{after['low']:.1%} to {after['high']:.1%}"),
+    ]
+    best = figures.get("best_held_out")
+    if best and best["accuracy"] > after["value"] + 1e-9:
+        lines.append(("best on the way", f"{best['accuracy']:.1%} at step {best['step']}"))
+    return lines
+
+
+def _change(change: dict[str, float], style: str) -> str:
+    return f"{change['value']:{style}} ({change['low']:{style}} to {change['high']:{style}})"

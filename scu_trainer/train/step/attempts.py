@@ -1,0 +1,153 @@
+"""One optimizer step's gradients, piece by piece; a piece that runs out of memory is taken back, cut and run again.
+
+    pieces = plan
+    for each piece:   too large by now?  cut it before it fails
+                      mark (RNG, buffers, gradients) -> forward, backward
+                      out of memory?  put back what the mark holds; gradients of this window are made anew if touched
+
+Nothing here knows the Trainer: ``attempt`` runs one piece, ``sizes`` decides how large a piece may be.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from scu_trainer.train.step.batches.window import Piece
+from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory, wanted_bytes
+from scu_trainer.train.step.recovery.second_try import second_try
+from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, Mark
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A piece that did not fit. ``wanted_bytes``: the allocation that failed, where the message says it."""
+
+    piece: Piece
+    text: str
+    wanted_bytes: int | None
+
+
+class Sizes(Protocol):
+    """How large a piece may be."""
+
+    def fit(self, piece: Piece) -> Sequence[Piece]:
+        """The piece, or smaller ones where it would not fit."""
+
+    def before(self, piece: Piece) -> None: ...
+
+    def after(self, piece: Piece) -> None: ...
+
+    def failed(self, failure: Failure) -> Sequence[Piece]:
+        """Smaller pieces of the same rows. Raises OutOfMemory where there are none."""
+
+
+@dataclass
+class Place:
+    """Where pieces run: what a mark has to hold, and how to begin the window's gradients anew.
+
+    ``kept``: gradients from before this window (a stream's short last window leaves its own to the next epoch).
+    """
+
+    device: torch.device
+    buffers: ChangingBuffers
+    parameters: Sequence[nn.Parameter]
+    drop_gradients: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self.devices = sorted({str(p.device) for p in self.parameters} | {str(self.device)})
+        self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def mark(self) -> Mark:
+        take = functools.partial(Mark.take, self.devices, self.buffers, self.parameters)
+        return second_try(take, "a copy of the model's buffers, which are put back if memory runs out,")
+
+    def keep_gradients(self) -> None:
+        def copies() -> list[tuple[nn.Parameter, torch.Tensor]]:
+            return [(p, p.grad.detach().clone()) for p in self.parameters if p.grad is not None]
+
+        self.kept = second_try(copies, "a copy of the gradients from before this step")
+
+    def restore(self, mark: Mark, with_gradients: bool) -> None:
+        """What ``mark`` holds, and where ``with_gradients`` those of before this window. Frees memory first."""
+        if with_gradients:
+            self.drop_gradients()
+        free_memory(self.device)
+        if with_gradients:
+            second_try(self._restore_gradients, "putting back the gradients from before this step")
+        second_try(mark.restore_surroundings, "putting back the model's buffers")
+
+    def _restore_gradients(self) -> None:
+        for parameter, gradient in self.kept:
+            parameter.grad = gradient.clone()
+
+
+def run(
+    pieces: Sequence[Piece], attempt: Callable[[Piece, bool], torch.Tensor], sizes: Sizes, place: Place
+) -> list[tuple[Piece, torch.Tensor]]:
+    """Every row once: the pieces in the order in which they ran, with their losses. Gradients add up in ``.grad``.
+
+    ``attempt(piece, last)`` runs forward and backward of one piece; ``last``: no other follows.
+
+    Raises what ``attempt`` raises, but for out-of-memory; OutOfMemory (from ``sizes``) for a piece that fails and
+    cannot be cut, with gradients, RNG and buffers as they were before it.
+    """
+    waiting, done = deque(pieces), []
+    beginning = place.mark()
+    place.keep_gradients()
+    mark: Mark | None = beginning
+    while waiting:
+        piece = waiting.popleft()
+        if not piece.has_run:
+            fitting = sizes.fit(piece)
+            if list(fitting) != [piece]:
+                waiting.extendleft(reversed(fitting))
+                continue
+        mark = mark or place.mark()
+        loss, failure = _try(piece, not waiting, attempt, sizes)
+        if failure is None:
+            done.append((replace(piece, has_run=True), loss))
+            mark = None
+            continue
+        # Outside the except: inside it the traceback keeps the failed step's tensors alive.
+        touched = mark.gradients_touched()
+        place.restore(beginning if touched else mark, with_gradients=touched)
+        again = [earlier for earlier, _ in done] if touched else []
+        waiting.extendleft(reversed([*again, *sizes.failed(failure)]))
+        if touched:
+            done.clear()
+            mark = None
+    return done
+
+
+def run_once(
+    pieces: Sequence[Piece], attempt: Callable[[Piece, bool], torch.Tensor], sizes: Sizes
+) -> list[tuple[Piece, torch.Tensor]]:
+    """``run`` without recovery: memory is measured, and what does not fit is raised."""
+    done = []
+    for number, piece in enumerate(pieces, start=1):
+        sizes.before(piece)
+        done.append((piece, attempt(piece, number == len(pieces))))
+        sizes.after(piece)
+    return done
+
+
+def _try(piece: Piece, last: bool, attempt, sizes: Sizes) -> tuple[torch.Tensor | None, Failure | None]:
+    sizes.before(piece)
+    try:
+        loss = attempt(piece, last)
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = Failure(piece, str(error).partition("\n")[0], wanted_bytes(error))
+        forget_traceback(error)
+    else:
+        sizes.after(piece)
+        return loss, None
+    return None, failure

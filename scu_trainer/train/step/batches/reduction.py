@@ -1,0 +1,128 @@
+"""What a loss divides its sum over rows by, and how much each row counts in that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+
+from scu_trainer.train.step.batches.rows import NOT_LEARNED
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """Which entries of an input a mean runs over, and what each of them weighs.
+
+    ``name``: the input. ``shifted``: without its first column. ``ignored``: the entry that does not count.
+    ``weight``: weights of the classes, (classes,); None where all are 1.
+    """
+
+    name: str
+    shifted: bool = False
+    ignored: int = NOT_LEARNED
+    weight: Optional[torch.Tensor] = None
+
+    @property
+    def kind(self) -> str:
+        """The name of this divisor among those of ``Reduction``."""
+        is_plain = self.name == "labels" and self.ignored == NOT_LEARNED and self.weight is None
+        return ("shifted_labels" if self.shifted else "labels") if is_plain else "targets"
+
+    def items(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """(rows,)"""
+        entries = inputs[self.name]
+        entries = entries[..., 1:] if self.shifted else entries
+        counted = entries.ne(self.ignored)
+        if self.weight is None:
+            return _row_sums(counted)
+        weight = self.weight.to(entries.device)
+        return _row_sums(torch.where(counted, weight[torch.where(counted, entries, 0)], 0.0))
+
+
+LABELS, SHIFTED_LABELS = Targets("labels"), Targets("labels", shifted=True)
+
+MEANS = ("rows", "labels", "shifted_labels", "mask", "shifted_mask", "column", "targets")
+"""Kinds of losses that are means over the batch."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """``kind``: what the loss divides its sum by.
+
+    ``num_items``: by the ``num_items_in_batch`` that it is given. ``sum``: by nothing. All others are means of the
+    batch: over its ``rows``; over its learned ``labels``, or these without the first of each row (``shifted_labels``);
+    over the tokens of its attention ``mask`` (``shifted_mask``); by a ``column`` of weights of the rows; over
+    ``targets``, with weights of classes.
+    ``mixes``: why no split is exact, where rows act on each other; ``kind`` is then the nearest that there is.
+    ``trims``: cutting padding off leaves the loss as it was; None while no padded row has been seen. ``reads_padding``
+    says how it was seen that it does not.
+    ``known``: the public function that computes the loss, by its full name; None where the loss was only asked.
+    ``column``: name of the input with the weights of rows. ``tied``: other kinds that came out the same, because the
+    rows asked count alike in them.
+    """
+
+    kind: str
+    trims: Optional[bool] = True
+    mixes: Optional[str] = None
+    reads_padding: Optional[str] = None
+    known: Optional[str] = None
+    targets: Optional[Targets] = None
+    column: Optional[str] = None
+    tied: tuple[str, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        return self.mixes is None
+
+    @property
+    def is_mean(self) -> bool:
+        return self.kind in MEANS
+
+    def row_items(self, inputs: Any, rows: int) -> list[float]:
+        """Per row, what it counts in the mean over ``inputs``; zeros where the loss is no mean. Waits for the
+        device."""
+        return row_items(self.kind, inputs, rows, self.targets, self.column)
+
+    def items(self, inputs: Any, rows: int) -> float:
+        """What a mean over ``inputs`` is divided by; 1 where the loss is not such a mean."""
+        return sum(self.row_items(inputs, rows)) if self.is_mean else 1.0
+
+    def tells_apart(self, inputs: Any, rows: int) -> bool:
+        """Whether the kinds that were ``tied`` differ on these rows."""
+        own = _shares(self.row_items(inputs, rows))
+        return any(_shares(row_items(kind, inputs, rows)) != own for kind in self.tied)
+
+
+def row_items(
+    kind: str, inputs: Any, rows: int, targets: Optional[Targets] = None, column: Optional[str] = None
+) -> list[float]:
+    """See ``Reduction.row_items``."""
+    if kind == "rows":
+        return [1.0] * rows
+    if kind not in MEANS:
+        return [0.0] * rows
+    return _counted(kind, inputs, targets, column).float().tolist()
+
+
+def _counted(kind: str, inputs: Any, targets: Optional[Targets], column: Optional[str]) -> torch.Tensor:
+    if kind == "labels":
+        return LABELS.items(inputs)
+    if kind == "shifted_labels":
+        return SHIFTED_LABELS.items(inputs)
+    if kind == "targets":
+        return targets.items(inputs)
+    if kind == "column":
+        return inputs[column]
+    mask = inputs["attention_mask"]
+    return _row_sums((mask[:, 1:] if kind == "shifted_mask" else mask).ne(0))
+
+
+def _row_sums(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(len(values), -1).sum(dim=1)
+
+
+def _shares(items: list[float]) -> list[float]:
+    total = sum(items)
+    return [round(item / total, 6) for item in items] if total else items

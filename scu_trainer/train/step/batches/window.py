@@ -1,0 +1,216 @@
+"""One optimizer step's rows as pieces: whole accumulation batches, or chunks that hold rows of several of them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Optional
+
+import torch
+
+from scu_trainer.control import chunks
+from scu_trainer.train.step.batches.reduction import Reduction
+from scu_trainer.train.step.batches.rows import Batch, Row, follows_time, has_time, signature, take
+from scu_trainer.train.step.recovery.second_try import second_try
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one forward and backward sees.
+
+    ``rows``: (batch, row) pairs; () for a batch that cannot be cut by rows. ``length``: tokens per row after trimming,
+    1 for rows without a time axis. ``weight``: share of its loss in its batch's mean; None where the loss needs none.
+    ``has_run``: succeeded earlier in this window, so a replay takes it as it is.
+    """
+
+    batch: int
+    rows: tuple[Row, ...]
+    length: int
+    weight: Optional[float] = None
+    has_run: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return max(1, len(self.rows)) * self.length
+
+    @property
+    def quadratic(self) -> int:
+        return self.tokens * self.length
+
+
+class Window:
+    """All rows of one optimizer step on this rank.
+
+    ``batches``: the accumulation batches. ``reduction``: None while it is not known; then nothing may be cut.
+    ``fewest_rows``: 2 where a single row has no statistics, which BatchNorm refuses.
+    """
+
+    def __init__(self, batches: Sequence[Batch], reduction: Optional[Reduction], pad_token_id: int = 0) -> None:
+        self.batches = list(batches)
+        self.reduction = reduction
+        self.pad_token_id = pad_token_id
+        if reduction is not None and not reduction.trims:
+            for batch in self.batches:
+                batch.keep_padding()
+        self.fewest_rows = 1
+        self._items: dict[int, list[float]] = {}
+
+    # -- figures -------------------------------------------------------------------------------------------------------
+
+    @property
+    def real_tokens(self) -> int:
+        return sum(batch.length(row) for batch in self.batches for row in range(batch.rows))
+
+    @property
+    def padded_tokens(self) -> int:
+        """What the stock loop would process."""
+        return sum(batch.padded_tokens for batch in self.batches)
+
+    @property
+    def longest_row(self) -> int:
+        return max((batch.longest for batch in self.batches), default=1)
+
+    @property
+    def largest_batch_tokens(self) -> int:
+        return max((batch.padded_tokens for batch in self.batches), default=1)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether sorting rows by length would save padding."""
+        widths = {(batch.width, batch.decoder_width) for batch in self.batches}
+        return len(widths) > 1 or any(batch.is_padded for batch in self.batches)
+
+    @property
+    def most_rows(self) -> Optional[int]:
+        """A bound on pooling: rows that carry more than tokens (a picture each) must not exceed those of a batch."""
+        carries = any(
+            has_time(name, value) and not follows_time(name, value, batch)
+            for batch in self.batches
+            if batch.obstacle is None
+            for name, value in batch.inputs.items()
+        )
+        return max(batch.rows for batch in self.batches) if carries else None
+
+    @property
+    def can_pool(self) -> bool:
+        return self.reduction is not None and self.reduction.is_exact
+
+    # -- cutting -------------------------------------------------------------------------------------------------------
+
+    def whole_batches(self) -> list[Piece]:
+        """The stock loop's own order of operations."""
+        return [self._whole(number) for number in range(len(self.batches))]
+
+    def _whole(self, number: int) -> Piece:
+        batch = self.batches[number]
+        rows = tuple((number, row) for row in range(batch.rows))
+        return Piece(number, rows, self._length(rows) if rows else max(1, batch.width))
+
+    def _length(self, rows: Sequence[Row]) -> int:
+        """Tokens per row of a chunk of ``rows``: each time axis is padded to its own longest."""
+        own = max(self.batches[number].needed[row] for number, row in rows)
+        targets = [self.batches[number].needed_decoder for number, _ in rows]
+        other = max((target[row] for target, (_, row) in zip(targets, rows, strict=True) if target), default=0)
+        return max(1, own + other)
+
+    def pooled(self, token_cap: Optional[int], max_rows: Optional[int], min_rows: int) -> list[Piece]:
+        """Rows of all batches that may share a chunk, sorted by length and cut."""
+        pools: dict[Any, list[Row]] = {}
+        pieces = []
+        for number, batch in enumerate(self.batches):
+            if batch.obstacle is not None:
+                pieces.append(self._whole(number))
+                continue
+            rows = [(number, row) for row in range(batch.rows)]
+            pools.setdefault(self._pool_key(number), []).extend(rows)
+        for rows in pools.values():
+            pieces += self._cut(rows, token_cap, max_rows, min_rows)
+        # Nothing is learned from a piece of weight 0, and the mean over nothing is no number.
+        return [piece for piece in pieces if piece.weight != 0]
+
+    def _pool_key(self, number: int) -> Any:
+        # A mean gives every batch the same say, so rows of batches with unequal counts weigh differently.
+        return signature(self.batches[number]), sum(self._items_of(number))
+
+    def in_parts(self, count: int) -> list[Piece]:
+        """Every batch in ``count`` parts of nearly equal rows, in order: what ranks that must keep step can run."""
+        pieces = []
+        for number, batch in enumerate(self.batches):
+            if batch.obstacle is not None or self.reduction is None or count < 2:
+                pieces.append(self._whole(number))
+                continue
+            bounds = [batch.rows * i // count for i in range(count + 1)]
+            for a, b in itertools.pairwise(bounds):
+                rows = tuple((number, row) for row in range(a, b))
+                pieces.append(self._piece(rows))
+        return pieces
+
+    def split(self, piece: Piece, token_cap: int, max_rows: Optional[int], min_rows: int) -> list[Piece]:
+        """``piece`` under a smaller cap; [piece] if it cannot be cut any further."""
+        min_rows = max(min_rows, self.fewest_rows)
+        is_movable = self.reduction is not None and self.batches[piece.batch].obstacle is None
+        if len(piece.rows) < 2 * min_rows or not is_movable:
+            return [piece]
+        pieces = self._cut(list(piece.rows), token_cap, max_rows, min_rows)
+        return [piece for piece in pieces if piece.weight != 0]
+
+    def _cut(self, rows: list[Row], token_cap: Optional[int], max_rows: Optional[int], min_rows: int) -> list[Piece]:
+        lengths = [self.batches[number].length(row) for number, row in rows]
+        made = [tuple(rows[i] for i in chunk.rows) for chunk in chunks.cut(lengths, token_cap, max_rows, min_rows)]
+        return [self._piece(part) for chunk in made for part in self._within(chunk, token_cap, min_rows)]
+
+    def _within(self, rows: tuple[Row, ...], token_cap: Optional[int], min_rows: int) -> list[tuple[Row, ...]]:
+        """Two time axes padded apart can exceed a cap that each row keeps."""
+        if token_cap is None or len(rows) < 2 * min_rows or len(rows) * self._length(rows) <= token_cap:
+            return [rows]
+        middle = len(rows) // 2
+        return [part for half in (rows[:middle], rows[middle:]) for part in self._within(half, token_cap, min_rows)]
+
+    def _piece(self, rows: tuple[Row, ...]) -> Piece:
+        return self._weighed(Piece(rows[0][0], rows, self._length(rows)))
+
+    def _weighed(self, piece: Piece) -> Piece:
+        number = piece.batch
+        if len(piece.rows) == self.batches[number].rows and all(batch == number for batch, _ in piece.rows):
+            return piece  # the whole batch: its mean is the one wanted
+        items, total = sum(self.items_of(piece.rows)), sum(self._items_of(number))
+        if not self.reduction.is_mean:
+            return piece
+        # A batch in which nothing is learned has no mean: let its loss say so.
+        return replace(piece, weight=items / total if total else 1.0)
+
+    def items_of(self, rows: Sequence[Row]) -> list[float]:
+        """How much each of ``rows`` counts in the mean over its batch."""
+        return [self._items_of(number)[row] for number, row in rows]
+
+    def _items_of(self, number: int) -> list[float]:
+        """Per row of the batch, how much it counts in the batch's mean; the same for every row where it is no mean."""
+        if number not in self._items:
+            batch = self.batches[number]
+            count = functools.partial(self.reduction.row_items, batch.inputs, batch.rows)
+            self._items[number] = second_try(count, "counting the labels of a batch")
+        return self._items[number]
+
+    # -- batches for the model -----------------------------------------------------------------------------------------
+
+    def inputs(self, piece: Piece) -> Any:
+        batch = self.batches[piece.batch]
+        if batch.obstacle is not None or self.reduction is None:
+            return batch.inputs
+        return self.inputs_of(piece.rows)
+
+    def inputs_of(self, rows: Sequence[Row]) -> Any:
+        """A batch of ``rows``, trimmed to the longest of them."""
+        return take(self.batches, rows, self.pad_token_id)
+
+    def name_of(self, row: Row) -> str:
+        """How a message names a row: its sample_index where the data carry one."""
+        number, index = row
+        samples = self.batches[number].inputs.get("sample_index")
+        place = f"row {index} of accumulation batch {number}"
+        if samples is None:
+            return place
+        sample = samples[index]
+        return f"sample {sample.item() if torch.is_tensor(sample) else sample} ({place})"

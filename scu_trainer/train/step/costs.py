@@ -1,0 +1,107 @@
+"""What a run costs: seconds of a step and memory, measured while it trains."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+from transformers import TrainerCallback
+
+from scu_trainer.hardware.probe import resident_bytes
+from scu_trainer.train.step.recovery.memory import Gauge, gauge_for
+
+if TYPE_CHECKING:
+    from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
+
+MEASURED = ("cpu", "cuda", "mps")
+"""Kinds of devices that ``gauge_for`` knows."""
+
+RESTARTS_PEAK = "/proc/self/clear_refs"
+
+
+class StepTimes(TrainerCallback):
+    """Seconds of each optimizer step, without what happens between steps."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._begun_s = 0.0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._begun_s = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seconds.append(time.perf_counter() - self._begun_s)
+
+    @property
+    def typical_s(self) -> Optional[float]:
+        """Median of the later half: the first steps also allocate and choose kernels. None before the first step."""
+        return median(self.seconds[len(self.seconds) // 2 :]) if self.seconds else None
+
+
+class StepPeaks(TrainerCallback):
+    """The most that this process holds of the training device while an optimizer step runs: forward, backward and
+    update, not evaluations and saves between steps.
+
+    ``gauge``: None where the device keeps no peak; then nothing is known. ``loop``: a memory loop with a gauge of the
+    same device restarts the peak inside each step, so that nobody else may; what it has seen is in its books.
+    """
+
+    def __init__(self, gauge: Optional[Gauge], loop: Optional[MicroBatchSizer] = None) -> None:
+        self._gauge, self._loop = gauge, loop
+        self._highest_bytes = 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self._gauge is not None and self._loop is None:
+            self._gauge.reset()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._gauge is not None:
+            self._highest_bytes = max(self._highest_bytes, self._gauge.read().own_peak_bytes)
+
+    @property
+    def peak_bytes(self) -> Optional[int]:
+        """None before the first step, and where it is unknown."""
+        seen_by_loop = 0 if self._loop is None else self._loop.books.peak_bytes
+        return max(self._highest_bytes, seen_by_loop) or None
+
+
+def step_peaks(device: torch.device, sizer: Optional[MicroBatchSizer] = None) -> StepPeaks:
+    """For ``add_callback``. ``sizer``: of the trainer, None where memory control is off."""
+    return StepPeaks(_peak_gauge(device), None if sizer is None or sizer.gauge is None else sizer)
+
+
+def _peak_gauge(device: torch.device, restarts_peak: str = RESTARTS_PEAK) -> Optional[Gauge]:
+    """None for a device that cannot be measured, and for main memory where the kernel does not restart peaks: what is
+    held at the end of a step says little about its peak."""
+    if device.type not in MEASURED or (device.type == "cpu" and not os.access(restarts_peak, os.W_OK)):
+        return None
+    return gauge_for(device)
+
+
+def bytes_before_model(device: torch.device) -> Optional[int]:
+    """Memory that this process has on the training device before there is a model. None where that is unknown."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return resident_bytes(Path("/proc/self")) if device.type == "cpu" else None
+
+
+def cost_figures(
+    device: torch.device, times: StepTimes, before_bytes: Optional[int], peaks: StepPeaks
+) -> dict[str, Any]:
+    """For scu_metrics.json. ``peak_bytes``: the highest that was seen within a step."""
+    return {
+        "device": str(device),
+        "seconds_per_step": times.typical_s,
+        "before_model_bytes": before_bytes,
+        "peak_bytes": peaks.peak_bytes,
+    }
+
+
+def above_baseline(costs: dict[str, Any]) -> Optional[int]:
+    """Bytes of the highest step beyond what was there before the model; None where either is unknown."""
+    highest, before = costs["peak_bytes"], costs["before_model_bytes"]
+    return None if highest is None or before is None else highest - before

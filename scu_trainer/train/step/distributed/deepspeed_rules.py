@@ -1,0 +1,103 @@
+"""What goes together with DeepSpeed, and what does not: asked before any work is spent."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from transformers import TrainingArguments
+
+from scu_trainer.errors import ControlError, SettingsError
+from scu_trainer.settings import MemorySettings, ModelSettings, RegularizationSettings
+from scu_trainer.train.regularization.zero import refuse_stage
+from scu_trainer.train.step.distributed.deepspeed_config import check_keys, check_schedule, fill, source_of
+from scu_trainer.train.step.distributed.deepspeed_start import share_process_group
+
+WANT_SHAPES = ("adafactor", "galore", "apollo", "lomo", "adalomo", "stable_adamw")
+GATHER = "stage3_gather_16bit_weights_on_model_save"
+
+
+def uses_deepspeed(training: TrainingArguments) -> bool:
+    """Whether ``--deepspeed`` or ``accelerate launch`` asked for it."""
+    return training.deepspeed_plugin is not None
+
+
+def zero_stage(training: TrainingArguments) -> Optional[int]:
+    """0 to 3, None without DeepSpeed."""
+    return training.deepspeed_plugin.zero_stage if uses_deepspeed(training) else None
+
+
+def check_deepspeed(
+    training: TrainingArguments,
+    model: ModelSettings,
+    memory: MemorySettings,
+    regularization: Optional[RegularizationSettings],
+) -> None:
+    """Fill the DeepSpeed configuration from the settings; does nothing without DeepSpeed.
+
+    Raises SettingsError for a configuration that contradicts the settings or itself, ControlError for a loop that
+    cannot work with it.
+    """
+    if not uses_deepspeed(training):
+        return
+    share_process_group()
+    source = source_of(training)
+    config = fill(training)
+    check_keys(config, source)
+    check_schedule(config, training, source)
+    _check_precision(config, training, source)
+    _check_saving(config, training, source)
+    _check_model(model, training)
+    _check_optimizer(config, training)
+    _check_loops(training, memory, regularization)
+
+
+def _check_precision(config: dict[str, Any], training: TrainingArguments, source: str) -> None:
+    if config.get("fp16", {}).get("enabled") is True and training.device.type == "cpu":
+        raise SettingsError(f"{source} enables fp16, which DeepSpeed refuses on a CPU; use bf16: true, or drop fp16")
+
+
+def _check_saving(config: dict[str, Any], training: TrainingArguments, source: str) -> None:
+    if zero_stage(training) == 3 and not config["zero_optimization"].get(GATHER):
+        raise SettingsError(
+            f"{source}: ZeRO-3 keeps a part of the weights on each rank and would save no model; set "
+            f"zero_optimization.{GATHER} to true"
+        )
+
+
+def _check_model(model: ModelSettings, training: TrainingArguments) -> None:
+    if model.device_map is not None:
+        raise SettingsError(
+            f"device_map: {model.device_map} and DeepSpeed both decide where weights lie; drop DeepSpeed, or drop "
+            "device_map: ds_configs/zero3_offload.json puts weights into main memory, too"
+        )
+    if model.tuning == "qlora" and zero_stage(training) == 3:
+        raise SettingsError(
+            "tuning: qlora packs weights while they are read, and ZeRO-3 cuts them while they are read: they do not go "
+            "together; use ds_configs/zero2.json or zero2_offload.json, or tuning: lora"
+        )
+
+
+def _check_optimizer(config: dict[str, Any], training: TrainingArguments) -> None:
+    """ZeRO hands the optimizer one flat row of numbers per group of weights, a slice of it on each rank."""
+    if "optimizer" in config or zero_stage(training) == 0:
+        return
+    name = str(getattr(training.optim, "value", training.optim))
+    if name.startswith(WANT_SHAPES):
+        raise SettingsError(
+            f"optim {name} works on the rows and columns of each weight, and ZeRO leaves it one flat row of all "
+            "weights: it would be another method, and save no memory; use adamw_torch_fused, or adamw_bnb_8bit for "
+            "small states"
+        )
+
+
+def _check_loops(
+    training: TrainingArguments, memory: MemorySettings, regularization: Optional[RegularizationSettings]
+) -> None:
+    stage = zero_stage(training)
+    if regularization is not None:
+        refuse_stage(stage, regularization.resolved_actuator)
+    if memory.acts and stage == 0:
+        raise ControlError(
+            "memory control works under ZeRO stage 1, 2 and 3, this is stage 0; change zero_optimization.stage to 2, "
+            "or set memory_control: false"
+        )

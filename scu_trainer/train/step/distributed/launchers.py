@@ -1,0 +1,105 @@
+"""Which rules a launcher has for micro-batches, and what cannot follow any."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from scu_trainer.errors import ControlError
+from scu_trainer.train.step.distributed.ranks import OFF, DdpRanks, Ranks, ShardedRanks
+from scu_trainer.train.step.distributed.ranks_deepspeed import deepspeed_ranks
+from scu_trainer.train.step.distributed.sharded import is_fsdp
+
+
+def ranks_for(trainer) -> Ranks:
+    """The launcher's rules. ``trainer``: a Trainer whose model is wrapped, as it is when training begins.
+
+    Raises ControlError for launchers and models whose chunks could hang or train something else.
+    """
+    refuse_arguments(trainer)
+    if trainer.is_deepspeed_enabled:
+        return deepspeed_ranks(trainer)
+    if is_fsdp(trainer):
+        return ShardedRanks(trainer)
+    # torch.compile wraps what accelerate has wrapped.
+    wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
+    if isinstance(wrapped, DistributedDataParallel):
+        _refuse_unusable_ddp(wrapped)
+        return DdpRanks(trainer, wrapped)
+    if trainer.accelerator.num_processes > 1:
+        raise ControlError(
+            f"memory control does not know {type(wrapped).__name__} over {trainer.accelerator.num_processes} processes "
+            f"({trainer.accelerator.distributed_type.value}); use DDP (torchrun, accelerate launch) or DeepSpeed, "
+            f"or {OFF}"
+        )
+    return Ranks(trainer)
+
+
+def refuse_arguments(trainer) -> None:
+    """Raise ControlError for training arguments that memory control cannot work with; needs no wrapped model."""
+    args = trainer.args
+    if args.n_gpu > 1:
+        raise ControlError(
+            f"one process drives {args.n_gpu} GPUs (DataParallel), which cuts batches by itself; start one process per "
+            f"GPU with torchrun or accelerate launch, or {OFF}"
+        )
+    if args.auto_find_batch_size:
+        raise ControlError(
+            "auto_find_batch_size restarts training with a smaller batch, memory control fits the batch that was asked "
+            f"for into memory; set auto_find_batch_size: false, or {OFF}"
+        )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if "lomo" in optimizer or "layerwise" in optimizer:
+        raise ControlError(
+            f"optim {optimizer} changes weights during backward, where no chunk can be taken back; use an optimizer "
+            f"with a step of its own (adamw_torch, galore_adamw, apollo_adamw, ...), or {OFF}"
+        )
+    _refuse_split_models(trainer)
+    if is_fsdp(trainer) and args.gradient_accumulation_steps > 1:
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        raise ControlError(
+            f"gradient_accumulation_steps is {args.gradient_accumulation_steps} under FSDP; memory control cuts "
+            f"batches itself: set gradient_accumulation_steps: 1 and per_device_train_batch_size: {rows}, or {OFF}"
+        )
+
+
+def _refuse_split_models(trainer) -> None:
+    """A sequence or a layer spread over ranks: its collectives must match chunk by chunk."""
+    sizes = {
+        "tensor": trainer.get_tp_size(),
+        "context": trainer.get_cp_size(),
+        "sequence": trainer.get_sp_size(),
+    }
+    for name, size in sizes.items():
+        if size > 1:
+            raise ControlError(
+                f"{name} parallelism over {size} ranks spreads every chunk over them; memory control works with whole "
+                f"models per rank (DDP, ZeRO-1/2) and with FSDP and ZeRO-3: set the {name} parallel size to 1, or {OFF}"
+            )
+    kind = trainer.accelerator.distributed_type.value
+    if kind in ("MEGATRON_LM", "XLA"):
+        raise ControlError(f"memory control does not work under {kind}; use DDP, FSDP or DeepSpeed, or {OFF}")
+
+
+def _refuse_unusable_ddp(ddp: DistributedDataParallel) -> None:
+    if ddp._comm_hooks:
+        name = getattr(ddp._comm_hooks[0][0], "__name__", "unknown")
+        raise ControlError(
+            f"the DDP communication hook {name} works inside backward, where memory control does not communicate; "
+            f"remove the hook (accelerate: comm_hook: no), or {OFF}"
+        )
+    if ddp.static_graph:
+        raise ControlError(
+            "ddp_static_graph makes the first backward communicate, where memory control must not; set "
+            f"ddp_static_graph: false, or {OFF}"
+        )
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ControlError(
+                f"{name} is SyncBatchNorm, which communicates in every forward, but ranks run different numbers of "
+                f"chunks; use BatchNorm, or {OFF}"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ControlError(
+                f"{name} has sparse gradients; memory control reduces dense ones, set sparse=False, or {OFF}"
+            )

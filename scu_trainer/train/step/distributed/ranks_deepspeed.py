@@ -1,0 +1,91 @@
+"""Recovering chunks under DeepSpeed: ZeRO-1 and ZeRO-2 through the engine's own delayed reduction; ZeRO-3 cannot.
+
+Full local gradients stay until the window ends, so ZeRO-2 needs the gradient memory of ZeRO-1 here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from scu_trainer.errors import ControlError
+from scu_trainer.train.step.distributed.ranks import OFF, Ranks, ShardedRanks, fill_unused
+
+
+class ZeroRanks(Ranks):
+    """ZeRO-1 and ZeRO-2, with or without optimizer offload."""
+
+    def __init__(self, trainer) -> None:
+        super().__init__(trainer)
+        self._engine = trainer.model_wrapped
+
+    @contextmanager
+    def window(self, model: nn.Module) -> Iterator[None]:
+        with self._sync_gradients(False), self._engine.coalesce_grad_reduction():
+            try:
+                yield
+            except BaseException:
+                # The engine reduces what it finds even then, and other ranks may never come to meet it.
+                self.drop_gradients()
+                raise
+            self._fill_unused()
+
+    @contextmanager
+    def chunk(self, last: bool) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            # A backward that fails leaves the engine believing that it still runs. After a forward this does nothing.
+            self._engine.optimizer.exit_backward()
+            raise
+
+    def drop_gradients(self) -> None:
+        super().drop_gradients()
+        self._engine.optimizer.zero_grad(set_to_none=True)  # low precision under ZeRO-1: the sum is kept beside .grad
+
+    def finish(self) -> None:
+        """Clip, step, clear gradients, count: once per window, as accelerate does it in the last backward."""
+        self._engine.set_gradient_accumulation_boundary(is_boundary=True)
+        self._engine.step()
+
+    def _fill_unused(self) -> None:
+        optimizer = self._engine.optimizer
+        used = [optimizer.get_gradient_for_reduction(weight) is not None for weight in self.weights]
+        fill_unused(self.weights, used, self.agree)
+        if optimizer.use_grad_accum_attribute:
+            optimizer.fill_grad_accum_attribute()
+
+
+def deepspeed_ranks(trainer) -> Ranks:
+    """Raises ControlError for what DeepSpeed cannot delay, or cannot survive a failed chunk with."""
+    engine = trainer.model_wrapped
+    _refuse_unusable(engine)
+    stage = int(engine.zero_optimization_stage())
+    if stage == 3:
+        return ShardedRanks(trainer)
+    if stage not in (1, 2) or not hasattr(engine.optimizer, "_coalesce_grad_reduction"):
+        raise ControlError(
+            f"DeepSpeed's {type(engine.optimizer).__name__} (zero_optimization.stage {stage}) cannot delay its "
+            f"reduction; set zero_optimization.stage to 2, or use plain DDP, or {OFF}"
+        )
+    return ZeroRanks(trainer)
+
+
+def _refuse_unusable(engine) -> None:
+    timers = {"wall_clock_breakdown": engine.wall_clock_breakdown(), "flops_profiler": engine.flops_profiler_enabled()}
+    for name, enabled in timers.items():
+        if enabled:
+            raise ControlError(
+                f"DeepSpeed's {name} measures forward and backward in pairs, which a failed chunk breaks; disable "
+                f"{name} in the DeepSpeed configuration, or {OFF}"
+            )
+    if engine.pipeline_parallelism or engine.has_moe_layers:
+        kind = "pipeline parallelism" if engine.pipeline_parallelism else "expert layers (MoE)"
+        raise ControlError(
+            f"DeepSpeed's {kind} communicates inside every chunk, but ranks run different numbers of chunks; use a "
+            f"model without it, or {OFF}"
+        )
+    if engine.zenflow:
+        raise ControlError(f"DeepSpeed's zenflow updates weights beside the optimizer step; remove zenflow, or {OFF}")

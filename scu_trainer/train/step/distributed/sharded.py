@@ -1,0 +1,84 @@
+"""Models whose weights lie in shards over the ranks (ZeRO-3, FSDP): a parameter is empty or a part until its layer
+runs, and every forward pass is work for all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Generic, Optional, TypeVar
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from scu_trainer.models.loading.offloaded import input_device
+from scu_trainer.models.quantize import numbers_in
+
+T = TypeVar("T")
+
+
+def weight_count(parameter: nn.Parameter) -> int:
+    """Numbers in a parameter, also where this process holds a shard of it, or where two share a byte (4 bits)."""
+    return getattr(parameter, "ds_numel", numbers_in(parameter))
+
+
+def trained_bytes(model: nn.Module) -> int:
+    """Of the weights that are trained, those of all shards together."""
+    return sum(weight_count(p) * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def is_sharded(trainer: Trainer) -> bool:
+    """Whether a forward pass needs all ranks, or will once training begins: FSDP wraps the model only then."""
+    if trainer.is_deepspeed_enabled:
+        return trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
+    return is_fsdp(trainer)
+
+
+def is_fsdp(trainer: Trainer) -> bool:
+    # Not `is_fsdp_enabled`: FSDP asked for on a CPU becomes DDP. A model may come wrapped by its maker, so it is asked.
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    named = trainer.accelerator.distributed_type.value == "FSDP" or trainer.is_distributed_loading_by_transformers
+    return named or isinstance(trainer.model_wrapped, FSDPModule | FullyShardedDataParallel)
+
+
+def reshard(model: nn.Module) -> None:
+    """Give back what FSDP2 keeps gathered after a forward pass without backward: its outermost weights, which are other
+    objects as long as they are gathered. Does nothing to other models."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def is_ready(trainer: Trainer) -> bool:
+    """Whether the model can run as training will run it, before training has begun. DeepSpeed and FSDP place a model
+    only then, and so does the stock Trainer for evaluation in half precision."""
+    return not is_sharded(trainer) and input_device(trainer.model).type == trainer.args.device.type
+
+
+class Beforehand(TrainerCallback, Generic[T]):
+    """A measurement of the model before its first step: at once, or where it is not ready, on all ranks when training
+    begins. A run that resumes then has the checkpoint's weights already: ``is_late``."""
+
+    def __init__(self, trainer: Trainer, measure: Callable[[], T]) -> None:
+        self.value: Optional[T] = None
+        self._measure = measure
+        self.is_late = not is_ready(trainer)
+        if self.is_late:
+            trainer.add_callback(self)
+        else:
+            self.value = measure()
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.value = self._measure()
+
+
+def training_precision(trainer: Trainer) -> AbstractContextManager:
+    """The arithmetic of training for a forward pass outside of it: autocast, but DeepSpeed converts the weights
+    themselves, and only when training begins."""
+    if not trainer.is_deepspeed_enabled:
+        return trainer.accelerator.autocast()
+    dtype = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.dtype()
+    return torch.autocast(trainer.args.device.type, dtype, enabled=dtype != torch.float32)

@@ -1,0 +1,118 @@
+"""How one optimizer step, and one step of an evaluation, is computed: as the stock Trainer does, or with recovery."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Optional
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from scu_trainer.train.step.micro_batches import ChunkedStep
+from scu_trainer.train.step.prediction import Prediction
+from scu_trainer.train.step.recovery.loader_workers import loading_again
+from scu_trainer.train.step.recovery.loss_scale import unscaled
+from scu_trainer.train.step.recovery.second_try import last_word, second_try
+
+
+class StockEngine:
+    """Everything as ``transformers.Trainer`` does it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
+        """Forward and backward of one accumulation batch. Returns its loss as the stock ``training_step`` does."""
+        return self.trainer.stock_training_step(model, inputs, num_items)
+
+    def adds_means(self, num_items: Any) -> bool:
+        """Whether the losses of a window are several means that the stock loop takes for one."""
+        return False
+
+    def clipped(self, clip: Callable[[], Any]) -> Any:
+        """What ``clip`` returns, which takes the gradients' norm and may change them."""
+        return clip()
+
+    def loading(self, loader: DataLoader) -> DataLoader:
+        """``loader``, made for this engine."""
+        return loader
+
+    def predicted(self, predict: Callable[[Any], tuple], inputs: Any, loss_only: bool) -> tuple:
+        """(loss, logits, labels) of ``inputs``."""
+        return predict(inputs)
+
+    def counted(self, count: Callable[[], Any]) -> Any:
+        """The number of labels that ``count`` finds."""
+        return count()
+
+    def evaluated(self, evaluate: Callable[[], Any], loader: DataLoader, loss_only: bool) -> Any:
+        """``evaluate()``: a pass over ``loader``."""
+        return evaluate()
+
+    def doing(self, what: Callable[[], str]) -> AbstractContextManager:
+        """Around work that ``what`` describes."""
+        return contextlib.nullcontext()
+
+
+class MicroBatchEngine(StockEngine):
+    """Windows in micro-batches. With ``prediction`` also recovery from out-of-memory, in training and evaluation."""
+
+    def __init__(self, trainer: Trainer, chunked: ChunkedStep, prediction: Optional[Prediction]) -> None:
+        super().__init__(trainer)
+        self.chunked, self.prediction = chunked, prediction
+
+    def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
+        return self.chunked.loss(model, inputs, num_items)
+
+    def adds_means(self, num_items: Any) -> bool:
+        return self.chunked.adds_means(num_items)
+
+    def clipped(self, clip: Callable[[], Any]) -> Any:
+        """``clip``, which writes to gradients last, once more where it runs out of memory before."""
+        if not self.chunked.ranks.recoverable:
+            return clip()
+        gradients = [p.grad for p in self.chunked.parameters if p.grad is not None]
+        with unscaled(self.trainer.accelerator, gradients):
+            return second_try(clip, "clipping the gradients, or taking their norm,", unchanged=gradients)
+
+    def loading(self, loader: DataLoader) -> DataLoader:
+        return loader if self.prediction is None else loading_again(loader)
+
+    def predicted(self, predict: Callable[[Any], tuple], inputs: Any, loss_only: bool) -> tuple:
+        """With sizes of its own, in the same way as training."""
+        return predict(inputs) if self.prediction is None else self.prediction.step(inputs, predict, loss_only)
+
+    def counted(self, count: Callable[[], Any]) -> Any:
+        if self.prediction is None:
+            return count()
+        if self.prediction.items is not None:
+            return self.prediction.items[0]
+        if self.trainer.accelerator.num_processes > 1:  # ranks count together, once
+            return count()
+        return second_try(count, "counting the labels of a step")
+
+    def evaluated(self, evaluate: Callable[[], Any], loader: DataLoader, loss_only: bool) -> Any:
+        if self.prediction is None:
+            return evaluate()
+        with self._logits_leave_the_device(loss_only):
+            return self.prediction.evaluated(evaluate, loader)
+
+    @contextlib.contextmanager
+    def _logits_leave_the_device(self, loss_only: bool):
+        """Batch by batch, instead of piling up there."""
+        args = self.trainer.args
+        if loss_only or args.eval_accumulation_steps is not None:
+            yield
+            return
+        args.eval_accumulation_steps = 1
+        try:
+            yield
+        finally:
+            args.eval_accumulation_steps = None
+
+    def doing(self, what: Callable[[], str]) -> AbstractContextManager:
+        """Whatever runs out of memory and could not be repeated is told in one line."""
+        return contextlib.nullcontext() if self.prediction is None else last_word(what)

@@ -1,0 +1,404 @@
+"""Between memory and the window: plan the pieces, learn what they cost, move the cap, write down every change.
+
+Decisions are taken in one place, when a window's local work is done and before gradients are reduced over ranks; the
+cap that they give holds for the next window. Only an out-of-memory and a prediction cut pieces within a window.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Optional
+
+import torch
+
+from scu_trainer.control import chunks
+from scu_trainer.control import microbatch as control
+from scu_trainer.errors import OutOfMemory
+from scu_trainer.settings import MemorySettings
+from scu_trainer.train.step import attempts as steps
+from scu_trainer.train.step.batches.logical_batch import LogicalBatches
+from scu_trainer.train.step.batches.window import Piece, Window
+from scu_trainer.train.step.recovery.memory import Gauge, Reading, free_memory
+
+logger = logging.getLogger("scu_trainer")
+
+BUSY_TOKENS = {"cpu": 768, "mps": 2048}
+BUSY_TOKENS_ELSEWHERE = 8192
+"""Tokens per chunk above which a device gains nothing from larger ones: matrices are large enough to fill it."""
+
+LEARNING_WINDOWS = 3
+"""Windows in which every piece is measured: the first ones, and those after an out-of-memory, which was a surprise.
+Otherwise one measurement per window keeps watch."""
+
+STEPS_BETWEEN_COLLECTIONS = 20
+"""A collection takes 0.3 s; pressure that it did not end is not ended by the next one."""
+
+Agree = Callable[[list[int]], list[int]]
+"""Element-wise maximum over ranks; every rank calls it at the same place."""
+
+
+@dataclass
+class Books:
+    """What was processed, in tokens (rows, for inputs without a length). JSON-safe, kept in checkpoints.
+
+    ``real_tokens``: without padding. ``processed_tokens``: with the padding that was left. ``stock_tokens``: what the
+    stock loop would have processed. ``failed_tokens``: in chunks that ran out of memory. ``predicted``: pieces cut
+    because they were predicted not to fit. ``chunks``: forward and backward passes that were kept. ``peak_bytes``: the
+    most that this process used in a step.
+    """
+
+    windows: int = 0
+    chunks: int = 0
+    real_tokens: int = 0
+    processed_tokens: int = 0
+    stock_tokens: int = 0
+    out_of_memory: int = 0
+    failed_tokens: int = 0
+    predicted: int = 0
+    changes: int = 0
+    peak_bytes: int = 0
+
+
+class MicroBatchSizer:
+    """One training run's memory control; also the ``Sizes`` that ``step.run`` asks.
+
+    ``gauge``: None without ``memory_control``. ``gradient_bytes``: the most that gradients add within a window.
+    ``on_row`` gets every row for memory_history.json.
+    """
+
+    def __init__(self, settings: MemorySettings, gauge: Optional[Gauge], device: torch.device) -> None:
+        self.settings = settings
+        self.gauge = gauge
+        self.device = device
+        self.law = law_of(settings)
+        self.begin_anew()
+        self.on_row: Callable[[dict[str, Any]], None] = lambda row: None
+        self.step = 0
+        self.logical: Optional[LogicalBatches] = None
+        self._window: Optional[Window] = None
+        self._ceiling = 1
+        self._retried: set[Piece] = set()
+        self._before: Optional[Reading] = None
+        self._base_bytes = 0
+        self._limit_name = ""
+        self.gradient_bytes = self._growth_bytes = 0
+        self._peak_fraction = 0.0
+        self._attempts = self._planned = 0
+        self._seen: Optional[Reading] = None
+
+    def begin_anew(self) -> None:
+        """As before the first training: sizes that fitted then may not fit now."""
+        self.state, self.books = control.State(), Books()
+        self._predicted_least = math.inf
+        self._learning_until = LEARNING_WINDOWS
+        self._collected_step = -STEPS_BETWEEN_COLLECTIONS
+        self._logged_peak_bytes = 0
+        self._ran: dict[str, int] = {}
+
+    # -- one window ----------------------------------------------------------------------------------------------------
+
+    def begin(self, window: Window, step: int, keep_step: Optional[Agree] = None) -> list[Piece]:
+        """The pieces of this window, before memory has had its say on each.
+
+        ``keep_step``: given where all ranks must run the same number of pieces; how they agree on it.
+        """
+        self._window, self.step, self._attempts = window, step, 0
+        self._retried.clear()
+        if self.gauge is not None:
+            reading = self.gauge.read()  # its peak may be that of an evaluation between two steps
+            # Where memory is short, what is live must be told from what was freed and not given back.
+            exact = self._is_learning or self.state.pressure != "low" or self.state.cap_tokens is not None
+            self.gauge.reset(exact=exact)
+            self._before = self._look() if exact else reading
+            self._base_bytes, self._limit_name = self._before.used_bytes, self._before.limit_name
+        pieces = self._plan(window) if keep_step is None else self._even(window, keep_step)
+        self._planned = len(pieces)
+        return pieces
+
+    def _even(self, window: Window, agree: Agree) -> list[Piece]:
+        self._ceiling, wished = max(window.largest_batch_tokens, 1), self.settings.resolved_token_cap
+        if isinstance(wished, int):
+            self._ceiling = min(self._ceiling, wished)
+        largest = max(window.whole_batches(), key=lambda piece: piece.tokens)
+        room = self._predicted_limit(largest)
+        cap = max(1, min(self._cap, self._ceiling if room is None else room))
+        most = self.settings.max_batch_size
+        wanted = max(-(-largest.tokens // cap), 1 if most is None else -(-len(largest.rows) // most))
+        fewest_rows = min(max(1, batch.rows) for batch in window.batches)
+        parts, negative_rows = agree([wanted, -max(1, fewest_rows // self.settings.min_batch_size)])
+        return window.in_parts(min(parts, -negative_rows))
+
+    def _plan(self, window: Window) -> list[Piece]:
+        cap, settings = self.settings.resolved_token_cap, self.settings
+        self._ceiling = max(window.largest_batch_tokens, 1)
+        if self.logical is not None:  # the batch itself gives way, chunks follow it
+            self._ceiling = self.logical.nominal_rows * window.longest_row
+            return window.whole_batches()
+        sorts = window.can_pool and (isinstance(cap, int) or (cap == "auto" and window.is_uneven))
+        if not sorts:
+            return window.whole_batches()
+        if isinstance(cap, int):
+            self._ceiling = cap
+        else:
+            busy = BUSY_TOKENS.get(self.device.type, BUSY_TOKENS_ELSEWHERE)
+            self._ceiling = chunks.auto_cap(window.longest_row, busy, window.largest_batch_tokens)
+        bounds = [bound for bound in (settings.max_batch_size, window.most_rows) if bound is not None]
+        most = max(min(bounds), settings.min_batch_size) if bounds else None
+        return window.pooled(self._cap, most, settings.min_batch_size)
+
+    @property
+    def _cap(self) -> int:
+        return control.applied_cap(self.state, self._ceiling, self._floor)
+
+    @property
+    def _floor(self) -> int:
+        """Padded tokens of the smallest chunk of the longest rows; a batch as it is where that is smaller still."""
+        return min(self.settings.min_batch_size * self._window.longest_row, self._ceiling)
+
+    def end(self, done: Sequence[tuple[Piece, torch.Tensor]], agree: Agree) -> None:
+        """Take stock and decide. ``agree``: element-wise maximum over ranks."""
+        window, books = self._window, self.books
+        books.windows += 1
+        books.chunks += len(done)
+        books.real_tokens += window.real_tokens
+        books.stock_tokens += window.padded_tokens
+        books.processed_tokens += sum(piece.tokens for piece, _ in done)
+        self._ran = {
+            "chunks": len(done),
+            "tokens_per_chunk": max((piece.tokens for piece, _ in done), default=0),
+            "rows_per_chunk": max((len(piece.rows) for piece, _ in done), default=0),
+        }
+        if self.gauge is None:
+            return
+        reading = self._look()
+        seen = control.Seen(
+            step=self.step,
+            limit_bytes=reading.limit_bytes,
+            used_bytes=self._base_bytes if reading.limit_name == self._limit_name else reading.used_bytes,
+            peak_bytes=round(self._peak_fraction * reading.limit_bytes),
+            ceiling_tokens=self._ceiling,
+            floor_tokens=self._floor,
+            longest_row=window.longest_row,
+            largest_chunk_tokens=max((piece.tokens for piece, _ in done), default=1),
+        )
+        was = self.state.cap_tokens
+        decision = control.decide(self.law, self.state, seen)
+        smallest = -agree([-control.cap_to_share(decision.state)])[0]
+        self.state = control.with_shared_cap(decision.state, smallest)
+        if self.logical is not None:
+            rows = min(self.logical.nominal_rows, max(self._cap // window.longest_row, self.settings.min_batch_size))
+            self.logical.rows = -agree([-rows])[0]
+        if decision.collect and self.step - self._collected_step >= STEPS_BETWEEN_COLLECTIONS:
+            self._collected_step = self.step
+            free_memory(self.device)
+        if self.state.cap_tokens != was:
+            self._predicted_least = math.inf
+            self._note(decision.reason or "another rank has less memory", reading, decision.pressure)
+        self.gauge.reset()
+        self._peak_fraction = 0.0
+
+    def stepped(self) -> None:
+        """After the optimizer's step, which can be the highest moment of all."""
+        if self.gauge is not None:
+            self._look()
+
+    # -- what step.run asks --------------------------------------------------------------------------------------------
+
+    def fit(self, piece: Piece) -> Sequence[Piece]:
+        limit = self._cap
+        room = self._predicted_limit(piece)
+        if room is not None and room < min(limit, piece.tokens):
+            limit = min(limit, max(room, self._floor))
+            self._note_prediction(piece, limit)
+        return self._within(piece, limit)
+
+    def bounded(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces as ``fit`` will cut them, but for what it predicts of memory then."""
+        return [part for piece in pieces for part in self._within(piece, self._cap)]
+
+    def _within(self, piece: Piece, limit: int) -> Sequence[Piece]:
+        # Where rows act on each other only memory may cut: a bound of one's own would train something else.
+        most = self.settings.max_batch_size if self._window.can_pool else None
+        if piece.tokens <= limit and (most is None or len(piece.rows) <= most):
+            return [piece]
+        return self._window.split(piece, limit, most, self.settings.min_batch_size)
+
+    def _note_prediction(self, piece: Piece, limit: int) -> None:
+        """Once for every lower limit: tight memory gives one in each window."""
+        self.books.predicted += 1
+        if limit < min(piece.tokens, 0.9 * self._predicted_least):
+            self._predicted_least = limit
+            reason = f"{_size(piece)} would not leave the headroom, by prediction"
+            self._note(reason, self._before, self.state.pressure, tokens=limit)
+
+    def _predicted_limit(self, piece: Piece) -> Optional[int]:
+        """Tokens of rows as long as these that are predicted to fit now; None where the model cannot say."""
+        if self.gauge is None or self._before is None:
+            return None
+        limit = self._before.limit_bytes
+        # Calm is decided at the end of a step; until then only what would come near the limit itself is cut.
+        is_calm = self.state.cap_tokens is None
+        keep_free = self.law.gc_threshold_of(limit) if is_calm else self.law.free_bytes_wanted(limit)
+        room = limit - keep_free - self._base_bytes - self._growth_bytes
+        return control.fitting_tokens(self.law, self.state, room, piece.length)
+
+    def before(self, piece: Piece) -> None:
+        self._attempts += 1
+        if self._is_learning:
+            self._look()
+            self.gauge.reset(exact=True)
+            self._before = self.gauge.read()
+
+    def after(self, piece: Piece) -> None:
+        if not self._is_learning:
+            return
+        reading, is_first = self._look(), self._attempts == 1
+        if is_first:  # it also makes the gradients
+            self._growth_bytes = min(self.gradient_bytes, max(0, reading.own_bytes - self._before.own_bytes))
+        if not is_first or self._planned == 1:
+            cost = reading.own_peak_bytes - self._before.own_bytes - (self._growth_bytes if is_first else 0)
+            self.state = control.with_observation(self.state, piece.tokens, piece.quadratic, max(0, cost))
+
+    @property
+    def _is_learning(self) -> bool:
+        return self.gauge is not None and self.books.windows < self._learning_until
+
+    def _look(self) -> Reading:
+        """Read the gauge; the peak of a step outlives the resets between its pieces."""
+        reading = self.gauge.read()
+        # As a fraction: on a CPU the tightest limit may be another one than before.
+        self._peak_fraction = max(self._peak_fraction, reading.peak_bytes / reading.limit_bytes)
+        self._seen, self._logged_peak_bytes = reading, max(self._logged_peak_bytes, reading.peak_bytes)
+        if self._before is not None:  # else the peak is that of loading the model
+            self.books.peak_bytes = max(self.books.peak_bytes, reading.own_peak_bytes)
+        return reading
+
+    def failed(self, failure: steps.Failure) -> Sequence[Piece]:
+        piece, settings = failure.piece, self.settings
+        reading = self._look()
+        self.books.out_of_memory += 1
+        self._learning_until = self.books.windows + LEARNING_WINDOWS
+        self.books.failed_tokens += piece.tokens
+        floor = min(self._floor, piece.tokens)
+        self.state = control.after_oom(
+            self.law, self.state, piece.tokens, floor, reading.limit_bytes, self._base_bytes, piece.length
+        )
+        smaller = self._window.split(piece, self._cap, settings.max_batch_size, settings.min_batch_size)
+        if smaller == [piece]:
+            if piece in self._retried:
+                raise OutOfMemory(self._hopeless(failure, reading))
+            self._retried.add(piece)  # memory has been freed since it failed: once more as it is
+        reason = f"out of memory at {_size(piece)}{_wanted(failure)}; again as {len(smaller)} x {_size(smaller[-1])}"
+        self._note(reason, reading, "critical")
+        return smaller
+
+    def _hopeless(self, failure: steps.Failure, reading: Reading) -> str:
+        piece = failure.piece
+        names = ", ".join(self._window.name_of(row) for row in piece.rows[:3]) or "a batch that cannot be cut by rows"
+        obstacle = self._window.batches[piece.batch].obstacle
+        wanted = f", {_gib(failure.wanted_bytes)} wanted" if failure.wanted_bytes else ""
+        return (
+            f"step {self.step}: {names} ({piece.length} tokens) does not fit in memory even alone{wanted}; "
+            f"{_gib(reading.used_bytes)} of {_gib(reading.limit_bytes)} were in use before"
+            + (f"; it could not be cut: {obstacle}" if obstacle else "")
+            + (f"; {self._keeper} keeps {len(piece.rows)} rows together" if len(piece.rows) > 1 else "")
+            + ". Lower block_size, use gradient checkpointing (activation_checkpointing: true), LoRA or a smaller "
+            f"model. The failed allocation said: {failure.text}"
+        )
+
+    @property
+    def _keeper(self) -> str:
+        own = self.settings.min_batch_size >= self._window.fewest_rows
+        return "min_batch_size" if own else "BatchNorm, which has no statistics of one row,"
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    def _note(self, reason: str, reading: Reading, pressure: str, tokens: Optional[int] = None) -> None:
+        """A row of the history and a line of the log. ``tokens``: of a chunk from now on, if not the cap."""
+        tokens = self._cap if tokens is None else tokens
+        if not self._window.can_pool:
+            reason = f"{reason}; rows act on each other, so the gradient in parts is not that of the whole batch"
+        rows_per_chunk = max(1, tokens // max(1, self._window.longest_row))
+        self.books.changes += 1
+        self.on_row(
+            {
+                "step": self.step,
+                "rows_per_chunk": rows_per_chunk,
+                "tokens_per_chunk": tokens,
+                "used_bytes": reading.used_bytes,
+                "peak_bytes": round(max(self._peak_fraction * reading.limit_bytes, reading.peak_bytes)),
+                "limit_bytes": reading.limit_bytes,
+                "pressure": pressure,
+                "reason": reason,
+            }
+        )
+        logger.warning(
+            "step %d: chunks of at most %d tokens (%d of the longest rows) from now on: %s; the optimizer still sees "
+            "%d rows of this device per step",
+            self.step,
+            tokens,
+            rows_per_chunk,
+            reason,
+            sum(batch.rows for batch in self._window.batches),
+        )
+
+    def scalars(self) -> dict[str, float]:
+        """For a row of the logs: the largest chunk of the last window, every out-of-memory so far, memory now and the
+        most since the last call. Without a gauge no bytes."""
+        found: dict[str, float] = {**self._ran, "out_of_memory": self.books.out_of_memory}
+        if self._seen is not None:
+            used, limit = self._seen.used_bytes, self._seen.limit_bytes
+            found |= {"used_bytes": used, "peak_bytes": max(self._logged_peak_bytes, used), "limit_bytes": limit}
+        self._logged_peak_bytes = 0
+        return {f"memory/{name}": value for name, value in found.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "settings": asdict(self.settings),
+            "state": self.state.to_dict(),
+            "books": asdict(self.books),
+            "learning_until": self._learning_until,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.state = control.State.from_dict(saved["state"])
+        self.books = Books(**saved["books"])
+        self._learning_until = saved["learning_until"]
+
+    def forget_window(self) -> None:
+        """Give back the last window's batches."""
+        self._window = None
+
+
+def law_of(settings: MemorySettings) -> control.Law:
+    """The controller's arithmetic form of the settings."""
+
+    def in_bytes(gib: Optional[float]) -> Optional[int]:
+        return None if gib is None else round(gib * 2**30)
+
+    share = settings.headroom_share
+    headroom = (
+        {"headroom_share": share} if share is not None else {"headroom_bytes": in_bytes(settings.target_headroom_gb)}
+    )
+    return control.Law(
+        **headroom,
+        gc_threshold_bytes=in_bytes(settings.gc_threshold_gb),
+        kp=settings.pid_kp,
+        ki=settings.pid_ki,
+        kd=settings.pid_kd,
+    )
+
+
+def _size(piece: Piece) -> str:
+    return f"{max(1, len(piece.rows))} rows x {piece.length}"
+
+
+def _wanted(failure: steps.Failure) -> str:
+    return f" ({_gib(failure.wanted_bytes)} wanted)" if failure.wanted_bytes else ""
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,342 @@
+"""The Trainer's side of chunking: the whole optimizer window is worked off in the first ``training_step`` of it.
+
+The stock loop prefetches the window's accumulation batches and calls ``training_step`` once for each. All forward and
+backward work is done at the first call, through the stock ``training_step`` chunk by chunk, because only then are all
+rows at hand and nothing has been reduced over ranks yet. The later calls return the losses that are already known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import operator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, Optional
+
+import torch
+from transformers import Trainer
+
+from scu_trainer.errors import ControlError, OutOfMemory, SettingsError
+from scu_trainer.settings import MemorySettings
+from scu_trainer.train.loss.analysis.analysis import LossAnalysis
+from scu_trainer.train.step import attempts as steps
+from scu_trainer.train.step.batches.logical_batch import LogicalBatches
+from scu_trainer.train.step.batches.reduction import Reduction
+from scu_trainer.train.step.batches.rows import Batch, layout_for
+from scu_trainer.train.step.batches.window import Piece, Window
+from scu_trainer.train.step.distributed.launchers import ranks_for
+from scu_trainer.train.step.distributed.ranks import Ranks
+from scu_trainer.train.step.distributed.sharded import is_fsdp, reshard
+from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
+from scu_trainer.train.step.recovery.memory import Gauge, forget_traceback, free_memory, is_out_of_memory
+from scu_trainer.train.step.recovery.memory_limit import limited_gauge
+from scu_trainer.train.step.recovery.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
+from scu_trainer.train.step.recovery.second_try import second_try
+from scu_trainer.train.step.recovery.snapshot import ChangingBuffers
+
+logger = logging.getLogger("scu_trainer")
+
+
+class ChunkedStep:
+    """Runs windows for one trainer. ``loop``: the memory loop; ``analysis``: how the loss adds up over rows."""
+
+    def __init__(self, trainer: Trainer, settings: MemorySettings, gauge: Optional[Gauge] = None) -> None:
+        device = trainer.args.device
+        if settings.memory_control and gauge is None:
+            gauge = limited_gauge(device, settings.memory_limit_gb)
+        self.trainer = trainer
+        self.settings = settings
+        self.loop = MicroBatchSizer(settings, gauge if settings.memory_control else None, device)
+        self.ranks: Optional[Ranks] = None
+        self._guard: Optional[OptimizerGuard] = None
+        self._said_foreign = False
+        self._logical_rows: Optional[int] = None
+        if settings.batch_mode == "logical":
+            rows = settings.max_batch_size or trainer.args.per_device_train_batch_size
+            if rows > trainer.args.per_device_train_batch_size:
+                raise SettingsError(
+                    f"max_batch_size {rows} exceeds per_device_train_batch_size "
+                    f"{trainer.args.per_device_train_batch_size}, which batch_mode: logical starts from and never "
+                    "exceeds; raise per_device_train_batch_size"
+                )
+            self._logical_rows = rows
+        self.begin_anew()
+        self._prefetched: Sequence[Any] = ()
+        self._losses: deque[torch.Tensor] = deque()
+
+    # -- life of a run -------------------------------------------------------------------------------------------------
+
+    def begin_anew(self) -> None:
+        """Before a training is set up, and before it reads a checkpoint. The model may be another one by now."""
+        self.loop.begin_anew()
+        if self._logical_rows is not None:
+            self.loop.logical = LogicalBatches(self._logical_rows, self.settings.batch_size_lr_rule, self._layout)
+        self.analysis = LossAnalysis(self.trainer, self.free_memory)
+        self._said = False
+        self._not_by_rows: set[str] = set()
+
+    def start(self) -> None:
+        """When training begins: the model is wrapped and placed."""
+        model = self.trainer.model
+        self.ranks, self._is_fsdp = ranks_for(self.trainer), is_fsdp(self.trainer)
+        parameters = self._trained()
+        self._place = steps.Place(
+            self.trainer.args.device, ChangingBuffers(model), parameters, self.ranks.drop_gradients
+        )
+        self._follow_parameters()
+        self.prefetched(())
+        if self.settings.memory_control and self.ranks.recoverable and not self.trainer.is_deepspeed_enabled:
+            self._guard_optimizer(model)
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """What this window trains."""
+        return self._place.parameters
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        if self._is_fsdp:
+            reshard(self.trainer.model)  # an evaluation may lie between
+        return [p for p in self.trainer.model.parameters() if p.requires_grad]
+
+    def _follow_parameters(self) -> None:
+        """What is trained may change on the way: gradual unfreezing."""
+        parameters = self._trained()
+        self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
+        known = self._place.parameters
+        if len(parameters) == len(known) and all(map(operator.is_, parameters, known)):
+            return
+        if self.ranks.world_size > 1 or self.trainer.is_deepspeed_enabled:
+            raise ControlError(
+                "the set of trained weights changed during training; with several processes or DeepSpeed memory "
+                "control cannot follow that, set memory_control: false"
+            )
+        self._place = dataclasses.replace(self._place, parameters=parameters)
+        self.ranks.weights = parameters
+
+    def _guard_optimizer(self, model: torch.nn.Module) -> None:
+        optimizer = self.trainer.optimizer
+        allocate = functools.partial(preallocate, optimizer, is_out_of_memory)
+        retry_unchanged(allocate, (), lambda error: isinstance(error, OutOfMemory), self.free_memory)
+        self._guard = OptimizerGuard(optimizer, is_out_of_memory, self.free_memory, model.named_parameters())
+        self._guard.attach()
+
+    @property
+    def reduction(self) -> Optional[Reduction]:
+        return self.analysis.reduction
+
+    def free_memory(self) -> None:
+        free_memory(self.trainer.args.device)
+
+    def finish(self) -> None:
+        """When training ends."""
+        self.prefetched(())
+        self.loop.forget_window()
+        logical = self.loop.logical
+        if logical is not None and logical.kept_rows:
+            logger.warning("%d rows that the loader delivered were not trained on", logical.kept_rows)
+        if self._guard is not None:
+            self._guard.detach()
+            self._guard = None
+
+    def windows(self, loader: Iterator[Any], count: int) -> Iterator[Any]:
+        """Where the next window's accumulation batches come from."""
+        return loader if self.loop.logical is None else iter(self.loop.logical.window(loader, count))
+
+    @property
+    def rate_factor(self) -> float:
+        return 1.0 if self.loop.logical is None else self.loop.logical.factor
+
+    def prefetched(self, batches: Sequence[Any]) -> None:
+        """The accumulation batches that the next ``loss`` calls will be about."""
+        self._prefetched = batches
+        self._losses.clear()
+
+    # -- one window ----------------------------------------------------------------------------------------------------
+
+    def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
+        """The loss of one accumulation batch, as the stock ``training_step`` returns it."""
+        if not self._losses:
+            known = bool(self._prefetched) and inputs is self._prefetched[0]
+            if not known and len(self._prefetched) > 1 and not self._said_foreign:
+                self._said_foreign = True
+                logger.warning("training_step gets other batches than the loader gave: rows are not pooled over them")
+            self._losses.extend(self._run(model, self._prefetched if known else [inputs], num_items))
+        loss = self._losses.popleft()
+        if self.trainer.accelerator.sync_gradients:
+            self.ranks.finish()
+        return loss
+
+    def _run(self, model: torch.nn.Module, raw: Sequence[Any], num_items: Any) -> list[torch.Tensor]:
+        self._follow_parameters()
+        failure, done = None, []
+        with self.ranks.window(model):
+            try:
+                window = second_try(functools.partial(self._window, raw, num_items), "reading the rows of a step")
+                window, pieces = self._audited(window, self._begin(window), num_items)
+                done = self._work_off(pieces, model, window, num_items)
+            except OutOfMemory as error:
+                failure = error
+            self._all_or_none(failure)
+            self.loop.end(done, self.ranks.agree)
+        self._place.buffers.end_window()
+        add = functools.partial(_per_batch, done, len(raw), self.trainer.args.device)
+        return second_try(add, "adding up the losses of a step")
+
+    def _audited(self, window: Window, pieces: list[Piece], num_items: Any) -> tuple[Window, list[Piece]]:
+        """Whole batches from now on where the loss turns out not to be the sum over its pieces."""
+        if self.ranks.even_chunks or self.analysis.holds(window, self.loop.bounded(pieces), num_items):
+            return window, pieces
+        window = self._window_of(window.batches)
+        return window, self._begin(window)
+
+    def _begin(self, window: Window) -> list[Piece]:
+        step = self.trainer.state.global_step + 1
+        if self.ranks.even_chunks:  # ranks agree on the way: none may begin a second time alone
+            return self.loop.begin(window, step, self.ranks.agree)
+        return second_try(functools.partial(self.loop.begin, window, step), "planning the micro-batches of a step")
+
+    def _work_off(self, pieces, model, window, num_items) -> list[tuple[Piece, torch.Tensor]]:
+        def attempt(piece: Piece, last: bool) -> torch.Tensor:
+            with self.ranks.chunk(last), self._scaled(piece.weight, num_items):
+                return self.trainer.stock_training_step(model, window.inputs(piece), num_items)
+
+        if self.settings.memory_control and self.ranks.recoverable:
+            return steps.run(pieces, attempt, self.loop, self._place)
+        if self.ranks.even_chunks:
+            return self._in_step(pieces, attempt)
+        return steps.run_once([piece for whole in pieces for piece in self.loop.fit(whole)], attempt, self.loop)
+
+    def _in_step(self, pieces, attempt) -> list[tuple[Piece, torch.Tensor]]:
+        """FSDP and ZeRO-3: no chunk can run again; a failure ends the run, with a checkpoint where one can be made."""
+        try:
+            return steps.run_once(pieces, attempt, self.loop)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            text = str(error).partition("\n")[0]
+            forget_traceback(error)
+        self.free_memory()
+        self._stop_sharded(max(pieces, key=lambda piece: piece.tokens), text)
+
+    def _stop_sharded(self, largest: Piece, text: str) -> NoReturn:
+        trainer, smaller = self.trainer, max(1, len(largest.rows) // 2)
+        if self.ranks.world_size == 1:  # several ranks would wait for each other: the others are inside the chunk
+            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+            saved = f"checkpoint-{trainer.state.global_step} was written, resume_from_checkpoint: true goes on from it"
+        else:
+            saved = "resume_from_checkpoint: true goes on from the newest checkpoint"
+        raise OutOfMemory(
+            f"step {trainer.state.global_step + 1} ran out of memory with {len(largest.rows)} rows x {largest.length} "
+            f"at once, and under FSDP or ZeRO-3 no chunk can run again. {saved}; set max_batch_size: {smaller}, which "
+            f"cuts the same batch into smaller chunks. The failed allocation said: {text}"
+        )
+
+    def _all_or_none(self, failure: Optional[OutOfMemory]) -> None:
+        """One rank that cannot go on stops all of them, before any waits for its gradients."""
+        failed_rank = self.ranks.agree([self.ranks.rank + 1 if failure is not None else 0])[0]
+        if failure is not None:
+            raise failure
+        if failed_rank:
+            raise OutOfMemory(f"rank {failed_rank - 1} ran out of memory and cannot go on; its message says what to do")
+
+    def _layout(self, inputs: Any) -> Batch:
+        batch = layout_for(self.trainer.model, inputs, self._not_by_rows)
+        if batch.obstacle_name is not None:
+            self._not_by_rows.add(batch.obstacle_name)
+        return batch
+
+    def _window(self, raw: Sequence[Any], num_items: Any) -> Window:
+        def read() -> list[Batch]:
+            return [self._layout(inputs) for inputs in raw]
+
+        batches = retry_unchanged(read, (), is_out_of_memory, self.free_memory)
+        pad_token_id = self._pad_token_id()
+        told = self.analysis.read(batches, num_items, pad_token_id)
+        if (told and self.reduction is not None) or not self._said:
+            self._say_limits(batches, num_items)
+            self._said = True
+        return self._window_of(batches)
+
+    def _window_of(self, batches: Sequence[Batch]) -> Window:
+        window = Window(batches, self.reduction, self._pad_token_id())
+        window.fewest_rows = 1 if window.can_pool or not _has_batch_norm(self.trainer.model) else 2
+        return window
+
+    def _pad_token_id(self) -> int:
+        tokenizer, config = self.trainer.processing_class, getattr(self.trainer.model, "config", None)
+        for owner in (tokenizer, config):
+            token = getattr(owner, "pad_token_id", None)
+            if isinstance(token, int) and token >= 0:
+                return token
+        return 0
+
+    # -- the loss ------------------------------------------------------------------------------------------------------
+
+    def _say_limits(self, batches: Sequence[Batch], num_items: Any) -> None:
+        obstacle = next((batch.obstacle for batch in batches if batch.obstacle), None)
+        if obstacle:
+            logger.warning("batches cannot be cut by rows (%s): each runs whole or fails", obstacle)
+        if self.reduction is None:
+            return
+        if not self.reduction.is_exact:
+            logger.warning(
+                "a split batch would not give the gradient of the whole: %s. Batches run whole while memory allows "
+                "(max_batch_size and token_cap do not cut them); min_batch_size (now %d) bounds how small they may "
+                "become",
+                self.reduction.mixes,
+                self.settings.min_batch_size,
+            )
+        elif self.reduction.reads_padding:
+            logger.warning("this model's loss depends on its padding (%s): it is kept", self.reduction.reads_padding)
+        if self.adds_means(num_items):
+            logger.warning(
+                "this model ignores num_items_in_batch, so the stock loop adds the mean losses of %d accumulation "
+                "batches up instead of averaging them: gradient and logged loss are that many times as large. This is "
+                "kept. gradient_accumulation_steps: 1 with a larger batch avoids it; chunks keep its memory low",
+                len(batches),
+            )
+
+    def adds_means(self, num_items: Any) -> bool:
+        """Whether the losses of a window add up to several means where the stock loop takes them for one."""
+        is_mean = self.reduction is not None and self.reduction.is_mean
+        several = self.trainer.current_gradient_accumulation_steps > 1
+        return is_mean and several and self._stock_scales(num_items)
+
+    @contextlib.contextmanager
+    def _scaled(self, weight: Optional[float], num_items: Any) -> Iterator[None]:
+        """Make the stock step scale a mean over a part by its share in the mean over the whole."""
+        if weight is None:
+            yield
+            return
+        trainer = self.trainer
+        before = trainer.loss_is_scaled_for_ga, trainer.current_gradient_accumulation_steps
+        divisor = 1 if self._stock_scales(num_items) else trainer.current_gradient_accumulation_steps
+        trainer.loss_is_scaled_for_ga = False
+        trainer.current_gradient_accumulation_steps = divisor / weight
+        try:
+            yield
+        finally:
+            trainer.loss_is_scaled_for_ga, trainer.current_gradient_accumulation_steps = before
+
+    def _stock_scales(self, num_items: Any) -> bool:
+        """Whether the stock step takes this loss as already divided over the window."""
+        trainer = self.trainer
+        if trainer.loss_is_scaled_for_ga is not None:
+            return trainer.loss_is_scaled_for_ga
+        return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
+
+
+def _has_batch_norm(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def _per_batch(done: Sequence[tuple[Piece, torch.Tensor]], count: int, device: torch.device) -> list[torch.Tensor]:
+    """The losses by accumulation batch; those of a piece with rows of several go to the first of them."""
+    losses: list[Optional[torch.Tensor]] = [None] * count
+    for piece, loss in done:
+        before = losses[piece.batch]
+        losses[piece.batch] = loss if before is None else before + loss
+    return [torch.zeros((), device=device) if loss is None else loss for loss in losses]

@@ -1,0 +1,198 @@
+"""Evaluation and prediction that survive out-of-memory: the same rows in smaller parts, put together again.
+
+The size that fits evaluation is its own: it never touches the chunks of training.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Optional, TypeVar
+
+import torch
+from accelerate.utils import send_to_device
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+from transformers.trainer_pt_utils import nested_concat
+
+from scu_trainer.errors import OutOfMemory
+from scu_trainer.train.loss.analysis import probe
+from scu_trainer.train.step.batches.reduction import Reduction
+from scu_trainer.train.step.batches.rows import Batch, layout_for, rows_of, take
+from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
+from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory_in_loader
+from scu_trainer.train.step.recovery.second_try import second_try
+from scu_trainer.train.step.recovery.snapshot import generators, put_back
+
+logger = logging.getLogger("scu_trainer")
+
+Result = TypeVar("Result")
+
+FEWER_LOGITS = (
+    "Lower per_device_eval_batch_size, set prediction_loss_only: true, or keep less of the logits "
+    "(preprocess_logits_for_metrics)"
+)
+
+
+class Halving:
+    """Runs ``count`` rows in one go while that fits, in parts of half the size where it does not.
+
+    ``largest_rows``: the size that fitted after an out-of-memory, None before one; later calls begin with it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.largest_rows: Optional[int] = None
+        self.out_of_memory = 0
+
+    def run(self, count: int, attempt: Callable[[range], Result]) -> list[tuple[range, Result]]:
+        """``attempt`` gets consecutive ranges of rows that cover 0 to ``count``. Raises OutOfMemory where one row fails
+        twice."""
+        results: list[tuple[range, Result]] = []
+        begin, is_second_try = 0, False
+        while begin < count:
+            part = range(begin, min(count, begin + (self.largest_rows or count)))
+            failed = None
+            try:
+                results.append((part, attempt(part)))
+            except (RuntimeError, MemoryError, OSError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed = str(error).partition("\n")[0]
+                forget_traceback(error)
+            if failed is None:
+                begin, is_second_try = part.stop, False
+                continue
+            free_memory(self.device)
+            self._shrink(len(part), failed, is_second_try)
+            is_second_try = len(part) == 1
+        return results
+
+    def _shrink(self, rows: int, failed: str, is_second_try: bool) -> None:
+        self.out_of_memory += 1
+        if is_second_try:
+            raise OutOfMemory(
+                "evaluation of a single row does not fit in memory, even after memory was freed; shorten the held-out "
+                f"rows (block_size) or use a smaller model. The failed allocation said: {failed}"
+            )
+        if rows == 1:
+            logger.warning("evaluation ran out of memory with a single row; once more, now that memory was freed")
+            return
+        self.largest_rows = rows // 2
+        logger.warning("evaluation ran out of memory with %d rows at once; %d from now on", rows, self.largest_rows)
+
+
+class Prediction:
+    """``prediction_step`` of one trainer in parts. ``items``: what the stock count of labels gives meanwhile."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.halving = Halving(trainer.args.device)
+        self.items: Optional[tuple[Any]] = None
+        self._reduction: Optional[Reduction] = None
+
+    def step(self, inputs: Any, predict: Callable[[Any], tuple], loss_only: bool) -> tuple:
+        """(loss, logits, labels) of ``inputs``, as ``predict`` gives them for as many rows as fit at once."""
+        batch = rows_of(self.trainer.model, inputs)
+        # Counted once for the whole batch: the count is a collective, and ranks may need different numbers of parts.
+        count = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
+        with self._counted(count):
+            if batch.obstacle is not None or batch.rows == 0:
+                doing = f"evaluation of a batch that cannot be cut by rows ({batch.obstacle or 'it has none'})"
+                return second_try(partial(predict, inputs), doing, "Lower per_device_eval_batch_size")
+            parts = self.halving.run(batch.rows, lambda part: self._part_result(batch, part, predict))
+            if len(parts) == 1:
+                return parts[0][1]
+            join = partial(self._joined, batch, parts, count, loss_only)
+            return second_try(join, "putting the parts of an evaluated batch together", FEWER_LOGITS)
+
+    def evaluated(self, evaluate: Callable[[], Result], loader: Any) -> Result:
+        """``evaluate()``, a whole pass over ``loader``; from its first batch once more where something between the
+        batches ran out of memory (the stock loop's own collecting of logits, metrics, the loader). Nothing is learned
+        in it, so a second pass gives the same figures; random numbers are those of before.
+        """
+        if not self._can_begin_again(loader):
+            return evaluate()
+        states = generators([str(self.trainer.args.device)])
+        try:
+            return evaluate()
+        except (RuntimeError, MemoryError, OSError) as error:
+            if not (is_out_of_memory(error) or is_out_of_memory_in_loader(error)):
+                raise
+            text = str(error).partition("\n")[0]
+            forget_traceback(error)
+        free_memory(self.trainer.args.device)
+        put_back(states)
+        logger.warning("evaluation ran out of memory between two batches and begins again, once: %s", text)
+        return evaluate()
+
+    def _can_begin_again(self, loader: Any) -> bool:
+        """Rows that can be read twice, metrics that were not told of some batches already, no rank that waits."""
+        dataset, trainer = getattr(loader, "dataset", None), self.trainer
+        can_be_read_again = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+        return can_be_read_again and not trainer.args.batch_eval_metrics and trainer.accelerator.num_processes == 1
+
+    def _part_result(self, batch: Batch, part: range, predict: Callable[[Any], tuple]) -> tuple:
+        loss, logits, labels = predict(_part(batch, part))
+        if len(part) == batch.rows or self.trainer.accelerator.num_processes > 1:  # ranks gather on the device
+            return loss, logits, labels
+        # Memory is short: parts are kept and joined on the host.
+        return loss, send_to_device(logits, "cpu"), send_to_device(labels, "cpu")
+
+    @contextmanager
+    def _counted(self, count: Any) -> Iterator[None]:
+        self.items = (count,)
+        try:
+            yield
+        finally:
+            self.items = None
+
+    def _joined(self, batch: Batch, parts: list[tuple[range, tuple]], count: Any, loss_only: bool) -> tuple:
+        losses = [result[0] for _, result in parts]
+        loss = None if losses[0] is None else self._loss(batch, parts, losses, count)
+        if loss_only:
+            return loss, None, None
+        logits, labels = (_concatenated([result[i] for _, result in parts]) for i in (1, 2))
+        return loss, logits, labels
+
+    def _loss(self, batch: Batch, parts, losses: list[torch.Tensor], count: Any) -> torch.Tensor:
+        reduction = self._asked(batch, count)
+        if reduction.kind in ("num_items", "sum"):
+            return torch.stack(losses).sum()
+        items = [reduction.items(_part(batch, part), len(part)) for part, _ in parts]
+        shares = [(share, loss) for share, loss in zip(items, losses, strict=True) if share]
+        total = sum(items)
+        return sum(share / total * loss for share, loss in shares) if total else losses[0]
+
+    def _asked(self, batch: Batch, count: Any) -> Reduction:
+        if self._reduction is None:
+            trainer = self.trainer
+
+            def loss_of(inputs: Any, items: Any) -> torch.Tensor:
+                with trainer.compute_loss_context_manager():
+                    prepared = trainer._prepare_inputs(inputs)
+                    return trainer.compute_loss(trainer.model, prepared, num_items_in_batch=items)
+
+            low_precision = trainer.accelerator.mixed_precision != "no"
+            rows = [layout_for(trainer.model, batch.inputs)]
+            how = {"training": False, "low_precision": low_precision, "most_rows": 2}
+            asked = probe(loss_of, trainer.model, rows, count, 0, **how)
+            self._reduction = asked or Reduction("rows", mixes="its rows give no number")
+            if not self._reduction.is_exact:
+                logger.warning("eval_loss is a mean over parts of a batch: %s", self._reduction.mixes)
+        return self._reduction
+
+
+def _part(batch: Batch, part: range) -> Any:
+    return take([batch], [(0, row) for row in part], trim=False)
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    if parts[0] is None:
+        return None
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = nested_concat(joined, part, padding_index=-100)
+    return joined

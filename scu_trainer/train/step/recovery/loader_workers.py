@@ -1,0 +1,138 @@
+"""Loaders: workers that live as long as their run wants them, and batches that are not lost where memory is short.
+
+Ctrl-C and a batch queue's SIGTERM reach every process of the group. Workers that obeyed would be missing in the step
+that the run still finishes. So they leave both to the run, which ends them by torch's own means; a run that was killed
+leaves them alone, which torch's workers notice within seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import os
+import signal
+import weakref
+from collections import UserDict
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Optional
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from scu_trainer.hardware.heap import give_back_freed
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
+from scu_trainer.train.step.recovery.snapshot import generators, put_back
+
+
+class LeaveSignals:
+    """A ``worker_init_fn`` that runs ``inner`` too. A second SIGTERM is obeyed: it is the run's, to one that hangs."""
+
+    def __init__(self, inner: Optional[Callable[[int], Any]]) -> None:
+        self.inner = inner
+        self._asked = False
+
+    def __call__(self, worker_id: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._receive)
+        if self.inner is not None:
+            self.inner(worker_id)
+
+    def _receive(self, number: int, frame: Optional[FrameType]) -> None:
+        if self._asked:
+            os._exit(128 + number)
+        self._asked = True
+
+
+def shield(loader: Any) -> Any:
+    """``loader``, whose workers leave signals to the run."""
+    inner = getattr(loader, "base_dataloader", loader)  # accelerate's loaders are shells
+    if isinstance(inner, DataLoader) and inner.num_workers > 0:
+        inner.worker_init_fn = LeaveSignals(inner.worker_init_fn)
+        _shielded[inner] = os.getpid()
+    return loader
+
+
+class CollatesAgain:
+    """``collate``, once more where it runs out of memory: a batch is a function of its rows, and none of them is lost.
+
+    The second time gets the rows as they were: some collators write into them. Raises what ``collate`` raises then.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, rows: Any) -> Any:
+        return _again(functools.partial(self.collate, rows), functools.partial(self.collate, _copied(rows)))
+
+
+class ReadsAgain:
+    """Rows of a map-style dataset for a loader's fetcher, read once more where that runs out of memory."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __getitem__(self, index: Any) -> Any:
+        return _again(functools.partial(self.rows.__getitem__, index))
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        return _again(functools.partial(self._all, indices))
+
+    def _all(self, indices: Sequence[Any]) -> list[Any]:
+        many = getattr(self.rows, "__getitems__", None)  # as torch's fetcher asks
+        return many(indices) if many else [self.rows[index] for index in indices]
+
+
+def _again(first: Callable[[], Any], second: Optional[Callable[[], Any]] = None) -> Any:
+    """``first()``; where it runs out of memory ``second()`` (None: the same), with random numbers as they were."""
+    states = generators()
+    try:
+        return first()
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        forget_traceback(error)
+    gc.collect()  # no cache of a device: this may be a worker
+    give_back_freed()
+    put_back(states)
+    return (second or first)()
+
+
+def _copied(rows: Any) -> Any:
+    """Rows in containers of their own; what they hold is shared."""
+    if type(rows) in (list, tuple):
+        return type(rows)([_copied(row) for row in rows])
+    return rows.copy() if isinstance(rows, (dict, UserDict)) else rows
+
+
+def loading_again(loader: Any) -> Any:
+    """``loader``, whose collator survives running out of memory, and in this process the reading of its rows too."""
+    inner = getattr(loader, "base_dataloader", loader)
+    if not isinstance(inner, DataLoader):
+        return loader
+    if inner.collate_fn is not None:
+        inner.collate_fn = CollatesAgain(inner.collate_fn)
+    if inner.num_workers == 0 and not isinstance(inner.dataset, IterableDataset):
+        inner._get_iterator = functools.partial(_reading_again, inner)
+    return loader
+
+
+def _reading_again(loader: DataLoader) -> Any:
+    iterator = type(loader)._get_iterator(loader)
+    fetcher = getattr(iterator, "_dataset_fetcher", None)
+    if fetcher is not None:
+        fetcher.dataset = ReadsAgain(fetcher.dataset)
+    return iterator
+
+
+_shielded: weakref.WeakKeyDictionary[DataLoader, int] = weakref.WeakKeyDictionary()
+"""By process: a fork inherits the loaders, and their workers are not its own to end."""
+
+
+@atexit.register
+def _end_persistent() -> None:
+    """Before the exit of multiprocessing, which sends one SIGTERM and then waits: persistent workers would leave it."""
+    for loader, process in list(_shielded.items()):
+        iterator = getattr(loader, "_iterator", None)  # what a loader keeps between epochs
+        if iterator is not None and process == os.getpid():
+            iterator._shutdown_workers()

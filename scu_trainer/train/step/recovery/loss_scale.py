@@ -1,0 +1,32 @@
+"""fp16 and its loss scaler: clipping can be repeated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from accelerate import Accelerator
+
+from scu_trainer.train.step.recovery.second_try import second_try
+
+
+@contextlib.contextmanager
+def unscaled(accelerator: Accelerator, gradients: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, the loss scale is out of ``gradients``, and clipping does not take it out again.
+
+    It does so first of all, and torch refuses a second time: a clipping that ran out of memory could not be repeated.
+    """
+    scaler = accelerator.scaler
+    if scaler is None or not scaler.is_enabled():
+        yield
+        return
+    second_try(accelerator.unscale_gradients, "taking the loss scale out of the gradients", unchanged=gradients)
+    before = vars(accelerator).get("unscale_gradients")
+    accelerator.unscale_gradients = lambda optimizer=None: None
+    try:
+        yield
+    finally:
+        del accelerator.unscale_gradients
+        if before is not None:
+            accelerator.unscale_gradients = before

@@ -1,0 +1,326 @@
+"""Live memory: gauges that say how much is used and how much may be, what counts as out of memory, and freeing.
+
+A gauge alone, in any loop of your own::
+
+    >>> import mmap
+    >>> import torch
+    >>> from scu_trainer.train.step.recovery.memory import gauge_for
+    >>> gauge = gauge_for(torch.device("cpu"))
+    >>> gauge.reset()
+    >>> pages = mmap.mmap(-1, 64 * 2**20)  # of the kernel's: malloc might hand out pages that it had kept
+    >>> block = torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
+    >>> del block, pages  # gives them back
+    >>> reading = gauge.read()
+    >>> reading.peak_bytes - reading.used_bytes > 60 * 2**20  # a sampler that looks now would have missed it
+    True
+    >>> reading.free_bytes == reading.limit_bytes - reading.used_bytes
+    True
+
+Recovering from an error that ``is_out_of_memory`` has three steps, in this order and *outside* the ``except``: inside
+it the interpreter itself keeps the traceback, hence the failed step's tensors::
+
+    failure = None
+    try:
+        run(chunk)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = error
+    if failure is not None:
+        wanted = wanted_bytes(failure)
+        forget_traceback(failure)
+        free_memory(device)
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import psutil
+import torch
+from accelerate.utils.memory import clear_device_cache
+
+from scu_trainer.errors import RequirementError
+from scu_trainer.hardware import cgroup
+from scu_trainer.hardware.heap import give_back_freed
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory, wanted_bytes
+
+__all__ = [
+    "CpuGauge",
+    "CudaGauge",
+    "Gauge",
+    "MpsGauge",
+    "Reading",
+    "forget_traceback",
+    "free_memory",
+    "gauge_for",
+    "is_out_of_memory",
+    "wanted_bytes",
+]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a gauge saw.
+
+    Fields:
+        limit_bytes: what may be used at most, by everybody who is counted in ``used_bytes``.
+        used_bytes: in use now. A device allocator's reusable cache does not count as used.
+        peak_bytes: the highest ``used_bytes`` since ``reset``.
+        limit_name: which limit this is, for messages.
+        allocation_retries: how often since ``reset`` the device allocator had to flush its cache and try again.
+            Growth in two readings in a row means that it thrashes: the step works, but slowly.
+        process_bytes: the part of ``used_bytes`` that is this process's own live memory; None if all of it is.
+    """
+
+    limit_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    limit_name: str = ""
+    allocation_retries: int = 0
+    process_bytes: Optional[int] = None
+
+    @property
+    def own_bytes(self) -> int:
+        """This process's live memory. Differences of it are free of what other processes did meanwhile."""
+        return self.used_bytes if self.process_bytes is None else self.process_bytes
+
+    @property
+    def own_peak_bytes(self) -> int:
+        return self.own_bytes + self.peak_bytes - self.used_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return max(self.limit_bytes - self.used_bytes, 0)
+
+    @property
+    def used_fraction(self) -> float:
+        return self.used_bytes / self.limit_bytes if self.limit_bytes else 1.0
+
+
+class Gauge(ABC):
+    """Measures one memory. ``read`` changes nothing, so a second thread may read what the first one resets."""
+
+    @abstractmethod
+    def reset(self, exact: bool = False) -> None:
+        """Start a new peak. ``exact`` first gives freed memory back, so that ``used_bytes`` is what is live."""
+
+    @abstractmethod
+    def read(self) -> Reading:
+        """Memory now, and its peak since ``reset``."""
+
+
+class CudaGauge(Gauge):
+    """Memory of one CUDA (or ROCm) device.
+
+    Used is what others hold on the card, plus this process's context, plus this process's live tensors; blocks that
+    torch's allocator has reserved and could hand out again are not used. ``set_per_process_memory_fraction`` bounds
+    only what the allocator reserves, so the limit then is that share on top of what lies outside the allocator.
+
+    The peak of the tensors is exact; what lies outside the allocator is taken as it is at ``read``. ``reset`` restarts
+    ``torch.cuda.max_memory_allocated`` for everybody in this process. Nothing here waits for the device.
+    ``api`` is ``torch.cuda`` or something with the functions of it that are used here.
+    """
+
+    def __init__(self, device: torch.device, api: Any = torch.cuda):
+        api.init()  # before it, the allocator has no statistics to reset
+        self._api = api
+        # fixed here: "the current device" is a different one in a monitoring thread
+        self._index = api.current_device() if device.index is None else device.index
+        self._retries_at_reset = 0
+        self.reset()
+
+    def reset(self, exact: bool = False) -> None:
+        self._api.reset_peak_memory_stats(self._index)
+        self._retries_at_reset = self._statistics()["num_alloc_retries"]
+
+    def read(self) -> Reading:
+        driver_free_bytes, total_bytes = self._api.mem_get_info(self._index)
+        fraction = self._api.get_per_process_memory_fraction(self._index)
+        statistics = self._statistics()
+        tensors = statistics["allocated_bytes"]["all"]
+        outside_bytes = max(total_bytes - driver_free_bytes - statistics["reserved_bytes"]["all"]["current"], 0)
+        capped_bytes = outside_bytes + int(total_bytes * fraction)
+        is_capped = capped_bytes < total_bytes
+        return Reading(
+            limit_bytes=capped_bytes if is_capped else total_bytes,
+            used_bytes=outside_bytes + tensors["current"],
+            peak_bytes=outside_bytes + tensors["peak"],
+            limit_name=f"memory fraction {fraction:g} of cuda:{self._index}" if is_capped else f"cuda:{self._index}",
+            allocation_retries=max(statistics["num_alloc_retries"] - self._retries_at_reset, 0),
+            process_bytes=tensors["current"],
+        )
+
+    def _statistics(self) -> dict[str, Any]:
+        # memory_allocated and its kin flatten and sort this whole dictionary at every call
+        return self._api.memory_stats_as_nested_dict(self._index)
+
+
+class MpsGauge(Gauge):
+    """Memory of Apple's GPU: the working set that Metal recommends, and what this process holds of it.
+
+    MPS keeps no peak of its tensors, but what the driver has handed out does not shrink while the allocator keeps its
+    cache: after ``reset(exact=True)``, which empties it, that is the peak. After a plain ``reset`` the reported peak is
+    that of the time since the last exact one, which is never too low.
+    ``api`` is ``torch.mps`` or something with the functions of it that are used here.
+    """
+
+    def __init__(self, api: Any = torch.mps):
+        self._api = api
+        self.reset(exact=True)
+
+    def reset(self, exact: bool = False) -> None:
+        if exact:
+            self._api.empty_cache()
+            # with the cache empty, the rest is the framework's own
+            self._framework_bytes = self._api.driver_allocated_memory() - self._api.current_allocated_memory()
+
+    def read(self) -> Reading:
+        used_bytes = self._api.current_allocated_memory() + self._framework_bytes
+        return Reading(
+            limit_bytes=self._api.recommended_max_memory(),
+            used_bytes=used_bytes,
+            peak_bytes=max(self._api.driver_allocated_memory(), used_bytes),
+            limit_name="working set recommended by Metal",
+        )
+
+
+class _Limit(NamedTuple):
+    name: str
+    limit_bytes: int
+    used_bytes: int
+
+
+class CpuGauge(Gauge):
+    """Main memory: the machine's RAM, the container's limit, and this process's soft RLIMIT_DATA and RLIMIT_AS.
+
+    The limit with the least room is the one reported, so it may change from one reading to the next; the difference of
+    peak and used does not depend on it. That difference is exact on Linux, where the kernel keeps the high-water mark
+    of the resident set and lets a process restart it. Where it cannot be restarted (another system, or a sandbox that
+    hides /proc/self/clear_refs) the peak is what is used at ``read``: a rise and fall between ``reset`` and ``read`` is
+    lost then.
+
+    A container's limit is looked up at construction and at every exact reset; one that is set later than that is
+    not seen before. With nested containers ``used_bytes`` is the limit less the room at the tightest level.
+    ``root`` holds ``proc`` and ``sys``; ``system_memory`` returns total and available bytes of the machine.
+    """
+
+    def __init__(self, root: Path = cgroup.ROOT, system_memory: Callable[[], Any] = psutil.virtual_memory):
+        self._root = root
+        self._system_memory = system_memory
+        self._status_path = os.path.join(root, "proc/self/status")
+        self._clear_refs_path = os.path.join(root, "proc/self/clear_refs")
+        self._has_status = os.path.exists(self._status_path)
+        self._keeps_peak = self._has_status and self._can_restart_peak()
+        self._container_limit_bytes = cgroup.memory_limit_bytes(root)
+
+    def reset(self, exact: bool = False) -> None:
+        if exact:
+            give_back_freed()
+            self._container_limit_bytes = cgroup.memory_limit_bytes(self._root)
+        if self._keeps_peak:
+            self._restart_peak()
+
+    def read(self) -> Reading:
+        process = self._process()
+        tightest = min(self._limits(process), key=lambda limit: limit.limit_bytes - limit.used_bytes)
+        above_now_bytes = process["VmHWM"] - process["VmRSS"] if self._keeps_peak else 0
+        return Reading(
+            limit_bytes=tightest.limit_bytes,
+            used_bytes=tightest.used_bytes,
+            peak_bytes=tightest.used_bytes + above_now_bytes,
+            limit_name=tightest.name,
+            process_bytes=process["VmRSS"],
+        )
+
+    def _limits(self, process: dict[str, int]) -> Iterator[_Limit]:
+        machine = self._system_memory()
+        yield _Limit("RAM of this machine", machine.total, machine.total - machine.available)
+        yield from self._container_limits()
+        if self._has_status:
+            yield from _resource_limits(process)
+
+    def _container_limits(self) -> Iterator[_Limit]:
+        if self._container_limit_bytes is None:
+            return
+        room_bytes = cgroup.memory_available_bytes(self._root)
+        if room_bytes is not None:  # None: the limit has been lifted since it was looked up
+            used_bytes = max(self._container_limit_bytes - room_bytes, 0)
+            yield _Limit("memory limit of the container", self._container_limit_bytes, used_bytes)
+
+    def _process(self) -> dict[str, int]:
+        """Sizes of this process in bytes, by the names that the kernel gives them."""
+        if not self._has_status:
+            return {"VmRSS": psutil.Process().memory_info().rss}
+        with open(self._status_path, "rb") as file:
+            status = file.read()
+        return {name: _kilobytes(status, name) * 1024 for name in ("VmRSS", "VmHWM", "VmData", "VmSize")}
+
+    def _can_restart_peak(self) -> bool:
+        try:
+            self._restart_peak()
+        except OSError:  # macOS has no such file, a sandbox may forbid it: the class docstring says what is lost
+            return False
+        return True
+
+    def _restart_peak(self) -> None:
+        descriptor = os.open(self._clear_refs_path, os.O_WRONLY)
+        try:
+            os.write(descriptor, b"5")
+        finally:
+            os.close(descriptor)
+
+
+def gauge_for(device: torch.device) -> Gauge:
+    """The gauge of a device. Raises RequirementError for a kind of device whose memory cannot be measured here."""
+    if device.type == "cuda":
+        return CudaGauge(device)
+    if device.type == "mps":
+        return MpsGauge()
+    if device.type == "cpu":
+        return CpuGauge()
+    raise RequirementError(
+        f"memory control measures cuda, mps and cpu devices, and this one is {str(device)!r}; "
+        "set memory_control to false, or pass a gauge of your own"
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Collect garbage, then give cached memory of the device and of the C library back to the system.
+
+    Returns the bytes that this process holds less than before. Takes some tenths of a second.
+    """
+    before_bytes = _held_bytes(device)
+    gc.collect()
+    clear_device_cache()
+    give_back_freed()
+    return max(before_bytes - _held_bytes(device), 0)
+
+
+def _resource_limits(process: dict[str, int]) -> Iterator[_Limit]:
+    import resource  # POSIX only, as is the file that ``process`` came from
+
+    for name, used_bytes in (("RLIMIT_DATA", process["VmData"]), ("RLIMIT_AS", process["VmSize"])):
+        soft_bytes, _ = resource.getrlimit(getattr(resource, name))  # read anew: a process may change its soft limit
+        if soft_bytes != resource.RLIM_INFINITY:
+            yield _Limit(name, soft_bytes, used_bytes)
+
+
+def _kilobytes(status: bytes, name: str) -> int:
+    start = status.index(b"\n" + name.encode() + b":") + len(name) + 2
+    return int(status[start : status.index(b"kB", start)])
+
+
+def _held_bytes(device: torch.device) -> int:
+    """What this process holds of a device's memory, caches included; of main memory for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    return psutil.Process().memory_info().rss

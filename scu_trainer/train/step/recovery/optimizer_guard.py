@@ -1,0 +1,220 @@
+"""Running out of memory inside ``optimizer.step()`` neither ends the run nor leaves half-updated weights.
+
+An optimizer writes weight after weight and allocates in between, so a failed step cannot simply be repeated. Two
+remedies, both bitwise neutral:
+
+    preallocate      before the first step: the state, which is the largest allocation, is made while nothing is lost
+    OptimizerGuard   every step: update a few parameters at a time, each piece after a copy of what it may change;
+                     a failure is rolled back, memory is freed, and smaller pieces are tried, down to one parameter
+
+Fused updates allocate nothing once their state exists; they run whole, without copies. ``Tensor._version`` is no
+witness of what a step has written: fused and bitsandbytes kernels do not count their writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from scu_trainer.errors import OutOfMemory
+from scu_trainer.train.step.recovery.optimizer_pieces import Pair, Piece, SavedCounters, SavedPiece, cut
+from scu_trainer.train.step.recovery.optimizer_state import (
+    inner_optimizer,
+    preallocate,
+    step_module,
+    step_without_hooks,
+    steps_one_by_one,
+)
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback
+from scu_trainer.train.step.recovery.second_try import retry_unchanged
+
+__all__ = ["OptimizerGuard", "preallocate", "retry_unchanged"]
+
+logger = logging.getLogger(__name__)
+
+# Modules whose fused step is an addition to the counters and one kernel, neither of which allocates. Under a GradScaler
+# an overflow takes the addition back, in place as well.
+FUSED_IN_PLACE = frozenset({"torch.optim.adam", "torch.optim.adagrad", "torch.optim.sgd"})
+
+
+class OptimizerGuard:
+    """Makes each step of ``optimizer`` all or nothing per parameter, and smaller where memory is short.
+
+    optimizer: a torch optimizer or accelerate's wrapper of one; DeepSpeed's engine steps by itself, do not guard it.
+    Nor parameters that are sharded (FSDP): a rank that repeats its step alone would wait for the others for ever.
+    is_out_of_memory, free_memory: see ``train/step/recovery/memory.py``. named_parameters: names for the error message.
+    piece_bytes: weights that are updated together, default 8 MiB on the CPU and 64 MiB elsewhere.
+
+    The guard works as a pair of step hooks: it does the update itself with the optimizer's own arithmetic, then hides
+    the gradients so that the stock call finds nothing to do. So it does not matter who calls (loop, GradScaler) or who
+    has wrapped ``step`` (learning rate schedulers); other hooks run once per step and see all gradients; ``state_dict``
+    and pickling are as without it. Steps with a closure pass through unguarded.
+
+    recoveries: failures survived so far. half_stepped: the error just raised has left some parameters one step ahead;
+    their weights must not be saved.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        is_out_of_memory: Callable[[BaseException], bool],
+        free_memory: Callable[[], None],
+        named_parameters: Iterable[tuple[str, torch.Tensor]] = (),
+        piece_bytes: int | None = None,
+    ) -> None:
+        self.optimizer = inner_optimizer(optimizer)
+        self.recoveries = 0
+        self.half_stepped = False
+        self._is_out_of_memory = is_out_of_memory
+        self._free_memory = free_memory
+        self._names = {parameter: name for name, parameter in named_parameters}
+        self._piece_bytes = piece_bytes
+        self._hooks: list[Any] = []
+        self._whole = Piece(())
+
+    def attach(self) -> None:
+        """Guard every step from now on. No effect, but a line in the log, for optimizers that are not known."""
+        if not steps_one_by_one(self.optimizer):
+            logger.warning(
+                "%s is not known to update parameters one by one: running out of memory inside its step ends the run",
+                type(self.optimizer).__name__,
+            )
+        elif not self._hooks:
+            self._hooks = [
+                self.optimizer.register_step_pre_hook(self._update),
+                self.optimizer.register_step_post_hook(self._finish),
+            ]
+            self._order_hooks()
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[OptimizerGuard]:
+        self.attach()
+        try:
+            yield self
+        finally:
+            self.detach()
+
+    def _order_hooks(self) -> None:
+        # Hooks of others work on gradients: ours hides them last and shows them first.
+        before, after = self._hooks
+        self.optimizer._optimizer_step_pre_hooks.move_to_end(before.id)
+        self.optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+
+    def _update(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
+        is_last = next(reversed(optimizer._optimizer_step_pre_hooks)) == self._hooks[0].id
+        if has_closure or not is_last:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._whole = Piece(tuple((p, p.grad) for p in parameters if p.grad is not None))
+        try:
+            with torch.no_grad():
+                self._step_pieces()
+        except BaseException:
+            self._show_all()
+            raise
+
+    def _finish(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._show_all()
+        self._order_hooks()
+
+    def _show_all(self) -> None:
+        self._whole.show()
+        self._whole = Piece(())
+
+    def _step_pieces(self) -> None:
+        self.half_stepped = False
+        pending = deque(self._plan())
+        self._whole.hide()
+        while pending:
+            piece = pending.popleft()
+            if self._attempt(piece):
+                self.half_stepped = True
+            else:
+                pending = deque(part for rest in [*self._smaller(piece), *pending] for part in self._fitting(rest))
+        self.half_stepped = False
+
+    def _plan(self) -> list[Piece]:
+        """Pieces with copies first, the largest parameters first: if one cannot be stepped, nothing is changed yet."""
+        copied: list[Pair] = []
+        in_place: dict[Any, list[Pair]] = defaultdict(list)
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                pair = (parameter, parameter.grad)
+                if self._updates_in_place(group, parameter):
+                    in_place[index, parameter.device, parameter.dtype].append(pair)  # one kernel each
+                else:
+                    copied.append(pair)
+        return cut(copied, self._piece_bytes) + [Piece(tuple(pairs), copied=False) for pairs in in_place.values()]
+
+    def _updates_in_place(self, group: dict[str, Any], parameter: torch.Tensor) -> bool:
+        if not group.get("fused") or step_module(self.optimizer) not in FUSED_IN_PLACE:
+            return False
+        return bool(self.optimizer.state.get(parameter)) or group.get("momentum") == 0
+
+    def _attempt(self, piece: Piece) -> bool:
+        """Update ``piece``; on failure it is as before, and memory has been freed."""
+        saved = None
+        piece.show()
+        try:
+            saved = (SavedPiece if piece.copied else SavedCounters)(self.optimizer, piece)
+            step_without_hooks(self.optimizer)
+            return True
+        except (RuntimeError, MemoryError) as error:
+            if not self._is_out_of_memory(error):
+                raise
+            forget_traceback(error)
+        finally:
+            piece.hide()
+        if saved is not None:
+            saved.restore()
+            saved = None
+        self._free_memory()
+        return False
+
+    def _fitting(self, piece: Piece) -> list[Piece]:
+        """``piece`` in the size that the last failure has taught."""
+        is_divisible = piece.copied and len(piece.pairs) > 1
+        return cut(piece.pairs, self._piece_bytes) if is_divisible else [piece]
+
+    def _smaller(self, piece: Piece) -> list[Piece]:
+        """What to try instead. Raises OutOfMemory when nothing is left."""
+        self.recoveries += 1
+        logger.warning("out of memory in the optimizer step; retrying with smaller pieces, same result")
+        if not piece.copied:
+            return cut(piece.pairs, self._piece_bytes)
+        middle = len(piece.pairs) // 2
+        if middle:
+            self._piece_bytes = max(piece.weight_bytes // 2, 1)  # the next step begins with what fits
+            return [Piece(piece.pairs[:middle]), Piece(piece.pairs[middle:])]
+        if not piece.copy_to_host:
+            return [replace(piece, copy_to_host=True)]
+        raise OutOfMemory(self._message(piece.pairs[0][0]))
+
+    def _message(self, parameter: torch.Tensor) -> str:
+        name = self._names.get(parameter, "a parameter")
+        size = f"{' x '.join(map(str, parameter.shape))}, {parameter.nbytes / 2**20:.3g} MiB"
+        consequence = (
+            "some other parameters have taken this step already: go on from the last checkpoint"
+            if self.half_stepped
+            else "no weight was changed"
+        )
+        return (
+            f"the optimizer step does not fit in memory even for {name} ({size}) alone; "
+            f"{consequence}. Use optim: adamw_torch_fused, which needs no working memory, optim: adamw_8bit, "
+            "tuning: lora, or a smaller model"
+        )

@@ -1,0 +1,170 @@
+"""What is known about optimizers, and making their state before there is anything to lose.
+
+The state is most often the largest allocation of a run (AdamW: twice the weights), and comes at the first
+``optimizer.step()``, after the first batch has been worked through. ``preallocate`` makes it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from scu_trainer.errors import OutOfMemory
+from scu_trainer.train.step.recovery.optimizer_pieces import stored
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback
+
+logger = logging.getLogger(__name__)
+
+# Modules whose step() treats each parameter by itself and keeps no other state, so that pieces give the whole.
+ONE_BY_ONE = frozenset(
+    {f"torch.optim.{name}" for name in ("adadelta", "adagrad", "adam", "adamax", "nadam", "radam", "rmsprop", "sgd")}
+    | {"torch.optim._adafactor", "torch.optim._muon", "transformers.optimization"}
+    | {"bitsandbytes.optim.optimizer", "torchao.optim.adam"}
+)
+
+
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that updates the weights, without accelerate's wrapper."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def step_module(optimizer: Optimizer) -> str:
+    """Module of the function that runs: a subclass that brings its own step() is another optimizer."""
+    return type(optimizer).step.__module__
+
+
+def steps_one_by_one(optimizer: Optimizer) -> bool:
+    """Whether a step over some of the parameters, then over the others, is known to equal one step over all."""
+    return step_module(optimizer) in ONE_BY_ONE
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    # torch wraps each class's step() once, to run the hooks around it.
+    type(optimizer).step.__wrapped__(optimizer)
+
+
+def preallocate(optimizer: Optimizer, is_out_of_memory: Callable[[BaseException], bool]) -> int:
+    """Make the optimizer's state as the first step would, and change nothing else. Returns its bytes.
+
+    Each parameter is stepped alone up to the first operation that would write to a weight or to the state: by then
+    the state is there, as fresh as the optimizer makes it. Weights, random numbers and gradients are untouched, so
+    training afterwards is bitwise what it would have been. Call it after the learning rate scheduler has been made.
+
+    0 if there is a state already (a resumed run), and, with a line in the log that says why, for optimizers that are
+    not known and for those that make their state from the first gradient (SGD with momentum).
+    Raises OutOfMemory, the optimizer again without any state, if it does not fit.
+    """
+    optimizer = inner_optimizer(optimizer)
+    name = type(optimizer).__name__
+    if optimizer.state:
+        return 0
+    if not steps_one_by_one(optimizer):
+        logger.info("the state of %s is not allocated ahead: its step is not known to us", name)
+        return 0
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    made = _make_states(optimizer, parameters, is_out_of_memory)
+    if len(made) < len(parameters):
+        needed_bytes = _estimated_bytes(optimizer, made, parameters)
+        optimizer.state.clear()
+        raise OutOfMemory(
+            f"the state of {name} does not fit in memory: it needs about {needed_bytes / 2**30:.2g} GiB. Use optim: "
+            "adamw_8bit (about a quarter) or paged_adamw_8bit (moves to host memory), tuning: lora, or a smaller model"
+        )
+    if not optimizer.state:
+        logger.info("%s keeps no state, or makes it from the first gradient; nothing is allocated ahead", name)
+    return _state_bytes(optimizer)
+
+
+def _make_states(
+    optimizer: Optimizer, parameters: list[torch.Tensor], is_out_of_memory: Callable[[BaseException], bool]
+) -> list[torch.Tensor]:
+    """The parameters that have their state now: not all if memory ran out."""
+    made: list[torch.Tensor] = []
+    with _gradients_hidden(parameters):
+        for parameter in parameters:
+            try:
+                _make_state(optimizer, parameter)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                forget_traceback(error)
+                optimizer.state.pop(parameter, None)
+                break
+            made.append(parameter)
+    return made
+
+
+def _estimated_bytes(optimizer: Optimizer, made: list[torch.Tensor], parameters: list[torch.Tensor]) -> int:
+    """Bytes of the whole state, from the part that was made; before the first, AdamW's two values per weight."""
+    made_bytes = sum(parameter.nbytes for parameter in made)
+    state_bytes_per_byte = _state_bytes(optimizer) / made_bytes if made_bytes else 2.0
+    return int(sum(parameter.nbytes for parameter in parameters) * state_bytes_per_byte)
+
+
+def _make_state(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    parameter.grad = torch.empty_like(parameter)  # never read into anything that lasts
+    try:
+        with contextlib.suppress(_FirstWrite), _StopAtFirstWrite(optimizer, parameter):
+            step_without_hooks(optimizer)
+    finally:
+        parameter.grad = None
+    state = optimizer.state[parameter]
+    if "step" in state and not isinstance(state["step"], torch.Tensor):
+        state["step"] = 0  # counted before anything is written
+    if not any(isinstance(value, torch.Tensor) for value in state.values()):
+        del optimizer.state[parameter]
+
+
+class _FirstWrite(Exception):
+    """The state is complete; the update proper was about to begin."""
+
+
+class _StopAtFirstWrite(TorchDispatchMode):
+    """Raises _FirstWrite before an operation that would write to ``parameter``, its gradient, or its state."""
+
+    def __init__(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+        self._parameter = parameter
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None) -> Any:
+        kwargs = kwargs or {}
+        if operation._schema.is_mutable and self._touches(tree_leaves((args, kwargs))):
+            raise _FirstWrite
+        return operation(*args, **kwargs)
+
+    def _touches(self, values: Iterable[Any]) -> bool:
+        state = self._optimizer.state[self._parameter].values()
+        lasting = _storages((self._parameter, self._parameter.grad, *state))
+        return not lasting.isdisjoint(_storages(values))
+
+
+def _storages(values: Iterable[Any]) -> set[int]:
+    """Addresses, by which views of one tensor are known as the same."""
+    return {part.untyped_storage().data_ptr() for value in values for part in stored(value)}
+
+
+@contextlib.contextmanager
+def _gradients_hidden(parameters: list[torch.Tensor]) -> Iterator[None]:
+    gradients = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of all tensors in the state; one that several parameters share counts once."""
+    tensors = {id(v): v for entry in optimizer.state.values() for value in entry.values() for v in stored(value)}
+    return sum(tensor.nbytes for tensor in tensors.values())

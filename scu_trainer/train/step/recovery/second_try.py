@@ -1,0 +1,123 @@
+"""Work beside the micro-batches that runs out of memory: done once more after memory was freed, or told in one line.
+
+    second_try   something that changes nothing before it succeeds: measuring, copying, counting, joining
+    last_word    around all of a training or an evaluation: whatever else runs out of memory ends with our message
+
+A micro-batch has smaller parts to try (``step.py``), the optimizer too (``optimizer_guard.py``); these have none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import torch
+
+from scu_trainer.errors import OutOfMemory
+from scu_trainer.train.step.recovery.memory import free_memory
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory, is_out_of_memory_in_loader
+
+Result = TypeVar("Result")
+
+MORE_ROOM = (
+    "Leave more room: lower max_batch_size or per_device_train_batch_size, raise target_headroom_gb, use tuning: lora "
+    "or a smaller model; resume_from_checkpoint: true goes on from the newest checkpoint"
+)
+SMALLER_LOADER = (
+    "Lower dataloader_num_workers, dataloader_prefetch_factor or the batch size (per_device_train_batch_size, "
+    "per_device_eval_batch_size), or shorten the rows (block_size); resume_from_checkpoint: true goes on from the "
+    "newest checkpoint"
+)
+
+LOADER_FILES = str(Path("torch", "utils", "data"))
+"""Where the frames of a data loader that reads in the main process lie."""
+
+
+def retry_unchanged(
+    function: Callable[[], Result],
+    tensors: Iterable[torch.Tensor],
+    is_out_of_memory: Callable[[BaseException], bool],
+    free_memory: Callable[[], None],
+) -> Result:
+    """``function()``; if it runs out of memory before it has written to any of ``tensors``, once more after freeing.
+
+    For gradient clipping, whose norms allocate and whose writes are counted by ``Tensor._version``.
+    Raises the error of ``function`` if it has written already, or fails again.
+    """
+    versions = [(tensor, tensor._version) for tensor in tensors]
+    try:
+        return function()
+    except (RuntimeError, MemoryError, OSError, OutOfMemory) as error:
+        if not is_out_of_memory(error) or any(tensor._version != version for tensor, version in versions):
+            raise
+        forget_traceback(error)
+    free_memory()
+    return function()
+
+
+def second_try(
+    function: Callable[[], Result], doing: str, advice: str = MORE_ROOM, unchanged: Iterable[torch.Tensor] = ()
+) -> Result:
+    """``function()``; if it runs out of memory, once more after freeing.
+
+    function: changes nothing before it succeeds, or nothing but ``unchanged``, which are looked at before it is
+    repeated. doing: what a message calls it, such as "measuring S".
+
+    Raises OutOfMemory where it fails again, or has written already.
+    """
+    try:
+        return retry_unchanged(function, unchanged, is_out_of_memory, _free)
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        text = _first_line(error)
+        forget_traceback(error)
+    raise OutOfMemory(f"{doing} does not fit in memory, even after memory was freed. {advice}. {_said(text)}")
+
+
+@contextlib.contextmanager
+def last_word(doing: Callable[[], str]) -> Iterator[None]:
+    """Out of memory in here, where nothing could be repeated, ends with OutOfMemory: what, where, what to change.
+
+    doing: what was going on, asked when it is needed ("step 7 of training").
+    """
+    try:
+        yield
+    except OutOfMemory:
+        raise
+    except Exception as error:  # narrowed by the two questions below
+        if is_out_of_memory_in_loader(error):
+            _end(f"{doing()}: a worker of the data loader ran out of memory", SMALLER_LOADER, _last_line(error), error)
+        if not is_out_of_memory(error):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name}"
+        is_loading = any(LOADER_FILES in frame.filename for frame in frames)
+        found = f"{doing()} ran out of memory {'reading its rows' if is_loading else 'where nothing can be repeated'}"
+        _end(f"{found} ({place})", SMALLER_LOADER if is_loading else MORE_ROOM, _first_line(error), error)
+
+
+def _end(found: str, advice: str, text: str, error: BaseException) -> NoReturn:
+    forget_traceback(error)
+    raise OutOfMemory(f"{found}. {advice}. {_said(text)}") from None
+
+
+def _free() -> None:
+    free_memory(torch.device("cpu"))  # which device only matters for what it returns: the caches of all are emptied
+
+
+def _said(text: str) -> str:
+    return f"The failed allocation said: {text}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _last_line(error: BaseException) -> str:
+    """A loader worker's error is the whole traceback of the worker, whose last line says what it was."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

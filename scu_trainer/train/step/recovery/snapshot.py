@@ -1,0 +1,253 @@
+"""What a chunk changes beside its result, so that a failed one can be taken back: RNG, buffers, gradients."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from torch import nn
+
+from scu_trainer.errors import OutOfMemory
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
+
+logger = logging.getLogger("scu_trainer")
+
+
+COPIED_BYTES = 64 * 2**20
+"""Buffers that are copied at every mark, the smallest first: nobody has to tell whether they change. Larger ones are
+copied in the first window, and afterwards if they have been seen to change."""
+
+
+@dataclass(frozen=True)
+class KeptBuffer:
+    """``tensor``: None where a name was registered without one. ``copy``: None where there is no copy of it."""
+
+    module: nn.Module
+    name: str
+    tensor: Optional[torch.Tensor]
+    copy: Optional[torch.Tensor]
+    version: int
+    is_large: bool
+
+
+@dataclass(frozen=True)
+class KeptBuffers:
+    """``modules``: those that were there when the window began; what later ones register is their own affair."""
+
+    buffers: list[KeptBuffer]
+    modules: list[nn.Module]
+
+
+class ChangingBuffers:
+    """What a forward may change of a model's buffers, put back: values, other tensors in their place, new names.
+
+    Small buffers are copied every time, so it does not matter when they begin to change, or how: batch_norm's kernels
+    and ``.data`` write without counting in ``_version``. Of those beyond ``COPIED_BYTES`` the ones are copied that
+    change, which is seen by ``_version``. One that begins to change in the very window that has to be taken back
+    cannot be: ``restore`` says so by name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._is_first = True
+        self._modules: Optional[list[nn.Module]] = None
+        self._changing: set[nn.Module] = set()
+        self._stamps: dict[nn.Module, tuple] = {}
+        self._large_copies: dict[tuple[nn.Module, str], tuple[tuple, Optional[torch.Tensor]]] = {}
+
+    def copies(self) -> KeptBuffers:
+        """The buffers as they are now, for ``restore``."""
+        if self._modules is None:  # walking through adapters of a large model takes as long as copying its buffers
+            self._modules = list(self._model.modules())
+        owners = [module for module in self._modules if module._buffers]
+        found = [(module, name, buffer) for module in owners for name, buffer in module._buffers.items()]
+        large = _large([buffer for _, _, buffer in found if buffer is not None])
+        kept = []
+        for module, name, buffer in found:
+            is_large = id(buffer) in large
+            copy = None
+            if is_large:
+                self._stamps.setdefault(module, _stamp(module))
+                copy = self._copy_of_large(module, name, buffer)
+            elif buffer is not None:
+                copy = buffer.clone()
+            version = 0 if buffer is None else _version(buffer)
+            kept.append(KeptBuffer(module, name, buffer, copy, version, is_large))
+        return KeptBuffers(kept, self._modules)
+
+    def _copy_of_large(self, module: nn.Module, name: str, buffer: torch.Tensor) -> Optional[torch.Tensor]:
+        """One copy for as long as the module's buffers stay as they are; None where it is taken for constant."""
+        if not self._is_first and module not in self._changing:
+            return None
+        stamp, (known_stamp, copy) = _stamp(module), self._large_copies.get((module, name), (None, None))
+        if stamp != known_stamp:
+            self._large_copies.pop((module, name), None)  # before the new one: not both at once
+            copy = buffer.clone() if module in self._changing else _clone_if_it_fits(buffer)
+            self._large_copies[module, name] = stamp, copy
+        return copy
+
+    def end_window(self) -> None:
+        """After a step that stands: large buffers that it has changed are copied from now on."""
+        self._changing |= {module for module, stamp in self._stamps.items() if stamp != _stamp(module)}
+        constant = [module for module in self._stamps if module not in self._changing]
+        if self._is_first and constant:
+            self._say_constant(constant)
+        for place in [place for place in self._large_copies if place[0] not in self._changing]:
+            del self._large_copies[place]
+        self._stamps, self._modules, self._is_first = {}, None, False
+
+    def _say_constant(self, modules: Sequence[nn.Module]) -> None:
+        names = [name for module in modules for name in _names(self._model, module)]
+        logger.info(
+            "no copies are kept of %s: together with the others more than %d MiB, and constant in the first step. "
+            "Should one begin to change in a step that has to be taken back, the run ends there and says so",
+            ", ".join(names),
+            COPIED_BYTES // 2**20,
+        )
+
+    @torch.no_grad()
+    def restore(self, kept: KeptBuffers) -> None:
+        """Raises OutOfMemory, with all others put back, where a buffer has changed of which there is no copy."""
+        touched = {one.module for one in kept.buffers if _is_touched(one)}
+        lost = []
+        for one in kept.buffers:
+            if one.copy is not None and (not one.is_large or one.module in touched):
+                _fill(one.tensor, one.copy)
+            elif one.copy is None and one.tensor is not None and _version(one.tensor) != one.version:
+                lost.append(one)
+            one.module._buffers[one.name] = one.tensor
+        _forget_new_names(kept)
+        if lost:
+            self._changing |= {one.module for one in lost}
+            raise OutOfMemory(self._lost_text(lost))
+
+    def _lost_text(self, lost: Sequence[KeptBuffer]) -> str:
+        names = [
+            f"{name} ({one.tensor.nbytes / 2**20:.3g} MiB)"
+            for one in lost
+            for name in _names(self._model, one.module)
+            if name.rpartition(".")[2] == one.name
+        ]
+        return (
+            f"the buffer {', '.join(names)} began to change in the very step that has to be taken back, and only up to "
+            f"{COPIED_BYTES // 2**20} MiB of buffers are copied before they do: the step cannot be repeated. Use "
+            "resume_from_checkpoint: true, which goes on from the newest checkpoint and copies it from its first step "
+            "on; or lower max_batch_size, so that no step runs out of memory"
+        )
+
+
+def _forget_new_names(kept: KeptBuffers) -> None:
+    known = {(one.module, one.name) for one in kept.buffers}
+    for module in kept.modules:
+        for name in [name for name in module._buffers if (module, name) not in known]:
+            del module._buffers[name]
+
+
+def _clone_if_it_fits(buffer: torch.Tensor) -> Optional[torch.Tensor]:
+    """In the first window, where most of what is large is constant: None is no harm then."""
+    try:
+        return buffer.clone()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        forget_traceback(error)
+    return None
+
+
+def _large(buffers: Sequence[torch.Tensor]) -> set[int]:
+    """Identities of the buffers beyond ``COPIED_BYTES``, counted from the smallest on."""
+    sizes = {id(buffer): buffer.nbytes for buffer in buffers}
+    if sum(sizes.values()) <= COPIED_BYTES:
+        return set()
+    total, large = 0, set()
+    for identity, size_bytes in sorted(sizes.items(), key=lambda item: item[1]):
+        total += size_bytes
+        if total > COPIED_BYTES:
+            large.add(identity)
+    return large
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors do not count
+
+
+def _stamp(module: nn.Module) -> tuple:
+    return tuple((id(buffer), _version(buffer)) for buffer in module._buffers.values() if buffer is not None)
+
+
+def _is_touched(one: KeptBuffer) -> bool:
+    now = one.module._buffers.get(one.name)
+    return now is not one.tensor or (now is not None and _version(now) != one.version)
+
+
+def _fill(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+    if tensor.shape == copy.shape and tensor.dtype == copy.dtype and tensor.device == copy.device:
+        tensor.copy_(copy)
+    else:  # resized, or moved by ``.data``
+        tensor.data = copy.clone()
+
+
+def _names(model: nn.Module, wanted: nn.Module) -> list[str]:
+    name = next(name for name, module in model.named_modules() if module is wanted)
+    return [f"{name}.{key}" if name else key for key, buffer in wanted._buffers.items() if buffer is not None]
+
+
+Generators = list[tuple[Callable[[Any], None], Any]]
+"""(what puts a generator of random numbers back, its state)"""
+
+
+@dataclass
+class Mark:
+    """The state of RNG, buffers and gradients before a chunk. ``parameters``: the trainable ones."""
+
+    rng: Generators
+    buffers: ChangingBuffers
+    copies: KeptBuffers
+    parameters: Sequence[nn.Parameter]
+    gradients: list[tuple[int, int]]
+
+    @classmethod
+    def take(cls, devices: Sequence[str], buffers: ChangingBuffers, parameters: Sequence[nn.Parameter]) -> Mark:
+        return cls(generators(devices), buffers, buffers.copies(), parameters, _versions(parameters))
+
+    def restore_surroundings(self) -> None:
+        """RNG and buffers as they were; gradients are the caller's. Raises as ``ChangingBuffers.restore``."""
+        put_back(self.rng)
+        self.buffers.restore(self.copies)
+
+    def gradients_touched(self) -> bool:
+        """Whether a backward has reached any gradient since."""
+        return self.gradients != _versions(self.parameters)
+
+
+def generators(devices: Sequence[str] = ()) -> Generators:
+    """Those of torch (for the CPU and ``devices``), of numpy and of Python, as they are now."""
+    found: Generators = [
+        (torch.set_rng_state, torch.get_rng_state()),
+        (np.random.set_state, np.random.get_state()),
+        (random.setstate, random.getstate()),
+    ]
+    return found + [_device_rng(torch.device(n)) for n in devices if torch.device(n).type not in ("cpu", "meta")]
+
+
+def put_back(states: Generators) -> None:
+    for restore, state in states:
+        restore(state)
+
+
+def _device_rng(device: torch.device) -> tuple[Callable[[Any], None], Any]:
+    generators = getattr(torch, device.type)
+    if device.index is None:
+        return generators.set_rng_state, generators.get_rng_state()
+    return functools.partial(generators.set_rng_state, device=device), generators.get_rng_state(device)
+
+
+def _versions(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    # Identity and version, not values: no gradient is read, nothing waits for a device.
+    return [(0, 0) if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]
