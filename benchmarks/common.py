@@ -17,8 +17,7 @@ import psutil
 from rich.console import Console
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
-from scu_trainer.data import Collator, PreparedData, default_cache_dir, embedded_tokenizer
-from scu_trainer.data.text import prepare
+from scu_trainer.data import Collator, PreparedData, default_cache_dir, embedded_tokenizer, prepare
 from scu_trainer.hardware.profile import cpu as profiled_cpu
 from scu_trainer.models.loading.load import load_model, prepare_for_tuning
 from scu_trainer.settings import DataSettings, ModelSettings

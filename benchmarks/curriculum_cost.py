@@ -41,7 +41,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train.curriculum.deliveries import Deliveries
 from scu_trainer.train.loops.curriculum import CurriculumLoop
 from scu_trainer.train.loss.rows import model_loss
-from scu_trainer.train.loss.rows.row_readings import Reading
+from scu_trainer.train.loss.rows.row_readings import RowLossReading
 from scu_trainer.train.run_directory.logs import run_log
 
 TARGETS = {"tracking_over_none": 1.02, "planning_seconds_per_million": 0.5}
@@ -110,7 +110,7 @@ class Stopwatch:
 
 
 TRACKING = (
-    (Reading, "rows"),
+    (RowLossReading, "rows"),
     (model_loss, "row_losses"),
     (Deliveries, "pass_on"),
     *((CurriculumLoop, name) for name in ("see", "gather", "end_epoch", "begin_epoch", "found")),
@@ -188,7 +188,7 @@ class Tracked(SCUTrainer):
 
 def planning(methods: tuple[str, ...], samples: int) -> dict[str, Any]:
     rng = numpy.random.default_rng(0)
-    law = control.Law(methods=methods, rows_per_batch=16)
+    law = control.CurriculumConfig(methods=methods, rows_per_batch=16)
     snapshot = Snapshot(
         scores=rng.lognormal(numpy.log(LOSS_NATS), 0.5, samples),
         observations=numpy.full(samples, 3),

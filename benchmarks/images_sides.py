@@ -20,7 +20,7 @@ from rich.console import Console
 from turns import Ended, Side, Turns
 
 from scu_trainer.models.vision.inputs import PixelInputs
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.run_directory.logs import run_log
 
 RECIPE = "resnet"
@@ -84,7 +84,7 @@ def train(turns: Turns, name: str, steps: int, flags: tuple[str, ...]) -> dict[s
     }
 
 
-def augmented_by_loader(parts: Parts) -> Parts:
+def augmented_by_loader(parts: TrainingComponents) -> TrainingComponents:
     """Batches leave the loader as the model's hook would make them, and it lets them pass."""
     hook = next(hook for hook in parts.model._forward_pre_hooks.values() if isinstance(hook, PixelInputs))
     return replace(parts, collator=_Augments(parts.collator, hook))

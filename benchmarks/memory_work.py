@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.step.recovery.memory import Gauge, Reading, free_memory, gauge_for
+from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading, free_memory, gauge_for
 
 MIB = 2**20
 PAD = 2
@@ -233,7 +233,7 @@ class Witness(Gauge):
         self.inner = gauge_for(torch.device(device))
         self.highest_bytes = 0
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         reading = self.inner.read()
         self.highest_bytes = max(self.highest_bytes, reading.own_peak_bytes)
         return reading

@@ -26,7 +26,7 @@ from scu_trainer.cli.configuration import read_job
 from scu_trainer.data import DataBooks, PreparedData, default_cache_dir, embedded_tokenizer
 from scu_trainer.data.store import open_arrow, write_arrow
 from scu_trainer.data.text.packing import record_batches, training_schema
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.preflight import before_loading, before_training, rows
 
 TARGET_SECONDS = 10
@@ -76,7 +76,7 @@ def measure(folder: Path, count: int, length: int) -> dict[str, Any]:
     tokenizer = embedded_tokenizer(default_cache_dir(None))
     job = read_job(None, ["--use_cpu", "true", "--output_dir", str(folder / "run")])
     data = prepared(folder, count, length, tokenizer)
-    parts = Parts(tokenizer, data, embedded_model(0, tuning="lora"), collator())
+    parts = TrainingComponents(tokenizer, data, embedded_model(0, tuning="lora"), collator())
     early = timed(lambda: before_loading(job))
     first = timed(lambda: before_training(job, parts, folder / "run"))
     again = timed(lambda: before_training(job, parts, folder / "run"))

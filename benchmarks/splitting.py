@@ -47,7 +47,7 @@ from scu_trainer.settings import MemorySettings
 from scu_trainer.train.run_directory.logs import run_log
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import read_layout
-from scu_trainer.train.step.batches.window import Window
+from scu_trainer.train.step.batches.window import AccumulationWindow
 from scu_trainer.train.step.micro_batch_sizer import LEARNING_WINDOWS, MicroBatchSizer
 
 BATCH_ROWS = 8
@@ -90,7 +90,7 @@ def padding(lengths: Lengths, longest_row: int, windows: int) -> dict[str, Any]:
     in_window = PADDING_ROWS // BATCH_ROWS
     for a in range(0, len(batches), in_window):
         for loop in loops.values():
-            pieces = loop.begin(Window(batches[a : a + in_window], Reduction("num_items")), step=a)
+            pieces = loop.begin(AccumulationWindow(batches[a : a + in_window], Reduction("num_items")), step=a)
             loop.end([(piece, torch.zeros(())) for piece in pieces], agree=list)
     books = {device: loop.books for device, loop in loops.items()}
     return {

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from scu_trainer.train.loop import Loop
     from scu_trainer.train.loss.wrap import wrap
-    from scu_trainer.train.trainer import SCUTrainer
+    from scu_trainer.train.trainer import SCUTrainer, with_loops
 
 __version__ = "0.1.0"
-__all__ = ["SCUTrainer", "__version__", "wrap"]
+__all__ = ["Loop", "SCUTrainer", "__version__", "with_loops", "wrap"]
+
+HOMES = {"Loop": "train.loop", "SCUTrainer": "train.trainer", "with_loops": "train.trainer", "wrap": "train.loss.wrap"}
 
 
 def __getattr__(name: str) -> Any:
     # Lazy: commands that only read a run must not wait for torch.
-    if name == "SCUTrainer":
-        from scu_trainer.train.trainer import SCUTrainer
-
-        return SCUTrainer
-    if name == "wrap":
-        from scu_trainer.train.loss.wrap import wrap
-
-        return wrap
+    if name in HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,6 +30,24 @@ LEVELS = {
     "hub": 4,
     "cli": 6,
 }
+
+TRAIN = (
+    ("step.recovery",),
+    ("step.batches", "regularization"),
+    ("step.distributed", "loss.rows"),
+    ("curriculum", "loss.analysis"),
+    ("step", "loss"),
+    ("checkpoints", "evaluation"),
+    ("loop",),
+    ("loops", "run_directory"),
+    ("fixtures", "job", "trainer"),
+    ("preflight", "tasks"),
+    ("memory_estimate",),
+    ("session",),
+)
+"""The rooms inside ``train``, from below; those on one line never import each other."""
+
+LEVELS |= {f"train.{room}": 4 + i / 100 for i, rooms in enumerate(TRAIN) for room in rooms}
 ENTRANCES = ("__init__", "__main__")
 """Modules at the top of the package: they may import every room; no room may import them (but for the version)."""
 
@@ -76,7 +94,7 @@ def package_of(module: str, path: Path) -> str:
 
 def violations(source: str, module: str, path: Path) -> list[str]:
     """What is wrong with the imports of ``module`` ("scu_trainer.train.step.attempts")."""
-    room = (module.split(".") + ["__init__"])[1]
+    room = room_of(module)
     tree = ast.parse(source)
     names = list(imported_names(tree, package_of(module, path)))
     found = [f"{module} imports {name}: {reason}" for name in names if (reason := bad_arrow(room, name))]
@@ -88,12 +106,18 @@ def violations(source: str, module: str, path: Path) -> list[str]:
     return found
 
 
+def room_of(name: str) -> str:
+    """The innermost room that ``name`` lies in: "train.step.batches" of "scu_trainer.train.step.batches.rows"."""
+    parts = name.split(".")[1:]
+    known = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((room for room in known if room in LEVELS), (parts or ["__init__"])[0])
+
+
 def bad_arrow(room: str, name: str) -> str:
     """Why ``room`` may not import ``name``; empty if it may."""
-    parts = name.split(".")
-    if parts[0] != "scu_trainer" or room in ENTRANCES or name == "scu_trainer.__version__":
+    if name.split(".")[0] != "scu_trainer" or room in ENTRANCES or name == "scu_trainer.__version__":
         return ""
-    target = parts[1] if len(parts) > 1 else "__init__"
+    target = room_of(name)
     if target == room:
         return ""
     if target not in LEVELS or room not in LEVELS:
@@ -131,6 +155,15 @@ def test_no_arrow_points_up_or_aside():
         ("scu_trainer.runs.x", "import importlib\nimportlib.import_module('scu_trainer.train')", "siblings"),
         ("scu_trainer.runs.x", "from scu_trainer import SCUTrainer", "no number"),
         ("scu_trainer.attic.x", "from scu_trainer import errors", "attic has no number"),
+        ("scu_trainer.train.step.x", "from scu_trainer.train.loops import memory", "points up"),
+        ("scu_trainer.train.step.recovery.x", "from scu_trainer.train.step import engine", "points up"),
+        ("scu_trainer.train.loops.x", "from scu_trainer.train.run_directory.logs import run_log", "siblings"),
+        (
+            "scu_trainer.train.loop",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import scu_trainer.train.trainer",
+            "points up",
+        ),
+        ("scu_trainer.train.attic.x", "from scu_trainer.train.step import engine", "points"),
         ("scu_trainer.control.x", "def f():\n    import torch.nn", "names torch"),
         ("scu_trainer.run_files", "from torch import Tensor", "names torch"),
         ("scu_trainer.report.x", "import matplotlib.pyplot", "when it is loaded"),

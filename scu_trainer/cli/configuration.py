@@ -39,7 +39,7 @@ from scu_trainer.settings.tasks import KINDS, TaskSettings
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
 
-    from scu_trainer.hardware.precision import Choice, DeviceFacts
+    from scu_trainer.hardware.precision import DeviceFacts, PrecisionChoice
     from scu_trainer.train.job.job import Job
 
 PREFIX = "scu_"
@@ -224,7 +224,7 @@ def _given(arguments: Iterable[str], names: Collection[str]) -> list[str]:
     return [name.removeprefix("no_") if name.startswith("no_") and name[3:] in names else name for name in given]
 
 
-def _choose_precision(parser: HfArgumentParser, typed: Any, planned_for: Optional[DeviceFacts]) -> Choice:
+def _choose_precision(parser: HfArgumentParser, typed: Any, planned_for: Optional[DeviceFacts]) -> PrecisionChoice:
     """Give bf16, fp16 and tf32 the values that fit the device, where nobody gave them one.
 
     TrainingArguments need them when they are made, so what was typed is looked at before.

@@ -20,7 +20,7 @@ from scu_trainer.run_files import write_json
 from scu_trainer.runs.launch import require_checkout
 from scu_trainer.runs.studies.budget import Attempt, Sizes, first_that_fits
 from scu_trainer.runs.studies.variant_table import BASELINE, BY_NAME, LOOPS, VARIANTS, Variant
-from scu_trainer.runs.studies.variants import Outcome, Plan, broken_promises, missing, run
+from scu_trainer.runs.studies.variants import Outcome, VariantPlan, broken_promises, missing, run
 from scu_trainer.settings import size_in_gib
 
 BYTES_OF = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
@@ -82,7 +82,7 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _plan(options: argparse.Namespace, scratch: Path) -> Plan:
+def _plan(options: argparse.Namespace, scratch: Path) -> VariantPlan:
     config = None if options.config is None else Path(options.config)
     if config is not None and not config.is_file():
         raise SettingsError(f"cannot read the configuration {config}: it is no file; give a YAML or JSON file")
@@ -90,7 +90,7 @@ def _plan(options: argparse.Namespace, scratch: Path) -> Plan:
     model = None if config is not None or extra else _yardstick()
     if model is None and config is None:
         model = Path(options.model_name_or_path)
-    return Plan(model, scratch, options.steps, config=config, extra=extra)
+    return VariantPlan(model, scratch, options.steps, config=config, extra=extra)
 
 
 def _yardstick() -> Path:
@@ -108,7 +108,7 @@ def _child(module: str, *arguments: str) -> str:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def _run_all(options, chosen: Sequence[Variant], plan: Plan, has_gpu: bool, console, argv: list[str]) -> int:
+def _run_all(options, chosen: Sequence[Variant], plan: VariantPlan, has_gpu: bool, console, argv: list[str]) -> int:
     outcomes = []
     for variant in chosen:
         with console.status(f"{variant.name} ({len(outcomes) + 1} of {len(chosen)})"):
@@ -162,7 +162,7 @@ def _loops(outcome: Outcome) -> str:
     return ", ".join(f"{loop} {state}" for loop, state in outcome.loops.items() if state != "acts")
 
 
-def record(outcomes: Sequence[Outcome], plan: Plan, argv: Sequence[str]) -> dict[str, Any]:
+def record(outcomes: Sequence[Outcome], plan: VariantPlan, argv: Sequence[str]) -> dict[str, Any]:
     """For the results file: every outcome beside the machine and versions that gave it."""
     import platform
 
@@ -200,7 +200,7 @@ def _list(chosen: Sequence[Variant], has_gpu: bool):
 # -- the first that fits -----------------------------------------------------------------------------------------------
 
 
-def _search(options, chosen: Sequence[Variant], plan: Plan, has_gpu: bool, console) -> int:
+def _search(options, chosen: Sequence[Variant], plan: VariantPlan, has_gpu: bool, console) -> int:
     limit_gb = size_in_gib("limit", options.limit)
     wanted = [variant for variant in chosen if options.names or _is_candidate(variant, options.tuning)]
     limited = replace(plan, extra=(*plan.extra, "--memory_limit_gb", f"{limit_gb:.6g}"))
@@ -241,7 +241,7 @@ def _attempt_line(attempt: Attempt) -> str:
     return f"{attempt.name}: {attempt.verdict}: {attempt.reason}"
 
 
-def _sizes(options: argparse.Namespace, plan: Plan) -> Sizes:
+def _sizes(options: argparse.Namespace, plan: VariantPlan) -> Sizes:
     name = options.model_name_or_path or plan.model or _model_in(plan.config)
     sizes = json.loads(_child("scu_trainer.models.loading.sizes", str(name)).splitlines()[-1])
     dtype = None if plan.config is None else _entry(plan.config, "dtype")

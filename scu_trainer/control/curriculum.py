@@ -30,7 +30,7 @@ import numpy as np
 from scu_trainer.control import batches as cutting
 from scu_trainer.control import selection
 from scu_trainer.control.batches import Batches
-from scu_trainer.control.curriculum_law import Law
+from scu_trainer.control.curriculum_law import CurriculumConfig
 from scu_trainer.control.difficulty import Snapshot
 from scu_trainer.control.selection import Selection
 
@@ -45,7 +45,7 @@ WARMUP_MULTIPLE = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class EpochPlan:
     """One epoch. Sample numbers are int32 or int64, as those of the permutation."""
 
     epoch: int
@@ -82,7 +82,7 @@ class Plan:
         return arrays if self.weights is None else {**arrays, "weights": self.weights}
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray], epoch: int, notes: Iterable[str]) -> Plan:
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], epoch: int, notes: Iterable[str]) -> EpochPlan:
         """The plan that ``to_arrays`` wrote. Raises KeyError if an array is missing."""
         skipped = {name.removeprefix("skipped."): arrays[name] for name in arrays if name.startswith("skipped.")}
         named = {name: arrays[name] for name in ("suspects", "readmitted", "repeated")}
@@ -95,7 +95,7 @@ class Plan:
 
 
 def plan(
-    law: Law,
+    law: CurriculumConfig,
     snapshot: Snapshot,
     epoch: int,
     epochs: Optional[float],
@@ -103,7 +103,7 @@ def plan(
     lengths: np.ndarray,
     world: int,
     seed: int,
-) -> Plan:
+) -> EpochPlan:
     """The plan of ``epoch`` (from 0) of ``epochs`` (None: not known) for ``world`` ranks.
 
     ``permutation``: this epoch's random order of all samples, shape (samples,); what is selected keeps it. ``lengths``:
@@ -114,7 +114,7 @@ def plan(
         raise ValueError(_nothing_left(chosen))
     cut = _cut(law, chosen.ids, lengths, _stream(seed, epoch, CUT))
     batches, repeated = cutting.for_ranks(cut, world)
-    return Plan(
+    return EpochPlan(
         epoch=epoch,
         batches=batches,
         weights=chosen.weights,
@@ -126,7 +126,9 @@ def plan(
     )
 
 
-def rest_of(old: Plan, done_micro_batches: int, world: int, law: Law, lengths: np.ndarray, seed: int) -> Plan:
+def rest_of(
+    old: EpochPlan, done_micro_batches: int, world: int, law: CurriculumConfig, lengths: np.ndarray, seed: int
+) -> EpochPlan:
     """What an interrupted epoch still has to deliver, cut anew for another number of ranks or rows per micro-batch.
 
     ``done_micro_batches`` of all ranks of the ``old`` plan were delivered. Raises ValueError if nothing is left.
@@ -141,7 +143,7 @@ def rest_of(old: Plan, done_micro_batches: int, world: int, law: Law, lengths: n
     )
 
 
-def warmup_limit(law: Law, step: int, max_steps: int, longest: int) -> Optional[int]:
+def warmup_limit(law: CurriculumConfig, step: int, max_steps: int, longest: int) -> Optional[int]:
     """Tokens per row that sequence-length warm-up allows at ``step`` (from 0); None once it no longer limits.
 
     Linear from ``law.warmup_start_tokens`` to ``longest`` (Li et al. 2022, arXiv 2108.06084).
@@ -172,7 +174,7 @@ def check_methods(methods: Iterable[str]) -> Optional[str]:
 
 
 def _selected(
-    law: Law,
+    law: CurriculumConfig,
     snapshot: Snapshot,
     epoch: int,
     epochs: Optional[float],
@@ -210,7 +212,7 @@ def _then(earlier: Selection, later: Selection) -> Selection:
     )
 
 
-def _cut(law: Law, ids: np.ndarray, lengths: np.ndarray, rng: np.random.Generator) -> Batches:
+def _cut(law: CurriculumConfig, ids: np.ndarray, lengths: np.ndarray, rng: np.random.Generator) -> Batches:
     if "token_budget" not in law.methods:
         return cutting.uniform(ids, law.rows_per_batch)
     rows = law.rows_per_batch

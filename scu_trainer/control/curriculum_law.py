@@ -7,7 +7,7 @@ from typing import Optional
 
 
 @dataclass(frozen=True)
-class Law:
+class CurriculumConfig:
     """What the curriculum does."""
 
     methods: tuple[str, ...]

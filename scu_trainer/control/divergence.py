@@ -34,14 +34,14 @@ FEW = 5
 
 
 @dataclass(frozen=True)
-class Law:
+class DivergenceConfig:
     """``factor``: times the best running mean at which a run is said to diverge, above 1."""
 
     factor: float = 2.0
 
 
 @dataclass(frozen=True)
-class State:
+class DivergenceState:
     """JSON-safe. Losses in nats or whatever unit the run logs.
 
     ``mean``, ``variance``: of the loss of one step, running. ``first``: the first mean. ``best``, ``best_step``,
@@ -63,11 +63,11 @@ class State:
         return {**asdict(self), "ceiling": None if math.isinf(self.ceiling) else self.ceiling}
 
     @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> State:
+    def from_dict(cls, saved: dict[str, Any]) -> DivergenceState:
         return cls(**{**saved, "ceiling": math.inf if saved["ceiling"] is None else saved["ceiling"]})
 
 
-def observe(law: Law, state: State, *, step: int, steps: int, loss: float) -> State:
+def observe(law: DivergenceConfig, state: DivergenceState, *, step: int, steps: int, loss: float) -> DivergenceState:
     """``loss``: finite, the mean over the ``steps`` steps that end with number ``step``."""
     if not (math.isfinite(loss) and steps > 0):
         return state
@@ -80,7 +80,7 @@ def observe(law: Law, state: State, *, step: int, steps: int, loss: float) -> St
     return state
 
 
-def _averaged(state: State, step: int, steps: int, loss: float) -> State:
+def _averaged(state: DivergenceState, step: int, steps: int, loss: float) -> DivergenceState:
     total = state.steps + steps
     kept = 1.0 - 1.0 / SPAN_STEPS
     # An exponential mean that starts from its first value instead of zero (Kingma and Ba, 2015, section 3).
@@ -99,12 +99,12 @@ def _averaged(state: State, step: int, steps: int, loss: float) -> State:
     )
 
 
-def _ceiling(law: Law, state: State) -> float:
+def _ceiling(law: DivergenceConfig, state: DivergenceState) -> float:
     level = max(abs(state.mean), FLOOR * abs(state.first))
     variance = max(state.variance, state.mean**2) if state.observations < FEW else state.variance
     error = math.sqrt(variance / min(state.steps, 2 * SPAN_STEPS - 1))
     return state.mean + max((law.factor - 1.0) * level, NOISE * error)
 
 
-def diverges(state: State) -> bool:
+def diverges(state: DivergenceState) -> bool:
     return state.above_since is not None and state.step - state.above_since >= SUSTAINED_STEPS

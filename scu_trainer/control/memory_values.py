@@ -11,7 +11,7 @@ Pressure = Literal["low", "moderate", "high", "critical"]
 
 
 @dataclass(frozen=True)
-class Law:
+class SizerConfig:
     """What the decisions depend on besides measurements.
 
     ``headroom_bytes``: stays free, else ``headroom_share`` of the limit. ``gc_threshold_bytes``: with less free at the
@@ -49,7 +49,7 @@ class Law:
 
 
 @dataclass(frozen=True)
-class Seen:
+class MemoryMeasurement:
     """What one optimizer step showed. Bytes count everybody who draws on the limit.
 
     ``used_bytes``: in use with no chunk running; measure it at the same point of every step, and alike for
@@ -81,7 +81,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class State:
+class SizerState:
     """Everything that a decision depends on; JSON-safe, kept in checkpoints.
 
     ``cap_tokens``: None without pressure. ``former_tokens``: the largest ceiling since the cap was put on; reaching it
@@ -108,7 +108,7 @@ class State:
         return {**asdict(self), "cost": self.cost.to_dict()}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> State:
+    def from_dict(cls, values: dict[str, Any]) -> SizerState:
         return cls(**{**values, "cost": CostModel.from_dict(values["cost"])})
 
 
@@ -116,13 +116,13 @@ class State:
 class Decision:
     """``reason``: for the log, None exactly when the cap stays. ``collect``: memory should be collected now."""
 
-    state: State
+    state: SizerState
     reason: Optional[str]
     collect: bool
     pressure: Pressure
 
 
-def pressure(law: Law, limit_bytes: int, peak_bytes: int) -> Pressure:
+def pressure(law: SizerConfig, limit_bytes: int, peak_bytes: int) -> Pressure:
     """Critical: less than the threshold of collecting is free at the peak. High: above the target. Low: below the
     band under it."""
     free_bytes = limit_bytes - peak_bytes

@@ -46,7 +46,7 @@ import math
 from dataclasses import replace
 from typing import Optional
 
-from scu_trainer.control.memory_values import Decision, Law, Pressure, Seen, State, pressure
+from scu_trainer.control.memory_values import Decision, MemoryMeasurement, Pressure, SizerConfig, SizerState, pressure
 
 SAFE_SHARE_OF_FAILED = 0.75
 """A cap grows no further than this share of a size that ran out of memory, while the room is what it was."""
@@ -61,13 +61,13 @@ UNRESTRICTED = 2**62
 """``cap_to_share`` of a rank without a cap: larger than any cap, and an int64."""
 
 
-def applied_cap(state: State, ceiling_tokens: int, floor_tokens: int) -> int:
+def applied_cap(state: SizerState, ceiling_tokens: int, floor_tokens: int) -> int:
     """Padded tokens per chunk in a step with this ceiling and floor; the floor wins over both."""
     cap = ceiling_tokens if state.cap_tokens is None else min(state.cap_tokens, ceiling_tokens)
     return max(cap, floor_tokens)
 
 
-def decide(law: Law, state: State, seen: Seen) -> Decision:
+def decide(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> Decision:
     """The cap for the next optimizer step."""
     level = pressure(law, seen.limit_bytes, seen.peak_bytes)
     after = _decide(law, _booked(law, state, seen, level), seen)
@@ -77,14 +77,14 @@ def decide(law: Law, state: State, seen: Seen) -> Decision:
 
 
 def after_oom(
-    law: Law,
-    state: State,
+    law: SizerConfig,
+    state: SizerState,
     failed_tokens: int,
     floor_tokens: int,
     limit_bytes: int,
     used_bytes: int,
     row_length: int,
-) -> State:
+) -> SizerState:
     """The state once a chunk of ``failed_tokens`` (rows of ``row_length``) did not fit: half of it, or what the cost
     model sees fit if that is less. ``used_bytes``: after the failed chunk has been freed."""
     room_bytes = limit_bytes - used_bytes
@@ -102,29 +102,29 @@ def after_oom(
     )
 
 
-def fitting_tokens(law: Law, state: State, room_bytes: float, length: int) -> Optional[int]:
+def fitting_tokens(law: SizerConfig, state: SizerState, room_bytes: float, length: int) -> Optional[int]:
     """Most padded tokens of rows of ``length`` that will fit in ``room_bytes``, margin included. None: cannot say."""
     fit = state.cost.largest_tokens(room_bytes, length, law.margin)
     blocked = None if fit is None else _blocked_tokens(law, state, room_bytes, fit)
     return fit if blocked is None else min(fit, blocked)
 
 
-def with_observation(state: State, tokens: int, quadratic: int, chunk_bytes: int) -> State:
+def with_observation(state: SizerState, tokens: int, quadratic: int, chunk_bytes: int) -> SizerState:
     """Book what a chunk took: its peak above what was in use before it."""
     return replace(state, cost=state.cost.observe(tokens, quadratic, chunk_bytes))
 
 
-def cap_to_share(state: State) -> int:
+def cap_to_share(state: SizerState) -> int:
     """The cap as a number whose minimum over ranks every rank adopts, by ``with_shared_cap``, after each decision."""
     return UNRESTRICTED if state.cap_tokens is None else state.cap_tokens
 
 
-def with_shared_cap(state: State, smallest: int) -> State:
+def with_shared_cap(state: SizerState, smallest: int) -> SizerState:
     """Adopt the smallest ``cap_to_share`` of all ranks. What a rank learned alone stays its own."""
     return replace(state, cap_tokens=None if smallest >= UNRESTRICTED else smallest)
 
 
-def _booked(law: Law, state: State, seen: Seen, level: Pressure) -> State:
+def _booked(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, level: Pressure) -> SizerState:
     """What the step showed, before any decision."""
     quiet = level in ("low", "moderate") and not _oom_is_fresh(state)
     state = replace(state, pressure=level, calm_steps=state.calm_steps if quiet else 0)
@@ -133,7 +133,7 @@ def _booked(law: Law, state: State, seen: Seen, level: Pressure) -> State:
     return replace(state, former_tokens=max(state.former_tokens or 0, seen.ceiling_tokens))
 
 
-def _decide(law: Law, state: State, seen: Seen) -> State:
+def _decide(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> SizerState:
     if _oom_is_fresh(state):
         # This step's peak is the failed chunk's, and the cap has been cut for it already.
         return replace(state, steps_since_oom=1, previous_error=None)
@@ -152,13 +152,13 @@ def _decide(law: Law, state: State, seen: Seen) -> State:
     )
 
 
-def _error(law: Law, seen: Seen) -> float:
+def _error(law: SizerConfig, seen: MemoryMeasurement) -> float:
     """Used fraction missing to the aim, the middle of the band under the target."""
     target_fraction = 1.0 - law.free_bytes_wanted(seen.limit_bytes) / seen.limit_bytes
     return (1.0 - law.deadband / 2) * target_fraction - seen.peak_fraction
 
 
-def _output(law: Law, state: State, error: float) -> tuple[float, float]:
+def _output(law: SizerConfig, state: SizerState, error: float) -> tuple[float, float]:
     """Factor on the cap, and the integral that goes with it."""
     before = 0.0 if state.integral * error < 0 else state.integral
     integral = max(-law.integral_clamp, min(law.integral_clamp, before + error))
@@ -168,7 +168,7 @@ def _output(law: Law, state: State, error: float) -> tuple[float, float]:
     return math.exp(given), integral if given == wanted else before
 
 
-def _shrunk(law: Law, state: State, seen: Seen, error: float) -> State:
+def _shrunk(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, error: float) -> SizerState:
     current = applied_cap(state, seen.ceiling_tokens, seen.floor_tokens)
     factor, integral = _output(law, state, error)
     # From the chunk that ran: a cap far above it had no part in this peak.
@@ -183,7 +183,7 @@ def _shrunk(law: Law, state: State, seen: Seen, error: float) -> State:
     return replace(state, cap_tokens=cap, integral=integral, former_tokens=former)
 
 
-def _grown(law: Law, state: State, seen: Seen, error: float) -> State:
+def _grown(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, error: float) -> SizerState:
     room_tokens = _room_tokens(law, state, seen, error)
     if room_tokens < state.former_tokens and room_tokens < (1.0 + law.deadband) * state.cap_tokens:
         return replace(state, calm_steps=0)
@@ -201,7 +201,7 @@ def _grown(law: Law, state: State, seen: Seen, error: float) -> State:
     return replace(state, cap_tokens=min(step_tokens, room_tokens), integral=integral)
 
 
-def _room_tokens(law: Law, state: State, seen: Seen, error: float) -> int:
+def _room_tokens(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, error: float) -> int:
     """The cap that memory has room for, at most the former size; 0 where nothing speaks for a larger one."""
     if _is_proven(state, seen):
         return state.former_tokens
@@ -213,17 +213,17 @@ def _room_tokens(law: Law, state: State, seen: Seen, error: float) -> int:
     return int(min(state.former_tokens, room, math.inf if blocked is None else blocked))
 
 
-def _patience(law: Law, state: State, room_tokens: int) -> int:
+def _patience(law: SizerConfig, state: SizerState, room_tokens: int) -> int:
     """Steps in a row that must have had room before the cap grows into it."""
     urgent = room_tokens == state.former_tokens or room_tokens >= URGENT_GROWTH * state.cap_tokens
     return law.patience_steps if urgent else LONG_PATIENCE * law.patience_steps
 
 
-def _released(state: State) -> State:
+def _released(state: SizerState) -> SizerState:
     return replace(state, cap_tokens=None, former_tokens=None, calm_steps=0)
 
 
-def _predicted_fit(law: Law, state: State, seen: Seen) -> Optional[int]:
+def _predicted_fit(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> Optional[int]:
     """The cap that fills memory to the target, by the cost model.
 
     The base is what the peak leaves after the largest chunk's predicted bytes: it counts gradients and whatever else
@@ -238,7 +238,7 @@ def _predicted_fit(law: Law, state: State, seen: Seen) -> Optional[int]:
     return state.cost.largest_tokens(budget_bytes, seen.longest_row, law.margin)
 
 
-def _proportional_fit(seen: Seen, error: float) -> float:
+def _proportional_fit(seen: MemoryMeasurement, error: float) -> float:
     """The cap that meets the aim if bytes above the use between steps are proportional to tokens. Growing by it is
     safe: a fixed part only makes the truth cheaper."""
     above_bytes = seen.peak_bytes - seen.used_bytes
@@ -247,11 +247,11 @@ def _proportional_fit(seen: Seen, error: float) -> float:
     return seen.largest_chunk_tokens * (1.0 + error * seen.limit_bytes / above_bytes)
 
 
-def _oom_is_fresh(state: State) -> bool:
+def _oom_is_fresh(state: SizerState) -> bool:
     return state.failed_tokens is not None and state.steps_since_oom == 0
 
 
-def _with_failure(state: State, tokens: int, room_bytes: int) -> State:
+def _with_failure(state: SizerState, tokens: int, room_bytes: int) -> SizerState:
     """Remember the failure, unless a smaller size failed in more room: that says more."""
     known = state.failed_tokens is not None
     if known and state.failed_tokens <= tokens and state.failed_room_bytes >= room_bytes:
@@ -259,7 +259,7 @@ def _with_failure(state: State, tokens: int, room_bytes: int) -> State:
     return replace(state, failed_tokens=tokens, failed_room_bytes=room_bytes)
 
 
-def _blocked_tokens(law: Law, state: State, room_bytes: float, fit: Optional[float]) -> Optional[float]:
+def _blocked_tokens(law: SizerConfig, state: SizerState, room_bytes: float, fit: Optional[float]) -> Optional[float]:
     """Bound on the cap from the last out-of-memory; None where there is none. ``fit``: by the cost model."""
     if state.failed_tokens is None or room_bytes > (1.0 + law.deadband) * state.failed_room_bytes:
         return None
@@ -268,7 +268,7 @@ def _blocked_tokens(law: Law, state: State, room_bytes: float, fit: Optional[flo
     return max(1.0, SAFE_SHARE_OF_FAILED * state.failed_tokens)
 
 
-def _with_proof(law: Law, state: State, seen: Seen) -> State:
+def _with_proof(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> SizerState:
     """Remember the largest ceiling that chunks filled without pressure, and the smallest room in which they did."""
     ceiling, room_bytes = seen.ceiling_tokens, seen.room_bytes
     if ceiling < state.proven_tokens or seen.largest_chunk_tokens < (1.0 - law.deadband) * ceiling:
@@ -278,17 +278,17 @@ def _with_proof(law: Law, state: State, seen: Seen) -> State:
     return replace(state, proven_tokens=ceiling, proven_room_bytes=room_bytes)
 
 
-def _is_proven(state: State, seen: Seen) -> bool:
+def _is_proven(state: SizerState, seen: MemoryMeasurement) -> bool:
     """Whether the former size has run without pressure in no more room than there is now."""
     return state.proven_tokens >= state.former_tokens and seen.room_bytes >= state.proven_room_bytes
 
 
-def _contradicts(law: Law, state: State, room_bytes: int) -> bool:
+def _contradicts(law: SizerConfig, state: SizerState, room_bytes: int) -> bool:
     """Trouble in the room in which the size was proven: the proof was luck."""
     return room_bytes >= (1.0 - law.deadband) * state.proven_room_bytes
 
 
-def _reason(law: Law, state: State, seen: Seen) -> str:
+def _reason(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> str:
     if state.cap_tokens is None:
         return "pressure is gone"
     target = 1.0 - law.free_bytes_wanted(seen.limit_bytes) / seen.limit_bytes

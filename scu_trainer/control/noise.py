@@ -22,7 +22,7 @@ import numpy as np
 from scu_trainer.control.difficulty import Snapshot
 
 if TYPE_CHECKING:
-    from scu_trainer.control.curriculum_law import Law
+    from scu_trainer.control.curriculum_law import CurriculumConfig
 
 CLIP = 4.0
 """Units of chance above which a loss is only large: one absurd value must not draw the cut up to itself."""
@@ -44,7 +44,7 @@ CLASS_FRACTION = 0.5
 """At most this share of the rows of one class is left out."""
 
 
-def suspects(snapshot: Snapshot, ids: np.ndarray, law: Law) -> tuple[np.ndarray, int]:
+def suspects(snapshot: Snapshot, ids: np.ndarray, law: CurriculumConfig) -> tuple[np.ndarray, int]:
     """(samples among ``ids`` that look wrong, worst first; how many more the cap on a class keeps in)."""
     by_class = law.classes is not None and law.classes > 1 and snapshot.labels is not None
     values = relative_losses(snapshot, law.classes)[ids] if by_class else snapshot.scores[ids].astype(np.float64)

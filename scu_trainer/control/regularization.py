@@ -34,7 +34,7 @@ LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True)
-class Law:
+class ControllerConfig:
     """What a law needs to know, with every default resolved. Fields as in ``RegularizationSettings``."""
 
     name: str
@@ -77,7 +77,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class State:
+class ControllerState:
     """Everything that a decision depends on; JSON-safe, kept in checkpoints."""
 
     lam: float = 0.0
@@ -101,13 +101,13 @@ class State:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> State:
+    def from_dict(cls, values: dict[str, Any]) -> ControllerState:
         return cls(**values)
 
 
-def initial_state(law: Law) -> State:
+def initial_state(law: ControllerConfig) -> ControllerState:
     starts_at_zero = law.name == "model"
-    return State(lam=0.0 if starts_at_zero else law.lambda_init, target_s=law.target_s)
+    return ControllerState(lam=0.0 if starts_at_zero else law.lambda_init, target_s=law.target_s)
 
 
 def information_ratio(param_bpt: float, data_bpt: float) -> float:
@@ -120,19 +120,19 @@ def logit(s: float) -> float:
     return math.log(s / (1.0 - s))
 
 
-def shrink_of(law: Law, state: State, learning_rate: float) -> float:
+def shrink_of(law: ControllerConfig, state: ControllerState, learning_rate: float) -> float:
     """Fraction u of (w - w0) that the decoupled actuator removes in one optimizer step at this learning rate."""
     if law.actuator != "decoupled":
         return 0.0
     return min(state.lam * learning_rate, law.max_shrink)
 
 
-def with_shrink(state: State, shrink: float) -> State:
+def with_shrink(state: ControllerState, shrink: float) -> ControllerState:
     """Book a shrink that has been applied, so that the next estimate of growth can add it back."""
     return state if shrink <= 0 else replace(state, pull=state.pull - math.log1p(-min(shrink, 1 - 1e-12)))
 
 
-def decide(law: Law, state: State, seen: Measurement) -> State:
+def decide(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
     """New state after one control step. A measurement that is not finite changes nothing and is counted."""
     if not (math.isfinite(seen.data_bpt) and math.isfinite(seen.param_bpt)) or seen.data_bpt <= 0:
         return replace(state, skipped=state.skipped + 1, skipped_steps=state.skipped_steps + seen.steps)
@@ -141,7 +141,7 @@ def decide(law: Law, state: State, seen: Measurement) -> State:
     return replace(state, pull=0.0, skipped_steps=0)
 
 
-def _measure(law: Law, state: State, seen: Measurement) -> State:
+def _measure(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
     count = state.decisions + 1
     # 1/count until it meets alpha: a plain mean at first, so that the first noisy value does not linger.
     alpha = max(_per_steps(law.ema_alpha, seen.steps), 1.0 / count)
@@ -158,7 +158,7 @@ def _measure(law: Law, state: State, seen: Measurement) -> State:
     return state
 
 
-def _estimate_growth(law: Law, state: State, seen: Measurement) -> State:
+def _estimate_growth(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
     log_ratio = math.log(seen.param_bpt / state.data_bpt_ema) if seen.param_bpt > 0 else None
     growth = state.growth
     if log_ratio is not None and state.log_ratio is not None:
@@ -168,7 +168,7 @@ def _estimate_growth(law: Law, state: State, seen: Measurement) -> State:
     return replace(state, log_ratio=log_ratio, growth=growth)
 
 
-def _model_law(law: Law, state: State, seen: Measurement) -> State:
+def _model_law(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
     waiting = law.wait_for_target and state.reached_step is None
     if state.target_s is None or state.growth is None or state.log_ratio is None or waiting:
         return replace(state, lam=0.0, saturated="")
@@ -187,7 +187,7 @@ def _model_law(law: Law, state: State, seen: Measurement) -> State:
     return replace(state, lam=lam, saturated=saturated)
 
 
-def _coming_growth(law: Law, growth: float, step: int) -> float:
+def _coming_growth(law: ControllerConfig, growth: float, step: int) -> float:
     """Mean growth per step over the next ``time_constant`` steps of a run that nothing holds back yet.
 
     The distance from the start grows like a power of the steps taken, so growth falls as 1/step. Taking the present
@@ -197,7 +197,7 @@ def _coming_growth(law: Law, growth: float, step: int) -> float:
     return growth * math.log1p(ratio) / ratio
 
 
-def _original_law(law: Law, state: State, seen: Measurement) -> State:
+def _original_law(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
     error = _outside_deadband(state.s_ema - state.target_s, law.deadband)
     integral = max(-law.integral_clamp, min(law.integral_clamp, law.integral_leak * state.integral + law.ki * error))
     wanted = state.lam * math.exp(min(law.kp * error + integral, LARGEST_EXPONENT))
@@ -209,17 +209,17 @@ def _original_law(law: Law, state: State, seen: Measurement) -> State:
     return replace(state, lam=lam, integral=0.0 if saturated else integral, saturated=saturated)
 
 
-def _fixed_law(law: Law, state: State, seen: Measurement) -> State:
+def _fixed_law(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
     return state
 
 
-def _schedule_law(law: Law, state: State, seen: Measurement) -> State:
+def _schedule_law(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
     done = min(1.0, seen.step / max(1, law.max_steps))
     weight = done if law.schedule == "linear" else (1 - math.cos(math.pi * done)) / 2
     return replace(state, lam=law.lambda_init + weight * (law.lambda_final - law.lambda_init))
 
 
-_LAWS: dict[str, Callable[[Law, State, Measurement], State]] = {
+_LAWS: dict[str, Callable[[ControllerConfig, ControllerState, Measurement], ControllerState]] = {
     "model": _model_law,
     "original": _original_law,
     "fixed": _fixed_law,
@@ -227,7 +227,7 @@ _LAWS: dict[str, Callable[[Law, State, Measurement], State]] = {
 }
 
 
-def observe_held_out(law: Law, state: State, held_out_bpt: float) -> State:
+def observe_held_out(law: ControllerConfig, state: ControllerState, held_out_bpt: float) -> ControllerState:
     """``target_s: auto``: S grows freely until held-out BPT has been above its best ``auto_patience`` times in a row;
     the S of the best evaluation then becomes the target, for good. ``held_out_bpt``: bits per token."""
     if not math.isfinite(held_out_bpt) or state.s_ema is None:

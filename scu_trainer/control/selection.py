@@ -19,7 +19,7 @@ from scu_trainer.control import noise
 from scu_trainer.control.difficulty import Snapshot
 
 if TYPE_CHECKING:
-    from scu_trainer.control.curriculum_law import Law
+    from scu_trainer.control.curriculum_law import CurriculumConfig
 
 STRATA = 8
 """Bins of difficulty in ``acmds``, of equal numbers of rows."""
@@ -61,7 +61,9 @@ def without_quarantined(snapshot: Snapshot, ids: np.ndarray) -> Selection:
     return Selection(ids[~out], {"quarantined": ids[out]})
 
 
-def noise_guard(snapshot: Snapshot, ids: np.ndarray, law: Law, epoch: int, rng: np.random.Generator) -> Selection:
+def noise_guard(
+    snapshot: Snapshot, ids: np.ndarray, law: CurriculumConfig, epoch: int, rng: np.random.Generator
+) -> Selection:
     """Leave out rows that look wrong (``noise.py``), but never more than ``law.guard_max_fraction`` of the rows.
 
     Of what is left out, ``law.guard_readmit`` comes back each epoch, longest unseen first, so that scores are renewed.
@@ -77,7 +79,12 @@ def noise_guard(snapshot: Snapshot, ids: np.ndarray, law: Law, epoch: int, rng: 
 
 
 def infobatch(
-    snapshot: Snapshot, ids: np.ndarray, law: Law, epoch: int, epochs: Optional[float], rng: np.random.Generator
+    snapshot: Snapshot,
+    ids: np.ndarray,
+    law: CurriculumConfig,
+    epoch: int,
+    epochs: Optional[float],
+    rng: np.random.Generator,
 ) -> Selection:
     """Leave out each row below the mean score with probability r = ``law.prune_ratio``; the others of them count
     1 / (1 - r), so that the expected sum of losses stays. The first and the last epochs are full."""
@@ -95,7 +102,7 @@ def infobatch(
 def acmds(
     snapshot: Snapshot,
     ids: np.ndarray,
-    law: Law,
+    law: CurriculumConfig,
     epoch: int,
     epochs: Optional[float],
     rng: np.random.Generator,
@@ -122,7 +129,7 @@ def acmds(
     return Selection(ids[taken], {"acmds": ids[~taken]})
 
 
-def difficulty_target(law: Law, epoch: int, epochs: Optional[float], availability: float) -> float:
+def difficulty_target(law: CurriculumConfig, epoch: int, epochs: Optional[float], availability: float) -> float:
     """Quantile of difficulty, 0 to 1, around which ``acmds`` takes rows: linear in the epochs, times free memory.
 
     Where the number of epochs is not known, it comes near 1 within a few windows.
@@ -164,7 +171,7 @@ def _spared_notes(spared: int, epoch: int) -> tuple[str, ...]:
     )
 
 
-def _in_final_epochs(law: Law, epoch: int, epochs: Optional[float]) -> bool:
+def _in_final_epochs(law: CurriculumConfig, epoch: int, epochs: Optional[float]) -> bool:
     if epochs is None:
         return False
     final = max(1, math.ceil(law.final_full_fraction * epochs - 1e-9))

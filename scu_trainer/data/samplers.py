@@ -64,7 +64,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         self.availability = 1.0
         self.costs: Optional[numpy.ndarray] = None
         self.was_cut_anew = False  # the rest of an epoch that was begun otherwise
-        self._plan: Optional[control.Plan] = None
+        self._plan: Optional[control.EpochPlan] = None
         self.nominal_batches = self.plan(0).micro_batches // world
 
     def __len__(self) -> int:
@@ -80,16 +80,16 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         self.plan(epoch)
 
     @property
-    def current(self) -> control.Plan:
+    def current(self) -> control.EpochPlan:
         return self._plan
 
-    def plan(self, epoch: int) -> control.Plan:
+    def plan(self, epoch: int) -> control.EpochPlan:
         """The plan of ``epoch``; made from the present difficulties when it is first asked for."""
         if self._plan is None or self._plan.epoch != epoch:
             self._plan = self._made(epoch)
         return self._plan
 
-    def _made(self, epoch: int) -> control.Plan:
+    def _made(self, epoch: int) -> control.EpochPlan:
         generator = torch.Generator().manual_seed(self.seed + epoch)  # the stock Trainer's order of the epoch
         kind = torch.int32 if len(self.lengths) <= LARGEST_INT32 else torch.int64  # the numbers drawn are the same
         permutation = torch.randperm(len(self.lengths), generator=generator, dtype=kind).numpy()
@@ -177,7 +177,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         self._require_same_data(state)
         self.difficulty.load_state_dict(_Under("difficulty", arrays))
         self.law = replace(self.law, classes=state["classes"])
-        self._plan = control.Plan.from_arrays(_Under("plan", arrays), state["epoch"], state["notes"])
+        self._plan = control.EpochPlan.from_arrays(_Under("plan", arrays), state["epoch"], state["notes"])
         now = self._identity()
         changes = {name: (state[name], value) for name, value in now.items() if state[name] != value}
         left = len(self._plan.batches.order) - int(self._plan.batches.ends[done - 1] if done else 0)
@@ -242,9 +242,9 @@ class _Under(Mapping[str, numpy.ndarray]):
         return sum(1 for _ in self)
 
 
-def law_of(settings: CurriculumSettings, rows_per_batch: int) -> control.Law:
+def law_of(settings: CurriculumSettings, rows_per_batch: int) -> control.CurriculumConfig:
     """The planner's arithmetic form of the settings."""
-    return control.Law(
+    return control.CurriculumConfig(
         methods=settings.methods,
         rows_per_batch=rows_per_batch,
         token_budget=settings.token_budget,

@@ -40,14 +40,16 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PrecisionChoice:
     """``name``: no, bf16 or fp16. ``reason``: one line for the user, "bf16 autocast (this GPU has it)"."""
 
     name: str
     reason: str
 
 
-def choose_precision(wanted: str, bf16: bool, fp16: bool, launcher: Optional[str], device: DeviceFacts) -> Choice:
+def choose_precision(
+    wanted: str, bf16: bool, fp16: bool, launcher: Optional[str], device: DeviceFacts
+) -> PrecisionChoice:
     """What is asked for wins; if nobody asks, the fastest safe format of the device.
 
     Args:
@@ -65,7 +67,7 @@ def choose_precision(wanted: str, bf16: bool, fp16: bool, launcher: Optional[str
         return _fastest(device)
     name = names.pop()
     _require_possible(name, device, next(iter(asked)))
-    return Choice(name, f"{_in_words(name)} ({next(iter(asked))}{_warning(name, device)})")
+    return PrecisionChoice(name, f"{_in_words(name)} ({next(iter(asked))}{_warning(name, device)})")
 
 
 def _asked(wanted: str, bf16: bool, fp16: bool, launcher: Optional[str]) -> dict[str, str]:
@@ -91,15 +93,17 @@ def _require_possible(name: str, device: DeviceFacts, who: str) -> None:
         )
 
 
-def _fastest(device: DeviceFacts) -> Choice:
+def _fastest(device: DeviceFacts) -> PrecisionChoice:
     if device.kind == "mps":
-        return Choice("no", "float32 (autocast was not measured on mps; mixed_precision: bf16 is worth trying)")
+        return PrecisionChoice(
+            "no", "float32 (autocast was not measured on mps; mixed_precision: bf16 is worth trying)"
+        )
     if device.bf16:
-        return Choice("bf16", f"bf16 autocast ({device.detail})")
+        return PrecisionChoice("bf16", f"bf16 autocast ({device.detail})")
     if device.kind == "cuda" and device.capability is not None and device.capability >= TENSOR_CORES:
-        return Choice("fp16", "fp16 autocast (this GPU has no bf16)")
+        return PrecisionChoice("fp16", "fp16 autocast (this GPU has no bf16)")
     here = {"cuda": "this GPU has neither bf16 nor fast fp16", "cpu": "this CPU has no bf16 instructions"}
-    return Choice("no", f"float32 ({here.get(device.kind, f'nothing is known about {device.kind}')})")
+    return PrecisionChoice("no", f"float32 ({here.get(device.kind, f'nothing is known about {device.kind}')})")
 
 
 def _in_words(name: str) -> str:

@@ -40,7 +40,7 @@ CHANGES = ("nothing", "rounding", "the optimizer", "what is trained", "what a ro
 
 
 @dataclass(frozen=True)
-class Choice:
+class SettingChoice:
     """Values of the settings that decide memory and speed, under their own names.
 
     ``mixed_precision``: no, bf16 or fp16. ``dtype``: of frozen weights. ``offload``: the optimizer's state lies in main
@@ -56,13 +56,13 @@ class Choice:
     dtype: str = "auto"
     offload: bool = False
 
-    def settings(self, asked: Choice) -> dict[str, Any]:
+    def settings(self, asked: SettingChoice) -> dict[str, Any]:
         """What has to be set to get it from ``asked``."""
         names = ("tuning", "load_in_8bit", "dtype", "mixed_precision", "checkpoint_every_layer", "optim", "block_size")
         found = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(asked, name)}
         return {**found, "deepspeed": "ds_configs/zero2_offload.json"} if self.offload and not asked.offload else found
 
-    def change(self, asked: Choice) -> int:
+    def change(self, asked: SettingChoice) -> int:
         """NOTHING to ROWS: an index of CHANGES."""
         if self.block_size != asked.block_size:
             return ROWS
@@ -98,7 +98,7 @@ class Means:
     offloading: bool
 
 
-def choices(asked: Choice, means: Means, device: str) -> list[Choice]:
+def choices(asked: SettingChoice, means: Means, device: str) -> list[SettingChoice]:
     """``asked`` and all that may stand in for it, those that change the result least first, then the faster ones; with
     less and less in a row at the end."""
     found = set(_of_one_length(asked, means))
@@ -109,11 +109,11 @@ def choices(asked: Choice, means: Means, device: str) -> list[Choice]:
     return sorted(found, key=lambda choice: _place(choice, asked, device))
 
 
-def _place(choice: Choice, asked: Choice, device: str) -> tuple:
+def _place(choice: SettingChoice, asked: SettingChoice, device: str) -> tuple:
     return (choice != asked, choice.change(asked), -(choice.block_size or 0), choice.time(device), repr(choice))
 
 
-def _of_one_length(asked: Choice, means: Means) -> Iterator[Choice]:
+def _of_one_length(asked: SettingChoice, means: Means) -> Iterator[SettingChoice]:
     halves = {asked.mixed_precision} | ({means.half} if means.half and asked.mixed_precision == "no" else set())
     for (tuning, in_8bit), half in itertools.product(_tunings(asked, means), sorted(halves)):
         base = replace(asked, tuning=tuning, load_in_8bit=in_8bit, mixed_precision=half)
@@ -128,7 +128,7 @@ def _of_one_length(asked: Choice, means: Means) -> Iterator[Choice]:
                 yield from _of_full(choice, means)
 
 
-def _of_full(choice: Choice, means: Means) -> Iterator[Choice]:
+def _of_full(choice: SettingChoice, means: Means) -> Iterator[SettingChoice]:
     for optim in SMALL_OPTIMIZERS:
         if means.bitsandbytes or "bnb" not in optim:
             yield replace(choice, optim=optim)
@@ -136,7 +136,7 @@ def _of_full(choice: Choice, means: Means) -> Iterator[Choice]:
         yield replace(choice, offload=True)
 
 
-def _tunings(asked: Choice, means: Means) -> Iterator[tuple[str, bool]]:
+def _tunings(asked: SettingChoice, means: Means) -> Iterator[tuple[str, bool]]:
     """(tuning, load_in_8bit)"""
     yield asked.tuning, asked.load_in_8bit
     if not means.adapters:

@@ -34,7 +34,7 @@ _OWN_TOOLS = ("packaging", "psutil", "rich")
 
 
 @dataclass(frozen=True)
-class Finding:
+class RequirementStatus:
     """One line of the report. ``fix``: what to do when not ``ok``. ``required``: training cannot start without it."""
 
     name: str
@@ -51,7 +51,7 @@ def check(
     needs: Optional[Needs] = None,
     machine: Optional[Machine] = None,
     declared: Optional[Sequence[str]] = None,
-) -> list[Finding]:
+) -> list[RequirementStatus]:
     """Compare this machine with what training needs.
 
     Args:
@@ -66,9 +66,9 @@ def check(
     _require_known(needs.extras)
     missing_tools = [name for name in _OWN_TOOLS if importlib.util.find_spec(name) is None]
     if missing_tools:
-        return [Finding(name, False, "missing", "any version", INSTALL_ALL) for name in missing_tools]
+        return [RequirementStatus(name, False, "missing", "any version", INSTALL_ALL) for name in missing_tools]
     if declared is None and installed_version(PROJECT) is None:
-        return [Finding(PROJECT, False, "not installed", "installed in this Python", INSTALL_ALL)]
+        return [RequirementStatus(PROJECT, False, "not installed", "installed in this Python", INSTALL_ALL)]
     requirements = _parse(importlib.metadata.requires(PROJECT) or [] if declared is None else declared)
     base, by_extra = requirements
     names = [requirement.name for group in (base, *by_extra.values()) for requirement in group]
@@ -88,23 +88,25 @@ def check(
     ]
 
 
-def _of_recipe(needs: Needs, machine: Machine) -> Iterator[Finding]:
+def _of_recipe(needs: Needs, machine: Machine) -> Iterator[RequirementStatus]:
     for setting, path in needs.folders.items():
         yield _disk(f"{setting} disk", setting, path, machine)
         yield _writable(setting, path)
     for name, why in needs.packages.items():
         version = machine.packages.get(name)
-        yield Finding(name, version is not None, version or "missing", f"needed by {why}", f"pip install {name}")
+        yield RequirementStatus(
+            name, version is not None, version or "missing", f"needed by {why}", f"pip install {name}"
+        )
     if needs.optim is not None:
         yield _optimizer(needs.optim, needs, machine)
 
 
-def all_required_met(findings: Iterable[Finding]) -> bool:
+def all_required_met(findings: Iterable[RequirementStatus]) -> bool:
     """Whether training can start: every finding but the optional ones is ok."""
     return all(finding.ok or not finding.required for finding in findings)
 
 
-def render(findings: Sequence[Finding], width: int = 80) -> str:
+def render(findings: Sequence[RequirementStatus], width: int = 80) -> str:
     """The findings as a table of ``width`` columns, without colours: it also goes into logs and bug reports."""
     if importlib.util.find_spec("rich") is None:
         return "\n".join(f"{_mark(finding)}: {finding.name} {finding.found}; {finding.fix}" for finding in findings)
@@ -127,7 +129,7 @@ def render(findings: Sequence[Finding], width: int = 80) -> str:
     return console.file.getvalue().rstrip("\n")
 
 
-def _mark(finding: Finding) -> str:
+def _mark(finding: RequirementStatus) -> str:
     if finding.ok:
         return "ok"
     return "FIX" if finding.required else "opt"
@@ -157,20 +159,20 @@ def _applies(requirement: Requirement, extra: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
-def _python(machine: Machine) -> Finding:
+def _python(machine: Machine) -> RequirementStatus:
     wanted = ".".join(map(str, OLDEST_PYTHON))
     found = ".".join(map(str, machine.python))
-    return Finding(
+    return RequirementStatus(
         "Python", machine.python >= OLDEST_PYTHON, found, f">={wanted}", f"make deps PYTHON=/path/to/python{wanted}"
     )
 
 
-def _package(requirement: Requirement, machine: Machine) -> Finding:
+def _package(requirement: Requirement, machine: Machine) -> RequirementStatus:
     from packaging.utils import canonicalize_name
 
     tested = _tested_versions().get(canonicalize_name(requirement.name))
     wanted = f"{requirement.specifier}" + (f" (tested with {tested})" if tested else "")
-    return Finding(
+    return RequirementStatus(
         requirement.name,
         _is_met(requirement, machine),
         machine.packages.get(requirement.name) or "missing",
@@ -184,8 +186,8 @@ def _is_met(requirement: Requirement, machine: Machine) -> bool:
     return version is not None and requirement.specifier.contains(version, prereleases=True)
 
 
-def _extra(name: str, group: list[Requirement], machine: Machine, needed_by: Optional[str]) -> Finding:
-    return Finding(
+def _extra(name: str, group: list[Requirement], machine: Machine, needed_by: Optional[str]) -> RequirementStatus:
+    return RequirementStatus(
         f"[{name}]",
         all(_is_met(requirement, machine) for requirement in group),
         ", ".join(f"{item.name} {machine.packages.get(item.name) or 'missing'}" for item in group),
@@ -195,7 +197,7 @@ def _extra(name: str, group: list[Requirement], machine: Machine, needed_by: Opt
     )
 
 
-def _device(accelerators: Sequence[Accelerator], needs: Needs) -> Finding:
+def _device(accelerators: Sequence[Accelerator], needs: Needs) -> RequirementStatus:
     usable = () if needs.use_cpu else accelerators
     lacking = [*needs.cuda] if not any(item.kind == "cuda" for item in usable) else []
     lacking += [] if usable else needs.gpu
@@ -205,9 +207,9 @@ def _device(accelerators: Sequence[Accelerator], needs: Needs) -> Finding:
         found = (
             f"{_devices(accelerators)}, use_cpu is set" if accelerators and needs.use_cpu else _devices(accelerators)
         )
-        return Finding("device", False, found, f"{kind}, for {' and '.join(lacking)}", fix)
+        return RequirementStatus("device", False, found, f"{kind}, for {' and '.join(lacking)}", fix)
     wanted = "any" if accelerators else "any; a CPU is fine for small models"
-    return Finding("device", True, _devices(accelerators), wanted, "")
+    return RequirementStatus("device", True, _devices(accelerators), wanted, "")
 
 
 def _devices(accelerators: Sequence[Accelerator]) -> str:
@@ -219,35 +221,39 @@ def _devices(accelerators: Sequence[Accelerator]) -> str:
     )
 
 
-def _optimizer(optim: str, needs: Needs, machine: Machine) -> Finding:
+def _optimizer(optim: str, needs: Needs, machine: Machine) -> RequirementStatus:
     device = "cpu" if needs.use_cpu or not machine.accelerators else machine.accelerators[0].kind
     try:
         check_optimizer(optim, device)
     except RequirementError as error:
-        return Finding("optim", False, optim, f"one that runs on {device}", str(error))
-    return Finding("optim", True, optim, f"runs on {device}", "")
+        return RequirementStatus("optim", False, optim, f"one that runs on {device}", str(error))
+    return RequirementStatus("optim", True, optim, f"runs on {device}", "")
 
 
-def _ram(machine: Machine) -> Finding:
+def _ram(machine: Machine) -> RequirementStatus:
     found = f"{_gib(machine.ram_available_bytes)} free of {_gib(machine.ram_total_bytes)}"
     if machine.ram_limit_bytes is not None:
         found += " (container limit)"
     ok = machine.ram_available_bytes >= NEEDED_RAM_BYTES
-    return Finding("memory", ok, found, f">={_gib(NEEDED_RAM_BYTES)} free", "end other programs or raise the limit")
+    return RequirementStatus(
+        "memory", ok, found, f">={_gib(NEEDED_RAM_BYTES)} free", "end other programs or raise the limit"
+    )
 
 
-def _disk(name: str, setting: str, path: Path, machine: Machine) -> Finding:
+def _disk(name: str, setting: str, path: Path, machine: Machine) -> RequirementStatus:
     free = machine.disk_free_bytes[path]
     fix = f"free some at {path} or set {setting} to a larger disk"
-    return Finding(name, free >= NEEDED_DISK_BYTES, f"{_gib(free)} free", f">={_gib(NEEDED_DISK_BYTES)} free", fix)
+    return RequirementStatus(
+        name, free >= NEEDED_DISK_BYTES, f"{_gib(free)} free", f">={_gib(NEEDED_DISK_BYTES)} free", fix
+    )
 
 
-def _writable(setting: str, path: Path) -> Finding:
+def _writable(setting: str, path: Path) -> RequirementStatus:
     try:
         require_writable(path, setting)
     except StorageError as error:
-        return Finding(setting, False, "not writable", "writable", str(error))
-    return Finding(setting, True, str(path), "writable", "")
+        return RequirementStatus(setting, False, "not writable", "writable", str(error))
+    return RequirementStatus(setting, True, str(path), "writable", "")
 
 
 def _tested_versions() -> dict[str, str]:

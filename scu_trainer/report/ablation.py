@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 from scu_trainer.errors import StorageError
 from scu_trainer.report.comparison.report import COMPARISON_FILE, FORMAT
-from scu_trainer.report.drawing import Interval, Level, Line, Panel, Plot
+from scu_trainer.report.drawing import Level, Line, Panel, Plot, ValueRange
 from scu_trainer.report.files import Row, RunFiles, points, read_run
 from scu_trainer.report.run_plots import number
 from scu_trainer.run_files import read_json
@@ -85,7 +85,7 @@ def _metric(found: Comparison, arm: str, name: str) -> list[tuple[int, float]]:
     return [(seed, value) for seed, value in values if value is not None]
 
 
-def _rows(found: Comparison, figure: str, seeds: dict[str, list[float]]) -> list[Interval]:
+def _rows(found: Comparison, figure: str, seeds: dict[str, list[float]]) -> list[ValueRange]:
     rows = {row["arm"]: row for row in found.content["table"]}
     drawn = []
     for place, arm in enumerate(found.arms):
@@ -94,7 +94,9 @@ def _rows(found: Comparison, figure: str, seeds: dict[str, list[float]]) -> list
         missing = (
             "" if row.get("finished") == row.get("asked") else f"{row.get('finished', 0)} of {row.get('asked')} runs"
         )
-        drawn.append(Interval(arm, value.get("value"), value.get("low"), value.get("high"), seeds[arm], missing, place))
+        drawn.append(
+            ValueRange(arm, value.get("value"), value.get("low"), value.get("high"), seeds[arm], missing, place)
+        )
     return drawn
 
 
@@ -118,7 +120,7 @@ def _differences(found: Comparison) -> Plot:
     return _interval_plot("differences", "Paired differences", title, label, rows, True)
 
 
-def _interval_plot(key: str, title: str, panel: str, label: str, rows: Sequence[Interval], zero: bool) -> Plot:
+def _interval_plot(key: str, title: str, panel: str, label: str, rows: Sequence[ValueRange], zero: bool) -> Plot:
     if not any(row.points or row.value is not None for row in rows):
         return Plot(key, title, notes=("no run has finished yet, so there is nothing to draw",))
     said = [

@@ -55,7 +55,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Interval:
+class ValueRange:
     """A value in a row of its own: ``low`` to ``high`` around ``value``, and single ``points``. ``value`` None: only
     ``label``, with ``note`` in the place of the figure."""
 
@@ -79,7 +79,7 @@ class Panel:
     lines: Sequence[Line] = ()
     levels: Sequence[Level] = ()
     bands: Sequence[Band] = ()
-    intervals: Sequence[Interval] = ()
+    intervals: Sequence[ValueRange] = ()
     from_zero: bool = False
     whole_x: bool = False
     zero_line: bool = False

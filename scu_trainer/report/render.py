@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from scu_trainer.errors import RequirementError
-from scu_trainer.report.drawing import DASHES, INK, MUTED, Interval, Panel, Plot, thinned
+from scu_trainer.report.drawing import DASHES, INK, MUTED, Panel, Plot, ValueRange, thinned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -256,7 +256,7 @@ def _draw_intervals(axes: Axes, panel: Panel, width_in: float, colors: dict[str,
     axes.margins(x=0.05)
 
 
-def _row_name(item: Interval, width_in: float) -> str:
+def _row_name(item: ValueRange, width_in: float) -> str:
     """At most a third of the width."""
     label = "\n".join(textwrap.wrap(item.label, int(width_in * 24 / (LETTER * FONT_PT[width_in])))) or item.label
     return f"{label}\n{item.note}" if item.note else label

@@ -19,7 +19,7 @@ from scu_trainer.runs.process import MARK, Machine, Platform, family, is_alive, 
 from scu_trainer.runs.progress import START_LINE, last_error, newest_checkpoint, tail
 from scu_trainer.runs.queue import FileLock
 from scu_trainer.runs.state import Report, report
-from scu_trainer.runs.store import ENDED, FOLDER, Options, Record, Run, check_name
+from scu_trainer.runs.store import ENDED, FOLDER, Options, Run, RunRecord, check_name
 from scu_trainer.secrets import SECRET_PARTS, redact
 
 NEEDED_BYTES = 64 * 2**20
@@ -83,7 +83,7 @@ def _check_secrets(wish: Wish) -> None:
 # -- starting ----------------------------------------------------------------------------------------------------------
 
 
-def start(wish: Wish, root: Path, hands: Hands) -> Record:
+def start(wish: Wish, root: Path, hands: Hands) -> RunRecord:
     """Detach a run and return once it has registered itself. Raises a UserError."""
     check(wish, root)
     run = Run(root / wish.name, wish.name)
@@ -95,7 +95,7 @@ def start(wish: Wish, root: Path, hands: Hands) -> Record:
     except OSError as error:
         raise StorageError(f"{run.path} cannot be made: {error.strerror}; set --root to another directory") from error
     write_text(run.config, wish.config)
-    record = Record(
+    record = RunRecord(
         token=uuid.uuid4().hex,
         flags=wish.flags,
         options=wish.options,
@@ -107,7 +107,7 @@ def start(wish: Wish, root: Path, hands: Hands) -> Record:
     return _begin(run, record, hands)
 
 
-def _begin(run: Run, record: Record, hands: Hands) -> Record:
+def _begin(run: Run, record: RunRecord, hands: Hands) -> RunRecord:
     run.write(record)
     run.stop_request.unlink(missing_ok=True)
     # After the record: "queued" beside a process that has ended would be a run that was killed.
@@ -140,7 +140,7 @@ def _is_secret(name: str) -> bool:
     return bool({"KEY", *SECRET_PARTS}.intersection(name.split("_")))
 
 
-def _environment_of(record: Record) -> dict[str, str]:
+def _environment_of(record: RunRecord) -> dict[str, str]:
     found = {**os.environ, **record.environment, MARK: record.token, "PYTHONUNBUFFERED": "1"}
     threads = record.options.threads
     if threads is not None:
@@ -150,7 +150,7 @@ def _environment_of(record: Record) -> dict[str, str]:
     return found
 
 
-def _registered(run: Run, child: Any, hands: Hands) -> Record:
+def _registered(run: Run, child: Any, hands: Hands) -> RunRecord:
     begun_s = hands.clock()
     while hands.clock() - begun_s < REGISTERS_WITHIN_S:
         ended = child.poll() is not None  # before looking: it may register and end
@@ -167,7 +167,7 @@ def _registered(run: Run, child: Any, hands: Hands) -> Record:
 # -- going on ----------------------------------------------------------------------------------------------------------
 
 
-def resume(run: Run, hands: Hands) -> tuple[Record, Optional[str]]:
+def resume(run: Run, hands: Hands) -> tuple[RunRecord, Optional[str]]:
     """The same command again, in the same directory. Returns the record and the checkpoint that it goes on from."""
     before = _own_record(run, "resumed")
     with FileLock(run.folder / "start.lock"):  # of two at once the second finds it alive
@@ -185,9 +185,9 @@ def resume(run: Run, hands: Hands) -> tuple[Record, Optional[str]]:
         return _begin(run, _again(before, hands), hands), checkpoint
 
 
-def _again(before: Record, hands: Hands) -> Record:
+def _again(before: RunRecord, hands: Hands) -> RunRecord:
     """The record of one more start of the same."""
-    return Record(
+    return RunRecord(
         token=uuid.uuid4().hex,
         flags=before.flags,
         options=before.options,
@@ -200,7 +200,7 @@ def _again(before: Record, hands: Hands) -> Record:
     )
 
 
-def _own_record(run: Run, done: str) -> Record:
+def _own_record(run: Run, done: str) -> RunRecord:
     record = run.record()
     if record is None:
         raise SettingsError(
@@ -234,7 +234,7 @@ def stop(run: Run, hands: Hands, timeout_s: Optional[float] = None, now: bool = 
     return after
 
 
-def _awake(run: Run, hands: Hands) -> Record:
+def _awake(run: Run, hands: Hands) -> RunRecord:
     """The record, once the process has registered itself."""
     begun_s = hands.clock()
     while True:
@@ -258,7 +258,7 @@ def _is_first_request(run: Run) -> bool:
     return True
 
 
-def _all_gone(record: Record, hands: Hands, timeout_s: Optional[float]) -> bool:
+def _all_gone(record: RunRecord, hands: Hands, timeout_s: Optional[float]) -> bool:
     begun_s = hands.clock()
     while is_alive(record.process, hands.machine) or family(record.process, record.token, hands.machine):
         if timeout_s is not None and hands.clock() - begun_s >= timeout_s:
@@ -267,7 +267,7 @@ def _all_gone(record: Record, hands: Hands, timeout_s: Optional[float]) -> bool:
     return True
 
 
-def _end_all(record: Record, hands: Hands) -> None:
+def _end_all(record: RunRecord, hands: Hands) -> None:
     """Again until nobody is left: one that is being ended may have started another."""
     begun_s = hands.clock()
     while members := family(record.process, record.token, hands.machine):

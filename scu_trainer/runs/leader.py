@@ -21,7 +21,7 @@ from scu_trainer.runs import room
 from scu_trainer.runs.process import Machine, Platform, this_platform
 from scu_trainer.runs.progress import last_error
 from scu_trainer.runs.queue import Line, wait_for_turn
-from scu_trainer.runs.store import ENDED, Record, Run
+from scu_trainer.runs.store import ENDED, Run, RunRecord
 
 STOPPED, INTERRUPTED = 3, 130
 AFTERWARDS = {STOPPED: "stopped", INTERRUPTED: "stopped", 128 + signal.SIGTERM: "stopped"}
@@ -89,7 +89,7 @@ class _Leader:
             self._launch(record, words)
         return self.outside.train(words)
 
-    def _register(self) -> Record:
+    def _register(self) -> RunRecord:
         record = self.run.record()
         if record is None:
             raise StorageError(f"{self.run.folder} holds no start.json; use scu-trainer runs start")
@@ -98,7 +98,7 @@ class _Leader:
             print(note, flush=True)
         return self.run.change(process=self.outside.machine.identity(), phase="queued", notes=tuple(notes))
 
-    def _wait(self, record: Record) -> Record:
+    def _wait(self, record: RunRecord) -> RunRecord:
         """In the line of each device that the run uses, in the order of names: so no two runs wait for each other.
 
         Nobody leaves a line but by its end: the next run begins when the memory of this one is free.
@@ -113,7 +113,7 @@ class _Leader:
         os.environ.update(room.visible_devices(chosen))
         return record
 
-    def _devices(self, record: Record) -> list[str]:
+    def _devices(self, record: RunRecord) -> list[str]:
         found, asked = self.outside.devices(), record.options.device
         if asked == "auto" and record.options.launcher != "python":
             return sorted(found)  # a launcher starts a process on each
@@ -122,14 +122,14 @@ class _Leader:
     def _length(self, device: str) -> int:
         return len(Line(device, self.outside.lines, self.outside.machine).waiting())
 
-    def _lacks(self, device: str, record: Record) -> Optional[str]:
+    def _lacks(self, device: str, record: RunRecord) -> Optional[str]:
         return self.outside.lacking(device, record.options.max_ram_percent, record.options.max_gpu_percent)
 
     def _tell(self, waiting: str) -> None:
         print(f"waiting {waiting}", flush=True)
         self.run.change(waiting=waiting)
 
-    def _launch(self, record: Record, words: Sequence[str]) -> None:
+    def _launch(self, record: RunRecord, words: Sequence[str]) -> None:
         command = [sys.executable, "-P", "-m", "scu_trainer.cli.main", "launch", record.options.launcher, *words]
         sys.stdout.flush()
         self.outside.become(command)
@@ -161,7 +161,7 @@ def settle(run: Run, status: str, error: Optional[str]) -> None:
     RunStatus(run.path / "run.json").update(status=status, error=error, eta_s=None)
 
 
-def training_words(run: Run, record: Record) -> list[str]:
+def training_words(run: Run, record: RunRecord) -> list[str]:
     """Of the training command: configuration as it was at the start, the place, and what was typed."""
     words = ["--config", str(run.config.absolute()), "--output_dir", str(run.path.absolute()), *record.flags]
     if record.options.device == room.CPU:

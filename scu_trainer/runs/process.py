@@ -42,7 +42,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProcessInfo:
     """A process that is there. ``state``: "running", "suspended" or "zombie"."""
 
     born: float
@@ -59,7 +59,7 @@ class Machine:
         """A name that is new at each boot; where there is none the time of the boot in seconds since 1970."""
         return _boot()
 
-    def process(self, pid: int) -> Optional[Seen]:
+    def process(self, pid: int) -> Optional[ProcessInfo]:
         return _linux_process(pid) if sys.platform == "linux" else _other_process(pid)
 
     def identity(self, pid: Optional[int] = None) -> Identity:
@@ -77,22 +77,22 @@ def _boot() -> str:
     return name.read_text().strip() if name.is_file() else f"{psutil.boot_time():.0f}"
 
 
-def _linux_process(pid: int) -> Optional[Seen]:
+def _linux_process(pid: int) -> Optional[ProcessInfo]:
     try:
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # the name before may hold anything
     except (FileNotFoundError, ProcessLookupError):
         return None
     states = {b"Z": "zombie", b"X": "zombie", b"T": "suspended"}
-    return Seen(float(words[19]), states.get(words[0], "running"))
+    return ProcessInfo(float(words[19]), states.get(words[0], "running"))
 
 
-def _other_process(pid: int) -> Optional[Seen]:
+def _other_process(pid: int) -> Optional[ProcessInfo]:
     try:
         process = psutil.Process(pid)
         states = {psutil.STATUS_ZOMBIE: "zombie", psutil.STATUS_STOPPED: "suspended"}
-        return Seen(process.create_time(), states.get(process.status(), "running"))
+        return ProcessInfo(process.create_time(), states.get(process.status(), "running"))
     except psutil.ZombieProcess:
-        return Seen(0.0, "zombie")
+        return ProcessInfo(0.0, "zombie")
     except psutil.NoSuchProcess:
         return None
 

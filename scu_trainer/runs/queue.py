@@ -86,7 +86,7 @@ def _windows_lock(descriptor: int, wait: bool) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class QueuePlace:
     """In the line. ``run``: its directory."""
 
     number: int
@@ -102,25 +102,25 @@ class Line:
         self._machine = machine or Machine()
         self._turn: Optional[FileLock] = None
 
-    def join(self, process: Identity, run: Path) -> Place:
+    def join(self, process: Identity, run: Path) -> QueuePlace:
         """At the end. Dead places are cleared away: only here, so that no number is given out twice meanwhile."""
         with FileLock(self.folder / "line.lock"):
             places = self._places()
             for place in places:
                 if not is_alive(place.process, self._machine):
                     self._file(place.number).unlink()
-            place = Place(1 + max((place.number for place in places), default=0), process, str(run.absolute()))
+            place = QueuePlace(1 + max((place.number for place in places), default=0), process, str(run.absolute()))
             write_json(self._file(place.number), asdict(place))
         return place
 
-    def waiting(self) -> list[Place]:
+    def waiting(self) -> list[QueuePlace]:
         """Who is alive in the line, the one whose turn it is first."""
         return [place for place in self._places() if is_alive(place.process, self._machine)]
 
-    def ahead_of(self, place: Place) -> list[Place]:
+    def ahead_of(self, place: QueuePlace) -> list[QueuePlace]:
         return [other for other in self.waiting() if other.number < place.number]
 
-    def take_turn(self, place: Place) -> bool:
+    def take_turn(self, place: QueuePlace) -> bool:
         """Whether it is the turn of ``place``. It is kept until the end of this process."""
         if self._turn is not None:
             return True
@@ -137,7 +137,7 @@ class Line:
         if self._turn is not None:
             self._turn.keep_through_exec()
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[QueuePlace]:
         found = []
         for path in sorted(self.folder.glob("[0-9]*.json")) if self.folder.is_dir() else ():
             try:
@@ -146,7 +146,7 @@ class Line:
                 if path.exists():
                     raise
                 continue  # it left in between
-            found.append(Place(content["number"], Identity(**content["process"]), content["run"]))
+            found.append(QueuePlace(content["number"], Identity(**content["process"]), content["run"]))
         return found
 
     def _file(self, number: int) -> Path:
@@ -155,7 +155,7 @@ class Line:
 
 def wait_for_turn(
     line: Line,
-    place: Place,
+    place: QueuePlace,
     lacks: Callable[[], Optional[str]],
     tell: Callable[[str], None],
     sleep: Callable[[float], None],

@@ -17,7 +17,7 @@ from scu_trainer.run_files import free_bytes
 from scu_trainer.runs.process import Fact, Machine, look
 from scu_trainer.runs.progress import Progress, last_error, progress, seconds
 from scu_trainer.runs.queue import Line
-from scu_trainer.runs.store import ENDED, Record, Run
+from scu_trainer.runs.store import ENDED, Run, RunRecord
 
 COMING_UP_S = 3.0
 """A process that was started registers itself within this time; a tenth of it is usual."""
@@ -31,7 +31,7 @@ LIVING = ("queued", "starting", "running", "stopping")
 
 
 @dataclass(frozen=True)
-class State:
+class RunState:
     """``status``: one of run.json's, or "starting", "killed", "rebooted", "elsewhere", "unreadable".
 
     ``cause``: of an end that nobody wanted: "killed", "number re-used", "reboot", "disk full", "error", "no start".
@@ -50,7 +50,7 @@ class Evidence:
     is none to ask about. ``error``: the last error message that this start printed."""
 
     status: Mapping[str, Any]
-    record: Optional[Record]
+    record: Optional[RunRecord]
     fact: Optional[Fact]
     spawner: Optional[Fact]
     now_s: float
@@ -60,7 +60,7 @@ class Evidence:
     is_asked_to_stop: bool = False
 
 
-def judge(seen: Evidence) -> State:
+def judge(seen: Evidence) -> RunState:
     told = seen.status.get("status", "queued")
     if seen.record is None and told in ENDED:
         return _ended(seen, told)  # a process that somebody started by hand, such as a notebook, may do other things
@@ -72,62 +72,64 @@ def judge(seen: Evidence) -> State:
         return _without_process(seen)
     if seen.fact == "elsewhere":
         host = seen.record.process.host if seen.record and seen.record.process else "another machine"
-        return State(
+        return RunState(
             "elsewhere", f"it was started on {host}: only there one can see whether it lives; last seen {told}"
         )
     if seen.fact == "rebooted":
-        return State("rebooted", f"the machine was started anew while {_doing(told)}", "reboot")
+        return RunState("rebooted", f"the machine was started anew while {_doing(told)}", "reboot")
     if _is_disk_full(seen):
-        return State("failed", seen.error or "the disk was full, not even its last words could be written", "disk full")
+        return RunState(
+            "failed", seen.error or "the disk was full, not even its last words could be written", "disk full"
+        )
     if seen.record is not None and seen.record.exit_code is not None:
-        return State("failed", seen.error or f"ended with exit code {seen.record.exit_code}", "error")
+        return RunState("failed", seen.error or f"ended with exit code {seen.record.exit_code}", "error")
     if seen.error is not None and seen.record is not None and seen.record.options.launcher != "python":
-        return State("failed", seen.error, "error")  # nobody noted the exit code of a launcher
+        return RunState("failed", seen.error, "error")  # nobody noted the exit code of a launcher
     if seen.fact == "other program":
-        return State(
+        return RunState(
             "killed", f"it ended without last words while {_doing(told)}; its number belongs to another program now",
             "number re-used",
         )  # fmt: skip
-    return State("killed", f"it ended without last words while {_doing(told)}: killed, or out of memory", "killed")
+    return RunState("killed", f"it ended without last words while {_doing(told)}: killed, or out of memory", "killed")
 
 
-def _living(seen: Evidence, told: str) -> State:
+def _living(seen: Evidence, told: str) -> RunState:
     record = seen.record
     if told in ENDED:
         ended = _ended(seen, told)
         return replace(ended, detail=ended.detail or "its process is just ending", is_alive=True)
     if seen.fact == "suspended":
-        return State(told, "suspended by a signal; kill -CONT lets it go on", is_alive=True)
+        return RunState(told, "suspended by a signal; kill -CONT lets it go on", is_alive=True)
     if told == "queued" and record is not None:
         if record.phase == "training":
-            return State("starting", "libraries, model and data are being loaded", is_alive=True)
-        return State("queued", f"waits {record.waiting or 'for its place in the line'}", is_alive=True)
+            return RunState("starting", "libraries, model and data are being loaded", is_alive=True)
+        return RunState("queued", f"waits {record.waiting or 'for its place in the line'}", is_alive=True)
     if told == "running" and seen.is_asked_to_stop:
-        return State("stopping", "asked to stop: the step is finished first", is_alive=True)
+        return RunState("stopping", "asked to stop: the step is finished first", is_alive=True)
     silent_s = 0.0 if seen.updated_s is None else seen.now_s - seen.updated_s
     if told in ("running", "stopping") and silent_s > SILENT_S:
-        return State(told, f"not progressing: no news for {silent_s / 60:.0f} minutes", is_alive=True)
-    return State(told, is_alive=True)
+        return RunState(told, f"not progressing: no news for {silent_s / 60:.0f} minutes", is_alive=True)
+    return RunState(told, is_alive=True)
 
 
-def _ended(seen: Evidence, told: str) -> State:
+def _ended(seen: Evidence, told: str) -> RunState:
     error = seen.status.get("error")
     if told != "failed":
-        return State(told, error or "")
+        return RunState(told, error or "")
     is_full = any(words in (error or "") for words in FULL_DISK_WORDS)
-    return State(told, error or "", "disk full" if is_full else "error")
+    return RunState(told, error or "", "disk full" if is_full else "error")
 
 
-def _without_process(seen: Evidence) -> State:
+def _without_process(seen: Evidence) -> RunState:
     """Between the start and the moment in which the process registers itself, or nobody knows of any process."""
     if seen.record is None:
-        return State("killed", "no process of it is known, and it has not ended well", "killed")
+        return RunState("killed", "no process of it is known, and it has not ended well", "killed")
     age_s = seen.now_s - seen.record.asked_s
     if seen.spawner == "alive" or 0 <= age_s < COMING_UP_S:
-        return State("starting", "its process is coming up", is_alive=True)
+        return RunState("starting", "its process is coming up", is_alive=True)
     if _is_disk_full(seen):
-        return State("failed", "the disk was full when it was started", "disk full")
-    return State("killed", "its process never came up", "no start")
+        return RunState("failed", "the disk was full when it was started", "disk full")
+    return RunState("killed", "its process never came up", "no start")
 
 
 def _doing(told: str) -> str:
@@ -148,9 +150,9 @@ class Report:
     ``resident_bytes``: main memory of its process now."""
 
     run: Run
-    state: State
+    state: RunState
     progress: Progress
-    record: Optional[Record] = None
+    record: Optional[RunRecord] = None
     pid: Optional[int] = None
     ahead: Optional[int] = None
     resident_bytes: Optional[int] = None
@@ -186,7 +188,7 @@ def report(run: Run, machine: Machine, now_s: Optional[float] = None) -> Report:
             pid, fact = _process(run, record, machine)
             status = run.status()
     except StorageError as error:
-        return Report(run, State("unreadable", str(error), "error"), Progress())
+        return Report(run, RunState("unreadable", str(error), "error"), Progress())
     found = progress(run, status)
     state = judge(
         Evidence(
@@ -205,7 +207,7 @@ def report(run: Run, machine: Machine, now_s: Optional[float] = None) -> Report:
     return Report(run, state, found, record, pid, _ahead(state, record, machine), _resident_bytes(pid))
 
 
-def _process(run: Run, record: Optional[Record], machine: Machine) -> tuple[Optional[int], Optional[Fact]]:
+def _process(run: Run, record: Optional[RunRecord], machine: Machine) -> tuple[Optional[int], Optional[Fact]]:
     if record is not None:
         return (None, None) if record.process is None else (record.process.pid, look(record.process, machine))
     status = run.status()
@@ -235,7 +237,7 @@ def _resident_bytes(pid: Optional[int]) -> Optional[int]:
         return None
 
 
-def _ahead(state: State, record: Optional[Record], machine: Machine) -> Optional[int]:
+def _ahead(state: RunState, record: Optional[RunRecord], machine: Machine) -> Optional[int]:
     if state.status != "queued" or record is None or not record.devices:
         return None
     places = Line(record.devices[-1], machine=machine).waiting()

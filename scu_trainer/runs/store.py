@@ -39,7 +39,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """start.json. Written by ``start`` until the process has registered itself, then by that process alone, and by
     others only once it is dead.
 
@@ -104,16 +104,16 @@ class Run:
             raise StorageError(f"{path} does not hold an object; delete it or restore it from a copy")
         return dict(found)
 
-    def record(self) -> Optional[Record]:
+    def record(self) -> Optional[RunRecord]:
         """None where the run was not started in the background. Raises StorageError."""
         path = self.folder / "start.json"
         return _record(read_json(path), path) if path.is_file() else None
 
-    def write(self, record: Record) -> Record:
+    def write(self, record: RunRecord) -> RunRecord:
         write_json(self.folder / "start.json", asdict(record))
         return record
 
-    def change(self, **changes: Any) -> Record:
+    def change(self, **changes: Any) -> RunRecord:
         """The record with ``changes``, written."""
         before = self.record()
         if before is None:
@@ -121,15 +121,15 @@ class Run:
         return self.write(replace(before, **changes))
 
 
-def _record(content: Any, path: Path) -> Record:
+def _record(content: Any, path: Path) -> RunRecord:
     try:
-        known = {item.name: content[item.name] for item in fields(Record)}
+        known = {item.name: content[item.name] for item in fields(RunRecord)}
         for name in ("flags", "devices", "notes"):
             known[name] = tuple(known[name])
         known["options"] = Options(**known["options"])
         known["spawner"] = Identity(**known["spawner"])
         known["process"] = None if known["process"] is None else Identity(**known["process"])
-        return Record(**known)
+        return RunRecord(**known)
     except (KeyError, TypeError) as error:
         raise StorageError(
             f"{path} is no record of a background run ({error}); delete the folder {path.parent}"

@@ -207,7 +207,7 @@ class LoopEvents(TrainerCallback):
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.is_rate_due = False
+        self._is_due = self._is_scaled = False
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.close()
@@ -217,7 +217,12 @@ class LoopEvents(TrainerCallback):
                 loop.history = opened(args.output_dir, loop.history_file, stand_until)
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
-        self.is_rate_due = True
+        self._is_due = True
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        """What builds on the last rate (``ReduceLROnPlateau``) must not find our factors in it."""
+        if self._is_scaled:
+            self._set_rates(1.0)
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self.close()
@@ -230,13 +235,16 @@ class LoopEvents(TrainerCallback):
 
     def scale_rates(self) -> None:
         """Once per step, when every loop has decided on its factor."""
-        if not self.is_rate_due:
-            return
-        self.is_rate_due, factor = False, self.trainer.rate_factor
-        if factor != 1.0:
-            scheduled = self.trainer.lr_scheduler.get_last_lr()
-            for group, rate in zip(self.trainer.optimizer.param_groups, scheduled, strict=True):
-                group["lr"] = rate * factor
+        if self._is_due:
+            self._is_due, factor = False, self.trainer.rate_factor
+            if factor != 1.0:
+                self._set_rates(factor)
+
+    def _set_rates(self, factor: float) -> None:
+        self._is_scaled = factor != 1.0
+        scheduled = self.trainer.lr_scheduler.get_last_lr()
+        for group, rate in zip(self.trainer.optimizer.param_groups, scheduled, strict=True):
+            group["lr"] = rate * factor
 
 
 def opened(output_dir: str, name: str, step: int) -> History:

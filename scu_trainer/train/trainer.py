@@ -159,6 +159,8 @@ class SCUTrainer(Trainer):
             self._is_training = False
             for loop in self.loops:
                 loop.end()
+            if self._events is not None:
+                self._events.close()
 
     def _begin(self) -> None:
         """What an earlier ``train`` of this trainer has counted, and found out about its model, is not of this one."""

@@ -20,10 +20,10 @@ from scu_trainer.cli.evaluation import eval as command
 from scu_trainer.cli.evaluation.report import verdict
 from scu_trainer.cli.evaluation.screen import as_text
 from scu_trainer.cli.subjects import subject_of
-from scu_trainer.data.text import prepare
+from scu_trainer.data import prepare
 from scu_trainer.models.loading.load import load_tokenizer
 from scu_trainer.run_files import read_json, write_json
-from scu_trainer.train.evaluation.scoring import Interval
+from scu_trainer.train.evaluation.scoring import BootstrapInterval
 from scu_trainer.train.tasks import text
 from tests import tiny
 
@@ -279,7 +279,7 @@ def test_text_for_a_person(work, capsys):
     ],
 )
 def test_the_verdict_follows_from_the_interval(low, high, documents, expected):
-    assert verdict(Interval((low + high) / 2, low, high, 0.95), documents) == expected
+    assert verdict(BootstrapInterval((low + high) / 2, low, high, 0.95), documents) == expected
 
 
 def test_the_script_prints_one_json_object_and_nothing_else(work):

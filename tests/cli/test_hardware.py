@@ -82,5 +82,5 @@ def test_launch_mistakes(monkeypatch, capsys, arguments, words):
 def test_scripts_are_the_commands():
     from tests.test_project import ROOT
 
-    for name in ("hardware", "variants"):
-        assert f"from scu_trainer.cli.{name} import main" in (ROOT / "scripts" / f"{name}.py").read_text()
+    for name, module in (("hardware", "machine.hardware"), ("variants", "variants")):
+        assert f"from scu_trainer.cli.{module} import main" in (ROOT / "scripts" / f"{name}.py").read_text()

@@ -10,7 +10,7 @@ from transformers import BertConfig, LlamaConfig, MixtralConfig, T5Config
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.cli.planning import plan
 from scu_trainer.cli.planning.screen import without
-from scu_trainer.hardware.recommend import CHANGES, Choice, Means, choices
+from scu_trainer.hardware.recommend import CHANGES, Means, SettingChoice, choices
 from scu_trainer.hardware.target import named
 from tests import tiny
 
@@ -153,7 +153,7 @@ def test_a_model_of_another_kind_with_a_causal_head_is_planned(tmp_path, capsys)
 def test_a_card_without_bf16_gets_fp16():
     target = named("t4", None)
     assert target.half == "fp16"
-    asked = Choice("lora", "no", False, "adamw_torch_fused", 512)
+    asked = SettingChoice("lora", "no", False, "adamw_torch_fused", 512)
     found = choices(asked, Means(target.half, False, True, True, False), target.device)
     assert {choice.mixed_precision for choice in found} == {"no", "fp16"}
     assert "bfloat16" not in {choice.dtype for choice in found}

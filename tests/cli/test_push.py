@@ -105,7 +105,10 @@ def test_something_else_than_a_folder(capsys):
 def test_it_answers_without_torch(run):
     import subprocess
 
-    code = f"import sys; from scu_trainer.cli.publishing.push import main; main([{str(run)!r}, '--repo_id', 'me/x', "
-    code += "'--base_model', 'me/b', '--dry_run']); sys.exit(str([m for m in ('torch', 'transformers', 'peft') if m in sys.modules] or ''))"
+    code = f"""import sys
+from scu_trainer.cli.publishing.push import main
+main([{str(run)!r}, '--repo_id', 'me/x', '--base_model', 'me/b', '--dry_run'])
+sys.exit(str([m for m in ('torch', 'transformers', 'peft') if m in sys.modules] or ''))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.strip() == "", done.stderr

@@ -13,9 +13,9 @@ from typing import Optional
 from scu_trainer.control.chunks import Chunk, cut, split_to
 from scu_trainer.control.microbatch import (
     Decision,
-    Law,
-    Seen,
-    State,
+    MemoryMeasurement,
+    SizerConfig,
+    SizerState,
     after_oom,
     applied_cap,
     decide,
@@ -53,11 +53,11 @@ class Plant:
     noise: float = 0.0
     predicts: bool = True
     seed: int = 0
-    law: Law = field(default_factory=Law)
+    law: SizerConfig = field(default_factory=SizerConfig)
 
-    def run(self, steps: int, state: Optional[State] = None) -> Run:
+    def run(self, steps: int, state: Optional[SizerState] = None) -> Run:
         chance, run = random.Random(self.seed), Run()
-        state = State() if state is None else state
+        state = SizerState() if state is None else state
         for step in range(steps):
             lengths = self.rows(step, chance)
             state, seen = self._step(step, lengths, state, run, chance)
@@ -67,7 +67,7 @@ class Plant:
             run.decisions.append(decision)
         return run
 
-    def _step(self, step: int, lengths: list[int], state: State, run: Run, chance: random.Random):
+    def _step(self, step: int, lengths: list[int], state: SizerState, run: Run, chance: random.Random):
         limit, used = self.limit_bytes(step), self.base_bytes + self.tenants_bytes(step)
         floor = self.min_rows * max(lengths)
         cap = applied_cap(state, self.ceiling_tokens, floor)
@@ -91,9 +91,9 @@ class Plant:
             state = with_observation(state, chunk.tokens, chunk.quadratic, self._observed(took))
             largest, peak = max(largest, chunk.tokens), max(peak, used + took)
         measured = round(peak * chance.uniform(1 - self.noise, 1 + self.noise))
-        return state, Seen(step, limit, used, measured, self.ceiling_tokens, floor, max(lengths), largest)
+        return state, MemoryMeasurement(step, limit, used, measured, self.ceiling_tokens, floor, max(lengths), largest)
 
-    def _most_tokens(self, chunk: Chunk, state: State, room_bytes: int, cap: int) -> int:
+    def _most_tokens(self, chunk: Chunk, state: SizerState, room_bytes: int, cap: int) -> int:
         fit = fitting_tokens(self.law, state, room_bytes, chunk.length) if self.predicts else None
         return cap if fit is None else max(1, min(cap, fit))
 
@@ -113,11 +113,11 @@ class Run:
         self.caps: list[int] = []
         self.ooms: list[tuple[int, int]] = []
         self.chunks = 0
-        self.seen: list[Seen] = []
+        self.seen: list[MemoryMeasurement] = []
         self.decisions: list[Decision] = []
 
     @property
-    def state(self) -> State:
+    def state(self) -> SizerState:
         return self.decisions[-1].state
 
     def changes(self, first: int = 0, last: Optional[int] = None) -> list[float]:

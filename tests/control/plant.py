@@ -8,10 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Optional
 
-from scu_trainer.control.regularization import Law, Measurement, State, decide, initial_state, shrink_of, with_shrink
+from scu_trainer.control.regularization import (
+    ControllerConfig,
+    ControllerState,
+    Measurement,
+    decide,
+    initial_state,
+    shrink_of,
+    with_shrink,
+)
 from scu_trainer.control.tracking import Tracking, assess
 
-MODEL = Law(
+MODEL = ControllerConfig(
     name="model",
     actuator="decoupled",
     target_s=0.1,
@@ -74,7 +82,7 @@ class Plant:
     param_bpt: float = 4.0 * math.exp(-9.0)
     seed: int = 0
 
-    def run(self, law: Law, steps: int = 400, control_frequency: int = 1) -> Run:
+    def run(self, law: ControllerConfig, steps: int = 400, control_frequency: int = 1) -> Run:
         chance, state, run, losses = random.Random(self.seed), initial_state(law), Run(law.target_s), []
         for step in range(1, steps + 1):
             rate, bpt = self.learning_rate(step), self.data_bpt(step)
@@ -99,5 +107,5 @@ class Run:
 
     def tracking(self, first: int = 0, last: Optional[int] = None) -> Tracking:
         """Figures over the decisions ``first`` to ``last`` (positions)."""
-        part: list[State] = self.states[first:last]
+        part: list[ControllerState] = self.states[first:last]
         return assess(self.steps[first:last], [s.s_ema for s in part], self.target_s, [s.saturated for s in part])

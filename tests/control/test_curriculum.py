@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scu_trainer.control import curriculum
-from scu_trainer.control.curriculum import Law, Plan, check_methods, plan, rest_of, warmup_limit
+from scu_trainer.control.curriculum import CurriculumConfig, EpochPlan, check_methods, plan, rest_of, warmup_limit
 from scu_trainer.control.difficulty import Difficulty, Snapshot
 
 NAMES = ("token_budget", "noise_guard", "acmds", "infobatch", "length_warmup")
@@ -36,9 +36,11 @@ def some_lengths(samples: int, seed: int = 0) -> np.ndarray:
     return np.maximum(1, np.random.default_rng(seed).lognormal(4, 0.8, samples)).astype(np.int64)
 
 
-def planned(methods=(), samples: int = 200, world: int = 1, seed: int = 0, snapshot=None, lengths=None, **law) -> Plan:
+def planned(
+    methods=(), samples: int = 200, world: int = 1, seed: int = 0, snapshot=None, lengths=None, **law
+) -> EpochPlan:
     return plan(
-        Law(tuple(methods), **{"rows_per_batch": 8, **law}),
+        CurriculumConfig(tuple(methods), **{"rows_per_batch": 8, **law}),
         trained(samples, seed) if snapshot is None else snapshot,
         epoch=4,
         epochs=10,
@@ -49,11 +51,11 @@ def planned(methods=(), samples: int = 200, world: int = 1, seed: int = 0, snaps
     )
 
 
-def dealt(one: Plan, world: int) -> list[int]:
+def dealt(one: EpochPlan, world: int) -> list[int]:
     return sorted(int(number) for rank in range(world) for batch in one.batches_of(rank, world) for number in batch)
 
 
-def assert_same(one: Plan, other: Plan) -> None:
+def assert_same(one: EpochPlan, other: EpochPlan) -> None:
     assert one.batches.order.tobytes() == other.batches.order.tobytes()
     assert one.batches.ends.tobytes() == other.batches.ends.tobytes()
     assert (one.weights is None) == (other.weights is None)
@@ -135,7 +137,7 @@ def test_nothing_left_to_see_is_said(methods):
 
 
 def test_another_seed_or_epoch_draws_anew():
-    law, snapshot, order, lengths = Law(("infobatch",), 8), trained(200), np.arange(200), some_lengths(200)
+    law, snapshot, order, lengths = CurriculumConfig(("infobatch",), 8), trained(200), np.arange(200), some_lengths(200)
     pruned = [
         plan(law, snapshot, epoch, 10, order, lengths, world=1, seed=seed).skipped["infobatch"].tolist()
         for epoch, seed in ((4, 0), (5, 0), (4, 1))
@@ -206,7 +208,7 @@ def test_costs_of_the_snapshot_go_before_lengths():
 def test_the_rest_of_an_epoch_loses_no_row_and_sees_none_twice(methods, old_world, new_world):
     old = planned(methods, 333, old_world)
     wanted = sorted(set(old.batches.order.tolist()))
-    law, lengths = Law(methods, rows_per_batch=5), some_lengths(333)
+    law, lengths = CurriculumConfig(methods, rows_per_batch=5), some_lengths(333)
     for done in range(0, old.micro_batches, old_world):
         rest = rest_of(old, done, new_world, law, lengths, seed=0)
         delivered = [int(number) for batch in range(done) for number in old.batches[batch]]
@@ -219,7 +221,7 @@ def test_the_rest_of_an_epoch_loses_no_row_and_sees_none_twice(methods, old_worl
 
 def test_the_rest_keeps_the_order_without_a_budget():
     old = planned(samples=21)
-    rest = rest_of(old, 1, 1, Law((), rows_per_batch=4), some_lengths(21), seed=0)
+    rest = rest_of(old, 1, 1, CurriculumConfig((), rows_per_batch=4), some_lengths(21), seed=0)
     assert rest.batches.order.tolist() == old.batches.order[8:].tolist()
     assert rest.batches.sizes.tolist() == [4, 4, 4, 1]
 
@@ -227,38 +229,38 @@ def test_the_rest_keeps_the_order_without_a_budget():
 def test_repeated_rows_of_the_old_plan_are_not_in_the_rest():
     old = planned(samples=5, world=4, snapshot=Difficulty(5, 0.3, 3).snapshot(), rows_per_batch=1)
     assert old.repeated.size == 3
-    rest = rest_of(old, 4, 1, Law((), rows_per_batch=1), some_lengths(5), seed=0)
+    rest = rest_of(old, 4, 1, CurriculumConfig((), rows_per_batch=1), some_lengths(5), seed=0)
     assert rest.batches.order.tolist() == [old.batches.order[4]]
-    rest = rest_of(old, 2, 1, Law((), rows_per_batch=1), some_lengths(5), seed=0)
+    rest = rest_of(old, 2, 1, CurriculumConfig((), rows_per_batch=1), some_lengths(5), seed=0)
     assert rest.batches.order.tolist() == old.batches.order[2:5].tolist()
 
 
 def test_nothing_is_left_of_a_finished_epoch():
     old = planned(samples=21)
     with pytest.raises(ValueError, match="there is no row"):
-        rest_of(old, old.micro_batches, 1, Law((), rows_per_batch=4), some_lengths(21), seed=0)
+        rest_of(old, old.micro_batches, 1, CurriculumConfig((), rows_per_batch=4), some_lengths(21), seed=0)
 
 
 # Sequence-length warm-up
 
 
 def test_lengths_grow_linearly_and_then_are_free():
-    law = Law(("length_warmup",), 8, warmup_share=0.5, warmup_start_tokens=64)
+    law = CurriculumConfig(("length_warmup",), 8, warmup_share=0.5, warmup_start_tokens=64)
     limits = [warmup_limit(law, step, max_steps=20, longest=264) for step in range(12)]
     assert limits == [64, 80, 104, 128, 144, 160, 184, 208, 224, 240, None, None]
 
 
 def test_no_limit_where_there_is_nothing_to_warm_up():
-    law = Law(("length_warmup",), 8)
+    law = CurriculumConfig(("length_warmup",), 8)
     assert warmup_limit(law, 0, 100, longest=64) is None
     assert warmup_limit(law, 0, 0, longest=500) is None
-    assert warmup_limit(Law((), 8, warmup_share=0.0), 0, 100, longest=500) is None
-    assert warmup_limit(Law((), 8, warmup_start_tokens=3), 0, 100, longest=500) == 8
+    assert warmup_limit(CurriculumConfig((), 8, warmup_share=0.0), 0, 100, longest=500) is None
+    assert warmup_limit(CurriculumConfig((), 8, warmup_start_tokens=3), 0, 100, longest=500) == 8
 
 
 @pytest.mark.parametrize("longest", [65, 70, 72, 100, 4096])
 def test_limits_never_fall_and_stay_below_the_longest(longest):
-    limits = [warmup_limit(Law((), 8), step, 200, longest) for step in range(200)]
+    limits = [warmup_limit(CurriculumConfig((), 8), step, 200, longest) for step in range(200)]
     given = [limit for limit in limits if limit is not None]
     assert given == sorted(given)
     assert limits[len(given) :] == [None] * (200 - len(given))
@@ -281,7 +283,7 @@ def test_what_composes_and_what_does_not():
 def test_a_million_samples_are_planned_without_a_loop_over_rows(methods):
     samples = 1_000_000
     snapshot, permutation = trained(samples, epochs=2), np.random.default_rng(0).permutation(samples)
-    lengths, law = some_lengths(samples), Law(methods, rows_per_batch=16)
+    lengths, law = some_lengths(samples), CurriculumConfig(methods, rows_per_batch=16)
     started = time.process_time()
     one = plan(law, snapshot, 2, 10, permutation, lengths, world=8, seed=0)
     for_one_rank = one.batches_of(0, 8)
@@ -296,7 +298,7 @@ def test_a_plan_survives_a_checkpoint(method):
     for epoch in range(3):
         state.update(np.arange(100), np.where(np.arange(100) < 90, np.linspace(1, 2, 100), 9.0), epoch)
     before = planned([method], 100, snapshot=state.snapshot())
-    after = Plan.from_arrays(before.to_arrays(), before.epoch, before.notes)
+    after = EpochPlan.from_arrays(before.to_arrays(), before.epoch, before.notes)
     assert [ids.tolist() for ids in after.batches_of(0, 1)] == [ids.tolist() for ids in before.batches_of(0, 1)]
     assert {reason: ids.tolist() for reason, ids in after.skipped.items()} == {
         reason: ids.tolist() for reason, ids in before.skipped.items()

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from scu_trainer.control.memory_values import Law, State
+from scu_trainer.control.memory_values import SizerConfig, SizerState
 from scu_trainer.control.microbatch import decide
 from tests.control.memory_plant import MB, Plant, Run, equal_rows, lognormal_rows
 
@@ -22,7 +22,7 @@ def squeeze(step: int) -> int:
     return 14 * MB if SQUEEZED <= step < RELEASED else 60 * MB
 
 
-def learned_state() -> State:
+def learned_state() -> SizerState:
     """A cost model from steps with rows of all lengths, under no pressure."""
     return Plant(rows=lognormal_rows).run(3).state
 
@@ -128,7 +128,7 @@ def test_no_pressure_for_a_thousand_steps_leaves_the_state_alone():
     for step in range(1000):
         used = chance.randint(4 * MB, 40 * MB)
         seen = replace(before.seen[0], step=step, used_bytes=used, peak_bytes=chance.randint(used, 55 * MB))
-        decision = decide(Law(), state, seen)
+        decision = decide(SizerConfig(), state, seen)
         state = decision.state
         assert (decision.reason, state.cap_tokens, state.integral, state.calm_steps) == (None, None, 0.0, 0)
 
@@ -139,7 +139,7 @@ def test_resumed_runs_take_the_same_decisions(saved_at):
     plant = Plant(squeeze)
     whole = plant.run(STEPS)
     first = plant.run(saved_at)
-    saved = State.from_dict(json.loads(json.dumps(first.state.to_dict())))
+    saved = SizerState.from_dict(json.loads(json.dumps(first.state.to_dict())))
     rest = replace(plant, limit_bytes=lambda step: squeeze(step + saved_at)).run(STEPS - saved_at, saved)
     assert first.caps + rest.caps == whole.caps
     assert rest.state.cost == whole.state.cost

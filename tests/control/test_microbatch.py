@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from scu_trainer.control import microbatch
-from scu_trainer.control.memory_values import Law, Seen, State, pressure
+from scu_trainer.control.memory_values import MemoryMeasurement, SizerConfig, SizerState, pressure
 from scu_trainer.control.microbatch import (
     LONG_PATIENCE,
     UNRESTRICTED,
@@ -24,10 +24,10 @@ from scu_trainer.control.microbatch import (
     with_shared_cap,
 )
 
-LAW = Law(headroom_share=0.1)
+LAW = SizerConfig(headroom_share=0.1)
 """Target 0.9 of the limit, band 0.81 to 0.9, aim in its middle at 0.855."""
 
-SEEN = Seen(
+SEEN = MemoryMeasurement(
     step=7,
     limit_bytes=1000,
     used_bytes=400,
@@ -40,16 +40,16 @@ SEEN = Seen(
 QUIET = replace(SEEN, peak_bytes=620)
 """The chunk of 1000 tokens takes the 220 of ``learned``."""
 
-RESTRICTED = State(cap_tokens=1000, former_tokens=4000)
+RESTRICTED = SizerState(cap_tokens=1000, former_tokens=4000)
 CALM = replace(RESTRICTED, calm_steps=2)
 """The next calm step is the third."""
 
 
-def peak(bytes_: int, **changes) -> Seen:
+def peak(bytes_: int, **changes) -> MemoryMeasurement:
     return replace(SEEN, peak_bytes=bytes_, **changes)
 
 
-def learned(state: State, fixed: float = 20.0, per_token: float = 0.2) -> State:
+def learned(state: SizerState, fixed: float = 20.0, per_token: float = 0.2) -> SizerState:
     """A cost model that has seen chunks of 200, 400 and 800 tokens in rows of 50."""
     for tokens in (200, 400, 800):
         state = with_observation(state, tokens, 50 * tokens, round(fixed + per_token * tokens))
@@ -74,8 +74,8 @@ def learned(state: State, fixed: float = 20.0, per_token: float = 0.2) -> State:
 )
 def test_pressure_levels(peak_bytes, level):
     assert pressure(LAW, 1000, peak_bytes) == level
-    assert decide(LAW, State(), peak(peak_bytes)).pressure == level
-    assert decide(LAW, State(), peak(peak_bytes)).collect is (level == "critical")
+    assert decide(LAW, SizerState(), peak(peak_bytes)).pressure == level
+    assert decide(LAW, SizerState(), peak(peak_bytes)).collect is (level == "critical")
 
 
 def test_a_gauge_without_a_limit_is_refused():
@@ -84,12 +84,12 @@ def test_a_gauge_without_a_limit_is_refused():
 
 
 def test_headroom_in_bytes_goes_before_a_share():
-    law = Law(headroom_share=0.5, headroom_bytes=200)
+    law = SizerConfig(headroom_share=0.5, headroom_bytes=200)
     assert [pressure(law, 1000, p) for p in (719, 800, 801, 951)] == ["low", "moderate", "high", "critical"]
 
 
 def test_a_threshold_of_collecting_above_the_headroom_is_the_target():
-    law = Law(headroom_bytes=100, gc_threshold_bytes=300)
+    law = SizerConfig(headroom_bytes=100, gc_threshold_bytes=300)
     assert law.free_bytes_wanted(1000) == 300
     assert [pressure(law, 1000, p) for p in (629, 700, 701)] == ["low", "moderate", "critical"]
 
@@ -99,7 +99,7 @@ def test_a_threshold_of_collecting_above_the_headroom_is_the_target():
 
 @pytest.mark.parametrize("fitted", [False, True])
 def test_without_pressure_nothing_makes_a_cap(fitted):
-    chance, state = random.Random(0), learned(State(), per_token=5.0) if fitted else State()
+    chance, state = random.Random(0), learned(SizerState(), per_token=5.0) if fitted else SizerState()
     for step in range(1000):
         used = chance.randint(0, 500)
         seen = replace(SEEN, step=step, used_bytes=used, peak_bytes=chance.randint(used, 900))
@@ -109,11 +109,11 @@ def test_without_pressure_nothing_makes_a_cap(fitted):
 
 
 def test_applied_cap():
-    assert applied_cap(State(), 4000, 50) == 4000
+    assert applied_cap(SizerState(), 4000, 50) == 4000
     assert applied_cap(RESTRICTED, 4000, 50) == 1000
     assert applied_cap(RESTRICTED, 600, 50) == 600, "this step's ceiling is lower"
     assert applied_cap(RESTRICTED, 4000, 1500) == 1500, "the smallest chunk of the longest rows"
-    assert applied_cap(State(), 400, 500) == 500
+    assert applied_cap(SizerState(), 400, 500) == 500
 
 
 # -- shrinking ---------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_the_chunk_that_ran_shrinks_not_a_cap_far_above_it():
 
 
 def test_the_first_shrink_starts_from_the_ceiling():
-    decision = decide(LAW, State(), peak(901, largest_chunk_tokens=4000))
+    decision = decide(LAW, SizerState(), peak(901, largest_chunk_tokens=4000))
     assert (decision.state.cap_tokens, decision.state.former_tokens) == (3600, 4000)
 
 
@@ -204,7 +204,9 @@ def test_the_floor_holds_and_nothing_winds_up_there():
     decision = decide(LAW, state, peak(990, largest_chunk_tokens=50))
     assert (decision.state.cap_tokens, decision.reason, decision.pressure) == (50, None, "critical")
     assert decision.state.integral == -0.1
-    assert decide(LAW, State(), peak(990, floor_tokens=4000)).state.cap_tokens is None, "nothing smaller is allowed"
+    assert decide(LAW, SizerState(), peak(990, floor_tokens=4000)).state.cap_tokens is None, (
+        "nothing smaller is allowed"
+    )
     assert decide(LAW, learned(RESTRICTED), peak(1000, used_bytes=999)).state.cap_tokens == 50
 
 
@@ -274,7 +276,7 @@ def test_a_step_of_short_rows_does_not_take_the_cap_off():
     """Its ceiling of 900 is reached, the 4000 of other steps are not."""
     decision = decide(LAW, learned(CALM), replace(QUIET, ceiling_tokens=900))
     assert decision.state.cap_tokens == 2000
-    assert decide(LAW, State(cap_tokens=800), replace(QUIET, ceiling_tokens=900)).state.former_tokens == 900
+    assert decide(LAW, SizerState(cap_tokens=800), replace(QUIET, ceiling_tokens=900)).state.former_tokens == 900
 
 
 # -- what was proven ---------------------------------------------------------------------------------------------------
@@ -284,7 +286,7 @@ FULL = peak(880, largest_chunk_tokens=3900)
 
 
 def test_a_size_that_ran_comes_back_when_its_room_does():
-    state = decide(LAW, State(), FULL).state
+    state = decide(LAW, SizerState(), FULL).state
     assert (state.proven_tokens, state.proven_room_bytes) == (4000, 600)
     state = decide(LAW, state, peak(1100, used_bytes=600, largest_chunk_tokens=4000)).state
     assert state.cap_tokens < 4000
@@ -298,19 +300,19 @@ def test_a_size_that_ran_comes_back_when_its_room_does():
 
 
 def test_the_smallest_room_counts_as_proof():
-    state = State()
+    state = SizerState()
     for used in (400, 450, 420):
         state = decide(LAW, state, replace(FULL, used_bytes=used)).state
     assert state.proven_room_bytes == 550
 
 
 def test_chunks_that_do_not_fill_the_ceiling_prove_nothing():
-    assert decide(LAW, State(), peak(800, largest_chunk_tokens=3599)).state.proven_tokens == 0
-    assert decide(LAW, State(), peak(950, largest_chunk_tokens=4000)).state.proven_tokens == 0
+    assert decide(LAW, SizerState(), peak(800, largest_chunk_tokens=3599)).state.proven_tokens == 0
+    assert decide(LAW, SizerState(), peak(950, largest_chunk_tokens=4000)).state.proven_tokens == 0
 
 
 def test_trouble_in_the_same_room_ends_the_proof():
-    state = decide(LAW, State(), FULL).state
+    state = decide(LAW, SizerState(), FULL).state
     assert decide(LAW, state, peak(901, used_bytes=459)).state.proven_tokens == 0
     assert decide(LAW, state, peak(901, used_bytes=461)).state.proven_tokens == 4000
     assert after_oom(LAW, state, 4000, 50, 1000, 459, 50).proven_tokens == 0
@@ -321,23 +323,23 @@ def test_trouble_in_the_same_room_ends_the_proof():
 
 
 def test_out_of_memory_halves():
-    state = after_oom(LAW, State(integral=-0.4, calm_steps=9), 3000, 50, 1000, 400, 50)
+    state = after_oom(LAW, SizerState(integral=-0.4, calm_steps=9), 3000, 50, 1000, 400, 50)
     assert (state.cap_tokens, state.oom_count) == (1500, 1)
     assert (state.failed_tokens, state.failed_room_bytes) == (3000, 600)
     assert (state.integral, state.calm_steps) == (0.0, 0)
-    assert after_oom(LAW, State(), 3000, 2000, 1000, 400, 50).cap_tokens == 2000, "not below the floor"
-    assert after_oom(LAW, State(cap_tokens=100), 3000, 50, 1000, 400, 50).cap_tokens == 100, "never up"
-    assert after_oom(LAW, State(), 1, 1, 1000, 400, 1).cap_tokens == 1
+    assert after_oom(LAW, SizerState(), 3000, 2000, 1000, 400, 50).cap_tokens == 2000, "not below the floor"
+    assert after_oom(LAW, SizerState(cap_tokens=100), 3000, 50, 1000, 400, 50).cap_tokens == 100, "never up"
+    assert after_oom(LAW, SizerState(), 1, 1, 1000, 400, 1).cap_tokens == 1
 
 
 def test_out_of_memory_goes_where_the_cost_model_says_if_that_is_less():
     """Room to the target 900 - 700 = 200; (200 / 1.08 - 20) / .2 = 825."""
-    assert after_oom(LAW, learned(State()), 3000, 50, 1000, 700, 50).cap_tokens == 825
-    assert after_oom(LAW, learned(State()), 1000, 50, 1000, 700, 50).cap_tokens == 500
+    assert after_oom(LAW, learned(SizerState()), 3000, 50, 1000, 700, 50).cap_tokens == 825
+    assert after_oom(LAW, learned(SizerState()), 1000, 50, 1000, 700, 50).cap_tokens == 500
 
 
 def test_the_peak_of_a_failed_chunk_does_not_shrink_the_cap_again():
-    state = after_oom(LAW, State(), 3000, 50, 1000, 400, 50)
+    state = after_oom(LAW, SizerState(), 3000, 50, 1000, 400, 50)
     first = decide(LAW, state, peak(1000, largest_chunk_tokens=1500))
     assert (first.state.cap_tokens, first.reason, first.pressure, first.collect) == (1500, None, "critical", True)
     assert first.state.previous_error is None
@@ -369,7 +371,7 @@ def test_a_failure_is_forgotten_after_many_steps_if_the_cost_model_agrees():
 
 
 def test_steps_since_out_of_memory_are_counted():
-    state = after_oom(LAW, State(), 3000, 50, 1000, 400, 50)
+    state = after_oom(LAW, SizerState(), 3000, 50, 1000, 400, 50)
     for _ in range(5):
         state = decide(LAW, state, peak(850)).state
     assert state.steps_since_oom == 5
@@ -377,7 +379,7 @@ def test_steps_since_out_of_memory_are_counted():
 
 def test_the_stronger_failure_is_remembered():
     def remembered(*failures: tuple[int, int]) -> tuple[int, int]:
-        state = State()
+        state = SizerState()
         for tokens, used in failures:
             state = after_oom(LAW, state, tokens, 50, 1000, used, 50)
         return (state.failed_tokens, state.failed_room_bytes)
@@ -388,9 +390,9 @@ def test_the_stronger_failure_is_remembered():
 
 
 def test_what_will_fit():
-    assert fitting_tokens(LAW, State(), 500.0, 50) is None
-    assert fitting_tokens(LAW, learned(State()), 500.0, 50) == 2214
-    failed = replace(learned(State()), failed_tokens=2000, failed_room_bytes=500, steps_since_oom=3)
+    assert fitting_tokens(LAW, SizerState(), 500.0, 50) is None
+    assert fitting_tokens(LAW, learned(SizerState()), 500.0, 50) == 2214
+    failed = replace(learned(SizerState()), failed_tokens=2000, failed_room_bytes=500, steps_since_oom=3)
     assert fitting_tokens(LAW, failed, 500.0, 50) == 1500
     assert fitting_tokens(LAW, failed, 560.0, 50) == 2492
 
@@ -398,15 +400,15 @@ def test_what_will_fit():
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 
-def random_seen(chance: random.Random, step: int) -> Seen:
+def random_seen(chance: random.Random, step: int) -> MemoryMeasurement:
     longest = chance.randint(10, 200)
     ceiling = chance.randint(longest, 4000)
     used = chance.randint(100, 800)
     peak_bytes = min(1000, used + chance.randint(0, 500))
-    return Seen(step, 1000, used, peak_bytes, ceiling, longest, longest, chance.randint(longest, ceiling))
+    return MemoryMeasurement(step, 1000, used, peak_bytes, ceiling, longest, longest, chance.randint(longest, ceiling))
 
 
-def walk(state: State, seed: int, steps: int, first: int = 0):
+def walk(state: SizerState, seed: int, steps: int, first: int = 0):
     """Decisions over steps of chance; chunks are learned from and run out of memory now and then."""
     chance = random.Random(seed)
     for step in range(steps):
@@ -424,7 +426,7 @@ def walk(state: State, seed: int, steps: int, first: int = 0):
 @pytest.mark.parametrize("seed", range(5))
 def test_bounds_and_reasons_whatever_happens(seed):
     moved = 0
-    for before, seen, decision in walk(State(), seed, 200):
+    for before, seen, decision in walk(SizerState(), seed, 200):
         after = decision.state
         assert (decision.reason is None) is (after.cap_tokens == before.cap_tokens)
         assert decision.pressure == after.pressure
@@ -440,10 +442,10 @@ def test_bounds_and_reasons_whatever_happens(seed):
 
 
 def test_saved_and_read_back_a_run_goes_on_as_if_nothing_had_happened():
-    whole = [decision for _, _, decision in walk(State(), seed=3, steps=120)]
-    state = State()
-    for before, seen, decision in walk(State(), seed=3, steps=120):
-        saved = State.from_dict(json.loads(json.dumps(before.to_dict())))
+    whole = [decision for _, _, decision in walk(SizerState(), seed=3, steps=120)]
+    state = SizerState()
+    for before, seen, decision in walk(SizerState(), seed=3, steps=120):
+        saved = SizerState.from_dict(json.loads(json.dumps(before.to_dict())))
         assert saved == before
         state = decide(LAW, saved, seen)
         assert state == decision
@@ -453,7 +455,7 @@ def test_saved_and_read_back_a_run_goes_on_as_if_nothing_had_happened():
 
 def test_ranks_that_share_their_caps_always_agree():
     """Rank 1 is squeezed in steps 5 to 14, rank 0 never; caps are the same on both after every step."""
-    states = [learned(State()), learned(State(), per_token=0.21)]
+    states = [learned(SizerState()), learned(SizerState(), per_token=0.21)]
     caps = []
     for step in range(30):
         ceiling = 2000
@@ -476,9 +478,9 @@ def test_ranks_that_share_their_caps_always_agree():
 
 
 def test_an_uncapped_rank_shares_more_than_any_cap():
-    assert cap_to_share(State()) == UNRESTRICTED > cap_to_share(State(cap_tokens=10**15))
+    assert cap_to_share(SizerState()) == UNRESTRICTED > cap_to_share(SizerState(cap_tokens=10**15))
     assert UNRESTRICTED < 2**63
-    assert with_shared_cap(State(cap_tokens=5), UNRESTRICTED).cap_tokens is None
+    assert with_shared_cap(SizerState(cap_tokens=5), UNRESTRICTED).cap_tokens is None
 
 
 def test_the_documented_example_runs():

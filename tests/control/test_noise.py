@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scu_trainer.control.curriculum import Law
+from scu_trainer.control.curriculum import CurriculumConfig
 from scu_trainer.control.difficulty import Difficulty, Snapshot
 from scu_trainer.control.noise import CLIP, chance_losses, class_bar, relative_losses, robust_bar, suspects
 
-TEXT = Law(methods=("noise_guard",), rows_per_batch=4)
+TEXT = CurriculumConfig(methods=("noise_guard",), rows_per_batch=4)
 CLASSES = replace(TEXT, classes=10)
 
 
@@ -28,7 +28,7 @@ def known(means, labels=None, scores=None, observations: int = 5) -> Snapshot:
     )
 
 
-def found(snapshot: Snapshot, law: Law = CLASSES) -> list[int]:
+def found(snapshot: Snapshot, law: CurriculumConfig = CLASSES) -> list[int]:
     return suspects(snapshot, np.arange(snapshot.scores.size), law)[0].tolist()
 
 

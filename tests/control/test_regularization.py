@@ -11,8 +11,8 @@ import pytest
 
 from scu_trainer.control.regularization import (
     DECOUPLED_GAIN,
+    ControllerState,
     Measurement,
-    State,
     decide,
     information_ratio,
     initial_state,
@@ -24,12 +24,12 @@ from scu_trainer.control.regularization import (
 from tests.control.plant import FIXED, MODEL, ORIGINAL, SCHEDULE
 
 # Far from the start (no 1/count weights), y = ln(0.5 / 4), a pull of 0.01 applied since.
-RUNNING = State(
+RUNNING = ControllerState(
     data_bpt_ema=4.0, s_ema=1 / 9, log_ratio=math.log(0.125), growth=0.02, decisions=99, pull=0.01, target_s=0.1
 )
 SEEN = Measurement(step=100, steps=1, data_bpt=5.0, param_bpt=0.52, learning_rate=1e-3)
 
-ORIGINAL_RUNNING = State(lam=1.0, integral=0.05, data_bpt_ema=4.0, s_ema=0.12, decisions=99, target_s=0.1)
+ORIGINAL_RUNNING = ControllerState(lam=1.0, integral=0.05, data_bpt_ema=4.0, s_ema=0.12, decisions=99, target_s=0.1)
 S_OF_A_FIFTH = Measurement(step=100, steps=1, data_bpt=4.0, param_bpt=1.0, learning_rate=1e-3)
 
 
@@ -138,7 +138,7 @@ def test_one_estimate_of_growth_is_bounded():
 
 
 def test_nothing_described_yet():
-    state = decide(MODEL, State(target_s=0.1), replace(SEEN, param_bpt=0.0))
+    state = decide(MODEL, ControllerState(target_s=0.1), replace(SEEN, param_bpt=0.0))
     assert (state.s_ema, state.log_ratio, state.growth, state.lam) == (0.0, None, None, 0.0)
 
 
@@ -171,16 +171,16 @@ def test_growth_is_counted_per_step():
 
 
 def test_pull_is_booked_as_applied():
-    state = with_shrink(with_shrink(State(), 0.1), 0.2)
+    state = with_shrink(with_shrink(ControllerState(), 0.1), 0.2)
     assert state.pull == close(-math.log(0.9 * 0.8))
     assert with_shrink(state, 0.0) is state
-    assert math.isfinite(with_shrink(State(), 1.0).pull)
+    assert math.isfinite(with_shrink(ControllerState(), 1.0).pull)
 
 
 def test_shrink_is_lambda_times_rate_up_to_its_bound():
-    assert shrink_of(MODEL, State(lam=20.0), 1e-3) == 0.02
-    assert shrink_of(MODEL, State(lam=1e6), 1e-3) == 0.1
-    assert shrink_of(ORIGINAL, State(lam=20.0), 1e-3) == 0.0, "the penalty actuator does not shrink"
+    assert shrink_of(MODEL, ControllerState(lam=20.0), 1e-3) == 0.02
+    assert shrink_of(MODEL, ControllerState(lam=1e6), 1e-3) == 0.1
+    assert shrink_of(ORIGINAL, ControllerState(lam=20.0), 1e-3) == 0.0, "the penalty actuator does not shrink"
 
 
 def test_stop_at_target_waits_without_pulling():
@@ -323,7 +323,7 @@ def test_state_survives_json_in_every_bit_and_lambda_its_bounds(law):
         assert math.isfinite(state.lam)
         assert law.lambda_min <= state.lam <= law.lambda_max
         assert 0.0 <= shrink_of(law, state, chance.random()) <= law.max_shrink
-        assert State.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+        assert ControllerState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
     assert state.decisions == 299
 
 

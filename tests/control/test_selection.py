@@ -9,7 +9,7 @@ from typing import Optional
 import numpy as np
 import pytest
 
-from scu_trainer.control.curriculum import Law
+from scu_trainer.control.curriculum import CurriculumConfig
 from scu_trainer.control.difficulty import Difficulty, Snapshot
 from scu_trainer.control.selection import (
     STRATA,
@@ -21,7 +21,7 @@ from scu_trainer.control.selection import (
     without_quarantined,
 )
 
-LAW = Law(methods=(), rows_per_batch=4)
+LAW = CurriculumConfig(methods=(), rows_per_batch=4)
 NAN = math.nan
 
 
@@ -47,15 +47,19 @@ def numbers(snapshot: Snapshot) -> np.ndarray:
     return np.arange(snapshot.scores.size)
 
 
-def guard(snapshot: Snapshot, law: Law = LAW, seed: int = 0) -> Selection:
+def guard(snapshot: Snapshot, law: CurriculumConfig = LAW, seed: int = 0) -> Selection:
     return noise_guard(snapshot, numbers(snapshot), law, epoch=5, rng=rng(seed))
 
 
-def prune(snapshot: Snapshot, epoch: int = 2, epochs: Optional[float] = 8, law: Law = LAW, seed: int = 0) -> Selection:
+def prune(
+    snapshot: Snapshot, epoch: int = 2, epochs: Optional[float] = 8, law: CurriculumConfig = LAW, seed: int = 0
+) -> Selection:
     return infobatch(snapshot, numbers(snapshot), law, epoch, epochs, rng(seed))
 
 
-def stratified(snapshot: Snapshot, epoch: int = 5, epochs: Optional[float] = 10, law: Law = LAW, **more) -> Selection:
+def stratified(
+    snapshot: Snapshot, epoch: int = 5, epochs: Optional[float] = 10, law: CurriculumConfig = LAW, **more
+) -> Selection:
     return acmds(snapshot, numbers(snapshot), law, epoch, epochs, rng(), **more)
 
 

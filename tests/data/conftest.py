@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scu_trainer.data import embedded_tokenizer
-from scu_trainer.data.text import prepare
+from scu_trainer.data import embedded_tokenizer, prepare
 from scu_trainer.data.text.encode import Encoder
 from scu_trainer.settings import DataSettings
 

@@ -9,7 +9,7 @@ import sys
 import datasets
 import pytest
 
-from scu_trainer.data.text import prepare
+from scu_trainer.data import prepare
 from scu_trainer.data.text.encode import EMPTY, NOTHING_TO_LEARN, UNREADABLE
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
@@ -20,7 +20,7 @@ PREPARE = """
 import sys
 from pathlib import Path
 from scu_trainer.data import embedded_tokenizer
-from scu_trainer.data.text import prepare
+from scu_trainer.data import prepare
 from scu_trainer.settings import DataSettings
 cache = Path(sys.argv[2])
 settings = DataSettings(dataset=sys.argv[1], block_size=32)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scu_trainer.train.step.recovery.memory import Gauge, Reading
+from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading
 
 CUDA_TEXT = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 7.79 GiB of which 12.00 MiB is "
@@ -58,9 +58,9 @@ class FakeGauge(Gauge):
         self.resets += 1
         self.exact_resets += exact
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         used_bytes = self._now(self.used_bytes)
-        return Reading(
+        return MemoryReading(
             limit_bytes=self._now(self.limit_bytes),
             used_bytes=used_bytes,
             peak_bytes=used_bytes if self.peak_bytes is None else self._now(self.peak_bytes),

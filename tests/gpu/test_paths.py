@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from scu_trainer.runs.studies.variant_table import BY_NAME
-from scu_trainer.runs.studies.variants import Plan, broken_promises, run
+from scu_trainer.runs.studies.variants import VariantPlan, broken_promises, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -24,10 +24,10 @@ ON_GPUS_ONLY = ("lora", "lora_checkpointing", "full_8bit_adam", *(n for n, v in 
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory) -> Plan:
+def plan(tmp_path_factory) -> VariantPlan:
     command = [sys.executable, "-m", "scu_trainer.train.fixtures.reference_model"]
     folder = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
-    return Plan(Path(folder), tmp_path_factory.mktemp("paths"))
+    return VariantPlan(Path(folder), tmp_path_factory.mktemp("paths"))
 
 
 @pytest.mark.timeout(1800)
@@ -40,7 +40,7 @@ def test_bounds_of_memory_and_falling_losses(plan, names):
 
 def test_a_limit_holds_on_the_card(plan):
     """The allocator is held to ``memory_limit_gb``, and the run ends below it without an out-of-memory that is lost."""
-    limited = Plan(plan.model, plan.scratch, extra=("--memory_limit_gb", "1"))
+    limited = VariantPlan(plan.model, plan.scratch, extra=("--memory_limit_gb", "1"))
     outcome = run(BY_NAME["lora"], limited, has_gpu=True)
     assert outcome.status == "ran" and outcome.total_bytes <= 2**30
 

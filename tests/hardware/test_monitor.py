@@ -18,12 +18,20 @@ from scu_trainer.cli.machine import hardware
 from scu_trainer.cli.machine import screens as hardware_screens
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.hardware.watching import monitor as subject
-from scu_trainer.hardware.watching.monitor import Level, Reading, RunReading, find_target, read_run, readings, used_by
+from scu_trainer.hardware.watching.monitor import (
+    Level,
+    MonitorReading,
+    RunReading,
+    find_target,
+    read_run,
+    readings,
+    used_by,
+)
 from scu_trainer.hardware.watching.readings_csv import CsvLog
 
 GIB = 2**30
 RUN = RunReading(2, 3 * GIB, 2 * GIB, None, "running", 7, 100, 4, 512, 20 * GIB)
-READING = Reading(1000.5, (Level("RAM", 5, 10, 6), Level("cuda:0 A, card", 1, 4, 2)), RUN)
+READING = MonitorReading(1000.5, (Level("RAM", 5, 10, 6), Level("cuda:0 A, card", 1, 4, 2)), RUN)
 
 
 @pytest.fixture

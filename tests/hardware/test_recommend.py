@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from scu_trainer.hardware.recommend import NOTHING, OPTIMIZER, ROUNDING, ROWS, WEIGHTS, Choice, Means, choices
+from scu_trainer.hardware.recommend import NOTHING, OPTIMIZER, ROUNDING, ROWS, WEIGHTS, Means, SettingChoice, choices
 
-FULL = Choice("full", "no", False, "adamw_torch_fused", block_size=1024)
-LORA = Choice("lora", "bf16", False, "adamw_torch_fused", block_size=1024)
+FULL = SettingChoice("full", "no", False, "adamw_torch_fused", block_size=1024)
+LORA = SettingChoice("lora", "bf16", False, "adamw_torch_fused", block_size=1024)
 ALL = Means(half="bf16", stored_half=False, adapters=True, bitsandbytes=True, offloading=True)
 NONE = Means(half=None, stored_half=False, adapters=False, bitsandbytes=False, offloading=False)
 
@@ -34,11 +34,11 @@ def test_what_is_asked_first_then_by_change_and_time_and_nothing_twice(asked, me
     ],
 )
 def test_how_much_of_the_result_changes(changes, change):
-    assert Choice(**{**vars(FULL), **changes}).change(FULL) == change
+    assert SettingChoice(**{**vars(FULL), **changes}).change(FULL) == change
 
 
 def test_lora_in_place_of_qlora_rounds_differently():
-    assert Choice(**{**vars(LORA), "tuning": "qlora"}).change(LORA) == ROUNDING
+    assert SettingChoice(**{**vars(LORA), "tuning": "qlora"}).change(LORA) == ROUNDING
 
 
 def test_without_bitsandbytes_nothing_needs_it():
@@ -60,7 +60,7 @@ def test_without_means_only_checkpoints_and_shorter_rows_are_left():
 
 
 def test_rows_without_length_are_not_cut():
-    images = Choice("full", "no", False, "sgd")
+    images = SettingChoice("full", "no", False, "sgd")
     assert {choice.block_size for choice in choices(images, ALL, "cuda")} == {None}
 
 
@@ -75,14 +75,14 @@ def test_half_precision_that_is_asked_for_stays():
 
 
 def test_fp16_gets_packed_weights_beside_which_nothing_is_bfloat16():
-    fp16 = Choice("lora", "fp16", False, "adamw_torch_fused")
+    fp16 = SettingChoice("lora", "fp16", False, "adamw_torch_fused")
     found = choices(fp16, Means("fp16", True, True, True, False), "cuda")
     assert "float16" in {choice.dtype for choice in found if choice.tuning == "qlora"}
     assert {choice.dtype for choice in found if choice.tuning == "lora"} == {"auto"}
 
 
 def test_settings_are_what_differs():
-    choice = Choice("qlora", "bf16", True, "adamw_torch_fused", 512, load_in_8bit=True)
+    choice = SettingChoice("qlora", "bf16", True, "adamw_torch_fused", 512, load_in_8bit=True)
     assert choice.settings(LORA) == {
         "tuning": "qlora",
         "load_in_8bit": True,
@@ -90,9 +90,13 @@ def test_settings_are_what_differs():
         "block_size": 512,
     }
     assert LORA.settings(LORA) == {}
-    assert Choice(**{**vars(FULL), "offload": True}).settings(FULL) == {"deepspeed": "ds_configs/zero2_offload.json"}
+    assert SettingChoice(**{**vars(FULL), "offload": True}).settings(FULL) == {
+        "deepspeed": "ds_configs/zero2_offload.json"
+    }
 
 
 def test_times_put_choices_in_the_order_that_they_have():
-    times = [choice.time("cuda") for choice in (LORA, Choice(**{**vars(LORA), "checkpoint_every_layer": True}), FULL)]
+    times = [
+        choice.time("cuda") for choice in (LORA, SettingChoice(**{**vars(LORA), "checkpoint_every_layer": True}), FULL)
+    ]
     assert times == sorted(times)

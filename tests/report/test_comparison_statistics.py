@@ -7,7 +7,7 @@ import math
 import pytest
 
 from scu_trainer.report.comparison import statistics
-from scu_trainer.report.comparison.statistics import Interval
+from scu_trainer.report.comparison.statistics import ConfidenceInterval
 
 T_95_2 = 4.302652729911275
 """Student's t for 95 % and 2 degrees of freedom, from a printed table: 4.303."""
@@ -29,7 +29,7 @@ def test_quantiles_are_those_of_printed_tables(confidence, degrees, printed):
 
 
 def test_one_value_has_no_interval_and_none_has_no_mean():
-    assert statistics.t_interval([7.0], 0.95) == Interval(7.0, None, None)
+    assert statistics.t_interval([7.0], 0.95) == ConfidenceInterval(7.0, None, None)
     assert statistics.t_interval([], 0.95) is None
 
 
@@ -44,13 +44,13 @@ def test_differences_are_paired_by_seed():
 @pytest.mark.parametrize(
     ("interval", "pairs", "expected", "words"),
     [
-        (Interval(-0.06, -0.1, -0.02), 3, "lower", "lower than none by 0.060 (0.020 to 0.100)"),
-        (Interval(0.06, 0.02, 0.1), 3, "higher", "higher than none by 0.060 (0.020 to 0.100)"),
-        (Interval(-0.01, -0.05, 0.03), 3, "none", "no difference found: -0.010 (-0.050 to +0.030)"),
-        (Interval(0.0, 0.0, 0.0), 3, "none", "no difference found: +0.000 (+0.000 to +0.000)"),
-        (Interval(-0.06, -0.06, 0.0), 3, "none", "no difference found"),
-        (Interval(-0.06, -0.1, -0.02), 2, "unknown", "too few seeds to judge: 2 of at least 3"),
-        (Interval(-0.06, None, None), 1, "unknown", "too few seeds to judge: 1 of at least 3"),
+        (ConfidenceInterval(-0.06, -0.1, -0.02), 3, "lower", "lower than none by 0.060 (0.020 to 0.100)"),
+        (ConfidenceInterval(0.06, 0.02, 0.1), 3, "higher", "higher than none by 0.060 (0.020 to 0.100)"),
+        (ConfidenceInterval(-0.01, -0.05, 0.03), 3, "none", "no difference found: -0.010 (-0.050 to +0.030)"),
+        (ConfidenceInterval(0.0, 0.0, 0.0), 3, "none", "no difference found: +0.000 (+0.000 to +0.000)"),
+        (ConfidenceInterval(-0.06, -0.06, 0.0), 3, "none", "no difference found"),
+        (ConfidenceInterval(-0.06, -0.1, -0.02), 2, "unknown", "too few seeds to judge: 2 of at least 3"),
+        (ConfidenceInterval(-0.06, None, None), 1, "unknown", "too few seeds to judge: 1 of at least 3"),
         (None, 0, "unknown", "too few seeds to judge: 0 of at least 3"),
     ],
 )

@@ -18,19 +18,23 @@ from scu_trainer.cli.comparison.runs import Start
 from scu_trainer.cli.main import guarded
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_arms import Arm
-from scu_trainer.runs.studies.comparison_plan import Plan
+from scu_trainer.runs.studies.comparison_plan import ComparisonPlan
 
 STEPS = 4
 TRAINING = Path(__file__).with_name("comparison_training.py")
 ARMS = {"none": {"lift": 0.5}, "model": {"lift": 0.0}}
 
 
-def plan(folder: Path, arms: Mapping[str, Mapping[str, Any]] = ARMS, seeds: Sequence[int] = (0, 1, 2)) -> Plan:
+def plan(
+    folder: Path, arms: Mapping[str, Mapping[str, Any]] = ARMS, seeds: Sequence[int] = (0, 1, 2)
+) -> ComparisonPlan:
     """``arms``: settings of the stand-in: those of comparison_training.py."""
     resolved = {name: {"steps": STEPS, "dataset": "same", **own} for name, own in arms.items()}
     made = tuple(Arm(name, name, f"{name} for tests", dict(own)) for name, own in arms.items())
     texts = {name: yaml.safe_dump(settings) for name, settings in resolved.items()}
-    return Plan(folder, "scu-trainer compare --config r.yaml", "r.yaml", made, tuple(seeds), 1, resolved, texts)
+    return ComparisonPlan(
+        folder, "scu-trainer compare --config r.yaml", "r.yaml", made, tuple(seeds), 1, resolved, texts
+    )
 
 
 class Spawner:
@@ -46,7 +50,7 @@ class Spawner:
         return comparison.spawn([sys.executable, str(TRAINING), *words[2:]], variables, console)
 
 
-def start(made: Plan, console: Any, spawner: Any, jobs: int = 2, retry_failed: bool = False) -> int:
+def start(made: ComparisonPlan, console: Any, spawner: Any, jobs: int = 2, retry_failed: bool = False) -> int:
     """As ``scu-trainer compare`` does once the settings are read. The exit code."""
     options = argparse.Namespace(retry_failed=retry_failed, confidence=0.95)
     hands = comparison.Hands(spawn=spawner, sleep=lambda s: time.sleep(0.01))

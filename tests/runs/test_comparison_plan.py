@@ -20,7 +20,7 @@ from scu_trainer.runs.studies.comparison_plan import (
     require_same,
     write_plan,
 )
-from scu_trainer.runs.studies.comparison_state import State, found_states, last_words, progress_line
+from scu_trainer.runs.studies.comparison_state import ArmState, found_states, last_words, progress_line
 from scu_trainer.settings import RegularizationSettings
 from tests.runs.comparison_stand_in import plan
 
@@ -229,13 +229,13 @@ def test_last_words_are_those_of_the_newest_start(tmp_path):
 def test_failures_are_remembered_where_they_left_no_directory(tmp_path):
     made = plan(tmp_path, seeds=(0,))
     before = [{"arm": "none", "seed": 0, "status": "failed", "error": "exit code 2: x"}]
-    assert found_states(made, before, retry_failed=False)["none", 0] == State("failed", "exit code 2: x")
-    assert found_states(made, before, retry_failed=True)["none", 0] == State("missing", "not started yet")
+    assert found_states(made, before, retry_failed=False)["none", 0] == ArmState("failed", "exit code 2: x")
+    assert found_states(made, before, retry_failed=True)["none", 0] == ArmState("missing", "not started yet")
 
 
 def test_progress_in_a_line(tmp_path):
     made = plan(tmp_path, seeds=(0,))
-    states = {("none", 0): State("finished"), ("model", 0): State("running")}
+    states = {("none", 0): ArmState("finished"), ("model", 0): ArmState("running")}
     assert progress_line(made, states) == "1 of 2 runs done; model-seed0 starts"
     folder = made.run_folder("model", 0)
     folder.mkdir(parents=True)
@@ -276,7 +276,7 @@ def raced(made, ends: list[tuple[int, int]], asked_at: tuple[int, ...] = ()):
         looks[0] += 1
         runner.asked += looks[0] in asked_at
 
-    states = {key: State("missing", "not started yet") for key in made.runs}
+    states = {key: ArmState("missing", "not started yet") for key in made.runs}
     hands = Hands(spawn=spawn, sleep=sleep)
     runner = Runner(made, states, ["cpu", "cpu"], lambda states: None, lambda states: None, hands)
     runner.run()

@@ -16,7 +16,7 @@ import pytest
 
 from scu_trainer.errors import RequirementError
 from scu_trainer.runs import process as subject
-from scu_trainer.runs.process import MARK, Identity, Machine, Posix, Seen, Windows, family, is_alive, look
+from scu_trainer.runs.process import MARK, Identity, Machine, Posix, ProcessInfo, Windows, family, is_alive, look
 
 TOKEN = "0123456789abcdef"
 
@@ -43,13 +43,13 @@ RUN = Identity(7, 100.0, "boot-a", "here")
 @pytest.mark.parametrize(
     ("machine", "fact"),
     [
-        (Laid({7: Seen(100.0, "running")}), "alive"),
-        (Laid({7: Seen(100.0, "suspended")}), "suspended"),
-        (Laid({7: Seen(100.0, "zombie")}), "dead"),
+        (Laid({7: ProcessInfo(100.0, "running")}), "alive"),
+        (Laid({7: ProcessInfo(100.0, "suspended")}), "suspended"),
+        (Laid({7: ProcessInfo(100.0, "zombie")}), "dead"),
         (Laid(), "dead"),
-        (Laid({7: Seen(101.0, "running")}), "other program"),
-        (Laid({7: Seen(100.0, "running")}, boot="boot-b"), "rebooted"),
-        (Laid({7: Seen(100.0, "running")}, host="there"), "elsewhere"),
+        (Laid({7: ProcessInfo(101.0, "running")}), "other program"),
+        (Laid({7: ProcessInfo(100.0, "running")}, boot="boot-b"), "rebooted"),
+        (Laid({7: ProcessInfo(100.0, "running")}, host="there"), "elsewhere"),
     ],
 )
 def test_facts(machine, fact):
@@ -59,8 +59,8 @@ def test_facts(machine, fact):
 
 def test_where_a_boot_has_only_a_time_a_set_clock_is_no_reboot():
     before = replace(RUN, boot="1700000000")
-    assert look(before, Laid({7: Seen(100.0, "running")}, boot="1700000120")) == "alive"
-    assert look(before, Laid({7: Seen(100.0, "running")}, boot="1700009999")) == "rebooted"
+    assert look(before, Laid({7: ProcessInfo(100.0, "running")}, boot="1700000120")) == "alive"
+    assert look(before, Laid({7: ProcessInfo(100.0, "running")}, boot="1700009999")) == "rebooted"
 
 
 def test_this_process_is_alive_and_a_number_without_process_is_none():
@@ -215,9 +215,9 @@ def test_windows_detaches_and_has_classes_of_priority(tmp_path):
 def test_windows_ends_only_the_process_that_was_meant():
     killed = []
     windows = Windows(process=lambda pid: SimpleNamespace(kill=lambda: killed.append(pid)))
-    assert windows.end(RUN, Laid({7: Seen(100.0, "running")})) and killed == [7]
-    assert not windows.end(RUN, Laid({7: Seen(101.0, "running")})) and killed == [7]
-    assert windows.ask_to_stop(RUN, Laid({7: Seen(100.0, "running")})) and not windows.ask_to_stop(RUN, Laid())
+    assert windows.end(RUN, Laid({7: ProcessInfo(100.0, "running")})) and killed == [7]
+    assert not windows.end(RUN, Laid({7: ProcessInfo(101.0, "running")})) and killed == [7]
+    assert windows.ask_to_stop(RUN, Laid({7: ProcessInfo(100.0, "running")})) and not windows.ask_to_stop(RUN, Laid())
 
 
 def test_windows_looks_for_the_request_and_interrupts_itself(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 from scu_trainer.runs import queue as subject
 from scu_trainer.runs import room
-from scu_trainer.runs.process import Identity, Machine, Seen
+from scu_trainer.runs.process import Identity, Machine, ProcessInfo
 from scu_trainer.runs.queue import FileLock, Line, wait_for_turn
 
 
@@ -21,7 +21,7 @@ class Laid(Machine):
         self.living = set(living)
 
     def process(self, pid):
-        return Seen(1.0, "running") if pid in self.living else None
+        return ProcessInfo(1.0, "running") if pid in self.living else None
 
 
 def process(pid: int) -> Identity:

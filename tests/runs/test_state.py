@@ -12,20 +12,20 @@ import pytest
 from scu_trainer.run_files import History, RunStatus, write_json
 from scu_trainer.runs import state as subject
 from scu_trainer.runs import words
-from scu_trainer.runs.process import Identity, Machine, Seen
+from scu_trainer.runs.process import Identity, Machine, ProcessInfo
 from scu_trainer.runs.progress import last_error, last_lines, last_row, last_warning, newest_checkpoint
-from scu_trainer.runs.state import Evidence, State, judge, report
-from scu_trainer.runs.store import ENDED, Options, Record, Run
+from scu_trainer.runs.state import Evidence, RunState, judge, report
+from scu_trainer.runs.store import ENDED, Options, Run, RunRecord
 
 HERE = Machine()
 FULL = "the disk is full: run.json cannot be written, 0.0 MiB are free; free some"
 
 
-def record(**changes) -> Record:
+def record(**changes) -> RunRecord:
     spawner = Identity(1, 1.0, HERE.boot(), HERE.host())
     values = {"token": "t", "flags": (), "options": Options(), "cwd": ".", "environment": {}, "asked_s": 1000.0}
     process = Identity(7, 100.0, HERE.boot(), HERE.host())
-    return Record(**{**values, "spawner": spawner, "process": process, "phase": "training", **changes})
+    return RunRecord(**{**values, "spawner": spawner, "process": process, "phase": "training", **changes})
 
 
 def evidence(told: str, fact, **changes) -> Evidence:
@@ -134,8 +134,8 @@ def test_a_report_reads_the_ends_of_histories(tmp_path):
         history.append(
             {"step": 1, "rows_per_chunk": 4, "tokens_per_chunk": 512, "peak_bytes": 2**30, "limit_bytes": 2**32}
         )
-    found = report(run, Laid(p7=Seen(100.0, "running")))
-    assert found.state == State("running", is_alive=True) and found.pid == 7
+    found = report(run, Laid(p7=ProcessInfo(100.0, "running")))
+    assert found.state == RunState("running", is_alive=True) and found.pid == 7
     facts = dict(words.facts(found))
     assert facts["S"] == "0.1998 of 0.1" and facts["lambda"] == "0.25" and facts["left"] == "2:05"
     assert facts["chunk"] == "4 rows, 512 tokens" and "peak of a chunk 1.0 GiB of 4.0 GiB" in facts["memory"]
@@ -157,7 +157,7 @@ def test_one_that_registers_while_it_is_read_is_asked_again(tmp_path, monkeypatc
         return stock(self)
 
     monkeypatch.setattr(Run, "record", late)
-    assert report(run, Laid(p7=Seen(100.0, "running"))).state.status == "running"
+    assert report(run, Laid(p7=ProcessInfo(100.0, "running"))).state.status == "running"
 
 
 def test_a_torn_file_of_one_run_is_told_and_harms_no_other(tmp_path):

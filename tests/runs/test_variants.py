@@ -10,7 +10,7 @@ import pytest
 
 from scu_trainer.runs.studies import variants
 from scu_trainer.runs.studies.variant_table import BY_NAME, VARIANTS, Variant
-from scu_trainer.runs.studies.variants import Outcome, Plan, broken_promises, loops_of, missing
+from scu_trainer.runs.studies.variants import Outcome, VariantPlan, broken_promises, loops_of, missing
 
 ALL_ACT = {"regularization": "acts", "memory": "acts", "curriculum": "acts"}
 
@@ -78,14 +78,14 @@ def test_what_a_machine_lacks_is_one_line(monkeypatch):
 
 
 def test_flags_of_a_small_job_share_the_rows_of_a_step(tmp_path):
-    plan = Plan(tmp_path / "model", tmp_path)
+    plan = VariantPlan(tmp_path / "model", tmp_path)
     for processes, rows in ((1, "4"), (2, "2")):
         flags = plan.flags(processes)
         assert flags[flags.index("--per_device_train_batch_size") + 1] == rows
 
 
 def test_flags_of_a_job_of_ones_own_only_shorten_it(tmp_path):
-    flags = Plan(None, tmp_path, steps=5, config=tmp_path / "my.yaml").flags(1)
+    flags = VariantPlan(None, tmp_path, steps=5, config=tmp_path / "my.yaml").flags(1)
     assert flags[:2] == ["--config", str(tmp_path / "my.yaml")]
     assert "--max_steps" in flags and "--dataset" not in flags
 
@@ -122,12 +122,12 @@ REFUSING = Variant("zero3_2", "x", refused={"regularization": "works under ZeRO 
 def test_a_refusal_is_tried_for_real(monkeypatch, tmp_path, code, words, status):
     monkeypatch.setattr(variants, "_started", finished(code, words))
     ((loop, expected),) = REFUSING.refused.items()
-    outcome = variants._refuses(REFUSING, Plan(tmp_path, tmp_path), loop, expected, [], False, ran("x"))
+    outcome = variants._refuses(REFUSING, VariantPlan(tmp_path, tmp_path), loop, expected, [], False, ran("x"))
     assert outcome.status == status
     assert (outcome.loops["regularization"] == "refused") == (status == "ran")
 
 
 def test_a_process_that_fails_is_a_failure_with_its_last_words(monkeypatch, tmp_path):
     monkeypatch.setattr(variants, "_started", finished(2, "error: no room"))
-    outcome = variants.run(VARIANTS[0], Plan(tmp_path, tmp_path), has_gpu=False)
+    outcome = variants.run(VARIANTS[0], VariantPlan(tmp_path, tmp_path), has_gpu=False)
     assert (outcome.status, outcome.message) == ("failed", "exit code 2: error: no room")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from scu_trainer.control.curriculum import Plan
+from scu_trainer.control.curriculum import EpochPlan
 from scu_trainer.settings import CurriculumSettings
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import UnevenRows, arguments, llama, pad
@@ -23,7 +23,7 @@ class Watched(SCUTrainer):
     ``steps``: (epoch, first micro-batch) of every optimizer step; ``rates`` after it; ``recorder``: see there."""
 
     def __init__(self, *args, **kwargs) -> None:
-        self.plans: dict[int, Plan] = {}
+        self.plans: dict[int, EpochPlan] = {}
         self.delivered: list[tuple[int, list[int]]] = []
         self.recorder = Recorder()
         super().__init__(*args, **kwargs)
@@ -44,7 +44,7 @@ class Watched(SCUTrainer):
         """Sample numbers in the order in which they were delivered."""
         return [row for number, rows in self.delivered for row in rows if number == epoch]
 
-    def planned_steps(self) -> list[tuple[Plan, list[torch.Tensor]]]:
+    def planned_steps(self) -> list[tuple[EpochPlan, list[torch.Tensor]]]:
         """(plan, sample numbers of each of its micro-batches) of every optimizer step of one rank."""
         every, steps = self.args.gradient_accumulation_steps, []
         for plan in self.plans.values():

@@ -10,7 +10,7 @@ from functools import wraps
 import torch
 from transformers import TrainerCallback
 
-from scu_trainer.control.memory_values import State
+from scu_trainer.control.memory_values import SizerState
 from tests.faults import OutOfMemoryAt, oom
 
 
@@ -159,5 +159,5 @@ class OneFaultPerStep(TrainerCallback):
         sites.watch(trainer)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.trainer.chunked.loop.state = State()
+        self.trainer.chunked.loop.state = SizerState()
         self.sites.count, self.sites.numbers = 0, frozenset([self.numbers[state.global_step]])

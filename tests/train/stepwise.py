@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from transformers import Trainer, TrainerCallback
 
-from scu_trainer.train.step.batches.window import Piece
+from scu_trainer.train.step.batches.window import MicroBatch
 from scu_trainer.train.trainer import SCUTrainer
 from tests.faults import FakeGauge
 from tests.tiny import Rows, arguments, pad, weights_of
 
 ENDLESS_BYTES = 2**40
 
-Steps = list[list[Piece]]
+Steps = list[list[MicroBatch]]
 
 
 class Recorder(TrainerCallback):
@@ -46,7 +46,7 @@ def record_pieces(trainer) -> Steps:
     return steps
 
 
-def replay_pieces(trainer, steps: Sequence[Sequence[Piece]]) -> None:
+def replay_pieces(trainer, steps: Sequence[Sequence[MicroBatch]]) -> None:
     """Run exactly these pieces: they bear ``has_run``, so nothing cuts them again."""
     begin = trainer.chunked.loop.begin
 

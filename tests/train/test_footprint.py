@@ -26,12 +26,12 @@ from scu_trainer.train.memory_estimate.events import Events, at_rows
 from scu_trainer.train.memory_estimate.layers import kinds_of, shallow, with_layers
 from scu_trainer.train.memory_estimate.live import LiveBytes
 from scu_trainer.train.memory_estimate.predict import loss_kind, trained_of, without_mask
-from scu_trainer.train.memory_estimate.shapes import Rows, Step, planned_step
+from scu_trainer.train.memory_estimate.shapes import RowShapes, Step, planned_step
 from scu_trainer.train.memory_estimate.skeleton import copy_of, of_configuration
-from scu_trainer.train.memory_estimate.step import Subject, trace
+from scu_trainer.train.memory_estimate.step import EstimatedStep, trace
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import read_layout
-from scu_trainer.train.step.batches.window import Window
+from scu_trainer.train.step.batches.window import AccumulationWindow
 from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
 from tests import tiny
 
@@ -128,8 +128,10 @@ def test_a_step_without_content_holds_what_a_real_one_does(family, checkpointed,
     def unmasked(rows: int, length: int) -> dict[str, torch.Tensor]:
         return {name: value for name, value in batch(rows, length).items() if name != "attention_mask"}
 
-    shapes = trace(Subject(copy_of(model, mode), mode, unmasked, "returned", None), 4, 32, after_others=False).parts
-    real = trace(Subject(model, NoMode(), batch, "returned", None), 4, 32, after_others=False).parts
+    shapes = trace(
+        EstimatedStep(copy_of(model, mode), mode, unmasked, "returned", None), 4, 32, after_others=False
+    ).parts
+    real = trace(EstimatedStep(model, NoMode(), batch, "returned", None), 4, 32, after_others=False).parts
     # torch takes silu's and gelu's backward apart where there is no content, which a recomputed block shows.
     most = 1.10 if checkpointed else 1.02
     assert 0.98 <= sum(shapes.values()) / sum(real.values()) <= most
@@ -146,7 +148,7 @@ class NoMode(contextlib.nullcontext):
 
 def test_gradients_of_earlier_chunks_are_there_from_the_beginning():
     model, mode = tiny.llama(), FakeTensorMode(allow_non_fake_inputs=True)
-    subject = Subject(copy_of(model, mode), mode, text_batch, "returned", None)
+    subject = EstimatedStep(copy_of(model, mode), mode, text_batch, "returned", None)
     first, later = (trace(subject, 4, 32, after_others=others) for others in (False, True))
     trained = trained_of(subject.trained).size_bytes
     assert later.parts["gradients"] == trained and first.parts["gradients"] < trained
@@ -253,7 +255,7 @@ def padded(*lengths: int) -> dict[str, torch.Tensor]:
 
 def largest_piece(settings: MemorySettings, *batches: tuple[int, ...]) -> tuple[int, int]:
     """(rows, length) of the largest piece that the memory loop plans."""
-    window = Window([read_layout(padded(*lengths)) for lengths in batches], Reduction("num_items"))
+    window = AccumulationWindow([read_layout(padded(*lengths)) for lengths in batches], Reduction("num_items"))
     loop = MicroBatchSizer(settings, None, CPU)
     pieces = loop.begin(window, step=1)
     best = max((part for piece in pieces for part in loop.fit(piece)), key=lambda piece: piece.tokens)
@@ -274,26 +276,28 @@ def largest_piece(settings: MemorySettings, *batches: tuple[int, ...]) -> tuple[
 )
 def test_the_planned_chunk_is_the_largest_that_the_memory_loop_makes(settings, batches):
     settings = MemorySettings(**settings)
-    step = planned_step(Rows(16, 16.0, False), settings, None, batch_rows=4, accumulation=len(batches), device="cpu")
+    step = planned_step(
+        RowShapes(16, 16.0, False), settings, None, batch_rows=4, accumulation=len(batches), device="cpu"
+    )
     assert (step.rows, step.length) == largest_piece(settings, *batches)
 
 
-def plan_of(rows: Rows, curriculum=None, batch_rows=8, accumulation=1, **settings) -> Step:
+def plan_of(rows: RowShapes, curriculum=None, batch_rows=8, accumulation=1, **settings) -> Step:
     memory = MemorySettings(**settings)
     return planned_step(rows, memory, curriculum, batch_rows=batch_rows, accumulation=accumulation, device="cpu")
 
 
 def test_uneven_rows_are_cut_at_what_keeps_the_device_busy():
-    assert plan_of(Rows(1024, 300.0, True)) == Step(1, 1024, 8)
-    assert plan_of(Rows(1024, 1024.0, False)) == Step(8, 1024, 1)
-    assert plan_of(Rows(1024, 300.0, True), batch_mode="logical", memory_control=True).rows == 8
+    assert plan_of(RowShapes(1024, 300.0, True)) == Step(1, 1024, 8)
+    assert plan_of(RowShapes(1024, 1024.0, False)) == Step(8, 1024, 1)
+    assert plan_of(RowShapes(1024, 300.0, True), batch_mode="logical", memory_control=True).rows == 8
 
 
 def test_a_token_budget_decides_how_many_rows_a_batch_has():
     budget = CurriculumSettings(curriculum="token_budget", token_budget=4096)
-    assert plan_of(Rows(1024, 1024.0, False), budget).rows == 4
+    assert plan_of(RowShapes(1024, 1024.0, False), budget).rows == 4
     mean = CurriculumSettings(curriculum="token_budget")
-    assert plan_of(Rows(1024, 512.0, False), mean).rows == 4
+    assert plan_of(RowShapes(1024, 512.0, False), mean).rows == 4
 
 
 def test_smaller_chunks_of_the_same_rows_are_more():
@@ -305,9 +309,9 @@ def test_rows_count_as_uneven_where_many_are_short():
     def data(short: int) -> datasets.Dataset:
         return datasets.Dataset.from_dict({"length": [16] * 10 + [8] * short})
 
-    assert not Rows.of(data(1)).is_uneven
-    assert Rows.of(data(4)) == Rows(16, (160 + 32) / 14, True)
-    assert Rows.of(object()) == Rows(1, 1.0, False)
+    assert not RowShapes.of(data(1)).is_uneven
+    assert RowShapes.of(data(4)) == RowShapes(16, (160 + 32) / 14, True)
+    assert RowShapes.of(object()) == RowShapes(1, 1.0, False)
 
 
 # -- a run's own prediction --------------------------------------------------------------------------------------------
@@ -409,7 +413,7 @@ def test_a_chunked_loss_counts_no_whole_logits():
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = copy_of(tiny.llama(), mode)
     headless, returned = (
-        trace(Subject(model, mode, text_batch, kind, None), 16, 128, after_others=False).parts["logits"]
+        trace(EstimatedStep(model, mode, text_batch, kind, None), 16, 128, after_others=False).parts["logits"]
         for kind in ("headless", "returned")
     )
     assert headless < returned and math.isclose(returned % (16 * 128 * tiny.VOCAB * 4), 0)

@@ -17,7 +17,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.train.loops.throughput import measure_pace
 from scu_trainer.train.run_directory.log_history import LOG_FILE, LogHistoryCallback, plain
 from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
-from scu_trainer.train.step.recovery.memory import Reading
+from scu_trainer.train.step.recovery.memory import MemoryReading
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, UnevenRows, arguments, llama, pad, same, trained, weights_of
 
@@ -106,10 +106,12 @@ def test_throughput_counts_real_tokens(tmp_path):
 
 
 def test_the_peak_of_memory_is_the_most_since_the_last_row():
-    readings = iter([Reading(100, 10, 10), Reading(100, 20, 70), Reading(100, 30, 30), Reading(100, 25, 25)])
+    readings = iter(
+        [MemoryReading(100, 10, 10), MemoryReading(100, 20, 70), MemoryReading(100, 30, 30), MemoryReading(100, 25, 25)]
+    )
 
     class Readings:
-        def read(self) -> Reading:
+        def read(self) -> MemoryReading:
             return next(readings)
 
     loop, rows = MicroBatchSizer(MemorySettings(), Readings(), torch.device("cpu")), []

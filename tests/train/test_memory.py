@@ -16,7 +16,7 @@ import torch
 
 from scu_trainer.errors import RequirementError
 from scu_trainer.train.step.recovery import memory
-from scu_trainer.train.step.recovery.memory import CpuGauge, CudaGauge, MpsGauge, Reading, free_memory, gauge_for
+from scu_trainer.train.step.recovery.memory import CpuGauge, CudaGauge, MemoryReading, MpsGauge, free_memory, gauge_for
 from tests.faults import touch
 
 MIB = 2**20
@@ -30,19 +30,19 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's high-wa
 
 
 def test_room_and_fraction():
-    reading = Reading(limit_bytes=100, used_bytes=80, peak_bytes=95)
+    reading = MemoryReading(limit_bytes=100, used_bytes=80, peak_bytes=95)
     assert (reading.free_bytes, reading.used_fraction) == (20, 0.8)
     assert (reading.own_bytes, reading.own_peak_bytes) == (80, 95)
 
 
 def test_own_bytes_leave_out_other_processes():
-    reading = Reading(limit_bytes=100, used_bytes=80, peak_bytes=95, process_bytes=30)
+    reading = MemoryReading(limit_bytes=100, used_bytes=80, peak_bytes=95, process_bytes=30)
     assert (reading.own_bytes, reading.own_peak_bytes) == (30, 45)
 
 
 @pytest.mark.parametrize("limit_bytes", [70, 0])
 def test_a_limit_below_what_is_used_leaves_no_room(limit_bytes):
-    reading = Reading(limit_bytes, used_bytes=80, peak_bytes=80)
+    reading = MemoryReading(limit_bytes, used_bytes=80, peak_bytes=80)
     assert reading.free_bytes == 0
     assert reading.used_fraction >= 1
 
@@ -142,7 +142,7 @@ def container(limit: int, current: int, droppable: int = 0) -> dict[str, str]:
 def test_the_machine_where_nothing_else_limits(tmp_path):
     root = lay_out(tmp_path, {"proc/self/status": STATUS, "proc/self/clear_refs": ""})
     reading = CpuGauge(root, machine(8 * GIB, 5 * GIB)).read()
-    assert reading == Reading(
+    assert reading == MemoryReading(
         8 * GIB, 3 * GIB, 3 * GIB + 200 * 1024, limit_name="RAM of this machine", process_bytes=300 * 1024
     )
 
@@ -305,7 +305,7 @@ def test_cuda_counts_others_and_live_tensors_but_not_the_cache():
     api = FakeCuda()
     gauge = CudaGauge(torch.device("cuda", 0), api)
     api.peak = 35
-    assert gauge.read() == Reading(100, 35, 45, limit_name="cuda:0", process_bytes=25)
+    assert gauge.read() == MemoryReading(100, 35, 45, limit_name="cuda:0", process_bytes=25)
     assert gauge.read().free_bytes == 50 + 15  # free at the driver, and reserved but reusable
 
 
@@ -392,7 +392,7 @@ def test_fake_mps_has_only_what_torch_has():
 def test_mps_peak_is_what_the_driver_handed_out():
     api = FakeMps()
     gauge = MpsGauge(api)
-    assert gauge.read() == Reading(200, 27, 27, limit_name="working set recommended by Metal")
+    assert gauge.read() == MemoryReading(200, 27, 27, limit_name="working set recommended by Metal")
     api.driver, api.tensors = 90, 30
     reading = gauge.read()
     assert (reading.used_bytes, reading.peak_bytes, reading.free_bytes) == (37, 90, 163)

@@ -8,23 +8,23 @@ import torch
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.step.costs import StepTimes, bytes_before_model
-from scu_trainer.train.step.recovery.memory import Gauge, Reading
+from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading
 from scu_trainer.train.step.recovery.memory_limit import LimitedGauge, limited_gauge
 from tests.faults import touch
 
 
 class Fixed(Gauge):
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: MemoryReading) -> None:
         self.reading, self.resets = reading, []
 
     def reset(self, exact: bool = False) -> None:
         self.resets.append(exact)
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         return self.reading
 
 
-SHARED = Reading(
+SHARED = MemoryReading(
     limit_bytes=100, used_bytes=60, peak_bytes=70, limit_name="card", allocation_retries=1, process_bytes=20
 )
 

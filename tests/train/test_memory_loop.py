@@ -13,7 +13,7 @@ from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.checkpoints.format import MANIFEST
 from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
-from scu_trainer.train.step.recovery.memory import Gauge, Reading
+from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading
 from tests import tiny
 from tests.faults import oom
 from tests.tiny import Examples, Rows, UnevenRows, same, weights_of
@@ -49,8 +49,8 @@ class Device(Gauge):
     def reset(self, exact: bool = False) -> None:
         self.chunk_bytes = 0
 
-    def read(self) -> Reading:
-        return Reading(self.LIMIT_BYTES, self._used_bytes, self._used_bytes + self.chunk_bytes, "simulated")
+    def read(self) -> MemoryReading:
+        return MemoryReading(self.LIMIT_BYTES, self._used_bytes, self._used_bytes + self.chunk_bytes, "simulated")
 
     @property
     def _used_bytes(self) -> int:

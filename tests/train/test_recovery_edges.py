@@ -17,7 +17,7 @@ from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.wrap import wrap
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import layout_for, read_layout, signature, take
-from scu_trainer.train.step.batches.window import Window
+from scu_trainer.train.step.batches.window import AccumulationWindow
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, Mark
 from tests import tiny
 from tests.faults import fail_in_backward
@@ -128,7 +128,7 @@ def test_two_time_axes_keep_the_cap_together():
     mask = (torch.arange(22) < torch.tensor(rows)[:, None]).long()
     labels = torch.where(torch.arange(22) < torch.tensor(targets)[:, None], 5, -100)
     batch = read_layout({"input_ids": mask, "attention_mask": mask, "labels": labels}, is_encoder_decoder=True)
-    window = Window([batch], Reduction("labels"))
+    window = AccumulationWindow([batch], Reduction("labels"))
     pieces = window.pooled(56, None, 1)
     shapes = [window.inputs(piece) for piece in pieces]
     processed = [part["input_ids"].numel() + part["labels"].numel() for part in shapes]
@@ -147,10 +147,10 @@ def test_rows_with_a_picture_each_are_pooled_no_further_than_a_batch():
             }
         )
 
-    assert Window([batch(2, 3), batch(4, 2)], Reduction("num_items")).most_rows == 2
+    assert AccumulationWindow([batch(2, 3), batch(4, 2)], Reduction("num_items")).most_rows == 2
     mask = torch.ones(2, 3, dtype=torch.long)
     text = read_layout({"input_ids": mask, "attention_mask": mask})
-    assert Window([text], Reduction("num_items")).most_rows is None
+    assert AccumulationWindow([text], Reduction("num_items")).most_rows is None
 
 
 def test_a_batch_keeps_its_type():

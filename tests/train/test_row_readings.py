@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from scu_trainer.errors import ControlError
-from scu_trainer.train.loss.rows.row_readings import Reading, find_reading
+from scu_trainer.train.loss.rows.row_readings import RowLossReading, find_reading
 from tests.tiny import conv_net, images
 from tests.train.curricula import curriculum_run
 
@@ -78,9 +78,9 @@ def test_its_sums_have_the_losses_gradient(kind):
     logits, labels, sums, _ = CASES[kind]
     leaf = logits.clone().requires_grad_()
     weights = torch.tensor([1.0, 0.0, 2.5, 0.5])
-    (weights * Reading(kind, True).sums_with_gradient({"logits": leaf}, labels)).sum().backward()
+    (weights * RowLossReading(kind, True).sums_with_gradient({"logits": leaf}, labels)).sum().backward()
     nudge = 1e-3 * torch.sign(leaf.grad)
-    moved = Reading(kind, True).rows({"logits": logits + nudge}, labels).sums
+    moved = RowLossReading(kind, True).rows({"logits": logits + nudge}, labels).sums
     expected = float((leaf.grad * nudge).sum())
     assert float((weights * (moved - sums)).sum()) == pytest.approx(expected, rel=2e-2)
 

@@ -8,8 +8,8 @@ import torch
 from transformers import BertForSequenceClassification
 
 from scu_trainer.control.batches import Batches
-from scu_trainer.control.curriculum import Plan
-from scu_trainer.train.loss.rows.row_readings import CAUSAL, Reading
+from scu_trainer.control.curriculum import EpochPlan
+from scu_trainer.train.loss.rows.row_readings import CAUSAL, RowLossReading
 from scu_trainer.train.loss.rows.row_weights import RowWeights
 from tests.tiny import bert, labelled
 from tests.train.curricula import SGD, curriculum_run
@@ -20,38 +20,43 @@ CPU = torch.device("cpu")
 EMPTY = numpy.zeros(0, dtype=numpy.int64)
 
 
-def plan_of(*sizes: int, weights=None) -> Plan:
+def plan_of(*sizes: int, weights=None) -> EpochPlan:
     order = numpy.arange(sum(sizes))
-    return Plan(0, Batches(order, numpy.cumsum(sizes)), weights, {}, EMPTY, EMPTY, EMPTY, ())
+    return EpochPlan(0, Batches(order, numpy.cumsum(sizes)), weights, {}, EMPTY, EMPTY, EMPTY, ())
 
 
-def weights_of(plan: Plan, reading, per_window: int = 1, equal_rows: bool = True):
+def weights_of(plan: EpochPlan, reading, per_window: int = 1, equal_rows: bool = True):
     found = RowWeights(plan, plan.rows, per_window, equal_rows, CPU).of(torch.arange(plan.rows), reading)
     return None if found is None else found.tolist()
 
 
 def test_a_mean_over_rows_is_weighed_by_the_rows_of_its_batch():
-    by_counts = Reading("classes", True, divides_by="counts")
+    by_counts = RowLossReading("classes", True, divides_by="counts")
     assert weights_of(plan_of(1, 3), by_counts) == [0.5, 1.5, 1.5, 1.5]
     assert weights_of(plan_of(2, 2), by_counts) == [1.0] * 4
 
 
 def test_a_sum_over_the_windows_rows_is_weighed_by_the_rows_of_its_window():
-    by_items = Reading("classes", True, divides_by="items")
+    by_items = RowLossReading("classes", True, divides_by="items")
     assert weights_of(plan_of(1, 1, 3, 1), by_items, per_window=2) == pytest.approx([2 / 3] * 2 + [4 / 3] * 4)
 
 
 def test_tokens_and_plain_sums_need_nothing():
     assert weights_of(plan_of(1, 3), CAUSAL) is None
-    assert weights_of(plan_of(1, 3), Reading("classes", True, divides_by="nothing")) is None
-    assert weights_of(plan_of(1, 3), Reading("classes", True, divides_by="counts"), equal_rows=False) is None
+    assert weights_of(plan_of(1, 3), RowLossReading("classes", True, divides_by="nothing")) is None
+    assert weights_of(plan_of(1, 3), RowLossReading("classes", True, divides_by="counts"), equal_rows=False) is None
     assert weights_of(plan_of(1, 3), None) is None
 
 
 def test_the_plans_own_weights_are_kept():
     own = numpy.array([2.0, 1.0, 1.0, 2.0], dtype=numpy.float32)
     assert weights_of(plan_of(1, 3, weights=own), CAUSAL) == own.tolist()
-    assert weights_of(plan_of(1, 3, weights=own), Reading("classes", True, divides_by="counts")) == [1.0, 1.5, 1.5, 3.0]
+    assert weights_of(plan_of(1, 3, weights=own), RowLossReading("classes", True, divides_by="counts")) == [
+        1.0,
+        1.5,
+        1.5,
+        3.0,
+    ]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -7,7 +7,7 @@ import torch
 
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import read_layout
-from scu_trainer.train.step.batches.window import Piece, Window
+from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 
 SUM = Reduction("num_items")
 
@@ -24,8 +24,8 @@ def text(*lengths: int, width: int | None = None, learned=None, **more) -> dict[
     return {"input_ids": tokens, "attention_mask": own.long(), "labels": labels, **more}
 
 
-def window(*batches, reduction: Reduction | None = SUM) -> Window:
-    return Window([read_layout(batch) for batch in batches], reduction)
+def window(*batches, reduction: Reduction | None = SUM) -> AccumulationWindow:
+    return AccumulationWindow([read_layout(batch) for batch in batches], reduction)
 
 
 def rows_of(pieces) -> list[tuple]:
@@ -52,16 +52,16 @@ def test_uneven_is_what_sorting_would_help(batches, uneven):
 
 
 def test_a_piece_knows_its_size():
-    piece = Piece(0, ((0, 1), (1, 2), (1, 0)), 7)
+    piece = MicroBatch(0, ((0, 1), (1, 2), (1, 0)), 7)
     assert (piece.tokens, piece.quadratic) == (21, 147)
-    assert Piece(2, (), 5).tokens == 5, "a batch that cannot be cut counts as one row"
+    assert MicroBatch(2, (), 5).tokens == 5, "a batch that cannot be cut counts as one row"
 
 
 def test_whole_batches_are_the_batches_in_their_order():
     inputs = [text(4, 8), text(6, 3)]
     one = window(*inputs)
     pieces = one.whole_batches()
-    assert pieces == [Piece(0, ((0, 0), (0, 1)), 8), Piece(1, ((1, 0), (1, 1)), 6)]
+    assert pieces == [MicroBatch(0, ((0, 0), (0, 1)), 8), MicroBatch(1, ((1, 0), (1, 1)), 6)]
     assert [one.inputs(piece) for piece in pieces] == inputs
 
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_split():
     one = window(text(9, 3, 5))
     (piece,) = one.whole_batches()
     assert one.split(piece, 1, None, 2) == [piece], "each half needs two rows"
-    single = Piece(0, ((0, 0),), 9)
+    single = MicroBatch(0, ((0, 0),), 9)
     assert one.split(single, 1, None, 1) == [single]
 
 
@@ -165,7 +165,7 @@ def test_a_batch_with_an_obstacle_stays_whole():
     inputs = text(4, 8, names=["only one"])
     one = window(inputs, text(4, 8))
     whole, *rest = one.pooled(8, None, 1)
-    assert whole == Piece(0, (), 1) and one.inputs(whole) is inputs
+    assert whole == MicroBatch(0, (), 1) and one.inputs(whole) is inputs
     assert one.split(whole, 1, None, 1) == [whole]
     assert rows_of(rest) == [(1, 0), (1, 1)]
 

@@ -1,4 +1,4 @@
-"""The process of a background run, started by ``runs start``: ``python -m scu_trainer.cli.background.leader FOLDER``."""
+"""The process of a background run, which ``runs start`` starts as ``python -m scu_trainer.cli.background.leader``."""
 
 from __future__ import annotations
 

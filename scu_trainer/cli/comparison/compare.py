@@ -17,7 +17,7 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError
 from scu_trainer.report.comparison.report import COMPARISON_FILE
 from scu_trainer.runs.studies import comparison
-from scu_trainer.runs.studies.comparison_plan import Plan, read_plan, require_same
+from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, read_plan, require_same
 from scu_trainer.runs.studies.comparison_state import found_states
 
 DESCRIPTION = """\
@@ -104,7 +104,7 @@ def _show(folder: str, argv: Sequence[str], console: Any) -> int:
     return exit_code(record)
 
 
-def _dry_run(plan: Plan, devices: Sequence[str], console: Any) -> int:
+def _dry_run(plan: ComparisonPlan, devices: Sequence[str], console: Any) -> int:
     before = read_plan(plan.folder)
     if before is not None:
         require_same(before, plan)

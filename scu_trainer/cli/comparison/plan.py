@@ -16,7 +16,7 @@ from scu_trainer.errors import SettingsError, UserError, nearest
 from scu_trainer.hardware.probe import ram_bytes, usable_cores
 from scu_trainer.runs import room
 from scu_trainer.runs.studies.comparison_arms import DEFAULT_ARMS, Arm, chosen_arms
-from scu_trainer.runs.studies.comparison_plan import Plan, check_comparable, check_equal_budget, differences
+from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, check_comparable, check_equal_budget, differences
 
 BYTES_PER_JOB = 4 * 2**30
 """Main memory that is left for each run where nobody says how many go at a time."""
@@ -78,7 +78,7 @@ def reference_of(asked: str, arms: Sequence[Arm]) -> str:
     return name
 
 
-def plan_of(options: argparse.Namespace, flags: Sequence[str], arms: Sequence[Arm], command: str) -> Plan:
+def plan_of(options: argparse.Namespace, flags: Sequence[str], arms: Sequence[Arm], command: str) -> ComparisonPlan:
     """Every arm resolved and checked, as its training would do it. Raises a UserError before anything runs."""
     folder, resolved, texts = Path(options.output_dir), {}, {}
     for arm in arms:
@@ -88,7 +88,7 @@ def plan_of(options: argparse.Namespace, flags: Sequence[str], arms: Sequence[Ar
             resolved[arm.name], texts[arm.name] = _resolved(options.config, words)
         check_comparable(arm.name, resolved[arm.name])
     check_equal_budget(resolved)
-    return Plan(folder, command, options.config, tuple(arms), tuple(options.seeds), 1, resolved, texts)
+    return ComparisonPlan(folder, command, options.config, tuple(arms), tuple(options.seeds), 1, resolved, texts)
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(settings, default=str))
 
 
-def shared_out(plan: Plan, jobs: Optional[int]) -> tuple[Plan, list[str]]:
+def shared_out(plan: ComparisonPlan, jobs: Optional[int]) -> tuple[ComparisonPlan, list[str]]:
     """The plan with the threads of a run, and a device for each run that may go at a time."""
     on_cpu = any(settings.get("use_cpu") for settings in plan.resolved.values())
     gpus = [] if on_cpu else [name for name in room.devices() if name != room.CPU]

@@ -18,8 +18,8 @@ from scu_trainer.report.comparison.report import record as record_of
 from scu_trainer.report.comparison.text import document
 from scu_trainer.run_files import read_json, require_writable, write_json, write_text
 from scu_trainer.runs.studies import comparison
-from scu_trainer.runs.studies.comparison_plan import Plan, read_plan, require_same, run_name, write_plan
-from scu_trainer.runs.studies.comparison_state import NOT_STARTED, Key, State, found_states
+from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, read_plan, require_same, run_name, write_plan
+from scu_trainer.runs.studies.comparison_state import NOT_STARTED, ArmState, Key, found_states
 
 PAGE_FILE = "comparison.md"
 FAILED = 1
@@ -30,7 +30,13 @@ class Start:
     """One start of the command, from its lock to its table."""
 
     def __init__(
-        self, plan: Plan, reference: str, options: argparse.Namespace, devices: list[str], console: Any, hands: Any
+        self,
+        plan: ComparisonPlan,
+        reference: str,
+        options: argparse.Namespace,
+        devices: list[str],
+        console: Any,
+        hands: Any,
     ) -> None:
         self.plan, self.reference, self.options, self.devices = plan, reference, options, devices
         self.screen, self.console = screens.Screen(console), console
@@ -64,7 +70,7 @@ class Start:
             self.screen.say(f"threads of a run: {before.threads}, as when this comparison began")
         self.plan = before
 
-    def _tell_start(self, states: Mapping[Key, State]) -> None:
+    def _tell_start(self, states: Mapping[Key, ArmState]) -> None:
         self.screen.say(screens.start_line(self.plan, self.devices))
         count = {name: [key for key in states if states[key].status == name] for name in ("finished", "failed")}
         begun = [key for key, state in states.items() if state.status == "missing" and state.error != NOT_STARTED]
@@ -75,13 +81,13 @@ class Start:
         if count["failed"]:
             self.screen.say(f"runs that failed before: {len(count['failed'])}; --retry_failed tries them again")
 
-    def look(self, states: Mapping[Key, State]) -> None:
+    def look(self, states: Mapping[Key, ArmState]) -> None:
         ended = sum(state.status in ("finished", "failed") for state in states.values())
         here, elapsed_s = ended - self.done_before, time.monotonic() - self.began_s
         left_s = elapsed_s / here * (len(states) - ended) if here else None
         self.screen.look(self.plan, states, left_s)
 
-    def write(self, states: Mapping[Key, State]) -> dict[str, Any]:
+    def write(self, states: Mapping[Key, ArmState]) -> dict[str, Any]:
         """comparison.json and comparison.md, each whole or not at all, where something in them is new."""
         path, options = self.plan.folder / COMPARISON_FILE, self.options
         facts = {
@@ -102,7 +108,7 @@ class Start:
         write_text(self.plan.folder / PAGE_FILE, document(record))
         return record
 
-    def _end(self, record: Mapping[str, Any], states: Mapping[Key, State]) -> int:
+    def _end(self, record: Mapping[str, Any], states: Mapping[Key, ArmState]) -> int:
         missing = [key for key, state in states.items() if state.status == "missing"]
         if missing:
             raise Stopped(f"stopped: {len(missing)} of {len(states)} runs are not done; the same command goes on")
@@ -111,7 +117,7 @@ class Start:
         return exit_code(record)
 
 
-def _described(key: Key, state: State) -> dict[str, Any]:
+def _described(key: Key, state: ArmState) -> dict[str, Any]:
     folder = f"runs/{run_name(*key)}"
     return {"arm": key[0], "seed": key[1], "status": state.status, "folder": folder, "error": state.error}
 

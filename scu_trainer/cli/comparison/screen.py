@@ -12,8 +12,8 @@ from rich.text import Text
 
 from scu_trainer.report.comparison import text as words
 from scu_trainer.runs.studies.comparison_arms import Arm
-from scu_trainer.runs.studies.comparison_plan import Plan
-from scu_trainer.runs.studies.comparison_state import Key, State, progress_line
+from scu_trainer.runs.studies.comparison_plan import ComparisonPlan
+from scu_trainer.runs.studies.comparison_state import ArmState, Key, progress_line
 from scu_trainer.runs.words import duration
 
 
@@ -27,7 +27,7 @@ class Screen:
     def say(self, line: str) -> None:
         self.console.print(line, soft_wrap=True, markup=False)
 
-    def look(self, plan: Plan, states: Mapping[Key, State], left_s: Optional[float]) -> None:
+    def look(self, plan: ComparisonPlan, states: Mapping[Key, ArmState], left_s: Optional[float]) -> None:
         if self._status is None or not self.console.is_terminal:
             return
         left = "" if left_s is None else f"{duration(left_s)} left; "
@@ -80,7 +80,7 @@ def print_wrapped(console: Console, line: str) -> None:
     console.print("\n".join(textwrap.wrap(line, max(20, console.width), **whole)), markup=False, soft_wrap=True)
 
 
-def start_line(plan: Plan, devices: Sequence[str]) -> str:
+def start_line(plan: ComparisonPlan, devices: Sequence[str]) -> str:
     arms, seeds = len(plan.arms), len(plan.seeds)
     many, threads = len(devices), plan.threads
     return (

@@ -14,7 +14,7 @@ from scu_trainer.cli.subjects import Subject, may_have_learned, own_split
 
 if TYPE_CHECKING:
     from scu_trainer.train.evaluation.harness import TaskFigure
-    from scu_trainer.train.evaluation.scoring import DocumentScores, Interval
+    from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScores
 
 MAY_HAVE_LEARNED = "it may have learned some of these documents"
 
@@ -30,7 +30,7 @@ SHOWN = 5e-5
 EQUAL = "equal to four digits"
 
 
-def verdict(difference: Interval, count: int, item: str = "document") -> str:
+def verdict(difference: BootstrapInterval, count: int, item: str = "document") -> str:
     """What the interval of "model minus other" over ``count`` documents or questions says about the model."""
     if count < 2:
         return f"one {item} cannot tell"
@@ -108,7 +108,7 @@ def _difference(other: DocumentScores, model: DocumentScores, options: EvalOptio
     return {**_bounds(found, model), "verdict": verdict(found, len(model.tokens))}
 
 
-def _bounds(interval: Interval, scores: DocumentScores) -> dict[str, Any]:
+def _bounds(interval: BootstrapInterval, scores: DocumentScores) -> dict[str, Any]:
     """One document cannot be resampled: it has a value and no bounds."""
     return {**asdict(interval), **({"low": None, "high": None} if len(scores.tokens) < 2 else {})}
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from scu_trainer.train.evaluation.harness import Harness, TaskFigure
     from scu_trainer.train.evaluation.scoring import DocumentScores
     from scu_trainer.train.evaluation.sliding import Windows
-    from scu_trainer.train.job.components import Parts
+    from scu_trainer.train.job.components import TrainingComponents
     from scu_trainer.train.job.job import Task
 
 CHECKED_ROWS, CHECKED_TOKENS = 4, 256
@@ -67,14 +67,14 @@ class Question:
             answer.figures = tuple(self.harness.ask(model, tokenizer, self.precision))
         return answer
 
-    def _loaded(self, subject: Subject) -> tuple[nn.Module, Any, Optional[Parts]]:
+    def _loaded(self, subject: Subject) -> tuple[nn.Module, Any, Optional[TrainingComponents]]:
         if self.settings is not None:
             parts = self._parts(subject)
             return parts.model, parts.processor, parts
         tokenizer = load_tokenizer(subject.model)
         return load_for_evaluation(subject.source, subject.model), tokenizer, None
 
-    def _scores(self, subject: Subject, parts: Parts) -> DocumentScores:
+    def _scores(self, subject: Subject, parts: TrainingComponents) -> DocumentScores:
         import numpy
         import torch
 
@@ -100,7 +100,7 @@ class Question:
                 f"out of GPU memory {smaller if self.task.unit != 'label' else 'on a single row'}"
             ) from error
 
-    def _parts(self, subject: Subject) -> Parts:
+    def _parts(self, subject: Subject) -> TrainingComponents:
         from scu_trainer.train.job.source import Source
 
         source = Source(subject.model, self.settings, self._own(subject), self.seed, self.windows, self.owner.model)
@@ -126,7 +126,7 @@ class Question:
             raise ModelError(f"{subject.name} and the other model cannot be scored {same}; score each by itself")
         self.held_out = keys
 
-    def _checked_ids(self, tokenizer: Any, parts: Optional[Parts]) -> Any:
+    def _checked_ids(self, tokenizer: Any, parts: Optional[TrainingComponents]) -> Any:
         """Token ids, shape (rows, time): of the longest held-out rows; without any, every tenth token there is."""
         import torch
 

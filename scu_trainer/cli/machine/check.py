@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from scu_trainer.cli import configuration
 from scu_trainer.errors import ModelError
-from scu_trainer.hardware.requirements import Finding
+from scu_trainer.hardware.requirements import RequirementStatus
 
 
 def quietly(config: Optional[str], flags: Sequence[str]) -> int:
@@ -40,14 +40,14 @@ def _lacks_a_reader() -> bool:
     return any(importlib.util.find_spec(name) is None for name in ("torch", "transformers"))
 
 
-def _without_a_recipe() -> list[Finding]:
+def _without_a_recipe() -> list[RequirementStatus]:
     from scu_trainer.data import default_cache_dir
     from scu_trainer.hardware.requirements import check
 
     return check(Path("runs"), default_cache_dir(None))
 
 
-def findings_of(values: dict[str, Any]) -> list[Finding]:
+def findings_of(values: dict[str, Any]) -> list[RequirementStatus]:
     """``values``: every field of the command line."""
     from scu_trainer.data import default_cache_dir
     from scu_trainer.hardware.needs import needs_of
@@ -59,12 +59,14 @@ def findings_of(values: dict[str, Any]) -> list[Finding]:
     return findings if name is None else [*findings, _model(name)]
 
 
-def _model(name: str) -> Finding:
+def _model(name: str) -> RequirementStatus:
     from scu_trainer.models.loading.load import check_source
 
     try:
         check_source(name)
     except ModelError as error:
-        return Finding("model", False, name, "a model", str(error))
+        return RequirementStatus("model", False, name, "a model", str(error))
     is_here = Path(name).expanduser().is_dir()
-    return Finding("model", True, name, "a model" if is_here else "a Hub id; the Hub was not asked for it", "")
+    return RequirementStatus(
+        "model", True, name, "a model" if is_here else "a Hub id; the Hub was not asked for it", ""
+    )

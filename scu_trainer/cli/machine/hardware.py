@@ -16,7 +16,7 @@ from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import RequirementError, SettingsError
 from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version
-from scu_trainer.hardware.watching.monitor import Reading, device_name, find_target, readings
+from scu_trainer.hardware.watching.monitor import MonitorReading, device_name, find_target, readings
 
 PLANS = ("recommend", "plan")
 
@@ -145,7 +145,7 @@ def _monitor(options: argparse.Namespace) -> int:
     console = Console(highlight=False, stderr=only_rows)
     target = None if options.run is None else find_target(options.run)
     log = None if options.csv is None else CsvLog(options.csv)
-    last: Optional[Reading] = None
+    last: Optional[MonitorReading] = None
     shows = console.is_terminal and not only_rows
     try:
         with Live(console=console, transient=True) if shows else contextlib.nullcontext() as live:

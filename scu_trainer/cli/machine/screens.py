@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from scu_trainer.hardware.watching.monitor import Reading, RunReading
+from scu_trainer.hardware.watching.monitor import MonitorReading, RunReading
 
 if TYPE_CHECKING:
     from scu_trainer.hardware.profile import Profile
@@ -57,7 +57,7 @@ def _lines(found: Profile) -> Iterator[tuple[str, str]]:
 # -- monitor -----------------------------------------------------------------------------------------------------------
 
 
-def screen(reading: Reading):
+def screen(reading: MonitorReading):
     """For a terminal."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
@@ -72,7 +72,7 @@ def screen(reading: Reading):
     return table if reading.run is None else Group(table, *run_lines(reading.run))
 
 
-def plain(reading: Reading) -> str:
+def plain(reading: MonitorReading) -> str:
     """For a pipe or a log."""
     found = [f"{level.name} {gib(level.used_bytes)} of {gib(level.total_bytes)}" for level in reading.levels]
     return "; ".join([*found, *(run_lines(reading.run) if reading.run is not None else ())])

@@ -18,7 +18,7 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import ModelError, SettingsError, UserError
 
 if TYPE_CHECKING:
-    from scu_trainer.hardware.recommend import Choice
+    from scu_trainer.hardware.recommend import SettingChoice
     from scu_trainer.hardware.target import Target
     from scu_trainer.train.job.job import Job
     from scu_trainer.train.memory_estimate.plan import Planned, Source
@@ -214,7 +214,9 @@ def considered(source: Source, job: Job, target: Target) -> list[Planned]:
     return found
 
 
-def _planned(source: Source, choice: Choice, asked: Choice, job: Job, target: Target) -> Optional[Planned]:
+def _planned(
+    source: Source, choice: SettingChoice, asked: SettingChoice, job: Job, target: Target
+) -> Optional[Planned]:
     """None for a choice with which the model's code fails. Raises ModelError where it fails as it was asked for."""
     from scu_trainer.train.memory_estimate.plan import planned
     from scu_trainer.train.step.recovery.memory import is_out_of_memory
@@ -233,7 +235,7 @@ def _planned(source: Source, choice: Choice, asked: Choice, job: Job, target: Ta
         ) from error
 
 
-def _stored(choice: Choice) -> tuple:
+def _stored(choice: SettingChoice) -> tuple:
     """What decides how many bytes stay whatever a chunk holds."""
     return choice.tuning, choice.load_in_8bit, choice.dtype, choice.optim, choice.offload
 

@@ -25,7 +25,7 @@ from scu_trainer.settings import DataSettings
 from scu_trainer.settings.tasks import TEXT
 
 if TYPE_CHECKING:
-    from scu_trainer.train.job.components import Parts
+    from scu_trainer.train.job.components import TrainingComponents
 
 MERGE_FILE = "merge.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -179,7 +179,7 @@ class _Merging:
 
     subject: Subject
     options: MergeOptions
-    parts: Parts
+    parts: TrainingComponents
     inputs: dict[str, Any]
     dtype: Any
     facts: dict[str, Any]
@@ -264,7 +264,7 @@ def _disk_told(folder: Path) -> Iterator[None]:
 # -- rows to check on --------------------------------------------------------------------------------------------------
 
 
-def _loaded(subject: Subject) -> tuple[Parts, str]:
+def _loaded(subject: Subject) -> tuple[TrainingComponents, str]:
     """Model and rows of the run, and whose rows they are: those that it held out, where its data are still there."""
     from scu_trainer.train.job.source import Source
     from scu_trainer.train.tasks import task_of
@@ -287,7 +287,7 @@ def _loaded(subject: Subject) -> tuple[Parts, str]:
     return parts, f"{name} ({'held out' if parts.data.eval is not None else 'trained on'})"
 
 
-def _inputs(parts: Parts) -> dict[str, Any]:
+def _inputs(parts: TrainingComponents) -> dict[str, Any]:
     """The first rows, without their labels."""
     rows = parts.data.train if parts.data.eval is None else parts.data.eval
     batch = parts.collator([rows[index] for index in range(min(CHECKED_ROWS, len(rows)))])

@@ -42,7 +42,7 @@ class PreparedData:
     eval_documents: tuple[HeldOutDocument, ...]
 
 
-class Plan(NamedTuple):
+class EncodingPlan(NamedTuple):
     """Everything that decides the rows."""
 
     settings: DataSettings

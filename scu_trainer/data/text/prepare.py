@@ -23,7 +23,7 @@ from scu_trainer.data.text.chat import read_chat_template
 from scu_trainer.data.text.documents import TokenizedDocuments, tokenized_documents
 from scu_trainer.data.text.encode import Encoder
 from scu_trainer.data.text.packing import held_out_rows, held_out_schema, record_batches, training_rows, training_schema
-from scu_trainer.data.text.plan import HeldOutDocument, Plan, PreparedData
+from scu_trainer.data.text.plan import EncodingPlan, HeldOutDocument, PreparedData
 from scu_trainer.data.text.stream import prepare_stream
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
@@ -69,12 +69,12 @@ def whole_held_out(
     return datasets.Dataset(pyarrow.Table.from_batches(batches)) if batches else None
 
 
-def _plan(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model_name: str) -> Plan:
+def _plan(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model_name: str) -> EncodingPlan:
     if settings.chat_template is not None:
         tokenizer.chat_template = read_chat_template(settings.chat_template)
     source = training_source(settings, cache_dir)
     held_out = held_out_source(settings, cache_dir) if settings.eval_dataset else source.held_out
-    return Plan(settings, Encoder.of(settings, tokenizer, model_name), source, held_out, seed, cache_dir)
+    return EncodingPlan(settings, Encoder.of(settings, tokenizer, model_name), source, held_out, seed, cache_dir)
 
 
 def _open(folder: Path) -> PreparedData:
@@ -84,7 +84,7 @@ def _open(folder: Path) -> PreparedData:
     return PreparedData(open_arrow(folder / "train.arrow"), held_out, books, folder.name, documents)
 
 
-def _write(folder: Path, plan: Plan) -> None:
+def _write(folder: Path, plan: EncodingPlan) -> None:
     settings = plan.settings
     books = DataBooks(notes=[*plan.source.notes])
     read = functools.partial(_tokenized, plan, books=books)
@@ -95,7 +95,7 @@ def _write(folder: Path, plan: Plan) -> None:
 
 
 def both_sides(
-    plan: Plan, read: Callable[[Source, int | None], Documents], books: DataBooks
+    plan: EncodingPlan, read: Callable[[Source, int | None], Documents], books: DataBooks
 ) -> tuple[Documents, numpy.ndarray, Documents, numpy.ndarray]:
     """(training documents, their order, held-out documents, their order), counted in ``books``.
 
@@ -112,7 +112,7 @@ def both_sides(
     return documents, train_order, eval_source, eval_order
 
 
-def _tokenized(plan: Plan, source: Source, limit: int | None, books: DataBooks) -> TokenizedDocuments:
+def _tokenized(plan: EncodingPlan, source: Source, limit: int | None, books: DataBooks) -> TokenizedDocuments:
     workers = plan.settings.preprocessing_num_workers
     documents = tokenized_documents(source, plan.encoder, limit, plan.cache_dir, workers)
     books.add(documents.books)
@@ -125,7 +125,7 @@ def _tokenized(plan: Plan, source: Source, limit: int | None, books: DataBooks) 
     return documents
 
 
-def split(count: int, plan: Plan, books: DataBooks) -> tuple[numpy.ndarray, numpy.ndarray]:
+def split(count: int, plan: EncodingPlan, books: DataBooks) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Numbers of the training documents in the order of training, and of the held-out ones, ascending."""
     order = numpy.random.default_rng(plan.seed).permutation(count)
     percentage = plan.settings.validation_split_percentage
@@ -139,7 +139,7 @@ def split(count: int, plan: Plan, books: DataBooks) -> tuple[numpy.ndarray, nump
 
 
 def _write_training_rows(
-    folder: Path, documents: TokenizedDocuments, order: numpy.ndarray, plan: Plan, books: DataBooks
+    folder: Path, documents: TokenizedDocuments, order: numpy.ndarray, plan: EncodingPlan, books: DataBooks
 ) -> None:
     settings = plan.settings
     rows = training_rows(documents.numbered(order), settings, books)

@@ -22,7 +22,7 @@ from scu_trainer.data.text.packing import (
     training_rows,
     training_schema,
 )
-from scu_trainer.data.text.plan import HeldOutDocument, Plan, PreparedData
+from scu_trainer.data.text.plan import EncodingPlan, HeldOutDocument, PreparedData
 from scu_trainer.errors import DataError
 
 HELD_OUT_DOCUMENTS = 100  # unless max_eval_documents says otherwise
@@ -34,7 +34,7 @@ class TrainingStream:
     With dataloader workers the counts stay in the workers.
     """
 
-    def __init__(self, plan: Plan, skip: int, books: DataBooks) -> None:
+    def __init__(self, plan: EncodingPlan, skip: int, books: DataBooks) -> None:
         self.plan, self.skip, self.books = plan, skip, books
         self._at_start = books.as_dict()
 
@@ -55,7 +55,7 @@ class TrainingStream:
             yield NumberedDocument(number, document.input_ids, document.labels)
 
 
-def prepare_stream(plan: Plan) -> PreparedData:
+def prepare_stream(plan: EncodingPlan) -> PreparedData:
     """The same as ``prepare``, with an IterableDataset to train on."""
     import datasets
     import pyarrow
@@ -81,7 +81,7 @@ def prepare_stream(plan: Plan) -> PreparedData:
     )
 
 
-def _held_out_documents(plan: Plan, books: DataBooks) -> list[Document]:
+def _held_out_documents(plan: EncodingPlan, books: DataBooks) -> list[Document]:
     if plan.held_out:
         documents = _first_documents(plan, plan.held_out, _held_out_limit(plan), books)
     elif plan.settings.validation_split_percentage:
@@ -92,11 +92,11 @@ def _held_out_documents(plan: Plan, books: DataBooks) -> list[Document]:
     return documents
 
 
-def _held_out_limit(plan: Plan) -> int:
+def _held_out_limit(plan: EncodingPlan) -> int:
     return plan.settings.max_eval_documents or HELD_OUT_DOCUMENTS
 
 
-def _first_of_training(plan: Plan) -> list[Document]:
+def _first_of_training(plan: EncodingPlan) -> list[Document]:
     """The first documents of the training stream, which must go on after them."""
     limit = _held_out_limit(plan)
     # The training pass reads and counts these rows again, so they are not counted here.
@@ -111,7 +111,7 @@ def _first_of_training(plan: Plan) -> list[Document]:
     return documents[:limit]
 
 
-def _first_documents(plan: Plan, source: Source, limit: int, books: DataBooks) -> list[Document]:
+def _first_documents(plan: EncodingPlan, source: Source, limit: int, books: DataBooks) -> list[Document]:
     documents = list(usable_documents(source, plan.encoder, limit, 1, books))
     if not documents:
         raise DataError(f"{source.name} has no usable document; dropped: {books.dropped_in_words()}")

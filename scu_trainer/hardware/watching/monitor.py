@@ -65,7 +65,7 @@ class RunReading:
 
 
 @dataclass(frozen=True)
-class Reading:
+class MonitorReading:
     """``time_s``: seconds since 1970."""
 
     time_s: float
@@ -141,7 +141,7 @@ def readings(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.time,
-) -> Iterator[Reading]:
+) -> Iterator[MonitorReading]:
     """Every ``interval_s`` seconds, for ``duration_s`` or without end, and no longer than ``target`` lives."""
     highest: dict[str, int] = {}
     begun_s = None
@@ -154,7 +154,7 @@ def readings(
         run = None if target is None else read_run(target)
         if target is not None and run is None:
             return
-        yield Reading(now(), levels, run)
+        yield MonitorReading(now(), levels, run)
         if duration_s is not None and clock() - begun_s + interval_s > duration_s:
             return
         sleep(interval_s)

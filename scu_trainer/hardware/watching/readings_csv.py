@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import StorageError
-from scu_trainer.hardware.watching.monitor import Reading, RunReading
+from scu_trainer.hardware.watching.monitor import MonitorReading, RunReading
 
 
-def row_of(reading: Reading) -> dict[str, Any]:
+def row_of(reading: MonitorReading) -> dict[str, Any]:
     """Values by column; the columns depend on the machine and on whether a run is watched."""
     row: dict[str, Any] = {"time_s": f"{reading.time_s:.3f}"}
     for level in reading.levels:
@@ -44,7 +44,7 @@ class CsvLog:
         self._path = None if path == "-" else Path(path).expanduser()
         self._columns: Optional[list[str]] = None
 
-    def append(self, reading: Reading) -> None:
+    def append(self, reading: MonitorReading) -> None:
         row = row_of(reading)
         if self._columns is None:
             self._columns = [*row]

@@ -164,7 +164,7 @@ def _row(name: str, plan: Mapping[str, Any], runs: Sequence[Run], counted, left_
     }
 
 
-def _as_dict(interval: Optional[statistics.Interval]) -> Optional[dict[str, Any]]:
+def _as_dict(interval: Optional[statistics.ConfidenceInterval]) -> Optional[dict[str, Any]]:
     return None if interval is None else asdict(interval)
 
 

@@ -18,7 +18,7 @@ BySeed = Mapping[int, float]
 
 
 @dataclass(frozen=True)
-class Interval:
+class ConfidenceInterval:
     """Mean, and Student's t interval around it. ``low`` and ``high`` are None for a single value."""
 
     value: float
@@ -30,15 +30,15 @@ class Interval:
         return None if self.high is None else self.high - self.value
 
 
-def t_interval(values: Sequence[float], confidence: float) -> Optional[Interval]:
+def t_interval(values: Sequence[float], confidence: float) -> Optional[ConfidenceInterval]:
     """Of the mean of ``values``, which are taken as independent and about normal. None without a value."""
     if not values:
         return None
     mean = fmean(values)
     if len(values) == 1:
-        return Interval(mean, None, None)
+        return ConfidenceInterval(mean, None, None)
     half_width = t_quantile(confidence, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return Interval(mean, mean - half_width, mean + half_width)
+    return ConfidenceInterval(mean, mean - half_width, mean + half_width)
 
 
 def t_quantile(confidence: float, degrees: int) -> float:
@@ -48,12 +48,12 @@ def t_quantile(confidence: float, degrees: int) -> float:
     return float(t.ppf((1.0 + confidence) / 2.0, degrees))
 
 
-def paired_difference(values: BySeed, reference: BySeed, confidence: float) -> Optional[Interval]:
+def paired_difference(values: BySeed, reference: BySeed, confidence: float) -> Optional[ConfidenceInterval]:
     """``values`` minus ``reference``, over the seeds that both have. None where there is none."""
     return t_interval([values[seed] - reference[seed] for seed in sorted(values.keys() & reference.keys())], confidence)
 
 
-def direction(difference: Optional[Interval], pairs: int) -> str:
+def direction(difference: Optional[ConfidenceInterval], pairs: int) -> str:
     """lower, higher, none (the interval holds 0), or unknown (fewer than FEWEST_SEEDS pairs)."""
     if difference is None or difference.low is None or pairs < FEWEST_SEEDS:
         return "unknown"
@@ -62,7 +62,7 @@ def direction(difference: Optional[Interval], pairs: int) -> str:
     return "higher" if difference.low > 0 else "none"
 
 
-def sentence(difference: Optional[Interval], pairs: int, reference: str) -> str:
+def sentence(difference: Optional[ConfidenceInterval], pairs: int, reference: str) -> str:
     """What the interval of an arm against ``reference`` says."""
     found = direction(difference, pairs)
     if found == "unknown":

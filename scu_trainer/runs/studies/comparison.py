@@ -24,8 +24,8 @@ from scu_trainer.runs.process import MARK, Machine, Platform, marked, this_platf
 from scu_trainer.runs.progress import START_LINE
 from scu_trainer.runs.queue import FileLock
 from scu_trainer.runs.room import GPU, visible_devices
-from scu_trainer.runs.studies.comparison_plan import Plan, run_name
-from scu_trainer.runs.studies.comparison_state import Key, State, is_finished, last_words
+from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, run_name
+from scu_trainer.runs.studies.comparison_state import ArmState, Key, is_finished, last_words
 
 LOCK_FILE = "_compare.lock"
 LOOK_EVERY_S, TELL_EVERY_S = 0.1, 1.0
@@ -70,11 +70,11 @@ class Runner:
     ``changed`` is called with the states after each start and end, ``looked`` then and about once a second.
     """
 
-    plan: Plan
-    states: dict[Key, State]
+    plan: ComparisonPlan
+    states: dict[Key, ArmState]
     devices: Sequence[str]
-    changed: Callable[[Mapping[Key, State]], None]
-    looked: Callable[[Mapping[Key, State]], None]
+    changed: Callable[[Mapping[Key, ArmState]], None]
+    looked: Callable[[Mapping[Key, ArmState]], None]
     hands: Hands = field(default_factory=Hands)
     asked: int = 0
     """How often somebody has asked us to stop."""
@@ -108,7 +108,7 @@ class Runner:
 
     def _start(self, key: Key, place: str) -> tuple[Key, Any]:
         device = place.partition(":")[2]
-        self._set(key, State("running"))
+        self._set(key, ArmState("running"))
         process = self.hands.spawn(words(self.plan, key), variables(self.plan, device), self.plan.console(*key))
         return key, process
 
@@ -119,7 +119,7 @@ class Runner:
         words_of = {"finished": "finished", "failed": f"failed: {state.error}", "missing": str(state.error)}
         self.hands.say(f"{run_name(*key)}: {words_of[state.status]}")
 
-    def _set(self, key: Key, state: State) -> None:
+    def _set(self, key: Key, state: ArmState) -> None:
         self.states[key] = state
         self.changed(self.states)
         self.looked(self.states)
@@ -148,19 +148,19 @@ class Runner:
         self.asked += 1
 
 
-def end_of(plan: Plan, key: Key, code: int, was_asked: bool) -> State:
+def end_of(plan: ComparisonPlan, key: Key, code: int, was_asked: bool) -> ArmState:
     """What the end of a process means, from its files and exit code."""
     folder, console = plan.run_folder(*key), plan.console(*key)
     if is_finished(folder):
-        return State("finished")
+        return ArmState("finished")
     if code == TRAINED:
-        return State("failed", f"ended with exit code 0, but {folder} holds no finished run")
+        return ArmState("failed", f"ended with exit code 0, but {folder} holds no finished run")
     if code == 3 or (was_asked and code not in (CANNOT, FAULT)):
-        return State("missing", "stopped; the same command goes on")
-    return State("failed", last_words(console, code))
+        return ArmState("missing", "stopped; the same command goes on")
+    return ArmState("failed", last_words(console, code))
 
 
-def words(plan: Plan, key: Key) -> list[str]:
+def words(plan: ComparisonPlan, key: Key) -> list[str]:
     """The command of a run. It goes on from its newest checkpoint where there is one."""
     arm, seed = key
     flags = ["--config", str(plan.recipe(arm).absolute()), "--seed", str(seed)]
@@ -168,7 +168,7 @@ def words(plan: Plan, key: Key) -> list[str]:
     return command("python", flags, 1, has_gpu=False)
 
 
-def variables(plan: Plan, device: str) -> dict[str, str]:
+def variables(plan: ComparisonPlan, device: str) -> dict[str, str]:
     own = {MARK: mark(plan.folder), "OMP_NUM_THREADS": str(plan.threads), "PYTHONUNBUFFERED": "1"}
     return {**environment(1, device.startswith(GPU)), **own, **visible_devices([device])}
 

@@ -34,7 +34,7 @@ SELECTING = ("noise_guard", "acmds", "infobatch")
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """``resolved``: by arm, every setting under its name. ``texts``: by arm, the same as YAML.
 
     ``threads``: of each run. Sums over another number of threads are rounded otherwise, so it stays what it was.
@@ -139,7 +139,7 @@ def _obstacle(settings: Mapping[str, Any]) -> Optional[str]:
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
-def write_plan(plan: Plan) -> None:
+def write_plan(plan: ComparisonPlan) -> None:
     """The plan and the recipe of each arm. Raises StorageError."""
     for folder in ("arms", "console", "runs"):
         try:
@@ -165,7 +165,7 @@ def write_plan(plan: Plan) -> None:
     )
 
 
-def read_plan(folder: Path) -> Optional[Plan]:
+def read_plan(folder: Path) -> Optional[ComparisonPlan]:
     """The plan of a comparison that is there; None where none is. Raises StorageError."""
     path = folder / PLAN_FILE
     if not path.is_file():
@@ -176,10 +176,10 @@ def read_plan(folder: Path) -> Optional[Plan]:
     arms = tuple(Arm(**arm) for arm in found["arms"])
     texts = {arm.name: (folder / "arms" / f"{arm.name}.yaml").read_text() for arm in arms}
     seeds, threads = tuple(found["seeds"]), found["threads"]
-    return Plan(folder, found["command"], found["config"], arms, seeds, threads, found["resolved"], texts)
+    return ComparisonPlan(folder, found["command"], found["config"], arms, seeds, threads, found["resolved"], texts)
 
 
-def require_same(before: Plan, now: Plan) -> None:
+def require_same(before: ComparisonPlan, now: ComparisonPlan) -> None:
     """Raise SettingsError naming the difference where the folder holds another comparison. Threads may differ: those
     of before hold."""
     found = _other("seeds", before.seeds, now.seeds)

@@ -11,7 +11,7 @@ from typing import Any, Optional
 from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_json
 from scu_trainer.runs.progress import START_LINE, tail
-from scu_trainer.runs.studies.comparison_plan import Plan, differences, run_name
+from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, differences, run_name
 
 Key = tuple[str, int]
 """Arm and seed."""
@@ -20,31 +20,31 @@ NOT_STARTED = "not started yet"
 
 
 @dataclass(frozen=True)
-class State:
+class ArmState:
     """``status``: finished, failed, running, or missing (to be done). ``error``: why it is not finished."""
 
     status: str
     error: Optional[str] = None
 
 
-def found_states(plan: Plan, before: Sequence[Mapping[str, Any]], retry_failed: bool) -> dict[Key, State]:
+def found_states(plan: ComparisonPlan, before: Sequence[Mapping[str, Any]], retry_failed: bool) -> dict[Key, ArmState]:
     """``before``: the runs of comparison.json, which knows of failures that left no run directory. Raises SettingsError
     where a directory holds a run of other settings."""
     known = {(run["arm"], run["seed"]): run for run in before}
     return {key: _found(plan, key, known.get(key, {}), retry_failed) for key in plan.runs}
 
 
-def _found(plan: Plan, key: Key, before: Mapping[str, Any], retry_failed: bool) -> State:
+def _found(plan: ComparisonPlan, key: Key, before: Mapping[str, Any], retry_failed: bool) -> ArmState:
     folder = plan.run_folder(*key)
     _require_own(plan, key, folder)
     if is_finished(folder):
-        return State("finished")
+        return ArmState("finished")
     if before.get("status") == "failed" and not retry_failed:
-        return State("failed", before["error"])
+        return ArmState("failed", before["error"])
     status = _status(folder)
     if not status:
-        return State("missing", NOT_STARTED)
-    return State("missing", f"ended at step {status.get('step') or 0} of {status.get('max_steps') or '?'}")
+        return ArmState("missing", NOT_STARTED)
+    return ArmState("missing", f"ended at step {status.get('step') or 0} of {status.get('max_steps') or '?'}")
 
 
 def is_finished(folder: Path) -> bool:
@@ -55,7 +55,7 @@ def _status(folder: Path) -> dict[str, Any]:
     return read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
 
 
-def _require_own(plan: Plan, key: Key, folder: Path) -> None:
+def _require_own(plan: ComparisonPlan, key: Key, folder: Path) -> None:
     path = folder / "training_config.json"
     if not path.is_file():
         return
@@ -72,7 +72,7 @@ def _require_own(plan: Plan, key: Key, folder: Path) -> None:
         )
 
 
-def progress_line(plan: Plan, states: Mapping[Key, State]) -> str:
+def progress_line(plan: ComparisonPlan, states: Mapping[Key, ArmState]) -> str:
     """How many runs are done and where those that run are: "7 of 33 runs done; none-seed1 120/160, ..."."""
     done = sum(state.status == "finished" for state in states.values())
     failed = sum(state.status == "failed" for state in states.values())
@@ -81,7 +81,7 @@ def progress_line(plan: Plan, states: Mapping[Key, State]) -> str:
     return f"{done} of {len(states)} runs done{failures}; {', '.join(running) or 'none is running'}"
 
 
-def _place(plan: Plan, key: Key) -> str:
+def _place(plan: ComparisonPlan, key: Key) -> str:
     status = _status(plan.run_folder(*key))
     if not status.get("max_steps"):
         return f"{run_name(*key)} starts"

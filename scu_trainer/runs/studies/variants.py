@@ -28,7 +28,7 @@ SWITCHES = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class VariantPlan:
     """What every variant trains: ``model`` for few steps with all loops on, or the job of a file ``config``."""
 
     model: Optional[Path]
@@ -102,7 +102,9 @@ def missing(variant: Variant, has_gpu: bool) -> Optional[str]:
 # -- one variant -------------------------------------------------------------------------------------------------------
 
 
-def run(variant: Variant, plan: Plan, has_gpu: bool, progress: Callable[[str], None] = lambda text: None) -> Outcome:
+def run(
+    variant: Variant, plan: VariantPlan, has_gpu: bool, progress: Callable[[str], None] = lambda text: None
+) -> Outcome:
     """Train ``variant`` with all loops that it allows, then make sure that it refuses the others."""
     lacks = missing(variant, has_gpu)
     if lacks is not None:
@@ -118,7 +120,7 @@ def run(variant: Variant, plan: Plan, has_gpu: bool, progress: Callable[[str], N
     return outcome
 
 
-def _measured(variant: Variant, plan: Plan, off: Sequence[str], has_gpu: bool) -> Outcome:
+def _measured(variant: Variant, plan: VariantPlan, off: Sequence[str], has_gpu: bool) -> Outcome:
     folder = plan.scratch / variant.name
     shutil.rmtree(folder, ignore_errors=True)
     code, words = _started(variant, plan, [*off, "--output_dir", str(folder)], has_gpu)
@@ -145,7 +147,7 @@ def _held_out(metrics: dict[str, Any]) -> Optional[tuple[float, float]]:
     return tuple(metrics[f"held_out_bpt_{when}"]["value"] for when in ("before", "after"))
 
 
-def _refuses(variant, plan: Plan, loop: str, words: str, allowed, has_gpu: bool, outcome: Outcome) -> Outcome:
+def _refuses(variant, plan: VariantPlan, loop: str, words: str, allowed, has_gpu: bool, outcome: Outcome) -> Outcome:
     folder = plan.scratch / f"{variant.name}-refused"
     code, said = _started(variant, plan, [*allowed, "--output_dir", str(folder)], has_gpu)
     if code == 0 or words not in " ".join(said.split()):
@@ -155,7 +157,7 @@ def _refuses(variant, plan: Plan, loop: str, words: str, allowed, has_gpu: bool,
     return replace(outcome, loops={**outcome.loops, loop: "refused"})
 
 
-def _started(variant: Variant, plan: Plan, flags: Sequence[str], has_gpu: bool) -> tuple[int, str]:
+def _started(variant: Variant, plan: VariantPlan, flags: Sequence[str], has_gpu: bool) -> tuple[int, str]:
     """Run the command to its end. Exit code and last words."""
     own = [_absolute(word.replace("{scratch}", str(plan.scratch))) for word in variant.flags]
     flags = [*plan.flags(variant.processes), *own, *flags, *([] if has_gpu else ["--use_cpu", "true"])]

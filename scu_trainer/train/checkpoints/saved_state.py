@@ -22,19 +22,19 @@ from safetensors.torch import load_file
 from scu_trainer.control import divergence, memory_values, regularization
 from scu_trainer.errors import CheckpointError
 from scu_trainer.train.checkpoints.format import json_object
-from scu_trainer.train.curriculum.deliveries import Counts
+from scu_trainer.train.curriculum.deliveries import DeliveryCounts
 from scu_trainer.train.regularization.regularizer import Progress
-from scu_trainer.train.step.micro_batch_sizer import Books
+from scu_trainer.train.step.micro_batch_sizer import MemoryStatistics
 
 SHAPES: dict[str, dict[str, Any]] = {
     "scu_state.json": {
         "settings": dict,
-        "state": regularization.State,
+        "state": regularization.ControllerState,
         "progress": Progress,
         "interval": list[tuple[float, float]],
         "prior_fingerprint": float,
     },
-    "memory_state.json": {"state": memory_values.State, "books": Books, "learning_until": int},
+    "memory_state.json": {"state": memory_values.SizerState, "books": MemoryStatistics, "learning_until": int},
     "safety_state.json": {
         "skipped_steps": int,
         "records": list[dict],
@@ -44,7 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("epoch", "micro_batches", "samples", "lengths_crc32", "processes", "rows_per_batch"), int),
         **dict.fromkeys(("steps_done", "steps", "accumulation"), int),
         **dict.fromkeys(("progress", "progress_before"), float),
-        **dict.fromkeys(("counts", "totals"), Counts),
+        **dict.fromkeys(("counts", "totals"), DeliveryCounts),
         **dict.fromkeys(("notes", "notices"), list[str]),
         "classes": Optional[int],
         "content": Optional[int],
@@ -156,7 +156,11 @@ def _misfit_inside(content: dict[str, Any]) -> Optional[str]:
     state, watched = content.get("state", {}), content.get("divergence")
     if "cost" in state:
         return misfit(state["cost"]["observations"], list[tuple[int, int, int]], "state.cost.observations")
-    return None if watched is None else _misfit_of_keys(watched, {"state": divergence.State, "notices": list[str]})
+    return (
+        None
+        if watched is None
+        else _misfit_of_keys(watched, {"state": divergence.DivergenceState, "notices": list[str]})
+    )
 
 
 def _told(name: str, value: Any) -> str:

@@ -13,7 +13,7 @@ from scu_trainer.train.step.batches.rows import NOT_LEARNED, PADDING, has_time
 
 
 @dataclass
-class Counts:
+class DeliveryCounts:
     """What was delivered. ``real_tokens``: of the rows as they are in the dataset; ``padded_tokens``: of the batches
     that were made of them; ``cut_tokens``: taken away by length warm-up.
 
@@ -25,8 +25,8 @@ class Counts:
     padded_tokens: int = 0
     cut_tokens: int = 0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+    def __add__(self, other: DeliveryCounts) -> DeliveryCounts:
+        return DeliveryCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 class Deliveries:
@@ -35,10 +35,10 @@ class Deliveries:
     def __init__(self, model: torch.nn.Module) -> None:
         config = getattr(model, "config", None)
         self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-        self._counts = Counts()
+        self._counts = DeliveryCounts()
 
-    def drain(self) -> Counts:
-        counts, self._counts = self._counts, Counts()
+    def drain(self) -> DeliveryCounts:
+        counts, self._counts = self._counts, DeliveryCounts()
         return counts
 
     def pass_on(self, inputs: Any, limit: Optional[int]) -> Any:

@@ -14,7 +14,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from scu_trainer.train.loss.rows.row_readings import Reading
+    from scu_trainer.train.loss.rows.row_readings import RowLossReading
 
 FEWEST_EPOCHS_TO_PRUNE = 4
 
@@ -62,7 +62,7 @@ def refuse(trainer: Trainer, memory: Optional[MemorySettings]) -> None:
         )
 
 
-def check_reading(settings: CurriculumSettings, reading: Optional[Reading]) -> Optional[str]:
+def check_reading(settings: CurriculumSettings, reading: Optional[RowLossReading]) -> Optional[str]:
     """What to say of how the losses of rows are read. Raises ControlError where the curriculum cannot act on it."""
     methods = settings.methods
     by_loss = [name for name in BY_LOSS if name in methods]

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError
-from scu_trainer.train.evaluation.scoring import DocumentScores, Interval, bootstrap_accuracy_difference
+from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScores, bootstrap_accuracy_difference
 
 NEAREST = 3
 """Names of tasks that a message gives in the place of an unknown one."""
@@ -53,16 +53,16 @@ class TaskFigure:
     def key(self) -> tuple[str, str, str]:
         return self.task, self.metric, self.filter
 
-    def interval(self, confidence: float) -> Optional[Interval]:
+    def interval(self, confidence: float) -> Optional[BootstrapInterval]:
         """Normal approximation: ``value`` plus and minus a quantile of the normal distribution times ``stderr``; None
         where all questions came out alike, which is no proof that all others would."""
         if not self.stderr:
             return None
         width = NormalDist().inv_cdf(0.5 + confidence / 2) * self.stderr
-        return Interval(self.value, self.value - width, self.value + width, confidence)
+        return BootstrapInterval(self.value, self.value - width, self.value + width, confidence)
 
 
-def paired_difference(first: TaskFigure, second: TaskFigure, how: dict[str, Any]) -> Optional[Interval]:
+def paired_difference(first: TaskFigure, second: TaskFigure, how: dict[str, Any]) -> Optional[BootstrapInterval]:
     """Mean of ``second`` minus that of ``first``, each resample of the questions drawn for both alike; None for a
     metric that is no mean. how: resamples, confidence, seed."""
     if not len(first.per_question) or len(first.per_question) != len(second.per_question):

@@ -56,7 +56,7 @@ class DocumentScores:
 
 
 @dataclass(frozen=True)
-class Interval:
+class BootstrapInterval:
     """``value`` with the bounds of a percentile bootstrap interval over documents, and its confidence level."""
 
     value: float
@@ -175,7 +175,9 @@ def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[np.ndarray]:
         start += count
 
 
-def bootstrap_bpt(scores: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0) -> Interval:
+def bootstrap_bpt(
+    scores: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
+) -> BootstrapInterval:
     """Percentile bootstrap over documents (Efron, 1979) of token-weighted bits per token."""
     (drawn,) = _resampled([scores.nats], scores.tokens, resamples, seed)
     return _interval(scores.bpt, drawn / math.log(2.0), confidence)
@@ -183,7 +185,7 @@ def bootstrap_bpt(scores: DocumentScores, resamples: int = 2000, confidence: flo
 
 def bootstrap_accuracy(
     scores: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
-) -> Interval:
+) -> BootstrapInterval:
     """The same of the share of labels that a classifier named right."""
     (drawn,) = _resampled([scores.correct], scores.tokens, resamples, seed)
     return _interval(scores.accuracy, drawn, confidence)
@@ -191,7 +193,7 @@ def bootstrap_accuracy(
 
 def bootstrap_difference(
     first: DocumentScores, second: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
-) -> Interval:
+) -> BootstrapInterval:
     """Bits per token of ``second`` minus ``first`` on the same documents, each resample drawn for both alike."""
     _require_same(first, second)
     before, after = _resampled([first.nats, second.nats], first.tokens, resamples, seed) / math.log(2.0)
@@ -200,7 +202,7 @@ def bootstrap_difference(
 
 def bootstrap_accuracy_difference(
     first: DocumentScores, second: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
-) -> Interval:
+) -> BootstrapInterval:
     """Accuracy of ``second`` minus that of ``first`` on the same samples."""
     _require_same(first, second)
     before, after = _resampled([first.correct, second.correct], first.tokens, resamples, seed)
@@ -224,7 +226,7 @@ def _resampled(models: Sequence[np.ndarray], tokens: np.ndarray, resamples: int,
     return drawn
 
 
-def _interval(value: float, drawn: np.ndarray, confidence: float) -> Interval:
+def _interval(value: float, drawn: np.ndarray, confidence: float) -> BootstrapInterval:
     tail = (1.0 - confidence) / 2.0
     low, high = np.quantile(drawn, [tail, 1.0 - tail])
-    return Interval(float(value), float(low), float(high), confidence)
+    return BootstrapInterval(float(value), float(low), float(high), confidence)

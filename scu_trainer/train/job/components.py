@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass
-class Parts:
+class TrainingComponents:
     """Everything loaded and checked, nothing written to the run directory.
 
     ``processor``: tokenizer or image processor, which is saved beside the model; None where there is none. ``data``:

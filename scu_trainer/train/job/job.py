@@ -30,7 +30,7 @@ from scu_trainer.settings.tasks import TaskSettings
 from scu_trainer.train.curriculum.rules import obstacle, require_enough_epochs
 from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.job.checks import check_evaluation, check_memory, check_training_optimizer, check_words
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.run_directory.resume import check_resumable
 from scu_trainer.train.step.distributed.deepspeed_rules import check_deepspeed, uses_deepspeed
@@ -52,16 +52,16 @@ class Task(Protocol):
     def check(self, job: Job) -> None:
         """Raise SettingsError for settings that contradict each other; costs nothing."""
 
-    def load(self, job: Job, console: Console) -> Parts:
+    def load(self, job: Job, console: Console) -> TrainingComponents:
         """Everything that training needs. Raises a UserError where settings, data, model, memory or disk do not fit."""
 
-    def load_scored(self, source: Source) -> Parts:
+    def load_scored(self, source: Source) -> TrainingComponents:
         """A model in evaluation mode and its held-out rows."""
 
-    def score(self, model: torch.nn.Module, parts: Parts) -> DocumentScores:
+    def score(self, model: torch.nn.Module, parts: TrainingComponents) -> DocumentScores:
         """Of ``parts.data.eval``."""
 
-    def probe(self, parts: Parts) -> Mapping[str, Any]:
+    def probe(self, parts: TrainingComponents) -> Mapping[str, Any]:
         """A small input of the model, to see which kernels run."""
 
 

@@ -26,7 +26,7 @@ from scu_trainer.train.loss.loss_path import LossPath
 from scu_trainer.train.regularization.regularizer import Regularizer, prior_class_for
 from scu_trainer.train.step.distributed.launchers import refuse_arguments
 from scu_trainer.train.step.engine import MicroBatchEngine
-from scu_trainer.train.step.micro_batches import ChunkedStep
+from scu_trainer.train.step.micro_batches import MicroBatchStep
 from scu_trainer.train.step.prediction import Prediction
 from scu_trainer.train.step.recovery.memory import Gauge
 
@@ -71,7 +71,7 @@ def make_loops(
         loops.append(trainer.bad_numbers)
     if memory is not None and memory.acts:
         refuse_arguments(trainer)
-        trainer.chunked = ChunkedStep(trainer, memory, memory_gauge)
+        trainer.chunked = MicroBatchStep(trainer, memory, memory_gauge)
         trainer.prediction = Prediction(trainer) if memory.memory_control else None
         trainer.engine = MicroBatchEngine(trainer, trainer.chunked, trainer.prediction)
         loops.append(MemoryLoop(trainer.chunked))

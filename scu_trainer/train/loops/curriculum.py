@@ -34,15 +34,15 @@ from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.run_files import write_json
 from scu_trainer.settings import CurriculumSettings
 from scu_trainer.train.checkpoints.saved_state import read_state, reading
-from scu_trainer.train.curriculum.deliveries import Counts, Deliveries
+from scu_trainer.train.curriculum.deliveries import Deliveries, DeliveryCounts
 from scu_trainer.train.curriculum.rules import check_loss_path, check_reading, refuse, require_enough_epochs
 from scu_trainer.train.curriculum.run_length import RunLength
 from scu_trainer.train.curriculum.seen_losses import Losses, SeenLosses
 from scu_trainer.train.curriculum.suspects import SUSPECTS_FILE, write_suspects
 from scu_trainer.train.loop import Loop
-from scu_trainer.train.loss.rows.row_readings import Reading, RowLosses
+from scu_trainer.train.loss.rows.row_readings import RowLosses, RowLossReading
 from scu_trainer.train.loss.rows.row_weights import RowWeights
-from scu_trainer.train.step.micro_batches import ChunkedStep
+from scu_trainer.train.step.micro_batches import MicroBatchStep
 from scu_trainer.train.step.recovery.second_try import second_try
 
 logger = logging.getLogger("scu_trainer")
@@ -64,7 +64,9 @@ class CurriculumLoop(Loop):
     name = "curriculum"
     history_file = "curriculum.json"
 
-    def __init__(self, trainer: Trainer, settings: CurriculumSettings, chunked: Optional[ChunkedStep] = None) -> None:
+    def __init__(
+        self, trainer: Trainer, settings: CurriculumSettings, chunked: Optional[MicroBatchStep] = None
+    ) -> None:
         refuse(trainer, None if chunked is None else chunked.settings)
         self.trainer, self.settings, self._chunked = trainer, settings, chunked
         self.sampler: Optional[CurriculumSampler] = None
@@ -106,7 +108,7 @@ class CurriculumLoop(Loop):
         self.sampler.epochs = self.length.epochs
         self._tell_classes()
         require_enough_epochs(self.settings, self.length.epochs)
-        self.counts, self.totals, self._totals_before = Counts(), Counts(), Counts()
+        self.counts, self.totals, self._totals_before = DeliveryCounts(), DeliveryCounts(), DeliveryCounts()
         self.notices = []
         self.owes_row = False  # of an epoch whose last step was saved before it was booked
         self._resumed_at: Optional[tuple[int, float]] = None
@@ -233,7 +235,7 @@ class CurriculumLoop(Loop):
         step, total = self.trainer.state.global_step, self.length.total_steps
         return control.warmup_limit(self._warmup, step, total, self._longest)
 
-    def _warmup_law(self) -> Optional[control.Law]:
+    def _warmup_law(self) -> Optional[control.CurriculumConfig]:
         if "length_warmup" not in self.settings.methods:
             return None
         wanted = self.settings.length_warmup_steps
@@ -242,7 +244,7 @@ class CurriculumLoop(Loop):
 
     # -- losses of rows ------------------------------------------------------------------------------------------------
 
-    def found(self, reading: Optional[Reading]) -> None:
+    def found(self, reading: Optional[RowLossReading]) -> None:
         """How the losses of rows are read, known from the first batch on."""
         notice = check_reading(self.settings, reading)
         if notice is not None:
@@ -266,7 +268,7 @@ class CurriculumLoop(Loop):
     def _tell_classes(self) -> None:
         self.sampler.law = replace(self.sampler.law, classes=self._classes)
 
-    def weights_of(self, ids: torch.Tensor, reading: Optional[Reading]) -> Optional[torch.Tensor]:
+    def weights_of(self, ids: torch.Tensor, reading: Optional[RowLossReading]) -> Optional[torch.Tensor]:
         return self._weights.of(ids, reading)
 
     def see(self, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:
@@ -306,7 +308,7 @@ class CurriculumLoop(Loop):
             **self.sampler.report(),
         }
         self.record(self.newest)
-        self.totals, self.counts, self.owes_row = self.totals + self.counts, Counts(), False
+        self.totals, self.counts, self.owes_row = self.totals + self.counts, DeliveryCounts(), False
         if "noise_guard" in self.settings.methods and self.trainer.args.should_save:
             folder, trainer = Path(self.trainer.args.output_dir), self.trainer
             suspects, difficulty = self.sampler.suspects(), self.sampler.difficulty
@@ -384,7 +386,7 @@ class CurriculumLoop(Loop):
             told = self.sampler.load_state_dict(state, StoredArrays(arrays), done, cut_anew=other_steps)
         self._say(told)
         self.notices = [*state["notices"], *(note for note in self.notices if note not in state["notices"])]
-        self.counts, self.totals = Counts(**state["counts"]), Counts(**state["totals"])
+        self.counts, self.totals = DeliveryCounts(**state["counts"]), DeliveryCounts(**state["totals"])
         self._totals_before = self.totals + self.counts
         epoch, steps_done = state["epoch"], state["steps_done"]
         first_step = self.trainer.state.global_step - steps_done

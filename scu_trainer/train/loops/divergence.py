@@ -28,13 +28,13 @@ class DivergenceWatch:
 
     def __init__(self, trainer: Trainer, settings: SafetySettings, epochs_differ: bool) -> None:
         self.trainer, self.settings, self._epochs_differ = trainer, settings, epochs_differ
-        self._law = control.Law(factor=settings.divergence_factor)
+        self._law = control.DivergenceConfig(factor=settings.divergence_factor)
         self.begin()
 
     def begin(self) -> None:
         """Before a training."""
         self.notices: list[str] = []
-        self._state = control.State()
+        self._state = control.DivergenceState()
         self._counted = 0
 
     def start(self) -> None:
@@ -43,7 +43,9 @@ class DivergenceWatch:
 
     def begin_epoch(self) -> None:
         if self._epochs_differ:
-            self._state = control.State()  # this epoch's samples may be harder ones, and their loss is another loss
+            self._state = (
+                control.DivergenceState()
+            )  # this epoch's samples may be harder ones, and their loss is another loss
 
     def count(self) -> None:
         """An optimizer step whose loss goes into the next log."""
@@ -92,4 +94,4 @@ class DivergenceWatch:
         return {"state": self._state.to_dict(), "notices": self.notices}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self._state, self.notices = control.State.from_dict(saved["state"]), list(saved["notices"])
+        self._state, self.notices = control.DivergenceState.from_dict(saved["state"]), list(saved["notices"])

@@ -38,7 +38,7 @@ MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
-class Finding:
+class NonFinitePlace:
     """``place``: a phrase, None where it was not found; then ``reason`` says why. ``rows``: how messages name them.
 
     ``is_weight``: a weight or statistic itself is no number, so no later step can be better.
@@ -73,29 +73,29 @@ class _Part:
     whole: Any
 
 
-def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> Finding:
+def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinitePlace:
     """``batches``: this rank's accumulation batches of the failed step. ``num_items``: what its losses were divided by.
 
     Raises nothing of its own: what goes wrong while looking is in ``reason``.
     """
     weight = nonfinite_weight(trainer.model)
     if weight is not None:
-        return Finding(f"{weight} is not finite itself", is_weight=True)
+        return NonFinitePlace(f"{weight} is not finite itself", is_weight=True)
     bad_input = _bad_input(trainer, batches)
     if bad_input is not None:
         return bad_input
     if is_sharded(trainer):
-        return Finding(reason="the weights are sharded, and all ranks would have to look together")
+        return NonFinitePlace(reason="the weights are sharded, and all ranks would have to look together")
     with _unchanged(trainer):
         try:
             parts = list(_parts(trainer, batches))
             found = _forward(trainer, parts, num_items) or _backward(trainer, parts, num_items)
         except Exception as error:  # whatever a model says to some of its rows: the failed step is what is to be told
             first_line = str(error).partition("\n")[0]
-            found = Finding(reason=f"running its rows again failed ({type(error).__name__}: {first_line})")
+            found = NonFinitePlace(reason=f"running its rows again failed ({type(error).__name__}: {first_line})")
             forget_traceback(error)
     free_memory(trainer.args.device)
-    return found or Finding(reason="every number is finite when its rows run again")
+    return found or NonFinitePlace(reason="every number is finite when its rows run again")
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def _numbers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def _bad_input(trainer: Trainer, batches: Sequence[Any]) -> Optional[Finding]:
+def _bad_input(trainer: Trainer, batches: Sequence[Any]) -> Optional[NonFinitePlace]:
     for number, inputs in enumerate(batches):
         count = rows_of(trainer.model, inputs).rows
         for name, value in inputs.items() if isinstance(inputs, Mapping) else ():
@@ -148,7 +148,7 @@ def _bad_input(trainer: Trainer, batches: Sequence[Any]) -> Optional[Finding]:
                 continue  # a mask may be minus infinity
             if not bool(torch.isfinite(value).all()):
                 rows = _bad_rows(value, count) or range(count)
-                return Finding(f"{name} of the data is not finite", _names(trainer, inputs, number, rows))
+                return NonFinitePlace(f"{name} of the data is not finite", _names(trainer, inputs, number, rows))
     return None
 
 
@@ -218,7 +218,7 @@ def _loss(trainer: Trainer, part: _Part, num_items: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _forward(trainer: Trainer, parts: Sequence[_Part], num_items: Any) -> Optional[Finding]:
+def _forward(trainer: Trainer, parts: Sequence[_Part], num_items: Any) -> Optional[NonFinitePlace]:
     place, rows = None, []
     for part in parts:
         watch = _Watch(trainer.model, len(part.rows))
@@ -229,10 +229,10 @@ def _forward(trainer: Trainer, parts: Sequence[_Part], num_items: Any) -> Option
         place = place or watch.place or "the loss itself (the output of every module is finite)"
         bad = [part.rows[i] for i in watch.rows] or part.rows
         rows += _names(trainer, part.whole, part.batch, bad)
-    return None if place is None else Finding(place, _or_every(rows, parts))
+    return None if place is None else NonFinitePlace(place, _or_every(rows, parts))
 
 
-def _backward(trainer: Trainer, parts: Sequence[_Part], num_items: Any) -> Optional[Finding]:
+def _backward(trainer: Trainer, parts: Sequence[_Part], num_items: Any) -> Optional[NonFinitePlace]:
     named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
     weights, place, rows = [p for _, p in named], None, []
     for part in parts:
@@ -250,7 +250,7 @@ def _backward(trainer: Trainer, parts: Sequence[_Part], num_items: Any) -> Optio
         if bad:
             place = place or f"the first gradient that is not finite is that of {max(bad, key=watch.order_of)}"
             rows += _names(trainer, part.whole, part.batch, part.rows)
-    return None if place is None else Finding(place, _or_every(rows, parts))
+    return None if place is None else NonFinitePlace(place, _or_every(rows, parts))
 
 
 class _Watch:

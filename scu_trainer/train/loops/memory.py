@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from scu_trainer.train.loop import Loop
-from scu_trainer.train.step.micro_batches import ChunkedStep
+from scu_trainer.train.step.micro_batches import MicroBatchStep
 
 
 class MemoryLoop(Loop):
@@ -17,7 +17,7 @@ class MemoryLoop(Loop):
     state_file = "memory_state.json"
     history_file = "memory_history.json"
 
-    def __init__(self, chunked: ChunkedStep) -> None:
+    def __init__(self, chunked: MicroBatchStep) -> None:
         self.chunked = chunked
         chunked.loop.on_row = self.record
 

@@ -32,7 +32,7 @@ from scu_trainer.settings import SafetySettings
 from scu_trainer.train.checkpoints.format import checkpoints
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.loops.divergence import DivergenceWatch
-from scu_trainer.train.loops.first_nonfinite import Finding, locate, nonfinite_weight, weights_are_finite
+from scu_trainer.train.loops.first_nonfinite import NonFinitePlace, locate, nonfinite_weight, weights_are_finite
 from scu_trainer.train.step.recovery.second_try import second_try
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers
 
@@ -231,15 +231,15 @@ class NonFiniteGuard(Loop):
         for loop in trainer.loops:
             loop.on_step_taken_back()
 
-    def _find(self, fault: str) -> Finding:
+    def _find(self, fault: str) -> NonFinitePlace:
         if fault != ROWS:
             return second_try(lambda: locate(self.trainer, self._batches, self._items), "looking for the bad number")
         weight = second_try(lambda: nonfinite_weight(self.trainer.model), "looking for the bad number")
         if weight is not None:
-            return Finding(f"{weight} is not finite itself", is_weight=True)
-        return Finding("each of them was set aside")
+            return NonFinitePlace(f"{weight} is not finite itself", is_weight=True)
+        return NonFinitePlace("each of them was set aside")
 
-    def _shared(self, finding: Finding) -> Finding:
+    def _shared(self, finding: NonFinitePlace) -> NonFinitePlace:
         """The same on all ranks: that of the first which has found something."""
         accelerator = self.trainer.accelerator
         if accelerator.num_processes == 1:

@@ -25,7 +25,7 @@ from scu_trainer.train.step.recovery.second_try import second_try
 
 
 @dataclass
-class Interval:
+class Work:
     """What one rank did. ``tokens``: without padding, a number of the device that nobody has waited for yet; None for
     rows that are no tokens."""
 
@@ -59,7 +59,7 @@ class Throughput(Loop):
     # -- events --------------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self._now, self._logged, self._total = Interval(), Interval(), Interval()
+        self._now, self._logged, self._total = Work(), Work(), Work()
         self._is_first = True
 
     def on_batch(self, inputs: Any, num_items: Any) -> None:
@@ -89,7 +89,7 @@ class Throughput(Loop):
         self._begin()
 
     def _begin(self) -> None:
-        self._now, self._begun_s = Interval(), time.perf_counter()
+        self._now, self._begun_s = Work(), time.perf_counter()
 
     def _ask(self, inputs: Any, num_items: Any) -> None:
         if is_sharded(self.trainer):
@@ -103,7 +103,7 @@ class Throughput(Loop):
 
     def scalars(self) -> dict[str, float]:
         """Since the last call, for the logs; empty where no step was timed."""
-        figures, self._logged = self._rates(self._logged), Interval()
+        figures, self._logged = self._rates(self._logged), Work()
         return {f"throughput/{name}": value for name, value in figures.items() if value is not None}
 
     def figures(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Throughput(Loop):
             "notices": list(self.reasons),
         }
 
-    def _rates(self, interval: Interval) -> dict[str, Optional[float]]:
+    def _rates(self, interval: Work) -> dict[str, Optional[float]]:
         if not interval.seconds:
             return {"samples_per_second": None, "tokens_per_second": None, "tflops": None, "mfu": None}
         seconds, ranks = interval.seconds, self.trainer.accelerator.num_processes

@@ -26,8 +26,8 @@ from scu_trainer.train.loss.rows.known import LossCalls
 from scu_trainer.train.loss.rows.model_loss import has_causal_loss, head_of, headless, obstacle_to_headless, opened
 from scu_trainer.train.loss.rows.row_readings import (
     CAUSAL,
-    Reading,
     RowLosses,
+    RowLossReading,
     find_reading,
     logits_of,
     with_labels_of_others,
@@ -46,14 +46,14 @@ COLUMNS_TO_ASK = 32
 class Rows(Protocol):
     """Who wants to know of rows: the curriculum."""
 
-    def weights_of(self, ids: torch.Tensor, reading: Optional[Reading]) -> Optional[torch.Tensor]:
+    def weights_of(self, ids: torch.Tensor, reading: Optional[RowLossReading]) -> Optional[torch.Tensor]:
         """Factor of each row's loss; None where all are 1."""
 
     def see(self, ids: torch.Tensor, losses: Optional[RowLosses]) -> None: ...
 
     def quarantine(self, ids: torch.Tensor) -> None: ...
 
-    def found(self, reading: Optional[Reading]) -> None: ...
+    def found(self, reading: Optional[RowLossReading]) -> None: ...
 
 
 Forward = tuple[torch.Tensor, Optional[RowLosses]]
@@ -76,7 +76,7 @@ class LossPath:
         before_blaming: Callable[[], None] = lambda: None,
     ) -> None:
         self.trainer, self.rows, self._before_blaming = trainer, rows, before_blaming
-        self.reading: Optional[Reading] = None
+        self.reading: Optional[RowLossReading] = None
         self.has_learned = self.was_asked = False
         self._has_reading = False
         self._kind: Optional[str] = None
@@ -169,7 +169,7 @@ class LossPath:
             loss = factor * (weights * self.reading.sums_with_gradient(outputs, labels)).sum()
         return loss, losses
 
-    def _read(self, outputs, labels, loss, num_items, calls) -> Optional[Reading]:
+    def _read(self, outputs, labels, loss, num_items, calls) -> Optional[RowLossReading]:
         trainer = self.trainer
         return find_reading(
             outputs,

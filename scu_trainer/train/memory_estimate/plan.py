@@ -12,16 +12,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scu_trainer.hardware.estimate import Footprint, Trained, footprint
-from scu_trainer.hardware.recommend import Choice
+from scu_trainer.hardware.recommend import SettingChoice
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.memory_estimate.events import Events, at_rows
 from scu_trainer.train.memory_estimate.layers import as_all_layers, deepened, kinds_of, layers_of, shallow, with_layers
 from scu_trainer.train.memory_estimate.predict import footprint_of, held_by, loss_kind, step_of, subject_of, trained_of
-from scu_trainer.train.memory_estimate.shapes import Rows, Step
+from scu_trainer.train.memory_estimate.shapes import RowShapes, Step
 from scu_trainer.train.memory_estimate.skeleton import of_configuration
-from scu_trainer.train.memory_estimate.step import Subject, trace
+from scu_trainer.train.memory_estimate.step import EstimatedStep, trace
 from scu_trainer.train.tasks.common import checkpoints
 
 if TYPE_CHECKING:
@@ -33,23 +33,23 @@ TRACED_WHOLE, TRACED_WHOLE_ON_CPU = 3, 12
 """Layers up to which a model is traced whole. On a CPU only that shows how the heap grows."""
 
 FEW_ROWS = (2, 3)
-"""Rows of the chunks that are traced of a deep model; operations on a single row may copy less."""
+"""RowShapes of the chunks that are traced of a deep model; operations on a single row may copy less."""
 
 
 class Source(Protocol):
     """A job whose settings can be varied."""
 
-    def step(self, choice: Choice) -> Step: ...
+    def step(self, choice: SettingChoice) -> Step: ...
 
-    def footprint(self, choice: Choice, step: Step) -> Footprint: ...
+    def footprint(self, choice: SettingChoice, step: Step) -> Footprint: ...
 
 
-def choice_of(job: Job) -> Choice:
+def choice_of(job: Job) -> SettingChoice:
     """What the job asks for."""
     training, model = job.training, job.model
     has_length = "block_size" not in job.task.kind.unused
     zero = getattr(training, "hf_deepspeed_config", None)
-    return Choice(
+    return SettingChoice(
         tuning=model.tuning,
         mixed_precision="bf16" if training.bf16 else "fp16" if training.fp16 else "no",
         checkpoint_every_layer=checkpoints(job),
@@ -61,7 +61,7 @@ def choice_of(job: Job) -> Choice:
     )
 
 
-def with_choice(job: Job, choice: Choice) -> Job:
+def with_choice(job: Job, choice: SettingChoice) -> Job:
     model = replace(
         job.model,
         tuning=choice.tuning,
@@ -83,13 +83,13 @@ class FromConfiguration:
         self._kinds = kinds_of(config)
         self._deep = functools.cache(self._trace)
 
-    def step(self, choice: Choice) -> Step:
-        """Rows as long as a row may be: which ones there are is not known before they are read."""
+    def step(self, choice: SettingChoice) -> Step:
+        """RowShapes as long as a row may be: which ones there are is not known before they are read."""
         length = choice.block_size
         is_uneven = not self.job.data.packing
-        return step_of(self.job, Rows(length, length, is_uneven), self.device)
+        return step_of(self.job, RowShapes(length, length, is_uneven), self.device)
 
-    def footprint(self, choice: Choice, step: Step) -> Footprint:
+    def footprint(self, choice: SettingChoice, step: Step) -> Footprint:
         held = replace(held_by(self.job), optim="" if choice.offload else choice.optim)
         alike = replace(choice, optim="", offload=False)
         if len(self._kinds) > (TRACED_WHOLE_ON_CPU if self.device == "cpu" else TRACED_WHOLE):
@@ -101,7 +101,7 @@ class FromConfiguration:
                 return footprint(parts, deep.trained, held, self.device)
         return footprint_of(self._subject(choice, range(len(self._kinds))), step, held, self.device)
 
-    def _trace(self, choice: Choice, length: int) -> Optional[Deep]:
+    def _trace(self, choice: SettingChoice, length: int) -> Optional[Deep]:
         """None where the layers do not run one after the other."""
         numbers = shallow(self._kinds)
         subject = self._subject(choice, numbers)
@@ -117,7 +117,7 @@ class FromConfiguration:
             found.append((rows, events))
         return Deep(*found, *weights_of(subject.model, layers, [layers[i] for i in stand_ins]))
 
-    def _subject(self, choice: Choice, layers: Sequence[int]) -> Subject:
+    def _subject(self, choice: SettingChoice, layers: Sequence[int]) -> EstimatedStep:
         job, mode, half = with_choice(self.job, choice), FakeTensorMode(), HALVES[choice.mixed_precision]
         model = of_configuration(
             with_layers(self.config, layers),
@@ -126,7 +126,7 @@ class FromConfiguration:
             compute_dtype=half or torch.float32,
             is_checkpointed=choice.checkpoint_every_layer,
         )
-        return Subject(model, mode, _tokens if job.data.packing else _padded, loss_kind(job, model), half)
+        return EstimatedStep(model, mode, _tokens if job.data.packing else _padded, loss_kind(job, model), half)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _held_by(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _tokens(rows: int, length: int) -> Mapping[str, Any]:
-    """Rows without padding, so without a mask; nobody reads what they hold."""
+    """RowShapes without padding, so without a mask; nobody reads what they hold."""
     ids = torch.zeros((rows, length), dtype=torch.int64)
     return {"input_ids": ids, "labels": ids}
 
@@ -171,17 +171,17 @@ class FromParts:
     """A job that is loaded: small models, of which only what does not need other weights is varied."""
 
     job: Job
-    parts: Parts
+    parts: TrainingComponents
     device: str
 
     @functools.cached_property
-    def rows(self) -> Rows:
-        return Rows.of(self.parts.data.train)
+    def rows(self) -> RowShapes:
+        return RowShapes.of(self.parts.data.train)
 
-    def step(self, choice: Choice) -> Step:
+    def step(self, choice: SettingChoice) -> Step:
         return step_of(self.job, self.rows, self.device)
 
-    def footprint(self, choice: Choice, step: Step) -> Footprint:
+    def footprint(self, choice: SettingChoice, step: Step) -> Footprint:
         subject = replace(subject_of(self.job, self.parts, self.rows), autocast=HALVES[choice.mixed_precision])
         if choice.checkpoint_every_layer and not checkpoints(self.job):
             checkpoint_every_layer(subject.model)
@@ -196,7 +196,7 @@ class Planned:
     """A choice, what it would take in the largest chunks that fit, or in the smallest ones, and whether it fits.
     ``whole``, ``as_asked``: its step, and what it takes, where nothing is cut for want of memory."""
 
-    choice: Choice
+    choice: SettingChoice
     footprint: Footprint
     step: Step
     whole: Step
@@ -204,7 +204,7 @@ class Planned:
     fits: bool
 
 
-def planned(source: Source, choice: Choice, limit_bytes: int, least_rows: int) -> Planned:
+def planned(source: Source, choice: SettingChoice, limit_bytes: int, least_rows: int) -> Planned:
     """``least_rows``: of a chunk; as many as a step has where it is not cut."""
     whole = source.step(choice)
     taken = source.footprint(choice, whole)

@@ -13,13 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.hardware.estimate import Footprint, Held, Trained, footprint
 from scu_trainer.hardware.heap import UntouchedHeap
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.loss.loss_path import LARGE_VOCABULARY
 from scu_trainer.train.loss.rows.model_loss import has_causal_loss, head_of, obstacle_to_headless
-from scu_trainer.train.memory_estimate.shapes import Rows, Step, lengths_of, planned_step
+from scu_trainer.train.memory_estimate.shapes import RowShapes, Step, lengths_of, planned_step
 from scu_trainer.train.memory_estimate.skeleton import copy_of
-from scu_trainer.train.memory_estimate.step import LossKind, Subject, trace
+from scu_trainer.train.memory_estimate.step import EstimatedStep, LossKind, trace
 from scu_trainer.train.preflight.optimization import optimizer_name
 from scu_trainer.train.step.batches.rows import PADDING, has_time
 from scu_trainer.train.step.distributed.deepspeed_rules import zero_stage
@@ -28,15 +28,15 @@ ROWS_LOOKED_AT = 64
 """Of rows without a known length, to find how long they are padded."""
 
 
-def predict(job: Job, parts: Parts) -> tuple[Footprint, Step]:
+def predict(job: Job, parts: TrainingComponents) -> tuple[Footprint, Step]:
     """Of a job that is loaded, and the chunk that it is about. Nothing of ``parts`` is changed. Raises what a model
     raises that makes tensors whose shape depends on content."""
-    device, rows = job.training.device.type, Rows.of(parts.data.train)
+    device, rows = job.training.device.type, RowShapes.of(parts.data.train)
     step = step_of(job, rows, device)
     return footprint_of(subject_of(job, parts, rows), step, held_by(job), device), step
 
 
-def footprint_of(subject: Subject, step: Step, held: Held, device: str) -> Footprint:
+def footprint_of(subject: EstimatedStep, step: Step, held: Held, device: str) -> Footprint:
     trained = trained_of(subject.trained)
     looks_at_heap = device == "cpu" and UntouchedHeap.is_known()
     kept = _blocks(held.bytes_of(trained), subject.trained, trained) if looks_at_heap else None
@@ -56,7 +56,7 @@ def _blocks(kept: Mapping[str, int], weights: Sequence[nn.Parameter], trained: T
     return blocks
 
 
-def step_of(job: Job, rows: Rows, device: str) -> Step:
+def step_of(job: Job, rows: RowShapes, device: str) -> Step:
     """``device``: kind of the device that trains."""
     return planned_step(
         rows,
@@ -114,7 +114,7 @@ def autocast_of(job: Job) -> Optional[torch.dtype]:
     return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
 
 
-def subject_of(job: Job, parts: Parts, kind_of_rows: Rows) -> Subject:
+def subject_of(job: Job, parts: TrainingComponents, kind_of_rows: RowShapes) -> EstimatedStep:
     """The loaded model without content, and batches of its longest row."""
     sample, mode = _longest(parts), FakeTensorMode(allow_non_fake_inputs=True)
     if not kind_of_rows.is_uneven:
@@ -123,10 +123,10 @@ def subject_of(job: Job, parts: Parts, kind_of_rows: Rows) -> Subject:
     def batch(rows: int, length: int) -> Mapping[str, Any]:
         return {name: _stretched(name, value, rows, length) for name, value in sample.items()}
 
-    return Subject(copy_of(parts.model, mode), mode, batch, loss_kind(job, parts.model), autocast_of(job))
+    return EstimatedStep(copy_of(parts.model, mode), mode, batch, loss_kind(job, parts.model), autocast_of(job))
 
 
-def _longest(parts: Parts) -> dict[str, Any]:
+def _longest(parts: TrainingComponents) -> dict[str, Any]:
     """The longest row, as the collator pads it. Where rows tell no length, one among some of them."""
     data = parts.data.train
     lengths = lengths_of(data)

@@ -8,7 +8,7 @@ from typing import Any, Optional
 from scu_trainer.hardware.estimate import PARTS, Footprint
 from scu_trainer.hardware.heap import keep_freed
 from scu_trainer.run_files import readable
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, is_leader
 from scu_trainer.train.memory_estimate.predict import predict
 from scu_trainer.train.memory_estimate.shapes import Step
@@ -19,7 +19,7 @@ WORTH_SAYING = 0.01
 
 
 @dataclass(frozen=True)
-class Prediction:
+class RunEstimate:
     """``footprint`` in chunks of ``step``, or the ``reason`` why there is none."""
 
     footprint: Optional[Footprint] = None
@@ -51,21 +51,21 @@ class Prediction:
         }
 
 
-def prediction(job: Job, parts: Parts) -> Prediction:
+def prediction(job: Job, parts: TrainingComponents) -> RunEstimate:
     """Of a job that is loaded; ``parts`` stay as they are. A model that cannot be predicted is trained all the same."""
     reason = _obstacle(job)
     if reason is not None:
-        return Prediction(reason=reason)
+        return RunEstimate(reason=reason)
     if job.efficiency.keep_freed_memory and job.training.device.type == "cpu":
         keep_freed()  # as training will have it
     try:
-        return Prediction(*predict(job, parts), device=job.training.device.type)
+        return RunEstimate(*predict(job, parts), device=job.training.device.type)
     except Exception as error:  # whatever a model's own code says to tensors without content
         if is_out_of_memory(error):
             raise
         forget_traceback(error)
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return Prediction(reason=f"its code cannot run on shapes alone: {first}")
+        return RunEstimate(reason=f"its code cannot run on shapes alone: {first}")
 
 
 def _obstacle(job: Job) -> Optional[str]:

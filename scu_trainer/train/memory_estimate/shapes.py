@@ -14,7 +14,7 @@ from scu_trainer.train.step.micro_batch_sizer import BUSY_TOKENS, BUSY_TOKENS_EL
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowShapes:
     """The rows of a job. ``longest``, ``mean``: tokens per row, 1 for rows without a time axis. ``is_uneven``: rows of
     one step differ in length, as a rule."""
 
@@ -23,7 +23,7 @@ class Rows:
     is_uneven: bool
 
     @classmethod
-    def of(cls, data: Any) -> Rows:
+    def of(cls, data: Any) -> RowShapes:
         """Of prepared training rows; those of a stream are not known before they come."""
         found = lengths_of(data)
         lengths = numpy.ones(1, dtype=numpy.int32) if found is None or not len(found) else numpy.maximum(1, found)
@@ -50,7 +50,7 @@ class Step:
 
 
 def planned_step(
-    rows: Rows,
+    rows: RowShapes,
     memory: MemorySettings,
     curriculum: Optional[CurriculumSettings],
     *,
@@ -76,7 +76,7 @@ def planned_step(
     return Step(fitting, rows.longest, -(-total_rows // fitting))
 
 
-def _batch_tokens(rows: Rows, curriculum: Optional[CurriculumSettings], batch_rows: int) -> int:
+def _batch_tokens(rows: RowShapes, curriculum: Optional[CurriculumSettings], batch_rows: int) -> int:
     if curriculum is None or "token_budget" not in curriculum.methods:
         return batch_rows * rows.longest
     return max(rows.longest, curriculum.token_budget or round(batch_rows * rows.mean))

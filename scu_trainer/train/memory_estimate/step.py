@@ -26,7 +26,7 @@ PASSES = 3
 
 
 @dataclass(frozen=True)
-class Subject:
+class EstimatedStep:
     """What is traced. ``mode``: of the tensors without content. ``batch(rows, length)``: what the model gets, with
     labels. ``autocast``: the type of half precision arithmetic, if any."""
 
@@ -57,7 +57,7 @@ class Traced:
 
 
 def trace(
-    subject: Subject,
+    subject: EstimatedStep,
     rows: int,
     length: int,
     *,
@@ -103,7 +103,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _trained(subject: Subject, live: LiveBytes, after_others: bool) -> Iterator[None]:
+def _trained(subject: EstimatedStep, live: LiveBytes, after_others: bool) -> Iterator[None]:
     """Gradients are told apart inside, and are gone afterwards."""
     subject.model.train()
     hooks = live.hold_gradients(subject.trained)
@@ -125,14 +125,14 @@ def _drop_gradients(weights: Sequence[nn.Parameter]) -> None:
         weight.grad = None
 
 
-def _pass(subject: Subject, inputs: Mapping[str, Any], live: LiveBytes) -> None:
+def _pass(subject: EstimatedStep, inputs: Mapping[str, Any], live: LiveBytes) -> None:
     with live, _loss_of(subject):
         with torch.autocast("cpu", subject.autocast, enabled=subject.autocast is not None):
             loss = subject.model(**inputs)["loss"]
         loss.backward()
 
 
-def _loss_of(subject: Subject) -> contextlib.AbstractContextManager:
+def _loss_of(subject: EstimatedStep) -> contextlib.AbstractContextManager:
     if subject.loss == "returned":
         return contextlib.nullcontext()
     take = headless if subject.loss == "headless" else opened

@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers.trainer_utils import has_length
 
 from scu_trainer.data.samples import PreparedSamples
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight import (
     classes,
@@ -43,7 +43,7 @@ def before_loading(job: Job) -> list[Finding]:
     return [finding for module in EARLY for finding in module.before_loading(job)]
 
 
-def before_training(job: Job, parts: Parts, output_dir: Path) -> list[Finding]:
+def before_training(job: Job, parts: TrainingComponents, output_dir: Path) -> list[Finding]:
     """What the prepared data and the loaded model tell. Of what is large a sample is looked at, and the finding says
     so. ``output_dir``: where checkpoints will go; it need not exist."""
     if not optimization.has_rows_per_step(job.training):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 
 from scu_trainer.data.samples import PreparedSamples
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
 
@@ -44,7 +44,7 @@ DARKEST = 2
 """Of 255: what a picture that was scaled to 0..1 and cast to whole numbers holds at most."""
 
 
-def before_training(job: Job, parts: Parts) -> Iterator[Finding]:
+def before_training(job: Job, parts: TrainingComponents) -> Iterator[Finding]:
     data = parts.data
     if isinstance(data, PreparedSamples):
         yield from _range(parts)
@@ -54,7 +54,7 @@ def before_training(job: Job, parts: Parts) -> Iterator[Finding]:
         yield from _balance(getattr(data.books, "per_category", {}), "category_column")
 
 
-def _range(parts: Parts) -> Iterator[Finding]:
+def _range(parts: TrainingComponents) -> Iterator[Finding]:
     classes = getattr(parts.model.config, "num_labels", None)
     if classes is None:
         return

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from scu_trainer.data.books import DataBooks
 from scu_trainer.data.samples import SampleBooks
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
 
@@ -55,7 +55,7 @@ UNKNOWN_SHARE = 1 / 3
 FEWEST_DOCUMENTS, FEWEST_TOKENS, FEWEST_SAMPLES = 5, 2000, 20
 
 
-def before_training(job: Job, parts: Parts) -> Iterator[Finding]:
+def before_training(job: Job, parts: TrainingComponents) -> Iterator[Finding]:
     books = parts.data.books
     if isinstance(books, SampleBooks):
         yield from _samples(job, books)

@@ -7,7 +7,7 @@ from typing import Optional
 
 from scu_trainer.data.books import DataBooks
 from scu_trainer.data.samples import SampleBooks
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
 from scu_trainer.train.preflight.length import rows_per_step
@@ -32,7 +32,9 @@ def before_loading(job: Job) -> Iterator[Finding]:
         yield EPOCHS_IGNORED.found(what, "max_steps, num_train_epochs")
 
 
-def before_training(job: Job, parts: Parts, rows: Optional[int], steps: Optional[int]) -> Iterator[Finding]:
+def before_training(
+    job: Job, parts: TrainingComponents, rows: Optional[int], steps: Optional[int]
+) -> Iterator[Finding]:
     books, training = parts.data.books, job.training
     per_step = rows_per_step(job)
     how = f"{training.train_batch_size} x {training.gradient_accumulation_steps} accumulated"

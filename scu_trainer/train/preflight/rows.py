@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from scu_trainer.data.books import DataBooks
 from scu_trainer.settings.tasks import TEXT
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
 from scu_trainer.train.preflight.tokens import Marks, TokenFacts, scan
@@ -71,7 +71,7 @@ SMALLEST_VOCABULARY_SHARE = 0.7
 """Embeddings are rounded up, to multiples of 64 or by a sixth; never by half."""
 
 
-def before_training(job: Job, parts: Parts, facts: TokenFacts) -> Iterator[Finding]:
+def before_training(job: Job, parts: TrainingComponents, facts: TokenFacts) -> Iterator[Finding]:
     yield from _vocabulary(job, parts, facts)
     yield from _learned(job, facts)
     yield from _starts(facts)
@@ -96,7 +96,7 @@ def _repeated(facts: TokenFacts) -> Iterator[Finding]:
         yield REPEATED.found(what, "dataset")
 
 
-def facts_of(parts: Parts) -> TokenFacts:
+def facts_of(parts: TrainingComponents) -> TokenFacts:
     """Of the training rows."""
     return scan(parts.data.train, marks_of(parts.processor, parts.model))
 
@@ -120,7 +120,7 @@ def embedding_rows(model: Any) -> Optional[int]:
     return getattr(embedding, "num_embeddings", None)
 
 
-def _vocabulary(job: Job, parts: Parts, facts: TokenFacts) -> Iterator[Finding]:
+def _vocabulary(job: Job, parts: TrainingComponents, facts: TokenFacts) -> Iterator[Finding]:
     rows = embedding_rows(parts.model)
     if rows is None:
         return

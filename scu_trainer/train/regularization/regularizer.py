@@ -60,7 +60,7 @@ class Regularizer:
         self.settings = settings
         self._prior_class, self._tokens = prior_class, settings.tokens or tokens
         self.follow(model)
-        self.law: Optional[control.Law] = None
+        self.law: Optional[control.ControllerConfig] = None
         self.begin_anew()
 
     def follow(self, model: nn.Module) -> None:
@@ -72,7 +72,7 @@ class Regularizer:
     def begin_anew(self) -> None:
         """Forget what an earlier training has measured, but not w0."""
         self.progress = Progress(tokens_n=self._tokens)
-        self.state = control.State()
+        self.state = control.ControllerState()
         self._loaded: Optional[dict[str, Any]] = None
         self._losses: list[torch.Tensor] = []
         self._interval: list[tuple[torch.Tensor, Any]] = []
@@ -83,7 +83,7 @@ class Regularizer:
         self.state = control.initial_state(self.law)
         self._steps_per_epoch, self._seed = steps_per_epoch, seed
         if self._loaded is not None:
-            self.state = control.State.from_dict(self._loaded["state"])
+            self.state = control.ControllerState.from_dict(self._loaded["state"])
             self.progress = Progress(**self._loaded["progress"])
             self._interval = [
                 (torch.tensor(math.nan if loss is None else loss, dtype=torch.float64), items)  # JSON has no NaN
@@ -349,10 +349,10 @@ def _own_share(interval: Sequence[tuple[torch.Tensor, Any]], squared_distance: t
     return torch.stack([(losses * items).sum(), items.sum(), squared_distance])
 
 
-def resolve(settings: RegularizationSettings, max_steps: int) -> control.Law:
+def resolve(settings: RegularizationSettings, max_steps: int) -> control.ControllerConfig:
     """The law's arithmetic form of the settings, every default filled in."""
     low, high = settings.lambda_bounds
-    return control.Law(
+    return control.ControllerConfig(
         name=settings.law,
         actuator=settings.resolved_actuator,
         target_s=None if settings.target_s == "auto" else settings.target_s,

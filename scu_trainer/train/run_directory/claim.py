@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Claim:
+class RunDirectoryLock:
     """The directory of a run, decided on and locked until this is closed. Rank 0 looks, the others are told.
 
     Raises CheckpointError, and StorageError where another process is writing there, then on all ranks: a rank that
@@ -78,7 +78,7 @@ class Claim:
         if self._lock is not None:
             self._lock.release()
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> RunDirectoryLock:
         return self
 
     def __exit__(self, *exception: object) -> None:

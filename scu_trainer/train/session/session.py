@@ -28,12 +28,12 @@ from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.checkpoints.compatibility import check_continuity
 from scu_trainer.train.checkpoints.writer import written_or_refused
 from scu_trainer.train.evaluation.scoring import DocumentScores
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, is_leader
 from scu_trainer.train.loops.throughput import measure_pace
-from scu_trainer.train.memory_estimate.record import Prediction, prediction
+from scu_trainer.train.memory_estimate.record import RunEstimate, prediction
 from scu_trainer.train.preflight import Finding, before_loading, before_training, report
-from scu_trainer.train.run_directory.claim import Claim, from_first_rank
+from scu_trainer.train.run_directory.claim import RunDirectoryLock, from_first_rank
 from scu_trainer.train.run_directory.console import ConsoleCallback
 from scu_trainer.train.run_directory.layout import RunStatusCallback, git_commit, hardware, versions
 from scu_trainer.train.run_directory.log_history import LogHistoryCallback
@@ -88,7 +88,9 @@ def _begin(job: Job, console: Console) -> list[Finding]:
     return early
 
 
-def _look(job: Job, parts: Parts, early: list[Finding], output_dir: Path, console: Console) -> list[Finding]:
+def _look(
+    job: Job, parts: TrainingComponents, early: list[Finding], output_dir: Path, console: Console
+) -> list[Finding]:
     if job.safety.preflight == "off":
         return []
     found = [*early, *_by_first_rank(job, lambda: before_training(job, parts, output_dir))]
@@ -104,7 +106,7 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
     end_with_launcher()
     early = _begin(job, console)
     configuration = job.as_dict()  # as it was asked for: loading settles some of it
-    with Claim(job.training, configuration if job.safety.resume else None, job.safety.weights_only) as claim:
+    with RunDirectoryLock(job.training, configuration if job.safety.resume else None, job.safety.weights_only) as claim:
         start = claim.start
         if start.line:
             console.print(start.line, soft_wrap=True)
@@ -186,7 +188,9 @@ def _last_words(run_json: RunStatus, **changes: Any) -> None:
         logger.warning("%s", error)
 
 
-def _description(job: Job, parts: Parts, configuration: dict[str, Any], findings: Sequence[Finding]) -> dict[str, Any]:
+def _description(
+    job: Job, parts: TrainingComponents, configuration: dict[str, Any], findings: Sequence[Finding]
+) -> dict[str, Any]:
     return {
         "configuration": configuration,
         ASKED_FOR: Path(job.training.output_dir).name,
@@ -205,7 +209,7 @@ def _description(job: Job, parts: Parts, configuration: dict[str, Any], findings
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def build_trainer(job: Job, parts: Parts, status: Optional[RunStatus], console: Console) -> SCUTrainer:
+def build_trainer(job: Job, parts: TrainingComponents, status: Optional[RunStatus], console: Console) -> SCUTrainer:
     with _stock_refusals():
         trainer = SCUTrainer(
             model=parts.model,
@@ -248,13 +252,13 @@ def _stock_refusals() -> Iterator[None]:
 
 def _train(
     job: Job,
-    parts: Parts,
+    parts: TrainingComponents,
     start: Start,
     trainer: SCUTrainer,
     request: StopRequest,
     status: Optional[RunStatus],
     console: Console,
-    foreseen: Prediction,
+    foreseen: RunEstimate,
 ) -> dict[str, Any]:
     sizer = None if trainer.chunked is None else trainer.chunked.loop
     output_dir, times, peaks = Path(job.training.output_dir), StepTimes(), step_peaks(trainer.args.device, sizer)
@@ -320,12 +324,12 @@ def _stopped(trainer: SCUTrainer, step: int, request: StopRequest) -> Exception:
     return Stopped(f"stopped by {why} after step {step}: {newest} is whole, the same command goes on from there")
 
 
-def _before(job: Job, trainer: SCUTrainer, parts: Parts, console: Console) -> Optional[DocumentScores]:
+def _before(job: Job, trainer: SCUTrainer, parts: TrainingComponents, console: Console) -> Optional[DocumentScores]:
     console.print(_kernels(job, trainer, parts), soft_wrap=True)
     return score(job, trainer, parts)
 
 
-def _kernels(job: Job, trainer: SCUTrainer, parts: Parts) -> str:
+def _kernels(job: Job, trainer: SCUTrainer, parts: TrainingComponents) -> str:
     """Which kernels really run, found by one forward on a training row."""
     if is_sharded(trainer):
         return "attention: not looked at, the weights are sharded"
@@ -334,7 +338,7 @@ def _kernels(job: Job, trainer: SCUTrainer, parts: Parts) -> str:
     return kernel_line(trainer.model, inputs, training_precision(trainer))
 
 
-def score(job: Job, trainer: SCUTrainer, parts: Parts) -> Optional[DocumentScores]:
+def score(job: Job, trainer: SCUTrainer, parts: TrainingComponents) -> Optional[DocumentScores]:
     """Held-out scores. The other ranks wait for the first, which has the figures to report; where weights are sharded
     all of them do the same work."""
     if parts.data.eval is None:
@@ -345,7 +349,7 @@ def score(job: Job, trainer: SCUTrainer, parts: Parts) -> Optional[DocumentScore
         return _scores(job, trainer, parts) if is_leader() else None
 
 
-def _scores(job: Job, trainer: SCUTrainer, parts: Parts) -> DocumentScores:
+def _scores(job: Job, trainer: SCUTrainer, parts: TrainingComponents) -> DocumentScores:
     with training_precision(trainer):
         return job.kind.score(trainer.model, parts)
 

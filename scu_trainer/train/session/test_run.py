@@ -21,7 +21,7 @@ from torch.utils.data import Subset
 from scu_trainer.hardware.watching.leftovers import TEST_RUN
 from scu_trainer.run_files import free_bytes
 from scu_trainer.train.checkpoints.format import size_bytes
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, is_leader
 from scu_trainer.train.run_directory.logs import RunLog
 from scu_trainer.train.session.session import build_trainer, score
@@ -118,7 +118,7 @@ def _shared_scratch() -> Iterator[str]:
         wait_for_everyone()
 
 
-def _estimate(job: Job, parts: Parts, trainer: SCUTrainer, load_s: float) -> Estimate:
+def _estimate(job: Job, parts: TrainingComponents, trainer: SCUTrainer, load_s: float) -> Estimate:
     """Trains ``trainer``, which was made for STEPS steps of ``job``."""
     times = StepTimes()
     trainer.add_callback(times)
@@ -169,7 +169,7 @@ def replace_training(job: Job, scratch: str) -> Job:
     return replace(job, training=training, curriculum=curriculum)
 
 
-def _evaluation_seconds(job: Job, trainer, parts: Parts) -> float:
+def _evaluation_seconds(job: Job, trainer, parts: TrainingComponents) -> float:
     """Seconds to score all held-out rows, extrapolated from the first ones."""
     if parts.data.eval is None:
         return 0.0

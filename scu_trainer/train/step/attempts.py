@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from scu_trainer.train.step.batches.window import Piece
+from scu_trainer.train.step.batches.window import MicroBatch
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory, wanted_bytes
 from scu_trainer.train.step.recovery.second_try import second_try
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, Mark
@@ -29,7 +29,7 @@ from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, Mark
 class Failure:
     """A piece that did not fit. ``wanted_bytes``: the allocation that failed, where the message says it."""
 
-    piece: Piece
+    piece: MicroBatch
     text: str
     wanted_bytes: int | None
 
@@ -37,19 +37,19 @@ class Failure:
 class Sizes(Protocol):
     """How large a piece may be."""
 
-    def fit(self, piece: Piece) -> Sequence[Piece]:
+    def fit(self, piece: MicroBatch) -> Sequence[MicroBatch]:
         """The piece, or smaller ones where it would not fit."""
 
-    def before(self, piece: Piece) -> None: ...
+    def before(self, piece: MicroBatch) -> None: ...
 
-    def after(self, piece: Piece) -> None: ...
+    def after(self, piece: MicroBatch) -> None: ...
 
-    def failed(self, failure: Failure) -> Sequence[Piece]:
+    def failed(self, failure: Failure) -> Sequence[MicroBatch]:
         """Smaller pieces of the same rows. Raises OutOfMemory where there are none."""
 
 
 @dataclass
-class Place:
+class AttemptSite:
     """Where pieces run: what a mark has to hold, and how to begin the window's gradients anew.
 
     ``kept``: gradients from before this window (a stream's short last window leaves its own to the next epoch).
@@ -89,8 +89,8 @@ class Place:
 
 
 def run(
-    pieces: Sequence[Piece], attempt: Callable[[Piece, bool], torch.Tensor], sizes: Sizes, place: Place
-) -> list[tuple[Piece, torch.Tensor]]:
+    pieces: Sequence[MicroBatch], attempt: Callable[[MicroBatch, bool], torch.Tensor], sizes: Sizes, place: AttemptSite
+) -> list[tuple[MicroBatch, torch.Tensor]]:
     """Every row once: the pieces in the order in which they ran, with their losses. Gradients add up in ``.grad``.
 
     ``attempt(piece, last)`` runs forward and backward of one piece; ``last``: no other follows.
@@ -127,8 +127,8 @@ def run(
 
 
 def run_once(
-    pieces: Sequence[Piece], attempt: Callable[[Piece, bool], torch.Tensor], sizes: Sizes
-) -> list[tuple[Piece, torch.Tensor]]:
+    pieces: Sequence[MicroBatch], attempt: Callable[[MicroBatch, bool], torch.Tensor], sizes: Sizes
+) -> list[tuple[MicroBatch, torch.Tensor]]:
     """``run`` without recovery: memory is measured, and what does not fit is raised."""
     done = []
     for number, piece in enumerate(pieces, start=1):
@@ -138,7 +138,7 @@ def run_once(
     return done
 
 
-def _try(piece: Piece, last: bool, attempt, sizes: Sizes) -> tuple[torch.Tensor | None, Failure | None]:
+def _try(piece: MicroBatch, last: bool, attempt, sizes: Sizes) -> tuple[torch.Tensor | None, Failure | None]:
     sizes.before(piece)
     try:
         loss = attempt(piece, last)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from scu_trainer.train.step.micro_batches import ChunkedStep
+from scu_trainer.train.step.micro_batches import MicroBatchStep
 from scu_trainer.train.step.prediction import Prediction
 from scu_trainer.train.step.recovery.loader_workers import loading_again
 from scu_trainer.train.step.recovery.loss_scale import unscaled
@@ -60,7 +60,7 @@ class StockEngine:
 class MicroBatchEngine(StockEngine):
     """Windows in micro-batches. With ``prediction`` also recovery from out-of-memory, in training and evaluation."""
 
-    def __init__(self, trainer: Trainer, chunked: ChunkedStep, prediction: Optional[Prediction]) -> None:
+    def __init__(self, trainer: Trainer, chunked: MicroBatchStep, prediction: Optional[Prediction]) -> None:
         super().__init__(trainer)
         self.chunked, self.prediction = chunked, prediction
 

@@ -20,8 +20,8 @@ from scu_trainer.errors import OutOfMemory
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
-from scu_trainer.train.step.batches.window import Piece, Window
-from scu_trainer.train.step.recovery.memory import Gauge, Reading, free_memory
+from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
+from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading, free_memory
 
 logger = logging.getLogger("scu_trainer")
 
@@ -41,7 +41,7 @@ Agree = Callable[[list[int]], list[int]]
 
 
 @dataclass
-class Books:
+class MemoryStatistics:
     """What was processed, in tokens (rows, for inputs without a length). JSON-safe, kept in checkpoints.
 
     ``real_tokens``: without padding. ``processed_tokens``: with the padding that was left. ``stock_tokens``: what the
@@ -78,20 +78,20 @@ class MicroBatchSizer:
         self.on_row: Callable[[dict[str, Any]], None] = lambda row: None
         self.step = 0
         self.logical: Optional[LogicalBatches] = None
-        self._window: Optional[Window] = None
+        self._window: Optional[AccumulationWindow] = None
         self._ceiling = 1
-        self._retried: set[Piece] = set()
-        self._before: Optional[Reading] = None
+        self._retried: set[MicroBatch] = set()
+        self._before: Optional[MemoryReading] = None
         self._base_bytes = 0
         self._limit_name = ""
         self.gradient_bytes = self._growth_bytes = 0
         self._peak_fraction = 0.0
         self._attempts = self._planned = 0
-        self._seen: Optional[Reading] = None
+        self._seen: Optional[MemoryReading] = None
 
     def begin_anew(self) -> None:
         """As before the first training: sizes that fitted then may not fit now."""
-        self.state, self.books = control.State(), Books()
+        self.state, self.books = control.SizerState(), MemoryStatistics()
         self._predicted_least = math.inf
         self._learning_until = LEARNING_WINDOWS
         self._collected_step = -STEPS_BETWEEN_COLLECTIONS
@@ -100,7 +100,7 @@ class MicroBatchSizer:
 
     # -- one window ----------------------------------------------------------------------------------------------------
 
-    def begin(self, window: Window, step: int, keep_step: Optional[Agree] = None) -> list[Piece]:
+    def begin(self, window: AccumulationWindow, step: int, keep_step: Optional[Agree] = None) -> list[MicroBatch]:
         """The pieces of this window, before memory has had its say on each.
 
         ``keep_step``: given where all ranks must run the same number of pieces; how they agree on it.
@@ -118,7 +118,7 @@ class MicroBatchSizer:
         self._planned = len(pieces)
         return pieces
 
-    def _even(self, window: Window, agree: Agree) -> list[Piece]:
+    def _even(self, window: AccumulationWindow, agree: Agree) -> list[MicroBatch]:
         self._ceiling, wished = max(window.largest_batch_tokens, 1), self.settings.resolved_token_cap
         if isinstance(wished, int):
             self._ceiling = min(self._ceiling, wished)
@@ -131,7 +131,7 @@ class MicroBatchSizer:
         parts, negative_rows = agree([wanted, -max(1, fewest_rows // self.settings.min_batch_size)])
         return window.in_parts(min(parts, -negative_rows))
 
-    def _plan(self, window: Window) -> list[Piece]:
+    def _plan(self, window: AccumulationWindow) -> list[MicroBatch]:
         cap, settings = self.settings.resolved_token_cap, self.settings
         self._ceiling = max(window.largest_batch_tokens, 1)
         if self.logical is not None:  # the batch itself gives way, chunks follow it
@@ -158,7 +158,7 @@ class MicroBatchSizer:
         """Padded tokens of the smallest chunk of the longest rows; a batch as it is where that is smaller still."""
         return min(self.settings.min_batch_size * self._window.longest_row, self._ceiling)
 
-    def end(self, done: Sequence[tuple[Piece, torch.Tensor]], agree: Agree) -> None:
+    def end(self, done: Sequence[tuple[MicroBatch, torch.Tensor]], agree: Agree) -> None:
         """Take stock and decide. ``agree``: element-wise maximum over ranks."""
         window, books = self._window, self.books
         books.windows += 1
@@ -174,7 +174,7 @@ class MicroBatchSizer:
         if self.gauge is None:
             return
         reading = self._look()
-        seen = control.Seen(
+        seen = control.MemoryMeasurement(
             step=self.step,
             limit_bytes=reading.limit_bytes,
             used_bytes=self._base_bytes if reading.limit_name == self._limit_name else reading.used_bytes,
@@ -207,7 +207,7 @@ class MicroBatchSizer:
 
     # -- what step.run asks --------------------------------------------------------------------------------------------
 
-    def fit(self, piece: Piece) -> Sequence[Piece]:
+    def fit(self, piece: MicroBatch) -> Sequence[MicroBatch]:
         limit = self._cap
         room = self._predicted_limit(piece)
         if room is not None and room < min(limit, piece.tokens):
@@ -215,18 +215,18 @@ class MicroBatchSizer:
             self._note_prediction(piece, limit)
         return self._within(piece, limit)
 
-    def bounded(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def bounded(self, pieces: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The pieces as ``fit`` will cut them, but for what it predicts of memory then."""
         return [part for piece in pieces for part in self._within(piece, self._cap)]
 
-    def _within(self, piece: Piece, limit: int) -> Sequence[Piece]:
+    def _within(self, piece: MicroBatch, limit: int) -> Sequence[MicroBatch]:
         # Where rows act on each other only memory may cut: a bound of one's own would train something else.
         most = self.settings.max_batch_size if self._window.can_pool else None
         if piece.tokens <= limit and (most is None or len(piece.rows) <= most):
             return [piece]
         return self._window.split(piece, limit, most, self.settings.min_batch_size)
 
-    def _note_prediction(self, piece: Piece, limit: int) -> None:
+    def _note_prediction(self, piece: MicroBatch, limit: int) -> None:
         """Once for every lower limit: tight memory gives one in each window."""
         self.books.predicted += 1
         if limit < min(piece.tokens, 0.9 * self._predicted_least):
@@ -234,7 +234,7 @@ class MicroBatchSizer:
             reason = f"{_size(piece)} would not leave the headroom, by prediction"
             self._note(reason, self._before, self.state.pressure, tokens=limit)
 
-    def _predicted_limit(self, piece: Piece) -> Optional[int]:
+    def _predicted_limit(self, piece: MicroBatch) -> Optional[int]:
         """Tokens of rows as long as these that are predicted to fit now; None where the model cannot say."""
         if self.gauge is None or self._before is None:
             return None
@@ -245,14 +245,14 @@ class MicroBatchSizer:
         room = limit - keep_free - self._base_bytes - self._growth_bytes
         return control.fitting_tokens(self.law, self.state, room, piece.length)
 
-    def before(self, piece: Piece) -> None:
+    def before(self, piece: MicroBatch) -> None:
         self._attempts += 1
         if self._is_learning:
             self._look()
             self.gauge.reset(exact=True)
             self._before = self.gauge.read()
 
-    def after(self, piece: Piece) -> None:
+    def after(self, piece: MicroBatch) -> None:
         if not self._is_learning:
             return
         reading, is_first = self._look(), self._attempts == 1
@@ -266,7 +266,7 @@ class MicroBatchSizer:
     def _is_learning(self) -> bool:
         return self.gauge is not None and self.books.windows < self._learning_until
 
-    def _look(self) -> Reading:
+    def _look(self) -> MemoryReading:
         """Read the gauge; the peak of a step outlives the resets between its pieces."""
         reading = self.gauge.read()
         # As a fraction: on a CPU the tightest limit may be another one than before.
@@ -276,7 +276,7 @@ class MicroBatchSizer:
             self.books.peak_bytes = max(self.books.peak_bytes, reading.own_peak_bytes)
         return reading
 
-    def failed(self, failure: steps.Failure) -> Sequence[Piece]:
+    def failed(self, failure: steps.Failure) -> Sequence[MicroBatch]:
         piece, settings = failure.piece, self.settings
         reading = self._look()
         self.books.out_of_memory += 1
@@ -295,7 +295,7 @@ class MicroBatchSizer:
         self._note(reason, reading, "critical")
         return smaller
 
-    def _hopeless(self, failure: steps.Failure, reading: Reading) -> str:
+    def _hopeless(self, failure: steps.Failure, reading: MemoryReading) -> str:
         piece = failure.piece
         names = ", ".join(self._window.name_of(row) for row in piece.rows[:3]) or "a batch that cannot be cut by rows"
         obstacle = self._window.batches[piece.batch].obstacle
@@ -316,7 +316,7 @@ class MicroBatchSizer:
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
-    def _note(self, reason: str, reading: Reading, pressure: str, tokens: Optional[int] = None) -> None:
+    def _note(self, reason: str, reading: MemoryReading, pressure: str, tokens: Optional[int] = None) -> None:
         """A row of the history and a line of the log. ``tokens``: of a chunk from now on, if not the cap."""
         tokens = self._cap if tokens is None else tokens
         if not self._window.can_pool:
@@ -364,8 +364,8 @@ class MicroBatchSizer:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.state = control.State.from_dict(saved["state"])
-        self.books = Books(**saved["books"])
+        self.state = control.SizerState.from_dict(saved["state"])
+        self.books = MemoryStatistics(**saved["books"])
         self._learning_until = saved["learning_until"]
 
     def forget_window(self) -> None:
@@ -373,7 +373,7 @@ class MicroBatchSizer:
         self._window = None
 
 
-def law_of(settings: MemorySettings) -> control.Law:
+def law_of(settings: MemorySettings) -> control.SizerConfig:
     """The controller's arithmetic form of the settings."""
 
     def in_bytes(gib: Optional[float]) -> Optional[int]:
@@ -383,7 +383,7 @@ def law_of(settings: MemorySettings) -> control.Law:
     headroom = (
         {"headroom_share": share} if share is not None else {"headroom_bytes": in_bytes(settings.target_headroom_gb)}
     )
-    return control.Law(
+    return control.SizerConfig(
         **headroom,
         gc_threshold_bytes=in_bytes(settings.gc_threshold_gb),
         kp=settings.pid_kp,
@@ -392,7 +392,7 @@ def law_of(settings: MemorySettings) -> control.Law:
     )
 
 
-def _size(piece: Piece) -> str:
+def _size(piece: MicroBatch) -> str:
     return f"{max(1, len(piece.rows))} rows x {piece.length}"
 
 

@@ -26,7 +26,7 @@ from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, layout_for
-from scu_trainer.train.step.batches.window import Piece, Window
+from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.distributed.launchers import ranks_for
 from scu_trainer.train.step.distributed.ranks import Ranks
 from scu_trainer.train.step.distributed.sharded import is_fsdp, reshard
@@ -40,7 +40,7 @@ from scu_trainer.train.step.recovery.snapshot import ChangingBuffers
 logger = logging.getLogger("scu_trainer")
 
 
-class ChunkedStep:
+class MicroBatchStep:
     """Runs windows for one trainer. ``loop``: the memory loop; ``analysis``: how the loss adds up over rows."""
 
     def __init__(self, trainer: Trainer, settings: MemorySettings, gauge: Optional[Gauge] = None) -> None:
@@ -83,7 +83,7 @@ class ChunkedStep:
         model = self.trainer.model
         self.ranks, self._is_fsdp = ranks_for(self.trainer), is_fsdp(self.trainer)
         parameters = self._trained()
-        self._place = steps.Place(
+        self._place = steps.AttemptSite(
             self.trainer.args.device, ChangingBuffers(model), parameters, self.ranks.drop_gradients
         )
         self._follow_parameters()
@@ -185,21 +185,23 @@ class ChunkedStep:
         add = functools.partial(_per_batch, done, len(raw), self.trainer.args.device)
         return second_try(add, "adding up the losses of a step")
 
-    def _audited(self, window: Window, pieces: list[Piece], num_items: Any) -> tuple[Window, list[Piece]]:
+    def _audited(
+        self, window: AccumulationWindow, pieces: list[MicroBatch], num_items: Any
+    ) -> tuple[AccumulationWindow, list[MicroBatch]]:
         """Whole batches from now on where the loss turns out not to be the sum over its pieces."""
         if self.ranks.even_chunks or self.analysis.holds(window, self.loop.bounded(pieces), num_items):
             return window, pieces
         window = self._window_of(window.batches)
         return window, self._begin(window)
 
-    def _begin(self, window: Window) -> list[Piece]:
+    def _begin(self, window: AccumulationWindow) -> list[MicroBatch]:
         step = self.trainer.state.global_step + 1
         if self.ranks.even_chunks:  # ranks agree on the way: none may begin a second time alone
             return self.loop.begin(window, step, self.ranks.agree)
         return second_try(functools.partial(self.loop.begin, window, step), "planning the micro-batches of a step")
 
-    def _work_off(self, pieces, model, window, num_items) -> list[tuple[Piece, torch.Tensor]]:
-        def attempt(piece: Piece, last: bool) -> torch.Tensor:
+    def _work_off(self, pieces, model, window, num_items) -> list[tuple[MicroBatch, torch.Tensor]]:
+        def attempt(piece: MicroBatch, last: bool) -> torch.Tensor:
             with self.ranks.chunk(last), self._scaled(piece.weight, num_items):
                 return self.trainer.stock_training_step(model, window.inputs(piece), num_items)
 
@@ -209,7 +211,7 @@ class ChunkedStep:
             return self._in_step(pieces, attempt)
         return steps.run_once([piece for whole in pieces for piece in self.loop.fit(whole)], attempt, self.loop)
 
-    def _in_step(self, pieces, attempt) -> list[tuple[Piece, torch.Tensor]]:
+    def _in_step(self, pieces, attempt) -> list[tuple[MicroBatch, torch.Tensor]]:
         """FSDP and ZeRO-3: no chunk can run again; a failure ends the run, with a checkpoint where one can be made."""
         try:
             return steps.run_once(pieces, attempt, self.loop)
@@ -221,7 +223,7 @@ class ChunkedStep:
         self.free_memory()
         self._stop_sharded(max(pieces, key=lambda piece: piece.tokens), text)
 
-    def _stop_sharded(self, largest: Piece, text: str) -> NoReturn:
+    def _stop_sharded(self, largest: MicroBatch, text: str) -> NoReturn:
         trainer, smaller = self.trainer, max(1, len(largest.rows) // 2)
         if self.ranks.world_size == 1:  # several ranks would wait for each other: the others are inside the chunk
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
@@ -248,7 +250,7 @@ class ChunkedStep:
             self._not_by_rows.add(batch.obstacle_name)
         return batch
 
-    def _window(self, raw: Sequence[Any], num_items: Any) -> Window:
+    def _window(self, raw: Sequence[Any], num_items: Any) -> AccumulationWindow:
         def read() -> list[Batch]:
             return [self._layout(inputs) for inputs in raw]
 
@@ -260,8 +262,8 @@ class ChunkedStep:
             self._said = True
         return self._window_of(batches)
 
-    def _window_of(self, batches: Sequence[Batch]) -> Window:
-        window = Window(batches, self.reduction, self._pad_token_id())
+    def _window_of(self, batches: Sequence[Batch]) -> AccumulationWindow:
+        window = AccumulationWindow(batches, self.reduction, self._pad_token_id())
         window.fewest_rows = 1 if window.can_pool or not _has_batch_norm(self.trainer.model) else 2
         return window
 
@@ -333,7 +335,7 @@ def _has_batch_norm(model: torch.nn.Module) -> bool:
     return any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
-def _per_batch(done: Sequence[tuple[Piece, torch.Tensor]], count: int, device: torch.device) -> list[torch.Tensor]:
+def _per_batch(done: Sequence[tuple[MicroBatch, torch.Tensor]], count: int, device: torch.device) -> list[torch.Tensor]:
     """The losses by accumulation batch; those of a piece with rows of several go to the first of them."""
     losses: list[Optional[torch.Tensor]] = [None] * count
     for piece, loss in done:

@@ -14,7 +14,7 @@ from scu_trainer.models.loading.load import CAUSAL, AdapterPlan, prepare_for_tun
 from scu_trainer.models.quantize import quantized_line
 from scu_trainer.run_files import require_room
 from scu_trainer.settings import ModelSettings
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, checkpoint_bytes
 from scu_trainer.train.step.costs import bytes_before_model
 from scu_trainer.train.step.distributed.sharded import weight_count
@@ -42,7 +42,7 @@ def finish(
     collator: Any,
     before_model_bytes: Optional[int],
     adapters: AdapterPlan = CAUSAL,
-) -> Parts:
+) -> TrainingComponents:
     """The model with what is trained of it, and room for its checkpoints. Raises a UserError where there is none.
 
     ``settings``: those of the job, with a name of the model where it had none.
@@ -55,7 +55,7 @@ def finish(
     model = _tunable(model, settings, job, console, adapters)
     averaged = job.efficiency.ema_decay is not None
     require_room(job.training.output_dir, checkpoint_bytes(model, job.training, averaged))
-    return Parts(processor, data, model, collator, before_model_bytes)
+    return TrainingComponents(processor, data, model, collator, before_model_bytes)
 
 
 def checkpoints(job: Job) -> bool:

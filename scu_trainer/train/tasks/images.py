@@ -31,7 +31,7 @@ from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.images import ImageSettings
 from scu_trainer.train.evaluation.classification import class_metrics, preprocess_class_logits, score_samples
 from scu_trainer.train.evaluation.scoring import DocumentScores
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import begin_model, finish, say_data
@@ -75,7 +75,7 @@ class ImageTask:
                 "image_channels"
             )
 
-    def load(self, job: Job, console: Console) -> Parts:
+    def load(self, job: Job, console: Console) -> TrainingComponents:
         data, view = _prepared(job.model, job.data, job.own, job.training.seed)
         say_data(console, data)
         before_model_bytes = begin_model(job)
@@ -100,16 +100,16 @@ class ImageTask:
         keep_classes(parts.model)
         return parts
 
-    def load_scored(self, source: Source) -> Parts:
+    def load_scored(self, source: Source) -> TrainingComponents:
         classes = known_classes(source.model)
         data, view = _prepared(source.model, source.data, source.own, source.seed, classes)
         model = load_scored_classifier(source.model, data.label_names, view)
-        return Parts(view.processor, data, model, collate_images)
+        return TrainingComponents(view.processor, data, model, collate_images)
 
-    def score(self, model: torch.nn.Module, parts: Parts) -> DocumentScores:
+    def score(self, model: torch.nn.Module, parts: TrainingComponents) -> DocumentScores:
         return score_samples(model, parts.data.eval, parts.collator)
 
-    def probe(self, parts: Parts) -> Mapping[str, Any]:
+    def probe(self, parts: TrainingComponents) -> Mapping[str, Any]:
         """Two images: it runs in training mode, where BatchNorm cannot do with one."""
         rows = [parts.data.train[number] for number in range(min(2, len(parts.data.train)))]
         return {"pixel_values": parts.collator(rows)["pixel_values"]}

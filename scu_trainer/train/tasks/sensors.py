@@ -31,7 +31,7 @@ from scu_trainer.settings.base import require
 from scu_trainer.settings.sensors import SYNTHETIC
 from scu_trainer.train.evaluation.classification import class_metrics, preprocess_class_logits, score_samples
 from scu_trainer.train.evaluation.scoring import DocumentScores
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, say_data
@@ -82,7 +82,7 @@ class SensorTask:
             "offload_linears_mb is for one process without DeepSpeed or FSDP, which place weights themselves; drop it",
         )
 
-    def load(self, job: Job, console: Console) -> Parts:
+    def load(self, job: Job, console: Console) -> TrainingComponents:
         require_quantization(job.model, job.training.device)
         config = stored_config(job.model)
         own = replace(job.own, branches=branches_of(config, job.own))
@@ -132,7 +132,7 @@ class SensorTask:
         )
         console.print(moved.line(checkpoints(job) or own.checkpoint_branches is not None), soft_wrap=True)
 
-    def load_scored(self, source: Source) -> Parts:
+    def load_scored(self, source: Source) -> TrainingComponents:
         config = stored_config(source.model)
         own = replace(source.own, branches=branches_of(config, source.own))
         data = prepare_sensors(
@@ -145,12 +145,12 @@ class SensorTask:
         )
         shapes = _shapes(data)
         model = load_scored_trident(source.model, data.label_names, shapes)
-        return Parts(None, data, model, SensorCollator(input_shapes(config, shapes)))
+        return TrainingComponents(None, data, model, SensorCollator(input_shapes(config, shapes)))
 
-    def score(self, model: torch.nn.Module, parts: Parts) -> DocumentScores:
+    def score(self, model: torch.nn.Module, parts: TrainingComponents) -> DocumentScores:
         return score_samples(model, parts.data.eval, parts.collator)
 
-    def probe(self, parts: Parts) -> Mapping[str, Any]:
+    def probe(self, parts: TrainingComponents) -> Mapping[str, Any]:
         batch = parts.collator([parts.data.train[0]])
         return {name: value for name, value in batch.items() if name != "labels"}
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer
-from scu_trainer.data.text import prepare
+from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer, prepare
 from scu_trainer.data.text.prepare import whole_held_out
 from scu_trainer.models.fit import require_fit
 from scu_trainer.models.isolation import require_isolation
@@ -29,7 +28,7 @@ from scu_trainer.train.evaluation.scoring import (
 )
 from scu_trainer.train.evaluation.sliding import SlidingRows
 from scu_trainer.train.fixtures.base_model import embedded_base, is_cached
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, say_data
@@ -49,7 +48,7 @@ class TextTask:
         refuse_unsound(job.model, job.training)
         check_limits(job.model, job.memory, len(cuda_bytes(job.training)))
 
-    def load(self, job: Job, console: Console) -> Parts:
+    def load(self, job: Job, console: Console) -> TrainingComponents:
         cache_dir, device = default_cache_dir(job.data.cache_dir), job.training.device
         require_quantization(job.model, device)
         settings, tokenizer = _with_base(job.model, cache_dir, console)
@@ -79,7 +78,7 @@ class TextTask:
             before_model_bytes=before_model_bytes,
         )
 
-    def load_scored(self, source: Source) -> Parts:
+    def load_scored(self, source: Source) -> TrainingComponents:
         name, of_rows = source.model.model_name_or_path, source.tokenizer_of or source.model
         tokenizer, cache_dir = load_tokenizer(source.model), default_cache_dir(source.data.cache_dir)
         makes_rows = tokenizer if of_rows == source.model else load_tokenizer(of_rows)
@@ -90,12 +89,12 @@ class TextTask:
         model = load_for_evaluation(name, source.model)
         if data.eval is not None:
             require_fit(model, name, len(tokenizer), max(data.eval["length"]))
-        return Parts(tokenizer, data, model, Collator.of(tokenizer))
+        return TrainingComponents(tokenizer, data, model, Collator.of(tokenizer))
 
-    def score(self, model: torch.nn.Module, parts: Parts) -> DocumentScores:
+    def score(self, model: torch.nn.Module, parts: TrainingComponents) -> DocumentScores:
         return score_documents(model, parts.data.eval, parts.collator, parts.batch_tokens)
 
-    def probe(self, parts: Parts) -> Mapping[str, Any]:
+    def probe(self, parts: TrainingComponents) -> Mapping[str, Any]:
         batch = parts.collator([next(iter(parts.data.train))])
         return {name: batch[name][:, :PROBED_TOKENS] for name in MODEL_INPUTS if name in batch}
 

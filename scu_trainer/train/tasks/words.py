@@ -26,7 +26,7 @@ from scu_trainer.train.evaluation.scoring import (
     preprocess_logits,
     score_documents,
 )
-from scu_trainer.train.job.components import Parts
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import begin_model, finish, say_data
@@ -65,7 +65,7 @@ class WordTask:
         )
         require(model.device_map is None, "device_map places large language models; for a GRU drop it")
 
-    def load(self, job: Job, console: Console) -> Parts:
+    def load(self, job: Job, console: Console) -> TrainingComponents:
         data = _prepared(job)
         say_data(console, data)
         before_model_bytes = begin_model(job)
@@ -86,7 +86,7 @@ class WordTask:
             adapters=AdapterPlan(targets=list(ADAPTED)),
         )
 
-    def load_scored(self, source: Source) -> Parts:
+    def load_scored(self, source: Source) -> TrainingComponents:
         tokenizer, names = _known(source.model)
         data = prepare_words(
             source.data,
@@ -97,12 +97,12 @@ class WordTask:
             category_names=names,
         )
         model = load_for_evaluation(source.model.model_name_or_path, source.model)
-        return Parts(tokenizer, data, model, collator_of(data))
+        return TrainingComponents(tokenizer, data, model, collator_of(data))
 
-    def score(self, model: torch.nn.Module, parts: Parts) -> DocumentScores:
+    def score(self, model: torch.nn.Module, parts: TrainingComponents) -> DocumentScores:
         return score_documents(model, parts.data.eval, parts.collator, parts.batch_tokens)
 
-    def probe(self, parts: Parts) -> Mapping[str, Any]:
+    def probe(self, parts: TrainingComponents) -> Mapping[str, Any]:
         batch = parts.collator([parts.data.train[0]])
         inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch}
         return {name: value[:, :PROBED_WORDS] if value.dim() == 2 else value for name, value in inputs.items()}

@@ -20,7 +20,7 @@ from scu_trainer.train.loss.analysis.measuring import tolerance
 from scu_trainer.train.loss.rows.model_loss import inner_model
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch
-from scu_trainer.train.step.batches.window import Piece, Window
+from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.recovery.second_try import second_try
 
 logger = logging.getLogger("scu_trainer")
@@ -154,7 +154,7 @@ class LossAnalysis:
 
     # -- auditing ------------------------------------------------------------------------------------------------------
 
-    def holds(self, window: Window, pieces: Sequence[Piece], num_items: Any) -> bool:
+    def holds(self, window: AccumulationWindow, pieces: Sequence[MicroBatch], num_items: Any) -> bool:
         """Whether the loss of a batch still is the sum over its ``pieces``, looked at in the steps 1, 2, 4, 8, ... of
         this start, in those of the steps that cut batches, and in the last one. Where it is not ``reduction`` says so.
         """
@@ -176,7 +176,7 @@ class LossAnalysis:
         self._stop_splitting(found)
         return False
 
-    def _audit(self, window: Window, pieces: Sequence[Piece], num_items: Any) -> Optional[Audited]:
+    def _audit(self, window: AccumulationWindow, pieces: Sequence[MicroBatch], num_items: Any) -> Optional[Audited]:
         trainer = self.trainer
         if self._auditor is None:
             self._auditor = Auditor(trainer.model, self._loss_of, self._free_memory, trainer)
@@ -239,7 +239,7 @@ class LossAnalysis:
         }
 
 
-def _cuts(window: Window, pieces: Sequence[Piece]) -> bool:
+def _cuts(window: AccumulationWindow, pieces: Sequence[MicroBatch]) -> bool:
     """Whether any batch is run in parts, or together with rows of another."""
     return any(piece.rows and is_part(window, piece) for piece in pieces)
 

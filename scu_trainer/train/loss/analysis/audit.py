@@ -15,7 +15,7 @@ import torch
 from scu_trainer.train.loss.analysis.measuring import LossOf
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, rng_state, untouched
 from scu_trainer.train.step.batches.rows import Row
-from scu_trainer.train.step.batches.window import Piece, Window
+from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory
 
 SAMPLE_SHARE = 1 / 16
@@ -46,7 +46,7 @@ class Auditor:
         self._draws = False
 
     def audit(
-        self, window: Window, pieces: Sequence[Piece], num_items: Any, turn: int, full: bool
+        self, window: AccumulationWindow, pieces: Sequence[MicroBatch], num_items: Any, turn: int, full: bool
     ) -> Optional[Audited]:
         """``turn``: the number of this audit, by which a batch and rows of it are drawn. ``full``: all batches as the
         loader gave them against all pieces, for a loss that acts on many rows only. None where the rows tell nothing:
@@ -77,7 +77,7 @@ class Auditor:
         self.free_memory()
         return None, False
 
-    def _of_window(self, window: Window, pieces: Sequence[Piece], num_items: Any) -> Optional[Audited]:
+    def _of_window(self, window: AccumulationWindow, pieces: Sequence[MicroBatch], num_items: Any) -> Optional[Audited]:
         """Batches that run whole are the same on both sides."""
         cut = [piece for piece in pieces if piece.rows and is_part(window, piece)]
         numbers = sorted({number for piece in cut for number, _ in piece.rows})
@@ -90,7 +90,7 @@ class Auditor:
 
         return self._without_noise(sum(window.batches[number].rows for number in numbers), losses)
 
-    def _compared(self, window: Window, groups: list[list[Row]], num_items: Any) -> Optional[Audited]:
+    def _compared(self, window: AccumulationWindow, groups: list[list[Row]], num_items: Any) -> Optional[Audited]:
         rows = [row for group in groups for row in group]
         items = window.items_of(rows)
         if window.reduction.is_mean and not sum(items):
@@ -133,16 +133,16 @@ def _at_least_two(groups: list[list[Row]]) -> list[list[Row]]:
     return [only[:1], only[1:]]
 
 
-def _budget(window: Window, pieces: Sequence[Piece]) -> int:
+def _budget(window: AccumulationWindow, pieces: Sequence[MicroBatch]) -> int:
     """Tokens of a sample: no more than memory takes at once."""
     return min(max(piece.tokens for piece in pieces), int(SAMPLE_SHARE * window.real_tokens))
 
 
-def _tokens(window: Window, groups: Sequence[Sequence[Row]]) -> list[int]:
+def _tokens(window: AccumulationWindow, groups: Sequence[Sequence[Row]]) -> list[int]:
     return [window.batches[number].length(row) for group in groups for number, row in group]
 
 
-def _sampled(window: Window, groups: list[list[Row]], tokens: int, seed: int) -> list[list[Row]]:
+def _sampled(window: AccumulationWindow, groups: list[list[Row]], tokens: int, seed: int) -> list[list[Row]]:
     """Rows drawn out of the groups up to ``tokens``, the two shortest at least: those of the first group, and all
     others."""
     rows = [row for group in groups for row in group]
@@ -159,6 +159,6 @@ def _sampled(window: Window, groups: list[list[Row]], tokens: int, seed: int) ->
     return [first, [row for group in others for row in group]] if others else [first]
 
 
-def is_part(window: Window, piece: Piece) -> bool:
+def is_part(window: AccumulationWindow, piece: MicroBatch) -> bool:
     """Whether a piece is less than a batch, or holds rows of several."""
     return len(piece.rows) != window.batches[piece.batch].rows or any(number != piece.batch for number, _ in piece.rows)

@@ -32,7 +32,7 @@ class RowLosses:
 
 
 @dataclass(frozen=True)
-class Reading:
+class RowLossReading:
     """``kind``: "shifted" (logits (rows, time, words) predict the next label), "tokens" (the label at their place),
     "classes" (logits (rows, classes)), "numbers" (regression), "several" (one yes or no per class), "own" (the model
     returns ``losses``, shape (rows,)). ``exact``: the returned loss follows from it. ``classes``: for "classes".
@@ -62,7 +62,7 @@ class Reading:
         return _rows(self.kind, outputs, labels)[0]
 
 
-CAUSAL = Reading("shifted", True, divides_by="items")
+CAUSAL = RowLossReading("shifted", True, divides_by="items")
 """Where the loss was opened: nothing is left to guess."""
 
 
@@ -76,7 +76,7 @@ def find_reading(
     rough: float = CLOSE,
     is_changed: bool = False,
     calls: Sequence[Call] = (),
-) -> Optional[Reading]:
+) -> Optional[RowLossReading]:
     """None where the outputs hold nothing that a row's loss could be read from.
 
     ``calls``: of public loss functions while this loss was computed; what they say decides before any likeness.
@@ -95,8 +95,8 @@ def find_reading(
         total, bound = float(sums.sum()), max(CLOSE, rough) * max(abs(loss), 1e-6)
         for name, divisor in _divisors(sums, counts, num_items, processes):
             if abs(total / divisor - loss) <= bound:
-                return Reading(kind, True, _classes(kind, outputs), name)
-    return Reading(found[0], False, _classes(found[0], outputs)) if found else None
+                return RowLossReading(kind, True, _classes(kind, outputs), name)
+    return RowLossReading(found[0], False, _classes(found[0], outputs)) if found else None
 
 
 def _stated(calls: Sequence[Call], labels: Any) -> Optional[str]:

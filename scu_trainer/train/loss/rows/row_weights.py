@@ -7,8 +7,8 @@ from typing import Optional
 import numpy
 import torch
 
-from scu_trainer.control.curriculum import Plan
-from scu_trainer.train.loss.rows.row_readings import Reading
+from scu_trainer.control.curriculum import EpochPlan
+from scu_trainer.train.loss.rows.row_readings import RowLossReading
 
 
 class RowWeights:
@@ -20,13 +20,13 @@ class RowWeights:
     """
 
     def __init__(
-        self, plan: Plan, samples: int, batches_per_window: int, equal_rows: bool, device: torch.device
+        self, plan: EpochPlan, samples: int, batches_per_window: int, equal_rows: bool, device: torch.device
     ) -> None:
         self._plan, self._samples, self._device = plan, samples, device
         self._batches_per_window = batches_per_window if equal_rows else None
         self._known: dict[str, Optional[torch.Tensor]] = {}
 
-    def of(self, ids: torch.Tensor, reading: Optional[Reading]) -> Optional[torch.Tensor]:
+    def of(self, ids: torch.Tensor, reading: Optional[RowLossReading]) -> Optional[torch.Tensor]:
         """(rows,); None where all are 1."""
         kind = self._kind(reading)
         if kind not in self._known:
@@ -35,7 +35,7 @@ class RowWeights:
         weights = self._known[kind]
         return None if weights is None else weights[ids]
 
-    def _kind(self, reading: Optional[Reading]) -> str:
+    def _kind(self, reading: Optional[RowLossReading]) -> str:
         if self._batches_per_window is None or reading is None or not reading.counts_rows:
             return "plan"
         return {"items": "window", "nothing": "plan"}.get(reading.divides_by, "batch")

@@ -17,7 +17,7 @@ from scu_trainer.train.step.recovery.second_try import second_try
 
 
 @dataclass(frozen=True)
-class Piece:
+class MicroBatch:
     """What one forward and backward sees.
 
     ``rows``: (batch, row) pairs; () for a batch that cannot be cut by rows. ``length``: tokens per row after trimming,
@@ -40,7 +40,7 @@ class Piece:
         return self.tokens * self.length
 
 
-class Window:
+class AccumulationWindow:
     """All rows of one optimizer step on this rank.
 
     ``batches``: the accumulation batches. ``reduction``: None while it is not known; then nothing may be cut.
@@ -99,14 +99,14 @@ class Window:
 
     # -- cutting -------------------------------------------------------------------------------------------------------
 
-    def whole_batches(self) -> list[Piece]:
+    def whole_batches(self) -> list[MicroBatch]:
         """The stock loop's own order of operations."""
         return [self._whole(number) for number in range(len(self.batches))]
 
-    def _whole(self, number: int) -> Piece:
+    def _whole(self, number: int) -> MicroBatch:
         batch = self.batches[number]
         rows = tuple((number, row) for row in range(batch.rows))
-        return Piece(number, rows, self._length(rows) if rows else max(1, batch.width))
+        return MicroBatch(number, rows, self._length(rows) if rows else max(1, batch.width))
 
     def _length(self, rows: Sequence[Row]) -> int:
         """Tokens per row of a chunk of ``rows``: each time axis is padded to its own longest."""
@@ -115,7 +115,7 @@ class Window:
         other = max((target[row] for target, (_, row) in zip(targets, rows, strict=True) if target), default=0)
         return max(1, own + other)
 
-    def pooled(self, token_cap: Optional[int], max_rows: Optional[int], min_rows: int) -> list[Piece]:
+    def pooled(self, token_cap: Optional[int], max_rows: Optional[int], min_rows: int) -> list[MicroBatch]:
         """Rows of all batches that may share a chunk, sorted by length and cut."""
         pools: dict[Any, list[Row]] = {}
         pieces = []
@@ -134,7 +134,7 @@ class Window:
         # A mean gives every batch the same say, so rows of batches with unequal counts weigh differently.
         return signature(self.batches[number]), sum(self._items_of(number))
 
-    def in_parts(self, count: int) -> list[Piece]:
+    def in_parts(self, count: int) -> list[MicroBatch]:
         """Every batch in ``count`` parts of nearly equal rows, in order: what ranks that must keep step can run."""
         pieces = []
         for number, batch in enumerate(self.batches):
@@ -147,7 +147,7 @@ class Window:
                 pieces.append(self._piece(rows))
         return pieces
 
-    def split(self, piece: Piece, token_cap: int, max_rows: Optional[int], min_rows: int) -> list[Piece]:
+    def split(self, piece: MicroBatch, token_cap: int, max_rows: Optional[int], min_rows: int) -> list[MicroBatch]:
         """``piece`` under a smaller cap; [piece] if it cannot be cut any further."""
         min_rows = max(min_rows, self.fewest_rows)
         is_movable = self.reduction is not None and self.batches[piece.batch].obstacle is None
@@ -156,7 +156,9 @@ class Window:
         pieces = self._cut(list(piece.rows), token_cap, max_rows, min_rows)
         return [piece for piece in pieces if piece.weight != 0]
 
-    def _cut(self, rows: list[Row], token_cap: Optional[int], max_rows: Optional[int], min_rows: int) -> list[Piece]:
+    def _cut(
+        self, rows: list[Row], token_cap: Optional[int], max_rows: Optional[int], min_rows: int
+    ) -> list[MicroBatch]:
         lengths = [self.batches[number].length(row) for number, row in rows]
         made = [tuple(rows[i] for i in chunk.rows) for chunk in chunks.cut(lengths, token_cap, max_rows, min_rows)]
         return [self._piece(part) for chunk in made for part in self._within(chunk, token_cap, min_rows)]
@@ -168,10 +170,10 @@ class Window:
         middle = len(rows) // 2
         return [part for half in (rows[:middle], rows[middle:]) for part in self._within(half, token_cap, min_rows)]
 
-    def _piece(self, rows: tuple[Row, ...]) -> Piece:
-        return self._weighed(Piece(rows[0][0], rows, self._length(rows)))
+    def _piece(self, rows: tuple[Row, ...]) -> MicroBatch:
+        return self._weighed(MicroBatch(rows[0][0], rows, self._length(rows)))
 
-    def _weighed(self, piece: Piece) -> Piece:
+    def _weighed(self, piece: MicroBatch) -> MicroBatch:
         number = piece.batch
         if len(piece.rows) == self.batches[number].rows and all(batch == number for batch, _ in piece.rows):
             return piece  # the whole batch: its mean is the one wanted
@@ -195,7 +197,7 @@ class Window:
 
     # -- batches for the model -----------------------------------------------------------------------------------------
 
-    def inputs(self, piece: Piece) -> Any:
+    def inputs(self, piece: MicroBatch) -> Any:
         batch = self.batches[piece.batch]
         if batch.obstacle is not None or self.reduction is None:
             return batch.inputs

@@ -55,8 +55,8 @@ __all__ = [
     "CpuGauge",
     "CudaGauge",
     "Gauge",
+    "MemoryReading",
     "MpsGauge",
-    "Reading",
     "forget_traceback",
     "free_memory",
     "gauge_for",
@@ -66,7 +66,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Reading:
+class MemoryReading:
     """What a gauge saw.
 
     Fields:
@@ -112,7 +112,7 @@ class Gauge(ABC):
         """Start a new peak. ``exact`` first gives freed memory back, so that ``used_bytes`` is what is live."""
 
     @abstractmethod
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         """Memory now, and its peak since ``reset``."""
 
 
@@ -140,7 +140,7 @@ class CudaGauge(Gauge):
         self._api.reset_peak_memory_stats(self._index)
         self._retries_at_reset = self._statistics()["num_alloc_retries"]
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         driver_free_bytes, total_bytes = self._api.mem_get_info(self._index)
         fraction = self._api.get_per_process_memory_fraction(self._index)
         statistics = self._statistics()
@@ -148,7 +148,7 @@ class CudaGauge(Gauge):
         outside_bytes = max(total_bytes - driver_free_bytes - statistics["reserved_bytes"]["all"]["current"], 0)
         capped_bytes = outside_bytes + int(total_bytes * fraction)
         is_capped = capped_bytes < total_bytes
-        return Reading(
+        return MemoryReading(
             limit_bytes=capped_bytes if is_capped else total_bytes,
             used_bytes=outside_bytes + tensors["current"],
             peak_bytes=outside_bytes + tensors["peak"],
@@ -181,9 +181,9 @@ class MpsGauge(Gauge):
             # with the cache empty, the rest is the framework's own
             self._framework_bytes = self._api.driver_allocated_memory() - self._api.current_allocated_memory()
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         used_bytes = self._api.current_allocated_memory() + self._framework_bytes
-        return Reading(
+        return MemoryReading(
             limit_bytes=self._api.recommended_max_memory(),
             used_bytes=used_bytes,
             peak_bytes=max(self._api.driver_allocated_memory(), used_bytes),
@@ -227,11 +227,11 @@ class CpuGauge(Gauge):
         if self._keeps_peak:
             self._restart_peak()
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         process = self._process()
         tightest = min(self._limits(process), key=lambda limit: limit.limit_bytes - limit.used_bytes)
         above_now_bytes = process["VmHWM"] - process["VmRSS"] if self._keeps_peak else 0
-        return Reading(
+        return MemoryReading(
             limit_bytes=tightest.limit_bytes,
             used_bytes=tightest.used_bytes,
             peak_bytes=tightest.used_bytes + above_now_bytes,

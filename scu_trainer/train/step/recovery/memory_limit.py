@@ -6,7 +6,7 @@ from typing import Optional
 
 import torch
 
-from scu_trainer.train.step.recovery.memory import Gauge, Reading, gauge_for
+from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading, gauge_for
 
 
 class LimitedGauge(Gauge):
@@ -22,11 +22,11 @@ class LimitedGauge(Gauge):
     def reset(self, exact: bool = False) -> None:
         self._inner.reset(exact)
 
-    def read(self) -> Reading:
+    def read(self) -> MemoryReading:
         reading = self._inner.read()
         if reading.free_bytes < self._limit_bytes - reading.own_bytes:
             return reading
-        return Reading(
+        return MemoryReading(
             limit_bytes=self._limit_bytes,
             used_bytes=reading.own_bytes,
             peak_bytes=reading.own_peak_bytes,

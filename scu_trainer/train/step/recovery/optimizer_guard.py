@@ -24,7 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.train.step.recovery.optimizer_pieces import Pair, Piece, SavedCounters, SavedPiece, cut
+from scu_trainer.train.step.recovery.optimizer_pieces import Pair, ParameterGroupPart, SavedCounters, SavedPiece, cut
 from scu_trainer.train.step.recovery.optimizer_state import (
     inner_optimizer,
     preallocate,
@@ -77,7 +77,7 @@ class OptimizerGuard:
         self._names = {parameter: name for name, parameter in named_parameters}
         self._piece_bytes = piece_bytes
         self._hooks: list[Any] = []
-        self._whole = Piece(())
+        self._whole = ParameterGroupPart(())
 
     def attach(self) -> None:
         """Guard every step from now on. No effect, but a line in the log, for optimizers that are not known."""
@@ -118,7 +118,7 @@ class OptimizerGuard:
         if has_closure or not is_last:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._whole = Piece(tuple((p, p.grad) for p in parameters if p.grad is not None))
+        self._whole = ParameterGroupPart(tuple((p, p.grad) for p in parameters if p.grad is not None))
         try:
             with torch.no_grad():
                 self._step_pieces()
@@ -132,7 +132,7 @@ class OptimizerGuard:
 
     def _show_all(self) -> None:
         self._whole.show()
-        self._whole = Piece(())
+        self._whole = ParameterGroupPart(())
 
     def _step_pieces(self) -> None:
         self.half_stepped = False
@@ -146,7 +146,7 @@ class OptimizerGuard:
                 pending = deque(part for rest in [*self._smaller(piece), *pending] for part in self._fitting(rest))
         self.half_stepped = False
 
-    def _plan(self) -> list[Piece]:
+    def _plan(self) -> list[ParameterGroupPart]:
         """Pieces with copies first, the largest parameters first: if one cannot be stepped, nothing is changed yet."""
         copied: list[Pair] = []
         in_place: dict[Any, list[Pair]] = defaultdict(list)
@@ -159,14 +159,16 @@ class OptimizerGuard:
                     in_place[index, parameter.device, parameter.dtype].append(pair)  # one kernel each
                 else:
                     copied.append(pair)
-        return cut(copied, self._piece_bytes) + [Piece(tuple(pairs), copied=False) for pairs in in_place.values()]
+        return cut(copied, self._piece_bytes) + [
+            ParameterGroupPart(tuple(pairs), copied=False) for pairs in in_place.values()
+        ]
 
     def _updates_in_place(self, group: dict[str, Any], parameter: torch.Tensor) -> bool:
         if not group.get("fused") or step_module(self.optimizer) not in FUSED_IN_PLACE:
             return False
         return bool(self.optimizer.state.get(parameter)) or group.get("momentum") == 0
 
-    def _attempt(self, piece: Piece) -> bool:
+    def _attempt(self, piece: ParameterGroupPart) -> bool:
         """Update ``piece``; on failure it is as before, and memory has been freed."""
         saved = None
         piece.show()
@@ -186,12 +188,12 @@ class OptimizerGuard:
         self._free_memory()
         return False
 
-    def _fitting(self, piece: Piece) -> list[Piece]:
+    def _fitting(self, piece: ParameterGroupPart) -> list[ParameterGroupPart]:
         """``piece`` in the size that the last failure has taught."""
         is_divisible = piece.copied and len(piece.pairs) > 1
         return cut(piece.pairs, self._piece_bytes) if is_divisible else [piece]
 
-    def _smaller(self, piece: Piece) -> list[Piece]:
+    def _smaller(self, piece: ParameterGroupPart) -> list[ParameterGroupPart]:
         """What to try instead. Raises OutOfMemory when nothing is left."""
         self.recoveries += 1
         logger.warning("out of memory in the optimizer step; retrying with smaller pieces, same result")
@@ -200,7 +202,7 @@ class OptimizerGuard:
         middle = len(piece.pairs) // 2
         if middle:
             self._piece_bytes = max(piece.weight_bytes // 2, 1)  # the next step begins with what fits
-            return [Piece(piece.pairs[:middle]), Piece(piece.pairs[middle:])]
+            return [ParameterGroupPart(piece.pairs[:middle]), ParameterGroupPart(piece.pairs[middle:])]
         if not piece.copy_to_host:
             return [replace(piece, copy_to_host=True)]
         raise OutOfMemory(self._message(piece.pairs[0][0]))

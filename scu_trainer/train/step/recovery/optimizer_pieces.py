@@ -21,7 +21,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterGroupPart:
     """Parameters, each with its gradient, that are updated together.
 
     copied: after a copy of all that the update writes; else by one kernel, which can fail only before it writes.
@@ -47,7 +47,7 @@ class Piece:
 class SavedCounters:
     """Step counters: all that is written before a fused kernel runs, which may fail (the driver loads it late)."""
 
-    def __init__(self, optimizer: Optimizer, piece: Piece) -> None:
+    def __init__(self, optimizer: Optimizer, piece: ParameterGroupPart) -> None:
         entries = [optimizer.state.get(parameter, {}) for parameter, _ in piece.pairs]
         self._counters = [entry["step"] for entry in entries if "step" in entry]
         self._copies = torch.stack(self._counters).unbind() if self._counters else ()
@@ -60,7 +60,7 @@ class SavedCounters:
 class SavedPiece:
     """All that updating a piece may change: weights, state, and the gradients where they are written."""
 
-    def __init__(self, optimizer: Optimizer, piece: Piece) -> None:
+    def __init__(self, optimizer: Optimizer, piece: ParameterGroupPart) -> None:
         self._state = optimizer.state
         self._parameters = [parameter for parameter, _ in piece.pairs]
         self._entries = {p: dict(self._state[p]) for p in self._parameters if p in self._state}
@@ -106,7 +106,7 @@ def _writes_gradients(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "grad_scale", None) is not None or any(g.get("nesterov") for g in optimizer.param_groups)
 
 
-def cut(pairs: Iterable[Pair], piece_bytes: int | None) -> list[Piece]:
+def cut(pairs: Iterable[Pair], piece_bytes: int | None) -> list[ParameterGroupPart]:
     """Pieces of at most ``piece_bytes`` (a larger parameter is a piece of its own), the largest parameters first."""
     pieces: list[list[Pair]] = []
     room = 0
@@ -116,4 +116,4 @@ def cut(pairs: Iterable[Pair], piece_bytes: int | None) -> list[Piece]:
             room = piece_bytes or (CPU_PIECE_BYTES if parameter.device.type == "cpu" else PIECE_BYTES)
         pieces[-1].append((parameter, gradient))
         room -= parameter.nbytes
-    return [Piece(tuple(piece)) for piece in pieces]
+    return [ParameterGroupPart(tuple(piece)) for piece in pieces]

@@ -1,0 +1,124 @@
+"""The loop that docs/loops.md shows, as a user outside the package writes it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import TrainerCallback
+
+from scu_trainer import Loop
+from scu_trainer.run_files import read_json, read_rows
+from scu_trainer.settings import MemorySettings, RegularizationSettings
+from tests.tiny import llama, same, trained, weights_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
+STEPS = 12
+# So large a rate that the loss soon finds no new minimum.
+RUN = {"max_steps": STEPS, "learning_rate": 0.2, "logging_steps": 1, "save_steps": 6, "save_strategy": "steps"}
+
+
+def shown() -> type[Loop]:
+    """The class of the page's first block of code."""
+    code = re.search(r"```python\n(import torch.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL).group(1)
+    found = {"__name__": "own"}
+    exec(compile(code, str(PAGE), "exec"), found)
+    return found["Cooldown"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return trained(llama(layers=1), folder, callbacks=[shown()(patience=2)], **RUN), folder
+
+
+def test_it_is_as_short_as_the_page_says():
+    code = re.search(r"```python\n(import torch.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL).group(1)
+    body = code[code.index("class ") :].strip().split("\n")
+    assert len([line for line in body if line.strip()]) <= 31
+
+
+def test_the_rate_is_the_scheduled_one_times_its_factor(run):
+    trainer, _ = run
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert rows[-1]["cooldown/rate_factor"] < 1.0, "it never acted"
+    for row, before in zip(rows[1:], rows, strict=False):
+        assert row["cooldown/rate_factor"] in (before["cooldown/rate_factor"], before["cooldown/rate_factor"] / 2)
+    scheduled = trained(llama(layers=1), run[1] / "without", **RUN).state.log_history
+    factors = [1.0, *(row["cooldown/rate_factor"] for row in rows)]  # decided after a step, for the next one
+    for row, other, factor in zip(rows, [row for row in scheduled if "loss" in row], factors, strict=False):
+        assert row["learning_rate"] == other["learning_rate"] * factor
+
+
+def test_its_history_is_written(run):
+    trainer, folder = run
+    rows = read_rows(folder / "cooldown.json")
+    factors = [row["cooldown/rate_factor"] for row in trainer.state.log_history if "loss" in row]
+    assert rows and rows[-1]["rate_factor"] == factors[-1] == 0.5 ** len(rows)
+    assert all(factors[row["step"] - 1] == row["rate_factor"] for row in rows)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(run, tmp_path):
+    trainer, folder = run
+    saved = read_json(folder / "checkpoint-6" / "cooldown_state.json")
+    assert set(saved) == {"rate_factor", "lowest", "waited"}
+    checkpoint = str(folder / "checkpoint-6")
+    resumed = trained(llama(seed=7, layers=1), folder, callbacks=[shown()(patience=2)], resume=checkpoint, **RUN)
+    assert same(weights_of(resumed.model), weights_of(trainer.model))
+    factors = [
+        [row["rate_factor"] for row in read_rows(folder / "cooldown.json")],
+        [0.5 ** (i + 1) for i in range(len(read_rows(folder / "cooldown.json")))],
+    ]
+    assert factors[0] == factors[1], "rows that were written again were not cut"
+
+
+def test_it_forgets_an_earlier_training(run):
+    trainer, _ = run
+    loop = trainer.loop("cooldown")
+    loop.begin()
+    assert loop.rate_factor == 1.0
+
+
+def test_beside_the_loops_of_the_package_it_comes_last(tmp_path):
+    loops = {"memory": MemorySettings(), "regularization": RegularizationSettings(target_s=0.1)}
+    trainer = trained(llama(layers=1), tmp_path, callbacks=[shown()(patience=2)], **{**RUN, **loops, "max_steps": 4})
+    names = [loop.name for loop in trainer.loops]
+    assert names[-1] == "cooldown" and {"memory", "regularization"} < set(names)
+    assert all({"cooldown/rate_factor", "scu/s"} <= set(row) for row in trainer.state.log_history if "loss" in row)
+
+
+class Silent(Loop):
+    """Has every moment, and uses none."""
+
+
+def test_a_loop_that_does_nothing_changes_nothing(tmp_path):
+    stock = trained(llama(layers=1), tmp_path / "stock", **RUN)
+    silent = trained(llama(layers=1), tmp_path / "silent", callbacks=[Silent()], **RUN)
+    assert same(weights_of(silent.model), weights_of(stock.model))
+    assert not silent.is_stock and stock.is_stock
+
+
+class Seen(TrainerCallback):
+    """The rate that the optimizer uses in each step, and what is left of it after."""
+
+    def __init__(self) -> None:
+        self.used, self.left = [], []
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.used.append(optimizer.param_groups[0]["lr"])
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        self.left.append(optimizer.param_groups[0]["lr"])
+
+
+class Half(Loop):
+    rate_factor = 0.5
+
+
+def test_factors_multiply_once_and_do_not_stay_in_the_optimizer(tmp_path):
+    plain, both = Seen(), Seen()
+    trained(llama(layers=1), tmp_path / "plain", callbacks=[plain], **RUN)
+    trained(llama(layers=1), tmp_path / "both", callbacks=[Half(), both, Half()], **RUN)
+    assert both.used == [rate / 4 for rate in plain.used]
+    assert both.left == plain.left, "a schedule that builds on the last rate would take the factor again"
