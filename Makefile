@@ -80,7 +80,7 @@ compare: $(STAMP) ## controllers against each other on embedded data, equal toke
 	$(BIN)/python scripts/compare_controllers.py --config recipes/compare.yaml --output_dir runs/compare $(ARGS)
 
 regressions: $(STAMP) ## run benchmarks again and say what moved since their results; ARGS="overhead startup"
-	$(BIN)/python benchmarks/regressions.py $(ARGS)
+	$(BIN)/python benchmarks/headline/regressions.py $(ARGS)
 
 test: $(STAMP) $(BROWSER) ## run the tests; ARGS="-k resume" adds pytest flags
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)

@@ -7,11 +7,11 @@
     docs/benchmarks.md each file of the suite that has a place there, against what people would use instead
 
     make test-smoke ARGS="--json benchmarks/results/variants.json"
-    python benchmarks/recipes.py && python benchmarks/families.py
-    python benchmarks/memory_estimate.py
+    python benchmarks/headline/recipes.py && python benchmarks/studies/families.py
+    python benchmarks/headline/memory_estimate.py
     python scripts/compare_controllers.py --config recipes/compare.yaml --output_dir runs/compare
     cp runs/compare/comparison.json benchmarks/results/compare.json
-    python benchmarks/overhead.py, and what else docs/benchmarks.md names
+    python benchmarks/headline/overhead.py, and what else docs/benchmarks.md names
     python docs/write_tables.py
 
 A table stands between two comments that name it; everything else in the page is left alone.
@@ -31,8 +31,8 @@ from scu_trainer.runs.studies.variant_table import BY_NAME, LOOPS
 from scu_trainer.runs.studies.variants import Outcome
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
-from outcome import Figure  # noqa: E402 - the benchmarks are scripts beside each other
+sys.path.insert(0, str(ROOT))
+from benchmarks.lib.outcome import Figure  # noqa: E402 - a folder of scripts, which nobody installs
 
 PAGE, RESULTS = ROOT / "docs" / "paths.md", ROOT / "benchmarks" / "results" / "variants.json"
 FAMILIES_PAGE, PLAN_PAGE = ROOT / "docs" / "families.md", ROOT / "docs" / "plan.md"
@@ -105,7 +105,7 @@ def _speed(results: list[dict[str, Any]]) -> str:
 
 
 def estimate_tables(record: dict[str, Any]) -> dict[str, str]:
-    """The same for docs/plan.md. ``record``: of benchmarks/memory_estimate.py."""
+    """The same for docs/plan.md. ``record``: of benchmarks/headline/memory_estimate.py."""
     heads = ("training", "measured MiB", "noise", "predicted MiB", "error")
     found = [result for result in record["results"] if result["device"] == "cpu"]
     rows = [

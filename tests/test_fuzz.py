@@ -1,4 +1,4 @@
-"""Bad input ends in one message and exit code 2, before anything is written: some cases of benchmarks/fuzz.py."""
+"""Bad input ends in one message and exit code 2, before anything is written: some cases of benchmarks/loops/fuzz.py."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import random
 import numpy
 import pytest
 
-from benchmarks.kneser_ney import KneserNey, bigrams, kneser_ney_perplexity
+from benchmarks.studies.kneser_ney import KneserNey, bigrams, kneser_ney_perplexity
 
 WORDS = 12
 ROWS = [[2, *(random.Random(seed).choices(range(4, WORDS), k=9)), 3] for seed in range(6)]

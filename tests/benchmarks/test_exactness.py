@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import exactness
 import pytest
-from exactness_cases import FAMILIES, STEPS, case_of
+
+from benchmarks.lib.exactness_cases import FAMILIES, STEPS, case_of
+from benchmarks.loops import exactness
 
 SEEDS = [0, 3, 7, 11, 19, 23, 31, 42]
 

@@ -14,14 +14,9 @@ import torch
 
 pytest.importorskip("trl", reason="trl is not installed")
 
-import common
-import gpu
-import gpu_shapes
-import gpu_table
-import gpu_window
-import gpu_work
-import text_job
-from gpu_work import Point, result_of
+from benchmarks.gpu import gpu, gpu_shapes, gpu_table, gpu_window, gpu_work
+from benchmarks.gpu.gpu_work import Point, result_of
+from benchmarks.lib import common, text_job
 
 TINY = Point("tiny", "lora", "stock", device="cpu", **gpu.TINY)
 H100 = "NVIDIA H100 80GB HBM3"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import host_syncs
 import pytest
 import torch
-from host_syncs import COPIES, READS, CountsWaits, Waits
+
+from benchmarks.gpu import host_syncs
+from benchmarks.gpu.host_syncs import COPIES, READS, CountsWaits, Waits
 
 DEVICE = torch.device("cpu")
 """It stands for the device."""
@@ -90,7 +91,7 @@ def test_gradients_made_in_the_backward_are_the_devices():
 
 
 def test_the_table_adds_up():
-    places = [(READS, "scu_trainer/losses.py: _order", 6), (COPIES, "accelerate/operations.py: send_to_device", 12)]
+    places = [(READS, "scu_trainer/kernels.py: _order", 6), (COPIES, "accelerate/operations.py: send_to_device", 12)]
     waits = [{"kind": kind, "place": place, "count": count} for kind, place, count in places]
     results = [
         {"side": side, "steps": 2, "forwards": 8, "waits": waits[:shown]}
@@ -109,5 +110,5 @@ def test_ours_waits_once_per_chunk_for_the_loss_and_never_in_sizing_it():
     found = host_syncs.counted("ours, memory", 1)
 
     places = {wait["place"]: wait["count"] for wait in found["waits"]}
-    assert places["scu_trainer/losses.py: _order"] == found["forwards"]
+    assert places["scu_trainer/kernels.py: _order"] == found["forwards"]
     assert not any("micro_batch_sizer" in place or "step.py" in place for place in places)

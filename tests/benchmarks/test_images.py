@@ -6,14 +6,15 @@ import json
 import os
 from unittest.mock import patch
 
-import families
-import images
 import pytest
 import torch
-from common import RESULTS
-from images_sides import WAYS, augmented_by_loader, rehearsed, side_of, tiny
 from rich.console import Console
-from turns import Ended
+
+from benchmarks.headline import images
+from benchmarks.lib.common import RESULTS
+from benchmarks.lib.images_sides import WAYS, augmented_by_loader, rehearsed, side_of, tiny
+from benchmarks.lib.turns import Ended
+from benchmarks.studies import families
 
 SECONDS = {
     "plain loop": 2.0,

@@ -6,11 +6,8 @@ import json
 
 import numpy
 import pytest
-import scaling_commands
-import scaling_documents
-import scaling_ranks
-import scaling_sizes
 
+from benchmarks.studies import scaling_commands, scaling_documents, scaling_ranks, scaling_sizes
 from scu_trainer.data.store import open_arrow
 
 

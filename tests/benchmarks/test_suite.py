@@ -4,13 +4,13 @@ import json
 import multiprocessing
 
 import pytest
-import regressions
-import text_job
-import variable_length
-from memory_work import DISTRIBUTIONS, Shape
-from outcome import Figure, Grid, figure, finish
-from text_race import Raced, _book
-from turns import Ended, Side, in_turns
+
+from benchmarks.headline import regressions, variable_length
+from benchmarks.lib import text_job
+from benchmarks.lib.memory_work import DISTRIBUTIONS, Shape
+from benchmarks.lib.outcome import Figure, Grid, figure, finish
+from benchmarks.lib.text_race import Raced, _book
+from benchmarks.lib.turns import Ended, Side, in_turns
 
 JOB = text_job.Job(Shape(vocab=64, hidden=16, layers=1, longest_row=64), DISTRIBUTIONS["alpaca"], 3, 4, 2)
 
@@ -80,7 +80,7 @@ def _dies(turns):
 def forks(monkeypatch):
     """Sides that compute nothing need no process of their own from the ground up."""
     fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr("turns.multiprocessing.get_context", lambda method: fork)
+    monkeypatch.setattr("benchmarks.lib.turns.multiprocessing.get_context", lambda method: fork)
 
 
 def test_sides_take_turns_in_processes_and_say_their_end(forks):
@@ -118,7 +118,7 @@ def test_figures_say_whether_they_reach_their_target():
 
 
 def test_results_hold_table_figures_machine_and_versions(tmp_path, monkeypatch):
-    monkeypatch.setattr("common.RESULTS", tmp_path)
+    monkeypatch.setattr("benchmarks.lib.common.RESULTS", tmp_path)
     grid = Grid(("side", "ratio"), [("ours", "1.00")])
     path = finish("some", "a title", grid, {"ratio": figure([1.0, 1.1], "higher")}, repeats=2, results=[1])
     record = json.loads(path.read_text())
@@ -129,7 +129,7 @@ def test_results_hold_table_figures_machine_and_versions(tmp_path, monkeypatch):
 
 
 def test_a_rehearsal_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("common.RESULTS", tmp_path)
+    monkeypatch.setattr("benchmarks.lib.common.RESULTS", tmp_path)
     assert finish("some", "a title", Grid(("side",), []), {}, rehearsal=True) is None
     assert not list(tmp_path.iterdir())
 
@@ -204,7 +204,7 @@ def test_the_recorded_command_runs_again_elsewhere(results, tmp_path, monkeypatc
     script.parent.mkdir()
     newer = json.dumps(record(speed=(2.0, "higher", None)))
     script.write_text(f"import os\nopen(os.environ['BENCHMARK_RESULTS'] + '/some.json', 'w').write({newer!r})\n")
-    monkeypatch.setattr(regressions, "__file__", str(script))
+    monkeypatch.setattr(regressions, "ROOT", tmp_path)
     before = (results / "some.json").read_text()
     assert regressions.main(["some", "--keep", str(tmp_path / "kept")]) == 0
     assert (results / "some.json").read_text() == before
@@ -220,7 +220,7 @@ def test_a_benchmark_that_fails_is_said_and_the_others_go_on(results, tmp_path, 
     (scripts / "some.py").write_text(
         f"import os\nopen(os.environ['BENCHMARK_RESULTS'] + '/some.json', 'w').write({newer!r})\n"
     )
-    monkeypatch.setattr(regressions, "__file__", str(scripts / "regressions.py"))
+    monkeypatch.setattr(regressions, "ROOT", tmp_path)
     assert regressions.main([]) == 2
     shown = capsys.readouterr().out
     assert "python benchmarks/other.py ended with 3" in shown

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-import tried
-import tried_changes
-import tried_register
-from tried_register import Entry
 
+from benchmarks.lib import tried_changes, tried_register
+from benchmarks.lib.tried_register import Entry
+from benchmarks.studies import tried
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
 EXACT = ("rows of a chunk end to end", "no mask for right padding")

@@ -4,10 +4,11 @@ import os
 import sys
 from types import ModuleType
 
-import limit_work
 import pytest
-import under_a_limit
-from under_a_limit import AUTO_FIND, BY_HAND, JOB, OURS, OURS_FULL, QUICK, QUICK_SHARES
+
+from benchmarks.lib import limit_work
+from benchmarks.studies import under_a_limit
+from benchmarks.studies.under_a_limit import AUTO_FIND, BY_HAND, JOB, OURS, OURS_FULL, QUICK, QUICK_SHARES
 
 SHARE = QUICK_SHARES[0]
 

@@ -288,7 +288,7 @@ def test_no_torch_is_loaded(made):
     import sys
 
     code = (
-        "import sys; from scu_trainer.cli import report; report.png = lambda plot, theme: b''; "
+        "import sys; from scu_trainer.cli.publishing import report; report.png = lambda plot, theme: b''; "
         "report.drawing = report.Drawing; code = report.main(sys.argv[1:]); "
         "heavy = [name for name in ('torch', 'transformers', 'datasets') if name in sys.modules]; sys.exit(str(heavy))"
     )

@@ -5,22 +5,16 @@ pytest tests/gpu/test_benchmarks.py        # about 3 minutes on one card
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 
 @pytest.mark.timeout(1800)
 def test_every_path_on_the_card(monkeypatch):
     pytest.importorskip("trl", reason="trl is not installed")
-    import gpu
-    import gpu_table
+    from benchmarks.gpu import gpu, gpu_table
 
     seen = []
     monkeypatch.setattr(gpu_table, "show", lambda results, peak: seen.extend(results))

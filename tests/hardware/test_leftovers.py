@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+import scu_trainer
 from scu_trainer.cli.machine import hardware
 from scu_trainer.cli.machine import optimize as hardware_optimize
 from scu_trainer.hardware.watching import leftovers as subject
@@ -288,8 +289,8 @@ def test_an_item_that_is_in_use_is_never_removed(tmp_path):
 
 def test_every_folder_that_the_cache_gets_is_known():
     """A new kind of cached data must be named here, or it is never freed."""
-    root = Path(subject.__file__).parents[1]
-    sources = [path.read_text() for path in (root / "data").glob("*.py")]
-    sources += [path.read_text() for path in (root / "train").glob("*.py")]
+    root = Path(scu_trainer.__file__).parent
+    sources = [path.read_text() for path in (root / "data").rglob("*.py")]
+    sources += [path.read_text() for path in (root / "train").rglob("*.py")]
     kinds = {kind for text in sources for kind in re.findall(r'cache_dir\s*/ "(\w+)"', text)}
     assert kinds == {*hardware_optimize.CACHE_KINDS}

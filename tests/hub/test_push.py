@@ -145,8 +145,8 @@ def test_what_the_library_does_not_repeat_is_repeated_here(shared, faults, said)
 
 def test_a_hub_that_says_nothing_is_given_up_on_and_asked_again(shared):
     shared.hub.faults.stall_s = [30.0]
-    code = "import sys; from scu_trainer.models import hub_errors; from scu_trainer.cli.publishing.push import main; "
-    code += "hub_errors.STALL_S = 0.3; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from scu_trainer.models.loading import hub_errors; "
+    code += "from scu_trainer.cli.publishing.push import main; hub_errors.STALL_S = 0.3; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, str(shared.merged), "--repo_id", REPO]
     around = {**os.environ, **shared.hub.environment(shared.folder / "home")}
     done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=20)

@@ -1,6 +1,6 @@
 """Real detached runs of a tiny model, stopped, killed and resumed at random: no orphan, no wrong status, nothing lost.
 
-benchmarks/runs_campaign.py does a hundred cycles of the same.
+benchmarks/loops/runs_campaign.py does a hundred cycles of the same.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_m
 
 SAMPLE_SHARE = 1 / 16
 """Of a window's tokens, what an audit takes where the first one, on all of them, has passed
-(benchmarks/loss_analysis_cost.py)."""
+(benchmarks/loops/loss_analysis_cost.py)."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from torch.nn.functional import cross_entropy
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
 CHUNK_BYTES = 32 * 2**20
-"""Float32 logits of one chunk: larger ones save no time on a CPU (benchmarks/chunked_loss.py), smaller ones do cost."""
+"""Float32 logits of one chunk: larger ones save no time on a CPU, smaller ones do cost
+(benchmarks/headline/chunked_loss.py)."""
 
 FEWEST_ROWS, MOST_ROWS = 32, 1024
 """Rows of a chunk: below, the weight is read too often for too few of them; above, other tensors set the peak."""

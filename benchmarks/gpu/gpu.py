@@ -1,0 +1,217 @@
+"""On a GPU: how fast, in how much memory, and at what share of the card's peak are models of 1 to 8 billion weights
+tuned?
+
+    python benchmarks/gpu/gpu.py [--shapes 8b 1b 3b] [--tuning lora qlora full] [--sides stock ours ...]
+                             [--lengths chat|alpaca|fixed] [--steps 12] [--repeats 3] [--minutes 60]
+
+Llamas of the sizes of Llama 3 with random weights (gpu_shapes.py: their precision), uneven rows of up to 2048 tokens,
+LoRA of rank 16 on all linear layers, QLoRA or all weights, bf16, activation checkpointing. The sides are the stock
+Trainer, TRL as it comes and with what makes it fast (rows laid end to end, packing, flash attention, Liger), ours,
+Unsloth and Axolotl (gpu_work.py says what each is). All take the same optimizer steps on the same rows, but for
+packing, which fills rows up; the held-out loss after them is the proof.
+
+A point is one side with one model: a process of its own, 4 steps of warm-up, then --steps steps with the device waited
+for at both ends only, then one more in which waits of the host are counted. Points run one after the other, all sides
+of a model in turn, and all of it --repeats times. Real tokens are those predicted: padding is not counted. Peaks are
+those of torch's allocator over the training, and what it had reserved. MFU: the product's count of model FLOPs
+(scu_trainer/train/loops/flops.py; no padding, no recomputation) of these tokens per second over the maker's figure
+for the card in bf16 (scu_trainer/hardware/peaks.py, --peak_tflops overrides); "-" for a card without a known figure.
+
+What comes first in --shapes, --tuning and --sides is measured first. When --minutes are over, what was not measured is
+listed. The result file is written after every point; points of an earlier run on the same card and work are kept. A
+side that cannot run, or runs out of memory, is a row with its reason; one that fails also makes exit code 1. Exit code
+2 without a CUDA device. --quick rehearses all paths on tiny models, on the CPU (or --device cuda), and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu import gpu_table
+from benchmarks.gpu.gpu_shapes import SHAPES, TUNINGS
+from benchmarks.gpu.gpu_work import LENGTHS, SIDES, Point, obstacle, result_of
+from benchmarks.lib.common import RESULTS, not_repeated
+from benchmarks.lib.outcome import finish
+
+NAME = "gpu"
+RAN = ("measured", "out of memory", "failed")
+KEYS = ("card", "work", "shape", "tuning", "side")
+SUBJECT = ("shape", "tuning", "side")
+TINY = {"lengths": "tiny", "steps": 2, "batch_rows": 4, "accumulation": 2}
+SHOWN_ERROR = 2000
+"""Characters of a failed process's last words."""
+
+
+def points_of(given: argparse.Namespace) -> list[Point]:
+    """In the order in which they are measured."""
+    work = TINY if given.quick else {name: getattr(given, name) for name in TINY}
+    fixed = {
+        "device": given.device,
+        "checkpointing": given.gradient_checkpointing,
+        "full_dtype": given.full_dtype,
+        "flash": given.flash,
+    }
+    return [
+        Point(shape, tuning, side, repeat, **work, **fixed)
+        for repeat in range(1, given.repeats + 1)
+        for shape in (["tiny"] if given.quick else given.shapes)
+        for tuning in given.tuning
+        for side in given.sides
+    ]
+
+
+# -- one after the other -----------------------------------------------------------------------------------------------
+
+
+def measured(points: Sequence[Point], seconds: float, in_this_process: bool = False) -> Iterator[dict[str, Any]]:
+    """The result of each point; "not run" for those that ``seconds`` do not reach.
+
+    ``in_this_process``: all but the first, and those that change libraries; it saves a rehearsal the imports.
+    """
+    ends_s = time.monotonic() + seconds
+    for number, point in enumerate(points):
+        reason = obstacle(point)
+        left_s = ends_s - time.monotonic()
+        if reason is not None:
+            numbers = {"status": "cannot run", "reason": reason}
+        elif left_s <= 0:
+            numbers = {"status": "not run", "reason": "the time was over"}
+        elif in_this_process and number and not SIDES[point.side].needs_cuda:
+            numbers = result_of(point)
+        else:
+            numbers = in_own_process(point, left_s)
+        yield {**asdict(point), "work": point.work(), "card": "", **numbers}
+
+
+def in_own_process(point: Point, seconds: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        answer, errors = Path(folder) / "answer.json", Path(folder) / "errors.txt"
+        command = [sys.executable, str(Path(__file__).parent / "gpu_point.py"), json.dumps(asdict(point)), str(answer)]
+        with errors.open("w") as file:
+            try:
+                ended = subprocess.run(command, stdout=file, stderr=file, env=_environment(), timeout=seconds)
+            except subprocess.TimeoutExpired:
+                return {"status": "not run", "reason": "the time was over while it ran"}
+        numbers = json.loads(answer.read_text()) if answer.is_file() else {"status": "failed"}
+        if numbers["status"] == "failed":
+            print(errors.read_text()[-SHOWN_ERROR:], file=sys.stderr)
+            numbers.setdefault("reason", f"its process ended with {ended.returncode}; its last words are above")
+        return numbers
+
+
+def _environment() -> dict[str, str]:
+    """One card: with several, Trainers would spread the batch over them."""
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": card, "TOKENIZERS_PARALLELISM": "false"}
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
+def run(given: argparse.Namespace) -> int:
+    points = points_of(given)
+    results: list[dict[str, Any]] = []
+    for number, result in enumerate(measured(points, given.minutes * 60, given.quick), start=1):
+        results.append(result)
+        print(f"{number}/{len(points)} {gpu_table.line_of(result)}", flush=True)
+        if not given.quick and result["status"] in RAN:
+            with contextlib.redirect_stdout(io.StringIO()):
+                _leave(results, len(points) - number, given)
+    if given.quick:
+        gpu_table.show(results, given.peak_tflops)
+        print("rehearsal: nothing is written")
+    else:
+        _leave(results, 0, given)
+    broken = [result for result in results if result["status"] == "failed"]
+    return 1 if broken or (given.quick and gpu_table.differences(results)) else 0
+
+
+def _leave(results: list[dict[str, Any]], still_to_come: int, given: argparse.Namespace) -> None:
+    """The result file as it stands now, with what an earlier run measured and this one did not."""
+    found = [result for result in results if result["status"] != "not run"]
+    kept = _kept(found)
+    everything = [*results, *kept]
+    finish(
+        NAME,
+        gpu_table.title_of(everything),
+        gpu_table.grid_of(everything, given.peak_tflops),
+        gpu_table.figures_of(everything),
+        repeats=given.repeats,
+        notes=gpu_table.differences(everything),
+        not_run=sum(result["status"] == "not run" for result in results) + still_to_come,
+        results=[*found, *kept],
+    )
+    for note in gpu_table.notes_of(everything):
+        print(note)
+
+
+def _kept(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What an earlier run with the same card and work measured, and this one did not."""
+    ran = [result for result in found if result["status"] in RAN]
+    now = next((result for result in ran if result["card"]), None)
+    if now is None or not (RESULTS / f"{NAME}.json").is_file():
+        return []
+    same = (now["card"], now["work"])
+    again = {tuple(result[key] for key in SUBJECT) for result in found}  # also where it died: what it did once is over
+    earlier = not_repeated(NAME, ran, KEYS)
+    alike = [one for one in earlier if (one["card"], one["work"]) == same and one["status"] in RAN]
+    return [one for one in alike if tuple(one[key] for key in SUBJECT) not in again]
+
+
+def options(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = [name for name in SHAPES if name != "tiny"]
+    parser.add_argument("--shapes", nargs="+", choices=sizes, default=["8b", "1b", "3b"])
+    parser.add_argument("--tuning", nargs="+", choices=TUNINGS, default=list(TUNINGS))
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--lengths", choices=[name for name in LENGTHS if name != "tiny"], default="chat")
+    parser.add_argument("--steps", type=int, default=12, help="measured optimizer steps of a point")
+    parser.add_argument("--batch_rows", type=int, default=8, help="rows per device and batch")
+    parser.add_argument("--accumulation", type=int, default=2, help="batches per optimizer step")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=60, help="after these, nothing more is started or waited for")
+    parser.add_argument("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--full_dtype", choices=("float32", "bfloat16"), default="float32", help="weights of tuning full"
+    )
+    parser.add_argument("--flash", help="attn_implementation of sides that lay rows end to end, sdpa among them")
+    parser.add_argument("--peak_tflops", type=float, help="of the card in bf16")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, and cpu for --quick")
+    parser.add_argument("--quick", action="store_true", help="a rehearsal of all paths on tiny models")
+    given = parser.parse_args(words)
+    given.device = given.device or ("cpu" if given.quick else "cuda")
+    if given.quick:
+        given.repeats = 1
+    elif given.device == "cpu":
+        parser.error("--device cpu only rehearses: add --quick")
+    return given
+
+
+def main() -> int:
+    given = options()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here; --quick rehearses this benchmark on the CPU without measuring", file=sys.stderr)
+        return 2
+    gc.freeze()  # what was imported stays: collecting it again and again is half of a rehearsal's time
+    return run(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""One point of benchmarks/gpu/gpu.py: one side trains one model for some steps, in a process of its own.
+
+Precision is the same on every side: what gpu_shapes.py says of weights, bf16 autocast, fused AdamW with its state in
+the type of the trained weights. So are rows, their order, the logical batch and activation checkpointing.
+
+    stock                     transformers.Trainer, padded batches, sdpa
+    trl                       TRL's SFTTrainer as it comes: padded, its loss in chunks, sdpa
+    trl, padding-free         rows of a batch laid end to end, flash attention where it is installed
+    trl, packing              rows packed into rows of the longest length, likewise
+    trl, padding-free, liger  with Liger's layers: TRL + Liger + flash attention
+    ours                      SCUTrainer as the commands have it, attention as the commands choose it
+    ours, liger               with Liger's layers and loss, which tells no losses of rows: without the curriculum
+    unsloth, axolotl          as their documentation has it, see gpu_others.py and gpu_axolotl.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Optional
+
+import torch
+
+from benchmarks.gpu.gpu_shapes import SHAPES, CardShape, model_flops
+from benchmarks.gpu.gpu_window import EXTRA_STEPS, WARM_UP_STEPS, Window
+from benchmarks.lib.memory_work import DISTRIBUTIONS, Lengths
+from benchmarks.lib.text_job import LOOPS, SHIFT, Job, Trained, held_out_bits, ours, stock, trl
+from scu_trainer.errors import OutOfMemory
+from scu_trainer.models.kernels import best_attention
+from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.step.recovery.memory import free_memory, is_out_of_memory
+
+RANK = 16
+LEARNING_RATES = {"lora": 1e-3, "qlora": 1e-3, "full": 5e-5}
+"""So that a few steps from random weights show in the held-out loss."""
+REHEARSAL_RATE = 1e-2
+LENGTHS = {
+    **{name: DISTRIBUTIONS[name] for name in ("chat", "alpaca")},
+    "fixed": Lengths("fixed", 1024, 0.0),
+    "tiny": Lengths("tiny", 20, 0.6),
+}
+PADDING_FREE = {"padding_free": True, "max_length": None}
+LIGER = (("use_liger_kernel", True),)
+NO_CURRICULUM = {name: loop for name, loop in LOOPS.items() if name != "curriculum"}
+INSTALL = {
+    "liger_kernel": "liger-kernel",
+    "trl": "trl",
+    "unsloth": "unsloth",
+    "axolotl": "axolotl",
+    "bitsandbytes": "bitsandbytes",
+}
+"""Package that a module comes with."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """``side`` trains ``shape`` by ``tuning``. ``steps``: the measured ones.
+
+    ``flash``: attention of the sides that lay rows end to end; None: flash attention where it is installed, else sdpa.
+    """
+
+    shape: str
+    tuning: str
+    side: str
+    repeat: int = 1
+    lengths: str = "chat"
+    steps: int = 12
+    batch_rows: int = 8
+    accumulation: int = 2
+    device: str = "cuda"
+    checkpointing: bool = True
+    full_dtype: str = "float32"
+    flash: Optional[str] = None
+
+    def work(self) -> str:
+        """What must be equal for two points to be compared, but for shape and tuning."""
+        rows = f"{self.batch_rows} x {self.accumulation} rows of {self.lengths} lengths per optimizer step"
+        kept = "checkpointing" if self.checkpointing else "no checkpointing"
+        return f"{rows}, {self.steps} steps measured, {kept}, full tuning in {self.full_dtype} weights"
+
+    def model_shape(self, attention: Optional[str] = None) -> CardShape:
+        given = {"tuning": self.tuning, "full_dtype": self.full_dtype, "device": self.device}
+        return replace(SHAPES[self.shape], **given, attention=attention)
+
+
+@dataclass(frozen=True)
+class CardJob(Job):
+    """A job whose model is watched by ``window``."""
+
+    window: Optional[Window] = field(default=None, compare=False)
+
+    def model(self) -> torch.nn.Module:
+        return self.window.watch(super().model())
+
+
+def job_of(point: Point, attention: Optional[str], window: Window) -> CardJob:
+    rate = REHEARSAL_RATE if point.shape == "tiny" else LEARNING_RATES[point.tuning]
+    return CardJob(
+        shape=point.model_shape(attention),
+        lengths=LENGTHS[point.lengths],
+        steps=WARM_UP_STEPS + point.steps + EXTRA_STEPS,
+        batch_rows=point.batch_rows,
+        accumulation=point.accumulation,
+        lora_rank=None if point.tuning == "full" else RANK,
+        precision="bf16",
+        checkpointing=point.checkpointing,
+        learning_rate=rate,
+        device=point.device,
+        arguments=SIDES[point.side].arguments,
+        window=window,
+    )
+
+
+# -- sides -------------------------------------------------------------------------------------------------------------
+
+
+def packing(job: CardJob, window: Window, **changes: Any) -> Trained:
+    """As many packed rows to a step as hold the tokens of a step of the others, in as many batches."""
+    per_step = sum(job.token_rows().lengths) / job.steps / job.shape.longest_row
+    rows = max(1, round(per_step / job.accumulation))
+    given = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": job.accumulation}
+    return trl(job, window, packing=True, max_steps=job.steps, **given, **changes)
+
+
+def unsloth(job: CardJob, window: Window) -> Trained:
+    from benchmarks.gpu import gpu_others
+
+    return gpu_others.unsloth(job, window)
+
+
+def axolotl(job: CardJob, window: Window) -> Trained:
+    from benchmarks.gpu import gpu_axolotl
+
+    return gpu_axolotl.axolotl(job, window)
+
+
+@dataclass(frozen=True)
+class CardSide:
+    """``needs``: modules. ``wants_flash``: flash attention where it is installed. ``attends``: how it does without."""
+
+    work: Callable[..., Trained]
+    settings: dict[str, Any] = field(default_factory=dict)
+    arguments: tuple[tuple[str, Any], ...] = ()
+    needs: tuple[str, ...] = ()
+    needs_cuda: bool = False
+    wants_flash: bool = False
+    attends: str = "sdpa"
+    is_ours: bool = False
+
+
+SIDES = {
+    "stock": CardSide(stock),
+    "ours": CardSide(ours, LOOPS, is_ours=True),
+    "trl, padding-free, liger": CardSide(
+        trl, PADDING_FREE, LIGER, needs=("trl", "liger_kernel"), needs_cuda=True, wants_flash=True
+    ),
+    "trl, padding-free": CardSide(trl, PADDING_FREE, needs=("trl",), wants_flash=True),
+    "trl": CardSide(trl, needs=("trl",)),
+    "trl, packing": CardSide(packing, needs=("trl",), wants_flash=True),
+    "ours, liger": CardSide(ours, NO_CURRICULUM, LIGER, needs=("liger_kernel",), needs_cuda=True, is_ours=True),
+    "unsloth": CardSide(unsloth, needs=("unsloth",), needs_cuda=True, attends="its own"),
+    "axolotl": CardSide(axolotl, needs=("axolotl",), needs_cuda=True, wants_flash=True),
+}
+"""In the order of importance."""
+
+
+def obstacle(point: Point) -> Optional[str]:
+    """Why this point cannot run here, None if it can."""
+    side = SIDES[point.side]
+    needs = (*side.needs, *(("bitsandbytes",) if point.tuning == "qlora" else ()))
+    missing = [name for name in needs if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"needs {missing[0]}, which is not installed: pip install {INSTALL[missing[0]]}"
+    return "needs CUDA" if side.needs_cuda and point.device == "cpu" else None
+
+
+def attention_of(point: Point) -> Optional[str]:
+    """``attn_implementation`` of a side, None for sdpa."""
+    side = SIDES[point.side]
+    if side.wants_flash and point.flash is not None:
+        return point.flash
+    if point.device == "cpu" or not (side.wants_flash or side.is_ours):
+        return None
+    chosen = best_attention(None, point.device, half_precision=True)
+    if chosen is None and side.wants_flash and importlib.util.find_spec("kernels") is not None:
+        return "kernels-community/flash-attn2"
+    return chosen
+
+
+# -- one point ---------------------------------------------------------------------------------------------------------
+
+
+def result_of(point: Point) -> dict[str, Any]:
+    """Numbers of ``point``, trained in this process. An out-of-memory or an error is a result, with its reason."""
+    attention = attention_of(point)
+    try:
+        numbers = _measured(point, attention)
+    except Exception as error:  # one side's error must not take the other sides' time on the card
+        status = "out of memory" if isinstance(error, OutOfMemory) or is_out_of_memory(error) else "failed"
+        if status == "failed":
+            traceback.print_exc()
+        numbers = {"status": status, "reason": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"}
+    return {"attention": attention or SIDES[point.side].attends, "card": _card(point.device), **numbers}
+
+
+def _card(device: str) -> str:
+    return "cpu" if device == "cpu" else torch.cuda.get_device_name()
+
+
+def _measured(point: Point, attention: Optional[str]) -> dict[str, Any]:
+    side = SIDES[point.side]
+    window = Window(point.device, point.steps)
+    job = job_of(point, attention, window)
+    with run_log(), window.peaks:
+        model, step_tokens = side.work(job, window, **side.settings)
+        window.end()
+    free_memory(window.device)  # of trainer and optimizer
+    measured = step_tokens[WARM_UP_STEPS : WARM_UP_STEPS + point.steps]
+    with torch.autocast(point.device, torch.bfloat16):
+        bits = held_out_bits(model, job)
+    return {
+        "status": "measured",
+        "seconds": window.seconds,
+        "tokens": sum(measured),
+        "step_tokens": step_tokens,
+        "processed": window.processed,
+        "peak_bytes": window.peaks.allocated,
+        "reserved_bytes": window.peaks.reserved,
+        "host_syncs": window.syncs,
+        "held_out_bits": bits,
+    }
+
+
+def flops_per_token(point: Point) -> float:
+    """Model FLOPs per predicted token of the rows of ``point``, the same number for every side."""
+    job = job_of(replace(point, side="stock"), None, Window("cpu", point.steps))
+    lengths = job.token_rows().lengths
+    return model_flops(job.shape, job.adapted, lengths) / sum(length - SHIFT for length in lengths)

@@ -1,0 +1,287 @@
+"""How often per optimizer step does the host wait for the device? Stock Trainer, TRL and ours, counted by place.
+
+    python benchmarks/gpu/host_syncs.py [--steps 4]
+
+A host that waits cannot prepare the next kernels, and a device with nothing prepared stands still. It waits where a
+number is read (``item``, ``tolist``, ``bool``, ``nonzero``, a boolean mask as an index, ``cpu``), and where something
+is copied to the device without ``non_blocking``. Both are counted here without a device: the CPU stands for it. What
+is made on the host (a factory without ``device=``, a batch of the loader) is remembered as such until it is moved; all
+else counts as the device's, so a doubt counts against the side. Only calls from Python are seen, not those within a
+kernel of torch.
+
+Work: documents of uneven lengths, batches of eight, four of them accumulated, a vocabulary large enough for the chunked
+loss, small otherwise: the number of waits does not depend on the size of the model. The first steps are left out, in
+which ours measures every chunk. Waits per step depend on how many chunks a step has, which stands beside them; chunks
+are as large as on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+from unittest.mock import patch
+
+import accelerate.data_loader
+import torch
+import trl  # noqa: F401  by its first import, which is not to be counted
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.memory_work import Lengths, Shape
+from benchmarks.lib.outcome import Figure, Grid, finish
+from benchmarks.lib.text_job import LOOPS, WORKERS, Job, ours
+from scu_trainer.settings import MemorySettings, RegularizationSettings
+from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.step import micro_batch_sizer
+
+SETTLED_STEPS = 5
+"""Left out: by then every chunk has been measured, and the model asked how its loss adds up."""
+
+AS_THE_COMMANDS = (("logging_nan_inf_filter", False),)
+"""Of ``scu-trainer train``, here for all sides. The stock loop else asks twice per batch whether its loss is a
+number."""
+
+SIDES = {
+    "stock": WORKERS["stock"],
+    "TRL": WORKERS["trl"],
+    "ours, memory": (ours, {"memory": MemorySettings()}),
+    "ours, all loops": (ours, {**LOOPS, "regularization": RegularizationSettings()}),
+}
+
+ANSWERS = {
+    "item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal",
+    "allclose", "is_nonzero", "bincount", "__bool__", "__int__", "__float__", "__index__", "__contains__",
+}  # fmt: skip
+"""What cannot return before the device has computed it: a number, or a tensor whose shape depends on numbers."""
+
+MAKERS_FROM_HOST = {"tensor", "as_tensor", "asarray"}
+"""With ``device=``: made on the host, then copied."""
+
+READS, COPIES = "reads", "copies"
+PACKAGES = ("scu_trainer", "transformers", "accelerate", "trl", "torch")
+
+
+@dataclass
+class Waits:
+    """``by_place``: (kind, place in the code) -> number, while ``is_on``."""
+
+    is_on: bool = False
+    by_place: Counter = field(default_factory=Counter)
+
+    def note(self, kind: str) -> None:
+        if self.is_on:
+            self.by_place[kind, place()] += 1
+
+
+def place() -> str:
+    """``package/file.py: function`` of the caller, the nearest one outside of torch and of this file."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        owner = next((name for name in PACKAGES if name in path.parts), None)
+        if owner not in (None, "torch"):
+            return f"{owner}/{path.name}: {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+class CountsWaits(TorchFunctionMode):
+    """Sees every call of torch from Python. ``waits`` gets those for which a host with a device would wait."""
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self.waits = waits
+        self._on_host: dict[int, StorageWeakRef] = {}  # a weak reference keeps the number from being given anew
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("to", "copy_"):
+            return self._moved(func, name, args, kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
+        is_made = not given
+        from_host = is_made or all(map(self.is_on_host, given))
+        if self._waits_for_answer(name, args, kwargs, from_host):
+            self.waits.note(READS)
+        if self._waits_for_copy(name, args, kwargs):
+            self.waits.note(COPIES)
+        made = func(*args, **kwargs)
+        if name == "cpu":
+            made = made.clone()
+        if name == "cpu" or (from_host and not (is_made and kwargs.get("device") is not None)):
+            self.keep_on_host(made)
+        return made
+
+    def _moved(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
+        """``to`` and ``copy_``. The device is meant by a torch.device or a tensor of it, the host by "cpu"."""
+        tensor, others = args[0], [*args[1:], *kwargs.values()]
+        is_blocking = not kwargs.get("non_blocking") and not any(other is True for other in others)
+        was_on_host = self.is_on_host(tensor)
+        like = next((other for other in others if torch.is_tensor(other)), None)
+        if like is not None:
+            to_host = self.is_on_host(like)
+        elif any(isinstance(other, (str, torch.device)) for other in others):
+            to_host = any(isinstance(other, str) and other == "cpu" for other in others)
+        else:
+            to_host = was_on_host
+        if name == "copy_":
+            was_on_host, to_host = to_host, was_on_host
+        if was_on_host != to_host and (is_blocking or to_host):
+            self.waits.note(READS if to_host else COPIES)
+        made = func(*args, **kwargs)
+        if name == "copy_":
+            return made
+        if was_on_host != to_host:  # here it is the same tensor, with a device another one
+            made = made.clone()
+        if to_host:
+            self.keep_on_host(made)
+        return made
+
+    def _waits_for_answer(self, name: str, args: tuple, kwargs: dict, from_host: bool) -> bool:
+        if from_host:
+            return False
+        if name == "where":
+            return len(args) + len(kwargs) == 1
+        if name == "repeat_interleave":
+            return torch.is_tensor((*args, None)[1]) and kwargs.get("output_size") is None
+        if name == "__getitem__":
+            return any(index.dtype == torch.bool for index in _indices(args[1]) if torch.is_tensor(index))
+        return name in ANSWERS
+
+    def _waits_for_copy(self, name: str, args: tuple, kwargs: dict) -> bool:
+        if name in MAKERS_FROM_HOST:
+            is_new = not torch.is_tensor(args[0])
+            return kwargs.get("device") is not None and (is_new or self.is_on_host(args[0]))
+        if name not in ("__getitem__", "__setitem__") or self.is_on_host(args[0]):
+            return False
+        return any(
+            isinstance(index, list) or (torch.is_tensor(index) and index.dim() > 0 and self.is_on_host(index))
+            for index in _indices(args[1])
+        )
+
+    # -- where a tensor lives ------------------------------------------------------------------------------------------
+
+    def is_on_host(self, tensor: Any) -> bool:
+        return torch.is_tensor(tensor) and tensor.untyped_storage()._cdata in self._on_host
+
+    def keep_on_host(self, made: Any) -> None:
+        for tensor in tree_leaves(made):
+            if torch.is_tensor(tensor):
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._on_host[reference.cdata] = reference
+
+
+def _indices(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, tuple) else (given,)
+
+
+class Counting:
+    """In the place of turns: counts ``steps`` settled steps. One more follows, for the end of a training waits too."""
+
+    def __init__(self, waits: Waits, steps: int) -> None:
+        self.waits, self.done, self.last = waits, 0, SETTLED_STEPS + steps
+
+    def begin(self) -> None:
+        """All is set up."""
+
+    def step(self) -> None:
+        self.done += 1
+        self.waits.is_on = SETTLED_STEPS <= self.done < self.last
+
+
+def counted(name: str, steps: int) -> dict[str, Any]:
+    """One side: waits by place, and forward passes, of ``steps`` steps after the settled ones."""
+    work, settings = SIDES[name]
+    job = job_of(steps, AS_THE_COMMANDS)
+    mode, forwards = CountsWaits(Waits()), Counter()
+
+    def moved(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        mode.keep_on_host(batch)  # as a loader makes it, whichever way
+        return send_to_device(batch, *args, **kwargs)
+
+    send_to_device = accelerate.data_loader.send_to_device
+    made = job.model()
+    made.register_forward_hook(lambda *_: forwards.update([mode.waits.is_on]))
+    with (
+        run_log(),
+        patch.object(accelerate.data_loader, "send_to_device", moved),
+        patch.object(Job, "model", lambda _: made),
+        patch.dict(micro_batch_sizer.BUSY_TOKENS, {"cpu": micro_batch_sizer.BUSY_TOKENS_ELSEWHERE}),
+        mode,
+    ):
+        work(job, Counting(mode.waits, steps), **settings)
+    return {
+        "side": name,
+        "steps": steps,
+        "forwards": forwards[True],
+        "waits": [{"kind": kind, "place": where, "count": n} for (kind, where), n in mode.waits.by_place.items()],
+    }
+
+
+def total(result: dict[str, Any], kind: Optional[str] = None, owner: str = "") -> float:
+    """Per optimizer step."""
+    chosen = [w for w in result["waits"] if kind in (None, w["kind"]) and w["place"].startswith(owner)]
+    return sum(w["count"] for w in chosen) / result["steps"]
+
+
+def grid(results: Sequence[dict[str, Any]]) -> Grid:
+    """A row per place, the most frequent first; a column per side."""
+
+    def row(name: str, numbers: Sequence[float]) -> list[str]:
+        return [name, *(f"{number:g}" if number else "" for number in numbers)]
+
+    rows = [
+        row("all", [total(result) for result in results]),
+        row("forward passes", [result["forwards"] / result["steps"] for result in results]),
+    ]
+    places = {(wait["kind"], wait["place"]) for result in results for wait in result["waits"]}
+    by_place = {place: [_of(result, *place) for result in results] for place in places}
+    for (kind, where), numbers in sorted(by_place.items(), key=lambda item: (-max(item[1]), item[0])):
+        rows.append(row(f"{kind}: {where}", numbers))
+    return Grid(["the host waits, times per optimizer step", *(result["side"] for result in results)], rows)
+
+
+def _of(result: dict[str, Any], kind: str, where: str) -> float:
+    found = sum(w["count"] for w in result["waits"] if (w["kind"], w["place"]) == (kind, where))
+    return found / result["steps"]
+
+
+def figures(results: Sequence[dict[str, Any]]) -> dict[str, Figure]:
+    sides = {result["side"]: result for result in results}
+    found = {}
+    for name in ("ours, memory", "ours, all loops"):
+        found[f"waits per step, {name} / stock"] = Figure(total(sides[name]) / total(sides["stock"]), "lower")
+        found[f"waits per step in scu_trainer, {name}"] = Figure(total(sides[name], owner="scu_trainer"), "lower")
+    return found
+
+
+def job_of(steps: int, arguments: tuple) -> Job:
+    """Small in all but the vocabulary, for the chunked loss. ``arguments``: of TrainingArguments, besides."""
+    shape, lengths = Shape(vocab=17_000, hidden=64, layers=2), Lengths("uneven", 30, 0.6)
+    return Job(shape, lengths, steps=SETTLED_STEPS + steps + 1, arguments=arguments)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps that are counted")
+    parser.add_argument("--quick", action="store_true", help="rehearse; nothing is written")
+    options = parser.parse_args()
+    results = [counted(name, 1 if options.quick else options.steps) for name in SIDES]
+    if options.quick:
+        print(*(" | ".join(row) for row in [grid(results).heads, *grid(results).rows]), sep="\n")
+        print("rehearsal: nothing is written")
+        return
+    title = "how often the host waits for the device, per optimizer step"
+    finish("host_syncs", title, grid(results), figures(results), repeats=1, results=results)
+
+
+if __name__ == "__main__":
+    main()

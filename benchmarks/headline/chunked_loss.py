@@ -1,0 +1,292 @@
+"""Output layer and loss in chunks of rows: what does it save, what does it cost, is the gradient the same?
+
+    python benchmarks/headline/chunked_loss.py [--vocab 32000 128000] [--rounds 5] [--rows 16 64 256 1024]
+
+2048 tokens per step, float32, one in sixteen targets ignored. Five subjects: output layer and loss alone, with hidden
+states of 256 and of 512; a Llama of 4 layers and hidden 256, all of it trained; the same with a frozen output layer, as
+adapters leave it; and that under bfloat16 autocast. Stock is the model's own loss, or what it does with the logits.
+
+- CPU seconds of forward and backward. Both sides take turns, step by step, in one process; printed are medians, and the
+  median of the paired ratios.
+- Peak memory of a step, gradients included, above the weights and what a first small step leaves; each side in a
+  process of its own.
+- Largest difference of any gradient, relative to that gradient's largest entry: ours from stock, and both from float64
+  (output layer alone, hidden 256).
+
+--rows also times the output layer alone at those rows per chunk, in place of the automatic ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Optional
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.common import command_line, write_result
+from benchmarks.lib.memory_work import MIB, Shape, Witness, in_fresh_process
+from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy, rows_in_chunk
+
+TOKENS, ROWS = 2048, 8
+WARM_UP_TOKENS = 8
+IGNORED_EVERY = 16
+TIME_TARGET, GRADIENT_TARGET = 1.1, 1e-6
+PEAK_TARGETS = {32_000: 0.5, 128_000: 0.3}
+NOT_LEARNED = -100
+
+
+@dataclass(frozen=True)
+class Subject:
+    """``model``: a Llama around the output layer, or the layer alone."""
+
+    name: str
+    vocab: int
+    hidden: int = 256
+    model: bool = True
+    frozen_head: bool = False
+    autocast: bool = False
+    rows_per_chunk: Optional[int] = None
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        module = Shape(self.vocab, self.hidden).model() if self.model else Head(self.vocab, self.hidden)
+        if self.frozen_head:
+            module.lm_head.weight.requires_grad_(False)
+        return module
+
+    def precision(self) -> contextlib.AbstractContextManager:
+        return torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext()
+
+    def chunked(self, hidden: Tensor, weight: Tensor, targets: Tensor, items: int) -> Tensor:
+        flat, rows = hidden.flatten(0, -2), self.rows_per_chunk
+        return chunked_linear_cross_entropy(flat, weight, None, targets.flatten(), divisor=items, rows_per_chunk=rows)[
+            0
+        ]
+
+
+class Head(nn.Module):
+    """An output layer on hidden states that are given, and need a gradient."""
+
+    def __init__(self, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(hidden, vocab, bias=False)
+        nn.init.normal_(self.lm_head.weight, std=0.02)
+        self.hidden = nn.Parameter(torch.randn(TOKENS, hidden))
+
+
+def targets_of(vocab: int, tokens: int) -> Tensor:
+    """(rows, time), shifted already."""
+    drawn = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(1))
+    drawn[::IGNORED_EVERY] = NOT_LEARNED
+    return drawn.view(-1, min(tokens, TOKENS // ROWS))
+
+
+def loss_of(module: nn.Module, subject: Subject, side: str, tokens: int = TOKENS) -> Tensor:
+    targets = targets_of(subject.vocab, tokens)
+    items = int((targets != NOT_LEARNED).sum())
+    if not subject.model:
+        hidden, weight = module.hidden[:tokens], module.lm_head.weight
+        if side == "chunked":
+            return subject.chunked(hidden, weight, targets, items)
+        return ForCausalLMLoss(linear(hidden, weight), None, subject.vocab, items, shift_labels=targets)
+    words = targets.clamp(min=0)
+    with wired(module, subject) if side == "chunked" else contextlib.nullcontext():
+        return module(input_ids=words, labels=words, shift_labels=targets, num_items_in_batch=items).loss
+
+
+@contextlib.contextmanager
+def wired(model: nn.Module, subject: Subject) -> Iterator[None]:
+    """The model's logits are its hidden states, and its loss makes logits of them chunk by chunk."""
+    head, stock_loss = model.lm_head, model.loss_function
+
+    def loss(logits, labels, vocab_size, num_items_in_batch, shift_labels, **kwargs):
+        return subject.chunked(logits, head.weight, shift_labels, num_items_in_batch)
+
+    model.lm_head, model.loss_function = nn.Identity(), loss
+    try:
+        yield
+    finally:
+        model.lm_head, model.loss_function = head, stock_loss
+
+
+def step(module: nn.Module, subject: Subject, side: str, tokens: int = TOKENS) -> float:
+    """One forward and backward into ``.grad``; CPU seconds."""
+    module.zero_grad(set_to_none=True)
+    begun_s = time.process_time()
+    with subject.precision():
+        loss = loss_of(module, subject, side, tokens)
+    loss.backward()
+    return time.process_time() - begun_s
+
+
+# -- time and gradients ------------------------------------------------------------------------------------------------
+
+
+def gradients(module: nn.Module, subject: Subject, side: str) -> dict[str, Tensor]:
+    step(module, subject, side)
+    return {name: part.grad for name, part in module.named_parameters() if part.grad is not None}
+
+
+def apart(ours: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    """Length of the difference over length of the gradient, all parameters together."""
+    assert ours.keys() == others.keys()
+    squares = [
+        (float((ours[name] - others[name]).square().sum()), float(others[name].square().sum())) for name in others
+    ]
+    return math.sqrt(sum(difference for difference, _ in squares) / sum(length for _, length in squares))
+
+
+def worst_entry(ours: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    """Of the worst parameter: largest difference over largest entry."""
+    return max(float((ours[name] - others[name]).abs().max() / others[name].abs().max()) for name in others)
+
+
+def times(subjects: list[Subject], rounds: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    return [times_of(subject, rounds) for subject in subjects]
+
+
+def times_of(subject: Subject, rounds: int) -> dict[str, Any]:
+    module = subject.build()
+    made = {side: gradients(module, subject, side) for side in ("stock", "chunked")}
+    result = {
+        "gradient_difference": apart(made["chunked"], made["stock"]),
+        "worst_entry_difference": worst_entry(made["chunked"], made["stock"]),
+    }
+    if not subject.model and subject.hidden == 256:
+        exact = gradients(module.double(), subject, "chunked")
+        result |= {f"{side}_from_float64": apart(made[side], exact) for side in made}
+        module.float()
+    made.clear()
+    seconds: dict[str, list[float]] = {"stock": [], "chunked": []}
+    for turn in range(rounds):
+        for side in ("stock", "chunked") if turn % 2 else ("chunked", "stock"):
+            seconds[side].append(step(module, subject, side))
+    pairs = zip(seconds["chunked"], seconds["stock"], strict=True)
+    return {
+        **result,
+        "stock_s": median(seconds["stock"]),
+        "chunked_s": median(seconds["chunked"]),
+        "steps_s": seconds,
+        "time_over_stock": median(ours / stock for ours, stock in pairs),
+    }
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def peaks_mib(subjects: list[Subject], side: str) -> list[float]:
+    torch.set_num_threads(1)
+    return [peak_mib(subject, side) for subject in subjects]
+
+
+def peak_mib(subject: Subject, side: str) -> float:
+    module, witness = subject.build(), Witness("cpu")
+    step(module, subject, side, WARM_UP_TOKENS)
+    module.zero_grad(set_to_none=True)
+    base_bytes = witness.start()
+    step(module, subject, side)
+    witness.read()
+    return (witness.highest_bytes - base_bytes) / MIB
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
+
+
+def subjects(vocab: int) -> list[Subject]:
+    return [
+        Subject("output layer, hidden 256", vocab, model=False),
+        Subject("output layer, hidden 512", vocab, hidden=512, model=False),
+        Subject("Llama, all trained", vocab),
+        Subject("Llama, frozen output layer", vocab, frozen_head=True),
+        Subject("Llama, frozen, autocast", vocab, frozen_head=True, autocast=True),
+    ]
+
+
+def measured(subjects: list[Subject], rounds: int) -> list[dict[str, Any]]:
+    stock, chunked = (in_fresh_process(peaks_mib, subjects, side) for side in ("stock", "chunked"))
+    return [
+        {
+            "subject": subject.name,
+            "vocab": subject.vocab,
+            "rows_per_chunk": subject.rows_per_chunk or rows_in_chunk(subject.vocab),
+            **timed,
+            "stock_peak_mib": stock_mib,
+            "chunked_peak_mib": chunked_mib,
+            "peak_over_stock": chunked_mib / stock_mib,
+        }
+        for subject, timed, stock_mib, chunked_mib in zip(
+            subjects, in_fresh_process(times, subjects, rounds, allocator={}), stock, chunked, strict=True
+        )
+    ]
+
+
+def table(results: list[dict[str, Any]]) -> Table:
+    shown = Table(title=f"{TOKENS} tokens per step; chunked / stock")
+    columns = "vocab", "rows", "peak, MiB", "stock", "/ stock", "CPU s", "stock", "/ stock", "gradient apart"
+    shown.add_column("subject")
+    for name in columns:
+        shown.add_column(name, justify="right")
+    for row in results:
+        shown.add_row(
+            row["subject"],
+            str(row["vocab"]),
+            str(row["rows_per_chunk"]),
+            *(f"{row[name]:.0f}" for name in ("chunked_peak_mib", "stock_peak_mib")),
+            f"{row['peak_over_stock']:.3f}",
+            *(f"{row[name]:.2f}" for name in ("chunked_s", "stock_s")),
+            f"{row['time_over_stock']:.3f}",
+            f"{row['gradient_difference']:.1e}",
+        )
+    return shown
+
+
+def verdicts(row: dict[str, Any]) -> list[str]:
+    """The targets that this row misses."""
+    aims = {"time_over_stock": TIME_TARGET, "peak_over_stock": PEAK_TARGETS.get(row["vocab"])}
+    if "autocast" not in row["subject"]:  # half precision rounds each chunk's product
+        aims["gradient_difference"] = GRADIENT_TARGET
+    return [
+        f"MISSED {row['subject']}, {row['vocab']} words: {name} {row[name]:.3g}, at most {aim:g}"
+        for name, aim in aims.items()
+        if aim is not None and row[name] > aim
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocab", nargs="*", type=int, default=list(PEAK_TARGETS))
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each side that are timed")
+    parser.add_argument("--rows", nargs="*", type=int, default=[], help="rows per chunk, tried on the output layer")
+    given = parser.parse_args()
+    console = Console(width=140)
+    results, missed = [], []
+    for vocab in given.vocab:
+        wanted = subjects(vocab)
+        tried = [replace(one, rows_per_chunk=rows) for one in wanted if not one.model for rows in given.rows]
+        found = measured([*wanted, *tried], given.rounds)
+        missed += [line for row in found[: len(wanted)] for line in verdicts(row)]
+        results += found
+        console.print(table(found))
+    console.print(*missed or ["all targets met"], sep="\n")
+    targets = {"time_over_stock": TIME_TARGET, "gradient_difference": GRADIENT_TARGET, "peak_over_stock": PEAK_TARGETS}
+    write_result("chunked_loss", command_line(), {"targets": targets, "missed": missed, "subjects": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""What ``scu-trainer plan`` predicts of a run's memory, against what the run takes.
+
+    python benchmarks/headline/memory_estimate.py                        # CPU: about 25 minutes on two cores
+    python benchmarks/headline/memory_estimate.py --limits               # and under hard limits: an hour more
+    python benchmarks/headline/memory_estimate.py --device cuda --limits  # one card of 24 GB or more
+    python benchmarks/headline/memory_estimate.py --cases cuda --tiny    # the same trainings, tiny: do they all run?
+    python benchmarks/headline/memory_estimate.py --predict_only         # new predictions for the stored measurements
+
+Each training is the real command on rows that fill ``block_size``, --repeats times in a fresh process. Measured: the
+most that the process held during an optimizer step, above what it held before there was a model; resident memory on a
+CPU, live tensors (torch.cuda.max_memory_allocated) on a GPU. Other columns: the same with a C library that gives freed
+blocks back at once (--exact), hence what is live; what a thread beside the run sees of it at most.
+
+--limits: some of the trainings again, without recovery from out-of-memory, under a limit of so many times what they
+take: RLIMIT_DATA on a CPU (float32, one thread, without oneDNN), the allocator's memory fraction on CUDA. A run that
+dies where ``plan --limit`` says that it fits is a failure of the plan; one that lives where it says no is caution.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any, Optional
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.common import RESULTS, command_line, write_result
+from benchmarks.lib.memory_estimate_bench import Bench
+from benchmarks.lib.memory_estimate_cases import CASES, named, tiny
+from benchmarks.lib.memory_work import MIB
+
+NAME = "memory_estimate"
+MEDIAN_TARGET, WORST_TARGET = 0.10, 0.25
+LIMITED = {
+    "cpu": ["llama full", "gpt2 full", "qwen2 full adafactor", "llama wide lora", "llama 64k tied lora", "gru full"],
+    "cuda": ["1b lora", "1b qlora checkpointed", "1b full", "gpt2 full float32", "resnet50 full", "gru full"],
+}
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    shown = Table(title="peak of a step above what the process held before there was a model, MiB")
+    for name in ("training", "measured", "noise", "exact", "predicted", "error", "parts"):
+        shown.add_column(name, justify="left" if name in ("training", "parts") else "right")
+    for row in rows:
+        parts = ", ".join(f"{name} {_mib(size)}" for name, size in row.get("parts", {}).items() if size >= MIB)
+        error = _percent(row.get("error"), "+")
+        figures = (_mib(row["measured_bytes"]), _percent(row["noise"]), _mib(row["exact_bytes"]))
+        shown.add_row(row["name"], *figures, _mib(row.get("predicted_bytes")), error, parts)
+    return shown
+
+
+def limit_table(rows: list[dict[str, Any]]) -> Table:
+    shown = Table(title="under a hard limit, as a share of what the run takes without one")
+    for name in ("training", "limit", "MiB", "ended", "plan", ""):
+        shown.add_column(name)
+    for row in rows:
+        says = {None: "-", True: "fits", False: "does not fit"}[row["plan_fits"]]
+        wrong = "WRONG" if is_wrong(row) else ""
+        shown.add_row(row["name"], f"{row['share']:.2f}", _mib(row["limit_bytes"]), row["ended"], says, wrong)
+    return shown
+
+
+def is_wrong(row: dict[str, Any]) -> bool:
+    return bool(row["plan_fits"]) and row["ended"] != "finished"
+
+
+def _percent(share: Optional[float], sign: str = "") -> str:
+    return "-" if share is None else f"{share:{sign}.1%}"
+
+
+def _mib(size: Optional[int]) -> str:
+    return "-" if size is None else f"{size / MIB:.0f}"
+
+
+def summary(rows: list[dict[str, Any]], limits: list[dict[str, Any]]) -> dict[str, Any]:
+    errors = [abs(row["error"]) for row in rows if "error" in row]
+    noises = [row["noise"] for row in rows if row["noise"] is not None]
+    return {
+        "targets": {"median_error": MEDIAN_TARGET, "worst_error": WORST_TARGET},
+        "compared": len(errors),
+        "median_error": median(errors) if errors else None,
+        "worst_error": max(errors) if errors else None,
+        "median_noise": median(noises) if noises else None,
+        "fits_said_of_runs_that_died": sum(map(is_wrong, limits)),
+    }
+
+
+def stored(key: str) -> list[dict[str, Any]]:
+    path = RESULTS / f"{NAME}.json"
+    return json.loads(path.read_text())[key] if path.is_file() else []
+
+
+def merged(key: str, rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """``rows`` in the place of what is stored of the same runs."""
+    now = {tuple(row[name] for name in names): row for row in rows}
+    before = {tuple(row[name] for name in names): row for row in stored(key)}
+    return list((before | now).values())
+
+
+def write(rows: list[dict[str, Any]], limits: list[dict[str, Any]]) -> None:
+    rows = merged("results", rows, ("name", "device"))
+    limits = merged("limits", limits, ("name", "device", "share"))
+    write_result(NAME, command_line(), {**summary(rows, limits), "results": rows, "limits": limits})
+
+
+def report(given: argparse.Namespace, bench: Bench) -> None:
+    cases = named(CASES[given.cases or given.device], given.only)
+    cases = [tiny(case) for case in cases] if given.tiny else cases
+    known = {(row["name"], row["device"]): row for row in stored("results")}
+    rows, limits = [], []
+    for case in cases:
+        if given.predict_only:
+            row = known.get((case.name, given.device))
+        else:
+            row = bench.measure(case, given.repeats, given.exact)
+        if row is None:
+            continue
+        rows.append(bench.compared(row, case))
+        if not given.tiny:
+            write(rows, limits)
+    Console(width=160).print(table(rows))
+    for case in cases if given.limits else ():
+        if case.name in LIMITED[given.device]:
+            limits += bench.limited(case)
+            if not given.tiny:
+                write(rows, limits)
+    if limits:
+        Console(width=160).print(limit_table(limits))
+    Console(width=160).print(summary(rows, limits))
+
+
+def main() -> None:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--cases", choices=list(CASES), help="default: those of the device")
+    parser.add_argument("--only", nargs="+", default=[], help="parts of the names of the trainings")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--exact", action="store_true", help="also with a C library that keeps nothing")
+    parser.add_argument("--tiny", action="store_true", help="next to no work; nothing is written")
+    parser.add_argument("--limits", action="store_true", help="also under hard limits")
+    parser.add_argument("--predict_only", action="store_true", help="measure nothing, take the stored figures")
+    parser.add_argument("--no_prediction", action="store_true", help="measure only")
+    parser.add_argument("--scratch", type=Path, help="folder that keeps the models; default: a temporary one")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = given.scratch or Path(folder)
+        scratch.mkdir(parents=True, exist_ok=True)
+        report(given, Bench(given.device, scratch, not given.no_prediction))
+
+
+if __name__ == "__main__":
+    main()

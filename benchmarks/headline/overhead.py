@@ -1,0 +1,79 @@
+"""What does the machinery cost where it has nothing to gain? Rows of one length, all three loops on.
+
+    python benchmarks/headline/overhead.py [--steps 35] [--repeats 2] [--quick]
+
+A Llama of hidden 256 with 4 layers and 2,048 words on 8 rows of 256 tokens per optimizer step, float32, AdamW, trained
+as LoRA of rank 8 and as a whole. No padding to save, and too few words for the chunked loss: what is left is the cost
+of the loops. Sides in turns of five steps, each a process of its own: a plain PyTorch loop, which is the floor, the
+stock Trainer, ours with every loop off, and ours with all three loops, measuring and pulling lambda at every step,
+booking each row's loss. Ratios are medians over pairs of turns; medians of the repeats are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.memory_work import Lengths, Shape
+from benchmarks.lib.outcome import Figure, Grid, figure, finish
+from benchmarks.lib.text_job import Job
+from benchmarks.lib.text_race import BASE, Raced, race
+
+SIDES = ("plain", BASE, "ours, no loop", "ours, all loops")
+STEPS_PER_TURN, WARM_UP_STEPS = 5, 10
+TARGET = 0.98
+TUNINGS = {"LoRA": 8, "full": None}
+JOB = Job(Shape(vocab=2_048, longest_row=256), Lengths("fixed", 256, 0.0), steps=35, accumulation=1)
+
+
+def figures_of(raced: dict[str, dict[str, Raced]]) -> dict[str, Figure]:
+    return {
+        f"tokens per second, {side} / stock, {tuning}": figure(
+            sides[side].paired_ratios,
+            None if side == "plain" else "higher",
+            TARGET if side == "ours, all loops" else None,
+        )
+        for tuning, sides in raced.items()
+        for side in ("ours, all loops", "ours, no loop", "plain")
+    }
+
+
+def grid_of(raced: dict[str, dict[str, Raced]]) -> Grid:
+    rows = []
+    for tuning, sides in raced.items():
+        for one in sides.values():
+            found = figure(one.paired_ratios, "higher")
+            apart = "" if found.spread is None else f" ±{found.spread / 2:.1%}"
+            rows.append((f"{tuning}: {one.side}", f"{found.value:.3f}{apart}", f"{one.held_out_bits:.4f}"))
+    return Grid(("side", "tokens/s, ratio to stock", "held-out bits"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=JOB.steps)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="every path on a tiny model; writes nothing")
+    given = parser.parse_args()
+    fewest = WARM_UP_STEPS + 2 * STEPS_PER_TURN
+    if given.steps < fewest:
+        parser.error(f"--steps is {given.steps}; {fewest} or more leave turns to be measured")
+    job, repeats = replace(JOB, steps=given.steps), given.repeats
+    if given.quick:
+        job, repeats = replace(JOB, shape=Shape(256, 32, 1, 64), lengths=Lengths("fixed", 64, 0.0), steps=20), 1
+    raced = {}
+    for tuning, rank in TUNINGS.items():
+        tuned = replace(job, lora_rank=rank)
+        raced[tuning] = race(SIDES, tuned, repeats, steps_per_turn=STEPS_PER_TURN, warm_up_steps=WARM_UP_STEPS)
+    results = [{"tuning": tuning, **one.known()} for tuning, sides in raced.items() for one in sides.values()]
+    title = "rows of one length: nothing to gain, what do the loops cost?"
+    finish(
+        "overhead", title, grid_of(raced), figures_of(raced), rehearsal=given.quick, repeats=repeats, results=results
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""Rows of uneven length: what do cutting and trimming save, and is the gradient the same?
+
+    python benchmarks/headline/splitting.py [--lengths alpaca chat heavy] [--windows 4] [--caps 256 512 1024 2048 4096]
+
+Three questions, each with all sides in one run. Lengths are lognormal (alpaca: median 100, sigma .6; chat: 400, .9;
+heavy: 250, 1.2), rows above 2048 tokens are cut to 2048.
+
+- Tokens processed over tokens in the rows, 64 rows per optimizer step as 8 batches of 8, all three distributions:
+  the stock Trainer and ours, cut for a CPU and for a GPU. Arithmetic on the real chunks; nothing is trained.
+- CPU seconds per optimizer step of 32 rows, for --lengths: stock batch 8 x accumulation 4, ours as it comes
+  (``MemorySettings()``), and ours without memory control at each cap of --caps. The trainers take turns step by step
+  on the same rows; printed are medians, and medians of the paired ratios, after the windows in which the memory loop
+  measures every chunk. The same run compares gradients and weights.
+- Peak memory above the model's own (weights, optimizer, a first small step), each side in a fresh process.
+
+Without the chunked cross-entropy: the whole logits of a chunk are in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Optional
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import Trainer, TrainerCallback
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.common import command_line, shown, write_result
+from benchmarks.lib.memory_work import (
+    DISTRIBUTIONS,
+    MIB,
+    WARM_UP_TOKENS,
+    Lengths,
+    Shape,
+    TokenRows,
+    Turns,
+    Witness,
+    in_fresh_process,
+    pad,
+    trainer_for,
+)
+from scu_trainer.settings import MemorySettings
+from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.step.batches.reduction import Reduction
+from scu_trainer.train.step.batches.rows import read_layout
+from scu_trainer.train.step.batches.window import AccumulationWindow
+from scu_trainer.train.step.micro_batch_sizer import LEARNING_WINDOWS, MicroBatchSizer
+
+BATCH_ROWS = 8
+ACCUMULATION = 4
+WINDOW_ROWS = BATCH_ROWS * ACCUMULATION
+PADDING_ROWS = 64
+SETTLING = LEARNING_WINDOWS
+STOCK, AUTO = "stock 8 x 4", "ours, as it comes"
+TARGETS = {
+    "processed_over_real": 1.15,
+    "cpu_over_stock": 0.6,
+    "peak_over_stock": 0.35,
+    "gradient_difference": 1e-6,
+    "over_best_fixed": 1.05,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One distribution of lengths and the model that trains on it."""
+
+    lengths: Lengths
+    shape: Shape
+    windows: int
+    device: str = "cpu"
+
+    def drawn(self, count: int) -> list[int]:
+        return self.lengths.draw(count, self.shape.longest_row)
+
+
+# -- padding -----------------------------------------------------------------------------------------------------------
+
+
+def padding(lengths: Lengths, longest_row: int, windows: int) -> dict[str, Any]:
+    """Processed over real tokens, 64 rows per step; what the cut would be on a CPU and on a GPU."""
+    rows = TokenRows(lengths.draw(windows * PADDING_ROWS, longest_row), vocab=64)
+    batches = [read_layout(pad([rows[i] for i in range(a, a + BATCH_ROWS)])) for a in range(0, len(rows), BATCH_ROWS)]
+    settings = MemorySettings(memory_control=False, token_cap="auto")
+    loops = {device: MicroBatchSizer(settings, None, torch.device(device)) for device in ("cpu", "cuda")}
+    in_window = PADDING_ROWS // BATCH_ROWS
+    for a in range(0, len(batches), in_window):
+        for loop in loops.values():
+            pieces = loop.begin(AccumulationWindow(batches[a : a + in_window], Reduction("num_items")), step=a)
+            loop.end([(piece, torch.zeros(())) for piece in pieces], agree=list)
+    books = {device: loop.books for device, loop in loops.items()}
+    return {
+        "lengths": lengths.name,
+        "rows": len(rows),
+        "cut_to_longest": sum(length == longest_row for length in rows.lengths),
+        "stock": books["cpu"].stock_tokens / books["cpu"].real_tokens,
+        **{device: book.processed_tokens / book.real_tokens for device, book in books.items()},
+    }
+
+
+# -- work --------------------------------------------------------------------------------------------------------------
+
+
+def sides(caps: list[int]) -> dict[str, Optional[MemorySettings]]:
+    fixed = {f"ours, cap {cap}": MemorySettings(memory_control=False, token_cap=cap) for cap in caps}
+    return {STOCK: None, AUTO: MemorySettings(), **fixed}
+
+
+class KeepsGradient(TrainerCallback):
+    """The gradient of the first optimizer step."""
+
+    def __init__(self) -> None:
+        self.gradient: Optional[torch.Tensor] = None
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if self.gradient is None:
+            self.gradient = flat(parameter.grad for parameter in model.parameters())
+
+
+def flat(tensors) -> torch.Tensor:
+    """One vector on the CPU."""
+    return torch.cat([tensor.detach().cpu().flatten() for tensor in tensors])
+
+
+def relative(difference: torch.Tensor, whole: torch.Tensor) -> float:
+    return float(difference.double().norm() / whole.double().norm())
+
+
+def work(plan: Plan, caps: list[int]) -> list[dict[str, Any]]:
+    """All sides in turn, window by window. Gradients are compared in the first window, times after SETTLING windows."""
+    rows = TokenRows(settling(plan) + plan.drawn(plan.windows * WINDOW_ROWS), plan.shape.vocab)
+    before = flat(plan.shape.model().parameters())
+    with run_log(), contextlib.ExitStack() as stack:
+        named = [(name, _trainer(stack, plan, rows, memory)) for name, memory in sides(caps).items()]
+        keepers = [KeepsGradient() for _ in named]
+        for (_, trainer), keeper in zip(named, keepers, strict=True):
+            trainer.add_callback(keeper)
+        seconds = [steps[SETTLING:] for steps in Turns([trainer for _, trainer in named], plan.device).run()]
+    stock_weights = flat(named[0][1].model.parameters())
+    compared = []
+    for (name, trainer), keeper, steps in zip(named, keepers, seconds, strict=True):
+        moved = flat(trainer.model.parameters())
+        compared.append(
+            {
+                "side": name,
+                "seconds_per_step": median(steps),
+                "steps_s": steps,
+                "over_stock": paired(steps, seconds[0]),
+                "over_ours": paired(steps, seconds[1]),
+                "gradient_difference": relative(keeper.gradient - keepers[0].gradient, keepers[0].gradient),
+                "weights_difference": relative(moved - stock_weights, stock_weights - before),
+                **books(trainer),
+            }
+        )
+    return compared
+
+
+def settling(plan: Plan) -> list[int]:
+    """Rows before the clock counts: one full window, then short ones while the memory loop measures every chunk."""
+    full = plan.lengths.draw(WINDOW_ROWS, plan.shape.longest_row, seed=1)
+    return full + [max(1, length // 8) for length in full] * (SETTLING - 1)
+
+
+def paired(steps: list[float], others: list[float]) -> float:
+    """Median of the ratios on the same rows."""
+    return median(mine / other for mine, other in zip(steps, others, strict=True))
+
+
+def _trainer(stack: contextlib.ExitStack, plan: Plan, rows: TokenRows, memory: Optional[MemorySettings]) -> Trainer:
+    steps = batches(SETTLING + plan.windows)
+    return stack.enter_context(trainer_for(plan.device, plan.shape.model(), rows, memory, **steps))
+
+
+def batches(steps: int) -> dict[str, int]:
+    return {
+        "max_steps": steps,
+        "per_device_train_batch_size": BATCH_ROWS,
+        "gradient_accumulation_steps": ACCUMULATION,
+    }
+
+
+def books(trainer: Trainer) -> dict[str, Any]:
+    """What the memory loop counted; {} for the stock trainer."""
+    chunked = getattr(trainer, "chunked", None)
+    if chunked is None:
+        return {}
+    counted = chunked.loop.books
+    return {
+        "processed_over_real": counted.processed_tokens / counted.real_tokens,
+        "stock_over_real": counted.stock_tokens / counted.real_tokens,
+        "out_of_memory": counted.out_of_memory,
+    }
+
+
+# -- peak --------------------------------------------------------------------------------------------------------------
+
+
+class StartsWitness(TrainerCallback):
+    """The first, small step makes whatever stays; what comes on top is counted from its end."""
+
+    def __init__(self, witness: Witness) -> None:
+        self.witness, self.base_bytes = witness, 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.base_bytes = self.witness.start()
+        else:
+            self.witness.read()
+
+
+def peak(plan: Plan, memory: Optional[MemorySettings]) -> dict[str, float]:
+    """Peak of all windows above the level after a first window of tiny rows, in MiB."""
+    lengths = [WARM_UP_TOKENS] * WINDOW_ROWS + plan.drawn(plan.windows * WINDOW_ROWS)
+    rows, witness = TokenRows(lengths, plan.shape.vocab), Witness(plan.device)
+    steps = batches(1 + plan.windows)
+    with run_log(), trainer_for(plan.device, plan.shape.model(), rows, memory, witness, **steps) as trainer:
+        starts = StartsWitness(witness)
+        trainer.add_callback(starts)
+        trainer.train()
+    return {
+        "base_mib": starts.base_bytes / MIB,
+        "peak_over_base_mib": (witness.highest_bytes - starts.base_bytes) / MIB,
+    }
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
+
+
+def measured(plan: Plan, caps: list[int]) -> dict[str, Any]:
+    compared = in_fresh_process(work, plan, caps, allocator={})
+    for name, memory in {STOCK: None, AUTO: MemorySettings()}.items():
+        row = next(row for row in compared if row["side"] == name)
+        row |= in_fresh_process(peak, plan, memory)
+    stock, ours = compared[:2]
+    best = min(compared[2:], key=lambda row: row["over_ours"], default=None)
+    return {
+        "lengths": plan.lengths.name,
+        "windows": plan.windows,
+        "sides": compared,
+        "summary": {
+            "cpu_over_stock": ours["over_stock"],
+            "peak_over_stock": ours["peak_over_base_mib"] / stock["peak_over_base_mib"],
+            "gradient_difference": ours["gradient_difference"],
+            **({"over_best_fixed": 1 / best["over_ours"], "best_fixed": best["side"]} if best else {}),
+            "out_of_memory": ours["out_of_memory"],
+        },
+    }
+
+
+def padding_table(figures: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"tokens processed / tokens in the rows, {PADDING_ROWS} rows per optimizer step")
+    for name in ("lengths", "rows", "cut to 2048", "stock", "ours, on a CPU", "ours, on a GPU", "aim"):
+        table.add_column(name, justify="left" if name == "lengths" else "right")
+    for row in figures:
+        ratios = [f"{row[name]:.3f}" for name in ("stock", "cpu", "cuda")]
+        aim = f"{TARGETS['processed_over_real']:.2f}"
+        table.add_row(row["lengths"], str(row["rows"]), str(row["cut_to_longest"]), *ratios, aim)
+    return table
+
+
+def work_table(result: dict[str, Any], unit: str = "CPU s") -> Table:
+    table = Table(
+        title=f"{result['lengths']} lengths, {WINDOW_ROWS} rows per optimizer step, {result['windows']} steps"
+    )
+    columns = (
+        f"{unit} per step",
+        "/ stock",
+        "/ ours",
+        "processed / real",
+        "peak, MiB",
+        "gradient apart",
+        "weights apart",
+    )
+    table.add_column("side")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in result["sides"]:
+        table.add_row(
+            row["side"],
+            f"{row['seconds_per_step']:.2f}",
+            f"{row['over_stock']:.3f}",
+            f"{row['over_ours']:.3f}",
+            shown(row.get("processed_over_real", result["sides"][1]["stock_over_real"])),
+            shown(row.get("peak_over_base_mib"), 0),
+            f"{row['gradient_difference']:.1e}",
+            f"{row['weights_difference']:.1e}",
+        )
+    return table
+
+
+def summary_lines(summary: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, aim in TARGETS.items():
+        if name in summary:
+            verdict = "met" if summary[name] <= aim else "MISSED"
+            lines.append(f"{name} {summary[name]:.3g} (at most {aim:g}: {verdict})")
+    return [*lines, f"out of memory: {summary['out_of_memory']}"]
+
+
+def options(doc: Optional[str], **defaults: Any) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--lengths", nargs="*", default=["alpaca"], choices=list(DISTRIBUTIONS), help="which are trained on")
+    add("--windows", type=int, default=defaults.get("windows", 4), help="optimizer steps that are timed")
+    add("--caps", nargs="*", type=int, default=[256, 512, 1024, 2048, 4096], help="fixed chunks, in tokens")
+    add("--hidden", type=int, default=defaults.get("hidden", 256))
+    add("--layers", type=int, default=defaults.get("layers", 4))
+    add("--vocab", type=int, default=32_000)
+    return parser
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--padding_windows", type=int, default=200, help="steps over which padding is counted")
+    given = parser.parse_args()
+    shape = Shape(given.vocab, given.hidden, given.layers)
+    console = Console(width=130)
+    figures = [padding(one, shape.longest_row, given.padding_windows) for one in DISTRIBUTIONS.values()]
+    console.print(padding_table(figures))
+    results = []
+    for name in given.lengths:
+        results.append(measured(Plan(DISTRIBUTIONS[name], shape, given.windows), given.caps))
+        console.print(work_table(results[-1]), *summary_lines(results[-1]["summary"]), sep="\n")
+    write_result("splitting", command_line(), {"targets": TARGETS, "padding": figures, "work": results})
+
+
+if __name__ == "__main__":
+    main()

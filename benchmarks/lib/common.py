@@ -1,0 +1,125 @@
+"""What the benchmarks share: the embedded base and data, a quiet run, a dated result file with machine and versions."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Optional
+
+import psutil
+from rich.console import Console
+from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
+
+from scu_trainer.data import Collator, PreparedData, default_cache_dir, embedded_tokenizer, prepare
+from scu_trainer.hardware.profile import cpu as profiled_cpu
+from scu_trainer.models.loading.load import load_model, prepare_for_tuning
+from scu_trainer.settings import DataSettings, ModelSettings
+from scu_trainer.train.fixtures.base_model import embedded_base
+from scu_trainer.train.run_directory.layout import git_commit, versions
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", ROOT / "benchmarks" / "results"))
+"""Folder of the result files; the variable is for a run that is only to be compared with them."""
+
+
+def embedded_data(seed: int, **settings: Any) -> PreparedData:
+    cache = default_cache_dir(None)
+    return prepare(
+        DataSettings(**settings), embedded_tokenizer(cache), seed=seed, cache_dir=cache, model_name="embedded base"
+    )
+
+
+def embedded_model(seed: int, **settings: Any):
+    """The embedded base, freshly loaded, with the adapters (or full tuning) that ``ModelSettings`` asks for."""
+    model_settings = ModelSettings(**settings)
+    base = embedded_base(default_cache_dir(None), model_settings.embedded_base_steps)
+    set_seed(seed)
+    return prepare_for_tuning(
+        load_model(ModelSettings(**{**settings, "model_name_or_path": str(base)})), model_settings
+    )
+
+
+def collator() -> Collator:
+    return Collator.of(embedded_tokenizer(default_cache_dir(None)))
+
+
+@contextmanager
+def scratch_arguments(**changes: Any) -> Iterator[TrainingArguments]:
+    """TrainingArguments that keep nothing and print nothing."""
+    defaults = {
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 100_000,
+        "per_device_train_batch_size": 8,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 10,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        yield TrainingArguments(output_dir=folder, **{**defaults, **changes})
+
+
+def quiet(trainer: Trainer) -> Trainer:
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def write_result(name: str, command: str, result: dict[str, Any]) -> Path:
+    """results/NAME.json: the figures beside the command, the date, the machine and the versions that gave them."""
+    RESULTS.mkdir(exist_ok=True)
+    record = {
+        "benchmark": name,
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "machine": {
+            "processor": profiled_cpu().name,
+            "cores": psutil.cpu_count(),
+            "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        },
+        "versions": {**versions(), **_of_others()},
+        "git_commit": git_commit(),
+        **result,
+    }
+    path = RESULTS / f"{name}.json"
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(path)  # a file that is written again and again is whole at any time
+    Console().print(f"written: {path}")
+    return path
+
+
+def _of_others() -> dict[str, str]:
+    """Versions of what is measured against, where it is installed."""
+    names = ("trl", "liger-kernel", "bitsandbytes", "deepspeed", "flash-attn", "unsloth", "axolotl")
+    return {name: importlib.metadata.version(name) for name in names if _is_installed(name)}
+
+
+def _is_installed(name: str) -> bool:
+    return any(importlib.metadata.distributions(name=name))
+
+
+def not_repeated(name: str, results: list[dict[str, Any]], keys: tuple[str, ...]) -> list[dict[str, Any]]:
+    """What results/NAME.json holds of runs that ``results`` has none of; ``keys``: which fields tell runs apart."""
+    path = RESULTS / f"{name}.json"
+    before = json.loads(path.read_text())["results"] if path.is_file() else []
+    now = {tuple(result[key] for key in keys) for result in results}
+    return [result for result in before if tuple(result[key] for key in keys) not in now]
+
+
+def command_line() -> str:
+    """How this program was called, as it is called from the root of the repository."""
+    script = Path(sys.argv[0]).resolve()
+    named = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    return " ".join(["python", str(named), *sys.argv[1:]])
+
+
+def shown(value: Optional[float], digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

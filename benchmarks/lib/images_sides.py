@@ -1,0 +1,135 @@
+"""The sides of images.py: who trains the recipe's model on its data, and with which of its settings changed.
+
+Every side but the hand-written loops is a run of the real command's settings; flags stand after those of the recipe.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+
+from benchmarks.lib.memory_work import Witness
+from benchmarks.lib.turns import Ended, Side, Turns
+from benchmarks.studies.families import FLOAT32, SIDES, read
+from scu_trainer.models.vision.inputs import PixelInputs
+from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.job.components import Parts
+
+RECIPE = "resnet"
+NO_LOOPS = ("--scu", "false", "--memory_control", "false", "--curriculum", "none")
+"""Losses of rows are booked all the same, which is what the command does with every data set."""
+ONE_WORKER = ("--dataloader_num_workers", "1")
+
+
+@dataclass(frozen=True)
+class Way:
+    """``kind``: of ``families.SIDES``. ``loader_augments``: a worker of the loader does to pixels what the model's
+    hook does else."""
+
+    kind: str
+    flags: tuple[str, ...] = ()
+    loader_augments: bool = False
+
+
+WAYS = {
+    "plain loop": Way("plain", FLOAT32),
+    "plain loop, bf16": Way("plain"),
+    "stock Trainer": Way("stock", FLOAT32),
+    "recipe": Way("ours"),
+    "recipe without bf16": Way("ours", FLOAT32),
+    "recipe without keep_freed_memory": Way("ours", ("--keep_freed_memory", "false")),
+    "recipe without fused AdamW": Way("ours", ("--optim", "adamw_torch")),
+    "recipe without the three loops": Way("ours", NO_LOOPS),
+    "recipe with channels_last": Way("ours", ("--channels_last", "true")),
+    "recipe with a loader worker": Way("ours", ONE_WORKER),
+    "recipe with a worker that augments": Way("ours", ONE_WORKER, loader_augments=True),
+    "recipe with torch_compile": Way("ours", ("--torch_compile", "true")),
+}
+"""Sides by name. bf16 is what the recipe chooses where the CPU has it, and float32 elsewhere."""
+
+
+def side_of(name: str, steps: int, flags: Sequence[str], compiled: str) -> Side:
+    """``compiled``: folder of what torch.compile makes: the first repeat fills it, later ones find it."""
+    return Side(name, train, (name, steps, tuple(flags)), (("TORCHINDUCTOR_CACHE_DIR", compiled),))
+
+
+def train(turns: Turns, name: str, steps: int, flags: tuple[str, ...]) -> dict[str, Any]:
+    """In a process of its own: one side to its end, its held-out score, and its peak above what the loaded job held."""
+    way, witness = WAYS[name], Witness("cpu")
+    with run_log(), tempfile.TemporaryDirectory() as folder:
+        job = read(RECIPE, steps, folder, (*flags, *way.flags))
+        parts = job.kind.load(job, Console(quiet=True))
+        if way.loader_augments:
+            parts = augmented_by_loader(parts)
+        loaded_bytes = witness.start()
+        given = {"witness": witness} if way.kind == "ours" else {}
+        model = SIDES[way.kind](parts, job, turns, **given)
+        witness.read()
+        peak_bytes = witness.highest_bytes - loaded_bytes
+        score = job.kind.score(model, parts)
+    return {
+        "accuracy": float(score.correct.sum() / score.tokens.sum()),
+        "bits_per_label": score.bpt,
+        "peak_bytes": peak_bytes,
+        "mixed_precision": job.model.mixed_precision,
+        "rows_per_step": job.training.per_device_train_batch_size * job.training.gradient_accumulation_steps,
+    }
+
+
+def augmented_by_loader(parts: Parts) -> Parts:
+    """Batches leave the loader as the model's hook would make them, and it lets them pass."""
+    hook = next(hook for hook in parts.model._forward_pre_hooks.values() if isinstance(hook, PixelInputs))
+    return replace(parts, collator=_Augments(parts.collator, hook))
+
+
+@dataclass
+class _Augments:
+    collator: Callable[[list], dict[str, torch.Tensor]]
+    pixels: PixelInputs
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = self.collator(rows)
+        ready = self.pixels.ready(batch["pixel_values"], training=True, dtype=torch.float32)
+        return {**batch, "pixel_values": ready}
+
+
+# -- a rehearsal -------------------------------------------------------------------------------------------------------
+
+
+def tiny(name: str) -> tuple[str, ...]:
+    """Flags of a side that only shows that it runs. What compiles traces, and makes no code."""
+    flags = ("--dataset_size", "200", "--per_device_train_batch_size", "4")
+    return (*flags, "--torch_compile_backend", "eager") if "--torch_compile" in WAYS[name].flags else flags
+
+
+@dataclass
+class StepSeconds:
+    """In the place of turns that are taken: nobody waits, every step is a turn."""
+
+    seconds: list[float] = field(default_factory=list)
+    _begun_s: float = 0.0
+
+    def begin(self) -> None:
+        self._begun_s = time.perf_counter()
+
+    def step(self) -> None:
+        self.seconds.append(time.perf_counter() - self._begun_s)
+        self.begin()
+
+
+def rehearsed(sides: Sequence[Side]) -> dict[str, Ended]:
+    """All sides, one after the other in this process: shows that they run, not how fast."""
+    found = {}
+    for side in sides:
+        turns = StepSeconds()
+        with patch.dict(os.environ, dict(side.environment)):  # TrainingArguments leave what accelerate is to read
+            found[side.name] = Ended(turns.seconds, side.work(turns, *side.arguments))
+    return found

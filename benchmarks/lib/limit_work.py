@@ -1,0 +1,183 @@
+"""One training under a hard memory limit, in a process of its own: the sides of under_a_limit.py, and what is counted.
+
+Processes come from a fork server that has imported everything and run nothing, under the environment in which freed
+blocks go back to the kernel at once: each begins as one just started would, without the seconds of its imports.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Optional
+from unittest.mock import patch
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import Trainer
+
+from benchmarks.lib.common import ROOT
+from benchmarks.lib.memory_work import EXACT_MEMORY, MIB, SHORTEST_ROW, TokenRows, Witness, trainer_for
+from benchmarks.lib.text_job import Job, held_out_bits
+from benchmarks.studies.real_memory import Limits, Record, RecordedOurs, RecordedStock
+from scu_trainer.errors import OutOfMemory
+from scu_trainer.run_files import read_rows
+from scu_trainer.settings import MemorySettings
+from scu_trainer.train.loops.memory import MemoryLoop
+from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.step.recovery.memory import is_out_of_memory
+
+NO_BATCH_LEFT = "No executable batch size found"
+"""What ``auto_find_batch_size`` ends with."""
+
+KILLED = "the process was killed"
+
+
+@dataclass(frozen=True)
+class Side:
+    """``headroom``: None for the stock Trainer, else what ours keeps free. ``batch_rows`` None: as configured;
+    otherwise accumulation grows as the batch shrinks."""
+
+    name: str
+    headroom: Optional[str] = None
+    limited: bool = True
+    auto_find: bool = False
+    batch_rows: Optional[int] = None
+    checkpointing: bool = False
+
+    @property
+    def memory(self) -> Optional[MemorySettings]:
+        return None if self.headroom is None else MemorySettings(target_headroom_gb=self.headroom)
+
+    def job(self, job: Job) -> Job:
+        rows = self.batch_rows or job.batch_rows
+        return replace(job, batch_rows=rows, accumulation=job.step_rows // rows, checkpointing=self.checkpointing)
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+def run(job: Job, side: Side, headroom_bytes: Optional[int]) -> dict[str, Any]:
+    """One side to its end or its death. ``headroom_bytes``: above what it holds after its first optimizer step."""
+    if any(os.environ.get(name) != value for name, value in EXACT_MEMORY.items()):
+        raise RuntimeError("the fork server was started in another environment: freed blocks would stay")
+    # oneDNN may crash instead of raising where it cannot allocate for a shape that it has not seen.
+    torch.backends.mkldnn.enabled = False
+    rows, record, witness = rows_of(job), Record(), Witness(job.device)
+    register_optimizer_step_post_hook(record.optimizer_stepped)
+    kinds = (RecordedStock, RecordedOurs)
+    with (
+        run_log(),
+        trainer_for(
+            job.device, job.model(), rows, side.memory, witness, kinds, **arguments(side.job(job), side)
+        ) as trainer,
+    ):
+        trainer.record = record
+        limits = Limits(job.device, witness, record, headroom_bytes if side.limited else None)
+        trainer.add_callback(limits)
+        begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
+        error = _train(trainer)
+        wall_s, cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
+        limits.lift()
+        return {
+            "error": error,
+            "wall_s": wall_s,
+            "cpu_s": cpu_s,
+            "peak_over_first_step_mib": (witness.highest_bytes - (limits.base_bytes or 0)) / MIB,
+            **_counted(trainer, record, job, error),
+            **(_pieces(trainer) if side.memory else {}),
+            "held_out_bits": None if error else held_out_bits(trainer.model, job),
+        }
+
+
+def rows_of(job: Job) -> TokenRows:
+    """Of the first optimizer step very short ones: model, gradients and optimizer are there before the limit is."""
+    lengths = job.lengths.draw((job.steps - 1) * job.step_rows, job.shape.longest_row)
+    return TokenRows([SHORTEST_ROW] * job.step_rows + lengths, job.shape.vocab)
+
+
+def arguments(job: Job, side: Side) -> dict[str, Any]:
+    """Of TrainingArguments. One epoch, so that a smaller batch leaves no row out."""
+    return {
+        **job.training(),
+        "max_steps": -1,
+        "num_train_epochs": 1,
+        "optim": "adamw_torch_fused",
+        "auto_find_batch_size": side.auto_find,
+    }
+
+
+def _train(trainer: Trainer) -> Optional[str]:
+    try:
+        trainer.train()
+    except (RuntimeError, MemoryError, OutOfMemory) as error:
+        if not (isinstance(error, OutOfMemory) or is_out_of_memory(error) or NO_BATCH_LEFT in str(error)):
+            raise
+        return str(error).partition("\n")[0]
+    return None
+
+
+def _counted(trainer: Trainer, record: Record, job: Job, error: Optional[str]) -> dict[str, Any]:
+    """Rows count as trained when their gradients have reached an optimizer step."""
+    due, chunked = job.steps * job.step_rows, getattr(trainer, "chunked", None)
+    return {
+        "steps_due": job.steps,
+        "steps_executed": record.steps,
+        "steps_reported": trainer.state.global_step,
+        "rows_due": due,
+        "rows_trained_once": sum(count == 1 for count in record.rows.values()),
+        "rows_repeated": sum(count - 1 for count in record.rows.values()),
+        "rows_never_seen": due - len(record.rows),
+        "rows_per_step": max(record.rows_per_step[-2:], default=None),  # the last one of an epoch may be short
+        "out_of_memory": chunked.loop.books.out_of_memory if chunked else record.starts - 1 + (error is not None),
+        "losses": record.losses,
+    }
+
+
+def _pieces(trainer: Trainer) -> dict[str, Any]:
+    """How ours cut: chunks kept, tokens with their padding, and every change of the size with its reason."""
+    books = trainer.chunked.loop.books
+    changes = read_rows(Path(trainer.args.output_dir) / MemoryLoop.history_file)
+    return {
+        "chunks": books.chunks,
+        "processed_tokens": books.processed_tokens,
+        "failed_tokens": books.failed_tokens,
+        "changes": [{name: row[name] for name in ("step", "tokens_per_chunk", "reason")} for row in changes],
+    }
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def attempt(job: Job, side: Side, headroom_bytes: Optional[int]) -> dict[str, Any]:
+    """What ``run`` says, with the side's name; a process that was killed has only that to say."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "deepspeed"])  # accelerate imports the latter where it is installed
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    given = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **EXACT_MEMORY}
+    named = {"side": side.name, "batch_rows": side.job(job).batch_rows, "checkpointing": side.checkpointing}
+    begun_s = time.perf_counter()
+    # The server takes the environment that there is when the first process is asked for.
+    with patch.dict(os.environ, given), ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            return {**named, **pool.submit(run, job, side, headroom_bytes).result()}
+        except BrokenProcessPool:
+            wall_s, due = time.perf_counter() - begun_s, job.steps * job.step_rows
+            return {**named, "error": KILLED, "wall_s": wall_s, "rows_due": due, "losses": []}
+
+
+def composer() -> str:
+    """Why Composer's automatic micro-batching has no figures here."""
+    if importlib.util.find_spec("composer") is None:
+        return "not installed"
+    from composer import Trainer as Composers
+
+    if "device_train_microbatch_size" not in inspect.signature(Composers.__init__).parameters:
+        return "installed, without device_train_microbatch_size"
+    return "installed, not driven by this benchmark"

@@ -1,0 +1,283 @@
+"""What the memory benchmarks share: uneven rows, a model, fresh processes, peaks, limits, trainers that take turns."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Optional
+from unittest.mock import patch
+
+import numpy
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
+
+from benchmarks.lib.common import quiet, scratch_arguments
+from scu_trainer import SCUTrainer
+from scu_trainer.settings import MemorySettings
+from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading, free_memory, gauge_for
+
+MIB = 2**20
+PAD = 2
+NOT_LEARNED = -100
+SHORTEST_ROW = 4
+WARM_UP_TOKENS = 8
+
+EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""Environment under which blocks of tensors go back to the kernel at once: what a process holds is what is live."""
+
+KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 * 1024 * MIB)}
+"""Environment under which none goes back: without page faults, whose number varies, small differences show."""
+
+
+# -- work --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lognormal tokens per row. ``spread``: standard deviation of ln(length)."""
+
+    name: str
+    median: float
+    spread: float
+
+    def draw(self, count: int, longest: int, seed: int = 0) -> list[int]:
+        """Rows above ``longest`` are cut to it, as a maximum sequence length does."""
+        drawn = numpy.random.default_rng(seed).lognormal(numpy.log(self.median), self.spread, count)
+        return [int(length) for length in drawn.round().clip(SHORTEST_ROW, longest)]
+
+
+DISTRIBUTIONS = {
+    one.name: one for one in (Lengths("alpaca", 100, 0.6), Lengths("chat", 400, 0.9), Lengths("heavy", 250, 1.2))
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama made from a configuration, float32, random weights."""
+
+    vocab: int = 32_000
+    hidden: int = 256
+    layers: int = 4
+    longest_row: int = 2048
+
+    def model(self) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=self.vocab,
+                hidden_size=self.hidden,
+                intermediate_size=2 * self.hidden,
+                num_hidden_layers=self.layers,
+                num_attention_heads=max(4, self.hidden // 64),
+                num_key_value_heads=max(4, self.hidden // 64),
+                max_position_embeddings=self.longest_row,
+                bos_token_id=0,
+                eos_token_id=1,
+                pad_token_id=PAD,
+            )
+        )
+
+
+class TokenRows(torch.utils.data.Dataset):
+    """Rows of the given lengths, every token of them learned: random walks over a part of the vocabulary, so that a
+    few steps show in the loss."""
+
+    def __init__(self, lengths: Sequence[int], vocab: int) -> None:
+        self.lengths, self.words = list(lengths), min(vocab - 3, 256)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        steps = torch.randint(1, 8, (self.lengths[index],), generator=generator)
+        start = torch.randint(0, self.words, (), generator=generator)
+        return {"input_ids": 3 + (start + steps.cumsum(0)) % self.words, "sample_index": index}
+
+
+def pad(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch of the rows, padded on the right to the longest of them."""
+
+    def stack(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+    tokens = [row["input_ids"] for row in rows]
+    return {
+        "input_ids": stack(tokens, PAD),
+        "labels": stack(tokens, NOT_LEARNED),
+        "attention_mask": stack([torch.ones_like(row) for row in tokens], 0),
+        "sample_index": torch.tensor([row["sample_index"] for row in rows]),
+    }
+
+
+# -- trainers ----------------------------------------------------------------------------------------------------------
+
+
+class WithoutIndices:
+    """Mixin: ``sample_index`` travels with the batch as far as the trainer, the model does not see it."""
+
+    def _prepare_inputs(self, inputs):
+        return {name: value for name, value in super()._prepare_inputs(inputs).items() if name != "sample_index"}
+
+
+class Stock(WithoutIndices, Trainer):
+    """``transformers.Trainer``."""
+
+
+class Ours(WithoutIndices, SCUTrainer):
+    """``SCUTrainer``."""
+
+
+@contextlib.contextmanager
+def trainer_for(
+    device: str,
+    model: torch.nn.Module,
+    dataset: torch.utils.data.Dataset,
+    memory: Optional[MemorySettings],
+    gauge: Optional[Gauge] = None,
+    kinds: tuple[type[Trainer], type[Trainer]] = (Stock, Ours),
+    **arguments: Any,
+) -> Iterator[Trainer]:
+    """Stock trainer (``memory`` None) or ours; SGD and rows in order unless ``arguments`` say otherwise."""
+    defaults = {
+        "use_cpu": device == "cpu",
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "optim": "sgd",
+        "train_sampling_strategy": "sequential",
+        "remove_unused_columns": False,
+    }
+    with scratch_arguments(**{**defaults, **arguments}) as given:
+        stock, ours = kinds
+        parts = {"model": model, "args": given, "train_dataset": dataset, "data_collator": pad}
+        yield quiet(stock(**parts) if memory is None else ours(**parts, memory=memory, memory_gauge=gauge))
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def work_seconds(device: str) -> float:
+    """CPU time of this process, which other programs on the machine hardly touch; wall time for a GPU's work."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Turns:
+    """Trainers in threads that run one optimizer step each, in turn: what slows the machine slows all of them.
+
+    ``seconds``: work of every step of every trainer, with its data loading and logging. The first one holds the setup.
+    """
+
+    def __init__(self, trainers: Sequence[Trainer], device: str) -> None:
+        self.trainers, self.device = trainers, device
+        self.seconds: list[list[float]] = [[] for _ in trainers]
+        self._waiting = list(range(len(trainers)))
+        self._changed = threading.Condition()
+        self._begun_s = 0.0
+
+    def run(self) -> list[list[float]]:
+        for number, trainer in enumerate(self.trainers):
+            trainer.add_callback(_EndsTurn(self, number))
+        with ThreadPoolExecutor(len(self.trainers)) as pool:
+            for finished in [pool.submit(self._train, number) for number in range(len(self.trainers))]:
+                finished.result()
+        return self.seconds
+
+    def _train(self, number: int) -> None:
+        self._await(number)
+        try:
+            self.trainers[number].train()
+        finally:
+            with self._changed:
+                self._waiting.remove(number)
+                self._changed.notify_all()
+
+    def _await(self, number: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting[0] == number)
+        self._begun_s = work_seconds(self.device)
+
+    def step_ended(self, number: int) -> None:
+        self.seconds[number].append(work_seconds(self.device) - self._begun_s)
+        with self._changed:
+            self._waiting.append(self._waiting.pop(0))
+            self._changed.notify_all()
+        self._await(number)
+
+
+class _EndsTurn(TrainerCallback):
+    def __init__(self, turns: Turns, number: int) -> None:
+        self.turns, self.number = turns, number
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.turns.step_ended(self.number)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class Witness(Gauge):
+    """A gauge that remembers the highest own bytes over all resets: the memory loop restarts peaks as it goes."""
+
+    def __init__(self, device: str) -> None:
+        self.inner = gauge_for(torch.device(device))
+        self.highest_bytes = 0
+
+    def read(self) -> MemoryReading:
+        reading = self.inner.read()
+        self.highest_bytes = max(self.highest_bytes, reading.own_peak_bytes)
+        return reading
+
+    def reset(self, exact: bool = False) -> None:
+        self.read()
+        self.inner.reset(exact)
+
+    def start(self) -> int:
+        """Forget what was; own bytes now."""
+        self.inner.reset(exact=True)
+        self.highest_bytes = self.inner.read().own_bytes
+        return self.highest_bytes
+
+
+def limit_memory(device: str, headroom_bytes: int) -> None:
+    """From here on this process may hold ``headroom_bytes`` more than now."""
+    free_memory(torch.device(device))
+    if device == "cpu":
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (_private_bytes() + headroom_bytes, hard))
+        return
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + headroom_bytes) / total_bytes)
+
+
+def _private_bytes() -> int:
+    """What RLIMIT_DATA counts."""
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith("VmData"))
+    return int(line.split()[1]) * 1024
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def in_fresh_process(function: Callable[..., Any], *arguments: Any, allocator: dict[str, str] = EXACT_MEMORY) -> Any:
+    """What ``function`` returns or raises in a process of its own. BrokenProcessPool: that process was killed.
+
+    ``allocator``: environment of the C library's; {} as users have it.
+    """
+    # One card: with several the Trainer would spread the batch over them.
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    given = {"CUDA_VISIBLE_DEVICES": card, "OMP_NUM_THREADS": "1", **allocator}
+    context = multiprocessing.get_context("spawn")
+    with patch.dict(os.environ, given), ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *arguments).result()

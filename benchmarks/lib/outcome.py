@@ -1,0 +1,98 @@
+"""What a benchmark of the suite leaves: a table for people, and named figures that the next run can be held against.
+
+``finish`` prints both and writes results/NAME.json, from which docs/benchmarks.md and regressions.py are fed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, Optional
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.lib.common import command_line, write_result
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number that a benchmark stands for, a ratio where it can be one.
+
+    ``spread``: (highest - lowest) / value over the repeats, None for what does not vary or was taken once.
+    ``better``: None for a figure of somebody else, which is told and not judged. ``target``: what it is to reach, None
+    where nothing is promised. ``tolerance``: what is no difference, in the figure's own unit, for those near 0.
+    """
+
+    value: float
+    better: Optional[Literal["higher", "lower"]]
+    spread: Optional[float] = None
+    target: Optional[float] = None
+    tolerance: float = 0.0
+
+    @property
+    def is_met(self) -> bool:
+        if self.target is None:
+            return True
+        return self.value >= self.target if self.better == "higher" else self.value <= self.target
+
+    @property
+    def aim(self) -> str:
+        """Of a figure with a target, in words."""
+        return f"{'at least' if self.better == 'higher' else 'at most'} {self.target:g}"
+
+    def said(self, name: str) -> str:
+        text = f"{name}: {self.value:.4g}"
+        if self.spread is not None:
+            text += f" (repeats {self.spread:.0%} apart)"
+        if self.target is None:
+            return text
+        return f"{text}, {self.aim}: {'met' if self.is_met else 'MISSED'}"
+
+
+def figure(
+    values: Sequence[float], better: Optional[Literal["higher", "lower"]], target: Optional[float] = None
+) -> Figure:
+    """The median of the repeats, and how far they lie apart."""
+    middle = median(values)
+    return Figure(middle, better, (max(values) - min(values)) / middle if len(values) > 1 else None, target)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells as they stand in the terminal and in docs/benchmarks.md. The first column is the side or the subject."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def table(self, title: str) -> Table:
+        shown = Table(title=title)
+        for number, head in enumerate(self.heads):
+            shown.add_column(head, justify="right" if number else "left")
+        for row in self.rows:
+            shown.add_row(*row)
+        return shown
+
+
+def finish(
+    name: str, title: str, grid: Grid, figures: Mapping[str, Figure], *, rehearsal: bool = False, **results: Any
+) -> Optional[Path]:
+    """Print, and write results/NAME.json. ``results``: the raw numbers behind the grid, ``repeats`` among them.
+
+    ``rehearsal``: sizes too small for any verdict; nothing is written.
+    """
+    console = Console(width=140)
+    console.print(grid.table(title))
+    if rehearsal:
+        console.print("rehearsal: nothing is written")
+        return None
+    console.print(*(one.said(key) for key, one in figures.items()), sep="\n", highlight=False)
+    record = {
+        "title": title,
+        "table": {"heads": list(grid.heads), "rows": [list(row) for row in grid.rows]},
+        "figures": {key: asdict(one) for key, one in figures.items()},
+        **results,
+    }
+    return write_result(name, command_line(), record)

@@ -1,0 +1,292 @@
+"""One fine-tuning of a causal language model, as five kinds of people would do it: the sides of the text benchmarks.
+
+Same model, same documents in the same order, same optimizer, schedule and logical batch; each side then tells the
+held-out loss of what it trained, which is the proof that all did the same work. Tokens are those of the documents:
+padding is no work.
+
+    plain     a hand-written PyTorch loop: the floor
+    stock     transformers.Trainer; also with its own remedy for padding, batches grouped by length
+    trl ...   TRL's SFTTrainer: as it comes, padding-free, packing. Its loss goes through tiles of the logits, 4,096
+              tokens by 32,768 words
+    ours ...  SCUTrainer: without regularization, which moves weights on purpose; with all three loops, as the commands
+              have it; with none
+
+TRL's own defaults of bfloat16 and gradient checkpointing are set to what all sides use, else the arithmetic would be
+compared. Packing keeps tokens per optimizer step by taking fewer, longer rows; grouping by length has other rows in
+each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Optional
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+from transformers import Trainer, get_scheduler
+
+from benchmarks.lib.common import quiet, scratch_arguments
+from benchmarks.lib.memory_work import WARM_UP_TOKENS, Lengths, Shape, TokenRows, Witness, pad
+from benchmarks.lib.turns import Side, TakesTurns, Turns
+from scu_trainer import SCUTrainer
+from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
+from scu_trainer.train.run_directory.logs import run_log
+
+HELD_OUT_ROWS, HELD_OUT_SEED = 64, 100_000
+PACKED_TOKENS = 1024
+"""``max_length`` of SFTConfig."""
+SHIFT = 1
+"""Of a row's tokens the first is predicted by nothing."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """``step_rows`` documents per optimizer step, as ``batch_rows`` x ``accumulation``. ``arguments``: of
+    TrainingArguments, beyond what every side gets."""
+
+    shape: Shape
+    lengths: Lengths
+    steps: int
+    batch_rows: int = 8
+    accumulation: int = 4
+    lora_rank: Optional[int] = None
+    precision: str = "no"
+    checkpointing: bool = False
+    learning_rate: float = 1e-3
+    device: str = "cpu"
+    arguments: tuple[tuple[str, Any], ...] = field(default=())
+
+    @property
+    def step_rows(self) -> int:
+        return self.batch_rows * self.accumulation
+
+    def token_rows(self) -> TokenRows:
+        return TokenRows(self.lengths.draw(self.steps * self.step_rows, self.shape.longest_row), self.shape.vocab)
+
+    def model(self) -> torch.nn.Module:
+        return self.adapted(self.shape.model())
+
+    def adapted(self, model: torch.nn.Module) -> torch.nn.Module:
+        """``model`` with the adapters of this job, if it has any."""
+        if self.lora_rank is None:
+            return model
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(
+            r=self.lora_rank, lora_alpha=2 * self.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        return get_peft_model(model, adapters)
+
+    def training(self) -> dict[str, Any]:
+        """Of TrainingArguments, for every side that has a Trainer."""
+        return {
+            "use_cpu": self.device == "cpu",
+            "max_steps": self.steps,
+            "per_device_train_batch_size": self.batch_rows,
+            "gradient_accumulation_steps": self.accumulation,
+            "learning_rate": self.learning_rate,
+            "lr_scheduler_type": "constant",
+            "warmup_steps": 0,
+            "remove_unused_columns": False,
+            "bf16": self.precision == "bf16",
+            "activation_checkpointing": self.checkpointing,
+            **dict(self.arguments),
+        }
+
+
+class Counted:
+    """Mixin of any Trainer: predicted tokens of each optimizer step, left on the device until the end."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self.state.global_step == len(self.step_tokens):
+            self.step_tokens.append(num_items_in_batch)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class StockTrainer(Counted, Trainer):
+    """``transformers.Trainer``."""
+
+
+class OurTrainer(Counted, SCUTrainer):
+    """``SCUTrainer``."""
+
+
+# -- the sides ---------------------------------------------------------------------------------------------------------
+
+
+Trained = tuple[torch.nn.Module, list[int]]
+"""The model, and the predicted tokens of each optimizer step."""
+
+
+def plain(job: Job, turns: Turns) -> Trained:
+    """What one would write by hand, with the optimizer of the Trainer."""
+    rows, model = job.token_rows(), job.model().to(job.device).train()
+    if job.checkpointing:
+        model.gradient_checkpointing_enable()
+    with scratch_arguments(**job.training()) as args:
+        optimizer = Trainer(model, args).create_optimizer()
+    schedule = get_scheduler("constant", optimizer)
+    order = RandomSampler(rows, generator=torch.Generator().manual_seed(args.seed))  # as the Trainer's first epoch
+    loader = iter(DataLoader(rows, job.batch_rows, sampler=order, collate_fn=_padded))
+    step_tokens = []
+    turns.begin()
+    for step in range(1, job.steps + 1):
+        window = [_on(job, next(loader)) for _ in range(job.accumulation)]
+        items = sum(int((batch["labels"][:, SHIFT:] != -100).sum()) for batch in window)
+        step_tokens.append(items)
+        for batch in window:
+            with _precision(job):
+                loss = model(**batch, num_items_in_batch=items).loss
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step < job.steps:
+            turns.step()
+    return model, step_tokens
+
+
+def _on(job: Job, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(job.device) for name, tensor in batch.items()}
+
+
+def _precision(job: Job) -> contextlib.AbstractContextManager:
+    return torch.autocast(job.device, torch.bfloat16) if job.precision == "bf16" else contextlib.nullcontext()
+
+
+def stock(job: Job, turns: Turns, **changes: Any) -> Trained:
+    """``changes``: of TrainingArguments."""
+    with scratch_arguments(**{**job.training(), **changes}) as args:
+        trainer = StockTrainer(job.model(), args, data_collator=_padded, train_dataset=job.token_rows())
+        return _trained(trainer, turns)
+
+
+def ours(job: Job, turns: Turns, **loops: Any) -> Trained:
+    with scratch_arguments(**job.training()) as args:
+        trainer = OurTrainer(job.model(), args, data_collator=_padded, train_dataset=job.token_rows(), **loops)
+        return _trained(trainer, turns)
+
+
+def _padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in pad(rows).items() if name != "sample_index"}
+
+
+def trl(job: Job, turns: Turns, **changes: Any) -> Trained:
+    """``changes``: of SFTConfig."""
+    import datasets
+    from trl import SFTConfig, SFTTrainer
+
+    from scu_trainer.data import default_cache_dir, embedded_tokenizer
+
+    rows = job.token_rows()
+    columns = datasets.Dataset.from_dict({"input_ids": [rows[i]["input_ids"].tolist() for i in range(len(rows))]})
+    with scratch_arguments(**job.training()) as args:
+        given = {**job.training(), "output_dir": args.output_dir, "report_to": "none", "disable_tqdm": True}
+        given |= {"save_strategy": "no", "logging_steps": 100_000, "max_length": job.shape.longest_row}
+        if changes.get("packing"):
+            given |= _packed(rows, job.steps)
+        config = SFTConfig(**{**given, "remove_unused_columns": True, **changes})
+        tokenizer = embedded_tokenizer(default_cache_dir(None))
+        kind = type("CountedSFTTrainer", (Counted, SFTTrainer), {})
+        trainer = kind(job.model(), config, train_dataset=columns, processing_class=tokenizer)
+        return _trained(trainer, turns)
+
+
+def _packed(rows: TokenRows, steps: int) -> dict[str, int]:
+    """One pass over rows of TRL's own default length, or of the longest document; as many to a step as hold the tokens
+    of a step of the others."""
+    longest = max(rows.lengths)
+    length = max(longest, min(PACKED_TOKENS, 8 * longest))  # of tiny documents a few, so that there are several rows
+    rows_per_step = max(1, round(sum(rows.lengths) / steps / length))
+    one_pass = {"max_steps": -1, "num_train_epochs": 1, "max_length": length}
+    return {**one_pass, "per_device_train_batch_size": 1, "gradient_accumulation_steps": rows_per_step}
+
+
+def _trained(trainer: Trainer, turns: Turns) -> Trained:
+    trainer.step_tokens = []
+    trainer.add_callback(TakesTurns(turns))
+    quiet(trainer).train()
+    return trainer.model, [int(tokens) for tokens in trainer.step_tokens]
+
+
+LOOPS = {"memory": MemorySettings(), "curriculum": CurriculumSettings(), "safety": SafetySettings()}
+"""As the commands have them: rows cut and measured, each row's loss booked, bad numbers refused. Regularization, which
+the commands also turn on, comes on top."""
+
+WORKERS: dict[str, tuple[Callable[..., Trained], dict[str, Any]]] = {
+    "plain": (plain, {}),
+    "stock": (stock, {}),
+    "stock, group_by_length": (stock, {"train_sampling_strategy": "group_by_length"}),
+    "ours": (ours, LOOPS),
+    "ours, no loop": (ours, {}),
+    "ours, all loops": (ours, {**LOOPS, "regularization": RegularizationSettings()}),
+    "trl": (trl, {}),
+    "trl, padding-free": (trl, {"padding_free": True, "max_length": None}),
+    "trl, packing": (trl, {"packing": True}),
+}
+
+
+def side_of(name: str, job: Job) -> Side:
+    return Side(name, run, (name, job))
+
+
+def run(turns: Turns, name: str, job: Job) -> dict[str, Any]:
+    """In a process of its own: one side to its end, and its held-out loss."""
+    work, settings = WORKERS[name]
+    with run_log():
+        model, step_tokens = work(job, turns, **settings)
+    return {"held_out_bits": held_out_bits(model, job), "step_tokens": step_tokens}
+
+
+class Watches:
+    """In the place of turns: level after the first optimizer step, and the peak of all."""
+
+    def __init__(self, device: str) -> None:
+        self.witness, self.level_bytes = Witness(device), 0
+
+    def begin(self) -> None:
+        self.witness.start()
+
+    def step(self) -> None:
+        reading = self.witness.read()
+        self.level_bytes = self.level_bytes or reading.own_bytes
+
+
+def memory(name: str, job: Job) -> dict[str, int]:
+    """In a process of its own: bytes that one side holds after its first step, and its peak."""
+    work, settings = WORKERS[name]
+    watches = Watches(job.device)
+    if "memory" in settings:
+        settings = {**settings, "memory_gauge": watches.witness}
+    with run_log():
+        work(job, watches, **settings)
+        watches.witness.read()
+    if not watches.level_bytes:
+        raise RuntimeError(f"{name} made one optimizer step; what it holds between steps shows from two on")
+    return {"level_bytes": watches.level_bytes, "peak_bytes": watches.witness.highest_bytes}
+
+
+def tiny(job: Job) -> Job:
+    """The same with rows of eight tokens: what model, optimizer and trainer hold. Packed rows are as short
+    as to make two steps, too."""
+    shape = replace(job.shape, longest_row=8 * WARM_UP_TOKENS)
+    return replace(job, lengths=Lengths("tiny", WARM_UP_TOKENS, 0.0), shape=shape, steps=2)
+
+
+@torch.no_grad()
+def held_out_bits(model: torch.nn.Module, job: Job) -> float:
+    """Bits per predicted token on documents that nobody trained on, the same for every side."""
+    lengths = job.lengths.draw(HELD_OUT_ROWS, job.shape.longest_row, seed=HELD_OUT_SEED)
+    rows = TokenRows([0] * HELD_OUT_SEED + lengths, job.shape.vocab)
+    nats, tokens = 0.0, 0
+    model.eval()
+    for index in range(HELD_OUT_SEED, HELD_OUT_SEED + HELD_OUT_ROWS):
+        ids = rows[index]["input_ids"].unsqueeze(0).to(job.device)
+        logits = model(input_ids=ids).logits[0, :-SHIFT].float()
+        nats += float(torch.nn.functional.cross_entropy(logits, ids[0, SHIFT:], reduction="sum"))
+        tokens += ids.size(1) - SHIFT
+    return nats / tokens / math.log(2)

@@ -1,0 +1,269 @@
+"""What does the data loop cost? Knowing the loss of every row, and planning an epoch.
+
+    python benchmarks/loops/curriculum_cost.py [--steps 24] [--samples 1000000]
+
+Tracking: two trainers of the same model take turns step by step on the same rows, one without a curriculum, one with
+``CurriculumSettings("none")``, which changes no gradient but tracks the loss of every row and keeps the books. Printed
+are the median CPU seconds of a step and the median of the paired ratios; beside it, from the same run, the seconds
+that were spent inside of tracking (reading losses of rows, recording, counting deliveries, gathering, planning).
+"control" is the same with tracking on neither side: what differs from 1 there is the machine. "loss" is forward and
+backward of the model's own loss against the opened one, which keeps the losses of tokens, in turn on the same batch.
+Each model is in a process of its own that gives no memory back: page faults would hide a difference this small.
+Models: the text model of ``curriculum.py`` with the stock loss, and one of 32k words with the chunked loss
+on both sides.
+
+Planning: CPU seconds per million samples of one epoch for 8 ranks, every sample known, as the median of several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, Optional
+from unittest.mock import patch
+
+import numpy
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.common import command_line, shown, write_result
+from benchmarks.lib.curriculum_work import TEXT, text_model
+from benchmarks.lib.memory_work import (
+    DISTRIBUTIONS,
+    KEPT_MEMORY,
+    Ours,
+    Shape,
+    TokenRows,
+    Turns,
+    in_fresh_process,
+    trainer_for,
+)
+from scu_trainer import SCUTrainer
+from scu_trainer.control import curriculum as control
+from scu_trainer.control.difficulty import Snapshot
+from scu_trainer.settings import CurriculumSettings, MemorySettings
+from scu_trainer.train.curriculum.deliveries import Deliveries
+from scu_trainer.train.loops.curriculum import CurriculumLoop
+from scu_trainer.train.loss.rows import model_loss
+from scu_trainer.train.loss.rows.row_readings import RowLossReading
+from scu_trainer.train.run_directory.logs import run_log
+
+TARGETS = {"tracking_over_none": 1.02, "planning_seconds_per_million": 0.5}
+WARM_UP_STEPS = 3
+BATCH_ROWS = 8
+CHUNKED = MemorySettings(memory_control=False, chunked_loss="always")
+PLANNED = (
+    ("none",),
+    ("token_budget",),
+    ("noise_guard",),
+    ("acmds",),
+    ("infobatch",),
+    ("token_budget", "noise_guard"),
+)
+PLANS = 5
+LOSS_NATS = 2.0
+
+
+class Model(NamedTuple):
+    """What both sides train. ``memory``: of both trainers; None is the stock loss. ``repeats``: times --steps steps."""
+
+    name: str
+    make: Callable[[], torch.nn.Module]
+    vocab: int
+    longest_row: int
+    memory: Optional[MemorySettings]
+    repeats: int
+
+
+MODELS = (
+    Model(f"{TEXT['hidden']} wide, 2k words, stock loss", text_model, 2048, TEXT["longest"], None, 4),
+    Model("256 wide, 32k words, chunked loss", Shape(32_000, 256, 4).model, 32_000, 512, CHUNKED, 1),
+)
+
+
+# -- tracking ----------------------------------------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """CPU seconds spent inside of some functions, wherever they are called from."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth = 0
+
+    def around(self, function: Callable) -> Callable:
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            begun_s = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if self._depth == 0:  # what one of them calls is already inside
+                    self.seconds += time.process_time() - begun_s
+
+        return timed
+
+    @contextlib.contextmanager
+    def on(self, *places: tuple[Any, str]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for owner, name in places:
+                stack.enter_context(patch.object(owner, name, self.around(getattr(owner, name))))
+            yield
+
+
+TRACKING = (
+    (RowLossReading, "rows"),
+    (model_loss, "row_losses"),
+    (Deliveries, "pass_on"),
+    *((CurriculumLoop, name) for name in ("see", "gather", "end_epoch", "begin_epoch", "found")),
+)
+
+
+def tracking(model: Model, steps: int) -> dict[str, Any]:
+    return {
+        **_turns(model, steps, (False, True)),
+        "control_paired_ratio": _turns(model, steps, (False, False))["median_of_paired_ratios"],
+        "loss_paired_ratio": _opened_over_stock(model, steps),
+    }
+
+
+def _opened_over_stock(model: Model, steps: int) -> Optional[float]:
+    """None where the loss is chunked on both sides."""
+    if model.memory is not None:
+        return None
+    module, ratios = model.make(), []
+    for width in DISTRIBUTIONS["alpaca"].draw(WARM_UP_STEPS + steps * model.repeats, model.longest_row):
+        words = torch.randint(3, model.vocab, (BATCH_ROWS, max(8, int(width))))
+        seconds = []
+        for context in (contextlib.nullcontext(), model_loss.opened(module, None, lambda losses: None)):
+            module.zero_grad()
+            begun_s = time.process_time()
+            with context:
+                loss = module(input_ids=words, labels=words, num_items_in_batch=torch.tensor(words.numel())).loss
+            loss.backward()
+            seconds.append(time.process_time() - begun_s)
+        ratios.append(seconds[1] / seconds[0])
+    return median(ratios[WARM_UP_STEPS:])
+
+
+def _turns(model: Model, steps: int, sides: tuple[bool, bool]) -> dict[str, Any]:
+    steps *= model.repeats
+    count = BATCH_ROWS * (WARM_UP_STEPS + steps)
+    rows = TokenRows(DISTRIBUTIONS["alpaca"].draw(count, model.longest_row), model.vocab)
+    watch = Stopwatch()
+    with run_log(), contextlib.ExitStack() as stack, watch.on(*TRACKING):
+        trainers = [stack.enter_context(_trainer(model, rows, tracked)) for tracked in sides]
+        seconds = Turns(trainers, "cpu").run()
+    off, on = (of_trainer[WARM_UP_STEPS:] for of_trainer in seconds)
+    return {
+        "model": model.name,
+        "steps": steps,
+        "step_seconds_off": median(off),
+        "step_seconds_on": median(on),
+        "ratio_of_medians": median(on) / median(off),
+        "ratio_of_sums": sum(on) / sum(off),
+        "median_of_paired_ratios": median(a / b for a, b in zip(on, off, strict=True)),
+        "share_inside_tracking": watch.seconds / sum(seconds[1]),
+    }
+
+
+@contextlib.contextmanager
+def _trainer(model: Model, rows: TokenRows, tracked: bool) -> Iterator[Any]:
+    torch.manual_seed(0)
+    kind = Tracked if tracked else Ours
+    arguments = {"num_train_epochs": 1, "per_device_train_batch_size": BATCH_ROWS}
+    with trainer_for(
+        "cpu", model.make(), rows, model.memory, kinds=(kind, kind), train_sampling_strategy="random", **arguments
+    ) as trainer:
+        yield trainer
+
+
+class Tracked(SCUTrainer):
+    """Knows the loss of every row; selects nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, curriculum=CurriculumSettings("none"), **kwargs)
+
+
+# -- planning ----------------------------------------------------------------------------------------------------------
+
+
+def planning(methods: tuple[str, ...], samples: int) -> dict[str, Any]:
+    rng = numpy.random.default_rng(0)
+    law = control.CurriculumConfig(methods=methods, rows_per_batch=16)
+    snapshot = Snapshot(
+        scores=rng.lognormal(numpy.log(LOSS_NATS), 0.5, samples),
+        observations=numpy.full(samples, 3),
+        last_epoch=rng.integers(1, 3, samples),
+        quarantined=numpy.zeros(samples, dtype=bool),
+    )
+    lengths = rng.lognormal(numpy.log(100), 0.6, samples).round().clip(4, 2048).astype(numpy.int64)
+    seconds = []
+    for seed in range(PLANS):
+        permutation = rng.permutation(samples)
+        begun_s = time.process_time()
+        control.plan(law, snapshot, 3, 8, permutation, lengths, world=8, seed=seed)
+        seconds.append(time.process_time() - begun_s)
+    return {"methods": "+".join(methods), "samples": samples, "seconds_per_million": median(seconds) / samples * 1e6}
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
+
+
+def tracking_table(results: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"tracking the loss of every row (aim: ratio at most {TARGETS['tracking_over_none']:g})")
+    table.add_column("model")
+    for name in ("CPU ms without", "CPU ms with", "paired", "control", "loss", "inside tracking"):
+        table.add_column(name, justify="right")
+    for row in results:
+        table.add_row(
+            row["model"],
+            *(f"{1e3 * row[name]:.1f}" for name in ("step_seconds_off", "step_seconds_on")),
+            *(shown(row[name]) for name in ("median_of_paired_ratios", "control_paired_ratio", "loss_paired_ratio")),
+            f"{row['share_inside_tracking']:.2%}",
+        )
+    return table
+
+
+def planning_table(results: list[dict[str, Any]]) -> Table:
+    aim = f"aim: at most {TARGETS['planning_seconds_per_million']:g}"
+    table = Table(title=f"planning an epoch, CPU seconds per million samples ({aim})")
+    table.add_column("methods")
+    table.add_column("seconds", justify="right")
+    for row in results:
+        table.add_row(row["methods"], f"{row['seconds_per_million']:.3f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=24,
+        help="timed steps of the large model; of the small one 4 times as many",
+    )
+    parser.add_argument("--samples", type=int, default=1_000_000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console(width=130)
+    plans = [planning(methods, options.samples) for methods in PLANNED]
+    console.print(planning_table(plans))
+    tracked = [in_fresh_process(tracking, model, options.steps, allocator=KEPT_MEMORY) for model in MODELS]
+    console.print(tracking_table(tracked))
+    write_result("curriculum_cost", command_line(), {"targets": TARGETS, "tracking": tracked, "planning": plans})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Is every optimizer step's gradient the stock Trainer's, or said not to be? Random trainings, both sides of each.
+
+    python benchmarks/loops/exactness.py --cases 1000
+
+Families x losses x padding x accumulation x unbalanced labels (lib/exactness_cases.py). A step is wrong where
+its gradient is further than 1e-5 from stock's, relative to its largest entry, and no line of the log says so.
+``--seed N --cases 1`` runs one case again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.common import quiet, write_result
+from benchmarks.lib.exactness_cases import STEPS, Case, case_of, pad
+from scu_trainer import SCUTrainer
+from scu_trainer.settings import CurriculumSettings, MemorySettings
+
+BOUND = 1e-5
+WARNED = ("a split batch would not give the gradient", "batches run whole", "cannot be cut by rows")
+
+
+class Rows(Dataset):
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(self.rows[index])
+
+
+class Gradients(TrainerCallback):
+    """``steps``: name -> gradient of each optimizer step. Tells a module that changes which step it is."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if hasattr(model, "late"):
+            model.late.fill_(state.global_step)
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+
+class Lines(logging.Handler):
+    """Warnings of one run, with the step in which each came."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def with_loss(base: type, case: Case) -> type:
+    """``base`` as a user would subclass it."""
+    if case.compute_loss is None:
+        return base
+
+    class Own(base):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            asked = {name: value for name, value in inputs.items() if name != "sample_index"}
+            outputs = model(**{name: value for name, value in asked.items() if name != "labels"})
+            loss = case.compute_loss(model, asked, outputs)
+            return (loss, outputs) if return_outputs else loss
+
+    return Own
+
+
+def run(case: Case, ours: bool, folder: str) -> tuple[list[dict[str, torch.Tensor]], Any]:
+    arguments = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_steps=10_000,
+        optim="sgd",
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        max_steps=STEPS,
+        per_device_train_batch_size=case.batch,
+        gradient_accumulation_steps=case.accumulation,
+        train_sampling_strategy="random" if case.has_books else "sequential",  # books come with a sampler of their own
+        remove_unused_columns=False,
+        **case.arguments,
+    )
+    own: dict[str, Any] = {}
+    if ours:
+        own["memory"] = MemorySettings(**case.cut)
+        # A subclass's own loss would have to know of the column that the books of rows need.
+        own["curriculum"] = CurriculumSettings("none") if case.has_books and case.compute_loss is None else None
+    found = Gradients()
+    kind = with_loss(SCUTrainer if ours else Trainer, case)
+    trainer = kind(
+        model=case.make(),
+        args=arguments,
+        train_dataset=Rows(case.rows),
+        data_collator=pad,
+        callbacks=[found],
+        compute_loss_func=case.loss_function,
+        **own,
+    )
+    quiet(trainer).train()
+    return found.steps, trainer
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    largest = max(float(g.abs().max()) for g in expected.values())
+    apart = max(float((found[name] - g).abs().max()) if name in found else largest for name, g in expected.items())
+    return apart / max(largest, 1e-12)
+
+
+def outcome(case: Case) -> dict[str, Any]:
+    lines = Lines()
+    logger = logging.getLogger("scu_trainer")
+    logger.addHandler(lines)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            expected, _ = run(case, False, folder)
+            found, trainer = run(case, True, folder)
+    finally:
+        logger.removeHandler(lines)
+    books = trainer.chunked.loop.books
+    reduction = trainer.chunked.reduction
+    errors = [distance(*both) for both in zip(found, expected, strict=True)]
+    return {
+        "seed": case.seed,
+        "name": case.name,
+        "splittable": case.splits,
+        "is_split": books.chunks > case.accumulation * STEPS or books.processed_tokens < books.stock_tokens,
+        "could_split": _could_split(case),
+        "worst": max(errors),
+        "wrong_steps": [step for step, error in enumerate(errors, start=1) if error > BOUND],
+        "warned": [line for line in lines.lines if any(part in line for part in WARNED)],
+        "known": reduction and reduction.known,
+        "why_whole": reduction.mixes if reduction else "no rows told",
+        "steps": len(found),
+    }
+
+
+def _could_split(case: Case) -> bool:
+    """Whether the settings ask for anything smaller than the batches."""
+    if "max_batch_size" in case.cut:
+        return case.batch > case.cut["max_batch_size"]
+    lengths = {len(row["input_ids"]) if "input_ids" in row else 1 for row in case.rows}
+    if case.cut["token_cap"] == "auto":
+        return len(lengths) > 1
+    return case.batch * max(lengths) > case.cut["token_cap"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--no_result", action="store_true", help="write no file")
+    options = parser.parse_args()
+    logging.getLogger("scu_trainer").propagate = False
+    torch.set_num_threads(1)
+    results, began = [], time.monotonic()
+    for seed in range(options.seed, options.seed + options.cases):
+        results.append(outcome(case_of(seed)))
+        if len(results) % 50 == 0:
+            spent = time.monotonic() - began
+            print(f"{len(results)} of {options.cases} cases, {spent:.0f} s", file=sys.stderr, flush=True)
+    print_tables(results)
+    figures = summary(results)
+    if not options.no_result:
+        write_result("exactness", f"python benchmarks/loops/exactness.py --cases {options.cases}", figures)
+    sys.exit(1 if figures["wrong_without_a_word"] else 0)
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    splittable = [one for one in results if one["splittable"] and one["could_split"]]
+    silent = [one for one in results if one["wrong_steps"] and not one["warned"]]
+    split = [one for one in splittable if one["is_split"]]
+    whole = collections.Counter((one["name"], one["why_whole"]) for one in splittable if not one["is_split"])
+    return {
+        "cases": len(results),
+        "steps": sum(one["steps"] for one in results),
+        "wrong_without_a_word": [{key: one[key] for key in ("seed", "name", "worst", "wrong_steps")} for one in silent],
+        "wrong_and_said": sum(bool(one["wrong_steps"]) for one in results) - len(silent),
+        "largest_error_where_nothing_was_said": max(
+            (one["worst"] for one in results if not one["warned"]), default=0.0
+        ),
+        "splittable": len(splittable),
+        "split": len(split),
+        "known_by_the_function_called": sum(one["known"] is not None for one in results),
+        "splittable_but_whole": [{"name": name, "why": why, "cases": n} for (name, why), n in whole.most_common()],
+    }
+
+
+def print_tables(results: list[dict[str, Any]]) -> None:
+    names = sorted({one["name"] for one in results})
+    print(f"{'family x loss':58} {'cases':>5} {'split':>5} {'known':>5} {'said':>5} {'worst, nothing said':>20}")
+    for name in names:
+        own = [one for one in results if one["name"] == name]
+        quiet_worst = max((one["worst"] for one in own if not one["warned"]), default=0.0)
+        counts = (sum(map(bool, (one[key] for one in own))) for key in ("is_split", "known", "warned"))
+        print(f"{name:58} {len(own):5} {' '.join(f'{n:5}' for n in counts)} {quiet_worst:20.1e}")
+    figures = summary(results)
+    print(f"\n{figures['cases']} cases, {figures['steps']} optimizer steps")
+    print(f"wrong without a word: {len(figures['wrong_without_a_word'])}; wrong and said: {figures['wrong_and_said']}")
+    share = figures["split"] / max(figures["splittable"], 1)
+    print(f"splittable: {figures['splittable']}, of these split: {figures['split']} ({share:.1%})")
+    for one in figures["splittable_but_whole"]:
+        print(f"  whole although splittable, {one['cases']} x {one['name']}: {one['why']}")
+    for one in figures["wrong_without_a_word"]:
+        print(f"  SILENT seed {one['seed']}: {one['name']}, steps {one['wrong_steps']}, {one['worst']:.1e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""What does memory control cost where memory is plenty and all rows have one length?
+
+    python benchmarks/loops/memory_cost.py [--steps 400] [--large_steps 80]
+
+One trainer, its memory control switched step by step (off on on off ...), so that both sides have the same weights, the
+same memory and the same neighbours on the machine. CPU time of whole steps, data loading included; left out are the
+windows in which every chunk is measured, and page faults (freed memory stays with the process). Two subjects: LoRA on
+the embedded model with the recipe's batch of 8 x 256 tokens, and a Llama of hidden 256 with 32,000 words on 8 x 128.
+
+Prints the ratio of the medians with control to those without, and the median of the same ratio within each four steps;
+the ratio of the medians of the off steps at the first and at the last place of each four, which shows how far the
+machine lets this be told; and what can be measured directly: CPU time in the control's own code per step (all of
+``training_step`` but the stock one inside it; in the first steps, too), and in the guarded against the plain optimizer
+step. A few steps without timing then say whether the weights are the stock Trainer's bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, Optional
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import Trainer, TrainerCallback
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.common import (
+    collator,
+    command_line,
+    embedded_data,
+    embedded_model,
+    quiet,
+    scratch_arguments,
+    write_result,
+)
+from benchmarks.lib.memory_work import KEPT_MEMORY, Shape, TokenRows, in_fresh_process, pad
+from scu_trainer import SCUTrainer
+from scu_trainer.settings import MemorySettings
+from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.step.engine import StockEngine
+from scu_trainer.train.step.micro_batch_sizer import LEARNING_WINDOWS
+
+AIM = 1.01
+PATTERN = (False, True, True, False)
+SETTLING = len(PATTERN) * (2 + LEARNING_WINDOWS // len(PATTERN))
+CHECKED_STEPS = 4
+ROWS, ROW_TOKENS = 8, 128
+
+
+def embedded() -> dict[str, Any]:
+    data = embedded_data(0, dataset="stdlib_docstrings", dataset_size=80, block_size=256, validation_split_percentage=0)
+    return {"model": embedded_model(0, tuning="lora"), "train_dataset": data.train, "data_collator": collator()}
+
+
+def llama() -> dict[str, Any]:
+    shape = Shape()
+    rows = [TokenRows([ROW_TOKENS] * 64, shape.vocab)[i] for i in range(64)]
+    for row in rows:
+        del row["sample_index"]
+    return {"model": shape.model(), "train_dataset": rows, "data_collator": _padded}
+
+
+def _padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    made = pad([{**row, "sample_index": 0} for row in rows])
+    del made["sample_index"]
+    return made
+
+
+SUBJECTS = {"embedded model, LoRA, 8 x 256": embedded, f"Llama 19M, {ROWS} x {ROW_TOKENS}": llama}
+
+
+@contextmanager
+def trainer_of(parts: dict[str, Any], memory: Optional[MemorySettings], steps: int) -> Iterator[SCUTrainer]:
+    arguments = {"max_steps": steps, "per_device_train_batch_size": ROWS, "learning_rate": 1e-3}
+    with scratch_arguments(**arguments, train_sampling_strategy="sequential") as given:
+        yield quiet(SCUTrainer(args=given, memory=memory, **parts))
+
+
+class Switch(TrainerCallback):
+    """Takes memory control out of the steps where PATTERN says so, and notes CPU seconds.
+
+    ``steps[on]``: of whole steps, in order; ``optimizer[on]``: of ``optimizer.step``; ``own``: of the control's code in
+    ``training_step``, of the steps that have it; ``first``: the same while every chunk is measured.
+    """
+
+    def __init__(self, trainer: SCUTrainer) -> None:
+        self.trainer, self.chunked = trainer, trainer.chunked
+        self._engines = {True: trainer.engine, False: StockEngine(trainer)}
+        self.steps: dict[bool, list[float]] = {True: [], False: []}
+        self.optimizer: dict[bool, list[float]] = {True: [], False: []}
+        self.own: list[float] = []
+        self.first: list[float] = []
+        self._inside_s = self._stock_s = 0.0
+        self._ended_s = self._optimizer_s = 0.0
+        self.chunked.loss = self._clocked(self.chunked.loss, "_inside_s")
+        trainer.stock_training_step = self._clocked(trainer.stock_training_step, "_stock_s")
+
+    def _clocked(self, function: Callable[..., Any], clock: str) -> Callable[..., Any]:
+        def clocked(*args: Any) -> Any:
+            begun_s = time.process_time()
+            try:
+                return function(*args)
+            finally:
+                setattr(self, clock, getattr(self, clock) + time.process_time() - begun_s)
+
+        return clocked
+
+    def is_on(self, step: int) -> bool:
+        """``step``: from 0. On while the loop measures every chunk, then by the pattern."""
+        return step < SETTLING or PATTERN[step % len(PATTERN)]
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._optimizer_s = time.process_time()
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._optimizer_s = time.process_time() - self._optimizer_s
+
+    def on_step_end(self, args, state, control, **kwargs):
+        now_s, step = time.process_time(), state.global_step - 1
+        if step < LEARNING_WINDOWS:
+            self.first.append(self._inside_s - self._stock_s)
+        if step >= SETTLING:
+            on = self.is_on(step)
+            self.steps[on].append(now_s - self._ended_s)
+            self.optimizer[on].append(self._optimizer_s)
+            if on:
+                self.own.append(self._inside_s - self._stock_s)
+        self._set(self.is_on(step + 1))
+        self._inside_s = self._stock_s = 0.0
+        self._ended_s = time.process_time()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._set(True)  # what was taken out has to end its run too
+
+    def _set(self, on: bool) -> None:
+        self.trainer.engine = self._engines[on]
+        guard = self.chunked._guard
+        if guard is not None:
+            (guard.attach if on else guard.detach)()
+
+
+def measure(subject: str, steps: int) -> dict[str, Any]:
+    with run_log(), trainer_of(SUBJECTS[subject](), MemorySettings(), SETTLING + steps) as trainer:
+        switch = Switch(trainer)
+        # First of all callbacks: at the end of training the memory callback needs the control back in place.
+        trainer.callback_handler.callbacks.insert(0, switch)
+        trainer.train()
+    off_s, on_s = median(switch.steps[False]), median(switch.steps[True])
+    guarded_s, plain_s = median(switch.optimizer[True]), median(switch.optimizer[False])
+    return {
+        "subject": subject,
+        "steps": steps,
+        "step_ms_off": off_s * 1e3,
+        "step_ms_on": on_s * 1e3,
+        "on_over_off": on_s / off_s,
+        "paired": paired(switch.steps),
+        "off_over_off": median(switch.steps[False][1::2]) / median(switch.steps[False][::2]),
+        "own_ms": median(switch.own) * 1e3,
+        "own_fraction": median(switch.own) / off_s,
+        "first_own_ms": [own_s * 1e3 for own_s in switch.first],
+        "optimizer_ms": plain_s * 1e3,
+        "guard_ms": (guarded_s - plain_s) * 1e3,
+        "guard_fraction": (guarded_s - plain_s) / off_s,
+        "same_weights": same_weights(subject),
+    }
+
+
+def paired(steps: dict[bool, list[float]]) -> list[float]:
+    """Quartiles of on / off within each four steps, in which slow changes of the machine cancel."""
+    fours = zip(steps[True][::2], steps[True][1::2], steps[False][::2], steps[False][1::2], strict=True)
+    return quantiles([(on + on_too) / (off + off_too) for on, on_too, off, off_too in fours], n=4)
+
+
+def same_weights(subject: str) -> bool:
+    """Whether a few steps with control end at the stock Trainer's weights, bit for bit."""
+
+    def trained(memory: Optional[MemorySettings]) -> Trainer:
+        with run_log(), trainer_of(SUBJECTS[subject](), memory, CHECKED_STEPS) as trainer:
+            trainer.train()
+        return trainer
+
+    pairs = zip(trained(None).model.parameters(), trained(MemorySettings()).model.parameters(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def table_of(results: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"memory control without pressure, CPU time per step (aim: at most {AIM:.2f})")
+    table.add_column("subject", no_wrap=True)
+    names = (
+        "off, ms",
+        "on, ms",
+        "on / off",
+        "within fours (quartiles)",
+        "off / off",
+        "own code",
+        "first steps, ms",
+        "optimizer guard",
+        "weights",
+    )
+    for name in names:
+        table.add_column(name, justify="right")
+    for r in results:
+        table.add_row(
+            r["subject"],
+            f"{r['step_ms_off']:.1f}",
+            f"{r['step_ms_on']:.1f}",
+            f"{r['on_over_off']:.4f}",
+            "{1:.4f} ({0:.3f} to {2:.3f})".format(*r["paired"]),
+            f"{r['off_over_off']:.4f}",
+            f"{r['own_ms']:.2f} ms, {r['own_fraction']:.2%}",
+            ", ".join(f"{own_ms:.0f}" for own_ms in r["first_own_ms"]),
+            f"{r['guard_ms']:+.2f} ms, {r['guard_fraction']:+.2%}",
+            "equal" if r["same_weights"] else "DIFFER",
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400, help="timed steps, embedded model")
+    parser.add_argument("--large_steps", type=int, default=80, help="timed steps, Llama")
+    given = parser.parse_args()
+    counts = (given.steps, given.large_steps)
+    results = [in_fresh_process(measure, *pair, allocator=KEPT_MEMORY) for pair in zip(SUBJECTS, counts, strict=True)]
+    Console(width=150).print(table_of(results))
+    write_result("memory_cost", command_line(), {"aim": AIM, "results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Models that are no text transformers, in our loop, in the stock Trainer and in a hand-written PyTorch loop.
+
+    python benchmarks/studies/families.py [--recipes resnet efficientnet gru sensors] [--steps 150]
+
+For each recipe two runs. "equal": all three sides in float32, the same model, optimizer, schedule, batches of the same
+size; ours with every loop that the recipe turns on. "recipe": the plain float32 loop against ours as the recipe has it
+(bf16 where the CPU has it). Each side is a process, as its user would start it, and they take turns of a few steps:
+drift of the machine hits all alike, and those that wait do nothing. A turn's time includes loading its batches. Prints
+steps per second as a ratio to the faster of the other sides, and each side's held-out score after as many steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Optional
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader
+from transformers import Trainer, get_scheduler
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.common import command_line, not_repeated, quiet, write_result
+from benchmarks.lib.memory_work import Witness
+from benchmarks.lib.turns import Ended, Side, TakesTurns, Turns, rounds, values
+from scu_trainer.cli.configuration import read_job
+from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.session.session import build_trainer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+FAMILIES = ("resnet", "efficientnet", "gru", "sensors")
+STEPS_PER_TURN = 5
+GROUPS = {"equal": ("plain", "stock", "ours"), "recipe": ("plain", "ours")}
+FLOAT32 = ("--mixed_precision", "no")
+
+
+def read(recipe: str, steps: int, folder: str, flags: Sequence[str] = ()) -> Any:
+    """The job of a recipe, with ``flags`` of the command after it, that keeps and prints nothing."""
+    words = ["--output_dir", f"{folder}/run", "--report_to", "none", "--save_strategy", "no", "--eval_strategy", "no"]
+    words += ["--max_steps", str(steps), "--logging_steps", "100000", "--use_cpu", "true", *flags]
+    return read_job(str(RECIPES / f"{recipe}.yaml"), words)
+
+
+def plain(parts: Any, job: Any, turns: Turns) -> torch.nn.Module:
+    """What one would write by hand, with the optimizer and the schedule of the Trainer."""
+    args, model = job.training, parts.model.train()
+    optimizer = Trainer(model, args).create_optimizer()
+    schedule = get_scheduler(
+        args.lr_scheduler_type, optimizer, args.get_warmup_steps(args.max_steps), args.max_steps,
+        args.lr_scheduler_kwargs,
+    )  # fmt: skip
+    loader = DataLoader(parts.data.train, args.train_batch_size, shuffle=True, collate_fn=parts.collator)
+    turns.begin()
+    step = 0
+    while step < args.max_steps:
+        for batch in loader:
+            with _precision(args):
+                loss = _loss(model, batch, args)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            step += 1
+            if step == args.max_steps:
+                break
+            turns.step()
+    return model
+
+
+def _precision(args: Any) -> contextlib.AbstractContextManager:
+    return torch.autocast("cpu", torch.bfloat16) if args.bf16 else contextlib.nullcontext()
+
+
+def _loss(model: torch.nn.Module, batch: Any, args: Any) -> torch.Tensor:
+    if not args.label_smoothing_factor:
+        return model(**batch)["loss"]
+    labels = batch.pop("labels")
+    return torch.nn.functional.cross_entropy(
+        model(**batch)["logits"], labels, label_smoothing=args.label_smoothing_factor
+    )
+
+
+def stock(parts: Any, job: Any, turns: Turns) -> torch.nn.Module:
+    trainer = Trainer(parts.model, job.training, data_collator=parts.collator, train_dataset=parts.data.train)
+    return _trained(trainer, turns)
+
+
+def ours(parts: Any, job: Any, turns: Turns, witness: Optional[Witness] = None) -> torch.nn.Module:
+    """``witness``: in the place of the memory loop's gauge, which restarts the peak that it would see."""
+    trainer = build_trainer(job, parts, None, Console(quiet=True))
+    if witness is not None and trainer.chunked is not None and trainer.chunked.loop.gauge is not None:
+        trainer.chunked.loop.gauge = witness
+    return _trained(trainer, turns)
+
+
+def _trained(trainer: Trainer, turns: Turns) -> torch.nn.Module:
+    trainer.add_callback(TakesTurns(turns))
+    quiet(trainer).train()
+    return trainer.model
+
+
+SIDES: dict[str, Callable] = {"plain": plain, "stock": stock, "ours": ours}
+
+
+def run_side(turns: Turns, name: str, recipe: str, group: str, steps: int) -> dict[str, Any]:
+    """In a process of its own: one side, a turn whenever it is asked; at the end its score."""
+    flags = () if group == "recipe" and name == "ours" else FLOAT32
+    with run_log(), tempfile.TemporaryDirectory() as folder:
+        job = read(recipe, steps, folder, flags)
+        parts = job.kind.load(job, Console(quiet=True))
+        score = job.kind.score(SIDES[name](parts, job, turns), parts)
+    return {
+        "bpt": score.bpt,
+        "accuracy": None if score.correct is None else float(score.correct.sum() / score.tokens.sum()),
+        "mixed_precision": job.model.mixed_precision,
+        "rows_per_step": job.training.per_device_train_batch_size * job.training.gradient_accumulation_steps,
+    }
+
+
+def compare(recipe: str, group: str, steps: int) -> dict[str, Any]:
+    """Each side is the first to start once: which one starts first matters by some percent on two cores."""
+    names = GROUPS[group]
+    found = rounds([Side(name, run_side, (name, recipe, group, steps)) for name in names], STEPS_PER_TURN, len(names))
+    ends, accuracies = found[-1]["ours"].said, values(found[-1], "accuracy")
+    ratios = {name: [speed(ended, "ours", name) for ended in found] for name in names if name != "ours"}
+    return {
+        "recipe": recipe,
+        "group": group,
+        "steps": steps,
+        "mixed_precision": ends["mixed_precision"],
+        "rows_per_step": ends["rows_per_step"],
+        "seconds_per_step": {
+            name: median(turn for ended in found for turn in ended[name].seconds) / STEPS_PER_TURN for name in names
+        },
+        "speed_against": {name: median(by_order) for name, by_order in ratios.items()},
+        "speed_against_by_order": ratios,
+        "speed_against_the_better": min(median(by_order) for by_order in ratios.values()),
+        "held_out_bpt": {name: values(found[-1], "bpt")[name] for name in names},
+        "held_out_accuracy": {name: accuracies[name] for name in names if accuracies[name] is not None},
+        "turns": sum(len(ended["ours"].seconds) for ended in found),
+    }
+
+
+def speed(ended: Mapping[str, Ended], own: str, other: str) -> float:
+    """Steps per second of ``own`` as a ratio to ``other``'s: median of the paired turns."""
+    pairs = zip(ended[own].seconds, ended[other].seconds, strict=True)
+    return median(theirs / mine for mine, theirs in pairs)
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    table = Table(title="steps per second of ours against the better of the other sides, and held-out scores")
+    for name in ("recipe", "run", "arithmetic", "ms per step", "ratio", "held out"):
+        table.add_column(name)
+    for r in results:
+        scores = r["held_out_accuracy"] or r["held_out_bpt"]
+        style = "{:.1%}" if r["held_out_accuracy"] else "{:.3f} bits"
+        table.add_row(
+            r["recipe"],
+            r["group"],
+            "float32" if r["mixed_precision"] == "no" else f"{r['mixed_precision']} (plain: float32)",
+            ", ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in r["seconds_per_step"].items()),
+            f"{r['speed_against_the_better']:.2f}",
+            ", ".join(f"{name} {style.format(score)}" for name, score in scores.items()),
+        )
+    Console(width=150).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of each side")
+    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    options = parser.parse_args()
+    results = []
+    for recipe in options.recipes:
+        for group in options.groups:
+            results.append(compare(recipe, group, options.steps))
+            show(results)
+    results = sorted(
+        [*not_repeated("families", results, ("recipe", "group")), *results], key=lambda r: FAMILIES.index(r["recipe"])
+    )
+    write_result("families", command_line(), {"results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""How does it scale? Ours beside the stock Trainer, as ranks, sizes of a step and the number of documents grow.
+
+    python benchmarks/studies/scaling.py ranks        1 -> 2 processes (gloo), the same rows per optimizer step
+    python benchmarks/studies/scaling.py sizes        block, rows per batch and LoRA rank grow
+    python benchmarks/studies/scaling.py documents    10 thousand -> 10 million documents through the loader
+    ... --quick                               every path on tiny sizes; nothing is written
+
+ranks: a small Llama on rows of uneven length, one thread per process, started by torchrun. The base is one process, so
+two of them reach 2.0 at best. Ours has memory loop, curriculum (losses tracked) and safety on. Starts of the sides
+alternate; the time is the median optimizer step after the first ones. Both sides do the same work: the held-out loss at
+the end is the same with one rank and with two.
+
+sizes: rows of one length, so that nothing is gained by cutting padding; both sides take turns of one optimizer step.
+"relative" is tokens per second over those of stock at the first point of its series.
+
+documents: rows of a few tokens in a memory-mapped Arrow file, as the commands store them. Each side is a fresh process
+with a tiny model, ours with all loops. Seconds are from opening the file to the end of the first optimizer step. Memory
+is anonymous memory (RssAnon): mapped pages of the file are not counted, for the kernel takes them back. "held" is what
+a run holds once every document was seen, "peak" the highest reading until the end, two checkpoints included; both are
+above what the process held before the file was opened. Then `scu-trainer train --streaming true` on JSONL and parquet:
+seconds from the start of the process to its first logged step, and its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.outcome import finish
+from benchmarks.studies import scaling_documents, scaling_ranks, scaling_sizes
+
+PARTS = {"ranks": scaling_ranks, "sizes": scaling_sizes, "documents": scaling_documents}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("--repeats", type=int, help="times that each side runs")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing is written")
+    options = parser.parse_args()
+    part = PARTS[options.part]
+    repeats = options.repeats or (1 if options.quick else part.REPEATS)
+    title, grid, figures, results = part.measure(repeats, options.quick)
+    if options.quick:
+        said = (one.said(key) for key, one in figures.items())
+        Console(width=140).print(grid.table(title), *said, "rehearsal: nothing is written", sep="\n")
+        return
+    finish(f"scaling_{options.part}", title, grid, figures, repeats=repeats, results=results)
+
+
+if __name__ == "__main__":
+    main()

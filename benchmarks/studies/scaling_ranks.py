@@ -1,0 +1,155 @@
+"""1 -> 2 ranks: see scaling.py. As a script, with ``side ranks quick file``, it is one rank under torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.memory_work import Lengths, Shape, TokenRows
+from benchmarks.lib.outcome import Figure, Grid, figure
+from benchmarks.lib.text_job import WORKERS, Job, held_out_bits
+from scu_trainer.train.run_directory.logs import run_log
+
+REPEATS = 2
+SIDES, RANKS = ("stock", "ours"), (1, 2)
+WARM_UP_STEPS = 3
+LONGEST_S = 300
+
+
+@dataclass(frozen=True)
+class RankJob(Job):
+    """What one of ``ranks`` processes does; rows are drawn for all of them together."""
+
+    ranks: int = 1
+
+    def token_rows(self) -> TokenRows:
+        return TokenRows(
+            self.lengths.draw(self.steps * self.step_rows * self.ranks, self.shape.longest_row), self.shape.vocab
+        )
+
+    def among(self, ranks: int) -> RankJob:
+        """The same rows per optimizer step, dealt to ``ranks`` processes."""
+        return replace(self, accumulation=self.accumulation // ranks, ranks=ranks)
+
+
+FULL = RankJob(Shape(2048, 256, 3, 256), Lengths("alpaca", 100, 0.6), steps=14, batch_rows=8, accumulation=2)
+QUICK = RankJob(Shape(64, 32, 1, 32), Lengths("quick", 16, 0.6), steps=6, batch_rows=2, accumulation=2)
+
+Run = dict[str, Any]
+"""``step_s``: seconds of each optimizer step; ``step_tokens``: predicted tokens of each; ``held_out_bits``."""
+
+
+class Clock:
+    """In the place of turns: how long each step took, the last one left out."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._begun_s = 0.0
+
+    def begin(self) -> None:
+        self._begun_s = time.perf_counter()
+
+    def step(self) -> None:
+        now_s = time.perf_counter()
+        self.seconds.append(now_s - self._begun_s)
+        self._begun_s = now_s
+
+
+def rank(side: str, ranks: int, quick: bool, answer: Path) -> None:
+    """One process of a run; the first writes what it found to ``answer``."""
+    torch.set_num_threads(1)
+    job, clock = (QUICK if quick else FULL).among(ranks), Clock()
+    work, settings = WORKERS[side]
+    with run_log():
+        model, step_tokens = work(job, clock, **settings)
+    if int(os.environ["RANK"]) == 0:
+        found = {"step_s": clock.seconds, "step_tokens": step_tokens, "held_out_bits": held_out_bits(model, job)}
+        answer.write_text(json.dumps(found))
+    if ranks > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def launched(side: str, ranks: int, quick: bool) -> Run:
+    """Raises RuntimeError where a rank fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        command += [__file__, side, str(ranks), str(int(quick)), str(answer)]
+        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+        launcher = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=one_thread,
+            start_new_session=True,
+        )
+        try:
+            _, said = launcher.communicate(timeout=LONGEST_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # its ranks would outlive it
+                os.killpg(launcher.pid, signal.SIGKILL)
+        if launcher.returncode:
+            raise RuntimeError(f"{side} with {ranks} ranks ended with {launcher.returncode}: {said[-2000:]}")
+        return json.loads(answer.read_text())
+
+
+def measure(repeats: int, quick: bool) -> tuple[str, Grid, dict[str, Figure], list[Any]]:
+    rounds = []
+    for number in range(repeats):
+        sides = SIDES if number % 2 == 0 else SIDES[::-1]
+        rounds.append({f"{side} {ranks}": launched(side, ranks, quick) for ranks in RANKS for side in sides})
+    grid, figures = summary(rounds)
+    results = [{"run": name, "round": number, **run} for number, one in enumerate(rounds) for name, run in one.items()]
+    return "1 -> 2 ranks, the same rows per optimizer step", grid, figures, results
+
+
+def rate(run: Run) -> float:
+    """Predicted tokens per second: of the typical step, for each step has other tokens."""
+    seconds, tokens = run["step_s"][WARM_UP_STEPS:], run["step_tokens"][WARM_UP_STEPS:]
+    return median(count / second for count, second in zip(tokens, seconds, strict=False))
+
+
+def summary(rounds: list[Mapping[str, Run]]) -> tuple[Grid, dict[str, Figure]]:
+    """``rounds``: by "side ranks"."""
+    gain = {side: [rate(one[f"{side} 2"]) / rate(one[f"{side} 1"]) for one in rounds] for side in SIDES}
+    against = {ranks: [rate(one[f"ours {ranks}"]) / rate(one[f"stock {ranks}"]) for one in rounds] for ranks in RANKS}
+    last = rounds[-1]
+    rows = []
+    for side in SIDES:
+        for ranks in RANKS:
+            rows.append(
+                [
+                    f"{side}, {ranks} rank{'s' if ranks > 1 else ''}",
+                    "1" if ranks == 1 else f"{median(gain[side]):.2f}",
+                    f"{median(against[ranks]):.2f}" if side == "ours" else "",
+                    f"{last[f'{side} {ranks}']['held_out_bits']:.4f}",
+                ]
+            )
+    heads = ["side", "tokens per second over 1 rank", "ours / stock", "held-out bits per token"]
+    figures = {
+        f"2 ranks over 1, {side}": figure(gain[side], "higher" if side == "ours" else None) for side in reversed(SIDES)
+    }
+    figures |= {f"{ranks} rank{'s' if ranks > 1 else ''}, ours / stock": figure(against[ranks], "higher", 1.0)
+                for ranks in RANKS}  # fmt: skip
+    return Grid(heads, rows), figures
+
+
+if __name__ == "__main__":
+    rank(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", Path(sys.argv[4]))
