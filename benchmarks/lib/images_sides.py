@@ -20,8 +20,8 @@ from benchmarks.lib.memory_work import Witness
 from benchmarks.lib.turns import Ended, Side, Turns
 from benchmarks.studies.families import FLOAT32, SIDES, read
 from scu_trainer.models.vision.inputs import PixelInputs
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.run_directory.logs import run_log
-from scu_trainer.train.job.components import Parts
 
 RECIPE = "resnet"
 NO_LOOPS = ("--scu", "false", "--memory_control", "false", "--curriculum", "none")
@@ -84,7 +84,7 @@ def train(turns: Turns, name: str, steps: int, flags: tuple[str, ...]) -> dict[s
     }
 
 
-def augmented_by_loader(parts: Parts) -> Parts:
+def augmented_by_loader(parts: TrainingComponents) -> TrainingComponents:
     """Batches leave the loader as the model's hook would make them, and it lets them pass."""
     hook = next(hook for hook in parts.model._forward_pre_hooks.values() if isinstance(hook, PixelInputs))
     return replace(parts, collator=_Augments(parts.collator, hook))

@@ -44,8 +44,8 @@ from scu_trainer.data.sensors.synthetic import synthetic
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train.trainer import SCUTrainer
 from scu_trainer.train.loss.wrap import wrap
+from scu_trainer.train.trainer import SCUTrainer
 from tests import recordings, tiny
 from tests.faults import FakeGauge
 from tests.train import test_words

@@ -82,11 +82,13 @@ class MicroBatchStep:
         """When training begins: the model is wrapped and placed."""
         model = self.trainer.model
         self.ranks, self._is_fsdp = ranks_for(self.trainer), is_fsdp(self.trainer)
+        self._model_parameters, self._optimized = (), -1
+        self._has_batch_norm = _has_batch_norm(model)
         parameters = self._trained()
         self._place = steps.AttemptSite(
             self.trainer.args.device, ChangingBuffers(model), parameters, self.ranks.drop_gradients
         )
-        self._follow_parameters()
+        self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
         self.prefetched(())
         if self.settings.memory_control and self.ranks.recoverable and not self.trainer.is_deepspeed_enabled:
             self._guard_optimizer(model)
@@ -97,17 +99,22 @@ class MicroBatchStep:
         return self._place.parameters
 
     def _trained(self) -> list[torch.nn.Parameter]:
+        model, optimizer = self.trainer.model, self.trainer.optimizer
         if self._is_fsdp:
-            reshard(self.trainer.model)  # an evaluation may lie between
-        return [p for p in self.trainer.model.parameters() if p.requires_grad]
+            reshard(model)  # an evaluation may lie between
+        optimized = -1 if optimizer is None else sum(len(group["params"]) for group in optimizer.param_groups)
+        # Walking through a model takes as long as a small step: only where the optimizer got others.
+        if self._is_fsdp or optimized < 0 or optimized != self._optimized:
+            self._model_parameters, self._optimized = tuple(model.parameters()), optimized
+        return [p for p in self._model_parameters if p.requires_grad]
 
     def _follow_parameters(self) -> None:
         """What is trained may change on the way: gradual unfreezing."""
         parameters = self._trained()
-        self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
         known = self._place.parameters
         if len(parameters) == len(known) and all(map(operator.is_, parameters, known)):
             return
+        self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
         if self.ranks.world_size > 1 or self.trainer.is_deepspeed_enabled:
             raise ControlError(
                 "the set of trained weights changed during training; with several processes or DeepSpeed memory "
@@ -264,7 +271,7 @@ class MicroBatchStep:
 
     def _window_of(self, batches: Sequence[Batch]) -> AccumulationWindow:
         window = AccumulationWindow(batches, self.reduction, self._pad_token_id())
-        window.fewest_rows = 1 if window.can_pool or not _has_batch_norm(self.trainer.model) else 2
+        window.fewest_rows = 1 if window.can_pool or not self._has_batch_norm else 2
         return window
 
     def _pad_token_id(self) -> int:

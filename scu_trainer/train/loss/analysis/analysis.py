@@ -118,6 +118,8 @@ class LossAnalysis:
 
     def _ask(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
         trainer = self.trainer
+        if rows_to_ask(batches, self._seen) is None:  # as it stays with single rows: not a word to the model then
+            return None
         with self._unrecorded():
             return probe(
                 self._loss_of,
