@@ -136,7 +136,7 @@ class History:
         self._closing_offset += len(added)
 
     def truncate_after(self, step: int) -> int:
-        """Drop the rows whose "step" is above ``step`` (a resumed run writes them anew); rows without one stay.
+        """Drop the rows whose "step" is above ``step`` (a resumed run writes them again); rows without one stay.
 
         Returns the number of rows dropped, for the caller to report.
         """

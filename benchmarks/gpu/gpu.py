@@ -20,7 +20,7 @@ for the card in bf16 (scu_trainer/hardware/peaks.py, --peak_tflops overrides); "
 What comes first in --shapes, --tuning and --sides is measured first. When --minutes are over, what was not measured is
 listed. The result file is written after every point; points of an earlier run on the same card and work are kept. A
 side that cannot run, or runs out of memory, is a row with its reason; one that fails also makes exit code 1. Exit code
-2 without a CUDA device. --quick rehearses all paths on tiny models, on the CPU (or --device cuda), and writes nothing.
+2 without a CUDA device. --quick tries all paths on tiny models, on the CPU (or --device cuda), and writes nothing.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def points_of(given: argparse.Namespace) -> list[Point]:
 def measured(points: Sequence[Point], seconds: float, in_this_process: bool = False) -> Iterator[dict[str, Any]]:
     """The result of each point; "not run" for those that ``seconds`` do not reach.
 
-    ``in_this_process``: all but the first, and those that change libraries; it saves a rehearsal the imports.
+    ``in_this_process``: all but the first, and those that change libraries; it saves a test run the imports.
     """
     ends_s = time.monotonic() + seconds
     for number, point in enumerate(points):
@@ -136,7 +136,7 @@ def run(given: argparse.Namespace) -> int:
                 _leave(results, len(points) - number, given)
     if given.quick:
         gpu_table.show(results, given.peak_tflops)
-        print("rehearsal: nothing is written")
+        print("test run: nothing is written")
     else:
         _leave(results, 0, given)
     broken = [result for result in results if result["status"] == "failed"]
@@ -194,22 +194,22 @@ def options(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--flash", help="attn_implementation of sides that lay rows end to end, sdpa among them")
     parser.add_argument("--peak_tflops", type=float, help="of the card in bf16")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, and cpu for --quick")
-    parser.add_argument("--quick", action="store_true", help="a rehearsal of all paths on tiny models")
+    parser.add_argument("--quick", action="store_true", help="a test run of all paths on tiny models")
     given = parser.parse_args(words)
     given.device = given.device or ("cpu" if given.quick else "cuda")
     if given.quick:
         given.repeats = 1
     elif given.device == "cpu":
-        parser.error("--device cpu only rehearses: add --quick")
+        parser.error("--device cpu only tries: add --quick")
     return given
 
 
 def main() -> int:
     given = options()
     if given.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here; --quick rehearses this benchmark on the CPU without measuring", file=sys.stderr)
+        print("no CUDA device here; --quick tries this benchmark on the CPU without measuring", file=sys.stderr)
         return 2
-    gc.freeze()  # what was imported stays: collecting it again and again is half of a rehearsal's time
+    gc.freeze()  # what was imported stays: collecting it again and again is half of a test run's time
     return run(given)
 
 

@@ -10,7 +10,7 @@ A real limit: the same training with and without ``torch.cuda.set_per_process_me
 optimizer step to what the allocator holds then plus --share of what ours needed above that; ours, the stock Trainer and
 ``auto_find_batch_size``, each in a process of its own.
 
-Exit code 2 without a CUDA device. ``--device cpu`` rehearses every path but the CUDA calls, on small sizes of its own
+Exit code 2 without a CUDA device. ``--device cpu`` tries every path but the CUDA calls, on small sizes of its own
 choosing, and writes no result.
 """
 
@@ -37,10 +37,10 @@ def main() -> int:
     parser = splitting.options(__doc__, windows=8, hidden=1024, layers=8)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps under the limit")
     parser.add_argument("--share", type=float, default=0.6, help="headroom as a share of what ours needs unlimited")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal without CUDA")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a test run without CUDA")
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here; --device cpu rehearses this benchmark without measuring anything", file=sys.stderr)
+        print("no CUDA device here; --device cpu tries this benchmark without measuring anything", file=sys.stderr)
         return 2
     rehearses = given.device == "cpu"
     sizes = REHEARSAL if rehearses else {"vocab": given.vocab, "hidden": given.hidden, "layers": given.layers}
@@ -57,7 +57,7 @@ def main() -> int:
 
 def what_is_measured(device: str) -> str:
     if device == "cpu":
-        return "rehearsal on the CPU: CPU time, peaks of the process, RLIMIT_DATA; small sizes, no result is kept"
+        return "test run on the CPU: CPU time, peaks of the process, RLIMIT_DATA; small sizes, no result is kept"
     card = torch.cuda.get_device_properties(device)
     size = f"{card.name}, {card.total_memory / GIB:.1f} GiB"
     return f"{size}: float32, wall time with the device waited for, max_memory_allocated"
@@ -68,7 +68,7 @@ def _work(console: Console, name: str, shape: Shape, given) -> dict:
     result = splitting.measured(plan, given.caps)
     unit = "CPU s" if given.device == "cpu" else "s"
     console.print(splitting.work_table(result, unit))
-    if given.device == "cuda":  # the sizes of a rehearsal are too small for any verdict
+    if given.device == "cuda":  # the sizes of a test run are too small for any verdict
         console.print(*splitting.summary_lines(result["summary"]), sep="\n")
     return result
 

@@ -95,7 +95,7 @@ SHAPES = {
     "8b": CardShape(128_256, 4096, 14_336, layers=32, heads=32, kv_heads=8, is_tied=False),
     "tiny": CardShape(512, 64, 128, layers=2, heads=4, kv_heads=2, is_tied=True, longest_row=64, weight_std=0.1),
 }
-"""``tiny`` is for rehearsals; its weights are large, so that adapters under a frozen head can learn something."""
+"""``tiny`` is for test run; its weights are large, so that adapters under a frozen head can learn something."""
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from scu_trainer.hardware.peaks import known_tflops
 GIB = 2**30
 HEADS = ("model", "side", "tokens/s", "/ stock", "padding", "peak GiB", "held GiB", "MFU", "bits", "waits", "attention")
 """Padding: tokens that entered the model per real one. Held: by torch's allocator. Bits: per held-out token. Waits: of
-the host for the device in a step. Attention: or why there are no numbers."""
+the host for the device in a step. Attention: or why there are not finite."""
 SAME_BITS = 0.01
 """Held-out losses this far apart, relative, are of the same training: kernels round differently, bf16 has 8 bits."""
 OTHER_ROWS = ("trl, packing",)

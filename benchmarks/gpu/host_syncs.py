@@ -99,7 +99,7 @@ class CountsWaits(TorchFunctionMode):
     def __init__(self, waits: Waits) -> None:
         super().__init__()
         self.waits = waits
-        self._on_host: dict[int, StorageWeakRef] = {}  # a weak reference keeps the number from being given anew
+        self._on_host: dict[int, StorageWeakRef] = {}  # a weak reference keeps the number from being given again
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -277,7 +277,7 @@ def main() -> None:
     results = [counted(name, 1 if options.quick else options.steps) for name in SIDES]
     if options.quick:
         print(*(" | ".join(row) for row in [grid(results).heads, *grid(results).rows]), sep="\n")
-        print("rehearsal: nothing is written")
+        print("test run: nothing is written")
         return
     title = "how often the host waits for the device, per optimizer step"
     finish("host_syncs", title, grid(results), figures(results), repeats=1, results=results)

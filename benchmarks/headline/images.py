@@ -11,7 +11,7 @@ The work: recipes/resnet.yaml, a ResNet-18 from scratch on handwritten digits of
     recipe with ...             one put in: channels_last, torch_compile, a process that loads, or augments as well
 
 Each side is a process of its own, as its user would start it, and they take turns of 10 optimizer steps; a turn's time
-includes loading. A process that loads is started anew with every epoch (45 steps), and fetches two batches ahead while
+includes loading. A process that loads is started again with every epoch (45 steps), and fetches two batches ahead while
 others have their turn, which flatters it a little. Ratios are of paired turns after each side's first one, medians over
 turns and repeats. Held-out accuracy is that after as many steps on as many images. Peak memory is resident memory above
 what the process held with model and data loaded: gradients, optimizer state, activations. The first repeat compiles
@@ -189,7 +189,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace) -> list[dict[str, Ended]]:
-    """A rehearsal is one round in this process; of its sides one is a process, with a loader's process below it."""
+    """A test run is one round in this process; of its sides one is a process, with a loader's process below it."""
     with tempfile.TemporaryDirectory() as compiled:
         if options.quick:
             small = {name: side_of(name, QUICK_STEPS, tiny(name), compiled) for name in WAYS}

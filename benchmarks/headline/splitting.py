@@ -96,13 +96,13 @@ def padding(lengths: Lengths, longest_row: int, windows: int) -> dict[str, Any]:
         for loop in loops.values():
             pieces = loop.begin(AccumulationWindow(batches[a : a + in_window], Reduction("num_items")), step=a)
             loop.end([(piece, torch.zeros(())) for piece in pieces], agree=list)
-    books = {device: loop.books for device, loop in loops.items()}
+    statistics = {device: loop.statistics for device, loop in loops.items()}
     return {
         "lengths": lengths.name,
         "rows": len(rows),
         "cut_to_longest": sum(length == longest_row for length in rows.lengths),
-        "stock": books["cpu"].stock_tokens / books["cpu"].real_tokens,
-        **{device: book.processed_tokens / book.real_tokens for device, book in books.items()},
+        "stock": statistics["cpu"].stock_tokens / statistics["cpu"].real_tokens,
+        **{device: book.processed_tokens / book.real_tokens for device, book in statistics.items()},
     }
 
 
@@ -157,7 +157,7 @@ def work(plan: Plan, caps: list[int]) -> list[dict[str, Any]]:
                 "over_ours": paired(steps, seconds[1]),
                 "gradient_difference": relative(keeper.gradient - keepers[0].gradient, keepers[0].gradient),
                 "weights_difference": relative(moved - stock_weights, stock_weights - before),
-                **books(trainer),
+                **statistics(trainer),
             }
         )
     return compared
@@ -187,12 +187,12 @@ def batches(steps: int) -> dict[str, int]:
     }
 
 
-def books(trainer: Trainer) -> dict[str, Any]:
+def statistics(trainer: Trainer) -> dict[str, Any]:
     """What the memory loop counted; {} for the stock trainer."""
     chunked = getattr(trainer, "chunked", None)
     if chunked is None:
         return {}
-    counted = chunked.loop.books
+    counted = chunked.loop.statistics
     return {
         "processed_over_real": counted.processed_tokens / counted.real_tokens,
         "stock_over_real": counted.stock_tokens / counted.real_tokens,

@@ -25,7 +25,7 @@ from scu_trainer.train.run_directory.logs import run_log
 
 RECIPE = "resnet"
 NO_LOOPS = ("--scu", "false", "--memory_control", "false", "--curriculum", "none")
-"""Losses of rows are booked all the same, which is what the command does with every data set."""
+"""Losses of rows are recorded all the same, which is what the command does with every data set."""
 ONE_WORKER = ("--dataloader_num_workers", "1")
 
 
@@ -101,7 +101,7 @@ class _Augments:
         return {**batch, "pixel_values": ready}
 
 
-# -- a rehearsal -------------------------------------------------------------------------------------------------------
+# -- a test run -------------------------------------------------------------------------------------------------------
 
 
 def tiny(name: str) -> tuple[str, ...]:

@@ -135,19 +135,19 @@ def _counted(trainer: Trainer, record: Record, job: Job, error: Optional[str]) -
         "rows_repeated": sum(count - 1 for count in record.rows.values()),
         "rows_never_seen": due - len(record.rows),
         "rows_per_step": max(record.rows_per_step[-2:], default=None),  # the last one of an epoch may be short
-        "out_of_memory": chunked.loop.books.out_of_memory if chunked else record.starts - 1 + (error is not None),
+        "out_of_memory": chunked.loop.statistics.out_of_memory if chunked else record.starts - 1 + (error is not None),
         "losses": record.losses,
     }
 
 
 def _pieces(trainer: Trainer) -> dict[str, Any]:
     """How ours cut: chunks kept, tokens with their padding, and every change of the size with its reason."""
-    books = trainer.chunked.loop.books
+    statistics = trainer.chunked.loop.statistics
     changes = read_rows(Path(trainer.args.output_dir) / MemoryLoop.history_file)
     return {
-        "chunks": books.chunks,
-        "processed_tokens": books.processed_tokens,
-        "failed_tokens": books.failed_tokens,
+        "chunks": statistics.chunks,
+        "processed_tokens": statistics.processed_tokens,
+        "failed_tokens": statistics.failed_tokens,
         "changes": [{name: row[name] for name in ("step", "tokens_per_chunk", "reason")} for row in changes],
     }
 

@@ -81,12 +81,12 @@ def finish(
 ) -> Optional[Path]:
     """Print, and write results/NAME.json. ``results``: the raw numbers behind the grid, ``repeats`` among them.
 
-    ``rehearsal``: sizes too small for any verdict; nothing is written.
+    ``test run``: sizes too small for any verdict; nothing is written.
     """
     console = Console(width=140)
     console.print(grid.table(title))
     if rehearsal:
-        console.print("rehearsal: nothing is written")
+        console.print("test run: nothing is written")
         return None
     console.print(*(one.said(key) for key, one in figures.items()), sep="\n", highlight=False)
     record = {

@@ -214,8 +214,8 @@ def _trained(trainer: Trainer, turns: Turns) -> Trained:
 
 
 LOOPS = {"memory": MemorySettings(), "curriculum": CurriculumSettings(), "safety": SafetySettings()}
-"""As the commands have them: rows cut and measured, each row's loss booked, bad numbers refused. Regularization, which
-the commands also turn on, comes on top."""
+"""As the commands have them: rows cut and measured, each row's loss recorded, bad numbers refused. Regularization,
+which the commands also turn on, comes on top."""
 
 WORKERS: dict[str, tuple[Callable[..., Trained], dict[str, Any]]] = {
     "plain": (plain, {}),

@@ -28,7 +28,7 @@ class Entry:
     Job of either side; ``arguments``: of TrainingArguments; ``change``: a context around the training.
     ``as_users``: memory of a process as users have it, not with an exact allocator. ``per_steps``: the switches do
     something in every step that is usually done once in so many. ``needs``: what this machine lacks, if it was not run.
-    ``is_slow``: it takes minutes however small the work is: others do not wait for it, and no rehearsal has it.
+    ``is_slow``: it takes minutes however small the work is: others do not wait for it, and no test run has it.
     """
 
     name: str
@@ -116,7 +116,7 @@ OPTIONS = (
     ),
     Entry(
         "activation checkpointing",
-        "activations of a layer made anew in the backward",
+        "activations of a layer made again in the backward",
         "speed 0.75, memory 0.8: one more forward; chunks are small already",
         "an option", "activation_checkpointing: for what does not fit otherwise",
         job={"checkpointing": True},
@@ -205,7 +205,7 @@ NOT_USED = (
     Entry(
         "activations offloaded to the host",
         "torch.autograd.graph.save_on_cpu",
-        "memory 0.5 of activations, speed 0.5 without overlap: the bus is slower than computing them anew",
+        "memory 0.5 of activations, speed 0.5 without overlap: the bus is slower than computing them again",
         "not kept", "activation checkpointing is there for the same need", needs="a GPU",
     ),
 )  # fmt: skip

@@ -15,7 +15,7 @@ CPU seconds are of training alone, on one thread; what else runs on the machine 
 
 --large: text alone, 800 rows and a base that has learned longer, with fewer methods.
 
-A finished run is a line of results/curriculum_runs.jsonl, and is not run again; --again METHOD runs it anew.
+A finished run is a line of results/curriculum_runs.jsonl, and is not run again; --again METHOD runs it again.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
     python benchmarks/loops/curriculum_cost.py [--steps 24] [--samples 1000000]
 
 Tracking: two trainers of the same model take turns step by step on the same rows, one without a curriculum, one with
-``CurriculumSettings("none")``, which changes no gradient but tracks the loss of every row and keeps the books. Printed
-are the median CPU seconds of a step and the median of the paired ratios; beside it, from the same run, the seconds
-that were spent inside of tracking (reading losses of rows, recording, counting deliveries, gathering, planning).
-"control" is the same with tracking on neither side: what differs from 1 there is the machine. "loss" is forward and
-backward of the model's own loss against the opened one, which keeps the losses of tokens, in turn on the same batch.
-Each model is in a process of its own that gives no memory back: page faults would hide a difference this small.
-Models: the text model of ``curriculum.py`` with the stock loss, and one of 32k words with the chunked loss
+``CurriculumSettings("none")``, which changes no gradient but tracks the loss of every row and keeps the statistics.
+Printed are the median CPU seconds of a step and the median of the paired ratios; beside it, from the same run, the
+seconds that were spent inside of tracking (reading losses of rows, recording, counting deliveries, gathering,
+planning). "control" is the same with tracking on neither side: what differs from 1 there is the machine. "loss" is
+forward and backward of the model's own loss against the opened one, which keeps the losses of tokens, in turn on the
+same batch. Each model is in a process of its own that gives no memory back: page faults would hide a difference this
+small. Models: the text model of ``curriculum.py`` with the stock loss, and one of 32k words with the chunked loss
 on both sides.
 
 Planning: CPU seconds per million samples of one epoch for 8 ranks, every sample known, as the median of several.

@@ -99,14 +99,16 @@ def run(case: Case, ours: bool, folder: str) -> tuple[list[dict[str, torch.Tenso
         max_steps=STEPS,
         per_device_train_batch_size=case.batch,
         gradient_accumulation_steps=case.accumulation,
-        train_sampling_strategy="random" if case.has_books else "sequential",  # books come with a sampler of their own
+        train_sampling_strategy="random"
+        if case.has_books
+        else "sequential",  # statistics come with a sampler of their own
         remove_unused_columns=False,
         **case.arguments,
     )
     own: dict[str, Any] = {}
     if ours:
         own["memory"] = MemorySettings(**case.cut)
-        # A subclass's own loss would have to know of the column that the books of rows need.
+        # A subclass's own loss would have to know of the column that the statistics of rows need.
         own["curriculum"] = CurriculumSettings("none") if case.has_books and case.compute_loss is None else None
     found = Gradients()
     kind = with_loss(SCUTrainer if ours else Trainer, case)
@@ -139,14 +141,15 @@ def outcome(case: Case) -> dict[str, Any]:
             found, trainer = run(case, True, folder)
     finally:
         logger.removeHandler(lines)
-    books = trainer.chunked.loop.books
+    statistics = trainer.chunked.loop.statistics
     reduction = trainer.chunked.reduction
     errors = [distance(*both) for both in zip(found, expected, strict=True)]
     return {
         "seed": case.seed,
         "name": case.name,
         "splittable": case.splits,
-        "is_split": books.chunks > case.accumulation * STEPS or books.processed_tokens < books.stock_tokens,
+        "is_split": statistics.chunks > case.accumulation * STEPS
+        or statistics.processed_tokens < statistics.stock_tokens,
         "could_split": _could_split(case),
         "worst": max(errors),
         "wrong_steps": [step for step, error in enumerate(errors, start=1) if error > BOUND],

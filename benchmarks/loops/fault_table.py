@@ -4,8 +4,8 @@
 
 Eight tiny models, each with some of the loops, train for two optimizer steps of two accumulation batches, are evaluated
 (loss only) and predict (logits, single rows joined). In run k, operation number k that returns a new tensor raises out
-of memory. A run is recovered if it ends as if nothing had been; exact if weights, averages, buffers and the books of
-every loop, or figures and logits, are bit for bit those of a run without a fault on the same chunks.
+of memory. A run is recovered if it ends as if nothing had been; exact if weights, averages, buffers and the statistics
+of every loop, or figures and logits, are bit for bit those of a run without a fault on the same chunks.
 
 Counted is all that is ours or is called by us: reading and collating rows, counting labels, planning, asking the model
 how its loss adds up, what a micro-batch is taken back to, forward, backward, clipping, S and lambda, averages, losses

@@ -72,7 +72,7 @@ def measure(tuning: str, steps: int, batch_rows: int) -> dict[str, float]:
             data_collator=collator(),
             train_dataset=data.train,
             regularization=settings,
-            regularization_tokens=data.books.supervised_tokens,
+            regularization_tokens=data.statistics.supervised_tokens,
         )
         clock = Alternate(trainer)
         trainer.add_callback(clock)

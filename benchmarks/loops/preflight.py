@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.common import collator, command_line, embedded_model, shown, write_result
 from scu_trainer.cli.configuration import read_job
-from scu_trainer.data import DataBooks, PreparedData, default_cache_dir, embedded_tokenizer
+from scu_trainer.data import DataStatistics, PreparedData, default_cache_dir, embedded_tokenizer
 from scu_trainer.data.store import open_arrow, write_arrow
 from scu_trainer.data.text.packing import record_batches, training_schema
 from scu_trainer.train.job.components import TrainingComponents
@@ -65,14 +65,14 @@ def prepared(folder: Path, count: int, length: int, tokenizer: Any) -> PreparedD
     write_arrow(folder / "train.arrow", schema, record_batches(rows_of_tokens, schema))
     train = open_arrow(folder / "train.arrow")
     tokens = len(train) * length
-    books = DataBooks(
+    statistics = DataStatistics(
         rows_read=count,
         documents=tokens // TOKENS_PER_DOCUMENT,
         blocks=len(train),
         train_tokens=tokens,
         supervised_tokens=tokens - len(train),
     )
-    return PreparedData(train, None, books, "synthetic", ())
+    return PreparedData(train, None, statistics, "synthetic", ())
 
 
 def measure(folder: Path, count: int, length: int) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def measure(folder: Path, count: int, length: int) -> dict[str, Any]:
     scan = timed(lambda: rows.facts_of(parts))
     return {
         "rows": len(data.train),
-        "tokens": data.books.train_tokens,
+        "tokens": data.statistics.train_tokens,
         "before_loading_seconds": early.seconds,
         "before_training_seconds": first.seconds,
         "before_training_again_seconds": again.seconds,

@@ -70,7 +70,7 @@ def run(seed: int, steps: int, target_s: float, change_at: int = 0, **training: 
             data_collator=collator(),
             train_dataset=rows,
             regularization=settings,
-            regularization_tokens=data.books.supervised_tokens,
+            regularization_tokens=data.statistics.supervised_tokens,
         )
         quiet(trainer).train()
         history = read_rows(Path(arguments.output_dir) / "scu_history.json")

@@ -147,7 +147,7 @@ class RecordedOurs(Recorded, Ours):
 
 
 class Limits(TrainerCallback):
-    """After the first optimizer step the peak counts anew, and the limit holds. ``headroom_bytes`` None: no limit."""
+    """After the first optimizer step the peak counts again, and the limit holds. ``headroom_bytes`` None: no limit."""
 
     def __init__(self, device: str, witness: Witness, record: Record, headroom_bytes: Optional[int]) -> None:
         self.device, self.witness, self.record = device, witness, record
@@ -235,7 +235,7 @@ def _figures(trainer: Trainer, record: Record, due: int, error: Optional[str]) -
         "rows_trained": len(record.rows),
         "rows_repeated": sum(count - 1 for count in record.rows.values()),
         "rows_never_seen": due - len(record.rows),
-        "out_of_memory": chunked.loop.books.out_of_memory if chunked else record.starts - 1 + (error is not None),
+        "out_of_memory": chunked.loop.statistics.out_of_memory if chunked else record.starts - 1 + (error is not None),
         "rows_per_step": record.rows_per_step[-1] if record.rows_per_step else None,
         "losses": record.losses,
     }

@@ -48,7 +48,7 @@ def main() -> None:
     title, grid, figures, results = part.measure(repeats, options.quick)
     if options.quick:
         said = (one.said(key) for key, one in figures.items())
-        Console(width=140).print(grid.table(title), *said, "rehearsal: nothing is written", sep="\n")
+        Console(width=140).print(grid.table(title), *said, "test run: nothing is written", sep="\n")
         return
     finish(f"scaling_{options.part}", title, grid, figures, repeats=repeats, results=results)
 

@@ -124,8 +124,8 @@ def trained(side: str, path: str) -> dict[str, Any]:
         args.max_steps = STEPS + 1
         checkpoint = Path(args.output_dir) / f"checkpoint-{STEPS}"
         again = _run(side, args, path, loops, resume_from_checkpoint=str(checkpoint))
-        books = checkpoint / "curriculum_state.safetensors"
-        books_bytes = books.stat().st_size if books.is_file() else 0
+        statistics = checkpoint / "curriculum_state.safetensors"
+        books_bytes = statistics.stat().st_size if statistics.is_file() else 0
     return {
         "first_step_s": first.first_step_s,
         "resumed_s": again.first_step_s,
@@ -147,7 +147,7 @@ def _run(side: str, args: Any, path: str, loops: dict[str, Any], **given: Any) -
 
 
 class AllSeen(TrainerCallback):
-    """Writes the books of all documents as they are, for pages that nobody has written to take no memory yet."""
+    """Writes the statistics of all documents as they are, for pages that nobody has written to take no memory yet."""
 
     def __init__(self, trainer: SCUTrainer) -> None:
         self.trainer = trainer

@@ -287,7 +287,7 @@ def main() -> None:
     found = rehearsed(entries, rehearsal()) if options.quick else measured(entries, job_of(options.job, options.steps))
     if options.quick or options.only:
         print(*(" | ".join(row) for row in grid(found).rows), sep="\n")
-        print("rehearsal: nothing is written" if options.quick else "a part of the register: nothing is written")
+        print("test run: nothing is written" if options.quick else "a part of the register: nothing is written")
         return
     title = "what was tried to make training faster or smaller"
     results = [raw(one) for one in found]

@@ -238,7 +238,7 @@ def main(words: Optional[Sequence[str]] = None) -> None:
     console.print(*notes(results), sep="\n")
     if given.quick:
         console.print(grid.table(title), *(one.said(key) for key, one in figures.items()), sep="\n")
-        console.print("rehearsal: nothing is written")
+        console.print("test run: nothing is written")
         return
     finish("under_a_limit", title, grid, figures, repeats=repeats, results=results)
 

@@ -46,7 +46,7 @@ def _count(text: str) -> Optional[int]:
     if not text:
         return None
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes; give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes; give 1 or more")
     return int(text)
 
 

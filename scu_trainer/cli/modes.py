@@ -24,7 +24,8 @@ ALL_MODES = ("tiny", "standard", "extended")
 
 @dataclass(frozen=True)
 class Measured:
-    """One mode. ``figures``: fields of ``train.rehearsal.Estimate`` and total_s; None where ``error`` says why."""
+    """One mode. ``figures``: fields of ``train.session.test_run.Estimate`` and total_s; None where ``error`` says "
+    "why."""
 
     mode: str
     figures: Optional[dict[str, Any]]

@@ -76,7 +76,7 @@ def _train(job, log, modes: argparse.Namespace) -> int:
     from scu_trainer.cli.publishing.sharing import after_training, refuse_useless_push, require_open_hub
     from scu_trainer.train.run_directory.claim import from_first_rank
     from scu_trainer.train.session.session import look_only, run
-    from scu_trainer.train.session.test_run import rehearse
+    from scu_trainer.train.session.test_run import try_out
     from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group
 
     refuse_useless_push(job)
@@ -88,7 +88,7 @@ def _train(job, log, modes: argparse.Namespace) -> int:
         if modes.preflight_only:
             look_only(job)
         elif modes.test_run:
-            rehearse(job, log=log)
+            try_out(job, log=log)
         else:
             run(job, log=log)
         succeeded = True

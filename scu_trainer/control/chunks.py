@@ -1,12 +1,13 @@
-"""Rows of uneven length into chunks of bounded size: which rows run together in one forward and backward.
+"""Rows of uneven length into micro-batches of bounded size: which rows run together in one forward and backward.
 
-Rows are sorted by length, so rows of like length share a chunk and little of it is padding. Short chunks come first:
-what they cost is known before the longest one runs. The cut minimizes
+Rows are sorted by length, so rows of like length share a micro-batch and little of it is padding. Short micro-batches
+come first: what they cost is known before the longest one runs. The cut minimizes
 
-    sum over chunks of (rows * longest row + chunk cost),
+    sum over micro-batches of (rows * longest row + micro-batch cost),
 
-by dynamic programming over the sorted rows; the chunk cost stands for what a chunk takes however small it is. (Cutting
-greedily, each chunk as full as it goes, processes up to 10 % more tokens when lengths have a heavy tail.)
+by dynamic programming over the sorted rows; the micro-batch cost stands for what a micro-batch takes however small it
+is. (Cutting greedily, each micro-batch as full as it goes, processes up to 10 % more tokens when lengths have a heavy
+tail.)
 
 The unit of size is the padded token, rows times length; rows without a length, such as images, count as length 1.
 """
@@ -19,8 +20,8 @@ from dataclasses import dataclass
 from typing import Optional
 
 CHUNK_COST_SHARE = 1 / 16
-"""Fixed cost of one more chunk as a share of the token cap: 11-30 % more chunks than the fewest possible, 5 % padding
-on lognormal lengths instead of 9-19 %."""
+"""Fixed cost of one more micro-batch as a share of the token cap: 11-30 % more micro-batches than the fewest possible,
+5 % padding on lognormal lengths instead of 9-19 %."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,13 @@ class Chunk:
 def cut(
     lengths: Sequence[int], token_cap: Optional[int], max_rows: Optional[int] = None, min_rows: int = 1
 ) -> list[Chunk]:
-    """Chunks of at most ``token_cap`` padded tokens and ``max_rows`` rows, ascending by length; every row in one chunk.
+    """Micro-batches of at most ``token_cap`` padded tokens and ``max_rows`` rows, ascending by length; every row in
+    one micro-batch.
 
-    ``lengths``: tokens per row, shape (rows,). ``token_cap`` None: no bound by tokens, and the fewest chunks that
-    ``max_rows`` allows. A row longer than the cap is a chunk of its own. Every chunk has at least ``min_rows`` rows,
-    even over the cap, and over ``max_rows`` where no other division exists; a pool smaller than that is one chunk.
-    Raises ValueError for bounds below 1 or ``max_rows`` below ``min_rows``.
+    ``lengths``: tokens per row, shape (rows,). ``token_cap`` None: no bound by tokens, and the fewest micro-batches
+    that ``max_rows`` allows. A row longer than the cap is a micro-batch of its own. Every micro-batch has at least
+    ``min_rows`` rows, even over the cap, and over ``max_rows`` where no other division exists; a pool smaller than
+    that is one micro-batch. Raises ValueError for bounds below 1 or ``max_rows`` below ``min_rows``.
     """
     _check_bounds(token_cap, max_rows, min_rows)
     order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
@@ -66,20 +68,21 @@ def cut(
 
 
 def halve(chunk: Chunk, lengths: Sequence[int], min_rows: int = 1) -> tuple[Chunk, Chunk]:
-    """Shorter and longer half of a chunk, each trimmed anew; the longer half has at most half of the tokens.
+    """Shorter and longer half of a micro-batch, each trimmed again; the longer half has at most half of the tokens.
 
     ``lengths``: of all rows in the pool. Raises ValueError if the halves would have fewer than ``min_rows`` rows.
     """
     count = len(chunk.rows)
     if count < 2 * min_rows:
-        raise ValueError(f"a chunk of {count} rows cannot be halved: each half needs {min_rows} or more")
+        raise ValueError(f"a micro-batch of {count} rows cannot be halved: each half needs {min_rows} or more")
     ordered = sorted(chunk.rows, key=lambda row: (lengths[row], row))
     middle = (count + 1) // 2  # an odd row goes to the shorter half
     return _chunk_of(ordered[:middle], lengths), _chunk_of(ordered[middle:], lengths)
 
 
 def split_to(chunk: Chunk, lengths: Sequence[int], token_cap: int, min_rows: int = 1) -> list[Chunk]:
-    """``chunk`` cut again under a smaller cap: at least two pieces, or the chunk itself below 2 * ``min_rows`` rows."""
+    """``micro-batch`` cut again under a smaller cap: at least two micro-batches, or the micro-batch itself below 2 *
+    ``min_rows`` rows."""
     pieces = cut([lengths[row] for row in chunk.rows], token_cap, min_rows=min_rows)
     if len(pieces) > 1:
         return [Chunk(tuple(chunk.rows[i] for i in piece.rows), piece.length) for piece in pieces]
@@ -96,7 +99,7 @@ def auto_cap(longest_row: int, busy_tokens: int, largest_batch_tokens: int) -> i
 
 
 def processed_over_real(chunks: Sequence[Chunk], lengths: Sequence[int]) -> float:
-    """Padded tokens of all chunks over the tokens in their rows; 1.0 is no padding at all."""
+    """Padded tokens of all micro-batches over the tokens in their rows; 1.0 is no padding at all."""
     real = sum(max(1, lengths[row]) for chunk in chunks for row in chunk.rows)
     return sum(chunk.tokens for chunk in chunks) / real if real else 1.0
 
@@ -114,20 +117,20 @@ def _chunk_of(rows: Sequence[int], lengths: Sequence[int]) -> Chunk:
 
 
 def _chunk_cost(ascending: Sequence[int], token_cap: Optional[int]) -> int:
-    """In padded tokens. Without a cap it outweighs all padding: as few chunks as possible."""
+    """In padded tokens. Without a cap it outweighs all padding: as few micro-batches as possible."""
     if token_cap is None:
         return sum(ascending[-1:]) * len(ascending) + 1
     return max(1, int(token_cap * CHUNK_COST_SHARE))
 
 
 def _cheapest_ends(lengths: Sequence[int], limits: Sequence[int], min_rows: int, chunk_cost: int) -> list[int]:
-    """Where the chunks of the cheapest cut of the ascending ``lengths`` end.
+    """Where the micro-batches of the cheapest cut of the ascending ``lengths`` end.
 
-    ``limits``: for each position, the most rows of a chunk whose longest row stands there.
+    ``limits``: for each position, the most rows of a micro-batch whose longest row stands there.
     """
     count = len(lengths)
     runs = _run_ends(lengths)
-    # More than any cut costs: a last chunk that breaks its bound is taken only where nothing else is left.
+    # More than any cut costs: a last micro-batch that breaks its bound is taken only where nothing else is left.
     forbidding = count * (sum(lengths[-1:]) + chunk_cost) + 1
     cheapest: list[float] = [0.0] + [math.inf] * count
     came_from = [0] * (count + 1)
@@ -148,11 +151,11 @@ def _cheapest_ends(lengths: Sequence[int], limits: Sequence[int], min_rows: int,
 
 
 def _possible_ends(start: int, runs: Sequence[int], limits: Sequence[int], min_rows: int) -> Iterator[int]:
-    """Ends worth trying for a chunk that begins at ``start``.
+    """Ends worth trying for a micro-batch that begins at ``start``.
 
-    A chunk that ends amid rows of one length could take more of them at no cost, so it ends where that length ends or
-    where it is full. With ``min_rows`` the smallest chunk comes in: smallest ones, full ones and one in between make
-    every division within the bounds on rows.
+    A micro-batch that ends amid rows of one length could take more of them at no cost, so it ends where that length
+    ends or where it is full. With ``min_rows`` the smallest micro-batch comes in: smallest ones, full ones and one in
+    between make every division within the bounds on rows.
     """
     count = len(runs)
     if count - start < 2 * min_rows:

@@ -1,11 +1,12 @@
-"""What a chunk will take, learned from those that ran: bytes above its base ≈ a + b * tokens + c * rows * length^2.
+"""What a micro-batch will take, learned from those that ran: bytes above its base ≈ a + b * tokens + c * rows *
+length^2.
 
-Measured on small language models, three chunks of at least an eighth of the largest predict the rest within 6 % with
-a and b alone, within 0.5 % where attention scores are kept and c belongs in. Chunks smaller than that mislead (by 27 to
-1,000 %): allocators round, and buffers of a fixed size outweigh what grows.
+Measured on small language models, three micro-batches of at least an eighth of the largest predict the rest within 6 %
+with a and b alone, within 0.5 % where attention scores are kept and c belongs in. Micro-batches smaller than that
+mislead (by 27 to 1,000 %): allocators round, and buffers of a fixed size outweigh what grows.
 
-Coefficients are never negative: a chunk does not get cheaper by growing. c joins only where the chunks that ran tell it
-apart from b, which takes rows of different lengths.
+Coefficients are never negative: a micro-batch does not get cheaper by growing. c joins only where the micro-batches
+that ran tell it apart from b, which takes rows of different lengths.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ LARGEST_SHORTFALL = 0.5
 
 @dataclass(frozen=True)
 class Observation:
-    """One chunk that ran. ``bytes``: its peak above what was in use before it."""
+    """One micro-batch that ran. ``bytes``: its peak above what was in use before it."""
 
     tokens: int
     quadratic: int
@@ -75,7 +76,8 @@ class CostModel:
     observations: tuple[Observation, ...] = ()
 
     def observe(self, tokens: int, quadratic: int, bytes_: int) -> CostModel:
-        """The model after one more chunk. A chunk that took nothing new, within memory held already, says nothing."""
+        """The model after one more micro-batch. A micro-batch that took nothing new, within memory held already, says
+        nothing."""
         newest = Observation(tokens, quadratic, bytes_)
         if min(tokens, quadratic, bytes_) <= 0 or newest in self.observations:
             return self
@@ -109,7 +111,8 @@ class CostModel:
         return min(LARGEST_SHORTFALL, max([0.0, *excess]))
 
     def predict(self, tokens: int, quadratic: int) -> Optional[float]:
-        """Bytes above the base, without any margin. None before the fit, and for chunks far beyond those that ran."""
+        """Bytes above the base, without any margin. None before the fit, and for micro-batches far beyond those that
+        ran."""
         if self.coefficients is None or tokens > self._tokens_in_reach or quadratic > self._quadratic_in_reach:
             return None
         return self.coefficients.bytes_of(tokens, quadratic)

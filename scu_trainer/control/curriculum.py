@@ -5,7 +5,7 @@ A selection in a loop of one's own:
 
 >>> import numpy as np
 >>> from scu_trainer.control import curriculum, difficulty
->>> law = curriculum.Law(methods=("noise_guard",), rows_per_batch=4)
+>>> law = curriculum.CurriculumConfig(methods=("noise_guard",), rows_per_batch=4)
 >>> known = difficulty.Difficulty(samples=6, alpha=0.3, window_epochs=law.window_epochs)
 >>> losses = np.array([0.2, 0.1, 3.0, 0.4, 0.3, 2.0])
 >>> for epoch in range(3):
@@ -35,7 +35,7 @@ from scu_trainer.control.difficulty import Snapshot
 from scu_trainer.control.selection import Selection
 
 POOL_BATCHES = 100
-"""Micro-batches' worth of rows that ``token_budget`` sorts together: few enough to mix anew every epoch."""
+"""Micro-batches' worth of rows that ``token_budget`` sorts together: few enough to mix again every epoch."""
 
 GUARD, CHOICE, CUT, CUT_REST = range(4)
 """Streams of random numbers, one per use, so that a method draws the same whatever else is on."""
@@ -129,7 +129,7 @@ def plan(
 def rest_of(
     old: EpochPlan, done_micro_batches: int, world: int, law: CurriculumConfig, lengths: np.ndarray, seed: int
 ) -> EpochPlan:
-    """What an interrupted epoch still has to deliver, cut anew for another number of ranks or rows per micro-batch.
+    """What an interrupted epoch still has to deliver, cut again for another number of ranks or rows per micro-batch.
 
     ``done_micro_batches`` of all ranks of the ``old`` plan were delivered. Raises ValueError if nothing is left.
     """

@@ -85,7 +85,7 @@ class Difficulty:
         self.labels: Optional[np.ndarray] = None  # none is known
 
     def update(self, ids: np.ndarray, losses: np.ndarray, epoch: int, labels: Optional[np.ndarray] = None) -> None:
-        """Book losses (nats, shape (k,)) of the samples ``ids`` (shape (k,)), in this order where an id occurs twice.
+        """Record losses (nats, shape (k,)) of the samples ``ids`` (shape (k,)), in this order where an id occurs twice.
 
         ``labels``: their classes, shape (k,), where they have one; below 0 where not.
         A loss that is not finite quarantines its sample and leaves its score. Raises ValueError for an unknown id.
@@ -140,7 +140,7 @@ class Difficulty:
         return arrays
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The live arrays; ``labels`` only once one was booked."""
+        """The live arrays; ``labels`` only once one was recorded."""
         arrays = {name: getattr(self, name) for name in STATE_TYPES}
         return {name: array for name, array in arrays.items() if array is not None}
 

@@ -52,10 +52,10 @@ class SizerConfig:
 class MemoryMeasurement:
     """What one optimizer step showed. Bytes count everybody who draws on the limit.
 
-    ``used_bytes``: in use with no chunk running; measure it at the same point of every step, and alike for
-    ``after_oom``. ``peak_bytes``: highest since the step began. ``ceiling_tokens``: padded tokens per chunk that the
-    configuration allows in this step. ``floor_tokens``: what the smallest allowed chunk of the longest rows takes.
-    ``longest_row``: tokens. ``largest_chunk_tokens``: padded tokens of the largest chunk that ran.
+    ``used_bytes``: in use with no micro-batch running; measure it at the same point of every step, and alike for
+    ``after_oom``. ``peak_bytes``: highest since the step began. ``ceiling_tokens``: padded tokens per micro-batch that
+    the configuration allows in this step. ``floor_tokens``: what the smallest allowed micro-batch of the longest rows
+    takes. ``longest_row``: tokens. ``largest_chunk_tokens``: padded tokens of the largest micro-batch that ran.
     """
 
     step: int
@@ -86,8 +86,8 @@ class SizerState:
 
     ``cap_tokens``: None without pressure. ``former_tokens``: the largest ceiling since the cap was put on; reaching it
     ends the restriction. ``calm_steps``: in a row, with room for a larger cap. ``failed_tokens``: size that ran out of
-    memory, in ``failed_room_bytes`` (limit - use). ``proven_tokens``: the largest ceiling that chunks filled without
-    cap or pressure, in ``proven_room_bytes``.
+    memory, in ``failed_room_bytes`` (limit - use). ``proven_tokens``: the largest ceiling that micro-batches filled
+    without cap or pressure, in ``proven_room_bytes``.
     """
 
     cap_tokens: Optional[int] = None

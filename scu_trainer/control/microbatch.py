@@ -1,32 +1,32 @@
-"""How large a chunk may be, in padded tokens, decided once per optimizer step from how full memory was.
+"""How large a micro-batch may be, in padded tokens, decided once per optimizer step from how full memory was.
 
 A PID law moves the cap: with e = aim - peak / limit, the used fraction that is missing to the aim,
 
     cap <- cap * exp(clip(kp * e + ki * sum(e) + kd * (e - e before)))
 
-and a cost model, once it has learned what chunks take, says at once which cap would fill memory to its target. The
-integral grows only while the output acts and no bound holds it (conditional integration, Åström and Hägglund, Advanced
-PID Control, 2006, 3.5), and starts anew where the error changes its sign (Clegg, 1958).
+and a cost model, once it has learned what micro-batches take, says at once which cap would fill memory to its target.
+The integral grows only while the output acts and no bound holds it (conditional integration, Åström and Hägglund,
+Advanced PID Control, 2006, 3.5), and starts over where the error changes its sign (Clegg, 1958).
 
 The cap shrinks in the step that shows pressure; it grows after some calm steps, into room that is there. Between the
 two lies a band in which nothing moves. Without pressure there is no cap (None) and nothing here ever makes one: runs on
 a machine with memory to spare are the same runs, whatever the gauge reads.
 
-In a loop of one's own; ``used_bytes``, ``peak_bytes`` and ``limit_bytes`` would come from a gauge. Here a chunk takes
-2 bytes per token over 100 for the model, on a device of 2000 bytes of which a neighbour takes 600 for a while:
+In a loop of one's own; ``used_bytes``, ``peak_bytes`` and ``limit_bytes`` would come from a gauge. Here a micro-batch
+takes 2 bytes per token over 100 for the model, on a device of 2000 bytes of which a neighbour takes 600 for a while:
 
->>> from scu_trainer.control import chunks, microbatch
->>> law, state = microbatch.Law(headroom_share=0.1), microbatch.State()
+>>> from scu_trainer.control import micro-batches, microbatch
+>>> law, state = microbatch.SizerConfig(headroom_share=0.1), microbatch.SizerState()
 >>> lengths, sizes = [50] * 16, []
 >>> for step in range(12):
 ...     used_bytes = 100 + (600 if step in (2, 3, 4) else 0)
 ...     cap = microbatch.applied_cap(state, ceiling_tokens=800, floor_tokens=50)
-...     pieces = chunks.cut(lengths, cap)
-...     for piece in pieces:
-...         chunk_bytes = 2 * piece.tokens  # run it forward and backward; measure the peak above the use before it
-...         state = microbatch.with_observation(state, piece.tokens, piece.quadratic, chunk_bytes)
-...     largest = max(piece.tokens for piece in pieces)
-...     seen = microbatch.Seen(
+...     micro-batches = micro-batches.cut(lengths, cap)
+...     for micro-batch in micro-batches:
+...         chunk_bytes = 2 * micro-batch.tokens  # run it forward and backward; measure the peak above the use before
+it ...         state = microbatch.with_observation(state, micro-batch.tokens, micro-batch.quadratic, chunk_bytes)
+...     largest = max(micro-batch.tokens for micro-batch in micro-batches)
+...     seen = microbatch.MemoryMeasurement(
 ...         step, limit_bytes=2000, used_bytes=used_bytes, peak_bytes=used_bytes + 2 * largest,
 ...         ceiling_tokens=800, floor_tokens=50, longest_row=50, largest_chunk_tokens=largest)
 ...     decision = microbatch.decide(law, state, seen)
@@ -62,7 +62,7 @@ UNRESTRICTED = 2**62
 
 
 def applied_cap(state: SizerState, ceiling_tokens: int, floor_tokens: int) -> int:
-    """Padded tokens per chunk in a step with this ceiling and floor; the floor wins over both."""
+    """Padded tokens per micro-batch in a step with this ceiling and floor; the floor wins over both."""
     cap = ceiling_tokens if state.cap_tokens is None else min(state.cap_tokens, ceiling_tokens)
     return max(cap, floor_tokens)
 
@@ -85,8 +85,8 @@ def after_oom(
     used_bytes: int,
     row_length: int,
 ) -> SizerState:
-    """The state once a chunk of ``failed_tokens`` (rows of ``row_length``) did not fit: half of it, or what the cost
-    model sees fit if that is less. ``used_bytes``: after the failed chunk has been freed."""
+    """The state once a micro-batch of ``failed_tokens`` (rows of ``row_length``) did not fit: half of it, or what the
+    cost model sees fit if that is less. ``used_bytes``: after the failed micro-batch has been freed."""
     room_bytes = limit_bytes - used_bytes
     half = min(failed_tokens // 2, cap_to_share(state))
     room_to_target_bytes = room_bytes - law.free_bytes_wanted(limit_bytes)
@@ -110,7 +110,7 @@ def fitting_tokens(law: SizerConfig, state: SizerState, room_bytes: float, lengt
 
 
 def with_observation(state: SizerState, tokens: int, quadratic: int, chunk_bytes: int) -> SizerState:
-    """Book what a chunk took: its peak above what was in use before it."""
+    """Record what a micro-batch took: its peak above what was in use before it."""
     return replace(state, cost=state.cost.observe(tokens, quadratic, chunk_bytes))
 
 
@@ -135,7 +135,7 @@ def _booked(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, level:
 
 def _decide(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> SizerState:
     if _oom_is_fresh(state):
-        # This step's peak is the failed chunk's, and the cap has been cut for it already.
+        # This step's peak is the failed micro-batch's, and the cap has been cut for it already.
         return replace(state, steps_since_oom=1, previous_error=None)
     error = _error(law, seen)
     after = state
@@ -171,7 +171,7 @@ def _output(law: SizerConfig, state: SizerState, error: float) -> tuple[float, f
 def _shrunk(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, error: float) -> SizerState:
     current = applied_cap(state, seen.ceiling_tokens, seen.floor_tokens)
     factor, integral = _output(law, state, error)
-    # From the chunk that ran: a cap far above it had no part in this peak.
+    # From the micro-batch that ran: a cap far above it had no part in this peak.
     wanted = min(current, seen.largest_chunk_tokens) * min(factor, 1.0 - law.deadband)
     fit = _predicted_fit(law, state, seen)
     cap = max(1, seen.floor_tokens, int(wanted if fit is None else min(wanted, fit)))
@@ -226,8 +226,8 @@ def _released(state: SizerState) -> SizerState:
 def _predicted_fit(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> Optional[int]:
     """The cap that fills memory to the target, by the cost model.
 
-    The base is what the peak leaves after the largest chunk's predicted bytes: it counts gradients and whatever else
-    is there during a step but not between steps, and takes back an offset of the prediction.
+    The base is what the peak leaves after the largest micro-batch's predicted bytes: it counts gradients and whatever
+    else is there during a step but not between steps, and takes back an offset of the prediction.
     """
     largest = seen.largest_chunk_tokens
     chunk_bytes = state.cost.predict(largest, largest * seen.longest_row)
@@ -269,7 +269,8 @@ def _blocked_tokens(law: SizerConfig, state: SizerState, room_bytes: float, fit:
 
 
 def _with_proof(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> SizerState:
-    """Remember the largest ceiling that chunks filled without pressure, and the smallest room in which they did."""
+    """Remember the largest ceiling that micro-batches filled without pressure, and the smallest room in which they
+    did."""
     ceiling, room_bytes = seen.ceiling_tokens, seen.room_bytes
     if ceiling < state.proven_tokens or seen.largest_chunk_tokens < (1.0 - law.deadband) * ceiling:
         return state

@@ -128,7 +128,7 @@ def shrink_of(law: ControllerConfig, state: ControllerState, learning_rate: floa
 
 
 def with_shrink(state: ControllerState, shrink: float) -> ControllerState:
-    """Book a shrink that has been applied, so that the next estimate of growth can add it back."""
+    """Record a shrink that has been applied, so that the next estimate of growth can add it back."""
     return state if shrink <= 0 else replace(state, pull=state.pull - math.log1p(-min(shrink, 1 - 1e-12)))
 
 

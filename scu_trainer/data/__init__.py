@@ -1,6 +1,7 @@
-"""Documents from files, the Hub or Python itself -> rows of tokens, held-out rows, and the books of what was left."""
+"""Documents from files, the Hub or Python itself -> rows of tokens, held-out rows, and the statistics of what was
+left."""
 
-from scu_trainer.data.books import DataBooks
+from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import default_cache_dir
 from scu_trainer.data.text.collate import Collator
 from scu_trainer.data.text.plan import HeldOutDocument, PreparedData
@@ -9,7 +10,7 @@ from scu_trainer.data.text.tokenizer import embedded_tokenizer
 
 __all__ = [
     "Collator",
-    "DataBooks",
+    "DataStatistics",
     "HeldOutDocument",
     "PreparedData",
     "default_cache_dir",

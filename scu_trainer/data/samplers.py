@@ -63,7 +63,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         self.difficulty = Difficulty(len(self.lengths), settings.difficulty_alpha, settings.difficulty_window)
         self.availability = 1.0
         self.costs: Optional[numpy.ndarray] = None
-        self.was_cut_anew = False  # the rest of an epoch that was begun otherwise
+        self.was_recut = False  # the rest of an epoch that was begun otherwise
         self._plan: Optional[control.EpochPlan] = None
         self.nominal_batches = self.plan(0).micro_batches // world
 
@@ -114,7 +114,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         return noise.suspects(snapshot, ids, self.law)[0]
 
     def report(self) -> dict[str, Any]:
-        """What the books say of the present plan and of the difficulties now."""
+        """What the statistics say of the present plan and of the difficulties now."""
         plan = self._plan
         weights = None if plan.weights is None else plan.weights[plan.batches.order]
         return {
@@ -166,13 +166,13 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         }
 
     def load_state_dict(
-        self, state: dict[str, Any], arrays: Mapping[str, numpy.ndarray], done: int, cut_anew: bool = False
+        self, state: dict[str, Any], arrays: Mapping[str, numpy.ndarray], done: int, recut: bool = False
     ) -> list[str]:
         """Go on where ``state_dict`` was taken, ``done`` micro-batches (of all ranks) into its epoch.
 
         Returns sentences about what is not as it was. The interrupted epoch ends as it was planned; with another number
-        of ranks or rows per batch, or ``cut_anew``, the rows that it has not seen yet are cut anew, and it goes on with
-        them from their first micro-batch. Raises CheckpointError where the data are not the same.
+        of ranks or rows per batch, or ``cut_anew``, the rows that it has not seen yet are cut again, and it goes on
+        with them from their first micro-batch. Raises CheckpointError where the data are not the same.
         """
         self._require_same_data(state)
         self.difficulty.load_state_dict(_Under("difficulty", arrays))
@@ -181,11 +181,11 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         now = self._identity()
         changes = {name: (state[name], value) for name, value in now.items() if state[name] != value}
         left = len(self._plan.batches.order) - int(self._plan.batches.ends[done - 1] if done else 0)
-        cut_anew = cut_anew or not changes.keys().isdisjoint({"rows_per_batch", "processes"})
-        self.was_cut_anew = cut_anew and left > 0
-        if self.was_cut_anew:
+        recut = recut or not changes.keys().isdisjoint({"rows_per_batch", "processes"})
+        self.was_recut = recut and left > 0
+        if self.was_recut:
             self._plan = control.rest_of(self._plan, done, self.world, self.law, self.lengths, self.seed)
-        return _what_changed(changes, state["epoch"], left if cut_anew else 0)
+        return _what_changed(changes, state["epoch"], left if recut else 0)
 
     def _require_same_data(self, state: dict[str, Any]) -> None:
         same = (len(self.lengths), _crc32_of(self.lengths)) == (state["samples"], state["lengths_crc32"])
@@ -195,7 +195,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
             raise CheckpointError(
                 f"the checkpoint was written with {state['samples']:,} training rows, now there are "
                 f"{len(self.lengths):,}, {difference}: its scores, order and weights would go to other rows. Use the "
-                "same data, or start anew from its weights with model_name_or_path"
+                "same data, or start over from its weights with model_name_or_path"
             )
 
 
@@ -209,7 +209,7 @@ def _what_changed(changes: dict[str, tuple[Any, Any]], epoch: int, rows_cut_anew
         )
     if rows_cut_anew:
         sentences.append(
-            f"the {rows_cut_anew:,} rows that epoch {epoch + 1} has not seen yet are cut anew: none is lost, none "
+            f"the {rows_cut_anew:,} rows that epoch {epoch + 1} has not seen yet are cut again: none is lost, none "
             "comes twice"
         )
     return sentences

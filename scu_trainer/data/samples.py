@@ -1,4 +1,4 @@
-"""Labelled samples (pictures, recordings) that are ready for a Trainer, and the books of what was left out."""
+"""Labelled samples (pictures, recordings) that are ready for a Trainer, and the statistics of what was left out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_EXAMPLES = 3  # per reason
 
 
 @dataclass
-class SampleBooks:
+class SampleStatistics:
     """Counts of one preparation. ``item``: what a sample is called, in the singular.
 
     read: samples that were looked at. train, eval: samples of each. per_class: training samples by name of the class, a
@@ -76,6 +76,6 @@ class PreparedSamples:
 
     train: Any
     eval: Optional[Any]
-    books: SampleBooks
+    statistics: SampleStatistics
     fingerprint: str
     label_names: Sequence[str]

@@ -24,29 +24,29 @@ ADAPTER = ("lora_r", "lora_alpha", "lora_dropout")
 
 
 def data(facts: Facts, name: str) -> str:
-    books = facts.description.get("data")
-    if not books:
+    statistics = facts.description.get("data")
+    if not statistics:
         return ""
-    lines = ["## Data", "", f"- dataset: {name}", *_counts(books)]
-    dropped = books.get("rows_dropped") or books.get("dropped") or {}
+    lines = ["## Data", "", f"- dataset: {name}", *_counts(statistics)]
+    dropped = statistics.get("rows_dropped") or statistics.get("dropped") or {}
     lines += [f"- left out: {count:,} ({reason})" for reason, count in sorted(dropped.items())]
     if not dropped:
         lines.append("- left out: nothing")
-    if books.get("heldout_duplicates"):
-        lines.append(f"- held out and also in training, word for word: {books['heldout_duplicates']:,}")
-    return "\n".join([*lines, f"- fingerprint: {books.get('fingerprint')}"])
+    if statistics.get("heldout_duplicates"):
+        lines.append(f"- held out and also in training, word for word: {statistics['heldout_duplicates']:,}")
+    return "\n".join([*lines, f"- fingerprint: {statistics.get('fingerprint')}"])
 
 
-def _counts(books: dict[str, Any]) -> list[str]:
-    if "rows_read" in books:
+def _counts(statistics: dict[str, Any]) -> list[str]:
+    if "rows_read" in statistics:
         return [
-            f"- documents: {books['rows_read']:,} read, {books['documents']:,} for training, "
-            f"{books['eval_documents']:,} held out",
-            f"- training: {books['train_tokens']:,} tokens in {books['blocks']:,} rows, of which "
-            f"{books['supervised_tokens']:,} are learned",
+            f"- documents: {statistics['rows_read']:,} read, {statistics['documents']:,} for training, "
+            f"{statistics['eval_documents']:,} held out",
+            f"- training: {statistics['train_tokens']:,} tokens in {statistics['blocks']:,} rows, of which "
+            f"{statistics['supervised_tokens']:,} are learned",
         ]
-    return [f"- {books.get('item', 'sample')}s: {books['read']:,} read, {books['train']:,} for training, "
-            f"{books['eval']:,} held out"]  # fmt: skip
+    counts = f"{statistics['read']:,} read, {statistics['train']:,} for training, {statistics['eval']:,} held out"
+    return [f"- {statistics.get('item', 'sample')}s: {counts}"]
 
 
 def training(facts: Facts) -> str:

@@ -87,7 +87,7 @@ def facts_of(path: Path, merge: Optional[dict[str, Any]] = None) -> tuple[Facts,
         merge = read_json(path / "merge.json")
         path = Path(merge["adapter"])
         if not path.is_dir():
-            raise HubError(f"the adapter that {merged} was made of is no longer in {path}; merge it anew")
+            raise HubError(f"the adapter that {merged} was made of is no longer in {path}; merge it again")
     return read_facts(path, _run_of(path), merge), merged
 
 

@@ -78,7 +78,7 @@ def upload_of(
     weights = merged or facts.weights
     names = names_like(weights, (ADAPTER if facts.is_adapter else model_files(weights)) + PROCESSOR)
     if not any(name.endswith(".safetensors") for name in names):
-        raise ModelError(f"{weights} holds no weights in safetensors files; train it anew, or convert them first")
+        raise ModelError(f"{weights} holds no weights in safetensors files; train it again, or convert them first")
     if facts.is_adapter:
         require_shared_base(facts, base_id)
     sources = {name: weights / name for name in names}

@@ -45,7 +45,7 @@ def token_for(given: Optional[str]) -> str:
         raise HubError("there is no token to push with; run `hf auth login` or set HF_TOKEN")
     if not re.fullmatch(r"[!-~]+", token):  # what a header of HTTP cannot carry
         raise HubError(
-            "the token holds a space, a line break or a letter that no token has; copy it anew from "
+            "the token holds a space, a line break or a letter that no token has; copy it again from "
             f"{endpoint()}/settings/tokens"
         )
     return token
@@ -113,7 +113,7 @@ def push(
 
 
 def _commit(api: Any, upload: Upload, repo_id: str, revision: Optional[str], message: str) -> Any:
-    """Operations are made anew each time: they remember what the Hub had when it was asked."""
+    """Operations are made again each time: they remember what the Hub had when it was asked."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     gone = _superseded(api.model_info(repo_id, revision=revision), upload)

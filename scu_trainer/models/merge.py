@@ -30,7 +30,7 @@ def merge_adapter(model: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
     """A new model on the CPU with the adapter in its weights, in ``dtype``; ``model`` stays as it is.
 
     Needs memory for two float32 copies of the weights. Raises ModelError for several active adapters, for weights that
-    are no numbers, that ``device_map`` has put elsewhere, or that an evaluation outside of this project has repacked.
+    are not finite, that ``device_map`` has put elsewhere, or that an evaluation outside of this project has repacked.
     """
     import torch
     from peft import get_peft_model_state_dict
@@ -179,7 +179,7 @@ def check_merge(adapter_model: nn.Module, merged: nn.Module, inputs: Inputs) -> 
     """Largest difference of the logits, divided by the largest logit, both models in evaluation mode.
 
     inputs: input_ids (rows, time), or what the models take by name; padding (attention_mask 0) is not compared. To be
-    held against ``merge_tolerance``; NaN where either model gives no numbers, which no tolerance allows.
+    held against ``merge_tolerance``; NaN where either model gives nothing finite, which no tolerance allows.
     """
     inputs = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
     expected, found = _logits(adapter_model, inputs), _logits(merged, inputs)

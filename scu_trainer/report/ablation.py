@@ -1,7 +1,7 @@
 """A folder that ``scu-trainer compare`` has written, as plots: held-out bits per arm, paired differences, trajectories.
 
 Arms that failed or are missing keep their row, with the reason. The figures are those of comparison.json; nothing is
-estimated anew here.
+estimated again here.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def read_comparison(folder: Path) -> Comparison:
     parts = {"arms": list, "runs": list, "table": list, "seeds": list}
     if not isinstance(content, dict) or any(not isinstance(content.get(name), kind) for name, kind in parts.items()):
         raise StorageError(
-            f"{path} holds no comparison (arms, runs, table, seeds); write it anew with scu-trainer compare"
+            f"{path} holds no comparison (arms, runs, table, seeds); write it again with scu-trainer compare"
         )
     if content.get("format") != FORMAT:
         raise StorageError(
-            f"{path} is of format {content.get('format')!r}, this version reads {FORMAT}; write it anew with "
+            f"{path} is of format {content.get('format')!r}, this version reads {FORMAT}; write it again with "
             "scu-trainer compare"
         )
     found = {}

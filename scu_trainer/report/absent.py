@@ -50,7 +50,7 @@ def why_no_memory(run: RunFiles) -> str:
         return "the memory loop was off (memory_control: false)"
     if run.is_alive:
         return "nothing is logged yet"
-    return why_no_row(run) or "its files hold no rows of memory: nothing changed the chunk, and none was logged"
+    return why_no_row(run) or "its files hold no rows of memory: nothing changed the micro-batch, and none was logged"
 
 
 def why_no_throughput(run: RunFiles) -> str:
@@ -61,5 +61,5 @@ def why_no_throughput(run: RunFiles) -> str:
 
 def why_no_curriculum(run: RunFiles) -> str:
     if run.is_alive or run.state in ("queued", "starting"):
-        return "no epoch is booked yet"
-    return "it has no curriculum.json with rows: no epoch was booked, or no books were kept"
+        return "no epoch is recorded yet"
+    return "it has no curriculum.json with rows: no epoch was recorded, or no statistics were kept"

@@ -73,7 +73,7 @@ def _warnings(runs: Sequence[RunFiles]) -> list[Table | Text]:
     if rows:
         blocks.append(Table([*(["run"] if many else []), "where", "what"], rows))
     else:
-        blocks.append(Text("None: no notice, no error, no change of the chunk, nothing found by preflight."))
+        blocks.append(Text("None: no notice, no error, no change of the micro-batch, nothing found by preflight."))
     said = [f"{run.name}: {text}" if many else text for run in runs for text in notes(run)]
     return [*blocks, Text("\n".join(said), True, "notes of preflight")] if said else blocks
 

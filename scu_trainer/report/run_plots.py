@@ -16,13 +16,14 @@ from scu_trainer.report.absent import (
     why_no_s,
     why_no_throughput,
 )
-from scu_trainer.report.books_plots import curriculum_panels
 from scu_trainer.report.drawing import MUTED, Band, Level, Line, Panel, Plot
 from scu_trainer.report.files import Row, RunFiles, newest, points
+from scu_trainer.report.statistics_plots import curriculum_panels
 
 GIB = 2**30
 FAR_LIMIT = 2.5
-"""A limit that is this many times the peak is told in words: drawn, it would press everything else to the ground."""
+"""A limit that is this many times the peak is reported in words: drawn, it would press everything else to the
+ground."""
 
 Draw = Callable[[Sequence[RunFiles]], list[Panel]]
 
@@ -32,9 +33,9 @@ def run_plots(runs: Sequence[RunFiles]) -> list[Plot]:
     kinds: tuple[tuple[str, str, Draw, Callable[[RunFiles], str]], ...] = (
         ("loss", "Loss and held-out bits", _loss_panels, why_no_loss),
         ("s", "S, its target and lambda", _s_panels, why_no_s),
-        ("memory", "Memory and chunks", _memory_panels, why_no_memory),
+        ("memory", "Memory and micro-batches", _memory_panels, why_no_memory),
         ("throughput", "Throughput", _throughput_panels, why_no_throughput),
-        ("curriculum", "Curriculum books", curriculum_panels, why_no_curriculum),
+        ("curriculum", "Curriculum statistics", curriculum_panels, why_no_curriculum),
         ("rate", "Learning rate and gradient", _rate_panels, why_no_loss),
     )
     loss, *others = (_plot(key, title, draw, why, runs) for key, title, draw, why in kinds)
@@ -189,7 +190,7 @@ def _memory_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     crosses = f"crosses: out of memory, {count} in all" if count else "never out of memory"
     return [
         Panel(title, "GiB", lines=used, levels=levels, from_zero=True),
-        Panel(f"Chunk size ({crosses})", "tokens per chunk", lines=chunks, from_zero=True),
+        Panel(f"Micro-batch size ({crosses})", "tokens per micro-batch", lines=chunks, from_zero=True),
     ]
 
 
@@ -216,7 +217,7 @@ def _memory_lines(runs: Sequence[RunFiles], style: Style) -> Iterator[Line]:
 
 def _chunk_lines(runs: Sequence[RunFiles], style: Style) -> Iterator[Line]:
     for run in runs:
-        yield style.line(run, "largest chunk that ran", points(run.logs, "memory/tokens_per_chunk"), 0)
+        yield style.line(run, "largest micro-batch that ran", points(run.logs, "memory/tokens_per_chunk"), 0)
         if style.is_alone:
             yield style.line(run, "most that is allowed", _held(points(run.memory, "tokens_per_chunk"), run), 2,
                              is_step=True)  # fmt: skip

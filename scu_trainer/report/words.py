@@ -97,8 +97,8 @@ def _peak(run: RunFiles) -> str:
 
 
 def _ooms(run: RunFiles) -> str:
-    books = (run.metrics.get("memory") or {}).get("out_of_memory", newest(run.logs, "memory/out_of_memory"))
-    count = len(ooms(run.memory)) or None if books is None else books
+    statistics = (run.metrics.get("memory") or {}).get("out_of_memory", newest(run.logs, "memory/out_of_memory"))
+    count = len(ooms(run.memory)) or None if statistics is None else statistics
     return NONE if count is None else f"{count:,}"
 
 
@@ -175,13 +175,13 @@ def _finding(item: Mapping[str, Any]) -> str:
 
 
 def _bad_numbers(run: RunFiles) -> list[tuple[str, str]]:
-    books = run.metrics.get("bad_numbers") or {}
-    count = books.get("skipped_steps", newest(run.logs, "skipped_steps")) or 0
+    statistics = run.metrics.get("bad_numbers") or {}
+    count = statistics.get("skipped_steps", newest(run.logs, "skipped_steps")) or 0
     if not count:
         return []
     steps = "1 step was" if count == 1 else f"{count:,} steps were"
     found = [("bad numbers", f"{steps} skipped for a loss or gradient that was no finite number")]
-    for item in (books.get("skipped") or [])[:MOST_ROWS]:
+    for item in (statistics.get("skipped") or [])[:MOST_ROWS]:
         words = ", ".join(f"{name} {value}" for name, value in item.items() if value not in (None, [], ""))
         found.append(("bad numbers", words))
     return found

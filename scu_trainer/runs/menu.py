@@ -78,4 +78,4 @@ class Menu:
                 return None
             if typed.isdigit() and 1 <= int(typed) <= len(texts):
                 return int(typed) - 1
-            self.say(f"{typed!r} is no number from 1 to {len(texts)}; an empty line goes back")
+            self.say(f"{typed!r} is not a number from 1 to {len(texts)}; an empty line goes back")

@@ -76,7 +76,7 @@ def judge(seen: Evidence) -> RunState:
             "elsewhere", f"it was started on {host}: only there one can see whether it lives; last seen {told}"
         )
     if seen.fact == "rebooted":
-        return RunState("rebooted", f"the machine was started anew while {_doing(told)}", "reboot")
+        return RunState("rebooted", f"the machine was started again while {_doing(told)}", "reboot")
     if _is_disk_full(seen):
         return RunState(
             "failed", seen.error or "the disk was full, not even its last words could be written", "disk full"

@@ -15,7 +15,7 @@ MOST_COUNT = 2**31 - 1
 """No field counts further: what libraries keep in 32 bits would overflow in silence."""
 
 MOST_NUMBER = 1e15
-"""Numbers beyond are slips, and their squares are no numbers in float32."""
+"""Numbers beyond are slips, and their squares are not finite in float32."""
 
 LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
 """What file systems take (NAME_MAX, PATH_MAX with its final zero)."""

@@ -15,7 +15,7 @@ METHODS = ("token_budget", "noise_guard", "acmds", "infobatch", "length_warmup")
 
 @dataclass(frozen=True)
 class CurriculumSettings:
-    """Which samples a step sees. Whatever is chosen, each sample's loss is tracked and the books are kept."""
+    """Which samples a step sees. Whatever is chosen, each sample's loss is tracked and the statistics are kept."""
 
     curriculum: str = option(
         "none",

@@ -29,7 +29,7 @@ class EfficiencySettings:
     channels_last: bool = option(False, "keep pictures and filters of convolutions with their channels last in memory")
     keep_freed_memory: bool = option(
         False,
-        "on a CPU, what a step frees stays with the process for the next one; the system would zero it anew",
+        "on a CPU, what a step frees stays with the process for the next one; the system would zero it again",
     )
     lr_step_size: Optional[int] = option(
         None, "epochs after which the learning rate is multiplied by lr_gamma, again and again (torch's StepLR)"

@@ -13,22 +13,27 @@ from scu_trainer.settings.base import check_fields, option, require
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """How the rows of an optimizer step are cut into chunks, and how live memory moves the size of a chunk.
+    """How the rows of an optimizer step are cut into micro-batches, and how live memory moves the size of a
+    micro-batch.
 
-    A chunk is what one forward and backward sees. The logical batch, what the optimizer sees, stays what
+    A micro-batch is what one forward and backward sees. The logical batch, what the optimizer sees, stays what
     ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` say (but for ``batch_mode: logical``).
     """
 
     memory_control: bool = option(
-        True, "size chunks from live memory and recover from out-of-memory; false with no token_cap: the stock Trainer"
+        True,
+        "size micro-batches from live memory and recover from out-of-memory; false with no token_cap: the stock "
+        "Trainer",
     )
     token_cap: Optional[Union[int, str]] = option(
         None,
-        "padded tokens per chunk (rows, for inputs without a length); auto: the longest row, or what keeps the device "
-        "busy; default: auto with memory_control, no splitting without",
+        "padded tokens per micro-batch (rows, for inputs without a length); auto: the longest row, or what keeps the "
+        "device busy; default: auto with memory_control, no splitting without",
     )
-    min_batch_size: int = option(1, "rows per chunk: never fewer, whatever memory says")
-    max_batch_size: Optional[int] = option(None, "rows per chunk: never more; default: bounded by token_cap alone")
+    min_batch_size: int = option(1, "rows per micro-batch: never fewer, whatever memory says")
+    max_batch_size: Optional[int] = option(
+        None, "rows per micro-batch: never more; default: bounded by token_cap alone"
+    )
     target_headroom_gb: Union[float, str] = option(
         "8%", "memory that stays free, in GiB, or as a share of the limit ('8%%')"
     )
@@ -37,12 +42,12 @@ class MemorySettings:
         "below this many GiB free at the peak of a step, memory is collected at once; default: a quarter of "
         "target_headroom_gb",
     )
-    pid_kp: float = option(1.0, "proportional gain: ln(chunk size) per unit of used fraction below the target")
+    pid_kp: float = option(1.0, "proportional gain: ln(micro-batch size) per unit of used fraction below the target")
     pid_ki: float = option(0.1, "integral gain, per optimizer step")
     pid_kd: float = option(0.2, "derivative gain, optimizer steps")
     batch_mode: Literal["chunk", "logical"] = option(
         "chunk",
-        "chunk: memory moves the chunk, the logical batch stays; logical: memory moves the logical batch itself, "
+        "chunk: memory moves the micro-batch, the logical batch stays; logical: memory moves the logical batch itself, "
         "between min_batch_size and max_batch_size rows per device, which changes the optimization",
     )
     batch_size_lr_rule: Literal["sqrt", "linear", "none"] = option(

@@ -51,7 +51,8 @@ class SCUTrainer(Trainer):
     memory_gauge: where used memory is read; None: the device's own.
     curriculum: ``CurriculumSettings``, or None for the stock order of samples without their losses.
     efficiency: ``EfficiencySettings``, or None: averages of the weights, layout, schedules in steps, throughput.
-    safety: ``SafetySettings``, or None: steps without a finite loss or gradient are skipped, a diverging loss is told.
+    safety: ``SafetySettings``, or None: steps without a finite loss or gradient are skipped, a diverging loss is
+    reported.
 
     Raises ControlError where lambda could not reach the trained weights (FSDP, ZeRO-3, float16 weights).
     """

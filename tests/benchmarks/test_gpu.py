@@ -43,7 +43,7 @@ def few_objects():
     gc.unfreeze()
 
 
-# -- the rehearsal -----------------------------------------------------------------------------------------------------
+# -- the test run -----------------------------------------------------------------------------------------------------
 
 
 def test_a_part_of_the_rehearsal(monkeypatch, capfd, few_objects):
@@ -54,7 +54,7 @@ def test_a_part_of_the_rehearsal(monkeypatch, capfd, few_objects):
     monkeypatch.setattr(gpu_table, "show", lambda results, peak: seen.extend(results))
     sides = ("stock", "ours", "trl, padding-free", "unsloth")
     assert gpu.run(gpu.options(["--quick", "--tuning", "qlora", "--sides", *sides])) == 0
-    assert "rehearsal: nothing is written" in capfd.readouterr().out
+    assert "test run: nothing is written" in capfd.readouterr().out
     stock, ours, trl, unsloth = seen
     assert stock["step_tokens"] == ours["step_tokens"] == trl["step_tokens"]
     assert stock["tokens"] == sum(stock["step_tokens"][gpu_window.WARM_UP_STEPS : -gpu_window.EXTRA_STEPS])

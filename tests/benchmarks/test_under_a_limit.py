@@ -57,7 +57,7 @@ def test_rehearsal_prints_every_side_and_writes_nothing(results, monkeypatch, ca
     monkeypatch.setattr(under_a_limit, "finish", lambda *_, **__: pytest.fail("written"))
     under_a_limit.main(["--quick"])
     printed = capsys.readouterr().out
-    assert "rehearsal: nothing is written" in printed
+    assert "test run: nothing is written" in printed
     assert "ours: rows repeated or never seen: 0, at most 0: met" in printed
     assert "[enforce fail" in printed
 

@@ -154,7 +154,7 @@ def test_merged_in_float32_is_the_adapter_to_four_digits(evaluate, work):
 def test_a_merge_without_numbers_is_refused(refused, work, monkeypatch):
     monkeypatch.setattr("scu_trainer.models.merge.check_merge", lambda *models: math.nan)
     message = refused(work.lora, "--against", "merged", "--merge_dtype", "float16")
-    assert message == "merged in float16 the model gives logits that are no numbers; use --merge_dtype float32"
+    assert message == "merged in float16 the model gives logits that are not finite; use --merge_dtype float32"
 
 
 def test_a_merge_outside_of_its_tolerance_is_pointed_out(evaluate, work, monkeypatch):

@@ -69,7 +69,7 @@ def test_launch_on_gpus_starts_one_process_each(monkeypatch, capsys):
     ("arguments", "words"),
     [
         (["deepsped"], "invalid choice: 'deepsped'"),
-        (["deepspeed", "--processes", "0"], "'0' is no number of processes"),
+        (["deepspeed", "--processes", "0"], "'0' is not a number of processes"),
         (["deepspeed", "--processes", "3"], "3 processes were asked for, and there are 1 GPUs"),
     ],
 )

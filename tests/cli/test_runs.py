@@ -76,7 +76,7 @@ def test_from_start_to_resume(place, capsys):
     reaches("long", "running")
     assert typed("stop", "long", "--now") == 0 and "ended at once" in capsys.readouterr().out
     assert typed("resume", "long-2") == 0
-    assert "long-2 begins anew: there is no checkpoint" in capsys.readouterr().out
+    assert "long-2 starts over: there is no checkpoint" in capsys.readouterr().out
 
 
 def test_a_stop_that_takes_too_long_says_what_to_type(place, capsys):
@@ -206,8 +206,8 @@ def test_live_on_a_terminal(by_hand, monkeypatch):
         (["status", "by_hand", "--lines", "3"], "unrecognized: --lines 3"),
         (["stop", "by_hand"], None),
         (["resume", "by_hand"], "was not started by runs start"),
-        (["monitor", "by_hand", "--refresh", "0"], "no number of seconds above 0"),
-        (["logs", "by_hand", "-n", "-1"], "no number of lines"),
+        (["monitor", "by_hand", "--refresh", "0"], "not a number of seconds above 0"),
+        (["logs", "by_hand", "-n", "-1"], "not a number of lines"),
         (["begin"], "invalid choice: 'begin'"),
         ([], "which of them? without a terminal there is no menu"),
     ],
@@ -279,7 +279,7 @@ def test_numbers_choose(by_hand, place):
 def test_wrong_numbers_empty_lines_and_ctrl_c(by_hand, place):
     acted, said = menu(place, "9", numbered("stop"), "x", "", "ctrl-c", numbered("logs"), "1")
     assert acted == [["logs", "by_hand"]]
-    assert "'9' is no number from 1 to 7" in said and "'x' is no number from 1 to 1" in said
+    assert "'9' is not a number from 1 to 7" in said and "'x' is not a number from 1 to 1" in said
 
 
 def test_nothing_to_choose_and_an_error_come_back_to_the_menu(place, capsys):

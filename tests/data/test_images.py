@@ -60,12 +60,12 @@ def truncate(path: Path) -> Path:
 def test_digits_are_enlarged_once_and_mapped(tmp_path):
     pytest.importorskip("sklearn")
     data = prepared("digits", tmp_path)
-    assert (data.books.read, data.books.train, data.books.eval) == (1797, 1348, 449)
-    assert data.label_names == tuple("0123456789") and data.books.dropped == {}
+    assert (data.statistics.read, data.statistics.train, data.statistics.eval) == (1797, 1348, 449)
+    assert data.label_names == tuple("0123456789") and data.statistics.dropped == {}
     row = data.train[0]
     assert row["pixel_values"].shape == (3, 16, 16) and row["pixel_values"].dtype == numpy.uint8
     assert isinstance(data.train.pixels.base, numpy.memmap) or isinstance(data.train.pixels, numpy.memmap)
-    said = " ".join(data.books.lines())
+    said = " ".join(data.statistics.lines())
     assert "8 x 8 pixels became 16 x 16 x 3" in said and "1,797 × L" in said
 
 
@@ -77,7 +77,7 @@ def test_without_scikit_learn_digits_name_the_package(tmp_path, monkeypatch):
 
 def test_generated_images_do_not_depend_on_how_many_there_are(tmp_path):
     few, many = prepared("generated", tmp_path, dataset_size=20), generated(40)
-    assert few.books.read == 20
+    assert few.statistics.read == 20
     first = [record.content for record in generated(20).read(range(20))]
     assert all(numpy.array_equal(a, b.content) for a, b in zip(first, many.read(range(20)), strict=True))
 
@@ -93,8 +93,8 @@ def test_generated_classes_differ_in_colour():
 def test_class_folders(pets, tmp_path):
     (pets / "cat" / "notes.txt").write_text("no image")
     data = prepared(pets, tmp_path)
-    assert data.label_names == ("cat", "dog") and data.books.per_class == {"cat": 6, "dog": 6}
-    assert data.books.eval == 4 and "1 files of other kinds" in " ".join(data.books.notes)
+    assert data.label_names == ("cat", "dog") and data.statistics.per_class == {"cat": 6, "dog": 6}
+    assert data.statistics.eval == 4 and "1 files of other kinds" in " ".join(data.statistics.notes)
 
 
 def test_class_called_train_is_no_split(pets, tmp_path):
@@ -109,7 +109,9 @@ def test_split_folders(tmp_path):
             for k in range(count):
                 picture(folder / split / name / f"{k}.png", seed=zlib.crc32(f"{split}{name}{k}".encode()))
     data = prepared(folder, tmp_path)
-    assert (data.books.train, data.books.eval) == (8, 4) and any("birds/val" in note for note in data.books.notes)
+    assert (data.statistics.train, data.statistics.eval) == (8, 4) and any(
+        "birds/val" in note for note in data.statistics.notes
+    )
     with pytest.raises(DataError, match="dataset_split"):
         prepared(folder, tmp_path, dataset_split="test")
 
@@ -131,12 +133,12 @@ def table(tmp_path: Path, labels, names=None, column: str = "img", label_column:
 
 def test_saved_tables_with_other_names_of_columns(tmp_path):
     data = prepared(table(tmp_path, [0, 1] * 6, ["no", "yes"]), tmp_path)
-    assert data.label_names == ("no", "yes") and (data.books.train, data.books.eval) == (9, 3)
+    assert data.label_names == ("no", "yes") and (data.statistics.train, data.statistics.eval) == (9, 3)
 
 
 def test_columns_can_be_named_and_wrong_names_are_answered(tmp_path):
     saved = table(tmp_path, [0, 1] * 6, ["no", "yes"], column="picture", label_column="kind")
-    assert prepared(saved, tmp_path).books.train == 9  # the only ones of their type
+    assert prepared(saved, tmp_path).statistics.train == 9  # the only ones of their type
     with pytest.raises(DataError, match=r"image_column_name is 'pictures'.*did you mean 'picture'"):
         prepared(saved, tmp_path, own=ImageSettings(image_column_name="pictures"))
     with pytest.raises(DataError, match=r"label_column_name is 'kinds'.*did you mean 'kind'"):
@@ -159,13 +161,13 @@ def test_rows_are_known_by_the_places_of_their_images(pets, tmp_path):
 
 def test_hidden_folders_inside_a_class_are_not_read(pets, tmp_path):
     picture(pets / "cat" / ".ipynb_checkpoints" / "0.png", seed=3)
-    assert prepared(pets, tmp_path).books.read == 16
+    assert prepared(pets, tmp_path).statistics.read == 16
 
 
 def test_each_source_of_images_says_its_own_sizes(pets, tmp_path):
     for name in ("cat", "dog"):
         picture(tmp_path / "more" / name / "0.png", seed=zlib.crc32(name.encode()), mode="L")
-    notes = prepared(pets, tmp_path, eval_dataset=str(tmp_path / "more")).books.notes
+    notes = prepared(pets, tmp_path, eval_dataset=str(tmp_path / "more")).statistics.notes
     assert [note.split(": ")[0] for note in notes if "decoded once" in note] == [str(pets), str(tmp_path / "more")]
     assert [note.split(", ")[0] for note in notes if "turned into" in note] == [str(tmp_path / "more")]
 
@@ -182,15 +184,15 @@ def birds(tmp_path) -> Path:
 
 def test_split_without_classes_is_left_and_noted(birds, tmp_path):
     data = prepared(birds, tmp_path)
-    assert (data.books.train, data.books.eval) == (6, 2)
-    assert any("birds/test has no folders of classes: 1 images" in note for note in data.books.notes)
+    assert (data.statistics.train, data.statistics.eval) == (6, 2)
+    assert any("birds/test has no folders of classes: 1 images" in note for note in data.statistics.notes)
 
 
 def test_split_beside_training_is_not_looked_at_where_eval_dataset_is_given(birds, tmp_path):
     for name in ("owl", "wren"):
         picture(birds / "val" / name / "0.png", seed=zlib.crc32(name.encode()))
         picture(tmp_path / "more" / name / "0.png", seed=1 + zlib.crc32(name.encode()))
-    notes = " ".join(prepared(birds, tmp_path, eval_dataset=str(tmp_path / "more")).books.notes)
+    notes = " ".join(prepared(birds, tmp_path, eval_dataset=str(tmp_path / "more")).statistics.notes)
     assert "birds/val" not in notes and "birds/test" not in notes
 
 
@@ -210,7 +212,7 @@ def test_data_of_some_of_the_classes_that_a_model_knows(pets, tmp_path):
     data = DataSettings(dataset=str(pets), validation_split_percentage=25.0)
     source = find_images(data, ImageSettings(), tmp_path, ("ant", "dog", "cat"))
     rows = prepare_images(source, kind(), data, seed=0, cache_dir=tmp_path)
-    assert rows.label_names == ("ant", "dog", "cat") and rows.books.per_class == {"ant": 0, "dog": 6, "cat": 6}
+    assert rows.label_names == ("ant", "dog", "cat") and rows.statistics.per_class == {"ant": 0, "dog": 6, "cat": 6}
     places = dict(zip(rows.train.keys(), rows.train.labels.tolist(), strict=True))
     assert all(label == (1 if "/dog/" in place else 2) for place, label in places.items())
     assert find_images(data, ImageSettings(), tmp_path, ("ant", "dog")).label_names == ("cat", "dog")  # not its data
@@ -224,8 +226,8 @@ def refused_then_counted(dataset, tmp_path, place: str, reason: str, **changes):
     with pytest.raises(DataError, match=f"{place}.*{reason}.*skip_bad_rows"):
         prepared(dataset, tmp_path, **changes)
     data = prepared(dataset, tmp_path, skip_bad_rows=True, **changes)
-    assert sum(data.books.dropped.values()) == 1
-    (found, examples), *_ = data.books.examples.items()
+    assert sum(data.statistics.dropped.values()) == 1
+    (found, examples), *_ = data.statistics.examples.items()
     assert reason in found and place.replace("\\", "") in examples[0]
     return data
 
@@ -236,7 +238,7 @@ def refused_then_counted(dataset, tmp_path, place: str, reason: str, **changes):
 def test_unreadable_image(pets, tmp_path, spoil):
     spoil(pets / "dog" / "3.png")
     data = refused_then_counted(pets, tmp_path, "dog/3.png", "cannot be read")
-    assert data.books.train + data.books.eval == 15 and data.books.read == 16
+    assert data.statistics.train + data.statistics.eval == 15 and data.statistics.read == 16
 
 
 def test_truncated_jpeg(pets, tmp_path):
@@ -256,7 +258,7 @@ def test_deep_pixels(pets, tmp_path):
 def test_other_channels_are_converted_as_stock_processors_do_it_and_counted(pets, tmp_path, mode, suffix):
     path = picture(pets / "cat" / f"9.{suffix}", seed=9, mode=mode)
     data = prepared(pets, tmp_path, validation_split_percentage=0.0)
-    assert any(f"1 × {mode}" in note for note in data.books.notes)
+    assert any(f"1 × {mode}" in note for note in data.statistics.notes)
     with PIL.Image.open(path) as image:
         wanted = kind().processor(image, do_rescale=False, do_normalize=False)["pixel_values"][0]
     assert any(numpy.array_equal(data.train[k]["pixel_values"], wanted) for k in range(len(data.train)))
@@ -265,13 +267,13 @@ def test_other_channels_are_converted_as_stock_processors_do_it_and_counted(pets
 def test_transparent_palette_warns_nobody(pets, tmp_path):
     image = PIL.Image.fromarray(numpy.zeros((8, 8), dtype=numpy.uint8)).convert("P")
     image.save(pets / "cat" / "9.png", transparency=bytes([0, 128, 255]))
-    assert prepared(pets, tmp_path).books.read == 17
+    assert prepared(pets, tmp_path).statistics.read == 17
 
 
 def test_gray_models_get_gray_images(pets, tmp_path):
     data = prepared(pets, tmp_path, channels=1)
     assert data.train[0]["pixel_values"].shape == (1, 16, 16)
-    assert any("turned into gray: 16 × RGB" in note for note in data.books.notes)
+    assert any("turned into gray: 16 × RGB" in note for note in data.statistics.notes)
 
 
 def test_arrays_with_too_many_channels_are_refused():
@@ -348,7 +350,7 @@ def test_empty_class(pets, tmp_path):
     with pytest.raises(DataError, match=r"pets/fox holds no image.*skip_bad_rows"):
         prepared(pets, tmp_path)
     data = prepared(pets, tmp_path, skip_bad_rows=True)
-    assert data.books.dropped == {"class folder without an image": 1} and data.label_names == ("cat", "dog")
+    assert data.statistics.dropped == {"class folder without an image": 1} and data.label_names == ("cat", "dog")
 
 
 def test_one_class_is_refused(tmp_path):
@@ -370,17 +372,17 @@ def test_held_out_class_that_training_lacks(pets, tmp_path):
     with pytest.raises(DataError, match=r"fox/0.png.*training data have no class 'fox'"):
         prepared(pets, tmp_path, **changes)
     data = prepared(pets, tmp_path, skip_bad_rows=True, **changes)
-    assert data.books.eval == 2 and sum(data.books.dropped.values()) == 1
+    assert data.statistics.eval == 2 and sum(data.statistics.dropped.values()) == 1
 
 
 def test_named_class_without_training_images_is_refused_in_held_out_ones(tmp_path):
     saved = table(tmp_path / "a", [0, 1] * 4, ["no", "yes", "maybe"])
     other = table(tmp_path / "b", [0, 1, 2], ["no", "yes", "maybe"])
-    assert any("no training image of 1 classes: maybe" in note for note in prepared(saved, tmp_path).books.notes)
+    assert any("no training image of 1 classes: maybe" in note for note in prepared(saved, tmp_path).statistics.notes)
     with pytest.raises(DataError, match=r"row 3: held-out image of a class that training lacks.*'maybe'"):
         prepared(saved, tmp_path, eval_dataset=str(other))
     data = prepared(saved, tmp_path, eval_dataset=str(other), skip_bad_rows=True)
-    assert data.books.eval == 2 and data.books.dropped == {"held-out image of a class that training lacks": 1}
+    assert data.statistics.eval == 2 and data.statistics.dropped == {"held-out image of a class that training lacks": 1}
 
 
 def test_nothing_left(pets, tmp_path):
@@ -421,20 +423,20 @@ def test_each_class_keeps_an_image_for_training(pets, tmp_path):
     picture(pets / "ant" / "0.png", seed=77)
     for seed in range(5):
         data = prepared(pets, tmp_path, seed=seed, validation_split_percentage=90.0)
-        assert min(data.books.per_class.values()) >= 1
+        assert min(data.statistics.per_class.values()) >= 1
 
 
 def test_cap_takes_of_every_class(pets, tmp_path):
     data = prepared(pets, tmp_path, dataset_size=6, validation_split_percentage=0.0)
-    assert data.books.per_class == {"cat": 3, "dog": 3} and data.eval is None
-    assert prepared(pets, tmp_path, max_eval_documents=2).books.eval == 2
+    assert data.statistics.per_class == {"cat": 3, "dog": 3} and data.eval is None
+    assert prepared(pets, tmp_path, max_eval_documents=2).statistics.eval == 2
     assert evenly_by_class(numpy.array([0] * 90 + [1] * 10), 20, seed=0).searchsorted(90) == 18
 
 
 def test_another_seed_decodes_nothing(pets, tmp_path, monkeypatch):
     prepared(pets, tmp_path)
     monkeypatch.setattr("scu_trainer.data.images.store.decode_all", None)
-    assert prepared(pets, tmp_path, seed=3).books.train == 12
+    assert prepared(pets, tmp_path, seed=3).statistics.train == 12
 
 
 def test_changed_file_is_decoded_again(pets, tmp_path):
@@ -448,8 +450,8 @@ def test_duplicates_of_held_out_images_are_counted(pets, tmp_path):
         (tmp_path / "same" / name).mkdir(parents=True)
         (tmp_path / "same" / name / "a.png").write_bytes((pets / name / "0.png").read_bytes())
     data = prepared(pets, tmp_path, eval_dataset=str(tmp_path / "same"))
-    assert data.books.heldout_duplicates == 2
-    assert prepared(pets, tmp_path).books.heldout_duplicates == 0
+    assert data.statistics.heldout_duplicates == 2
+    assert prepared(pets, tmp_path).statistics.heldout_duplicates == 0
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

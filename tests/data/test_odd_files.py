@@ -80,8 +80,8 @@ def test_a_bad_row_is_skipped_and_counted(tmp_path, prepared, row, problem):
     path.write_bytes(LINES + row + b"\n")
     with pytest.raises(DataError, match=problem):
         prepared(path)
-    books = prepared(path, skip_bad_rows=True).books
-    assert books.rows_read == len(ROWS) + 1 and sum(books.rows_dropped.values()) == 1
+    statistics = prepared(path, skip_bad_rows=True).statistics
+    assert statistics.rows_read == len(ROWS) + 1 and sum(statistics.rows_dropped.values()) == 1
 
 
 def test_half_of_a_character_with_its_other_half_is_a_character(tmp_path):
@@ -92,7 +92,7 @@ def test_half_of_a_character_with_its_other_half_is_a_character(tmp_path):
 
 def test_a_name_that_is_no_text_is_shown_all_the_same(tmp_path, prepared):
     (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_bytes(LINES)
-    assert prepared(tmp_path).books.rows_read == len(ROWS)
+    assert prepared(tmp_path).statistics.rows_read == len(ROWS)
 
 
 def test_a_column_that_stands_twice_is_refused(tmp_path):

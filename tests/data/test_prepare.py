@@ -1,4 +1,4 @@
-"""Settings -> rows, books and cache."""
+"""Settings -> rows, statistics and cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scu_trainer.data import prepare
 from scu_trainer.settings import DataSettings
 cache = Path(sys.argv[2])
 settings = DataSettings(dataset=sys.argv[1], block_size=32)
-print(prepare(settings, embedded_tokenizer(cache), seed=0, cache_dir=cache, model_name="tiny").books.as_dict())
+print(prepare(settings, embedded_tokenizer(cache), seed=0, cache_dir=cache, model_name="tiny").statistics.as_dict())
 """
 
 
@@ -50,7 +50,7 @@ def test_split_is_by_document_and_complete(prepared, jsonl):
     data = prepared(jsonl(ROWS), validation_split_percentage=20)
     held_out = set(data.eval["document"])
     assert held_out == {item.document for item in data.eval_documents}
-    assert len(held_out) == data.books.eval_documents == 8
+    assert len(held_out) == data.statistics.eval_documents == 8
     assert documents_of(data.train) | held_out == set(range(40))
     assert documents_of(data.train).isdisjoint(held_out)
 
@@ -83,34 +83,40 @@ def test_without_packing_long_documents_go_on_in_the_next_rows(prepared, jsonl, 
     data = prepared(jsonl([{"text": text}] * 2), packing=False, validation_split_percentage=50)
     predicted = [token for row in data.train for token in row["labels"] if token != -100]
     assert predicted == [*tokenizer(text)["input_ids"][1:], tokenizer.eos_token_id]
-    assert data.books.documents_cut == 1
+    assert data.statistics.documents_cut == 1
 
 
 def test_books_count_what_the_loss_counts(prepared, jsonl):
     for settings in ({}, {"packing": False}, {"isolate_documents": True}):
         data = prepared(jsonl(ROWS), **settings)
-        books = data.books
-        assert books.blocks == len(data.train) and books.eval_rows == len(data.eval)
-        assert books.train_tokens == sum(data.train["length"])
+        statistics = data.statistics
+        assert statistics.blocks == len(data.train) and statistics.eval_rows == len(data.eval)
+        assert statistics.train_tokens == sum(data.train["length"])
         shifted = [label for row in data.train for label in row["labels"][1:]]
-        assert books.supervised_tokens == sum(label != -100 for label in shifted)
-        assert books.eval_tokens == sum(item.tokens - 1 for item in data.eval_documents)
+        assert statistics.supervised_tokens == sum(label != -100 for label in shifted)
+        assert statistics.eval_tokens == sum(item.tokens - 1 for item in data.eval_documents)
 
 
 def test_every_drop_is_counted_and_named(prepared, jsonl):
     rows = [*ROWS, {"text": ""}, {"text": 3}, "{torn", {"messages": [{"role": "user", "content": "?"}]}]
     data = prepared(jsonl(rows), skip_bad_rows=True)
-    books = data.books
-    assert books.rows_dropped == {EMPTY: 1, UNREADABLE: 2, NOTHING_TO_LEARN: 1}
-    assert books.rows_read == 44 == books.documents + books.eval_documents + sum(books.rows_dropped.values())
-    assert "dropped: 2 × unreadable row, first: rows.jsonl row 42: column 'text' holds int, not text" in books.lines()
-    assert json.loads(json.dumps(books.as_dict()))["rows_dropped"] == books.rows_dropped
+    statistics = data.statistics
+    assert statistics.rows_dropped == {EMPTY: 1, UNREADABLE: 2, NOTHING_TO_LEARN: 1}
+    assert (
+        statistics.rows_read
+        == 44
+        == statistics.documents + statistics.eval_documents + sum(statistics.rows_dropped.values())
+    )
+    assert (
+        "dropped: 2 × unreadable row, first: rows.jsonl row 42: column 'text' holds int, not text" in statistics.lines()
+    )
+    assert json.loads(json.dumps(statistics.as_dict()))["rows_dropped"] == statistics.rows_dropped
 
 
 def test_rows_without_learned_tokens_are_counted(prepared, jsonl):
     rows = [{"prompt": "Why? " * 40, "completion": "So."}] * 4
     data = prepared(jsonl(rows), packing=False)
-    [(reason, count)] = data.books.rows_dropped.items()
+    [(reason, count)] = data.statistics.rows_dropped.items()
     assert NOTHING_TO_LEARN in reason and count > 0
     assert all(any(label != -100 for label in row["labels"]) for row in data.train)
 
@@ -121,38 +127,38 @@ def test_a_bad_row_stops_with_its_number(prepared, jsonl):
 
 
 def test_a_bad_row_after_the_cap_does_not_matter(prepared, jsonl):
-    assert prepared(jsonl([*ROWS, "{torn"]), dataset_size=10).books.rows_read == 10
+    assert prepared(jsonl([*ROWS, "{torn"]), dataset_size=10).statistics.rows_read == 10
 
 
 def test_caps(prepared, jsonl):
-    books = prepared(jsonl(ROWS), dataset_size=10, validation_split_percentage=50, max_eval_documents=3).books
-    assert (books.documents, books.eval_documents) == (7, 3)
+    statistics = prepared(jsonl(ROWS), dataset_size=10, validation_split_percentage=50, max_eval_documents=3).statistics
+    assert (statistics.documents, statistics.eval_documents) == (7, 3)
 
 
 @pytest.mark.parametrize(("rows", "percentage", "held_out"), [(2, 5, 1), (40, 5, 2), (2, 99, 1), (40, 0, 0), (1, 5, 0)])
 def test_number_of_held_out_documents(prepared, jsonl, rows, percentage, held_out):
     data = prepared(jsonl(ROWS[:rows]), validation_split_percentage=percentage)
-    assert (data.books.documents, data.books.eval_documents) == (rows - held_out, held_out)
+    assert (data.statistics.documents, data.statistics.eval_documents) == (rows - held_out, held_out)
     assert (data.eval is None) == (held_out == 0)
-    assert any("only one document" in note for note in data.books.notes) == (rows == 1)
+    assert any("only one document" in note for note in data.statistics.notes) == (rows == 1)
 
 
 def test_eval_dataset_of_its_own(prepared, jsonl):
     others = jsonl([{"text": "Tea."}, {"text": "Tea."}, ROWS[0], {"text": ""}], "other.jsonl")
     data = prepared(jsonl(ROWS), eval_dataset=str(others))
-    assert (data.books.documents, data.books.eval_documents) == (40, 3)
-    assert data.books.heldout_duplicates == 1
-    assert data.books.rows_dropped == {EMPTY: 1}
+    assert (data.statistics.documents, data.statistics.eval_documents) == (40, 3)
+    assert data.statistics.heldout_duplicates == 1
+    assert data.statistics.rows_dropped == {EMPTY: 1}
     assert [item.name for item in data.eval_documents] == [f"other.jsonl row {n}" for n in (1, 2, 3)]
-    assert prepared(jsonl(ROWS), eval_dataset=str(others), max_eval_documents=2).books.eval_documents == 2
+    assert prepared(jsonl(ROWS), eval_dataset=str(others), max_eval_documents=2).statistics.eval_documents == 2
 
 
 def test_the_sources_own_validation_split_is_used(prepared, tmp_path):
     parts = {"train": datasets.Dataset.from_list(ROWS), "validation": datasets.Dataset.from_list(ROWS[:2])}
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "dict")
-    books = prepared(tmp_path / "dict").books
-    assert (books.documents, books.eval_documents, books.heldout_duplicates) == (40, 2, 2)
-    assert "held-out documents come from the split 'validation'" in "\n".join(books.lines())
+    statistics = prepared(tmp_path / "dict").statistics
+    assert (statistics.documents, statistics.eval_documents, statistics.heldout_duplicates) == (40, 2, 2)
+    assert "held-out documents come from the split 'validation'" in "\n".join(statistics.lines())
 
 
 def test_nothing_to_learn_says_why(prepared, jsonl):
@@ -165,7 +171,7 @@ def test_nothing_to_learn_says_why(prepared, jsonl):
 def test_wrong_text_column_names_the_right_one(prepared, jsonl):
     with pytest.raises(DataError, match=r"row 1: has no column 'text'; its columns: body, id.*--text_column body"):
         prepared(jsonl([{"body": "Tea.", "id": 1}]))
-    assert prepared(jsonl([{"body": "Tea."}] * 3), text_column="body").books.documents == 2
+    assert prepared(jsonl([{"body": "Tea."}] * 3), text_column="body").statistics.documents == 2
 
 
 def test_chat_template_file(prepared, jsonl, tokenizer, tmp_path, monkeypatch):
@@ -199,7 +205,7 @@ def test_the_second_call_reads_the_cache(prepared, jsonl, count_encoding):
     assert len(count_encoding) == 1
     assert first.fingerprint == second.fingerprint
     assert first.train.to_list() == second.train.to_list()
-    assert first.books == second.books and first.eval_documents == second.eval_documents
+    assert first.statistics == second.statistics and first.eval_documents == second.eval_documents
     assert second.train.cache_files[0]["filename"].endswith(f"{second.fingerprint}/train.arrow")  # memory-mapped
 
 
@@ -235,11 +241,11 @@ def test_two_processes_prepare_at_once(prepared, jsonl, tmp_path):
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [process.communicate(timeout=120)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    assert outputs[0] == outputs[1] == f"{prepared(jsonl(ROWS)).books.as_dict()}\n"
+    assert outputs[0] == outputs[1] == f"{prepared(jsonl(ROWS)).statistics.as_dict()}\n"
 
 
 def test_embedded_data_need_nothing_else(tokenizer, embedded_cache):
     settings = DataSettings(dataset="python_docs", block_size=128)
     data = prepare(settings, tokenizer, seed=0, cache_dir=embedded_cache, model_name="tiny")
-    assert data.books.rows_read == 79 and not data.books.rows_dropped
-    assert data.books.eval_documents == 4 and data.books.supervised_tokens > 100_000
+    assert data.statistics.rows_read == 79 and not data.statistics.rows_dropped
+    assert data.statistics.eval_documents == 4 and data.statistics.supervised_tokens > 100_000

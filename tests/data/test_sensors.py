@@ -73,21 +73,21 @@ def test_exported_recordings_are_read_as_they_were_generated(tmp_path):
         assert all(numpy.array_equal(found[name], row[name]) for name in row)
 
 
-# -- the split and the books -------------------------------------------------------------------------------------------
+# -- the split and the statistics --------------------------------------------------------------------------------------
 
 
 def test_a_share_of_each_class_is_held_out_and_the_books_say_so(tmp_path):
     data = prepared(SYNTHETIC, tmp_path)
     assert (len(data.train), len(data.eval)) == (24, 8)
     assert numpy.bincount(data.eval.labels).tolist() == [2, 2, 2, 2]
-    assert data.books.per_class == {"0": 6, "1": 6, "2": 6, "3": 6}
+    assert data.statistics.per_class == {"0": 6, "1": 6, "2": 6, "3": 6}
     assert not {*data.train.numbers} & {*data.eval.numbers}
-    assert any("no branch alone" in line for line in data.books.lines())
+    assert any("no branch alone" in line for line in data.statistics.lines())
 
 
 def test_the_cache_is_found_again_and_the_seed_moves_the_split(folder, tmp_path):
     first, again = (prepared(folder, tmp_path / "cache") for _ in range(2))
-    assert first.fingerprint == again.fingerprint and first.books == again.books
+    assert first.fingerprint == again.fingerprint and first.statistics == again.statistics
     assert len([*(tmp_path / "cache" / "sensors").glob("*/index.npz")]) == 1
     assert prepared(folder, tmp_path / "cache", seed=1).fingerprint != first.fingerprint
 
@@ -107,16 +107,16 @@ def test_the_manifest_says_what_is_held_out(folder, tmp_path):
         edit_manifest(folder, number, split="train")
     data = prepared(folder, tmp_path / "cache")
     assert (len(data.train), len(data.eval)) == (11, 4)
-    assert data.books.dropped == {"split spare is not used": 1}
-    assert data.books.examples["split spare is not used"] == ["manifest.jsonl line 5 (000004.npz)"]
+    assert data.statistics.dropped == {"split spare is not used": 1}
+    assert data.statistics.examples["split spare is not used"] == ["manifest.jsonl line 5 (000004.npz)"]
 
 
 def test_held_out_data_of_their_own(folder, tmp_path):
     other = folder_of(tmp_path / "other", samples=9)
     data = prepared(folder, tmp_path / "cache", eval_dataset=str(other), max_eval_documents=6)
     assert (len(data.train), len(data.eval)) == (16, 6)
-    assert data.books.heldout_duplicates == 6  # the same seed made both
-    assert data.books.read == 25
+    assert data.statistics.heldout_duplicates == 6  # the same seed made both
+    assert data.statistics.read == 25
 
 
 def test_held_out_recordings_of_other_shapes_are_refused(folder, tmp_path):
@@ -138,7 +138,7 @@ def test_classes_may_have_names(folder, tmp_path):
         edit_manifest(folder, number + 1, label=["north", "east", "south", "west"][number % 4])
     data = prepared(folder, tmp_path / "cache")
     assert data.label_names == ["east", "north", "south", "west"]
-    assert data.books.per_class == {"east": 3, "north": 3, "south": 3, "west": 3}
+    assert data.statistics.per_class == {"east": 3, "north": 3, "south": 3, "west": 3}
 
 
 def test_a_trained_model_decides_the_order_of_the_classes(folder, tmp_path):
@@ -165,8 +165,8 @@ def test_branches_that_are_not_asked_for_are_not_read(folder, tmp_path):
 def test_recordings_without_a_branch_in_use_are_counted(folder, tmp_path):
     edit_manifest(folder, 2, missing=["kinematics"])
     data = prepared(folder, tmp_path / "cache", own={"branches": ["kinematics"]})
-    assert data.books.dropped == {"without any branch in use": 1}
-    assert data.books.train + data.books.eval == 15
+    assert data.statistics.dropped == {"without any branch in use": 1}
+    assert data.statistics.train + data.statistics.eval == 15
 
 
 def test_which_branches_are_read_does_not_move_the_split(folder, tmp_path):
@@ -189,7 +189,7 @@ def test_generated_recordings_are_split_alike_for_all_branches(tmp_path):
     whole = prepared(SYNTHETIC, tmp_path, own=own)
     alone = prepared(SYNTHETIC, tmp_path, own={**own, "branches": ["kinematics"]})
     assert {*alone.eval.keys()} <= {*whole.eval.keys()} and {*alone.train.keys()} <= {*whole.train.keys()}
-    assert alone.books.dropped["without any branch in use"] == 32 - len(alone.train) - len(alone.eval) > 0
+    assert alone.statistics.dropped["without any branch in use"] == 32 - len(alone.train) - len(alone.eval) > 0
 
 
 def test_held_out_rows_have_the_names_of_their_files(folder, tmp_path):
@@ -211,8 +211,8 @@ def test_splits_are_read_in_any_case_and_unused_ones_are_named(folder, tmp_path)
     for number, split in ((1, " Eval"), (2, "EVAL "), (3, "Train"), (4, "test")):
         edit_manifest(folder, number, split=split)
     data = prepared(folder, tmp_path / "cache")
-    assert data.eval.keys() == ["000000.npz", "000001.npz"] and data.books.train == 13
-    assert any("eval (2), test (1), train (1); trained on: train" in line for line in data.books.lines())
+    assert data.eval.keys() == ["000000.npz", "000001.npz"] and data.statistics.train == 13
+    assert any("eval (2), test (1), train (1); trained on: train" in line for line in data.statistics.lines())
 
 
 def test_a_split_that_nothing_trains_on_is_named(folder, tmp_path):
@@ -221,7 +221,7 @@ def test_a_split_that_nothing_trains_on_is_named(folder, tmp_path):
     with pytest.raises(DataError, match=r"no recording of the split train; splits found: eval \(4\), training \(12\)"):
         prepared(folder, tmp_path / "cache")
     data = prepared(folder, tmp_path / "cache", dataset_split="training")
-    assert (data.books.train, data.books.eval) == (12, 4)
+    assert (data.statistics.train, data.statistics.eval) == (12, 4)
 
 
 def test_recordings_of_one_class_are_refused(folder, tmp_path):
@@ -271,7 +271,7 @@ def test_a_label_of_too_many_classes_is_a_slip_unless_it_is_said(folder, tmp_pat
     ):
         prepared(folder, tmp_path / "cache", own=own)
     data = prepared(folder, tmp_path / "cache", own=own, skip_bad_rows=True)
-    assert data.books.dropped == {"label out of range": 1} and data.label_names == ["0", "1", "2", "3"]
+    assert data.statistics.dropped == {"label out of range": 1} and data.label_names == ["0", "1", "2", "3"]
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -383,8 +383,8 @@ def test_a_bad_file_is_named_or_counted(folder, tmp_path, kind):
         prepared(folder, tmp_path / "cache")
     assert "skip_bad_rows: true" in str(caught.value)
     data = prepared(folder, tmp_path / "cache", skip_bad_rows=True)
-    assert data.books.dropped == {reason: 1} and data.books.train + data.books.eval == 15
-    assert data.books.examples[reason] == ["manifest.jsonl line 7 (000006.npz)"]
+    assert data.statistics.dropped == {reason: 1} and data.statistics.train + data.statistics.eval == 15
+    assert data.statistics.examples[reason] == ["manifest.jsonl line 7 (000006.npz)"]
 
 
 BAD_ROWS = {
@@ -411,7 +411,7 @@ def test_a_bad_row_of_the_manifest_is_named_or_counted(folder, tmp_path, kind):
     with pytest.raises(DataError, match=rf"manifest.jsonl line 6.*{message}"):
         prepared(folder, tmp_path / "cache")
     data = prepared(folder, tmp_path / "cache", skip_bad_rows=True)
-    assert data.books.dropped == {reason: 1} and data.books.train + data.books.eval == 15
+    assert data.statistics.dropped == {reason: 1} and data.statistics.train + data.statistics.eval == 15
 
 
 def test_a_line_that_is_no_json_is_named(folder, tmp_path):
@@ -419,24 +419,24 @@ def test_a_line_that_is_no_json_is_named(folder, tmp_path):
     (folder / MANIFEST).write_text("\n".join([*lines[:2], lines[2][:-4], *lines[3:]]))
     with pytest.raises(DataError, match=r"manifest.jsonl line 3: not JSON"):
         prepared(folder, tmp_path / "cache")
-    assert prepared(folder, tmp_path / "cache", skip_bad_rows=True).books.dropped == {"unreadable row": 1}
+    assert prepared(folder, tmp_path / "cache", skip_bad_rows=True).statistics.dropped == {"unreadable row": 1}
 
 
 def test_books_from_the_cache_are_those_of_this_manifest(folder, tmp_path):
     """Two manifests with the same good rows and other bad ones do not share a cache."""
     with open(folder / MANIFEST, "a") as manifest:
         manifest.write("{\n")
-    assert prepared(folder, tmp_path / "cache", skip_bad_rows=True).books.dropped == {"unreadable row": 1}
+    assert prepared(folder, tmp_path / "cache", skip_bad_rows=True).statistics.dropped == {"unreadable row": 1}
     with open(folder / MANIFEST, "a") as manifest:
         manifest.write("{\n")
-    assert prepared(folder, tmp_path / "cache", skip_bad_rows=True).books.dropped == {"unreadable row": 2}
+    assert prepared(folder, tmp_path / "cache", skip_bad_rows=True).statistics.dropped == {"unreadable row": 2}
 
 
 def test_an_empty_class_is_refused_or_told(folder, tmp_path):
     with pytest.raises(DataError, match=r"1 of 5 classes have no training recording: 4; .*lower num_classes"):
         prepared(folder, tmp_path / "cache", own={"num_classes": 5})
     data = prepared(folder, tmp_path / "cache", own={"num_classes": 5}, skip_bad_rows=True)
-    assert data.books.per_class["4"] == 0 and "1 of 5 classes" in data.books.lines()[-1]
+    assert data.statistics.per_class["4"] == 0 and "1 of 5 classes" in data.statistics.lines()[-1]
 
 
 def test_names_that_are_not_num_classes_are_refused(folder, tmp_path):

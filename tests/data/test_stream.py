@@ -46,21 +46,25 @@ def test_nothing_is_read_ahead_of_training(prepared, jsonl):
 
 def test_books_grow_as_rows_are_read_and_start_anew(prepared, jsonl):
     data = prepared(jsonl([*ROWS, {"text": ""}]), streaming=True, max_eval_documents=4)
-    assert (data.books.documents, data.books.eval_documents) == (0, 4)
+    assert (data.statistics.documents, data.statistics.eval_documents) == (0, 4)
     for _ in range(2):
         rows = list(data.train)
-        books = data.books
-        assert (books.documents, books.rows_dropped, books.rows_read) == (36, {EMPTY: 1}, 41)
-        assert books.blocks == len(rows)
-        assert books.supervised_tokens == sum(label != -100 for row in rows for label in row["labels"])
-    assert "streaming: the first 4 documents are held out" in books.lines()
+        statistics = data.statistics
+        assert (statistics.documents, statistics.rows_dropped, statistics.rows_read) == (36, {EMPTY: 1}, 41)
+        assert statistics.blocks == len(rows)
+        assert statistics.supervised_tokens == sum(label != -100 for row in rows for label in row["labels"])
+    assert "streaming: the first 4 documents are held out" in statistics.lines()
 
 
 def test_own_held_out_data(prepared, jsonl):
     others = jsonl([{"text": "Tea."}, {"text": ""}], "other.jsonl")
     data = prepared(jsonl(ROWS), streaming=True, eval_dataset=str(others), dataset_size=10)
     assert documents_of(data.train) == set(range(10))
-    assert (data.books.eval_documents, data.books.rows_dropped, data.books.rows_read) == (1, {EMPTY: 1}, 12)
+    assert (data.statistics.eval_documents, data.statistics.rows_dropped, data.statistics.rows_read) == (
+        1,
+        {EMPTY: 1},
+        12,
+    )
 
 
 def test_a_stream_that_is_all_held_out_is_refused(prepared, jsonl):

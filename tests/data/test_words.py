@@ -100,7 +100,7 @@ def test_long_texts_go_on_in_rows_that_predict_each_word_once(words, jsonl):
     text = " ".join(f"w{n}" for n in range(40))
     data = words(jsonl([{"text": text, "category": "long"}] * 2), block_size=16)
     (document,) = data.eval_documents
-    assert document.tokens == 42 and document.utf8_bytes == len(text) and data.books.documents_cut == 1
+    assert document.tokens == 42 and document.utf8_bytes == len(text) and data.statistics.documents_cut == 1
     predicted = [label for row in data.eval for label in row["labels"] if label != -100]
     assert predicted == data.tokenizer(text)["input_ids"][1:] + [data.tokenizer.eos_token_id]
     assert {row["category_ids"] for row in data.eval} == {1} and max(data.eval["length"]) == 16
@@ -114,9 +114,9 @@ def test_words_come_from_the_training_texts_only(words, jsonl):
     for n in range(40):
         assert (f"rare{n}" in vocabulary) is (n in trained), n
         assert (f"kind{n}" in data.category_names) is (n in trained), n
-    assert data.books.eval_unknown_words == 10 and data.books.eval_words == 40
-    assert data.books.unknown_categories == 10 and data.books.unknown_words == 0
-    lines = "\n".join(data.books.lines())
+    assert data.statistics.eval_unknown_words == 10 and data.statistics.eval_words == 40
+    assert data.statistics.unknown_categories == 10 and data.statistics.unknown_words == 0
+    lines = "\n".join(data.statistics.lines())
     assert "<unk>: 0.00% of the training words, 25.00% of the held-out ones" in lines
     assert "10 texts have a category that was not trained" in lines
 
@@ -126,15 +126,15 @@ def test_the_cap_keeps_the_most_frequent_words(words, jsonl):
     path = jsonl([{"text": text, "category": "x"} for text in texts])
     data = words(path, {"vocabulary_size": 6}, validation_split_percentage=0)
     assert set(data.tokenizer.get_vocab()) == {"<pad>", "<unk>", "<bos>", "<eos>", "often", "some"}
-    assert (data.books.words, data.books.unknown_words, data.eval) == (48, 8, None)
+    assert (data.statistics.words, data.statistics.unknown_words, data.eval) == (48, 8, None)
     few = words(path, {"min_word_count": 5}, validation_split_percentage=0)
     assert "rare" not in few.tokenizer.get_vocab() and "some" in few.tokenizer.get_vocab()
 
 
 def test_case_matters_if_asked(words, jsonl):
     path = jsonl([{"text": "Word word WORD", "category": "x"}] * 4)
-    assert words(path).books.vocabulary == 5
-    assert words(path, {"lowercase": False}).books.vocabulary == 7
+    assert words(path).statistics.vocabulary == 5
+    assert words(path, {"lowercase": False}).statistics.vocabulary == 7
 
 
 def test_special_words_in_a_text_are_text(words, jsonl):
@@ -148,14 +148,14 @@ def test_special_words_in_a_text_are_text(words, jsonl):
 def test_rows_without_a_category_are_counted(words, jsonl):
     rows = [*TABLE[:8], {"text": "nobody says so", "category": None}, {"text": "nor so", "category": " "}]
     data = words(jsonl(rows), validation_split_percentage=0)
-    assert data.books.without_category == 2
+    assert data.statistics.without_category == 2
     assert sorted(row["category_ids"] for row in data.train)[:3] == [0, 0, 1]
-    assert "2 texts have no category; they count as <unknown>" in "\n".join(data.books.lines())
+    assert "2 texts have no category; they count as <unknown>" in "\n".join(data.statistics.lines())
 
 
 def test_without_a_category_column_nothing_is_asked(words, jsonl):
     data = words(jsonl([{"text": "only words here"}] * 4), {"category_column": ""})
-    assert data.category_names == ("<unknown>",) and data.books.without_category == 0
+    assert data.category_names == ("<unknown>",) and data.statistics.without_category == 0
     assert {row["category_ids"] for row in data.train} == {0}
 
 
@@ -176,14 +176,16 @@ def test_a_bad_row_is_named_or_counted(words, jsonl, name):
         words(path)
     assert "rows.jsonl row 4: " in str(error.value) and message in str(error.value)
     assert "--skip_bad_rows true" in str(error.value)
-    books = words(path, skip_bad_rows=True).books
-    assert books.rows_dropped == {"unreadable row": 1} and books.rows_read == 41 and books.documents == 30
-    assert message in books.examples["unreadable row"][0]
+    statistics = words(path, skip_bad_rows=True).statistics
+    assert (
+        statistics.rows_dropped == {"unreadable row": 1} and statistics.rows_read == 41 and statistics.documents == 30
+    )
+    assert message in statistics.examples["unreadable row"][0]
 
 
 def test_empty_texts_are_counted_and_nothing_left_is_an_error(words, jsonl):
     data = words(jsonl([*TABLE[:4], {"text": " \n", "category": "x"}]))
-    assert data.books.rows_dropped == {"empty text": 1}
+    assert data.statistics.rows_dropped == {"empty text": 1}
     with pytest.raises(DataError, match=r"has no text to learn from\. 1 rows read, dropped: 1 × empty text"):
         words(jsonl([{"text": "", "category": "x"}], "empty.jsonl"))
 
@@ -192,8 +194,8 @@ def test_held_out_data_of_their_own_and_a_trained_vocabulary(words, jsonl):
     train = jsonl(TABLE)
     test = jsonl([{"text": "the cow says quack", "category": "duck"}, TABLE[0]], "test.jsonl")
     data = words(train, eval_dataset=str(test))
-    assert len(data.train) == 40 and len(data.eval) == 2 and data.books.heldout_duplicates == 1
-    assert data.books.eval_unknown_words == 1 and data.books.unknown_categories == 1
+    assert len(data.train) == 40 and len(data.eval) == 2 and data.statistics.heldout_duplicates == 1
+    assert data.statistics.eval_unknown_words == 1 and data.statistics.unknown_categories == 1
     known = {"tokenizer": data.tokenizer, "category_names": data.category_names}
     again = words(test, known=known, validation_split_percentage=50)
     assert again.tokenizer.get_vocab() == data.tokenizer.get_vocab() and again.category_names == data.category_names
@@ -205,7 +207,7 @@ def test_the_same_settings_give_the_same_rows_and_another_seed_others(words, jso
     path = jsonl(TABLE)
     first, same, other = words(path), words(path), words(path, seed=1)
     assert first.fingerprint == same.fingerprint != other.fingerprint
-    assert first.train.cache_files == same.train.cache_files and first.books == same.books
+    assert first.train.cache_files == same.train.cache_files and first.statistics == same.statistics
     assert [d.document for d in first.eval_documents] != [d.document for d in other.eval_documents]
 
 

@@ -149,7 +149,7 @@ def test_killed_it_leaves_no_workers(site, tmp_path):
 
 
 def torchrun(words: list[str]) -> int:
-    """torchrun's agent, with ranks that are forks and need not import everything anew."""
+    """torchrun's agent, with ranks that are forks and need not import everything again."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(

@@ -180,5 +180,5 @@ def test_killed_before_anything_was_saved_it_starts_anew_there(site, tmp_path):
 
     assert Child(act, tmp_path / "log").wait().code == -signal.SIGKILL
     said = begun(words, tmp_path / "log", "documents:")
-    assert f"{run} holds a run without a usable checkpoint; it starts anew there" in said
+    assert f"{run} holds a run without a usable checkpoint; it starts over there" in said
     assert not (tmp_path / "run-2").exists()

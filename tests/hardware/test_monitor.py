@@ -147,7 +147,7 @@ def test_what_a_person_reads():
     assert hardware_screens.run_lines(RUN) == [
         "run: 2 processes, 2.00 GiB",
         "running, step 7 of 100",
-        "chunks of 512 tokens (4 rows), limit 20.00 GiB",
+        "micro-batches of 512 tokens (4 rows), limit 20.00 GiB",
     ]
     bare = RunReading(1, 3 * GIB, None, GIB)
     assert hardware_screens.run_lines(bare) == ["run: 1 process, 3.00 GiB resident, GPU 1.00 GiB"]

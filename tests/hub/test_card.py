@@ -28,10 +28,10 @@ def test_it_holds_the_figures_of_the_run(run):
     metrics, card = read_json(run / "scu_metrics.json"), (run / CARD).read_text()
     for when in ("before", "after", "change"):
         assert f"{metrics[f'held_out_bpt_{when}']['value']:.3f} (" in card.replace("+", "")
-    books = read_json(run / "training_config.json")["data"]
-    assert f"{books['rows_read']:,} read, {books['documents']:,} for training" in card
+    statistics = read_json(run / "training_config.json")["data"]
+    assert f"{statistics['rows_read']:,} read, {statistics['documents']:,} for training" in card
     assert "- left out: nothing" in card and "| seed | 42 |" in card and "| learning_rate | 0.05 |" in card
-    assert metrics["regularization"]["verdict"] in card and f"{books['fingerprint']}" in card
+    assert metrics["regularization"]["verdict"] in card and f"{statistics['fingerprint']}" in card
     hardware = read_json(run / "training_config.json")["hardware"]
     assert f"- processor: {hardware['cpu']}, " in card
     data = ModelCard.load(run / CARD).data
@@ -151,9 +151,9 @@ def test_an_edited_card_of_merged_weights_is_kept_too(merged, capsys):
 
 
 def test_scores_of_another_training_in_the_same_folder_are_not_claimed(merged, run, capsys):
-    (run / "adapter_model.safetensors").write_bytes(b"trained anew")
+    (run / "adapter_model.safetensors").write_bytes(b"trained again")
     assert dry_run(merged) == 2
-    assert "that was trained anew, and its scores are not those of the merged weights" in capsys.readouterr().err
+    assert "that was trained again, and its scores are not those of the merged weights" in capsys.readouterr().err
 
 
 def test_a_card_that_was_edited_is_kept(run):

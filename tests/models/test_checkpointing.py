@@ -506,7 +506,7 @@ def test_out_of_memory_in_backward_is_recovered(tmp_path, name, fault):
         prepare=lambda trainer: pieces.append(record_pieces(trainer)),
         **changes,
     )
-    assert faulty.chunked.loop.books.out_of_memory == 1
+    assert faulty.chunked.loop.statistics.out_of_memory == 1
     _, expected = compared(
         make(), tmp_path / "b", MemorySettings(), prepare=lambda trainer: replay_pieces(trainer, pieces[0]), **changes
     )

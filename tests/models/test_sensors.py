@@ -253,7 +253,7 @@ def test_a_model_gets_a_new_head_for_other_classes(tmp_path):
     assert torch.equal(same.classifier.weight, stored.classifier.weight) and len(lines) == 1
     for names in (["a", "b", "c"], ["a", "b", "c", "d"]):
         other, lines = make_trident(settings, own(), names, SHAPES, CPU)
-        assert other.classifier.weight.shape[0] == len(names) and "head is made anew" in lines[1]
+        assert other.classifier.weight.shape[0] == len(names) and "head is made again" in lines[1]
         assert not torch.equal(other.classifier.weight[:3], stored.classifier.weight[:3])
         kept = other.trident.fusion.queries, stored.trident.fusion.queries
         assert torch.equal(*kept) and other.config.id2label[0] == "a"

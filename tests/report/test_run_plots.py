@@ -198,7 +198,7 @@ def test_a_drawing_names_its_colours_and_its_own_ids(made):
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids)) and all(name.startswith("memory-10-") for name in ids)
     assert set(re.findall(r"url\(#([^)]+)\)", text)) <= set(ids)
-    assert "<text" in text and "tokens per chunk" in text
+    assert "<text" in text and "tokens per micro-batch" in text
     assert svg(found, WIDE_IN) == text, "the same files give the same drawing"
 
 

@@ -69,8 +69,8 @@ def test_the_original_law_acts_with_its_penalty():
     [
         (["fixd:3", "none"], [], "unknown arm 'fixd:3' (did you mean 'fixed'?)"),
         (["none:3", "model"], [], "none takes no value"),
-        (["fixed:-1", "none"], [], "'-1' is no number above 0, such as fixed:3"),
-        (["fixed:nan", "none"], [], "'nan' is no number above 0"),
+        (["fixed:-1", "none"], [], "'-1' is not a number above 0, such as fixed:3"),
+        (["fixed:nan", "none"], [], "'nan' is not a number above 0"),
         (["schedule:cosin", "none"], [], "unknown shape 'cosin' (did you mean 'cosine'?)"),
         (["none", "none"], [], "arm none is named twice"),
         (["fixed", "fixed:3"], [], "arm fixed_3 is named twice"),
@@ -78,8 +78,8 @@ def test_the_original_law_acts_with_its_penalty():
         (["none"], ["mine"], "must read NAME:field=value"),
         (["none"], ["a/b:scu=true"], "with a name of letters"),
         (["none"], ["mine:scu"], "'scu' is no field=value"),
-        (["none"], ["mine:scu_kp="], "'' is no number, word, true or false"),
-        (["none"], ["mine:scu_kp=[1"], "'[1' is no number, word, true or false"),
+        (["none"], ["mine:scu_kp="], "'' is not a number, word, true or false"),
+        (["none"], ["mine:scu_kp=[1"], "'[1' is not a number, word, true or false"),
     ],
 )
 def test_arms_that_a_person_can_put_right(arms, own, said):

@@ -43,7 +43,7 @@ LAUNCHED = record(options=Options(launcher="accelerate"))
         (evidence("stopping", "dead"), "killed", "killed", "while it was stopping"),
         (evidence("queued", "dead"), "killed", "killed", "while it waited in the line"),
         (evidence("running", "other program"), "killed", "number re-used", "another program now"),
-        (evidence("running", "rebooted"), "rebooted", "reboot", "started anew while it was running"),
+        (evidence("running", "rebooted"), "rebooted", "reboot", "started again while it was running"),
         (evidence("running", "elsewhere"), "elsewhere", None, f"started on {HERE.host()}"),
         (evidence("running", "dead", error=FULL), "failed", "disk full", "the disk is full"),
         (evidence("running", "dead", free_bytes=100), "failed", "disk full", "not even its last words"),

@@ -1,4 +1,4 @@
-"""Mistakes of users, each built anew, and what each one must be reported as.
+"""Mistakes of users, each built again, and what each one must be reported as.
 
 ``source``: the thread in an issue tracker where users met it, or "common". ``expected``: the id of a finding of
 preflight, or, where ``refused``, part of the message of an earlier refusal.
@@ -329,7 +329,7 @@ MISTAKES = (
     Mistake(
         "finds-batch-size",
         "sentence-transformers#3145",
-        "auto_find_batch_size, which begins the steps anew",
+        "auto_find_batch_size, which starts the steps over",
         lambda b: {"auto_find_batch_size": "true"},
         "restarts-on-out-of-memory",
     ),

@@ -75,7 +75,7 @@ class Sites(OutOfMemoryAt):
         trainer.add_callback(WatchOptimizer())
 
     def watch_all(self, trainer) -> None:
-        """As ``watch``, and all that our code does beside: reading rows, collating, measuring S, averages, books.
+        """As ``watch``, and all that our code does beside: reading rows, collating, measuring S, averages, statistics.
 
         Outside stay what the stock loop does itself between our calls, and the sampler's own drawing.
         """

@@ -316,7 +316,7 @@ def test_a_checkpoint_that_is_there_is_not_written_again(tmp_path):
 
 
 class BreakWeight(TrainerCallback):
-    """An update that leaves a weight which is no number."""
+    """An update that leaves a weight which is not finite."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -377,7 +377,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_no_loop_takes_a_bad_step_in(tmp_path, fault):
-    """A bad layer comes to the curriculum as rows that are no numbers: none is left to learn from."""
+    """A bad layer comes to the curriculum as rows that are not finite: none is left to learn from."""
     expected = reference(tmp_path / "reference", is_told=True, **LOOPS)
     found = run(tmp_path / "found", fault, **LOOPS)
     assert found.bad_numbers.skipped_steps == 1

@@ -385,13 +385,13 @@ def test_a_broken_manifest(ours, tmp_path, manifest):
 
 @pytest.mark.parametrize("change", [{"configuration": []}, {"configuration": {"seed": 1}, "data": [], "versions": 3}])
 def test_facts_of_a_manifest_that_are_none_do_not_count(ours, tmp_path, change):
-    from scu_trainer.train.checkpoints.compatibility import check_continuity
+    from scu_trainer.train.checkpoints.compatibility import check_compatibility
 
     checkpoint = copied(ours, tmp_path, 4) / "checkpoint-4"
     path = checkpoint / files.MANIFEST
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     now = {"configuration": {"seed": 1}, "data": {"fingerprint": "a"}, "world_size": 1, "versions": {"torch": "2"}}
-    assert check_continuity(checkpoint, now) == []
+    assert check_compatibility(checkpoint, now) == []
 
 
 @pytest.mark.parametrize("is_cut", [True, False], ids=["a shard", "all weights"])

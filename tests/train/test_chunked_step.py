@@ -264,7 +264,7 @@ def test_a_token_cap_works_without_memory_control(tmp_path):
     expected, _ = compared(tiny.llama(), tmp_path, dataset=uneven(), **epoch(3))
     found, _ = compared(tiny.llama(), tmp_path, settings, uneven(), **epoch(3))
     assert error_of(weights_of(found.model), weights_of(expected.model)) <= 1e-6
-    assert found.chunked.loop.books.processed_tokens < found.chunked.loop.books.stock_tokens
+    assert found.chunked.loop.statistics.processed_tokens < found.chunked.loop.statistics.stock_tokens
     assert found.chunked.loop.gauge is None
 
 
@@ -311,7 +311,7 @@ def test_no_chunk_exceeds_the_token_cap(tmp_path):
     assert all(rows * length <= 20 for window in windows for rows, length in window)
     assert all(sum(rows for rows, _ in window) == 8 for window in windows)
     processed = sum(rows * length for window in windows for rows, length in window)
-    assert trainer.chunked.loop.books.processed_tokens == processed
+    assert trainer.chunked.loop.statistics.processed_tokens == processed
 
 
 def test_a_row_longer_than_the_cap_runs_alone(tmp_path):
@@ -325,8 +325,8 @@ def test_the_automatic_cap_is_the_batch_that_was_asked_for(tmp_path):
     largest = 4 * 16
     assert all(rows * length <= largest for window in windows for rows, length in window)
     assert trainer.chunked.loop.state.cap_tokens is None
-    books = trainer.chunked.loop.books
-    assert books.real_tokens <= books.processed_tokens < books.stock_tokens
+    statistics = trainer.chunked.loop.statistics
+    assert statistics.real_tokens <= statistics.processed_tokens < statistics.stock_tokens
 
 
 @pytest.mark.parametrize("rows", [Rows, UnevenRows])
@@ -352,8 +352,12 @@ def test_chunks_carry_no_padding_that_nobody_needs(tmp_path):
     """One row per chunk: its own tokens and no more."""
     windows, trainer = shapes_in(tmp_path, MemorySettings(token_cap=1))
     assert all(rows == 1 for window in windows for rows, _ in window)
-    books = trainer.chunked.loop.books
-    assert books.processed_tokens == books.real_tokens == sum(length for window in windows for _, length in window)
+    statistics = trainer.chunked.loop.statistics
+    assert (
+        statistics.processed_tokens
+        == statistics.real_tokens
+        == sum(length for window in windows for _, length in window)
+    )
 
 
 # -- where equality cannot hold ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from scu_trainer.cli import configuration
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import write_json
 from scu_trainer.train.checkpoints import compatibility as subject
-from scu_trainer.train.checkpoints.compatibility import Change, changed_settings, changes, check_continuity, facts_of
+from scu_trainer.train.checkpoints.compatibility import Change, changed_settings, changes, check_compatibility, facts_of
 from scu_trainer.train.checkpoints.format import seal
 
 LISTS = ("HARMLESS", "OTHER_SHAPE", "CARRIED", "SCHEDULE", "ORDER", "DATA")
@@ -138,25 +138,25 @@ def test_the_manifest_says_of_which_run_it_is(checkpoint):
     seal(checkpoint, before(learning_rate=0.02))
     write_json(checkpoint.parent / "training_config.json", before(learning_rate=0.03))
     assert facts_of(checkpoint)["configuration"]["learning_rate"] == 0.02
-    assert [change.name for change in check_continuity(checkpoint, NOW)] == ["learning_rate"]
+    assert [change.name for change in check_compatibility(checkpoint, NOW)] == ["learning_rate"]
 
 
 def test_without_one_the_run_beside_it_does(checkpoint):
     write_json(checkpoint.parent / "training_config.json", before(learning_rate=0.03))
-    assert [change.before for change in check_continuity(checkpoint, NOW)] == [0.03]
+    assert [change.before for change in check_compatibility(checkpoint, NOW)] == [0.03]
 
 
 def test_of_a_stock_checkpoint_nothing_is_known(checkpoint):
-    assert check_continuity(checkpoint, NOW) == []
+    assert check_compatibility(checkpoint, NOW) == []
     seal(checkpoint, {"step": 4})
     assert json.loads((checkpoint / "manifest.json").read_text())["complete"] is True
-    assert check_continuity(checkpoint, NOW) == []
+    assert check_compatibility(checkpoint, NOW) == []
 
 
 def test_all_that_is_refused_is_named(checkpoint):
     seal(checkpoint, before(lora_r=4, tuning="full", seed=5))
     with pytest.raises(CheckpointError) as refused:
-        check_continuity(checkpoint, before(tuning="lora"))
+        check_compatibility(checkpoint, before(tuning="lora"))
     said = str(refused.value)
     assert "lora_r was 4, now 8" in said and "tuning was full, now lora" in said and "seed" not in said
     assert "--no_resume" in said

@@ -35,12 +35,12 @@ def test_the_highest_of_all_steps_counts():
 
 def test_a_loop_restarts_the_peak_itself_and_has_seen_the_first_part_of_the_step():
     gauge = FakeGauge(limit_bytes=100, used_bytes=10, peak_bytes=30)
-    loop = SimpleNamespace(books=SimpleNamespace(peak_bytes=0))
+    loop = SimpleNamespace(statistics=SimpleNamespace(peak_bytes=0))
     peaks = StepPeaks(gauge, loop)
     one_step(peaks)
     assert gauge.resets == 0
     assert peaks.peak_bytes == 30
-    loop.books.peak_bytes = 70
+    loop.statistics.peak_bytes = 70
     assert peaks.peak_bytes == 70
 
 

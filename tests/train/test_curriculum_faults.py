@@ -1,4 +1,4 @@
-"""Rows whose loss is no number, data that hardly exist, and memory that runs out, under a curriculum."""
+"""Rows whose loss is not finite, data that hardly exist, and memory that runs out, under a curriculum."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def assert_set_aside(trainer, folder, caplog, bad: list[int]) -> None:
     assert later and not set(later) & set(bad)
     for row in bad:
         assert "the loss of sample" in caplog.text and f"{row}" in caplog.text
-    books = read_rows(folder / "curriculum.json")
-    assert [row["quarantined"] for row in books] == [len(bad)] * len(books)
-    assert [row["skipped"]["quarantined"] for row in books] == [0] + [len(bad)] * (len(books) - 1)
+    statistics = read_rows(folder / "curriculum.json")
+    assert [row["quarantined"] for row in statistics] == [len(bad)] * len(statistics)
+    assert [row["skipped"]["quarantined"] for row in statistics] == [0] + [len(bad)] * (len(statistics) - 1)
     assert trainer.curriculum.figures()["curriculum"]["quarantined"] == len(bad)
     for weights in trainer.recorder.weights:
         assert all(torch.isfinite(weight).all() for weight in weights.values())
@@ -184,7 +184,7 @@ def test_a_chunk_that_runs_again_counts_once(tmp_path, name, place):
 
 
 class NormalizedNet(nn.Module):
-    """A classifier of pictures with BatchNorm: one picture that is no number makes all losses of its batch none."""
+    """A classifier of pictures with BatchNorm: one picture that is not finite makes all losses of its batch none."""
 
     main_input_name = "pixel_values"
 

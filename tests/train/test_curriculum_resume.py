@@ -32,7 +32,7 @@ def run(folder, name, seed=0, **changes):
     return curriculum_run(folder, settings(name), model=model, data=UnevenRows(11), **{**SAVED, **changes})
 
 
-def books(folder) -> dict[str, bytes]:
+def statistics(folder) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in FILES if (folder / name).exists()}
 
 
@@ -48,14 +48,14 @@ def assert_same_run(resumed, whole) -> None:
 @pytest.mark.parametrize("name", [*METHODS, "length_warmup"])
 def test_resumed_from_every_step_is_uninterrupted_bit_for_bit(tmp_path, name):
     whole = run(tmp_path, name)
-    expected = books(tmp_path)
+    expected = statistics(tmp_path)
     assert [row["epoch"] for row in read_rows(tmp_path / "curriculum.json")] == [1, 2, 3, 4]
     steps = checkpoints(tmp_path)
     assert len(steps) == whole.state.global_step - 1 >= 6
     for checkpoint in steps:
         resumed = run(tmp_path, name, seed=5, resume=checkpoint, save_strategy="no")
         assert_same_run(resumed, whole)
-        assert books(tmp_path) == expected, f"{checkpoint.name}: rows are missing, doubled or other ones"
+        assert statistics(tmp_path) == expected, f"{checkpoint.name}: rows are missing, doubled or other ones"
 
 
 @pytest.mark.parametrize(
@@ -72,20 +72,20 @@ def test_resumed_from_every_step_is_uninterrupted_bit_for_bit(tmp_path, name):
 def test_other_ways_to_train_resume_as_well(tmp_path, changes):
     name = METHODS[-1]
     whole = run(tmp_path, name, **changes)
-    expected = books(tmp_path)
+    expected = statistics(tmp_path)
     for checkpoint in checkpoints(tmp_path)[3::3]:
         assert_same_run(run(tmp_path, name, seed=5, resume=checkpoint, **{**changes, "save_strategy": "no"}), whole)
-        assert books(tmp_path) == expected
+        assert statistics(tmp_path) == expected
 
 
 @pytest.mark.parametrize("name", ["none", "infobatch"])
 def test_saved_after_an_epoch_its_row_is_there_once(tmp_path, name):
     """``save_strategy: epoch`` saves when the row is written already, ``steps`` when it is not."""
     whole = run(tmp_path, name, save_strategy="epoch")
-    expected = books(tmp_path)
+    expected = statistics(tmp_path)
     for checkpoint in checkpoints(tmp_path):
         assert_same_run(run(tmp_path, name, seed=5, resume=checkpoint, save_strategy="no"), whole)
-        assert books(tmp_path) == expected
+        assert statistics(tmp_path) == expected
 
 
 def test_into_another_directory_the_books_go_on_with_the_epoch_that_was_begun(tmp_path):
@@ -116,18 +116,18 @@ def resumed(begun, folder, **changes):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_other_batches_finish_the_epoch_with_every_row_once(begun, tmp_path, caplog, rows):
-    first, _, books = begun
+    first, _, statistics = begun
     later = resumed(begun, tmp_path, per_device_train_batch_size=rows)
     plan = first.plans[2]
     seen = first.rows_of(2)[:4]
     assert sorted(seen + later.rows_of(2)) == sorted(plan.batches.order.tolist())
     assert later.plans[2].batches.sizes.max() <= rows
     assert f"written with other settings (rows_per_batch 2 -> {rows}): epoch 3 ends as it was planned" in caplog.text
-    assert f"the {plan.rows - 4} rows that epoch 3 has not seen yet are cut anew" in caplog.text
+    assert f"the {plan.rows - 4} rows that epoch 3 has not seen yet are cut again" in caplog.text
     assert later.difficulty.observations.sum() >= first.difficulty.observations.sum() - 11
     row = read_rows(tmp_path / "curriculum.json")[0]
     assert (row["epoch"], row["rows"], row["seen"]) == (3, plan.rows, plan.rows), "both parts of the epoch count"
-    assert row["real_tokens"] == books[2]["real_tokens"]
+    assert row["real_tokens"] == statistics[2]["real_tokens"]
     assert later.lr_scheduler.get_last_lr() == pytest.approx([0.0, 0.0], abs=1e-12)
     assert later.state.global_step == later.state.max_steps
 
@@ -141,7 +141,7 @@ def test_another_curriculum_finishes_the_epoch_and_plans_the_next_its_own_way(be
 def test_another_accumulation_finishes_the_epoch(begun, tmp_path, caplog):
     later = resumed(begun, tmp_path, gradient_accumulation_steps=1)
     assert begun[0].rows_of(2)[:4] + later.rows_of(2) == begun[0].plans[2].batches.order.tolist()
-    assert "rows that epoch 3 has not seen yet are cut anew: none is lost" in caplog.text
+    assert "rows that epoch 3 has not seen yet are cut again: none is lost" in caplog.text
     assert later.lr_scheduler.get_last_lr() == pytest.approx([0.0, 0.0], abs=1e-12)
 
 

@@ -353,7 +353,7 @@ def test_adapter_knows_its_classes(adapter, tmp_path):
     with pytest.raises(ModelError, match=r"classes of .* are not those of the data"):
         loaded(going_on)
     going_on.data = replace(going_on.data, dataset="generated")
-    assert "made anew" not in loaded(going_on)[1]
+    assert "made again" not in loaded(going_on)[1]
 
 
 def test_adapter_that_does_not_tell_its_classes_is_refused(adapter, tmp_path):

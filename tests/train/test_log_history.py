@@ -77,9 +77,9 @@ def test_every_kind_of_row_is_there_with_what_the_loops_add(watched):
         assert {"epoch", "grad_norm", "learning_rate", "scu/s", "scu/lambda", "memory/tokens_per_chunk"} <= set(row)
         assert row["memory/used_bytes"] <= row["memory/peak_bytes"] <= row["memory/limit_bytes"]
         assert row["memory/out_of_memory"] == 0 and row["memory/chunks"] >= 1
-    booked = [row for row in rows if "curriculum/rows" in row]
-    assert [row["curriculum/epoch"] for row in booked] == [1, 2], "each epoch once"
-    assert [row["curriculum/rows"] for row in booked] == [16, 8]
+    epochs = [row for row in rows if "curriculum/rows" in row]
+    assert [row["curriculum/epoch"] for row in epochs] == [1, 2], "each epoch once"
+    assert [row["curriculum/rows"] for row in epochs] == [16, 8]
 
 
 def test_throughput_counts_real_tokens(tmp_path):

@@ -100,7 +100,7 @@ def test_a_loss_that_stays_what_it_is_passes_every_audit(tmp_path, caplog):
     assert wrong_steps(found, expected) == []
     assert (analysis.audits, analysis.last_good_step) == (5, 9)  # steps 1, 2, 4 and 8, and the last one
     assert analysis.largest_difference < 1e-6 and not analysis.notices
-    assert trainer.chunked.loop.books.chunks == STEPS * ACCUMULATION * 3
+    assert trainer.chunked.loop.statistics.chunks == STEPS * ACCUMULATION * 3
 
 
 @pytest.mark.parametrize(("begin", "found_at"), [(2, 2), (3, 4), (6, 8), (9, 9)])
@@ -195,7 +195,7 @@ def test_the_usual_override_with_weights_of_classes_is_split_by_its_weights(tmp_
         _, expected = train(logits_alone, tmp_path, None, rows, steps=3, base=Weighted)
         assert wrong_steps(found, expected) == []
         assert trainer.chunked.reduction.kind == "targets" and trainer.chunked.reduction.known
-        assert trainer.chunked.loop.books.chunks > 3 * ACCUMULATION
+        assert trainer.chunked.loop.statistics.chunks > 3 * ACCUMULATION
 
 
 def test_inputs_with_other_names_are_asked_about_again(tmp_path):
@@ -227,7 +227,7 @@ def test_batches_with_other_inputs_have_an_answer_of_their_own(tmp_path):
     trainer, found = train(loss, tmp_path, CUT, InTurn(), steps=6)
     _, expected = train(loss, tmp_path, None, InTurn(), steps=6)
     assert wrong_steps(found, expected) == []
-    assert trainer.chunked.loop.books.chunks == 6 * ACCUMULATION * 3
+    assert trainer.chunked.loop.statistics.chunks == 6 * ACCUMULATION * 3
     assert trainer.chunked.analysis.figures()["questions"] == 2
 
 

@@ -86,7 +86,7 @@ HOWS = ["in place", "without counting", "another tensor", "a new name", "a new s
 @pytest.mark.parametrize("batch", [0, 1])
 @pytest.mark.parametrize("how", HOWS)
 def test_a_buffer_that_begins_to_change_in_the_step_that_fails(tmp_path, how, batch):
-    """The first batch of the step touches gradients only of its own; the second makes the window run anew."""
+    """The first batch of the step touches gradients only of its own; the second makes the window run again."""
     found, expected = faulty(tmp_path, how, MICRO_BATCHES_PER_STEP * (LATE_STEP - 1) + batch)
     assert same_steps(found, expected)
     assert all(tiny.same(*pair) for pair in zip(found.buffers, expected.buffers, strict=True))

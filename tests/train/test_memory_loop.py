@@ -108,7 +108,7 @@ def test_a_squeeze_shrinks_chunks_and_its_end_brings_them_back(tmp_path, caplog)
     back = next(step for step in range(9, 30) if sizes[step] == 64)
     assert back <= 9 + 20 and sizes[back:] == [64] * (30 - back)
     assert sizes[5:back] == sorted(sizes[5:back]), "it hunts"
-    assert trainer.chunked.loop.books.out_of_memory == 0
+    assert trainer.chunked.loop.statistics.out_of_memory == 0
 
     rows = read_rows(tmp_path / "memory_history.json")
     assert [set(row) for row in rows] == [FIELDS] * len(rows)
@@ -117,7 +117,7 @@ def test_a_squeeze_shrinks_chunks_and_its_end_brings_them_back(tmp_path, caplog)
     assert rows[0]["tokens_per_chunk"] < 64 and rows[0]["rows_per_chunk"] == rows[0]["tokens_per_chunk"] // 16
     assert rows[-1]["reason"] == "pressure is gone" and rows[-1]["tokens_per_chunk"] == 64
     lines = [record.getMessage() for record in caplog.records if "chunks of at most" in record.getMessage()]
-    assert len(lines) == len(rows) == trainer.chunked.loop.books.changes <= 4
+    assert len(lines) == len(rows) == trainer.chunked.loop.statistics.changes <= 4
     assert all("the optimizer still sees 8 rows" in line for line in lines)
 
 
@@ -150,7 +150,7 @@ def test_what_an_evaluation_takes_is_no_peak_of_a_step(tmp_path, settings):
     )
     assert read_rows(tmp_path / "memory_history.json") == []
     assert set(sizes) == {64}
-    assert trainer.chunked.loop.books.peak_bytes == Device.MODEL_BYTES + 64 * 4
+    assert trainer.chunked.loop.statistics.peak_bytes == Device.MODEL_BYTES + 64 * 4
 
 
 def test_the_optimizers_step_is_part_of_a_step(tmp_path):
@@ -161,7 +161,7 @@ def test_the_optimizers_step_is_part_of_a_step(tmp_path):
             device.chunk_bytes = 600
 
     trainer, _, _ = train_on(device, tmp_path, prepare=lambda trainer: trainer.add_callback(Optimizer()), max_steps=4)
-    assert trainer.chunked.loop.books.peak_bytes == Device.MODEL_BYTES + 600
+    assert trainer.chunked.loop.statistics.peak_bytes == Device.MODEL_BYTES + 600
 
 
 def test_an_out_of_memory_is_one_row_of_the_history(tmp_path):
@@ -172,7 +172,7 @@ def test_an_out_of_memory_is_one_row_of_the_history(tmp_path):
 
     trainer, _, sizes = train_on(Device(8, neighbour=taken), tmp_path, max_steps=12)
     rows = [row for row in read_rows(tmp_path / "memory_history.json") if row["reason"].startswith("out of memory")]
-    assert len(rows) == trainer.chunked.loop.books.out_of_memory == 1
+    assert len(rows) == trainer.chunked.loop.statistics.out_of_memory == 1
     assert rows[0]["step"] == 3 and rows[0]["pressure"] == "critical"
     assert re.search(r"at 4 rows x 16 \(20\.0 MiB wanted\); again as 2 x 2 rows x 16", rows[0]["reason"])
     assert max(sizes[3:]) <= 32
@@ -212,7 +212,7 @@ QUADRATIC = {"per_token": 2.0, "per_square": 0.25}  # 4 rows x 32: 1280 bytes; 2
 def test_a_long_row_is_split_before_it_fails(tmp_path):
     device = Device(**QUADRATIC)
     trainer, _, sizes = train_on(device, tmp_path, longer_and_longer(), **STEPS)
-    assert trainer.chunked.loop.books.out_of_memory == 0
+    assert trainer.chunked.loop.statistics.out_of_memory == 0
     assert max(device.tried) <= Device.LIMIT_BYTES - Device.MODEL_BYTES
     assert max(sizes) >= 32, "the longest row itself has to run"
     expected, _ = compared(tiny.llama(hidden=8, layers=1), tmp_path, None, longer_and_longer(), **WINDOW, **STEPS)
@@ -222,7 +222,7 @@ def test_a_long_row_is_split_before_it_fails(tmp_path):
 def test_without_the_prediction_it_fails_first(tmp_path, monkeypatch):
     monkeypatch.setattr(MicroBatchSizer, "_predicted_limit", lambda self, piece: None)
     trainer, _, _ = train_on(Device(**QUADRATIC), tmp_path, longer_and_longer(), **STEPS)
-    assert trainer.chunked.loop.books.out_of_memory > 0
+    assert trainer.chunked.loop.statistics.out_of_memory > 0
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_a_resumed_run_takes_the_same_decisions(tmp_path, stop):
     rest, _, sizes_rest = train_on(Device(8, neighbour=squeezed), tmp_path / "parts", max_steps=20, resume=True)
     assert sizes_first + sizes_rest == sizes
     assert rest.chunked.loop.state == whole.chunked.loop.state
-    assert rest.chunked.loop.books == whole.chunked.loop.books
+    assert rest.chunked.loop.statistics == whole.chunked.loop.statistics
     assert same(weights_of(rest.model), weights_of(whole.model))
     files = [(tmp_path / name / "memory_history.json").read_bytes() for name in ("whole", "parts")]
     assert files[0] == files[1]
@@ -272,5 +272,5 @@ def test_a_checkpoint_without_its_state_starts_anew(tmp_path):
     (tmp_path / "checkpoint-3" / "memory_state.json").unlink()
     (tmp_path / "checkpoint-3" / MANIFEST).unlink()
     trainer, _, _ = train_on(Device(8), tmp_path, resume=True, max_steps=6)
-    assert trainer.chunked.loop.books.windows == 3
+    assert trainer.chunked.loop.statistics.windows == 3
     assert torch.isfinite(next(trainer.model.parameters())).all()

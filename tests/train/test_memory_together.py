@@ -44,7 +44,7 @@ def outcome(trainer: SCUTrainer) -> dict:
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "step": trainer.state.global_step,
         "cap": loop and loop.state.cap_tokens,
-        "out_of_memory": loop and loop.books.out_of_memory,
+        "out_of_memory": loop and loop.statistics.out_of_memory,
         "wrapped": type(trainer.model_wrapped).__name__,
     }
 

@@ -134,7 +134,7 @@ def test_evaluation_does_not_change_the_chunks_of_training(tmp_path):
         found.train()
     assert max(tried) > 100 and found.prediction.halving.out_of_memory == 1
     assert same(weights_of(found.model), weights_of(expected.model))
-    assert found.chunked.loop.books == expected.chunked.loop.books
+    assert found.chunked.loop.statistics == expected.chunked.loop.statistics
     assert found.chunked.loop.state == expected.chunked.loop.state
     losses = [
         [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]

@@ -26,7 +26,7 @@ IMAGES = {"dataset_size": 400}
 SENSORS = {"sensor_samples": 400, "num_train_epochs": 56}
 """Fewer recordings for more epochs: as many steps as the recipe has."""
 
-WORDS = "a shelf holds many old books about birds and trees of all kinds".split()
+WORDS = "a shelf holds many old statistics about birds and trees of all kinds".split()
 REPORTED_SHARE = 0.95
 
 

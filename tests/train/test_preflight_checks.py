@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from scu_trainer.cli import configuration
-from scu_trainer.data.books import DataBooks
-from scu_trainer.data.samples import PreparedSamples, SampleBooks
+from scu_trainer.data.samples import PreparedSamples, SampleStatistics
+from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.models.loading.dispatch import Free
 from scu_trainer.train.preflight import (
     CHECKS,
@@ -124,7 +124,7 @@ def test_of_a_stream_the_first_rows_are_looked_at():
 
 
 def test_tokens_without_an_embedding_and_unknown_ones_are_found():
-    data = SimpleNamespace(books=DataBooks(documents=1))
+    data = SimpleNamespace(statistics=DataStatistics(documents=1))
     parts = SimpleNamespace(model=tiny.llama(), processor=range(tiny.VOCAB), data=data)
     facts = tokens.scan(token_rows([5, 5, tiny.VOCAB, 1], [1, 1]), MARKS)
     assert ids(rows.before_training(job_of(), parts, facts)) == ["tokens-out-of-range", "tokens-unknown"]
@@ -136,7 +136,7 @@ def test_tokens_without_an_embedding_and_unknown_ones_are_found():
 def test_turns_that_have_an_end_of_their_own_are_no_documents(documents, expected):
     """A system prompt stands in every conversation."""
     facts = tokens.scan(token_rows(*([7, 8, 1] if n % 2 else [7, 9 + n, 1] for n in range(40))), MARKS)
-    data = SimpleNamespace(books=DataBooks(documents=documents))
+    data = SimpleNamespace(statistics=DataStatistics(documents=documents))
     parts = SimpleNamespace(model=tiny.llama(), processor=Decoder(), data=data)
     assert ids(rows.before_training(job_of(), parts, facts)) == expected
 
@@ -186,7 +186,7 @@ class Labelled(list):
 def samples(labels: list[int], pixels=None) -> PreparedSamples:
     found = Labelled({"labels": label, **({} if pixels is None else {"pixel_values": pixels})} for label in labels)
     counts_by_class = {str(label): labels.count(label) for label in set(labels)}
-    return PreparedSamples(found, None, SampleBooks(per_class=counts_by_class), "", ["0", "1", "2"])
+    return PreparedSamples(found, None, SampleStatistics(per_class=counts_by_class), "", ["0", "1", "2"])
 
 
 def test_labels_that_the_model_does_not_have_are_found():
@@ -370,11 +370,11 @@ def test_findings_end_where_there_is_no_number_of_steps(tmp_path):
 
 
 def test_few_duplicates_and_few_drops_are_silent():
-    books = SampleBooks(read=1000, train=800, eval=200, dropped={"torn": 99}, heldout_duplicates=3)
-    books.examples = {"torn": ["a.png"]}
-    assert ids(counts._samples(job_of(), books)) == []
-    books.dropped, books.heldout_duplicates = {"torn": 100}, 4
-    assert ids(counts._samples(job_of(), books)) == ["many-dropped", "held-out-seen"]
+    statistics = SampleStatistics(read=1000, train=800, eval=200, dropped={"torn": 99}, heldout_duplicates=3)
+    statistics.examples = {"torn": ["a.png"]}
+    assert ids(counts._samples(job_of(), statistics)) == []
+    statistics.dropped, statistics.heldout_duplicates = {"torn": 100}, 4
+    assert ids(counts._samples(job_of(), statistics)) == ["many-dropped", "held-out-seen"]
 
 
 def test_folders_and_files_that_name_no_columns_are_left_alone(tmp_path):

@@ -141,8 +141,8 @@ def test_a_device_too_small_for_the_batch_gives_the_stock_training(tmp_path, nam
     assert max(tried) > tokens, "everything did fit"
     assert error_of(weights_of(found.model), weights_of(expected.model)) <= 1e-6
     assert losses_of(found) == pytest.approx(losses_of(expected), rel=1e-6)
-    assert found.chunked.loop.books.out_of_memory == sum(size > tokens for size in tried)
-    assert found.chunked.loop.books.out_of_memory <= 4, "what failed once is tried again and again"
+    assert found.chunked.loop.statistics.out_of_memory == sum(size > tokens for size in tried)
+    assert found.chunked.loop.statistics.out_of_memory <= 4, "what failed once is tried again and again"
 
 
 def test_sizes_tried_are_halved_until_they_fit(tmp_path):
@@ -191,7 +191,7 @@ def faulty_and_replayed(make, rows, folder, fault, **changes):
     changes = {**WINDOW, "max_steps": 3, **changes}
     with contextlib.ExitStack() as stack:
         found_trainer, found = compared(make(), folder / "faulty", MemorySettings(), rows, prepare=arrange, **changes)
-    assert found_trainer.chunked.loop.books.out_of_memory > 0, "nothing failed"
+    assert found_trainer.chunked.loop.statistics.out_of_memory > 0, "nothing failed"
     assert_every_row_once(pieces[0], changes["per_device_train_batch_size"], batches=2)
     return found, replayed(make, rows, folder / "same", pieces[0], **changes)
 

@@ -59,7 +59,7 @@ def test_gradients_from_before_a_window_survive_a_replay(tmp_path, fault):
     changes = {"gradient_accumulation_steps": 4, "max_steps": 4}
     stock = trained(tiny.llama(layers=1), tmp_path, dataset=Stream(), **SGD, **changes)
     faulty = run(tmp_path, Stream(), fault, **changes)
-    assert faulty.chunked.loop.books.out_of_memory == 1
+    assert faulty.chunked.loop.statistics.out_of_memory == 1
     assert close(faulty, stock)
 
 
@@ -87,7 +87,7 @@ def test_weights_unfrozen_on_the_way_are_recovered_too(tmp_path, fault):
     changes = {"gradient_accumulation_steps": 2, "max_steps": 3, "callbacks": [Unfreeze()]}
     stock = trained(tiny.llama(layers=1), tmp_path, dataset=Rows(), **SGD, **changes)
     faulty = run(tmp_path, Rows(), fault, **changes)
-    assert faulty.chunked.loop.books.out_of_memory == 1
+    assert faulty.chunked.loop.statistics.out_of_memory == 1
     assert close(faulty, stock)
 
 
@@ -233,5 +233,5 @@ def test_rows_of_batch_norm_are_never_cut_down_to_one(tmp_path):
             stack.enter_context(fail_in_backward(trainer.model.module[1].weight, 1))
 
         found = trained(make(), tmp_path, memory=MemorySettings(), prepare=fault, **common)
-    assert found.chunked.loop.books.out_of_memory == 1
+    assert found.chunked.loop.statistics.out_of_memory == 1
     assert tiny.same(weights_of(found.model), weights_of(stock.model))

@@ -16,7 +16,7 @@ SENTENCES = ["The cat sat on the mat and looked at the door.", "A list is a sequ
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("rehearsal")
+    folder = tmp_path_factory.mktemp("test run")
     tiny.saved_llama(folder / "model")
     rows = [{"text": f"{SENTENCES[i % 2]} Number {i}. " * 6} for i in range(24)]
     (folder / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -58,7 +58,7 @@ def trained(folder, sites: Sites, subject: str = "language", max_grad_norm: floa
 
 
 def outcome(trainer: SCUTrainer, folder):
-    """All that a run leaves: weights and their average, buffers, books of every loop."""
+    """All that a run leaves: weights and their average, buffers, statistics of every loop."""
     rows = read_rows(folder / "scu_history.json") if trainer.regularizer is not None else None
     curriculum = None
     if trainer.curriculum is not None:

@@ -129,7 +129,7 @@ def test_trained_twice_it_is_the_stock_trainer_trained_twice(tmp_path):
 def counted(trainer) -> tuple[float, ...]:
     """Windows, rows, tokens."""
     loop, curriculum, regularizer = trainer.chunked.loop, trainer.curriculum, trainer.regularizer
-    return loop.books.windows, curriculum.rows_trained, regularizer.progress.tokens_seen
+    return loop.statistics.windows, curriculum.rows_trained, regularizer.progress.tokens_seen
 
 
 def test_the_second_training_has_its_own_books(tmp_path):

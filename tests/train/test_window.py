@@ -123,7 +123,7 @@ def test_batches_of_other_counts_do_not_share_a_piece():
 
 
 def test_pieces_in_which_nothing_is_learned_do_not_run():
-    """The mean over no label is no number."""
+    """The mean over no label is not finite."""
     one = window(text(4, 8, learned=[0, 5]), reduction=Reduction("labels"))
     assert rows_of(one.pooled(8, None, 1)) == [(0, 1)]
     both = next(iter(one.whole_batches()))

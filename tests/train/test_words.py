@@ -79,7 +79,7 @@ def test_out_of_memory_changes_nothing_but_the_chunks(tmp_path):
     with fail_above_tokens(model, 30) as tried:
         survived = run(tmp_path / "small", model, memory=MemorySettings(), max_steps=3)
     assert max(tried) > 30 and close(weights_of(survived.model), whole)
-    assert survived.chunked.loop.books.out_of_memory > 0
+    assert survived.chunked.loop.statistics.out_of_memory > 0
 
 
 def test_a_fault_in_mid_backward_with_dropout_is_no_fault(tmp_path):
@@ -89,7 +89,7 @@ def test_a_fault_in_mid_backward_with_dropout_is_no_fault(tmp_path):
     with fail_in_backward(model.model.layers[0].weight_hh_l0, call=1) as fault:
         again = run(tmp_path / "fault", model, **settings)
     assert fault.calls > 3
-    assert again.chunked.loop.books.out_of_memory == 1 and again.state.global_step == 3
+    assert again.chunked.loop.statistics.out_of_memory == 1 and again.state.global_step == 3
     assert close(weights_of(again.model), weights_of(whole.model), bound=0.2)  # other chunks draw other masks
 
 

@@ -190,7 +190,7 @@ def test_a_mean_with_weights_of_classes_is_split_exactly(tmp_path, case):
     for memory in (None, MemorySettings(max_batch_size=5), MemorySettings(max_batch_size=1)):
         trainer, recorder = fit(wrap(net(10), WEIGHTED[case]), tmp_path, rows, memory=memory, **window)
         assert error_of(recorder.gradients[0], expected) < 1e-6
-    assert trainer.chunked.reduction.is_exact and trainer.chunked.loop.books.chunks == 12
+    assert trainer.chunked.reduction.is_exact and trainer.chunked.loop.statistics.chunks == 12
 
 
 def test_weights_that_nobody_states_mix_rows():
@@ -456,7 +456,7 @@ def test_all_loops_survive_out_of_memory(tmp_path):
     model = wrap(net(), nn.CrossEntropyLoss())
     with fail_above_tokens(model, 4) as tried:
         trainer, found = fit(model, tmp_path / "b", memory=memory, **loops, **changes)
-    assert max(tried) > 4 and trainer.chunked.loop.books.out_of_memory > 0
+    assert max(tried) > 4 and trainer.chunked.loop.statistics.out_of_memory > 0
     assert all(error_of(a, b) < 1e-5 for a, b in zip(found.weights, expected.weights, strict=True))
     assert trainer.regularizer.progress.tokens_n == ROWS
     assert all(row["s"] is not None for row in read_rows(tmp_path / "b" / "scu_history.json"))

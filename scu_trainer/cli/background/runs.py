@@ -111,13 +111,13 @@ def _above_zero(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return value
 
 
 def _count(text: str) -> int:
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines")
     return int(text)
 
 
@@ -205,7 +205,7 @@ def _because(detail: str) -> str:
 def _resume(options: argparse.Namespace, hands: Hands) -> int:
     run = find(options.name, options.root)
     record, checkpoint = resume(run, hands)
-    begins = f"goes on from {checkpoint}" if checkpoint else "begins anew: there is no checkpoint"
+    begins = f"goes on from {checkpoint}" if checkpoint else "starts over: there is no checkpoint"
     screens.say(f"{run.name} {begins}, process {record.process.pid}")
     _say_commands(options.name, options.root)
     return 0

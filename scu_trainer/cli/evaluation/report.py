@@ -186,10 +186,10 @@ def _notes_on_merge(subject: Subject, answer: Answer) -> list[str]:
 
 
 def _notes_on_data(data: Any, item: str) -> list[str]:
-    count, books = len(data.eval_documents) if item == "document" else len(data.eval), data.books
+    count, statistics = len(data.eval_documents) if item == "document" else len(data.eval), data.statistics
     notes = [] if count >= FEW_DOCUMENTS else [f"{_count(count, item)} held out: too few to trust an interval"]
-    if books.is_anything_dropped:
-        notes.append(f"left out while reading: {books.dropped_in_words()}")
+    if statistics.is_anything_dropped:
+        notes.append(f"left out while reading: {statistics.dropped_in_words()}")
     return notes
 
 

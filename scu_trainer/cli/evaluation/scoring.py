@@ -148,7 +148,7 @@ def _merged(model: nn.Module, dtype_name: str, input_ids: Any) -> tuple[nn.Modul
     difference, tolerance = check_merge(model, merged, input_ids), merge_tolerance(model, dtype)
     name = str(dtype).removeprefix("torch.")
     if not math.isfinite(difference):
-        raise ModelError(f"merged in {name} the model gives logits that are no numbers; use --merge_dtype float32")
+        raise ModelError(f"merged in {name} the model gives logits that are not finite; use --merge_dtype float32")
     return merged, {
         "dtype": name,
         "logit_difference": difference,

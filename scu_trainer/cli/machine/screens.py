@@ -88,7 +88,7 @@ def run_lines(run: RunReading) -> list[str]:
         lines.append(f"{run.status}, {step}")
     if run.tokens_per_chunk is not None:
         limit = "" if run.limit_bytes is None else f", limit {gib(run.limit_bytes)}"
-        lines.append(f"chunks of {run.tokens_per_chunk:,} tokens ({run.rows_per_chunk} rows){limit}")
+        lines.append(f"micro-batches of {run.tokens_per_chunk:,} tokens ({run.rows_per_chunk} rows){limit}")
     return lines
 
 

@@ -236,12 +236,12 @@ def _planned(
 
 
 def _stored(choice: SettingChoice) -> tuple:
-    """What decides how many bytes stay whatever a chunk holds."""
+    """What decides how many bytes stay whatever a micro-batch holds."""
     return choice.tuning, choice.load_in_8bit, choice.dtype, choice.optim, choice.offload
 
 
 def fits_as_asked(asked: Planned, job: Job) -> bool:
-    """Memory control cuts chunks until they fit; without it they stay as they are."""
+    """Memory control cuts micro-batches until they fit; without it they stay as they are."""
     return asked.fits and (job.memory.memory_control or asked.step == asked.whole)
 
 

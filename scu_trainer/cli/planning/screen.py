@@ -69,10 +69,10 @@ def _head(report: dict[str, Any]) -> str:
     is_cut = cut["rows_per_chunk"] < asked["rows_per_chunk"]
     verdict = "fits" if cut["fits"] and not is_cut else "does not fit"
     return (
-        f"As asked, in chunks of {_in_words(asked)}: a peak of {readable(asked['peak_bytes'])}, which {verdict} in the "
-        f"{readable(report['limit_bytes'])} of {report['machine']} ({report['margin']:.0%} are kept free for what a "
-        "prediction does not know)"
-        + (f"; in chunks of {_in_words(cut)} {readable(cut['peak_bytes'])} do" if cut["fits"] and is_cut else "")
+        f"As asked, in micro-batches of {_in_words(asked)}: a peak of {readable(asked['peak_bytes'])}, which {verdict} "
+        f"in the {readable(report['limit_bytes'])} of {report['machine']} ({report['margin']:.0%} are kept free for "
+        "what a prediction does not know)"
+        + (f"; in micro-batches of {_in_words(cut)} {readable(cut['peak_bytes'])} do" if cut["fits"] and is_cut else "")
     )
 
 
@@ -140,7 +140,9 @@ def _cut(report: dict[str, Any]) -> str:
     best = next(choice for choice in report["choices"] if choice["fits"])
     if best["rows_per_chunk"] >= report["predicted"]["rows_per_chunk"]:
         return ""
-    return f"\nMemory control makes chunks of about {_in_words(best)}; the optimizer sees the same rows per step."
+    return (
+        f"\nMemory control makes micro-batches of about {_in_words(best)}; the optimizer sees the same rows per step."
+    )
 
 
 def _plain(value: Any) -> str:

@@ -101,8 +101,8 @@ def _require_its_adapter(facts: Facts, merged: Path) -> None:
     """The card tells of the run that lies there: it has to be the one that was merged."""
     if facts.merge.get("adapter_sha256") != adapter_hash(facts.weights):
         raise HubError(
-            f"{merged} was made of an adapter that is no longer in {facts.weights}: that was trained anew, and its "
-            "scores are not those of the merged weights; merge it anew"
+            f"{merged} was made of an adapter that is no longer in {facts.weights}: that was trained again, and its "
+            "scores are not those of the merged weights; merge it again"
         )
 
 

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the report")
     parser.add_argument(
         "--watch", nargs="?", type=_seconds, const=EVERY_S, metavar="SECONDS",
-        help=f"write the page anew every SECONDS ({EVERY_S:g}) until all runs have ended; an open page follows",
+        help=f"write the page again every SECONDS ({EVERY_S:g}) until all runs have ended; an open page follows",
     )  # fmt: skip
     parser.add_argument("--root", type=Path, default=ROOT, help="directory that holds the runs (runs)")
     return parser
@@ -79,7 +79,7 @@ def _seconds(text: str) -> float:
         value = 0.0
     if not LEAST_S <= value < float("inf"):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of seconds of {LEAST_S:g} or more; runs stand before --watch"
+            f"{text!r} is not a number of seconds of {LEAST_S:g} or more; runs stand before --watch"
         )
     return value
 

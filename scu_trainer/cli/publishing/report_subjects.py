@@ -31,7 +31,7 @@ class Wanted:
 
     @property
     def is_comparison(self) -> bool:
-        """Looked at anew: a comparison may be waited for."""
+        """Looked at again: a comparison may be waited for."""
         return is_comparison(self.folders[0])
 
     def read(self) -> list[RunFiles] | Comparison:

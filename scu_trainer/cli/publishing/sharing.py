@@ -48,10 +48,10 @@ def require_open_hub(training: TrainingArguments) -> None:
 
 def after_training(job: Job) -> None:
     """Write the card of a finished run and push it where that was asked for; the first rank does. Raises HubError."""
-    from scu_trainer.train.job.job import is_leader
+    from scu_trainer.train.job.job import is_main_process
 
     run = Path(job.training.output_dir)
-    if not is_leader() or not _is_finished(run):
+    if not is_main_process() or not _is_finished(run):
         return
     if not write_card(run):
         print(f"kept: {run / CARD} was edited, and no new card was written")

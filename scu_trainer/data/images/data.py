@@ -2,7 +2,7 @@
 
     source ─▶ decoded once to one size (cached: source, processor, cap) ─▶ split by class and seed ─▶ rows
 
-The split is made anew each time: another seed decodes nothing.
+The split is made again each time: another seed decodes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scu_trainer.data.images.folders import folder_source
 from scu_trainer.data.images.records import HELD_OUT_SPLITS, NO_LABEL, ImageSource, in_classes, refuse_hub_settings
 from scu_trainer.data.images.store import Kind, StoredImages, stored_images
 from scu_trainer.data.images.tables import is_saved, table_source
-from scu_trainer.data.samples import PreparedSamples, SampleBooks
+from scu_trainer.data.samples import PreparedSamples, SampleStatistics
 from scu_trainer.data.store import digest_of
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import DataSettings
@@ -97,15 +97,15 @@ def prepare_images(
     """
     chosen = evenly_by_class(source.labels, data.dataset_size, CAP_SEED)
     stored = stored_images(source, chosen, kind, cache_dir, data.skip_bad_rows)
-    books = SampleBooks(item="image", notes=[*source.notes])
-    _take_over(books, stored, source.name)
-    held_out, train, evaluated = _divide(source, stored, kind, data, seed, cache_dir, books)
-    _count(books, source, stored, held_out, train, evaluated)
+    statistics = SampleStatistics(item="image", notes=[*source.notes])
+    _take_over(statistics, stored, source.name)
+    held_out, train, evaluated = _divide(source, stored, kind, data, seed, cache_dir, statistics)
+    _count(statistics, source, stored, held_out, train, evaluated)
     rules = [data.validation_split_percentage, data.max_eval_documents, seed]
     return PreparedSamples(
         train=stored.rows(train),
         eval=held_out.rows(evaluated) if len(evaluated) else None,
-        books=books,
+        statistics=statistics,
         fingerprint=digest_of(stored.folder.name, held_out.folder.name, rules),
         label_names=source.label_names,
     )
@@ -118,7 +118,7 @@ def _divide(
     data: DataSettings,
     seed: int,
     cache_dir: Path,
-    books: SampleBooks,
+    statistics: SampleStatistics,
 ) -> tuple[StoredImages, numpy.ndarray, numpy.ndarray]:
     """Where held-out images are stored, and the numbers in their stores of training and of held-out images."""
     labels = stored.labels
@@ -129,13 +129,17 @@ def _divide(
         return stored, numpy.setdiff1d(numpy.arange(len(labels)), evaluated), evaluated
     chosen = evenly_by_class(source.held_out.labels, data.max_eval_documents, CAP_SEED)
     held_out = stored_images(source.held_out, chosen, kind, cache_dir, data.skip_bad_rows)
-    _take_over(books, held_out, source.held_out.name)
-    evaluated = _of_known_classes(source, held_out, labels, data.skip_bad_rows, books)
+    _take_over(statistics, held_out, source.held_out.name)
+    evaluated = _of_known_classes(source, held_out, labels, data.skip_bad_rows, statistics)
     return held_out, numpy.arange(len(labels)), evaluated
 
 
 def _of_known_classes(
-    source: ImageSource, held_out: StoredImages, labels: numpy.ndarray, skip_bad_rows: bool, books: SampleBooks
+    source: ImageSource,
+    held_out: StoredImages,
+    labels: numpy.ndarray,
+    skip_bad_rows: bool,
+    statistics: SampleStatistics,
 ) -> numpy.ndarray:
     is_known = numpy.isin(held_out.labels, labels)
     for number in numpy.flatnonzero(~is_known):
@@ -146,7 +150,7 @@ def _of_known_classes(
                 f"{record.place}: {UNKNOWN_CLASS}: no training image is of class {name!r}. Add some, or set "
                 "skip_bad_rows: true to leave such images out, counted"
             )
-        books.drop(UNKNOWN_CLASS, f"{record.place} ({name})")
+        statistics.drop(UNKNOWN_CLASS, f"{record.place} ({name})")
     return numpy.flatnonzero(is_known)
 
 
@@ -175,32 +179,32 @@ def _held_out_numbers(labels: numpy.ndarray, count: int, seed: int) -> numpy.nda
     return numpy.sort(others[evenly_by_class(labels[others], min(count, len(others)), seed)])
 
 
-# -- books -------------------------------------------------------------------------------------------------------------
+# -- statistics --------------------------------------------------------------------------------------------------------
 
 
-def _take_over(books: SampleBooks, stored: StoredImages, name: str) -> None:
+def _take_over(statistics: SampleStatistics, stored: StoredImages, name: str) -> None:
     about = stored.about
-    books.read += about.read
+    statistics.read += about.read
     for reason, count in about.dropped.items():
-        books.dropped[reason] = books.dropped.get(reason, 0) + count
-        books.examples.setdefault(reason, []).extend(about.examples[reason])
-    books.notes += stored.lines(name)
+        statistics.dropped[reason] = statistics.dropped.get(reason, 0) + count
+        statistics.examples.setdefault(reason, []).extend(about.examples[reason])
+    statistics.notes += stored.lines(name)
 
 
 def _count(
-    books: SampleBooks,
+    statistics: SampleStatistics,
     source: ImageSource,
     stored: StoredImages,
     held_out: StoredImages,
     train: numpy.ndarray,
     evaluated: numpy.ndarray,
 ) -> None:
-    books.train, books.eval = len(train), len(evaluated)
+    statistics.train, statistics.eval = len(train), len(evaluated)
     counts = numpy.bincount(stored.labels[train], minlength=len(source.label_names)).tolist()
-    books.per_class = dict(zip(source.label_names, counts, strict=True))
-    absent = [name for name, count in books.per_class.items() if not count]
+    statistics.per_class = dict(zip(source.label_names, counts, strict=True))
+    absent = [name for name, count in statistics.per_class.items() if not count]
     if absent:
-        books.notes.append(f"no training image of {len(absent)} classes: {', '.join(absent[:5])}")
+        statistics.notes.append(f"no training image of {len(absent)} classes: {', '.join(absent[:5])}")
     if source.held_out is None and not len(evaluated):
-        books.notes.append("nothing is held out; raise validation_split_percentage or give an eval_dataset")
-    books.heldout_duplicates = int(numpy.isin(held_out.digests[evaluated], stored.digests[train]).sum())
+        statistics.notes.append("nothing is held out; raise validation_split_percentage or give an eval_dataset")
+    statistics.heldout_duplicates = int(numpy.isin(held_out.digests[evaluated], stored.digests[train]).sum())

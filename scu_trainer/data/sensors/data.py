@@ -14,7 +14,7 @@ from typing import Optional
 
 import numpy
 
-from scu_trainer.data.samples import PreparedSamples, SampleBooks
+from scu_trainer.data.samples import PreparedSamples, SampleStatistics
 from scu_trainer.data.sensors.format import FORMS
 from scu_trainer.data.sensors.manifest import HELD_OUT
 from scu_trainer.data.sensors.sources import SensorSource, folder_source, generated_source
@@ -58,7 +58,7 @@ def prepare_sensors(
     return PreparedSamples(
         train=train,
         eval=held_out if len(held_out) else None,
-        books=source.books,
+        statistics=source.statistics,
         fingerprint=digest_of(
             source.fingerprint, held_out.store.folder.name, train.numbers.tolist(), held_out.numbers.tolist()
         ),
@@ -107,9 +107,9 @@ def _divided(source: SensorSource, data: DataSettings, seed: int) -> tuple[Recor
 def _count_unused(source: SensorSource, is_unused: numpy.ndarray, own_name: str) -> None:
     offered = source.offered
     for number in source.numbers[is_unused[source.numbers]]:
-        source.books.drop(f"split {offered.splits[number]} is not used", offered.places[number])
+        source.statistics.drop(f"split {offered.splits[number]} is not used", offered.places[number])
     if is_unused.any():
-        source.books.notes.append(
+        source.statistics.notes.append(
             f"splits of the manifest: {_splits(offered.splits)}; trained on: {own_name}, held out: {HELD_OUT}"
         )
 
@@ -129,7 +129,7 @@ def _of_its_own(source: SensorSource, data: DataSettings, own: SensorSettings, c
         known=source.label_names,
         shapes=source.store.shapes,
     )
-    _add(source.books, other.books)
+    _add(source.statistics, other.statistics)
     return other.recordings(_some(numpy.arange(len(other.offered.keys)), data.max_eval_documents, 0))
 
 
@@ -149,14 +149,14 @@ def _some(numbers: numpy.ndarray, limit: Optional[int], seed: int) -> numpy.ndar
     return numpy.sort(numpy.random.default_rng(seed).permutation(numbers)[:limit])
 
 
-# -- the books ---------------------------------------------------------------------------------------------------------
+# -- the statistics ----------------------------------------------------------------------------------------------------
 
 
-def _add(books: SampleBooks, more: SampleBooks) -> None:
-    books.read += more.read
+def _add(statistics: SampleStatistics, more: SampleStatistics) -> None:
+    statistics.read += more.read
     for reason, count in more.dropped.items():
-        books.dropped[reason] = books.dropped.get(reason, 0) + count
-        books.examples.setdefault(reason, more.examples[reason])
+        statistics.dropped[reason] = statistics.dropped.get(reason, 0) + count
+        statistics.examples.setdefault(reason, more.examples[reason])
 
 
 def _require_several_classes(source: SensorSource, train: Recordings) -> None:
@@ -177,11 +177,11 @@ def _require_classes(source: SensorSource, train: Recordings, may_lack: bool) ->
             f"{source.name}: {found}; add recordings of them, lower num_classes, or set skip_bad_rows: true to train "
             "without"
         )
-    source.books.notes.append(found)
+    source.statistics.notes.append(found)
 
 
 def _count(source: SensorSource, train: Recordings, held_out: Recordings) -> None:
-    books, counts = source.books, numpy.bincount(train.labels, minlength=len(source.label_names)).tolist()
-    books.train, books.eval = len(train), len(held_out)
-    books.per_class = dict(zip(source.label_names, counts, strict=True))
-    books.heldout_duplicates = int(numpy.isin(held_out.digests, train.digests).sum())
+    statistics, counts = source.statistics, numpy.bincount(train.labels, minlength=len(source.label_names)).tolist()
+    statistics.train, statistics.eval = len(train), len(held_out)
+    statistics.per_class = dict(zip(source.label_names, counts, strict=True))
+    statistics.heldout_duplicates = int(numpy.isin(held_out.digests, train.digests).sum())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.data.samples import SampleBooks
+from scu_trainer.data.samples import SampleStatistics
 from scu_trainer.data.sensors.format import MANIFEST, BadRecording
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings.base import short
@@ -40,17 +40,17 @@ class Entry:
 
 
 class Rejections:
-    """Stops at the first bad row, or counts it in ``books`` and goes on."""
+    """Stops at the first bad row, or counts it in ``statistics`` and goes on."""
 
-    def __init__(self, books: SampleBooks, skip: bool) -> None:
-        self.books, self.skip = books, skip
+    def __init__(self, statistics: SampleStatistics, skip: bool) -> None:
+        self.statistics, self.skip = statistics, skip
 
     def add(self, place: str, error: BadRecording) -> None:
         if not self.skip:
             raise DataError(
                 f"{place}: {error}; repair it, or set skip_bad_rows: true to leave such rows out"
             ) from error
-        self.books.drop(error.reason, place)
+        self.statistics.drop(error.reason, place)
 
 
 def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
@@ -63,14 +63,16 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
         )
     entries: list[Entry] = []
     for line, row, problem in _rows(path):
-        rejections.books.read += 1
+        rejections.statistics.read += 1
         place = f"{path.name} line {line}"
         try:
             entries.append(_entry(folder, place, row, problem))
         except BadRecording as error:
             rejections.add(place, error)
     if not entries:
-        raise DataError(f"{path} has no usable row: {rejections.books.read:,} read; it needs file and label in each")
+        raise DataError(
+            f"{path} has no usable row: {rejections.statistics.read:,} read; it needs file and label in each"
+        )
     return entries
 
 

@@ -10,7 +10,7 @@ from typing import Optional
 
 import numpy
 
-from scu_trainer.data.samples import SampleBooks
+from scu_trainer.data.samples import SampleStatistics
 from scu_trainer.data.sensors.format import FORMS, BadRecording, SharedShapes, array_names, read_arrays
 from scu_trainer.data.sensors.manifest import (
     Entry,
@@ -56,7 +56,7 @@ class SensorSource:
     label_names: Sequence[str]
     offered: Offered
     numbers: numpy.ndarray
-    books: SampleBooks
+    statistics: SampleStatistics
 
     @property
     def fingerprint(self) -> str:
@@ -85,10 +85,12 @@ def generated_source(
             "give the recordings of the model"
         )
     recipe = (min(own.sensor_samples, limit or own.sensor_samples), classes, seed, own.sensor_missing_share)
-    books = SampleBooks("recording", notes=[f"no branch alone can tell more than {ceiling_alone(classes):.1%} of them"])
+    statistics = SampleStatistics(
+        "recording", notes=[f"no branch alone can tell more than {ceiling_alone(classes):.1%} of them"]
+    )
     wanted = array_names(own.branches)
     key = digest_of(STORE_VERSION, "synthetic", recipe, wanted)
-    folder = _built(cache_dir, key, wanted, books, lambda: _generate(recipe, wanted, books))
+    folder = _built(cache_dir, key, wanted, statistics, lambda: _generate(recipe, wanted, statistics))
     return _opened(SYNTHETIC, folder, names, _offered_by_generator(samples=recipe[0], classes=classes, seed=seed))
 
 
@@ -99,16 +101,16 @@ def _offered_by_generator(samples: int, classes: int, seed: int) -> Offered:
     return Offered(keys, numpy.arange(samples) % classes, numpy.full(samples, "", dtype="U1"), places)
 
 
-def _generate(recipe: tuple, wanted: Sequence[str], books: SampleBooks) -> Iterator[Found]:
+def _generate(recipe: tuple, wanted: Sequence[str], statistics: SampleStatistics) -> Iterator[Found]:
     for number, recording in enumerate(synthetic(*recipe)):
-        books.read += 1
+        statistics.read += 1
         arrays = {name: recording.arrays[name] for name in wanted if name in recording.arrays}
         if "visible" in arrays:
             arrays["visible"] = arrays["visible"].transpose(0, 3, 1, 2)
         if arrays:
             yield number, (int(recording.label), arrays)
         else:
-            books.drop(WITHOUT_BRANCH, f"recording {number + 1}")
+            statistics.drop(WITHOUT_BRANCH, f"recording {number + 1}")
 
 
 def folder_source(
@@ -129,16 +131,16 @@ def folder_source(
     root = Path(name).expanduser()
     if not root.is_dir():
         raise DataError(f"dataset {name!r} is no folder; give a folder of recordings with a manifest, or {SYNTHETIC}")
-    books = SampleBooks("recording")
-    rejections = Rejections(books, skip_bad_rows)
+    statistics = SampleStatistics("recording")
+    rejections = Rejections(statistics, skip_bad_rows)
     entries = with_labels_in_range(_chosen(read_manifest(root, rejections), limit), own.num_classes, rejections)
     names = class_names(entries, own.num_classes, known)
     labels, entries = _labelled(entries, names, rejections)
     wanted = array_names(own.branches)
     seen = SharedShapes(dict(shapes or {}), dict.fromkeys(shapes or {}, "the training data"))
     content = [[*map(str, (entry.file, entry.label, entry.split, entry.missing)), *_stamp(entry)] for entry in entries]
-    key = digest_of(STORE_VERSION, names, wanted, skip_bad_rows, sorted(seen.of.items()), books.as_dict(), content)
-    folder = _built(cache_dir, key, wanted, books, lambda: _checked(entries, labels, wanted, seen, rejections))
+    key = digest_of(STORE_VERSION, names, wanted, skip_bad_rows, sorted(seen.of.items()), statistics.as_dict(), content)
+    folder = _built(cache_dir, key, wanted, statistics, lambda: _checked(entries, labels, wanted, seen, rejections))
     splits = numpy.array([entry.split or "" for entry in entries], dtype=str)
     offered = Offered([entry.key for entry in entries], labels, splits, [entry.place for entry in entries])
     return _opened(name, folder, names, offered)
@@ -187,7 +189,7 @@ def _checked(
         if arrays:
             yield number, (label, arrays)
         else:
-            rejections.books.drop(WITHOUT_BRANCH, entry.place)
+            rejections.statistics.drop(WITHOUT_BRANCH, entry.place)
     shapes.require_majority()
 
 
@@ -195,7 +197,7 @@ def _checked(
 
 
 def _built(
-    cache_dir: Path, key: str, wanted: Sequence[str], books: SampleBooks, find: Callable[[], Iterator[Found]]
+    cache_dir: Path, key: str, wanted: Sequence[str], statistics: SampleStatistics, find: Callable[[], Iterator[Found]]
 ) -> Path:
     def build(folder: Path) -> None:
         numbers: list[int] = []
@@ -206,14 +208,14 @@ def _built(
                 yield sample
 
         write_store(folder, wanted, samples())
-        (folder / "books.json").write_text(json.dumps({"numbers": numbers, "books": books.as_dict()}))
+        (folder / "books.json").write_text(json.dumps({"numbers": numbers, "books": statistics.as_dict()}))
 
     return built_once(cache_dir / "sensors" / key, build)
 
 
 def _opened(name: str, folder: Path, label_names: Sequence[str], offered: Offered) -> SensorSource:
     written = json.loads((folder / "books.json").read_text())
-    books, store = SampleBooks(**written["books"]), Store(folder)
+    statistics, store = SampleStatistics(**written["books"]), Store(folder)
     if not len(store):
-        raise DataError(f"{name} has no recording to learn from; {'; '.join(books.lines())}")
-    return SensorSource(name, store, label_names, offered, numpy.array(written["numbers"]), books)
+        raise DataError(f"{name} has no recording to learn from; {'; '.join(statistics.lines())}")
+    return SensorSource(name, store, label_names, offered, numpy.array(written["numbers"]), statistics)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy
 
-from scu_trainer.data.books import DataBooks
 from scu_trainer.data.sources import Source
+from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
 from scu_trainer.data.text.encode import UNREADABLE, Document, Dropped, Encoder, encoded
 from scu_trainer.data.text.packing import NumberedDocument, record_batches
@@ -26,11 +26,11 @@ DOCUMENTS_PER_READ = 64
 
 
 class StoredDocuments:
-    """Documents by number, with the books of how they were read."""
+    """Documents by number, with the statistics of how they were read."""
 
-    def __init__(self, rows: datasets.Dataset, books: DataBooks) -> None:
+    def __init__(self, rows: datasets.Dataset, statistics: DataStatistics) -> None:
         self._rows = rows.with_format("arrow")
-        self.books = books
+        self.statistics = statistics
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -67,21 +67,21 @@ def tokenized_documents(
     """The first ``limit`` usable documents of a source (all if None)."""
 
     def write(folder: Path) -> None:
-        books = DataBooks()
-        documents = usable_documents(source, encoder, limit, processes, books)
+        statistics = DataStatistics()
+        documents = usable_documents(source, encoder, limit, processes, statistics)
         write_arrow(folder / "documents.arrow", _schema(), record_batches(map(_columns, documents), _schema()))
-        (folder / "books.json").write_text(json.dumps(books.as_dict()))
+        (folder / "books.json").write_text(json.dumps(statistics.as_dict()))
 
     name = digest_of(DOCUMENTS_VERSION, source.identity, encoder.identity, limit)
     folder = built_once(cache_dir / "documents" / name, write)
-    books = DataBooks(**json.loads((folder / "books.json").read_text()))
-    return TokenizedDocuments(open_arrow(folder / "documents.arrow"), books)
+    statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
+    return TokenizedDocuments(open_arrow(folder / "documents.arrow"), statistics)
 
 
 def usable_documents(
-    source: Source, encoder: Encoder, limit: int | None, processes: int, books: DataBooks
+    source: Source, encoder: Encoder, limit: int | None, processes: int, statistics: DataStatistics
 ) -> Iterator[Document]:
-    """Documents in the order of the source; rows read and dropped are counted in ``books``.
+    """Documents in the order of the source; rows read and dropped are counted in ``statistics``.
 
     Raises DataError at the first unreadable row unless ``skip_bad_rows``.
     """
@@ -89,18 +89,18 @@ def usable_documents(
 
     results = encoded(source.read(), encoder, processes)
     shown = tqdm(results, desc=f"tokenizing {source.name}", unit=" rows", delay=2, disable=None, leave=False)
-    yield from islice(_kept(shown, encoder.skip_bad_rows, books), limit)
+    yield from islice(_kept(shown, encoder.skip_bad_rows, statistics), limit)
 
 
-def _kept(results: Iterable[Document | Dropped], skip_bad_rows: bool, books: DataBooks) -> Iterator[Document]:
+def _kept(results: Iterable[Document | Dropped], skip_bad_rows: bool, statistics: DataStatistics) -> Iterator[Document]:
     for result in results:
-        books.rows_read += 1
+        statistics.rows_read += 1
         if isinstance(result, Document):
             yield result
         elif result.reason == UNREADABLE and not skip_bad_rows:
             raise DataError(f"{result.example}. Repair the row, or count and skip such rows with --skip_bad_rows true")
         else:
-            books.drop(result.reason, result.example)
+            statistics.drop(result.reason, result.example)
 
 
 def _schema() -> pyarrow.Schema:

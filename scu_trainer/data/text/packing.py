@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 
-from scu_trainer.data.books import DataBooks
+from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.text.encode import NOT_LEARNED, NOTHING_TO_LEARN
 from scu_trainer.settings import DataSettings
 
@@ -84,41 +84,47 @@ def _joined(pieces: list[NumberedDocument], isolate: bool) -> Row:
     )
 
 
-def _count_cuts(documents: Iterable[NumberedDocument], block_size: int, books: DataBooks) -> Iterator[NumberedDocument]:
+def _count_cuts(
+    documents: Iterable[NumberedDocument], block_size: int, statistics: DataStatistics
+) -> Iterator[NumberedDocument]:
     """The same documents; counts those that do not fit into one row."""
     for document in documents:
-        books.documents_cut += len(document.input_ids) > block_size
+        statistics.documents_cut += len(document.input_ids) > block_size
         yield document
 
 
-def _learnable(rows: Iterable[Row], books: DataBooks) -> Iterator[Row]:
+def _learnable(rows: Iterable[Row], statistics: DataStatistics) -> Iterator[Row]:
     """Rows with a token to learn; the others are counted. A mean loss over a row without one is not a number."""
     for row in rows:
         if row.learned_tokens:
             yield row
         else:
-            books.drop(f"row of tokens with {NOTHING_TO_LEARN}", f"document {row.documents[0]}")
+            statistics.drop(f"row of tokens with {NOTHING_TO_LEARN}", f"document {row.documents[0]}")
 
 
-def training_rows(documents: Iterable[NumberedDocument], settings: DataSettings, books: DataBooks) -> Iterator[dict]:
-    """Columns of the training rows, counted in ``books``."""
-    documents = _count_cuts(documents, settings.block_size, books)
+def training_rows(
+    documents: Iterable[NumberedDocument], settings: DataSettings, statistics: DataStatistics
+) -> Iterator[dict]:
+    """Columns of the training rows, counted in ``statistics``."""
+    documents = _count_cuts(documents, settings.block_size, statistics)
     if settings.packing:
         rows = packed(documents, settings.block_size, settings.isolate_documents)
     else:
         rows = windows(documents, settings.block_size)
-    for row in _learnable(rows, books):
-        books.blocks += 1
-        books.train_tokens += len(row.input_ids)
-        books.supervised_tokens += row.learned_tokens
+    for row in _learnable(rows, statistics):
+        statistics.blocks += 1
+        statistics.train_tokens += len(row.input_ids)
+        statistics.supervised_tokens += row.learned_tokens
         yield _training_row(row, settings.isolate_documents)
 
 
-def held_out_rows(documents: Iterable[NumberedDocument], settings: DataSettings, books: DataBooks) -> Iterator[dict]:
-    """Columns of the held-out rows, counted in ``books``."""
-    for row in _learnable(windows(documents, settings.block_size), books):
-        books.eval_rows += 1
-        books.eval_tokens += row.learned_tokens
+def held_out_rows(
+    documents: Iterable[NumberedDocument], settings: DataSettings, statistics: DataStatistics
+) -> Iterator[dict]:
+    """Columns of the held-out rows, counted in ``statistics``."""
+    for row in _learnable(windows(documents, settings.block_size), statistics):
+        statistics.eval_rows += 1
+        statistics.eval_tokens += row.learned_tokens
         yield _held_out_row(row)
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Optional, Union
 
-from scu_trainer.data.books import DataBooks
 from scu_trainer.data.sources import Source
+from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import digest_of
 from scu_trainer.data.text.encode import Encoder
 from scu_trainer.settings import DataSettings
@@ -37,7 +37,7 @@ class PreparedData:
 
     train: Union[datasets.Dataset, datasets.IterableDataset]
     eval: Optional[datasets.Dataset]
-    books: DataBooks
+    statistics: DataStatistics
     fingerprint: str
     eval_documents: tuple[HeldOutDocument, ...]
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Optional, TypeVar
 
 import numpy
 
-from scu_trainer.data.books import DataBooks
 from scu_trainer.data.sources import Source, held_out_source, training_source
+from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import built_once, open_arrow, write_arrow
 from scu_trainer.data.text.chat import read_chat_template
 from scu_trainer.data.text.documents import TokenizedDocuments, tokenized_documents
@@ -62,9 +62,9 @@ def whole_held_out(
     plan = _plan(replace(settings, block_size=WHOLE), tokenizer, seed, cache_dir, model_name)
     if settings.streaming:
         return prepare_stream(plan).eval
-    books = DataBooks()  # prepare has counted what is dropped
-    _, _, documents, order = both_sides(plan, functools.partial(_tokenized, plan, books=books), books)
-    rows = held_out_rows(documents.numbered(order), plan.settings, books)
+    statistics = DataStatistics()  # prepare has counted what is dropped
+    _, _, documents, order = both_sides(plan, functools.partial(_tokenized, plan, statistics=statistics), statistics)
+    rows = held_out_rows(documents.numbered(order), plan.settings, statistics)
     batches = list(record_batches(rows, held_out_schema()))
     return datasets.Dataset(pyarrow.Table.from_batches(batches)) if batches else None
 
@@ -78,86 +78,94 @@ def _plan(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model_n
 
 
 def _open(folder: Path) -> PreparedData:
-    books = DataBooks(**json.loads((folder / "books.json").read_text()))
+    statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
     documents = tuple(HeldOutDocument(*item) for item in json.loads((folder / "eval_documents.json").read_text()))
     held_out = open_arrow(folder / "eval.arrow") if documents else None
-    return PreparedData(open_arrow(folder / "train.arrow"), held_out, books, folder.name, documents)
+    return PreparedData(open_arrow(folder / "train.arrow"), held_out, statistics, folder.name, documents)
 
 
 def _write(folder: Path, plan: EncodingPlan) -> None:
     settings = plan.settings
-    books = DataBooks(notes=[*plan.source.notes])
-    read = functools.partial(_tokenized, plan, books=books)
-    documents, train_order, eval_source, eval_order = both_sides(plan, read, books)
-    _write_training_rows(folder, documents, train_order, plan, books)
-    _write_held_out_rows(folder, eval_source, eval_order, settings, books)
-    (folder / "books.json").write_text(json.dumps(books.as_dict()))
+    statistics = DataStatistics(notes=[*plan.source.notes])
+    read = functools.partial(_tokenized, plan, statistics=statistics)
+    documents, train_order, eval_source, eval_order = both_sides(plan, read, statistics)
+    _write_training_rows(folder, documents, train_order, plan, statistics)
+    _write_held_out_rows(folder, eval_source, eval_order, settings, statistics)
+    (folder / "books.json").write_text(json.dumps(statistics.as_dict()))
 
 
 def both_sides(
-    plan: EncodingPlan, read: Callable[[Source, int | None], Documents], books: DataBooks
+    plan: EncodingPlan, read: Callable[[Source, int | None], Documents], statistics: DataStatistics
 ) -> tuple[Documents, numpy.ndarray, Documents, numpy.ndarray]:
-    """(training documents, their order, held-out documents, their order), counted in ``books``.
+    """(training documents, their order, held-out documents, their order), counted in ``statistics``.
 
     ``read(source, limit)``: documents with a length and ``digests``. ``plan``: its settings, source, held_out and seed
     decide.
     """
     documents = eval_source = read(plan.source, plan.settings.dataset_size)
-    train_order, eval_order = split(len(documents), plan, books)
+    train_order, eval_order = split(len(documents), plan, statistics)
     if plan.held_out:
         eval_source = read(plan.held_out, plan.settings.max_eval_documents)
         eval_order = numpy.arange(len(eval_source))
-    books.documents, books.eval_documents = len(train_order), len(eval_order)
-    books.heldout_duplicates = int(numpy.isin(eval_source.digests[eval_order], documents.digests[train_order]).sum())
+    statistics.documents, statistics.eval_documents = len(train_order), len(eval_order)
+    statistics.heldout_duplicates = int(
+        numpy.isin(eval_source.digests[eval_order], documents.digests[train_order]).sum()
+    )
     return documents, train_order, eval_source, eval_order
 
 
-def _tokenized(plan: EncodingPlan, source: Source, limit: int | None, books: DataBooks) -> TokenizedDocuments:
+def _tokenized(plan: EncodingPlan, source: Source, limit: int | None, statistics: DataStatistics) -> TokenizedDocuments:
     workers = plan.settings.preprocessing_num_workers
     documents = tokenized_documents(source, plan.encoder, limit, plan.cache_dir, workers)
-    books.add(documents.books)
+    statistics.add(documents.statistics)
     if not len(documents):
         raise DataError(
-            f"{source.name} has no document to learn from. {documents.books.rows_read:,} rows read, dropped: "
-            f"{documents.books.dropped_in_words()}. Check text_column, or completion_only_loss and "
+            f"{source.name} has no document to learn from. {documents.statistics.rows_read:,} rows read, dropped: "
+            f"{documents.statistics.dropped_in_words()}. Check text_column, or completion_only_loss and "
             "assistant_only_loss if the rows hold prompts only"
         )
     return documents
 
 
-def split(count: int, plan: EncodingPlan, books: DataBooks) -> tuple[numpy.ndarray, numpy.ndarray]:
+def split(count: int, plan: EncodingPlan, statistics: DataStatistics) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Numbers of the training documents in the order of training, and of the held-out ones, ascending."""
     order = numpy.random.default_rng(plan.seed).permutation(count)
     percentage = plan.settings.validation_split_percentage
     if plan.held_out or percentage == 0:
         return order, order[:0]
     if count < 2:
-        books.notes.append("nothing is held out: there is only one document; give an eval_dataset to measure progress")
+        statistics.notes.append(
+            "nothing is held out: there is only one document; give an eval_dataset to measure progress"
+        )
         return order, order[:0]
     held_out = min(max(1, round(count * percentage / 100)), count - 1, plan.settings.max_eval_documents or count)
     return order[held_out:], numpy.sort(order[:held_out])
 
 
 def _write_training_rows(
-    folder: Path, documents: TokenizedDocuments, order: numpy.ndarray, plan: EncodingPlan, books: DataBooks
+    folder: Path, documents: TokenizedDocuments, order: numpy.ndarray, plan: EncodingPlan, statistics: DataStatistics
 ) -> None:
     settings = plan.settings
-    rows = training_rows(documents.numbered(order), settings, books)
+    rows = training_rows(documents.numbered(order), settings, statistics)
     schema = training_schema(settings.isolate_documents)
     write_arrow(folder / "train.arrow", schema, record_batches(rows, schema))
-    if not books.supervised_tokens:
+    if not statistics.supervised_tokens:
         raise DataError(
-            f"no training row of {plan.source.name} has a token to learn; dropped: {books.dropped_in_words()}. "
+            f"no training row of {plan.source.name} has a token to learn; dropped: {statistics.dropped_in_words()}. "
             "Raise block_size, or set completion_only_loss or assistant_only_loss to false"
         )
 
 
 def _write_held_out_rows(
-    folder: Path, documents: TokenizedDocuments, order: numpy.ndarray, settings: DataSettings, books: DataBooks
+    folder: Path,
+    documents: TokenizedDocuments,
+    order: numpy.ndarray,
+    settings: DataSettings,
+    statistics: DataStatistics,
 ) -> None:
     if len(order):
         schema = held_out_schema()
-        rows = held_out_rows(documents.numbered(order), settings, books)
+        rows = held_out_rows(documents.numbered(order), settings, statistics)
         write_arrow(folder / "eval.arrow", schema, record_batches(rows, schema))
     described = [HeldOutDocument(*item) for item in documents.described(order)]
     (folder / "eval_documents.json").write_text(json.dumps(described))

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from scu_trainer.data.books import DataBooks
 from scu_trainer.data.sources import Source
+from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.text.documents import usable_documents
 from scu_trainer.data.text.encode import Document
 from scu_trainer.data.text.packing import (
@@ -29,29 +29,29 @@ HELD_OUT_DOCUMENTS = 100  # unless max_eval_documents says otherwise
 
 
 class TrainingStream:
-    """Each call reads the source from its start. ``books`` describe the latest pass in this process.
+    """Each call reads the source from its start. ``statistics`` describe the latest pass in this process.
 
     With dataloader workers the counts stay in the workers.
     """
 
-    def __init__(self, plan: EncodingPlan, skip: int, books: DataBooks) -> None:
-        self.plan, self.skip, self.books = plan, skip, books
-        self._at_start = books.as_dict()
+    def __init__(self, plan: EncodingPlan, skip: int, statistics: DataStatistics) -> None:
+        self.plan, self.skip, self.statistics = plan, skip, statistics
+        self._at_start = statistics.as_dict()
 
     def __call__(self) -> Iterator[dict]:
-        vars(self.books).update(DataBooks(**self._at_start).as_dict())
+        vars(self.statistics).update(DataStatistics(**self._at_start).as_dict())
         plan = self.plan
-        documents = usable_documents(plan.source, plan.encoder, plan.settings.dataset_size, 1, self.books)
-        yield from training_rows(self._counted(islice(documents, self.skip, None)), plan.settings, self.books)
-        if not self.books.supervised_tokens:
+        documents = usable_documents(plan.source, plan.encoder, plan.settings.dataset_size, 1, self.statistics)
+        yield from training_rows(self._counted(islice(documents, self.skip, None)), plan.settings, self.statistics)
+        if not self.statistics.supervised_tokens:
             raise DataError(
                 f"{plan.source.name} gave nothing to learn after {self.skip} held-out documents; dropped: "
-                f"{self.books.dropped_in_words()}"
+                f"{self.statistics.dropped_in_words()}"
             )
 
     def _counted(self, documents: Iterator[Document]) -> Iterator[NumberedDocument]:
         for number, document in enumerate(documents, start=self.skip):
-            self.books.documents += 1
+            self.statistics.documents += 1
             yield NumberedDocument(number, document.input_ids, document.labels)
 
 
@@ -60,19 +60,19 @@ def prepare_stream(plan: EncodingPlan) -> PreparedData:
     import datasets
     import pyarrow
 
-    books = DataBooks(streaming=True, notes=[*plan.source.notes])
-    held_out = _held_out_documents(plan, books)
+    statistics = DataStatistics(streaming=True, notes=[*plan.source.notes])
+    held_out = _held_out_documents(plan, statistics)
     skip = 0 if plan.held_out else len(held_out)
     if skip:
-        books.notes.append(f"streaming: the first {skip} documents are held out")
-    rows = held_out_rows(_numbered(held_out), plan.settings, books)
+        statistics.notes.append(f"streaming: the first {skip} documents are held out")
+    rows = held_out_rows(_numbered(held_out), plan.settings, statistics)
     batches = list(record_batches(rows, held_out_schema()))
     features = datasets.Features.from_arrow_schema(training_schema(plan.settings.isolate_documents))
-    train = datasets.IterableDataset.from_generator(TrainingStream(plan, skip, books), features=features)
+    train = datasets.IterableDataset.from_generator(TrainingStream(plan, skip, statistics), features=features)
     return PreparedData(
         train=train,
         eval=datasets.Dataset(pyarrow.Table.from_batches(batches)) if batches else None,
-        books=books,
+        statistics=statistics,
         fingerprint=plan.fingerprint,
         eval_documents=tuple(
             HeldOutDocument(number, document.name, len(document.input_ids), document.utf8_bytes)
@@ -81,14 +81,14 @@ def prepare_stream(plan: EncodingPlan) -> PreparedData:
     )
 
 
-def _held_out_documents(plan: EncodingPlan, books: DataBooks) -> list[Document]:
+def _held_out_documents(plan: EncodingPlan, statistics: DataStatistics) -> list[Document]:
     if plan.held_out:
-        documents = _first_documents(plan, plan.held_out, _held_out_limit(plan), books)
+        documents = _first_documents(plan, plan.held_out, _held_out_limit(plan), statistics)
     elif plan.settings.validation_split_percentage:
         documents = _first_of_training(plan)
     else:
         documents = []
-    books.eval_documents = len(documents)
+    statistics.eval_documents = len(documents)
     return documents
 
 
@@ -101,7 +101,7 @@ def _first_of_training(plan: EncodingPlan) -> list[Document]:
     limit = _held_out_limit(plan)
     # The training pass reads and counts these rows again, so they are not counted here.
     documents = _first_documents(
-        plan, plan.source, min(limit + 1, plan.settings.dataset_size or limit + 1), DataBooks()
+        plan, plan.source, min(limit + 1, plan.settings.dataset_size or limit + 1), DataStatistics()
     )
     if len(documents) <= limit:
         raise DataError(
@@ -111,10 +111,10 @@ def _first_of_training(plan: EncodingPlan) -> list[Document]:
     return documents[:limit]
 
 
-def _first_documents(plan: EncodingPlan, source: Source, limit: int, books: DataBooks) -> list[Document]:
-    documents = list(usable_documents(source, plan.encoder, limit, 1, books))
+def _first_documents(plan: EncodingPlan, source: Source, limit: int, statistics: DataStatistics) -> list[Document]:
+    documents = list(usable_documents(source, plan.encoder, limit, 1, statistics))
     if not documents:
-        raise DataError(f"{source.name} has no usable document; dropped: {books.dropped_in_words()}")
+        raise DataError(f"{source.name} has no usable document; dropped: {statistics.dropped_in_words()}")
     return documents
 
 

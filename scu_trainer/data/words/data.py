@@ -1,4 +1,4 @@
-"""Texts with categories -> rows of words, held-out rows, and the books of what was left out.
+"""Texts with categories -> rows of words, held-out rows, and the statistics of what was left out.
 
     source ─▶ texts (cached) ─▶ split by text ─▶ words and categories of the training texts ─▶ rows (cached)
 
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple, Optional
 
 import numpy
 
-from scu_trainer.data.books import DataBooks
 from scu_trainer.data.sources import Source, held_out_source, training_source
+from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
 from scu_trainer.data.text.packing import (
     NumberedDocument,
@@ -47,7 +47,7 @@ UNKNOWN_CATEGORY = "<unknown>"
 
 
 @dataclass
-class WordBooks(DataBooks):
+class WordStatistics(DataStatistics):
     """``words``, ``eval_words``: of the texts, without begin and end; ``unknown_...``: those of them that are <unk>.
 
     without_category: texts that have none. unknown_categories: texts of a category that the model does not know,
@@ -128,7 +128,7 @@ class _Plan(NamedTuple):
         return digest_of(self._texts, self.known.identity if self.known else words)
 
     def fingerprint(self, known: _Known) -> str:
-        """Of data, settings and words: the same whether a trained model brings these or they were learned anew."""
+        """Of data, settings and words: the same whether a trained model brings these or they were learned again."""
         return digest_of(self._texts, known.identity)
 
     @property
@@ -181,7 +181,7 @@ def _open(folder: Path) -> PreparedWords:
     return PreparedWords(
         train=open_arrow(folder / "train.arrow"),
         eval=open_arrow(folder / "eval.arrow") if documents else None,
-        books=WordBooks(**described["books"]),
+        statistics=WordStatistics(**described["books"]),
         fingerprint=described["fingerprint"],
         eval_documents=documents,
         tokenizer=PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
@@ -191,17 +191,17 @@ def _open(folder: Path) -> PreparedWords:
 
 def _write(folder: Path, plan: _Plan) -> None:
     settings = plan.settings
-    books = WordBooks(notes=[*plan.source.notes])
-    read = functools.partial(_texts, plan, books=books)
-    texts, train_order, eval_texts, eval_order = both_sides(plan, read, books)
+    statistics = WordStatistics(notes=[*plan.source.notes])
+    read = functools.partial(_texts, plan, statistics=statistics)
+    texts, train_order, eval_texts, eval_order = both_sides(plan, read, statistics)
     known = plan.known or _learned(texts, train_order, plan.own)
-    encoder = _Encoder(known, books)
-    books.vocabulary = len(known.tokenizer)
+    encoder = _Encoder(known, statistics)
+    statistics.vocabulary = len(known.tokenizer)
     _write_training_rows(folder, encoder, texts, train_order, plan)
     documents = _write_held_out_rows(folder, encoder, eval_texts, eval_order, settings)
     known.tokenizer.save_pretrained(folder / "tokenizer")
     described = {
-        "books": asdict(books),
+        "books": asdict(statistics),
         "fingerprint": plan.fingerprint(known),
         "eval_documents": documents,
         "category_names": known.category_names,
@@ -209,9 +209,9 @@ def _write(folder: Path, plan: _Plan) -> None:
     (folder / "words.json").write_text(json.dumps(described))
 
 
-def _texts(plan: _Plan, source: Source, limit: int | None, books: WordBooks) -> Texts:
+def _texts(plan: _Plan, source: Source, limit: int | None, statistics: WordStatistics) -> Texts:
     texts = stored_texts(source, plan.columns, plan.settings.skip_bad_rows, limit, plan.cache_dir)
-    books.add(texts.books)
+    statistics.add(texts.statistics)
     return texts
 
 
@@ -224,10 +224,10 @@ def _learned(texts: Texts, order: numpy.ndarray, own: WordSettings) -> _Known:
 
 
 class _Encoder:
-    """Texts -> documents of words, counted in ``books``. ``category_ids``: by number of the document."""
+    """Texts -> documents of words, counted in ``statistics``. ``category_ids``: by number of the document."""
 
-    def __init__(self, known: _Known, books: WordBooks) -> None:
-        self.tokenizer, self.books = known.tokenizer, books
+    def __init__(self, known: _Known, statistics: WordStatistics) -> None:
+        self.tokenizer, self.statistics = known.tokenizer, statistics
         self.numbers = {name: number for number, name in enumerate(known.category_names)}
 
     def documents(
@@ -246,33 +246,33 @@ class _Encoder:
                 yield NumberedDocument(number, words, words.copy())
 
     def _category(self, name: Optional[str], held_out: bool) -> int:
-        books = self.books
+        statistics = self.statistics
         number = self.numbers.get(name or UNKNOWN_CATEGORY, 0)
-        books.without_category += name is None and len(self.numbers) > 1
-        books.unknown_categories += name is not None and number == 0
+        statistics.without_category += name is None and len(self.numbers) > 1
+        statistics.unknown_categories += name is not None and number == 0
         if name is not None and not held_out:
-            books.per_category[name] = books.per_category.get(name, 0) + 1
+            statistics.per_category[name] = statistics.per_category.get(name, 0) + 1
         return number
 
     def _count(self, words: numpy.ndarray, held_out: bool) -> None:
         unknown = int((words == self.tokenizer.unk_token_id).sum())
         if held_out:
-            self.books.eval_words += len(words) - 2
-            self.books.eval_unknown_words += unknown
+            self.statistics.eval_words += len(words) - 2
+            self.statistics.eval_unknown_words += unknown
         else:
-            self.books.words += len(words) - 2
-            self.books.unknown_words += unknown
+            self.statistics.words += len(words) - 2
+            self.statistics.unknown_words += unknown
 
 
 def _write_training_rows(folder: Path, encoder: _Encoder, texts: Texts, order: numpy.ndarray, plan: _Plan) -> None:
     category_ids = numpy.zeros(len(texts), dtype=numpy.int32)
     documents = encoder.documents(texts, order, category_ids, held_out=False, described=[])
-    rows = training_rows(documents, plan.settings, encoder.books)
+    rows = training_rows(documents, plan.settings, encoder.statistics)
     schema = _with_category(training_schema(isolate=False))
     rows = ({**row, "category_ids": int(category_ids[row["documents"][0]])} for row in rows)
     write_arrow(folder / "train.arrow", schema, record_batches(rows, schema))
-    if not encoder.books.supervised_tokens:
-        raise DataError(f"{plan.source.name} gave no word to learn; dropped: {encoder.books.dropped_in_words()}")
+    if not encoder.statistics.supervised_tokens:
+        raise DataError(f"{plan.source.name} gave no word to learn; dropped: {encoder.statistics.dropped_in_words()}")
 
 
 def _write_held_out_rows(
@@ -282,7 +282,7 @@ def _write_held_out_rows(
     if len(order):
         category_ids = numpy.zeros(len(texts), dtype=numpy.int32)
         documents = encoder.documents(texts, order, category_ids, held_out=True, described=described)
-        rows = held_out_rows(documents, settings, encoder.books)
+        rows = held_out_rows(documents, settings, encoder.statistics)
         schema = _with_category(held_out_schema())
         rows = ({**row, "category_ids": int(category_ids[row["document"]])} for row in rows)
         write_arrow(folder / "eval.arrow", schema, record_batches(rows, schema))

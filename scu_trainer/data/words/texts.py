@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple, Optional
 import numpy
 import xxhash
 
-from scu_trainer.data.books import DataBooks
 from scu_trainer.data.records import BadRow, Record
 from scu_trainer.data.sources import Source
+from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
 from scu_trainer.data.text.documents import StoredDocuments
 from scu_trainer.data.text.encode import EMPTY, UNREADABLE
@@ -71,27 +71,27 @@ def stored_texts(source: Source, columns: Columns, skip_bad_rows: bool, limit: i
     """
 
     def write(folder: Path) -> None:
-        books = DataBooks()
-        texts = islice(_usable(source.read(), columns, skip_bad_rows, books), limit)
+        statistics = DataStatistics()
+        texts = islice(_usable(source.read(), columns, skip_bad_rows, statistics), limit)
         write_arrow(folder / "texts.arrow", _schema(), _batches(texts))
-        (folder / "books.json").write_text(json.dumps(books.as_dict()))
+        (folder / "books.json").write_text(json.dumps(statistics.as_dict()))
 
     name = digest_of(TEXTS_VERSION, source.identity, columns, skip_bad_rows, limit)
     folder = built_once(cache_dir / "texts" / name, write)
-    texts = Texts(open_arrow(folder / "texts.arrow"), DataBooks(**json.loads((folder / "books.json").read_text())))
+    texts = Texts(open_arrow(folder / "texts.arrow"), DataStatistics(**json.loads((folder / "books.json").read_text())))
     if not len(texts):
         raise DataError(
-            f"{source.name} has no text to learn from. {texts.books.rows_read:,} rows read, dropped: "
-            f"{texts.books.dropped_in_words()}. Check text_column and category_column"
+            f"{source.name} has no text to learn from. {texts.statistics.rows_read:,} rows read, dropped: "
+            f"{texts.statistics.dropped_in_words()}. Check text_column and category_column"
         )
     return texts
 
 
 def _usable(
-    records: Iterable[Record], columns: Columns, skip_bad_rows: bool, books: DataBooks
+    records: Iterable[Record], columns: Columns, skip_bad_rows: bool, statistics: DataStatistics
 ) -> Iterator[LabelledText]:
     for record in records:
-        books.rows_read += 1
+        statistics.rows_read += 1
         try:
             text = _understood(record, columns)
         except BadRow as error:
@@ -99,12 +99,12 @@ def _usable(
                 raise DataError(
                     f"{record.place}: {error}. Repair the row, or count and skip such rows with --skip_bad_rows true"
                 ) from None
-            books.drop(UNREADABLE, f"{record.place}: {error}")
+            statistics.drop(UNREADABLE, f"{record.place}: {error}")
             continue
         if text.text.strip():
             yield text
         else:
-            books.drop(EMPTY, record.place)
+            statistics.drop(EMPTY, record.place)
 
 
 def _understood(record: Record, columns: Columns) -> LabelledText:

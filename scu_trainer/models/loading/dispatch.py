@@ -283,7 +283,7 @@ def _check_disk(placement: Placement, limits: Mapping[Device, int]) -> None:
 
 
 def _is_rewritten(skeleton: PreTrainedModel, name: str) -> bool:
-    """Whether loading writes offloaded weights anew: other files than safetensors, or experts that are stacked."""
+    """Whether loading writes offloaded weights again: other files than safetensors, or experts that are stacked."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 

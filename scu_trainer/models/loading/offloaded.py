@@ -2,7 +2,7 @@
 
 An offloaded weight is a tensor without memory (device "meta") but while its layer runs. peft puts a new adapter beside
 the weight that it adapts, and so drops what it has just drawn; it reads saved adapters by dispatching the whole model
-anew, which fails on models that are on disk. Both are mended here.
+again, which fails on models that are on disk. Both are mended here.
 """
 
 from __future__ import annotations

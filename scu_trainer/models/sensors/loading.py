@@ -123,7 +123,7 @@ def make_trident(
     model = _loaded(settings, config, label_names, device)
     lines = [f"{settings.model_name_or_path}: TRIDENT with {', '.join(config.branches)}"]
     if label_names_of(config) != list(label_names):
-        lines.append(f"the head is made anew: {len(label_names)} classes that are not the model's {config.num_labels}")
+        lines.append(f"the head is made again: {len(label_names)} classes that are not the model's {config.num_labels}")
     return model, lines
 
 

@@ -60,7 +60,7 @@ class TransformerLayer(nn.Module):
 
 
 def at_least_one(mask: Tensor) -> Tensor:
-    """``mask`` (rows, time), with everything True in rows where nothing is: attention over no key is no number.
+    """``mask`` (rows, time), with everything True in rows where nothing is: attention over no key is not finite.
 
     What comes out of such rows must not be used.
     """

@@ -152,7 +152,7 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
         )
     lines = [f"{name}, {type(model).__name__}"]
     if random and not is_adapter(path):  # which brings a head
-        lines.append(f"the head is made anew: {len(label_names)} classes where the model has {before}")
+        lines.append(f"the head is made again: {len(label_names)} classes where the model has {before}")
     return model, lines
 
 

@@ -116,7 +116,7 @@ def _number(word: str, text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
-        raise SettingsError(f"arm {word!r}: {text!r} is no number above 0, such as {word.partition(':')[0]}:3")
+        raise SettingsError(f"arm {word!r}: {text!r} is not a number above 0, such as {word.partition(':')[0]}:3")
     return value
 
 
@@ -154,7 +154,9 @@ def _plain_value(arm: str, text: str) -> Any:
     if isinstance(value, bool) and text.strip().lower() not in ("true", "false"):
         return text.strip()  # mixed_precision=no is a word
     if value is None or isinstance(value, (list, dict)):
-        raise SettingsError(f"--arm {arm!r}: {text!r} is no number, word, true or false; put it into the configuration")
+        raise SettingsError(
+            f"--arm {arm!r}: {text!r} is not a number, word, true or false; put it into the configuration"
+        )
     return value
 
 

@@ -114,7 +114,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     return found
 
 
-def check_continuity(checkpoint: Path, now: Mapping[str, Any]) -> list[Change]:
+def check_compatibility(checkpoint: Path, now: Mapping[str, Any]) -> list[Change]:
     """What changed since ``checkpoint``. Raises CheckpointError naming all of it that cannot go on."""
     before = facts_of(checkpoint)
     found = changes(before, now) if before else []
@@ -122,7 +122,7 @@ def check_continuity(checkpoint: Path, now: Mapping[str, Any]) -> list[Change]:
     if refused:
         raise CheckpointError(
             f"{checkpoint} cannot go on with these settings: {'; '.join(refused)}. Give the settings of before, "
-            "start anew with --no_resume, or from its weights with model_name_or_path"
+            "start over with --no_resume, or from its weights with model_name_or_path"
         )
     return found
 

@@ -28,7 +28,7 @@ from scu_trainer.train.checkpoints.saved_state import OF_LOOPS, SHAPES, TENSORS,
 OPTIMIZER_STATES = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
 """Of the stock Trainer, of FSDP (whole, in parts), of DeepSpeed."""
 
-WEIGHTS_ONLY_HINT = "--weights_only takes its weights and begins the optimizer anew"
+WEIGHTS_ONLY_HINT = "--weights_only takes its weights and begins the optimizer again"
 
 STATE = "trainer_state.json"
 WEIGHTS = re.compile(r"(adapter_|pytorch_)?model[^/]*\.(safetensors|bin)")
@@ -47,7 +47,7 @@ NEEDED_OF_STATE = {
     "log_history": list,
     "stateful_callbacks": Union[dict, list, None],
 }
-"""Of trainer_state.json, what a training goes on with. The rest is computed anew."""
+"""Of trainer_state.json, what a training goes on with. The rest is computed again."""
 
 FIELDS_OF_STATE = {field.name for field in dataclasses.fields(TrainerState)}
 

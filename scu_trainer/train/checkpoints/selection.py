@@ -50,7 +50,7 @@ def whole_checkpoint(run: Path, weights_only: bool) -> tuple[Path, list[str]]:
     if newest is None:
         raise CheckpointError(
             f"{run} holds no checkpoint to go on from ({'; '.join(skipped) or 'none is there'}); give the path of one "
-            "to resume_from_checkpoint, or drop it to start anew"
+            "to resume_from_checkpoint, or drop it to start over"
         )
     return newest, skipped
 

@@ -73,7 +73,7 @@ class CheckpointWriter:
     def _save_or_raise(self, staging: Path, final: Path, stock_save: Callable[[], None]) -> None:
         try:
             if self.trainer.args.should_save:
-                _make_anew(staging)
+                _rebuild(staging)
             self._fill(staging, stock_save)
             if self.trainer.args.should_save:
                 self._seal(staging / final.name, final)
@@ -90,7 +90,7 @@ class CheckpointWriter:
         """What went wrong, None if nothing did."""
         if self.trainer.args.should_save:
             with self._problems() as problems:
-                _make_anew(staging)
+                _rebuild(staging)
             if problems:
                 return problems[0]
         with self._problems() as problems:
@@ -181,7 +181,7 @@ class CheckpointWriter:
         self.trainer.accelerator.wait_for_everyone()
 
 
-def _make_anew(staging: Path) -> None:
+def _rebuild(staging: Path) -> None:
     if staging.exists():
         remove_inside(staging.parent, staging.name, files.OURS)
     staging.mkdir(parents=True)

@@ -24,7 +24,7 @@ BY_LOSS = ("noise_guard", "acmds", "infobatch")
 NEEDED = {
     "train_sampling_strategy": ("random", "it would choose the samples as well"),
     "dataloader_drop_last": (False, "it would drop rows that nobody counts"),
-    "auto_find_batch_size": (False, "it begins epochs anew; memory_control recovers without"),
+    "auto_find_batch_size": (False, "it starts epochs over; memory_control recovers without"),
     "ignore_data_skip": (False, "a resumed epoch would show rows twice"),
 }
 """Arguments of the stock Trainer: the value that they must have, and why."""

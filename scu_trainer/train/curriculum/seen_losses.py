@@ -36,7 +36,7 @@ class Losses:
     """Arrays of shape (k,), in the order in which rows were seen, each row once per optimizer step.
 
     ``losses``: mean, nats; NaN where nothing in the row is learned or its loss cannot be read (``known`` is False
-    there), and where it is no number. ``labels``: class, or -1.
+    there), and where it is not finite. ``labels``: class, or -1.
     """
 
     steps: numpy.ndarray
@@ -106,7 +106,7 @@ class SeenLosses:
             )
 
     def forget(self, step: int) -> None:
-        """What was recorded in ``step``; rows whose loss is no number stay set aside."""
+        """What was recorded in ``step``; rows whose loss is not finite stay set aside."""
         second_try(self._to_host, READING)
         self._on_host = [seen.take((seen.steps != step) | seen.is_bad) for seen in self._on_host]
 

@@ -34,7 +34,7 @@ class Windows:
 
     @property
     def step(self) -> int:
-        """Tokens that a window predicts anew: a full one cannot predict its first."""
+        """Tokens that a window predicts again: a full one cannot predict its first."""
         return min(self.stride, self.max_length - 1)
 
     @property

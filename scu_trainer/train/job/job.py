@@ -210,6 +210,6 @@ def cuda_bytes(training: TrainingArguments) -> tuple[int, ...]:
     return () if training.use_cpu else tuple(gpu.free_bytes for gpu in accelerators() if gpu.kind == "cuda")
 
 
-def is_leader() -> bool:
+def is_main_process() -> bool:
     """Whether this process is the one of all ranks that prints and writes."""
     return int(os.environ.get("RANK", "0")) == 0

@@ -1,4 +1,4 @@
-"""The Trainer's side of the curriculum: epochs as they are planned, losses as they are seen, books of both.
+"""The Trainer's side of the curriculum: epochs as they are planned, losses as they are seen, statistics of both.
 
     begin_epoch        the epoch is planned from the losses of all ranks; its real number of steps takes the place of
                        the nominal one
@@ -50,7 +50,9 @@ logger = logging.getLogger("scu_trainer")
 STATE_FILE = "curriculum_state.json"
 ARRAYS_FILE = "curriculum_state.safetensors"
 
-BOOKED = tuple("rows real_tokens padded_tokens cut_tokens seen repeated readmitted suspects quarantined unseen".split())
+REPORTED_COUNTS = tuple(
+    "rows real_tokens padded_tokens cut_tokens seen repeated readmitted suspects quarantined unseen".split()
+)
 """Numbers of a row of curriculum.json that reporters get."""
 
 
@@ -110,7 +112,7 @@ class CurriculumLoop(Loop):
         require_enough_epochs(self.settings, self.length.epochs)
         self.counts, self.totals, self._totals_before = DeliveryCounts(), DeliveryCounts(), DeliveryCounts()
         self.notices = []
-        self.owes_row = False  # of an epoch whose last step was saved before it was booked
+        self.owes_row = False  # of an epoch whose last step was saved before it was recorded
         self._resumed_at: Optional[tuple[int, float]] = None
         self._seen, self._deliveries = SeenLosses(), Deliveries(trainer.model)
         self._plan_weights()
@@ -150,8 +152,8 @@ class CurriculumLoop(Loop):
         return self.totals.rows - self._totals_before.rows
 
     def rows_stand_until(self, step: int) -> int:
-        """The step up to which rows of earlier epochs stand. A run that was stopped has booked a part of an epoch; it
-        goes on with that epoch, and books it as a whole."""
+        """The step up to which rows of earlier epochs stand. A run that was stopped has recorded a part of an epoch; it
+        goes on with that epoch, and statistics it as a whole."""
         if self._resumed_at is not None:
             return self.length.first_step
         return step - self.owes_row
@@ -292,7 +294,7 @@ class CurriculumLoop(Loop):
         known = seen.take(seen.known)
         self.sampler.update(known.ids, known.losses, epoch, known.labels)
 
-    # -- books ---------------------------------------------------------------------------------------------------------
+    # -- statistics ----------------------------------------------------------------------------------------------------
 
     def end_epoch(self) -> None:
         """Also when training stops within an epoch. Every rank calls it."""
@@ -315,9 +317,9 @@ class CurriculumLoop(Loop):
             write_suspects(folder, suspects, difficulty, trainer.train_dataset, trainer.processing_class)
 
     def scalars(self) -> dict[str, float]:
-        """The books of the last epoch for one row of the logs; empty until the next one is booked."""
+        """The statistics of the last epoch for one row of the logs; empty until the next one is recorded."""
         row, self.newest = self.newest or {}, None
-        found = {f"curriculum/{name}": row[name] for name in ("epoch", *BOOKED) if row.get(name) is not None}
+        found = {f"curriculum/{name}": row[name] for name in ("epoch", *REPORTED_COUNTS) if row.get(name) is not None}
         found |= {f"curriculum/difficulty_{name}": value for name, value in (row.get("difficulty") or {}).items()}
         return found | ({"curriculum/skipped": sum(row["skipped"].values())} if row else {})
 
@@ -383,7 +385,7 @@ class CurriculumLoop(Loop):
         done = min(state["micro_batches"], state["steps_done"] * state["accumulation"] * state["processes"])
         other_steps = state["accumulation"] != self.trainer.args.gradient_accumulation_steps
         with reading(arrays):
-            told = self.sampler.load_state_dict(state, StoredArrays(arrays), done, cut_anew=other_steps)
+            told = self.sampler.load_state_dict(state, StoredArrays(arrays), done, recut=other_steps)
         self._say(told)
         self.notices = [*state["notices"], *(note for note in self.notices if note not in state["notices"])]
         self.counts, self.totals = DeliveryCounts(**state["counts"]), DeliveryCounts(**state["totals"])
@@ -396,19 +398,19 @@ class CurriculumLoop(Loop):
         if steps_done >= state["steps"] or self.trainer.state.global_step >= self.trainer.state.max_steps:
             self.owes_row = self.counts.rows > 0
             return epoch + 1, 0
-        cut_anew = self.sampler.was_cut_anew
-        self._resumed_at = (epoch, state["progress"] if cut_anew else state["progress_before"])
-        return epoch, 0 if cut_anew else done // self.sampler.world
+        recut = self.sampler.was_recut
+        self._resumed_at = (epoch, state["progress"] if recut else state["progress_before"])
+        return epoch, 0 if recut else done // self.sampler.world
 
     def _resume_blindly(self, checkpoint: str, stock_position: tuple[int, int]) -> tuple[int, int]:
         """From a checkpoint that a run without a curriculum has written: only the stock order can go on."""
         if self.trainer.resumes_weights_only:
-            self._say([f"{checkpoint} holds no {STATE_FILE}: epoch {stock_position[0] + 1} begins anew"])
+            self._say([f"{checkpoint} holds no {STATE_FILE}: epoch {stock_position[0] + 1} starts over"])
             return stock_position[0], 0
         if self.settings.methods:
             raise CheckpointError(
                 f"{checkpoint} holds no {STATE_FILE}: it was written without a curriculum or with save_only_model, so "
-                "what it has seen is not known; resume with curriculum: none, or start anew from its weights with "
+                "what it has seen is not known; resume with curriculum: none, or start over from its weights with "
                 "model_name_or_path"
             )
         self._say([f"{checkpoint} holds no {STATE_FILE}: losses of samples are tracked from here on"])

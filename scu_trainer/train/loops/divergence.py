@@ -76,7 +76,7 @@ class DivergenceWatch:
         run, before = Path(self.trainer.args.output_dir), self._state.above_since
         found = next((path for path in checkpoints(run) if step_of(path) < before), None)
         if found is None:
-            return f"There is no checkpoint from before step {before}: start anew, with a smaller save_steps"
+            return f"There is no checkpoint from before step {before}: start over, with a smaller save_steps"
         return f"The newest checkpoint from before is {found.name}: resume_from_checkpoint: {found}"
 
     # -- reports and checkpoints ---------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Asked only after a failure. The failed step's rows run once more, in at most ``MOST_RUNS`` parts, without anything that
 other ranks would have to join in; random state, statistics and gradients are as before. In this order:
 
-    weights     a weight, or a BatchNorm statistic, is no number itself
+    weights     a weight, or a BatchNorm statistic, is not finite itself
     inputs      a number in the batch is none
     forward     the first module, by order of execution, whose output is not finite; where what it was given was not
                 finite already, the code of the module around it
@@ -41,7 +41,7 @@ MOST_NAMED = 8
 class NonFinitePlace:
     """``place``: a phrase, None where it was not found; then ``reason`` says why. ``rows``: how messages name them.
 
-    ``is_weight``: a weight or statistic itself is no number, so no later step can be better.
+    ``is_weight``: a weight or statistic itself is not finite, so no later step can be better.
     """
 
     place: Optional[str] = None

@@ -22,7 +22,7 @@ class MemoryLoop(Loop):
         chunked.loop.on_row = self.record
 
     def begin(self) -> None:
-        self.chunked.begin_anew()
+        self.chunked.reset()
 
     def end(self) -> None:
         self.chunked.finish()  # the optimizer is the caller's again
@@ -59,13 +59,14 @@ class MemoryLoop(Loop):
         return self.chunked.loop.scalars()
 
     def figures(self) -> dict[str, Any]:
-        """Tokens processed per real one, against the stock order of operations, and what memory did to the chunks."""
-        loop, books = self.chunked.loop, self.chunked.loop.books
-        real = max(1, books.real_tokens)
+        """Tokens processed per real one, against the stock order of operations, and what memory did to the
+        micro-batches."""
+        loop, statistics = self.chunked.loop, self.chunked.loop.statistics
+        real = max(1, statistics.real_tokens)
         memory = {
-            **asdict(books),
-            "processed_per_real": books.processed_tokens / real,
-            "stock_per_real": books.stock_tokens / real,
+            **asdict(statistics),
+            "processed_per_real": statistics.processed_tokens / real,
+            "stock_per_real": statistics.stock_tokens / real,
             "final_cap_tokens": loop.state.cap_tokens,
         }
         return {self.name: memory, "loss_analysis": self.chunked.analysis.figures()}
@@ -81,8 +82,8 @@ class MemoryLoop(Loop):
             lines.append(
                 (
                     "memory",
-                    f"{memory['changes']} changes of the chunk, at the end {at_the_end}; out of memory and recovered: "
-                    f"{memory['out_of_memory']}",
+                    f"{memory['changes']} changes of the micro-batch, at the end {at_the_end}; out of memory and "
+                    f"recovered: {memory['out_of_memory']}",
                 )
             )
         return lines

@@ -8,7 +8,7 @@
                         schedule, the regularization loop its S and lambda, the averages of weights theirs
 
 A skipped step is counted and has a number: ``global_step`` goes on, and so do the data. Past the limit the run ends,
-with a checkpoint: the weights are still those of the last good step. Only where a weight itself is no number there is
+with a checkpoint: the weights are still those of the last good step. Only where a weight itself is not finite there is
 nothing to save.
 """
 
@@ -163,7 +163,7 @@ class NonFiniteGuard(Loop):
         return GRADIENT if bad_gradient and not self._is_overflow_of_scale() else None
 
     def _flags(self, gradient: torch.Tensor) -> torch.Tensor:
-        """(3,) of this rank: is the loss no number, is the gradient none, was any row trained on."""
+        """(3,) of this rank: is the loss not finite, is the gradient not finite, was any row trained on."""
         device = self.trainer.args.device
         loss = torch.stack([loss.to(device).float().reshape(()) for loss in self._losses]).sum()
         numbers = torch.stack([loss, gradient.to(device).float().reshape(())])
@@ -319,13 +319,13 @@ class NonFiniteGuard(Loop):
         return not bool(is_bad)
 
     def before_save(self) -> None:
-        """Raises NonFiniteLoss, on all ranks, where a checkpoint would hold weights that are no numbers."""
+        """Raises NonFiniteLoss, on all ranks, where a checkpoint would hold weights that are not finite."""
         if not self.weights_are_finite():
             weight = nonfinite_weight(self.trainer.model) or "a weight on another rank"
             self._stop_without_weights(f"after step {self.trainer.state.global_step}: {weight} is not finite itself")
 
     def require_finite_weights(self) -> None:
-        """Raises NonFiniteLoss where a weight of this rank is no number. For one rank alone."""
+        """Raises NonFiniteLoss where a weight of this rank is not finite. For one rank alone."""
         weight = nonfinite_weight(self.trainer.model)
         if weight is not None:
             self._stop_without_weights(f"step {self.trainer.state.global_step + 1}: {weight} is not finite itself")

@@ -52,7 +52,7 @@ class RegularizationLoop(Loop):
     # -- events --------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self.regularizer.begin_anew()
+        self.regularizer.reset()
 
     def on_model(self, model: torch.nn.Module) -> None:
         # Else it would pull at the weights of the model before.
@@ -174,7 +174,7 @@ class RegularizationLoop(Loop):
             raise CheckpointError(
                 f"{checkpoint} holds no {self.state_file}: it was written without the regularization loop or with "
                 "save_only_model; "
-                "resume with scu: false, or start anew from its weights with model_name_or_path"
+                "resume with scu: false, or start over from its weights with model_name_or_path"
             )
         prior = read_tensors(prior_file) if prior_file.is_file() else None
         self.regularizer.load_state_dict(read_state(state_file), prior)

@@ -170,7 +170,7 @@ def _require_file(checkpoint: Path) -> None:
     if not (checkpoint / EMA_FILE).is_file():
         raise CheckpointError(
             f"{checkpoint} holds no {EMA_FILE}: it was written without ema_decay or with save_only_model; resume "
-            "without ema_decay, or start anew from its weights with model_name_or_path"
+            "without ema_decay, or start over from its weights with model_name_or_path"
         )
 
 

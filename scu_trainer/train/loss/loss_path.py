@@ -4,7 +4,7 @@
     all others               compute their loss themselves; the rows' losses are read from what they return
                              (``row_readings.py``)
 
-Rows whose loss is no number are taken out of the batch, which then runs again without them.
+Rows whose loss is not finite are taken out of the batch, which then runs again without them.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class LossPath:
             loss, again = stock(model, type(inputs)(other), True, num_items)
             return self._read(again, other["labels"], loss, num_items, ()) == self.reading
 
-    # -- rows that give no number --------------------------------------------------------------------------------------
+    # -- rows without a finite loss
 
     @property
     def _rows_mix(self) -> bool:
@@ -275,7 +275,7 @@ class LossPath:
         return agrees
 
     def _agrees(self, inputs: Any) -> tuple[Optional[bool], Optional[str]]:
-        """(whether both ways give the same loss on one short row or None if it is no number, why not)."""
+        """(whether both ways give the same loss on one short row or None if it is not finite, why not)."""
         model = self.trainer.model
         short = _short(inputs, head_of(model).out_features)
         if short is None:

@@ -353,7 +353,7 @@ def _labels_of(targets: torch.Tensor) -> torch.Tensor:
 
 
 def _safe(targets: torch.Tensor) -> torch.Tensor:
-    """With a class in rows where nothing is learned, whose mean over no labels would be no number."""
+    """With a class in rows where nothing is learned, whose mean over no labels would not be finite."""
     learned = (_labels_of(targets) > 0).reshape(-1, *([1] * (targets.dim() - 1)))
     return torch.where(learned, targets, torch.zeros_like(targets))
 

@@ -23,8 +23,8 @@ class Events:
         self.marks.append((len(self.sizes), name))
 
     def highest(self, gradients_bytes: Optional[int] = None) -> dict[str, int]:
-        """Bytes by part when their sum is highest. ``gradients_bytes``: those of earlier chunks, which are there from
-        the beginning, and to which new ones are added."""
+        """Bytes by part when their sum is highest. ``gradients_bytes``: those of earlier micro-batches, which are
+        there from the beginning, and to which new ones are added."""
         live = dict.fromkeys(PARTS, 0)
         live[GRADIENTS] = gradients_bytes or 0
         highest, most_bytes, now_bytes = dict(live), live[GRADIENTS], live[GRADIENTS]

@@ -18,7 +18,7 @@ from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.memory_estimate.events import Events, at_rows
 from scu_trainer.train.memory_estimate.layers import as_all_layers, deepened, kinds_of, layers_of, shallow, with_layers
-from scu_trainer.train.memory_estimate.predict import footprint_of, held_by, loss_kind, step_of, subject_of, trained_of
+from scu_trainer.train.memory_estimate.predict import estimate_of, held_by, loss_kind, step_of, subject_of, trained_of
 from scu_trainer.train.memory_estimate.shapes import RowShapes, Step
 from scu_trainer.train.memory_estimate.skeleton import of_configuration
 from scu_trainer.train.memory_estimate.step import EstimatedStep, trace
@@ -33,7 +33,7 @@ TRACED_WHOLE, TRACED_WHOLE_ON_CPU = 3, 12
 """Layers up to which a model is traced whole. On a CPU only that shows how the heap grows."""
 
 FEW_ROWS = (2, 3)
-"""RowShapes of the chunks that are traced of a deep model; operations on a single row may copy less."""
+"""RowShapes of the micro-batches that are traced of a deep model; operations on a single row may copy less."""
 
 
 class Source(Protocol):
@@ -99,7 +99,7 @@ class FromConfiguration:
                 before = deep.trained.size_bytes if step.chunks > 1 else None
                 parts = {**events.highest(before), "weights": deep.weights_bytes}
                 return footprint(parts, deep.trained, held, self.device)
-        return footprint_of(self._subject(choice, range(len(self._kinds))), step, held, self.device)
+        return estimate_of(self._subject(choice, range(len(self._kinds))), step, held, self.device)
 
     def _trace(self, choice: SettingChoice, length: int) -> Optional[Deep]:
         """None where the layers do not run one after the other."""
@@ -131,8 +131,8 @@ class FromConfiguration:
 
 @dataclass(frozen=True)
 class Deep:
-    """What is known of a model with all its layers from one with few. ``few``, ``more``: rows of a chunk, and what
-    happens in its step."""
+    """What is known of a model with all its layers from one with few. ``few``, ``more``: rows of a micro-batch, and
+    what happens in its step."""
 
     few: tuple[int, Events]
     more: tuple[int, Events]
@@ -185,15 +185,15 @@ class FromParts:
         subject = replace(subject_of(self.job, self.parts, self.rows), autocast=HALVES[choice.mixed_precision])
         if choice.checkpoint_every_layer and not checkpoints(self.job):
             checkpoint_every_layer(subject.model)
-        return footprint_of(subject, step, replace(held_by(self.job), optim=choice.optim), self.device)
+        return estimate_of(subject, step, replace(held_by(self.job), optim=choice.optim), self.device)
 
 
-# -- which chunk fits --------------------------------------------------------------------------------------------------
+# -- which micro-batch fits --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A choice, what it would take in the largest chunks that fit, or in the smallest ones, and whether it fits.
+    """A choice, what it would take in the largest micro-batches that fit, or in the smallest ones, and whether it fits.
     ``whole``, ``as_asked``: its step, and what it takes, where nothing is cut for want of memory."""
 
     choice: SettingChoice
@@ -205,7 +205,7 @@ class Planned:
 
 
 def planned(source: Source, choice: SettingChoice, limit_bytes: int, least_rows: int) -> Planned:
-    """``least_rows``: of a chunk; as many as a step has where it is not cut."""
+    """``least_rows``: of a micro-batch; as many as a step has where it is not cut."""
     whole = source.step(choice)
     taken = source.footprint(choice, whole)
     least = min(least_rows, whole.rows)

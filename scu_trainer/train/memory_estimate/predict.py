@@ -29,14 +29,14 @@ ROWS_LOOKED_AT = 64
 
 
 def predict(job: Job, parts: TrainingComponents) -> tuple[Footprint, Step]:
-    """Of a job that is loaded, and the chunk that it is about. Nothing of ``parts`` is changed. Raises what a model
-    raises that makes tensors whose shape depends on content."""
+    """Of a job that is loaded, and the micro-batch that it is about. Nothing of ``parts`` is changed. Raises what a
+    model raises that makes tensors whose shape depends on content."""
     device, rows = job.training.device.type, RowShapes.of(parts.data.train)
     step = step_of(job, rows, device)
-    return footprint_of(subject_of(job, parts, rows), step, held_by(job), device), step
+    return estimate_of(subject_of(job, parts, rows), step, held_by(job), device), step
 
 
-def footprint_of(subject: EstimatedStep, step: Step, held: Held, device: str) -> Footprint:
+def estimate_of(subject: EstimatedStep, step: Step, held: Held, device: str) -> Footprint:
     trained = trained_of(subject.trained)
     looks_at_heap = device == "cpu" and UntouchedHeap.is_known()
     kept = _blocks(held.bytes_of(trained), subject.trained, trained) if looks_at_heap else None

@@ -9,7 +9,7 @@ from scu_trainer.hardware.estimate import PARTS, Footprint
 from scu_trainer.hardware.heap import keep_freed
 from scu_trainer.run_files import readable
 from scu_trainer.train.job.components import TrainingComponents
-from scu_trainer.train.job.job import Job, is_leader
+from scu_trainer.train.job.job import Job, is_main_process
 from scu_trainer.train.memory_estimate.predict import predict
 from scu_trainer.train.memory_estimate.shapes import Step
 from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory
@@ -20,7 +20,7 @@ WORTH_SAYING = 0.01
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """``footprint`` in chunks of ``step``, or the ``reason`` why there is none."""
+    """``footprint`` in micro-batches of ``step``, or the ``reason`` why there is none."""
 
     footprint: Optional[Footprint] = None
     step: Optional[Step] = None
@@ -35,7 +35,7 @@ class RunEstimate:
         named = {part: getattr(self.footprint, part) for part in PARTS}
         parts = [f"{part} {readable(size)}" for part, size in named.items() if size >= WORTH_SAYING * peak]
         chunk = f"{self.step.rows} rows" + (f" of {self.step.length} tokens" if self.step.length > 1 else "")
-        return f"memory: a step in chunks of {chunk} should take {readable(peak)} ({', '.join(parts)})"
+        return f"memory: a step in micro-batches of {chunk} should take {readable(peak)} ({', '.join(parts)})"
 
     def as_dict(self, measured_bytes: Optional[int]) -> dict[str, Any]:
         """For scu_metrics.json. ``measured_bytes``: of the run's steps, beyond what was there before the model."""
@@ -78,4 +78,4 @@ def _obstacle(job: Job) -> Optional[str]:
         return "ZeRO-3 and offloading move each part when they see fit"
     if job.training.fsdp or job.model.device_map is not None:
         return "FSDP and device_map place each part themselves"
-    return None if is_leader() else "the first process says it"
+    return None if is_main_process() else "the first process says it"

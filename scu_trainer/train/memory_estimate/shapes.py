@@ -1,4 +1,4 @@
-"""The largest chunk that the memory loop will make of a step, known from settings and lengths alone."""
+"""The largest micro-batch that the memory loop will make of a step, known from settings and lengths alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class RowShapes:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of a device. ``rows`` x ``length``: its largest chunk. ``chunks``: at least so many."""
+    """One optimizer step of a device. ``rows`` x ``length``: its largest micro-batch. ``micro-batches``: at least so
+    many."""
 
     rows: int
     length: int
@@ -45,7 +46,7 @@ class Step:
         return self.rows * self.length
 
     def with_rows(self, rows: int) -> Step:
-        """The same rows in chunks of ``rows``."""
+        """The same rows in micro-batches of ``rows``."""
         return replace(self, rows=rows, chunks=max(self.chunks, -(-self.rows * self.chunks // rows)))
 
 
@@ -60,7 +61,7 @@ def planned_step(
 ) -> Step:
     """``batch_rows``: per device and accumulation batch. ``device``: torch's name of its kind.
 
-    As the memory loop plans it while there is room: it makes smaller chunks where memory is short.
+    As the memory loop plans it while there is room: it makes smaller micro-batches where memory is short.
     """
     batch_tokens = _batch_tokens(rows, curriculum, batch_rows)
     whole = Step(max(1, batch_tokens // rows.longest), rows.longest, accumulation)

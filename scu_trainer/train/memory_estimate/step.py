@@ -68,7 +68,7 @@ def trace(
     """Forward and backward over ``rows`` rows of ``length``.
 
     Args:
-        after_others: an earlier chunk of the same optimizer step has left its gradients.
+        after_others: an earlier micro-batch of the same optimizer step has left its gradients.
         kept: sizes of blocks that stay from the first optimizer step on, where the heap is to be looked at.
         layers: whose borders are marked among the events.
 

@@ -47,7 +47,7 @@ def before_training(job: Job, parts: TrainingComponents, output_dir: Path) -> li
     """What the prepared data and the loaded model tell. Of what is large a sample is looked at, and the finding says
     so. ``output_dir``: where checkpoints will go; it need not exist."""
     if not optimization.has_rows_per_step(job.training):
-        return []  # an error of before_loading; there is no number of steps to go by
+        return []  # an error of before_loading; there is not a number of steps to go by
     train, training = parts.data.train, job.training
     count = len(train) if has_length(train) else None
     steps = training.max_steps if count is None else job.planned_steps(count)

@@ -48,10 +48,10 @@ def before_training(job: Job, parts: TrainingComponents) -> Iterator[Finding]:
     data = parts.data
     if isinstance(data, PreparedSamples):
         yield from _range(parts)
-        yield from _balance(data.books.per_class, "dataset")
+        yield from _balance(data.statistics.per_class, "dataset")
         yield from _inputs(data.train)
     else:
-        yield from _balance(getattr(data.books, "per_category", {}), "category_column")
+        yield from _balance(getattr(data.statistics, "per_category", {}), "category_column")
 
 
 def _range(parts: TrainingComponents) -> Iterator[Finding]:

@@ -1,11 +1,11 @@
-"""What the books of the data say: rows dropped, cut, held out, held out twice."""
+"""What the statistics of the data say: rows dropped, cut, held out, held out twice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scu_trainer.data.books import DataBooks
-from scu_trainer.data.samples import SampleBooks
+from scu_trainer.data.samples import SampleStatistics
+from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
@@ -56,49 +56,49 @@ FEWEST_DOCUMENTS, FEWEST_TOKENS, FEWEST_SAMPLES = 5, 2000, 20
 
 
 def before_training(job: Job, parts: TrainingComponents) -> Iterator[Finding]:
-    books = parts.data.books
-    if isinstance(books, SampleBooks):
-        yield from _samples(job, books)
+    statistics = parts.data.statistics
+    if isinstance(statistics, SampleStatistics):
+        yield from _samples(job, statistics)
     else:
-        yield from _documents(job, books)
+        yield from _documents(job, statistics)
 
 
-def _samples(job: Job, books: SampleBooks) -> Iterator[Finding]:
-    dropped = sum(books.dropped.values())
-    yield from _dropped(dropped, max(books.read, dropped), f"{books.item}s", books.dropped_in_words())
-    yield from _seen(books.heldout_duplicates, books.eval, f"held-out {books.item}s")
-    if books.eval and job.training.eval_strategy != "no" and books.eval < FEWEST_SAMPLES:
-        yield HELD_OUT_TINY.found(f"{books.eval} {books.item}s are held out", "validation_split_percentage")
+def _samples(job: Job, statistics: SampleStatistics) -> Iterator[Finding]:
+    dropped = sum(statistics.dropped.values())
+    yield from _dropped(dropped, max(statistics.read, dropped), f"{statistics.item}s", statistics.dropped_in_words())
+    yield from _seen(statistics.heldout_duplicates, statistics.eval, f"held-out {statistics.item}s")
+    if statistics.eval and job.training.eval_strategy != "no" and statistics.eval < FEWEST_SAMPLES:
+        yield HELD_OUT_TINY.found(f"{statistics.eval} {statistics.item}s are held out", "validation_split_percentage")
 
 
-def _documents(job: Job, books: DataBooks) -> Iterator[Finding]:
-    if books.streaming:
+def _documents(job: Job, statistics: DataStatistics) -> Iterator[Finding]:
+    if statistics.streaming:
         return  # what was read so far stands for nothing
-    yield from _dropped_documents(books)
-    yield from _masking(job, books)
-    yield from _seen(books.heldout_duplicates or 0, books.eval_documents, "held-out documents")
-    is_tiny = books.eval_documents < FEWEST_DOCUMENTS and books.eval_tokens < FEWEST_TOKENS
-    if books.eval_documents and job.training.eval_strategy != "no" and is_tiny:
-        what = f"{books.eval_documents} documents with {books.eval_tokens:,} tokens are held out"
+    yield from _dropped_documents(statistics)
+    yield from _masking(job, statistics)
+    yield from _seen(statistics.heldout_duplicates or 0, statistics.eval_documents, "held-out documents")
+    is_tiny = statistics.eval_documents < FEWEST_DOCUMENTS and statistics.eval_tokens < FEWEST_TOKENS
+    if statistics.eval_documents and job.training.eval_strategy != "no" and is_tiny:
+        what = f"{statistics.eval_documents} documents with {statistics.eval_tokens:,} tokens are held out"
         yield HELD_OUT_TINY.found(what, "validation_split_percentage")
-    words = getattr(books, "words", 0)
-    if words and books.unknown_words / words >= UNKNOWN_SHARE:
-        what = f"{percent(books.unknown_words / words)} of the training words are <unk>"
+    words = getattr(statistics, "words", 0)
+    if words and statistics.unknown_words / words >= UNKNOWN_SHARE:
+        what = f"{percent(statistics.unknown_words / words)} of the training words are <unk>"
         yield MOSTLY_UNKNOWN.found(what, "vocabulary_size")
 
 
-def _dropped_documents(books: DataBooks) -> Iterator[Finding]:
+def _dropped_documents(statistics: DataStatistics) -> Iterator[Finding]:
     """Rows of the source, and rows of tokens, which are counted in other units."""
-    of_tokens = _rows_of_masked_tokens(books)
-    of_source = sum(books.rows_dropped.values()) - of_tokens
-    yield from _dropped(of_source, books.rows_read, "rows read", books.dropped_in_words())
-    whole = books.blocks + books.eval_rows + of_tokens
+    of_tokens = _rows_of_masked_tokens(statistics)
+    of_source = sum(statistics.rows_dropped.values()) - of_tokens
+    yield from _dropped(of_source, statistics.rows_read, "rows read", statistics.dropped_in_words())
+    whole = statistics.blocks + statistics.eval_rows + of_tokens
     yield from _dropped(of_tokens, whole, "rows of tokens", "nothing to learn in them", MOST_CUT_SHARE)
 
 
-def _rows_of_masked_tokens(books: DataBooks) -> int:
+def _rows_of_masked_tokens(statistics: DataStatistics) -> int:
     """Of training and held-out documents together: parts of long prompts, mostly."""
-    return sum(count for reason, count in books.rows_dropped.items() if reason.startswith("row of tokens"))
+    return sum(count for reason, count in statistics.rows_dropped.items() if reason.startswith("row of tokens"))
 
 
 def _dropped(dropped: int, whole: int, unit: str, reasons: str, many: float = MANY_SHARE) -> Iterator[Finding]:
@@ -107,19 +107,19 @@ def _dropped(dropped: int, whole: int, unit: str, reasons: str, many: float = MA
         yield MANY_DROPPED.found(what, "dataset")
 
 
-def _masking(job: Job, books: DataBooks) -> Iterator[Finding]:
-    trained = books.documents / (books.documents + books.eval_documents)
-    whole = books.train_tokens + int(trained * _rows_of_masked_tokens(books)) * job.data.block_size
-    learned = books.supervised_tokens / whole
+def _masking(job: Job, statistics: DataStatistics) -> Iterator[Finding]:
+    trained = statistics.documents / (statistics.documents + statistics.eval_documents)
+    whole = statistics.train_tokens + int(trained * _rows_of_masked_tokens(statistics)) * job.data.block_size
+    learned = statistics.supervised_tokens / whole
     if learned < SMALLEST_LEARNED_SHARE:
-        what = f"{books.supervised_tokens:,} of about {whole:,} tokens are learned ({percent(learned)})"
+        what = f"{statistics.supervised_tokens:,} of about {whole:,} tokens are learned ({percent(learned)})"
         yield LITTLE_LEARNED.found(what, "dataset")
-    first_of_rows = books.blocks  # never learned, in plain text either
-    masked = books.train_tokens - books.supervised_tokens - first_of_rows
-    has_prompts = masked > books.documents
-    if has_prompts and books.documents_cut / books.documents >= MOST_CUT_SHARE:
-        share = percent(books.documents_cut / books.documents)
-        what = f"{books.documents_cut:,} of {books.documents:,} ({share}) exceed {job.data.block_size} tokens"
+    first_of_rows = statistics.blocks  # never learned, in plain text either
+    masked = statistics.train_tokens - statistics.supervised_tokens - first_of_rows
+    has_prompts = masked > statistics.documents
+    if has_prompts and statistics.documents_cut / statistics.documents >= MOST_CUT_SHARE:
+        share = percent(statistics.documents_cut / statistics.documents)
+        what = f"{statistics.documents_cut:,} of {statistics.documents:,} ({share}) exceed {job.data.block_size} tokens"
         yield ANSWERS_CUT.found(what, "block_size")
 
 

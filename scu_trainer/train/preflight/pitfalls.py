@@ -11,7 +11,7 @@ from scu_trainer.train.preflight.finding import Check, Finding
 FINDS_BATCH_SIZE = Check(
     "restarts-on-out-of-memory",
     "warning",
-    "auto_find_batch_size begins the steps anew after an out-of-memory, with the weights trained so far: samples are "
+    "auto_find_batch_size starts the steps over after an out-of-memory, with the weights trained so far: samples are "
     "repeated or never seen",
     "drop it: memory_control recovers without",
 )

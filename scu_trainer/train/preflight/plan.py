@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Optional
 
-from scu_trainer.data.books import DataBooks
-from scu_trainer.data.samples import SampleBooks
+from scu_trainer.data.samples import SampleStatistics
+from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
@@ -35,26 +35,27 @@ def before_loading(job: Job) -> Iterator[Finding]:
 def before_training(
     job: Job, parts: TrainingComponents, rows: Optional[int], steps: Optional[int]
 ) -> Iterator[Finding]:
-    books, training = parts.data.books, job.training
+    statistics, training = parts.data.statistics, job.training
     per_step = rows_per_step(job)
     how = f"{training.train_batch_size} x {training.gradient_accumulation_steps} accumulated"
     how += f" x {training.world_size} ranks" if training.world_size > 1 else ""
     what = f"{steps:,} steps of {per_step:,} rows ({how})"
     if rows:
         what += f", {steps * per_step / rows:.1f} epochs of {rows:,} rows"
-    if isinstance(books, DataBooks) and books.blocks and not books.streaming:
-        tokens = per_step * books.train_tokens / books.blocks
+    if isinstance(statistics, DataStatistics) and statistics.blocks and not statistics.streaming:
+        tokens = per_step * statistics.train_tokens / statistics.blocks
         what += f", about {tokens:,.0f} tokens per step"
     yield STEPS.found(what)
-    if isinstance(books, SampleBooks):
-        yield ROWS.found(f"left out: {sum(books.dropped.values()):,} of {books.read:,} {books.item}s")
-    elif not books.streaming:
-        yield ROWS.found(_of_documents(books))
+    if isinstance(statistics, SampleStatistics):
+        yield ROWS.found(f"left out: {sum(statistics.dropped.values()):,} of {statistics.read:,} {statistics.item}s")
+    elif not statistics.streaming:
+        yield ROWS.found(_of_documents(statistics))
 
 
-def _of_documents(books: DataBooks) -> str:
-    learned = percent(books.supervised_tokens / books.train_tokens)
+def _of_documents(statistics: DataStatistics) -> str:
+    learned = percent(statistics.supervised_tokens / statistics.train_tokens)
     return (
-        f"{learned} of the tokens are learned; longer than a row: {books.documents_cut:,} of {books.documents:,} "
-        f"documents (they go on in the next rows); left out: {sum(books.rows_dropped.values()):,}"
+        f"{learned} of the tokens are learned; longer than a row: {statistics.documents_cut:,} of "
+        f"{statistics.documents:,} documents (they go on in the next rows); "
+        f"left out: {sum(statistics.rows_dropped.values()):,}"
     )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
-from scu_trainer.data.books import DataBooks
+from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
@@ -78,16 +78,16 @@ def before_training(job: Job, parts: TrainingComponents, facts: TokenFacts) -> I
     if facts.tokens and facts.unknown / facts.tokens >= UNKNOWN_SHARE:
         what = f"{percent(facts.unknown / facts.tokens)} of the tokens are unknown, {facts.among()}"
         yield UNKNOWN_TOKENS.found(what, "model_name_or_path, dataset")
-    if is_cut_into_documents(facts, parts.data.books):
+    if is_cut_into_documents(facts, parts.data.statistics):
         yield from _repeated(facts)
         yield from _texts(job, parts.processor, facts)
 
 
-def is_cut_into_documents(facts: TokenFacts, books: DataBooks) -> bool:
+def is_cut_into_documents(facts: TokenFacts, statistics: DataStatistics) -> bool:
     """Whether ends stand at the end of documents alone; in conversations each turn may have one."""
     if facts.all_rows is None:
         return False
-    return facts.ends * facts.all_rows <= ENDS_PER_DOCUMENT * books.documents * facts.rows
+    return facts.ends * facts.all_rows <= ENDS_PER_DOCUMENT * statistics.documents * facts.rows
 
 
 def _repeated(facts: TokenFacts) -> Iterator[Finding]:

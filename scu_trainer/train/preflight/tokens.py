@@ -1,4 +1,4 @@
-"""One pass over the token rows, whole arrays at a time; of large data over pieces that lie evenly apart."""
+"""One pass over the token rows, whole arrays at a time; of large data over micro-batches that lie evenly apart."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _pieces(rows: Any) -> Iterator[tuple[int, numpy.ndarray, numpy.ndarray]]:
 
 
 def _starts(rows: Any) -> list[int]:
-    """Where pieces begin: all of them, or as many as MOST_TOKENS allow, evenly apart."""
+    """Where micro-batches begin: all of them, or as many as MOST_TOKENS allow, evenly apart."""
     starts = range(0, len(rows), PIECE_ROWS)
     first = rows.select_columns(["length"])[:PIECE_ROWS]["length"]
     most = max(1, int(MOST_TOKENS / (PIECE_ROWS * max(1.0, float(numpy.mean(first))))))

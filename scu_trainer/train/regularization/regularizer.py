@@ -61,7 +61,7 @@ class Regularizer:
         self._prior_class, self._tokens = prior_class, settings.tokens or tokens
         self.follow(model)
         self.law: Optional[control.ControllerConfig] = None
-        self.begin_anew()
+        self.reset()
 
     def follow(self, model: nn.Module) -> None:
         """Its trained weights as they are now are w0: a ``model_init`` gives every training a model of its own."""
@@ -69,7 +69,7 @@ class Regularizer:
 
     # -- life of a run -------------------------------------------------------------------------------------------------
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget what an earlier training has measured, but not w0."""
         self.progress = Progress(tokens_n=self._tokens)
         self.state = control.ControllerState()
@@ -162,7 +162,7 @@ class Regularizer:
         reduce: Callable[[torch.Tensor], torch.Tensor],
         processes: int = 1,
     ) -> Optional[dict[str, Any]]:
-        """Pull the weights with the lambda decided before; every ``control_frequency`` steps measure and decide anew.
+        """Pull the weights with the lambda decided before; every ``control_frequency`` steps measure and decide again.
 
         ``step``: number of this optimizer step, from 1. ``items``: supervised tokens of the window; their mean over
         ranks must be the tokens of all ranks.
@@ -261,7 +261,7 @@ class Regularizer:
         early_step, early_y = self.progress.milestone
         if seen.step < 2 * early_step:
             return
-        # Judged anew whenever the run has doubled: early growth flatters the end.
+        # Judged again whenever the run has doubled: early growth flatters the end.
         self.progress.milestone = [seen.step, y]
         outlook = foresee((int(early_step), early_y), (seen.step, y), last, self.state.target_s)
         if not outlook.reachable:

@@ -41,7 +41,7 @@ class LogHistoryCallback(TrainerCallback):
 
 
 def plain(value: Any) -> Any:
-    """A logged value as JSON has it: numbers of numpy and torch as numbers, what is no number as text."""
+    """A logged value as JSON has it: numbers of numpy and torch as numbers, what is not finite as text."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if getattr(value, "size", None) == 1 or (callable(getattr(value, "numel", None)) and value.numel() == 1):

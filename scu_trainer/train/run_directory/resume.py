@@ -91,7 +91,7 @@ def check_resumable(training: TrainingArguments) -> None:
         if not any(output_dir.glob("checkpoint-*")):
             raise CheckpointError(
                 f"{output_dir} holds no checkpoint-N; give the path of one to resume_from_checkpoint, or drop it to "
-                "start anew"
+                "start over"
             )
     elif not (Path(str(wanted)) / "trainer_state.json").is_file():
         raise CheckpointError(
@@ -101,7 +101,7 @@ def check_resumable(training: TrainingArguments) -> None:
 
 
 def restart_count() -> int:
-    """How often torchrun has started this process anew after a failure. A node that was replaced counts from zero."""
+    """How often torchrun has started this process again after a failure. A node that was replaced counts from zero."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -190,7 +190,7 @@ def _go_on(run: Path, request: Request) -> Start:
         _require_same_ranks(run, request.world_size)
     newest, skipped = newest_with_reasons(run, request.world_size, request.weights_only)
     if newest is None:
-        return Start(run, line=f"{run} holds a run without a usable checkpoint; it starts anew there")
+        return Start(run, line=f"{run} holds a run without a usable checkpoint; it starts over there")
     return Start(run, str(newest), going_on(newest, skipped))
 
 

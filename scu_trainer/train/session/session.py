@@ -25,11 +25,11 @@ from scu_trainer.safe_paths import require_own_folder
 from scu_trainer.settings.base import check_values, require
 from scu_trainer.settings.stock import ALLOWED, LEFT_TO_PREFLIGHT
 from scu_trainer.settings.tasks import TEXT
-from scu_trainer.train.checkpoints.compatibility import check_continuity
+from scu_trainer.train.checkpoints.compatibility import check_compatibility
 from scu_trainer.train.checkpoints.writer import written_or_refused
 from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.job.components import TrainingComponents
-from scu_trainer.train.job.job import Job, is_leader
+from scu_trainer.train.job.job import Job, is_main_process
 from scu_trainer.train.loops.throughput import measure_pace
 from scu_trainer.train.memory_estimate.record import RunEstimate, prediction
 from scu_trainer.train.preflight import Finding, before_loading, before_training, report
@@ -59,7 +59,7 @@ def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = Non
 
     Raises a UserError before anything is written where the settings, the data, the model or the disk do not fit.
     """
-    console = console or Console(highlight=False, quiet=not is_leader())
+    console = console or Console(highlight=False, quiet=not is_main_process())
     if log is not None:
         return _run(job, console, log)
     with run_log() as own_log:
@@ -68,7 +68,7 @@ def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = Non
 
 def look_only(job: Job, console: Optional[Console] = None) -> None:
     """``--preflight_only``: load everything, look at it, train and write nothing. Raises a UserError."""
-    console = console or Console(highlight=False, quiet=not is_leader())
+    console = console or Console(highlight=False, quiet=not is_main_process())
     early = _begin(job, console)
     parts = job.kind.load(job, console)
     _look(job, parts, early, Path(job.training.output_dir), console)
@@ -141,7 +141,7 @@ def _look_at_checkpoint(job: Job, start: Start, description: dict[str, Any], con
     checkpoint = Path(str(start.checkpoint))
     is_own = checkpoint.resolve().parent == start.output_dir.resolve()
     refuse_pickle(checkpoint, allow=job.model.allow_pickle or is_own)
-    found = _by_first_rank(job, lambda: check_continuity(checkpoint, description))
+    found = _by_first_rank(job, lambda: check_compatibility(checkpoint, description))
     # What the checkpoint carries is what the run has: its description must not say otherwise.
     description["configuration"] |= {change.name: change.before for change in found if change.is_carried}
     for change in found:
@@ -157,7 +157,7 @@ def _run_directory(job: Job, description: dict[str, Any], log: RunLog) -> Iterat
     first."""
     output_dir = Path(job.training.output_dir)
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(output_dir / "logs" / "tensorboard")
-    if not is_leader():
+    if not is_main_process():
         yield None
         return
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -199,7 +199,7 @@ def _description(
         "git_commit": git_commit(),
         "seed": job.training.seed,
         "world_size": job.training.world_size,
-        "data": {"fingerprint": parts.data.fingerprint, **parts.data.books.as_dict()},
+        "data": {"fingerprint": parts.data.fingerprint, **parts.data.statistics.as_dict()},
         "hardware": hardware(job.training.device),
         "changed_from": job.changed_from,
         "preflight": [finding.as_dict() for finding in findings],
@@ -221,7 +221,7 @@ def build_trainer(job: Job, parts: TrainingComponents, status: Optional[RunStatu
             compute_metrics=job.kind.compute_metrics,
             preprocess_logits_for_metrics=job.kind.preprocess_logits,
             regularization=job.regularization,
-            regularization_tokens=parts.data.books.supervised_tokens or None,
+            regularization_tokens=parts.data.statistics.supervised_tokens or None,
             memory=job.memory,
             curriculum=job.acting_curriculum,
             efficiency=job.efficiency,
@@ -289,7 +289,7 @@ def _train(
         "costs": cost_figures(job.training.device, times, parts.before_model_bytes, peaks),
     }
     figures["memory_estimate"] = foreseen.as_dict(above_baseline(figures["costs"]))
-    if is_leader():
+    if is_main_process():
         for loop in trainer.loops:
             figures |= loop.figures()
         write_json(output_dir / "scu_metrics.json", figures)
@@ -346,7 +346,7 @@ def score(job: Job, trainer: SCUTrainer, parts: TrainingComponents) -> Optional[
     if is_sharded(trainer):
         return _scores(job, trainer, parts)
     with trainer.accelerator.main_process_first():
-        return _scores(job, trainer, parts) if is_leader() else None
+        return _scores(job, trainer, parts) if is_main_process() else None
 
 
 def _scores(job: Job, trainer: SCUTrainer, parts: TrainingComponents) -> DocumentScores:

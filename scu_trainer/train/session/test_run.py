@@ -22,7 +22,7 @@ from scu_trainer.hardware.watching.leftovers import TEST_RUN
 from scu_trainer.run_files import free_bytes
 from scu_trainer.train.checkpoints.format import size_bytes
 from scu_trainer.train.job.components import TrainingComponents
-from scu_trainer.train.job.job import Job, is_leader
+from scu_trainer.train.job.job import Job, is_main_process
 from scu_trainer.train.run_directory.logs import RunLog
 from scu_trainer.train.session.session import build_trainer, score
 from scu_trainer.train.step.costs import StepTimes
@@ -65,19 +65,19 @@ class Estimate:
         return self.load_s + train_s + self.evaluations * self.evaluation_s
 
 
-def rehearse(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = None) -> Estimate:
+def try_out(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = None) -> Estimate:
     """Load, train STEPS steps, evaluate, save, resume from the checkpoint, and print an estimate of the full run.
 
     Nothing is left behind but caches. Where weights are handed to DeepSpeed or FSDP nothing is resumed, and the line
     says so.
     """
-    console = console or Console(highlight=False, quiet=not is_leader())
+    console = console or Console(highlight=False, quiet=not is_main_process())
     begun_s = time.perf_counter()
     job.check()
     parts = job.kind.load(job, console)
     load_s = time.perf_counter() - begun_s
     with _shared_scratch() as scratch:
-        if log is not None and is_leader():
+        if log is not None and is_main_process():
             log.open(Path(scratch))
         trainer = build_trainer(replace_training(job, scratch), parts, None, console)
         # The model will be DeepSpeed's or FSDP's, and both start once in a process.
@@ -112,7 +112,7 @@ def measure(job: Job, before_s: float = 0.0) -> Estimate:
 def _shared_scratch() -> Iterator[str]:
     """One folder for all ranks, as checkpoints need it. It goes when all have left it; after a failure none waits."""
     with contextlib.ExitStack() as stack:
-        own = stack.enter_context(tempfile.TemporaryDirectory(prefix=TEST_RUN)) if is_leader() else ""
+        own = stack.enter_context(tempfile.TemporaryDirectory(prefix=TEST_RUN)) if is_main_process() else ""
         (scratch,) = broadcast_object_list([own])
         yield scratch
         wait_for_everyone()
@@ -152,7 +152,7 @@ def _length(job: Job, trainer: SCUTrainer) -> tuple[int, float]:
 
 
 def replace_training(job: Job, scratch: str) -> Job:
-    """The job with the length, the places and the rhythm of a rehearsal; everything else as it is."""
+    """The job with the length, the places and the rhythm of a test run; everything else as it is."""
     training = copy.copy(job.training)
     training.output_dir, training.max_steps = scratch, STEPS
     training.logging_steps, training.save_steps = 1, SAVE_AT

@@ -1,11 +1,12 @@
-"""One optimizer step's gradients, piece by piece; a piece that runs out of memory is taken back, cut and run again.
+"""One optimizer step's gradients, micro-batch by micro-batch; a micro-batch that runs out of memory is taken back, cut
+and run again.
 
-    pieces = plan
-    for each piece:   too large by now?  cut it before it fails
+    micro-batches = plan
+    for each micro-batch:   too large by now?  cut it before it fails
                       mark (RNG, buffers, gradients) -> forward, backward
-                      out of memory?  put back what the mark holds; gradients of this window are made anew if touched
+                      out of memory?  put back what the mark holds; gradients of this window are made again if touched
 
-Nothing here knows the Trainer: ``attempt`` runs one piece, ``sizes`` decides how large a piece may be.
+Nothing here knows the Trainer: ``attempt`` runs one micro-batch, ``sizes`` decides how large a micro-batch may be.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, Mark
 
 @dataclass(frozen=True)
 class Failure:
-    """A piece that did not fit. ``wanted_bytes``: the allocation that failed, where the message says it."""
+    """A micro-batch that did not fit. ``wanted_bytes``: the allocation that failed, where the message says it."""
 
-    piece: MicroBatch
+    micro_batch: MicroBatch
     text: str
     wanted_bytes: int | None
 
 
 class Sizes(Protocol):
-    """How large a piece may be."""
+    """How large a micro-batch may be."""
 
-    def fit(self, piece: MicroBatch) -> Sequence[MicroBatch]:
-        """The piece, or smaller ones where it would not fit."""
+    def fit(self, micro_batch: MicroBatch) -> Sequence[MicroBatch]:
+        """The micro-batch, or smaller ones where it would not fit."""
 
-    def before(self, piece: MicroBatch) -> None: ...
+    def before(self, micro_batch: MicroBatch) -> None: ...
 
-    def after(self, piece: MicroBatch) -> None: ...
+    def after(self, micro_batch: MicroBatch) -> None: ...
 
     def failed(self, failure: Failure) -> Sequence[MicroBatch]:
-        """Smaller pieces of the same rows. Raises OutOfMemory where there are none."""
+        """Smaller micro-batches of the same rows. Raises OutOfMemory where there are none."""
 
 
 @dataclass
 class AttemptSite:
-    """Where pieces run: what a mark has to hold, and how to begin the window's gradients anew.
+    """Where micro-batches run: what a mark has to hold, and how to begin the window's gradients again.
 
     ``kept``: gradients from before this window (a stream's short last window leaves its own to the next epoch).
     """
@@ -89,30 +90,34 @@ class AttemptSite:
 
 
 def run(
-    pieces: Sequence[MicroBatch], attempt: Callable[[MicroBatch, bool], torch.Tensor], sizes: Sizes, place: AttemptSite
+    micro_batches: Sequence[MicroBatch],
+    attempt: Callable[[MicroBatch, bool], torch.Tensor],
+    sizes: Sizes,
+    place: AttemptSite,
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
-    """Every row once: the pieces in the order in which they ran, with their losses. Gradients add up in ``.grad``.
+    """Every row once: the micro-batches in the order in which they ran, with their losses. Gradients add up in
+    ``.grad``.
 
-    ``attempt(piece, last)`` runs forward and backward of one piece; ``last``: no other follows.
+    ``attempt(micro-batch, last)`` runs forward and backward of one micro-batch; ``last``: no other follows.
 
-    Raises what ``attempt`` raises, but for out-of-memory; OutOfMemory (from ``sizes``) for a piece that fails and
+    Raises what ``attempt`` raises, but for out-of-memory; OutOfMemory (from ``sizes``) for a micro-batch that fails and
     cannot be cut, with gradients, RNG and buffers as they were before it.
     """
-    waiting, done = deque(pieces), []
+    waiting, done = deque(micro_batches), []
     beginning = place.mark()
     place.keep_gradients()
     mark: Mark | None = beginning
     while waiting:
-        piece = waiting.popleft()
-        if not piece.has_run:
-            fitting = sizes.fit(piece)
-            if list(fitting) != [piece]:
+        micro_batch = waiting.popleft()
+        if not micro_batch.has_run:
+            fitting = sizes.fit(micro_batch)
+            if list(fitting) != [micro_batch]:
                 waiting.extendleft(reversed(fitting))
                 continue
         mark = mark or place.mark()
-        loss, failure = _try(piece, not waiting, attempt, sizes)
+        loss, failure = _try(micro_batch, not waiting, attempt, sizes)
         if failure is None:
-            done.append((replace(piece, has_run=True), loss))
+            done.append((replace(micro_batch, has_run=True), loss))
             mark = None
             continue
         # Outside the except: inside it the traceback keeps the failed step's tensors alive.
@@ -127,27 +132,27 @@ def run(
 
 
 def run_once(
-    pieces: Sequence[MicroBatch], attempt: Callable[[MicroBatch, bool], torch.Tensor], sizes: Sizes
+    micro_batches: Sequence[MicroBatch], attempt: Callable[[MicroBatch, bool], torch.Tensor], sizes: Sizes
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
     """``run`` without recovery: memory is measured, and what does not fit is raised."""
     done = []
-    for number, piece in enumerate(pieces, start=1):
-        sizes.before(piece)
-        done.append((piece, attempt(piece, number == len(pieces))))
-        sizes.after(piece)
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        sizes.before(micro_batch)
+        done.append((micro_batch, attempt(micro_batch, number == len(micro_batches))))
+        sizes.after(micro_batch)
     return done
 
 
-def _try(piece: MicroBatch, last: bool, attempt, sizes: Sizes) -> tuple[torch.Tensor | None, Failure | None]:
-    sizes.before(piece)
+def _try(micro_batch: MicroBatch, last: bool, attempt, sizes: Sizes) -> tuple[torch.Tensor | None, Failure | None]:
+    sizes.before(micro_batch)
     try:
-        loss = attempt(piece, last)
+        loss = attempt(micro_batch, last)
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        failure = Failure(piece, str(error).partition("\n")[0], wanted_bytes(error))
+        failure = Failure(micro_batch, str(error).partition("\n")[0], wanted_bytes(error))
         forget_traceback(error)
     else:
-        sizes.after(piece)
+        sizes.after(micro_batch)
         return loss, None
     return None, failure

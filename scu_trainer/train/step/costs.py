@@ -47,7 +47,7 @@ class StepPeaks(TrainerCallback):
     update, not evaluations and saves between steps.
 
     ``gauge``: None where the device keeps no peak; then nothing is known. ``loop``: a memory loop with a gauge of the
-    same device restarts the peak inside each step, so that nobody else may; what it has seen is in its books.
+    same device restarts the peak inside each step, so that nobody else may; what it has seen is in its statistics.
     """
 
     def __init__(self, gauge: Optional[Gauge], loop: Optional[MicroBatchSizer] = None) -> None:
@@ -65,7 +65,7 @@ class StepPeaks(TrainerCallback):
     @property
     def peak_bytes(self) -> Optional[int]:
         """None before the first step, and where it is unknown."""
-        seen_by_loop = 0 if self._loop is None else self._loop.books.peak_bytes
+        seen_by_loop = 0 if self._loop is None else self._loop.statistics.peak_bytes
         return max(self._highest_bytes, seen_by_loop) or None
 
 

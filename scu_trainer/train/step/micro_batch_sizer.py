@@ -1,7 +1,7 @@
-"""Between memory and the window: plan the pieces, learn what they cost, move the cap, write down every change.
+"""Between memory and the window: plan the micro-batches, learn what they cost, move the cap, write down every change.
 
 Decisions are taken in one place, when a window's local work is done and before gradients are reduced over ranks; the
-cap that they give holds for the next window. Only an out-of-memory and a prediction cut pieces within a window.
+cap that they give holds for the next window. Only an out-of-memory and a prediction cut micro-batches within a window.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ logger = logging.getLogger("scu_trainer")
 
 BUSY_TOKENS = {"cpu": 768, "mps": 2048}
 BUSY_TOKENS_ELSEWHERE = 8192
-"""Tokens per chunk above which a device gains nothing from larger ones: matrices are large enough to fill it."""
+"""Tokens per micro-batch above which a device gains nothing from larger ones: matrices are large enough to fill it."""
 
 LEARNING_WINDOWS = 3
-"""Windows in which every piece is measured: the first ones, and those after an out-of-memory, which was a surprise.
-Otherwise one measurement per window keeps watch."""
+"""Windows in which every micro-batch is measured: the first ones, and those after an out-of-memory, which was a
+surprise. Otherwise one measurement per window keeps watch."""
 
 STEPS_BETWEEN_COLLECTIONS = 20
 """A collection takes 0.3 s; pressure that it did not end is not ended by the next one."""
@@ -45,9 +45,9 @@ class MemoryStatistics:
     """What was processed, in tokens (rows, for inputs without a length). JSON-safe, kept in checkpoints.
 
     ``real_tokens``: without padding. ``processed_tokens``: with the padding that was left. ``stock_tokens``: what the
-    stock loop would have processed. ``failed_tokens``: in chunks that ran out of memory. ``predicted``: pieces cut
-    because they were predicted not to fit. ``chunks``: forward and backward passes that were kept. ``peak_bytes``: the
-    most that this process used in a step.
+    stock loop would have processed. ``failed_tokens``: in micro-batches that ran out of memory. ``predicted``:
+    micro-batches cut because they were predicted not to fit. ``micro-batches``: forward and backward passes that were
+    kept. ``peak_bytes``: the most that this process used in a step.
     """
 
     windows: int = 0
@@ -74,7 +74,7 @@ class MicroBatchSizer:
         self.gauge = gauge
         self.device = device
         self.law = law_of(settings)
-        self.begin_anew()
+        self.reset()
         self.on_row: Callable[[dict[str, Any]], None] = lambda row: None
         self.step = 0
         self.logical: Optional[LogicalBatches] = None
@@ -89,9 +89,9 @@ class MicroBatchSizer:
         self._attempts = self._planned = 0
         self._seen: Optional[MemoryReading] = None
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """As before the first training: sizes that fitted then may not fit now."""
-        self.state, self.books = control.SizerState(), MemoryStatistics()
+        self.state, self.statistics = control.SizerState(), MemoryStatistics()
         self._predicted_least = math.inf
         self._learning_until = LEARNING_WINDOWS
         self._collected_step = -STEPS_BETWEEN_COLLECTIONS
@@ -101,9 +101,9 @@ class MicroBatchSizer:
     # -- one window ----------------------------------------------------------------------------------------------------
 
     def begin(self, window: AccumulationWindow, step: int, keep_step: Optional[Agree] = None) -> list[MicroBatch]:
-        """The pieces of this window, before memory has had its say on each.
+        """The micro-batches of this window, before memory has had its say on each.
 
-        ``keep_step``: given where all ranks must run the same number of pieces; how they agree on it.
+        ``keep_step``: given where all ranks must run the same number of micro-batches; how they agree on it.
         """
         self._window, self.step, self._attempts = window, step, 0
         self._retried.clear()
@@ -114,15 +114,15 @@ class MicroBatchSizer:
             self.gauge.reset(exact=exact)
             self._before = self._look() if exact else reading
             self._base_bytes, self._limit_name = self._before.used_bytes, self._before.limit_name
-        pieces = self._plan(window) if keep_step is None else self._even(window, keep_step)
-        self._planned = len(pieces)
-        return pieces
+        micro_batches = self._plan(window) if keep_step is None else self._even(window, keep_step)
+        self._planned = len(micro_batches)
+        return micro_batches
 
     def _even(self, window: AccumulationWindow, agree: Agree) -> list[MicroBatch]:
         self._ceiling, wished = max(window.largest_batch_tokens, 1), self.settings.resolved_token_cap
         if isinstance(wished, int):
             self._ceiling = min(self._ceiling, wished)
-        largest = max(window.whole_batches(), key=lambda piece: piece.tokens)
+        largest = max(window.whole_batches(), key=lambda micro_batch: micro_batch.tokens)
         room = self._predicted_limit(largest)
         cap = max(1, min(self._cap, self._ceiling if room is None else room))
         most = self.settings.max_batch_size
@@ -134,7 +134,7 @@ class MicroBatchSizer:
     def _plan(self, window: AccumulationWindow) -> list[MicroBatch]:
         cap, settings = self.settings.resolved_token_cap, self.settings
         self._ceiling = max(window.largest_batch_tokens, 1)
-        if self.logical is not None:  # the batch itself gives way, chunks follow it
+        if self.logical is not None:  # the batch itself gives way, micro-batches follow it
             self._ceiling = self.logical.nominal_rows * window.longest_row
             return window.whole_batches()
         sorts = window.can_pool and (isinstance(cap, int) or (cap == "auto" and window.is_uneven))
@@ -155,21 +155,22 @@ class MicroBatchSizer:
 
     @property
     def _floor(self) -> int:
-        """Padded tokens of the smallest chunk of the longest rows; a batch as it is where that is smaller still."""
+        """Padded tokens of the smallest micro-batch of the longest rows; a batch as it is where that is smaller
+        still."""
         return min(self.settings.min_batch_size * self._window.longest_row, self._ceiling)
 
     def end(self, done: Sequence[tuple[MicroBatch, torch.Tensor]], agree: Agree) -> None:
         """Take stock and decide. ``agree``: element-wise maximum over ranks."""
-        window, books = self._window, self.books
-        books.windows += 1
-        books.chunks += len(done)
-        books.real_tokens += window.real_tokens
-        books.stock_tokens += window.padded_tokens
-        books.processed_tokens += sum(piece.tokens for piece, _ in done)
+        window, statistics = self._window, self.statistics
+        statistics.windows += 1
+        statistics.chunks += len(done)
+        statistics.real_tokens += window.real_tokens
+        statistics.stock_tokens += window.padded_tokens
+        statistics.processed_tokens += sum(micro_batch.tokens for micro_batch, _ in done)
         self._ran = {
             "chunks": len(done),
-            "tokens_per_chunk": max((piece.tokens for piece, _ in done), default=0),
-            "rows_per_chunk": max((len(piece.rows) for piece, _ in done), default=0),
+            "tokens_per_chunk": max((micro_batch.tokens for micro_batch, _ in done), default=0),
+            "rows_per_chunk": max((len(micro_batch.rows) for micro_batch, _ in done), default=0),
         }
         if self.gauge is None:
             return
@@ -182,7 +183,7 @@ class MicroBatchSizer:
             ceiling_tokens=self._ceiling,
             floor_tokens=self._floor,
             longest_row=window.longest_row,
-            largest_chunk_tokens=max((piece.tokens for piece, _ in done), default=1),
+            largest_chunk_tokens=max((micro_batch.tokens for micro_batch, _ in done), default=1),
         )
         was = self.state.cap_tokens
         decision = control.decide(self.law, self.state, seen)
@@ -207,34 +208,34 @@ class MicroBatchSizer:
 
     # -- what step.run asks --------------------------------------------------------------------------------------------
 
-    def fit(self, piece: MicroBatch) -> Sequence[MicroBatch]:
+    def fit(self, micro_batch: MicroBatch) -> Sequence[MicroBatch]:
         limit = self._cap
-        room = self._predicted_limit(piece)
-        if room is not None and room < min(limit, piece.tokens):
+        room = self._predicted_limit(micro_batch)
+        if room is not None and room < min(limit, micro_batch.tokens):
             limit = min(limit, max(room, self._floor))
-            self._note_prediction(piece, limit)
-        return self._within(piece, limit)
+            self._note_prediction(micro_batch, limit)
+        return self._within(micro_batch, limit)
 
-    def bounded(self, pieces: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The pieces as ``fit`` will cut them, but for what it predicts of memory then."""
-        return [part for piece in pieces for part in self._within(piece, self._cap)]
+    def bounded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches as ``fit`` will cut them, but for what it predicts of memory then."""
+        return [part for micro_batch in micro_batches for part in self._within(micro_batch, self._cap)]
 
-    def _within(self, piece: MicroBatch, limit: int) -> Sequence[MicroBatch]:
+    def _within(self, micro_batch: MicroBatch, limit: int) -> Sequence[MicroBatch]:
         # Where rows act on each other only memory may cut: a bound of one's own would train something else.
         most = self.settings.max_batch_size if self._window.can_pool else None
-        if piece.tokens <= limit and (most is None or len(piece.rows) <= most):
-            return [piece]
-        return self._window.split(piece, limit, most, self.settings.min_batch_size)
+        if micro_batch.tokens <= limit and (most is None or len(micro_batch.rows) <= most):
+            return [micro_batch]
+        return self._window.split(micro_batch, limit, most, self.settings.min_batch_size)
 
-    def _note_prediction(self, piece: MicroBatch, limit: int) -> None:
+    def _note_prediction(self, micro_batch: MicroBatch, limit: int) -> None:
         """Once for every lower limit: tight memory gives one in each window."""
-        self.books.predicted += 1
-        if limit < min(piece.tokens, 0.9 * self._predicted_least):
+        self.statistics.predicted += 1
+        if limit < min(micro_batch.tokens, 0.9 * self._predicted_least):
             self._predicted_least = limit
-            reason = f"{_size(piece)} would not leave the headroom, by prediction"
+            reason = f"{_size(micro_batch)} would not leave the headroom, by prediction"
             self._note(reason, self._before, self.state.pressure, tokens=limit)
 
-    def _predicted_limit(self, piece: MicroBatch) -> Optional[int]:
+    def _predicted_limit(self, micro_batch: MicroBatch) -> Optional[int]:
         """Tokens of rows as long as these that are predicted to fit now; None where the model cannot say."""
         if self.gauge is None or self._before is None:
             return None
@@ -243,16 +244,16 @@ class MicroBatchSizer:
         is_calm = self.state.cap_tokens is None
         keep_free = self.law.gc_threshold_of(limit) if is_calm else self.law.free_bytes_wanted(limit)
         room = limit - keep_free - self._base_bytes - self._growth_bytes
-        return control.fitting_tokens(self.law, self.state, room, piece.length)
+        return control.fitting_tokens(self.law, self.state, room, micro_batch.length)
 
-    def before(self, piece: MicroBatch) -> None:
+    def before(self, micro_batch: MicroBatch) -> None:
         self._attempts += 1
         if self._is_learning:
             self._look()
             self.gauge.reset(exact=True)
             self._before = self.gauge.read()
 
-    def after(self, piece: MicroBatch) -> None:
+    def after(self, micro_batch: MicroBatch) -> None:
         if not self._is_learning:
             return
         reading, is_first = self._look(), self._attempts == 1
@@ -260,51 +261,55 @@ class MicroBatchSizer:
             self._growth_bytes = min(self.gradient_bytes, max(0, reading.own_bytes - self._before.own_bytes))
         if not is_first or self._planned == 1:
             cost = reading.own_peak_bytes - self._before.own_bytes - (self._growth_bytes if is_first else 0)
-            self.state = control.with_observation(self.state, piece.tokens, piece.quadratic, max(0, cost))
+            self.state = control.with_observation(self.state, micro_batch.tokens, micro_batch.quadratic, max(0, cost))
 
     @property
     def _is_learning(self) -> bool:
-        return self.gauge is not None and self.books.windows < self._learning_until
+        return self.gauge is not None and self.statistics.windows < self._learning_until
 
     def _look(self) -> MemoryReading:
-        """Read the gauge; the peak of a step outlives the resets between its pieces."""
+        """Read the gauge; the peak of a step outlives the resets between its micro-batches."""
         reading = self.gauge.read()
         # As a fraction: on a CPU the tightest limit may be another one than before.
         self._peak_fraction = max(self._peak_fraction, reading.peak_bytes / reading.limit_bytes)
         self._seen, self._logged_peak_bytes = reading, max(self._logged_peak_bytes, reading.peak_bytes)
         if self._before is not None:  # else the peak is that of loading the model
-            self.books.peak_bytes = max(self.books.peak_bytes, reading.own_peak_bytes)
+            self.statistics.peak_bytes = max(self.statistics.peak_bytes, reading.own_peak_bytes)
         return reading
 
     def failed(self, failure: steps.Failure) -> Sequence[MicroBatch]:
-        piece, settings = failure.piece, self.settings
+        micro_batch, settings = failure.micro_batch, self.settings
         reading = self._look()
-        self.books.out_of_memory += 1
-        self._learning_until = self.books.windows + LEARNING_WINDOWS
-        self.books.failed_tokens += piece.tokens
-        floor = min(self._floor, piece.tokens)
+        self.statistics.out_of_memory += 1
+        self._learning_until = self.statistics.windows + LEARNING_WINDOWS
+        self.statistics.failed_tokens += micro_batch.tokens
+        floor = min(self._floor, micro_batch.tokens)
         self.state = control.after_oom(
-            self.law, self.state, piece.tokens, floor, reading.limit_bytes, self._base_bytes, piece.length
+            self.law, self.state, micro_batch.tokens, floor, reading.limit_bytes, self._base_bytes, micro_batch.length
         )
-        smaller = self._window.split(piece, self._cap, settings.max_batch_size, settings.min_batch_size)
-        if smaller == [piece]:
-            if piece in self._retried:
+        smaller = self._window.split(micro_batch, self._cap, settings.max_batch_size, settings.min_batch_size)
+        if smaller == [micro_batch]:
+            if micro_batch in self._retried:
                 raise OutOfMemory(self._hopeless(failure, reading))
-            self._retried.add(piece)  # memory has been freed since it failed: once more as it is
-        reason = f"out of memory at {_size(piece)}{_wanted(failure)}; again as {len(smaller)} x {_size(smaller[-1])}"
+            self._retried.add(micro_batch)  # memory has been freed since it failed: once more as it is
+        reason = (
+            f"out of memory at {_size(micro_batch)}{_wanted(failure)}; again as {len(smaller)} x {_size(smaller[-1])}"
+        )
         self._note(reason, reading, "critical")
         return smaller
 
     def _hopeless(self, failure: steps.Failure, reading: MemoryReading) -> str:
-        piece = failure.piece
-        names = ", ".join(self._window.name_of(row) for row in piece.rows[:3]) or "a batch that cannot be cut by rows"
-        obstacle = self._window.batches[piece.batch].obstacle
+        micro_batch = failure.micro_batch
+        names = (
+            ", ".join(self._window.name_of(row) for row in micro_batch.rows[:3]) or "a batch that cannot be cut by rows"
+        )
+        obstacle = self._window.batches[micro_batch.batch].obstacle
         wanted = f", {_gib(failure.wanted_bytes)} wanted" if failure.wanted_bytes else ""
         return (
-            f"step {self.step}: {names} ({piece.length} tokens) does not fit in memory even alone{wanted}; "
+            f"step {self.step}: {names} ({micro_batch.length} tokens) does not fit in memory even alone{wanted}; "
             f"{_gib(reading.used_bytes)} of {_gib(reading.limit_bytes)} were in use before"
             + (f"; it could not be cut: {obstacle}" if obstacle else "")
-            + (f"; {self._keeper} keeps {len(piece.rows)} rows together" if len(piece.rows) > 1 else "")
+            + (f"; {self._keeper} keeps {len(micro_batch.rows)} rows together" if len(micro_batch.rows) > 1 else "")
             + ". Lower block_size, use gradient checkpointing (activation_checkpointing: true), LoRA or a smaller "
             f"model. The failed allocation said: {failure.text}"
         )
@@ -317,12 +322,12 @@ class MicroBatchSizer:
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def _note(self, reason: str, reading: MemoryReading, pressure: str, tokens: Optional[int] = None) -> None:
-        """A row of the history and a line of the log. ``tokens``: of a chunk from now on, if not the cap."""
+        """A row of the history and a line of the log. ``tokens``: of a micro-batch from now on, if not the cap."""
         tokens = self._cap if tokens is None else tokens
         if not self._window.can_pool:
             reason = f"{reason}; rows act on each other, so the gradient in parts is not that of the whole batch"
         rows_per_chunk = max(1, tokens // max(1, self._window.longest_row))
-        self.books.changes += 1
+        self.statistics.changes += 1
         self.on_row(
             {
                 "step": self.step,
@@ -336,8 +341,8 @@ class MicroBatchSizer:
             }
         )
         logger.warning(
-            "step %d: chunks of at most %d tokens (%d of the longest rows) from now on: %s; the optimizer still sees "
-            "%d rows of this device per step",
+            "step %d: micro-batches of at most %d tokens (%d of the longest rows) from now on: %s; the optimizer still "
+            "sees %d rows of this device per step",
             self.step,
             tokens,
             rows_per_chunk,
@@ -346,9 +351,9 @@ class MicroBatchSizer:
         )
 
     def scalars(self) -> dict[str, float]:
-        """For a row of the logs: the largest chunk of the last window, every out-of-memory so far, memory now and the
-        most since the last call. Without a gauge no bytes."""
-        found: dict[str, float] = {**self._ran, "out_of_memory": self.books.out_of_memory}
+        """For a row of the logs: the largest micro-batch of the last window, every out-of-memory so far, memory now
+        and the most since the last call. Without a gauge no bytes."""
+        found: dict[str, float] = {**self._ran, "out_of_memory": self.statistics.out_of_memory}
         if self._seen is not None:
             used, limit = self._seen.used_bytes, self._seen.limit_bytes
             found |= {"used_bytes": used, "peak_bytes": max(self._logged_peak_bytes, used), "limit_bytes": limit}
@@ -359,13 +364,13 @@ class MicroBatchSizer:
         return {
             "settings": asdict(self.settings),
             "state": self.state.to_dict(),
-            "books": asdict(self.books),
+            "books": asdict(self.statistics),
             "learning_until": self._learning_until,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.state = control.SizerState.from_dict(saved["state"])
-        self.books = MemoryStatistics(**saved["books"])
+        self.statistics = MemoryStatistics(**saved["books"])
         self._learning_until = saved["learning_until"]
 
     def forget_window(self) -> None:
@@ -392,8 +397,8 @@ def law_of(settings: MemorySettings) -> control.SizerConfig:
     )
 
 
-def _size(piece: MicroBatch) -> str:
-    return f"{max(1, len(piece.rows))} rows x {piece.length}"
+def _size(micro_batch: MicroBatch) -> str:
+    return f"{max(1, len(micro_batch.rows))} rows x {micro_batch.length}"
 
 
 def _wanted(failure: steps.Failure) -> str:

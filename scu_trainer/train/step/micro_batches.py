@@ -1,8 +1,9 @@
 """The Trainer's side of chunking: the whole optimizer window is worked off in the first ``training_step`` of it.
 
 The stock loop prefetches the window's accumulation batches and calls ``training_step`` once for each. All forward and
-backward work is done at the first call, through the stock ``training_step`` chunk by chunk, because only then are all
-rows at hand and nothing has been reduced over ranks yet. The later calls return the losses that are already known.
+backward work is done at the first call, through the stock ``training_step`` micro-batch by micro-batch, because only
+then are all rows at hand and nothing has been reduced over ranks yet. The later calls return the losses that are
+already known.
 """
 
 from __future__ import annotations
@@ -63,15 +64,15 @@ class MicroBatchStep:
                     "exceeds; raise per_device_train_batch_size"
                 )
             self._logical_rows = rows
-        self.begin_anew()
+        self.reset()
         self._prefetched: Sequence[Any] = ()
         self._losses: deque[torch.Tensor] = deque()
 
     # -- life of a run -------------------------------------------------------------------------------------------------
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Before a training is set up, and before it reads a checkpoint. The model may be another one by now."""
-        self.loop.begin_anew()
+        self.loop.reset()
         if self._logical_rows is not None:
             self.loop.logical = LogicalBatches(self._logical_rows, self.settings.batch_size_lr_rule, self._layout)
         self.analysis = LossAnalysis(self.trainer, self.free_memory)
@@ -182,8 +183,8 @@ class MicroBatchStep:
         with self.ranks.window(model):
             try:
                 window = second_try(functools.partial(self._window, raw, num_items), "reading the rows of a step")
-                window, pieces = self._audited(window, self._begin(window), num_items)
-                done = self._work_off(pieces, model, window, num_items)
+                window, micro_batches = self._audited(window, self._begin(window), num_items)
+                done = self._work_off(micro_batches, model, window, num_items)
             except OutOfMemory as error:
                 failure = error
             self._all_or_none(failure)
@@ -193,11 +194,11 @@ class MicroBatchStep:
         return second_try(add, "adding up the losses of a step")
 
     def _audited(
-        self, window: AccumulationWindow, pieces: list[MicroBatch], num_items: Any
+        self, window: AccumulationWindow, micro_batches: list[MicroBatch], num_items: Any
     ) -> tuple[AccumulationWindow, list[MicroBatch]]:
-        """Whole batches from now on where the loss turns out not to be the sum over its pieces."""
-        if self.ranks.even_chunks or self.analysis.holds(window, self.loop.bounded(pieces), num_items):
-            return window, pieces
+        """Whole batches from now on where the loss turns out not to be the sum over its micro-batches."""
+        if self.ranks.even_chunks or self.analysis.holds(window, self.loop.bounded(micro_batches), num_items):
+            return window, micro_batches
         window = self._window_of(window.batches)
         return window, self._begin(window)
 
@@ -207,40 +208,43 @@ class MicroBatchStep:
             return self.loop.begin(window, step, self.ranks.agree)
         return second_try(functools.partial(self.loop.begin, window, step), "planning the micro-batches of a step")
 
-    def _work_off(self, pieces, model, window, num_items) -> list[tuple[MicroBatch, torch.Tensor]]:
-        def attempt(piece: MicroBatch, last: bool) -> torch.Tensor:
-            with self.ranks.chunk(last), self._scaled(piece.weight, num_items):
-                return self.trainer.stock_training_step(model, window.inputs(piece), num_items)
+    def _work_off(self, micro_batches, model, window, num_items) -> list[tuple[MicroBatch, torch.Tensor]]:
+        def attempt(micro_batch: MicroBatch, last: bool) -> torch.Tensor:
+            with self.ranks.chunk(last), self._scaled(micro_batch.weight, num_items):
+                return self.trainer.stock_training_step(model, window.inputs(micro_batch), num_items)
 
         if self.settings.memory_control and self.ranks.recoverable:
-            return steps.run(pieces, attempt, self.loop, self._place)
+            return steps.run(micro_batches, attempt, self.loop, self._place)
         if self.ranks.even_chunks:
-            return self._in_step(pieces, attempt)
-        return steps.run_once([piece for whole in pieces for piece in self.loop.fit(whole)], attempt, self.loop)
+            return self._in_step(micro_batches, attempt)
+        return steps.run_once(
+            [micro_batch for whole in micro_batches for micro_batch in self.loop.fit(whole)], attempt, self.loop
+        )
 
-    def _in_step(self, pieces, attempt) -> list[tuple[MicroBatch, torch.Tensor]]:
-        """FSDP and ZeRO-3: no chunk can run again; a failure ends the run, with a checkpoint where one can be made."""
+    def _in_step(self, micro_batches, attempt) -> list[tuple[MicroBatch, torch.Tensor]]:
+        """FSDP and ZeRO-3: no micro-batch can run again; a failure ends the run, with a checkpoint where one can be
+        made."""
         try:
-            return steps.run_once(pieces, attempt, self.loop)
+            return steps.run_once(micro_batches, attempt, self.loop)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             text = str(error).partition("\n")[0]
             forget_traceback(error)
         self.free_memory()
-        self._stop_sharded(max(pieces, key=lambda piece: piece.tokens), text)
+        self._stop_sharded(max(micro_batches, key=lambda micro_batch: micro_batch.tokens), text)
 
     def _stop_sharded(self, largest: MicroBatch, text: str) -> NoReturn:
         trainer, smaller = self.trainer, max(1, len(largest.rows) // 2)
-        if self.ranks.world_size == 1:  # several ranks would wait for each other: the others are inside the chunk
+        if self.ranks.world_size == 1:  # several ranks would wait for each other: the others are inside the micro-batch
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
             saved = f"checkpoint-{trainer.state.global_step} was written, resume_from_checkpoint: true goes on from it"
         else:
             saved = "resume_from_checkpoint: true goes on from the newest checkpoint"
         raise OutOfMemory(
             f"step {trainer.state.global_step + 1} ran out of memory with {len(largest.rows)} rows x {largest.length} "
-            f"at once, and under FSDP or ZeRO-3 no chunk can run again. {saved}; set max_batch_size: {smaller}, which "
-            f"cuts the same batch into smaller chunks. The failed allocation said: {text}"
+            f"at once, and under FSDP or ZeRO-3 no micro-batch can run again. {saved}; set max_batch_size: {smaller}, "
+            f"which cuts the same batch into smaller micro-batches. The failed allocation said: {text}"
         )
 
     def _all_or_none(self, failure: Optional[OutOfMemory]) -> None:
@@ -304,7 +308,7 @@ class MicroBatchStep:
             logger.warning(
                 "this model ignores num_items_in_batch, so the stock loop adds the mean losses of %d accumulation "
                 "batches up instead of averaging them: gradient and logged loss are that many times as large. This is "
-                "kept. gradient_accumulation_steps: 1 with a larger batch avoids it; chunks keep its memory low",
+                "kept. gradient_accumulation_steps: 1 with a larger batch avoids it; micro-batches keep its memory low",
                 len(batches),
             )
 
@@ -343,9 +347,9 @@ def _has_batch_norm(model: torch.nn.Module) -> bool:
 
 
 def _per_batch(done: Sequence[tuple[MicroBatch, torch.Tensor]], count: int, device: torch.device) -> list[torch.Tensor]:
-    """The losses by accumulation batch; those of a piece with rows of several go to the first of them."""
+    """The losses by accumulation batch; those of a micro-batch with rows of several go to the first of them."""
     losses: list[Optional[torch.Tensor]] = [None] * count
-    for piece, loss in done:
-        before = losses[piece.batch]
-        losses[piece.batch] = loss if before is None else before + loss
+    for micro_batch, loss in done:
+        before = losses[micro_batch.batch]
+        losses[micro_batch.batch] = loss if before is None else before + loss
     return [torch.zeros((), device=device) if loss is None else loss for loss in losses]

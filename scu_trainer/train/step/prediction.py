@@ -1,6 +1,6 @@
 """Evaluation and prediction that survive out-of-memory: the same rows in smaller parts, put together again.
 
-The size that fits evaluation is its own: it never touches the chunks of training.
+The size that fits evaluation is its own: it never touches the micro-batches of training.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Prediction:
             rows = [layout_for(trainer.model, batch.inputs)]
             how = {"training": False, "low_precision": low_precision, "most_rows": 2}
             asked = probe(loss_of, trainer.model, rows, count, 0, **how)
-            self._reduction = asked or Reduction("rows", mixes="its rows give no number")
+            self._reduction = asked or Reduction("rows", mixes="its rows give no finite loss")
             if not self._reduction.is_exact:
                 logger.warning("eval_loss is a mean over parts of a batch: %s", self._reduction.mixes)
         return self._reduction

@@ -21,7 +21,7 @@ from scu_trainer.train.step.distributed.sharded import weight_count
 
 
 def say_data(console: Console, data: Any) -> None:
-    for line in data.books.lines():
+    for line in data.statistics.lines():
         console.print(line, soft_wrap=True)
 
 

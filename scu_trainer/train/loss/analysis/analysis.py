@@ -80,7 +80,7 @@ class LossAnalysis:
         self._say_changed(reason)
 
     def _must_ask(self, batches: Sequence[Batch], known: Optional[Reduction], classes: bool) -> bool:
-        """Anew where inputs come that were not there before, padding, classes, or rows that tell kinds apart.
+        """Again where inputs come that were not there before, padding, classes, or rows that tell kinds apart.
 
         ``known``: of batches with these inputs.
         """
@@ -156,18 +156,19 @@ class LossAnalysis:
 
     # -- auditing ------------------------------------------------------------------------------------------------------
 
-    def holds(self, window: AccumulationWindow, pieces: Sequence[MicroBatch], num_items: Any) -> bool:
-        """Whether the loss of a batch still is the sum over its ``pieces``, looked at in the steps 1, 2, 4, 8, ... of
-        this start, in those of the steps that cut batches, and in the last one. Where it is not ``reduction`` says so.
+    def holds(self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any) -> bool:
+        """Whether the loss of a batch still is the sum over its ``micro-batches``, looked at in the steps 1, 2, 4, 8,
+        ... of this start, in those of the steps that cut batches, and in the last one. Where it is not ``reduction``
+        says so.
         """
         self._windows += 1
-        if not _cuts(window, pieces) or not window.can_pool:
+        if not _cuts(window, micro_batches) or not window.can_pool:
             return True
         self._cut_windows += 1
         is_last = self._step == self.trainer.state.max_steps
         if not (is_last or _is_power_of_two(self._windows) or _is_power_of_two(self._cut_windows)):
             return True
-        found = self._audit(window, pieces, num_items)
+        found = self._audit(window, micro_batches, num_items)
         if found is None:  # this window tells nothing: a later one will
             return True
         if found.difference <= tolerance(self.trainer.model, self._low_precision):
@@ -178,7 +179,9 @@ class LossAnalysis:
         self._stop_splitting(found)
         return False
 
-    def _audit(self, window: AccumulationWindow, pieces: Sequence[MicroBatch], num_items: Any) -> Optional[Audited]:
+    def _audit(
+        self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any
+    ) -> Optional[Audited]:
         trainer = self.trainer
         if self._auditor is None:
             self._auditor = Auditor(trainer.model, self._loss_of, self._free_memory, trainer)
@@ -186,7 +189,7 @@ class LossAnalysis:
         if trainer.loss_path is not None:  # without the logits, if training does without them
             trainer.loss_path.choose(trainer._prepare_inputs(window.batches[0].inputs))
         with self._unrecorded():
-            audit = partial(self._auditor.audit, window, pieces, num_items, self.audits, full)
+            audit = partial(self._auditor.audit, window, micro_batches, num_items, self.audits, full)
             return second_try(audit, "auditing how the loss adds up")
 
     @property
@@ -241,9 +244,9 @@ class LossAnalysis:
         }
 
 
-def _cuts(window: AccumulationWindow, pieces: Sequence[MicroBatch]) -> bool:
+def _cuts(window: AccumulationWindow, micro_batches: Sequence[MicroBatch]) -> bool:
     """Whether any batch is run in parts, or together with rows of another."""
-    return any(piece.rows and is_part(window, piece) for piece in pieces)
+    return any(micro_batch.rows and is_part(window, micro_batch) for micro_batch in micro_batches)
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -189,7 +189,7 @@ class _Question:
         )
 
     def _observed(self, inputs: Any, whole: torch.Tensor, gradient: bool) -> Optional[Observation]:
-        """``whole``: what was measured of ``inputs`` together. None where the loss is no number, or nothing."""
+        """``whole``: what was measured of ``inputs`` together. None where the loss is not finite, or nothing."""
         parts = [self.meter.measure(self._row(inputs, row), gradient) for row in range(len(self.rows))]
         values = [float(part[0]) for part in parts]
         if not math.isfinite(whole[0]) or not any((*values, float(whole[0]))) or not any(map(math.isfinite, values)):

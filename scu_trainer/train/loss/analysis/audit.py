@@ -46,18 +46,18 @@ class Auditor:
         self._draws = False
 
     def audit(
-        self, window: AccumulationWindow, pieces: Sequence[MicroBatch], num_items: Any, turn: int, full: bool
+        self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any, turn: int, full: bool
     ) -> Optional[Audited]:
         """``turn``: the number of this audit, by which a batch and rows of it are drawn. ``full``: all batches as the
-        loader gave them against all pieces, for a loss that acts on many rows only. None where the rows tell nothing:
-        the loss is no number, nothing is learned, or no two rows fit."""
+        loader gave them against all micro-batches, for a loss that acts on many rows only. None where the rows tell
+        nothing: the loss is not finite, nothing is learned, or no two rows fit."""
         if full:
-            found, fits = self._fitting(lambda: self._of_window(window, pieces, num_items))
+            found, fits = self._fitting(lambda: self._of_window(window, micro_batches, num_items))
             if fits:
                 return found
         number = turn % len(window.batches)
-        groups = [[row for row in piece.rows if row[0] == number] for piece in pieces]
-        groups = _sampled(window, [group for group in groups if group], _budget(window, pieces), turn)
+        groups = [[row for row in micro_batch.rows if row[0] == number] for micro_batch in micro_batches]
+        groups = _sampled(window, [group for group in groups if group], _budget(window, micro_batches), turn)
         while (rows := sum(map(len, groups))) > 1:
             parts = _at_least_two(groups)
             found, fits = self._fitting(lambda: self._compared(window, parts, num_items))  # noqa: B023
@@ -77,15 +77,17 @@ class Auditor:
         self.free_memory()
         return None, False
 
-    def _of_window(self, window: AccumulationWindow, pieces: Sequence[MicroBatch], num_items: Any) -> Optional[Audited]:
+    def _of_window(
+        self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any
+    ) -> Optional[Audited]:
         """Batches that run whole are the same on both sides."""
-        cut = [piece for piece in pieces if piece.rows and is_part(window, piece)]
-        numbers = sorted({number for piece in cut for number, _ in piece.rows})
-        shares = [1.0 if piece.weight is None else piece.weight for piece in cut]
+        cut = [micro_batch for micro_batch in micro_batches if micro_batch.rows and is_part(window, micro_batch)]
+        numbers = sorted({number for micro_batch in cut for number, _ in micro_batch.rows})
+        shares = [1.0 if micro_batch.weight is None else micro_batch.weight for micro_batch in cut]
 
         def losses() -> tuple[float, float]:
             whole = sum(self._loss(window.batches[number].inputs, num_items) for number in numbers)
-            parts = [self._loss(window.inputs(piece), num_items) for piece in cut]
+            parts = [self._loss(window.inputs(micro_batch), num_items) for micro_batch in cut]
             return whole, sum(share * part for share, part in zip(shares, parts, strict=True))
 
         return self._without_noise(sum(window.batches[number].rows for number in numbers), losses)
@@ -133,9 +135,9 @@ def _at_least_two(groups: list[list[Row]]) -> list[list[Row]]:
     return [only[:1], only[1:]]
 
 
-def _budget(window: AccumulationWindow, pieces: Sequence[MicroBatch]) -> int:
+def _budget(window: AccumulationWindow, micro_batches: Sequence[MicroBatch]) -> int:
     """Tokens of a sample: no more than memory takes at once."""
-    return min(max(piece.tokens for piece in pieces), int(SAMPLE_SHARE * window.real_tokens))
+    return min(max(micro_batch.tokens for micro_batch in micro_batches), int(SAMPLE_SHARE * window.real_tokens))
 
 
 def _tokens(window: AccumulationWindow, groups: Sequence[Sequence[Row]]) -> list[int]:
@@ -159,6 +161,8 @@ def _sampled(window: AccumulationWindow, groups: list[list[Row]], tokens: int, s
     return [first, [row for group in others for row in group]] if others else [first]
 
 
-def is_part(window: AccumulationWindow, piece: MicroBatch) -> bool:
-    """Whether a piece is less than a batch, or holds rows of several."""
-    return len(piece.rows) != window.batches[piece.batch].rows or any(number != piece.batch for number, _ in piece.rows)
+def is_part(window: AccumulationWindow, micro_batch: MicroBatch) -> bool:
+    """Whether a micro-batch is less than a batch, or holds rows of several."""
+    return len(micro_batch.rows) != window.batches[micro_batch.batch].rows or any(
+        number != micro_batch.batch for number, _ in micro_batch.rows
+    )

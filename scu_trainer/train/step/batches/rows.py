@@ -203,7 +203,7 @@ Row = tuple[int, int]
 
 
 def signature(batch: Batch) -> tuple:
-    """Batches with equal signatures may share a chunk."""
+    """Batches with equal signatures may share a micro-batch."""
     parts: list[Any] = []
     if batch.rows == 1 and "position_ids" in batch.inputs and "attention_mask" not in batch.inputs:
         parts.append(id(batch.inputs))  # packed documents: flash attention finds their borders in a single row only

@@ -1,4 +1,5 @@
-"""One optimizer step's rows as pieces: whole accumulation batches, or chunks that hold rows of several of them."""
+"""One optimizer step's rows as micro-batches: whole accumulation batches, or micro-batches that hold rows of several
+of them."""
 
 from __future__ import annotations
 
@@ -109,26 +110,26 @@ class AccumulationWindow:
         return MicroBatch(number, rows, self._length(rows) if rows else max(1, batch.width))
 
     def _length(self, rows: Sequence[Row]) -> int:
-        """Tokens per row of a chunk of ``rows``: each time axis is padded to its own longest."""
+        """Tokens per row of a micro-batch of ``rows``: each time axis is padded to its own longest."""
         own = max(self.batches[number].needed[row] for number, row in rows)
         targets = [self.batches[number].needed_decoder for number, _ in rows]
         other = max((target[row] for target, (_, row) in zip(targets, rows, strict=True) if target), default=0)
         return max(1, own + other)
 
     def pooled(self, token_cap: Optional[int], max_rows: Optional[int], min_rows: int) -> list[MicroBatch]:
-        """Rows of all batches that may share a chunk, sorted by length and cut."""
+        """Rows of all batches that may share a micro-batch, sorted by length and cut."""
         pools: dict[Any, list[Row]] = {}
-        pieces = []
+        micro_batches = []
         for number, batch in enumerate(self.batches):
             if batch.obstacle is not None:
-                pieces.append(self._whole(number))
+                micro_batches.append(self._whole(number))
                 continue
             rows = [(number, row) for row in range(batch.rows)]
             pools.setdefault(self._pool_key(number), []).extend(rows)
         for rows in pools.values():
-            pieces += self._cut(rows, token_cap, max_rows, min_rows)
-        # Nothing is learned from a piece of weight 0, and the mean over nothing is no number.
-        return [piece for piece in pieces if piece.weight != 0]
+            micro_batches += self._cut(rows, token_cap, max_rows, min_rows)
+        # Nothing is learned from a micro-batch of weight 0, and the mean over nothing is not finite.
+        return [micro_batch for micro_batch in micro_batches if micro_batch.weight != 0]
 
     def _pool_key(self, number: int) -> Any:
         # A mean gives every batch the same say, so rows of batches with unequal counts weigh differently.
@@ -136,25 +137,27 @@ class AccumulationWindow:
 
     def in_parts(self, count: int) -> list[MicroBatch]:
         """Every batch in ``count`` parts of nearly equal rows, in order: what ranks that must keep step can run."""
-        pieces = []
+        micro_batches = []
         for number, batch in enumerate(self.batches):
             if batch.obstacle is not None or self.reduction is None or count < 2:
-                pieces.append(self._whole(number))
+                micro_batches.append(self._whole(number))
                 continue
             bounds = [batch.rows * i // count for i in range(count + 1)]
             for a, b in itertools.pairwise(bounds):
                 rows = tuple((number, row) for row in range(a, b))
-                pieces.append(self._piece(rows))
-        return pieces
+                micro_batches.append(self._piece(rows))
+        return micro_batches
 
-    def split(self, piece: MicroBatch, token_cap: int, max_rows: Optional[int], min_rows: int) -> list[MicroBatch]:
-        """``piece`` under a smaller cap; [piece] if it cannot be cut any further."""
+    def split(
+        self, micro_batch: MicroBatch, token_cap: int, max_rows: Optional[int], min_rows: int
+    ) -> list[MicroBatch]:
+        """``micro-batch`` under a smaller cap; [micro-batch] if it cannot be cut any further."""
         min_rows = max(min_rows, self.fewest_rows)
-        is_movable = self.reduction is not None and self.batches[piece.batch].obstacle is None
-        if len(piece.rows) < 2 * min_rows or not is_movable:
-            return [piece]
-        pieces = self._cut(list(piece.rows), token_cap, max_rows, min_rows)
-        return [piece for piece in pieces if piece.weight != 0]
+        is_movable = self.reduction is not None and self.batches[micro_batch.batch].obstacle is None
+        if len(micro_batch.rows) < 2 * min_rows or not is_movable:
+            return [micro_batch]
+        micro_batches = self._cut(list(micro_batch.rows), token_cap, max_rows, min_rows)
+        return [micro_batch for micro_batch in micro_batches if micro_batch.weight != 0]
 
     def _cut(
         self, rows: list[Row], token_cap: Optional[int], max_rows: Optional[int], min_rows: int
@@ -173,15 +176,15 @@ class AccumulationWindow:
     def _piece(self, rows: tuple[Row, ...]) -> MicroBatch:
         return self._weighed(MicroBatch(rows[0][0], rows, self._length(rows)))
 
-    def _weighed(self, piece: MicroBatch) -> MicroBatch:
-        number = piece.batch
-        if len(piece.rows) == self.batches[number].rows and all(batch == number for batch, _ in piece.rows):
-            return piece  # the whole batch: its mean is the one wanted
-        items, total = sum(self.items_of(piece.rows)), sum(self._items_of(number))
+    def _weighed(self, micro_batch: MicroBatch) -> MicroBatch:
+        number = micro_batch.batch
+        if len(micro_batch.rows) == self.batches[number].rows and all(batch == number for batch, _ in micro_batch.rows):
+            return micro_batch  # the whole batch: its mean is the one wanted
+        items, total = sum(self.items_of(micro_batch.rows)), sum(self._items_of(number))
         if not self.reduction.is_mean:
-            return piece
+            return micro_batch
         # A batch in which nothing is learned has no mean: let its loss say so.
-        return replace(piece, weight=items / total if total else 1.0)
+        return replace(micro_batch, weight=items / total if total else 1.0)
 
     def items_of(self, rows: Sequence[Row]) -> list[float]:
         """How much each of ``rows`` counts in the mean over its batch."""
@@ -197,11 +200,11 @@ class AccumulationWindow:
 
     # -- batches for the model -----------------------------------------------------------------------------------------
 
-    def inputs(self, piece: MicroBatch) -> Any:
-        batch = self.batches[piece.batch]
+    def inputs(self, micro_batch: MicroBatch) -> Any:
+        batch = self.batches[micro_batch.batch]
         if batch.obstacle is not None or self.reduction is None:
             return batch.inputs
-        return self.inputs_of(piece.rows)
+        return self.inputs_of(micro_batch.rows)
 
     def inputs_of(self, rows: Sequence[Row]) -> Any:
         """A batch of ``rows``, trimmed to the longest of them."""

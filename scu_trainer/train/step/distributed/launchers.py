@@ -14,7 +14,7 @@ from scu_trainer.train.step.distributed.sharded import is_fsdp
 def ranks_for(trainer) -> Ranks:
     """The launcher's rules. ``trainer``: a Trainer whose model is wrapped, as it is when training begins.
 
-    Raises ControlError for launchers and models whose chunks could hang or train something else.
+    Raises ControlError for launchers and models whose micro-batches could hang or train something else.
     """
     refuse_arguments(trainer)
     if trainer.is_deepspeed_enabled:
@@ -51,8 +51,8 @@ def refuse_arguments(trainer) -> None:
     optimizer = str(getattr(args.optim, "value", args.optim))
     if "lomo" in optimizer or "layerwise" in optimizer:
         raise ControlError(
-            f"optim {optimizer} changes weights during backward, where no chunk can be taken back; use an optimizer "
-            f"with a step of its own (adamw_torch, galore_adamw, apollo_adamw, ...), or {OFF}"
+            f"optim {optimizer} changes weights during backward, where no micro-batch can be taken back; use an "
+            f"optimizer with a step of its own (adamw_torch, galore_adamw, apollo_adamw, ...), or {OFF}"
         )
     _refuse_split_models(trainer)
     if is_fsdp(trainer) and args.gradient_accumulation_steps > 1:
@@ -64,7 +64,7 @@ def refuse_arguments(trainer) -> None:
 
 
 def _refuse_split_models(trainer) -> None:
-    """A sequence or a layer spread over ranks: its collectives must match chunk by chunk."""
+    """A sequence or a layer spread over ranks: its collectives must match micro-batch by micro-batch."""
     sizes = {
         "tensor": trainer.get_tp_size(),
         "context": trainer.get_cp_size(),
@@ -73,8 +73,9 @@ def _refuse_split_models(trainer) -> None:
     for name, size in sizes.items():
         if size > 1:
             raise ControlError(
-                f"{name} parallelism over {size} ranks spreads every chunk over them; memory control works with whole "
-                f"models per rank (DDP, ZeRO-1/2) and with FSDP and ZeRO-3: set the {name} parallel size to 1, or {OFF}"
+                f"{name} parallelism over {size} ranks spreads every micro-batch over them; memory control works with "
+                f"whole models per rank (DDP, ZeRO-1/2) and with FSDP and ZeRO-3: set the {name} parallel size to 1, "
+                f"or {OFF}"
             )
     kind = trainer.accelerator.distributed_type.value
     if kind in ("MEGATRON_LM", "XLA"):
@@ -97,7 +98,7 @@ def _refuse_unusable_ddp(ddp: DistributedDataParallel) -> None:
         if isinstance(module, nn.SyncBatchNorm):
             raise ControlError(
                 f"{name} is SyncBatchNorm, which communicates in every forward, but ranks run different numbers of "
-                f"chunks; use BatchNorm, or {OFF}"
+                f"micro-batches; use BatchNorm, or {OFF}"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ControlError(

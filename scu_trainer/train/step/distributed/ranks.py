@@ -1,10 +1,12 @@
-"""What the memory loop needs from the launcher: chunks that may fail alone, one reduction over ranks, one agreement.
+"""What the memory loop needs from the launcher: micro-batches that may fail alone, one reduction over ranks, one
+agreement.
 
-    with ranks.window(model):                     # nothing in here communicates, so a chunk may fail and run again
-        for i, chunk in enumerate(chunks):
-            with ranks.chunk(last=i == len(chunks) - 1):
+    with ranks.window(model):                     # nothing in here communicates, so a micro-batch may fail and run
+    again
+        for i, micro-batch in enumerate(micro-batches):
+            with ranks.micro-batch(last=i == len(micro-batches) - 1):
                 ...                               # forward and backward; gradients add up on this rank
-        # out of memory: ranks.drop_gradients(), then the window's chunks from the first one on
+        # out of memory: ranks.drop_gradients(), then the window's micro-batches from the first one on
         shared = ranks.agree([...])               # every rank learns what happened on any of them
     # Left without an exception: gradients are what stock training has before its optimizer step.
     ranks.finish()                                # at the last accumulation batch: DeepSpeed's optimizer step
@@ -14,7 +16,7 @@ waiting. Here all local work is done before anybody waits for anybody, and an ex
 communication: ranks that agreed to stop may all raise inside it.
 
 Not seen, and fatal under several ranks: a model or a loss that communicates in its own forward (gathering embeddings
-for in-batch negatives), because ranks run different numbers of chunks.
+for in-batch negatives), because ranks run different numbers of micro-batches.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ OFF = "set memory_control: false"
 class Ranks:
     """One process: nothing to share. Base of what the launchers need.
 
-    ``recoverable``: a chunk that ran out of memory may run again. ``even_chunks``: all ranks must run the same number
-    of chunks, or their collectives no longer match. ``weights``: what is trained, as the model has it.
+    ``recoverable``: a micro-batch that ran out of memory may run again. ``even_chunks``: all ranks must run the same
+    number of micro-batches, or their collectives no longer match. ``weights``: what is trained, as the model has it.
     """
 
     recoverable = True
@@ -61,7 +63,7 @@ class Ranks:
             yield
 
     def chunk(self, last: bool) -> AbstractContextManager:
-        """Forward and backward of one chunk; ``last``: no other follows in this window."""
+        """Forward and backward of one micro-batch; ``last``: no other follows in this window."""
         return nullcontext()
 
     def drop_gradients(self) -> None:
@@ -92,7 +94,7 @@ class Ranks:
 
 
 class DdpRanks(Ranks):
-    """DistributedDataParallel: chunks under ``no_sync``, gradients averaged in buckets when the window ends."""
+    """DistributedDataParallel: micro-batches under ``no_sync``, gradients averaged in buckets when the window ends."""
 
     def __init__(self, trainer, ddp: DistributedDataParallel) -> None:
         super().__init__(trainer)
@@ -108,7 +110,8 @@ class DdpRanks(Ranks):
         self._average_gradients()
 
     def _broadcast_buffers(self) -> None:
-        """Rank 0's buffers for everybody, once per window as in stock training, but never inside a chunk's forward."""
+        """Rank 0's buffers for everybody, once per window as in stock training, but never inside a micro-batch's
+        forward."""
         self._ddp.require_forward_param_sync = False
         if not self._ddp.broadcast_buffers:
             return
@@ -144,8 +147,8 @@ class ShardedRanks(Ranks):
 
     def drop_gradients(self) -> None:
         raise ControlError(
-            "a rank ran out of memory under FSDP or ZeRO-3, where the others wait inside the same chunk: none can "
-            "run again. Resume from the last checkpoint with a smaller token_cap or max_batch_size, or use ZeRO-1/2"
+            "a rank ran out of memory under FSDP or ZeRO-3, where the others wait inside the same micro-batch: none "
+            "can run again. Resume from the last checkpoint with a smaller token_cap or max_batch_size, or use ZeRO-1/2"
         )
 
 

@@ -1,4 +1,5 @@
-"""Recovering chunks under DeepSpeed: ZeRO-1 and ZeRO-2 through the engine's own delayed reduction; ZeRO-3 cannot.
+"""Recovering micro-batches under DeepSpeed: ZeRO-1 and ZeRO-2 through the engine's own delayed reduction; ZeRO-3
+cannot.
 
 Full local gradients stay until the window ends, so ZeRO-2 needs the gradient memory of ZeRO-1 here.
 """
@@ -59,7 +60,7 @@ class ZeroRanks(Ranks):
 
 
 def deepspeed_ranks(trainer) -> Ranks:
-    """Raises ControlError for what DeepSpeed cannot delay, or cannot survive a failed chunk with."""
+    """Raises ControlError for what DeepSpeed cannot delay, or cannot survive a failed micro-batch with."""
     engine = trainer.model_wrapped
     _refuse_unusable(engine)
     stage = int(engine.zero_optimization_stage())
@@ -78,14 +79,14 @@ def _refuse_unusable(engine) -> None:
     for name, enabled in timers.items():
         if enabled:
             raise ControlError(
-                f"DeepSpeed's {name} measures forward and backward in pairs, which a failed chunk breaks; disable "
-                f"{name} in the DeepSpeed configuration, or {OFF}"
+                f"DeepSpeed's {name} measures forward and backward in pairs, which a failed micro-batch breaks; "
+                f"disable {name} in the DeepSpeed configuration, or {OFF}"
             )
     if engine.pipeline_parallelism or engine.has_moe_layers:
         kind = "pipeline parallelism" if engine.pipeline_parallelism else "expert layers (MoE)"
         raise ControlError(
-            f"DeepSpeed's {kind} communicates inside every chunk, but ranks run different numbers of chunks; use a "
-            f"model without it, or {OFF}"
+            f"DeepSpeed's {kind} communicates inside every micro-batch, but ranks run different numbers of "
+            f"micro-batches; use a model without it, or {OFF}"
         )
     if engine.zenflow:
         raise ControlError(f"DeepSpeed's zenflow updates weights beside the optimizer step; remove zenflow, or {OFF}")

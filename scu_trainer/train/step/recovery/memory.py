@@ -21,7 +21,7 @@ it the interpreter itself keeps the traceback, hence the failed step's tensors::
 
     failure = None
     try:
-        run(chunk)
+        run(micro-batch)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -286,8 +286,8 @@ class MachineMemory(NamedTuple):
 
 
 def machine_memory(root: Path = cgroup.ROOT) -> Any:
-    """``total`` and ``available`` bytes of main memory. As psutil has them, which parses all of /proc/meminfo for two numbers:
-    several times in each step that is a tenth of a millisecond each."""
+    """``total`` and ``available`` bytes of main memory. As psutil has them, which parses all of /proc/meminfo for two
+    numbers: several times in each step that is a tenth of a millisecond each."""
     try:
         with open(os.path.join(root, "proc/meminfo"), "rb") as file:
             text = b"\n" + file.read()
@@ -329,7 +329,7 @@ def _resource_limits(process: dict[str, int]) -> Iterator[_Limit]:
     import resource  # POSIX only, as is the file that ``process`` came from
 
     for name, used_bytes in (("RLIMIT_DATA", process["VmData"]), ("RLIMIT_AS", process["VmSize"])):
-        soft_bytes, _ = resource.getrlimit(getattr(resource, name))  # read anew: a process may change its soft limit
+        soft_bytes, _ = resource.getrlimit(getattr(resource, name))  # read again: a process may change its soft limit
         if soft_bytes != resource.RLIM_INFINITY:
             yield _Limit(name, soft_bytes, used_bytes)
 

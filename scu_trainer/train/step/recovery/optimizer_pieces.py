@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Weights per piece. Its copies take about three times this, the update's own working memory once or twice. On the CPU
-# small pieces are reused by the C library instead of being mapped anew (2 times as fast), elsewhere launches count.
+# small pieces are reused by the C library instead of being mapped again (2 times as fast), elsewhere launches count.
 CPU_PIECE_BYTES = 8 * 2**20
 PIECE_BYTES = 64 * 2**20
 

@@ -41,8 +41,9 @@ _OUT_OF_MEMORY = re.compile(
     re.MULTILINE,
 )
 
-# Out of memory where a smaller chunk does not help: in a worker process or the pinning thread (host memory of the data
-# loader; torch re-raises it in the main process with the original's type), and in NCCL, whose communicator is dead.
+# Out of memory where a smaller micro-batch does not help: in a worker process or the pinning thread (host memory of
+# the data loader; torch re-raises it in the main process with the original's type), and in NCCL, whose communicator is
+# dead.
 _ELSEWHERE = re.compile(r"^Caught \w+ in (?:DataLoader worker process|pin memory thread)|\bNCCL error\b")
 
 # A worker's or the pinning thread's error, and what torch says of a worker that the kernel has ended: SIGKILL and
@@ -59,7 +60,7 @@ _WANTED = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller chunk may cure this error.
+    """Whether a smaller micro-batch may cure this error.
 
     An error raised ``from`` one that is out of memory counts (compilers and checkpointing wrap), one merely raised
     *while* such an error was handled does not: it is another fault, and hiding it behind a retry would lose it.

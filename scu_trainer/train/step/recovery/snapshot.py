@@ -1,4 +1,4 @@
-"""What a chunk changes beside its result, so that a failed one can be taken back: RNG, buffers, gradients."""
+"""What a micro-batch changes beside its result, so that a failed one can be taken back: RNG, buffers, gradients."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ Generators = list[tuple[Callable[[Any], None], Any]]
 
 @dataclass
 class Mark:
-    """The state of RNG, buffers and gradients before a chunk. ``parameters``: the trainable ones."""
+    """The state of RNG, buffers and gradients before a micro-batch. ``parameters``: the trainable ones."""
 
     rng: Generators
     buffers: ChangingBuffers

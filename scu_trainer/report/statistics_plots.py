@@ -1,4 +1,4 @@
-"""The curriculum's books: which rows an epoch had, how hard they were, what padding cost."""
+"""The curriculum's statistics: which rows an epoch had, how hard they were, what padding cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scu_trainer.report.files import Row, RunFiles, points
 
 
 def curriculum_panels(runs: Sequence[RunFiles]) -> list[Panel]:
-    """For one run all of its books; for several the rows, the median difficulty and the padding of each."""
+    """For one run all of its statistics; for several the rows, the median difficulty and the padding of each."""
     found = [run for run in runs if run.epochs]
     if not found:
         return []
@@ -46,9 +46,9 @@ def _of_one(epochs: Sequence[Row]) -> list[Panel]:
     ]  # fmt: skip
 
 
-def _in_part(*books: Sequence[Row]) -> str:
+def _in_part(*statistics: Sequence[Row]) -> str:
     """Said in a title: the last point is of an epoch that was not trained to its end."""
-    return " (the last epoch in part)" if any(book and book[-1].get("complete") is False for book in books) else ""
+    return " (the last epoch in part)" if any(book and book[-1].get("complete") is False for book in statistics) else ""
 
 
 def _difficulty(rows: Sequence[Row]) -> Panel:

@@ -8,8 +8,8 @@ MOST_EXAMPLES = 3  # per reason
 
 
 @dataclass
-class DataBooks:
-    """Counts of one preparation. While streaming they grow as training reads, and start anew with each pass.
+class DataStatistics:
+    """Counts of one preparation. While streaming they grow as training reads, and start over with each pass.
 
     documents, eval_documents: documents in training and held out. documents_cut: documents longer than a row, cut into
     several (nothing of them is lost). rows_read: rows of the sources that were looked at. rows_dropped: by reason.
@@ -39,7 +39,7 @@ class DataBooks:
         if len(self.examples.setdefault(reason, [])) < MOST_EXAMPLES:
             self.examples[reason].append(example)
 
-    def add(self, other: DataBooks) -> None:
+    def add(self, other: DataStatistics) -> None:
         """Take over the rows that ``other`` read and dropped."""
         self.rows_read += other.rows_read
         for reason, count in other.rows_dropped.items():
