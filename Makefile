@@ -18,13 +18,23 @@ PROCESSES ?=
 # Tests run in so many processes, a file of tests in one of them; `make test WORKERS=0` runs them in one.
 WORKERS ?= 2
 
+# Tests for while one works: rooms that train nothing, and one training by the command per task.
+FAST := tests/control tests/hardware --ignore=tests/hardware/test_heap.py tests/report tests/test_docs.py tests/test_import_arrows.py tests/test_run_files.py \
+	tests/test_safe_paths.py tests/test_secrets.py tests/test_settings.py \
+	$(addprefix tests/data/test_,$(addsuffix .py,collate encode images numbered odd_files packing samplers sensors sources store stream tokenizer)) \
+	$(addprefix tests/runs/test_,$(addsuffix .py,budget comparison_plan launch process queue state variants)) \
+	tests/cli/test_train.py::test_a_run_writes_what_the_contract_promises \
+	'tests/cli/test_recipes.py::test_a_recipe_of_another_task_trains[resnet.yaml]' \
+	tests/train/test_words.py::test_the_command_trains_with_all_loops \
+	tests/train/test_sensors.py::test_the_command_trains_and_writes_a_run
+
 # Tokenizers warn once per fork otherwise; data loading forks after tokenizing.
 export TOKENIZERS_PARALLELISM = false
 # Operators that DeepSpeed compiles go with the environment that they were compiled for.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help deps verify-install plan background check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map train-resnet train-efficientnet train-gru train-sensors compare regressions test test-cpu test-smoke lint
+.PHONY: help deps verify-install plan background check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map train-resnet train-efficientnet train-gru train-sensors compare regressions test test-fast test-cpu test-smoke coverage lint
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,11 +95,17 @@ regressions: $(STAMP) ## run benchmarks again and say what moved since their res
 test: $(STAMP) $(BROWSER) ## run the tests; ARGS="-k resume" adds pytest flags
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
+test-fast: $(STAMP) $(BROWSER) ## less than a minute: rooms that train nothing, and one training by the command per task
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(FAST) $(ARGS)
+
 test-cpu: $(STAMP) $(BROWSER) ## run the tests as on a machine without a GPU
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-smoke: $(STAMP) ## every memory-efficient path for a few real steps: peak memory, step time, loss (about 10 minutes)
 	$(BIN)/scu-trainer variants $(ARGS)
+
+coverage: $(STAMP) $(BROWSER) ## run the tests, and list the lines of the package that none of them reaches
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov=scu_trainer --cov-report=term-missing $(ARGS)
 
 lint: $(STAMP) ## check style and formatting with ruff
 	$(BIN)/ruff check .

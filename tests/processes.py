@@ -1,25 +1,35 @@
 """Programs of the tests in processes of their own, without the ten seconds in which each would import torch.
 
 A server process, one per test process, imports everything once and forks: every rank is a real process with a real
-process group, its own environment and its own output. Tests of the launchers themselves start the launchers.
+process group, its own environment and its own output. A launcher is such a process too, and forks where it would start
+Python: the processes that it starts are its children, as ever, and it waits for them, signals them and reads their exit
+codes by its own code. Each launcher is also started from nothing by one test.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
+import inspect
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
+import types
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Optional
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,24 +52,64 @@ def run(
 ) -> Done:
     """Run the script ``program[0]`` with the arguments after it. ``ranks``: as that many processes that find each
     other; None: one process that knows of no others. When one fails the others are killed. Raises TimeoutError."""
+    environments = [{**os.environ, **(environment or {}), **own} for own in _rank_variables(ranks)]
+    return _run(program, environments, timeout)
+
+
+def launch(words: Sequence[object], *, environment: Optional[Mapping[str, str]] = None, timeout: float = 280.0) -> Done:
+    """``python WORDS`` from the root of the project: a script, ``-m`` and a module, or ``-c`` and code. Where it starts
+    Python it forks. ``environment``: all of it; None: as here."""
+    return _run(words, [dict(os.environ if environment is None else environment)], timeout)
+
+
+def _run(words: Sequence[object], environments: list[dict[str, str]], timeout: float) -> Done:
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [(f"{folder}/{rank}.out", f"{folder}/{rank}.err") for rank in range(len(environments))]
+        code = _ask(
+            "run",
+            words=list(map(str, words)),
+            environments=environments,
+            outputs=outputs,
+            cwd=str(ROOT),
+            timeout=timeout,
+        )
+        said = [_joined(sorted(Path(folder).glob(f"*.{end}"))) for end in ("out", "err")]
+    if code is None:
+        raise TimeoutError(f"{words[0]} ran for more than {timeout} s: {said[1][-3000:]}")
+    return Done(code, *said)
+
+
+class Started(psutil.Process):
+    """``python WORDS`` as ``launch`` runs it, while the test goes on; what it says goes to ``log``."""
+
+    def __init__(self, words: Sequence[object], log: Path, environment: Mapping[str, str]) -> None:
+        outputs = (str(log), str(log))
+        pid = _ask("start", words=list(map(str, words)), environment=dict(environment), output=outputs, cwd=str(ROOT))
+        super().__init__(pid)
+        self._code: Optional[int] = None
+
+    def poll(self) -> Optional[int]:
+        """The exit code; None: it runs."""
+        if self._code is None:
+            self._code = _ask("poll", pid=self.pid)
+        return self._code
+
+    def wait(self, timeout: float) -> int:
+        deadline_s = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"process {self.pid} runs for more than {timeout} s")
+            time.sleep(0.02)
+        return code
+
+
+def _ask(kind: str, **request: Any) -> Any:
     global _server
     if _server is None or _server.poll() is not None:
         _server = _start()
-    with tempfile.TemporaryDirectory() as folder:
-        request = {
-            "program": [str(word) for word in program],
-            "environments": [{**os.environ, **(environment or {}), **own} for own in _rank_variables(ranks)],
-            "folder": folder,
-            "timeout": timeout,
-        }
-        _server.stdin.write(json.dumps(request) + "\n")
-        _server.stdin.flush()
-        answer = _server.stdout.readline()
-        outputs = [_joined(sorted(Path(folder).glob(f"*.{end}"))) for end in ("out", "err")]
-    code = json.loads(answer)
-    if code is None:
-        raise TimeoutError(f"{program[0]} ran for more than {timeout} s: {outputs[1][-3000:]}")
-    return Done(code, *outputs)
+    _server.stdin.write(json.dumps({"kind": kind, **request}) + "\n")
+    _server.stdin.flush()
+    return json.loads(_server.stdout.readline())
 
 
 def _joined(files: Sequence[Path]) -> str:
@@ -107,11 +157,12 @@ def _stop(server: subprocess.Popen) -> None:
 def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print while they are imported is no answer
-    sys.path.insert(0, str(ROOT))
+    sys.path[0] = str(ROOT)  # and not the folder of this file
     _import_everything()
+    kinds = {"run": _serve_run, "start": _serve_start, "poll": _serve_poll}
     for line in sys.stdin:
         request = json.loads(line)
-        answers.write(json.dumps(_serve_one(request)) + "\n")
+        answers.write(json.dumps(kinds[request.pop("kind")](**request)) + "\n")
         answers.flush()
 
 
@@ -126,53 +177,73 @@ def _import_everything() -> None:
     import scu_trainer.train.session.session  # noqa: F401
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # the collections of the children need not walk over what was imported
 
 
-def _serve_one(request: dict[str, Any]) -> Optional[int]:
+def _serve_run(words: list[str], environments: list[dict[str, str]], outputs: list, cwd: str, timeout: float):
     """The exit code; None where time ran out."""
     children = {
-        _fork(request["program"], environment, Path(request["folder"]) / str(rank)): rank
-        for rank, environment in enumerate(request["environments"])
+        _fork(words, environment, cwd, output) for environment, output in zip(environments, outputs, strict=True)
     }
-    deadline_s, failed = time.monotonic() + request["timeout"], 0
+    deadline_s, failed = time.monotonic() + timeout, 0
     while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid in children:
-            del children[pid]
-            failed = failed or os.waitstatus_to_exitcode(status)
-            if failed:
-                _kill(children)
-        elif time.monotonic() > deadline_s:
+        for pid in list(children):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                children.remove(pid)
+                failed = failed or os.waitstatus_to_exitcode(status)
+        if failed or time.monotonic() > deadline_s:
             _kill(children)
-            return None
-        else:
-            time.sleep(0.005)
+            return failed or None
+        time.sleep(0.005)
     return failed
 
 
-def _kill(children: Mapping[int, int]) -> None:
+def _kill(children: set[int]) -> None:
     for pid in children:
         os.kill(pid, signal.SIGKILL)
+    for pid in children:
+        os.waitpid(pid, 0)
 
 
-def _fork(program: list[str], environment: dict[str, str], output: Path) -> int:
+def _serve_start(words: list[str], environment: dict[str, str], output: list[str], cwd: str) -> int:
+    return _fork(words, environment, cwd, output)
+
+
+def _serve_poll(pid: int) -> Optional[int]:
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _fork(words: list[str], environment: dict[str, str], cwd: str, output: Sequence[str]) -> int:
     pid = os.fork()
     if pid == 0:
-        _be(program, environment, output)
+        files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) for path in output]
+        _be(words, environment, cwd, (os.open(os.devnull, os.O_RDONLY), *files))
     return pid
 
 
-def _be(program: list[str], environment: dict[str, str], output: Path) -> NoReturn:
+# -- a fork that is a program ------------------------------------------------------------------------------------------
+
+
+def _be(words: list[str], environment: Mapping[str, str], cwd: str, files: Sequence[int]) -> NoReturn:
+    """Be what ``python WORDS`` is once it has imported everything. ``files``: its first three; -1: as here."""
     code = 1
     try:
-        for number, end in ((1, "out"), (2, "err")):
-            descriptor = os.open(f"{output}.{end}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            os.dup2(descriptor, number)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, descriptor in enumerate(files):
+            if descriptor != -1:
+                os.dup2(descriptor, number)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        sys.stdin = os.fdopen(0, closefd=False)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
         os.environ.clear()
         os.environ.update(environment)
-        code = _script(program)
+        os.chdir(cwd)
+        _forget_the_parent()
+        subprocess.Popen._execute_child = _fork_python
+        code = _main(words)
+        threading._shutdown()
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
@@ -182,20 +253,73 @@ def _be(program: list[str], environment: dict[str, str], output: Path) -> NoRetu
         os._exit(code)
 
 
-def _script(program: list[str]) -> int:
-    """The exit code of a script. Its globals are those of ``__main__``, so that what it defines can be pickled."""
-    import types
+def _forget_the_parent() -> None:
+    """What a program that was just started has not: signals are as they were, no file is there to be taken away."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    weakref.finalize._registry.clear()
+    gc.freeze()  # and none of its files is closed here, by a number that is another file's by now
 
-    sys.argv = program
-    sys.path.insert(0, str(Path(program[0]).resolve().parent))
+
+def _main(words: list[str]) -> int:
+    """The exit code of ``python WORDS``."""
+    places = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
     module = types.ModuleType("__main__")
-    module.__file__ = program[0]
-    sys.modules["__main__"] = module
     try:
-        exec(compile(Path(program[0]).read_text(), program[0], "exec"), module.__dict__)
+        if words[0] == "-m":
+            sys.path[:0] = [os.getcwd(), *places]
+            sys.argv = words[1:]
+            sys.modules.pop(words[1], None)
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            return 0
+        # Its globals are those of ``__main__``, so that what it defines can be pickled.
+        sys.modules["__main__"] = module
+        if words[0] == "-c":
+            sys.path[:0] = ["", *places]
+            sys.argv = ["-c", *words[2:]]
+            exec(words[1], module.__dict__)
+        else:
+            sys.path[:0] = [str(Path(words[0]).resolve().parent), *places]
+            sys.argv = words
+            module.__file__ = words[0]
+            exec(compile(Path(words[0]).read_text(), words[0], "exec"), module.__dict__)
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
     return 0
+
+
+_start_anything = subprocess.Popen._execute_child
+
+
+def _fork_python(popen: subprocess.Popen, args: Any, *others: Any) -> None:
+    """In place of ``Popen._execute_child``: where that starts Python with all that this process has imported, fork."""
+    given = inspect.signature(_start_anything).bind(popen, args, *others).arguments
+    words = (
+        [] if given["shell"] or isinstance(args, (str, bytes, os.PathLike)) else [os.fsdecode(word) for word in args]
+    )
+    is_python = len(words) > 1 and words[0] == sys.executable and given["executable"] in (None, words[0])
+    words = words[2:] if words[1:2] == ["-u"] else words[1:]
+    is_known = is_python and words and (words[0] in ("-c", "-m") or not words[0].startswith("-"))
+    if not is_known or given["preexec_fn"] or given["pass_fds"]:
+        return _start_anything(popen, args, *others)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    popen.pid = os.fork()
+    if popen.pid == 0:
+        if given["start_new_session"]:
+            os.setsid()
+        environment = dict(os.environ if given["env"] is None else given["env"])
+        files = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        _be(words, environment, os.fspath(given["cwd"] or os.getcwd()), files)
+    popen._child_created = True
+    popen._close_pipe_fds(
+        *(given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
+    )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed.fsdp import OffloadPolicy, StateDictType
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
+from tests import processes
 from tests.tiny import llama
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,25 +68,19 @@ def test_two_machines_start_from_the_file(tmp_path):
     answers.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(FOLDER / "multi_node_cpu.yaml")]
+    words = ["-m", "accelerate.commands.launch", "--config_file", FOLDER / "multi_node_cpu.yaml"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen(
-            [*command, "--machine_rank", rank, "--main_process_port", str(port), str(script), str(answers)],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
+    own = {rank: ["--machine_rank", rank, "--main_process_port", port, script, answers] for rank in "01"}
+    started = {
+        rank: processes.Started([*words, *more], tmp_path / f"{rank}.log", environment) for rank, more in own.items()
+    }
     try:
-        for process in started:
-            said = process.communicate(timeout=200)[1]
-            assert process.returncode == 0, said[-3000:]
+        for rank, process in started.items():
+            assert process.wait(200) == 0, (tmp_path / f"{rank}.log").read_text()[-3000:]
     finally:
-        for process in started:
-            process.kill()
+        for process in started.values():
+            if process.poll() is None:
+                process.kill()
     found = [path.read_text() for path in sorted(answers.iterdir())]
     assert found == [f"machine {rank} rank {rank} summed 2" for rank in range(2)]
 

@@ -7,6 +7,7 @@ import configparser
 import importlib.metadata
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from scu_trainer.cli import main
+from tests import processes
 from tests.conftest import NetworkForbidden
 
 ROOT = Path(__file__).parents[1]
@@ -90,6 +92,10 @@ def test_make_lists_every_target():
         ("train-qlora", ".venv/bin/python scripts/train.py --config recipes/qlora.yaml --x 1"),
         ("train-device-map", ".venv/bin/python scripts/train.py --config recipes/device_map.yaml --x 1"),
         ("test-cpu", "CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n 2 --dist loadfile --x 1"),
+        (
+            "coverage",
+            ".venv/bin/python -m pytest -n 2 --dist loadfile --cov=scu_trainer --cov-report=term-missing --x 1",
+        ),
         ("test-smoke", ".venv/bin/scu-trainer variants --x 1"),
         (
             "compare",
@@ -107,6 +113,16 @@ def test_targets_install_first_and_then_run(tmp_path, target, command):
     for stamp in (".installed", ".browser"):
         (tmp_path / ".venv" / stamp).touch()
     assert make("-n", target, "ARGS=--x 1", cwd=tmp_path).stdout.splitlines() == [command]
+
+
+def test_the_fast_tests_are_there_and_train_every_task():
+    (line,) = [line for line in make("-n", "test-fast").stdout.splitlines() if "-m pytest" in line]
+    words = shlex.split(line)
+    places = [word.split("::") for word in words[words.index("loadfile") + 1 :] if not word.startswith("-")]
+    assert {"tests/control", "tests/test_settings.py"} <= {place[0] for place in places if len(place) == 1}
+    assert all((ROOT / place[0]).exists() for place in places)
+    trainings = {place[1].partition("[")[0]: (ROOT / place[0]).read_text() for place in places if len(place) > 1}
+    assert len(trainings) == 4 and all(f"def {name}(" in text for name, text in trainings.items())
 
 
 def test_an_old_or_missing_python_is_one_clear_line(tmp_path):
@@ -233,17 +249,21 @@ Path(sys.argv[1], f"{rank}.txt").write_text(answer)
 """
 
 
-@pytest.mark.parametrize(("name", "processes"), [("cpu", 1), ("cpu_2_processes", 2)])
-def test_launch_file_starts_the_processes_that_it_names(tmp_path, name, processes):
+@pytest.mark.parametrize(("name", "count"), [("cpu", 1), ("cpu_2_processes", 2)])
+def test_launch_file_starts_the_processes_that_it_names(tmp_path, name, count):
+    """The first as a program that imports everything, by whatever path a user's does."""
     script, answers = tmp_path / "process.py", tmp_path / "answers"
     script.write_text(PROCESS)
     answers.mkdir()
     config = ROOT / "accelerate_configs" / f"{name}.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    done = subprocess.run([*command, str(script), str(answers)], capture_output=True, text=True, timeout=120)
+    words = ["-m", "accelerate.commands.launch", "--config_file", str(config), str(script), str(answers)]
+    if count == 1:
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
+    else:
+        done = processes.launch(words)
     assert done.returncode == 0, done.stderr
     found = [path.read_text() for path in sorted(answers.iterdir())]
-    assert found == [f"rank {rank} of {processes} on cpu summed {processes}" for rank in range(processes)]
+    assert found == [f"rank {rank} of {count} on cpu summed {count}" for rank in range(count)]
 
 
 def test_tests_cannot_leave_the_machine():

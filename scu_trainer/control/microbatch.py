@@ -15,17 +15,17 @@ a machine with memory to spare are the same runs, whatever the gauge reads.
 In a loop of one's own; ``used_bytes``, ``peak_bytes`` and ``limit_bytes`` would come from a gauge. Here a micro-batch
 takes 2 bytes per token over 100 for the model, on a device of 2000 bytes of which a neighbour takes 600 for a while:
 
->>> from scu_trainer.control import micro-batches, microbatch
+>>> from scu_trainer.control import chunks, microbatch
 >>> law, state = microbatch.SizerConfig(headroom_share=0.1), microbatch.SizerState()
 >>> lengths, sizes = [50] * 16, []
 >>> for step in range(12):
 ...     used_bytes = 100 + (600 if step in (2, 3, 4) else 0)
 ...     cap = microbatch.applied_cap(state, ceiling_tokens=800, floor_tokens=50)
-...     micro-batches = micro-batches.cut(lengths, cap)
-...     for micro-batch in micro-batches:
-...         chunk_bytes = 2 * micro-batch.tokens  # run it forward and backward; measure the peak above the use before
-it ...         state = microbatch.with_observation(state, micro-batch.tokens, micro-batch.quadratic, chunk_bytes)
-...     largest = max(micro-batch.tokens for micro-batch in micro-batches)
+...     pieces = chunks.cut(lengths, cap)
+...     for piece in pieces:
+...         chunk_bytes = 2 * piece.tokens  # run it forward and backward; measure the peak above the use before it
+...         state = microbatch.with_observation(state, piece.tokens, piece.quadratic, chunk_bytes)
+...     largest = max(piece.tokens for piece in pieces)
 ...     seen = microbatch.MemoryMeasurement(
 ...         step, limit_bytes=2000, used_bytes=used_bytes, peak_bytes=used_bytes + 2 * largest,
 ...         ceiling_tokens=800, floor_tokens=50, longest_row=50, largest_chunk_tokens=largest)

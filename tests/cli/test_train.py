@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from scu_trainer.cli import configuration, train
 from scu_trainer.cli import main as cli
 from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_rows
-from tests import tiny
+from tests import processes, tiny
 
 ROOT = Path(__file__).parents[2]
 SENTENCES = ["The cat sat on the mat and looked at the door.", "A list is a sequence that can be changed in place."]
@@ -320,25 +319,21 @@ def test_full_tuning_and_auto_target(capsys, flags, tmp_path, tuning):
 # -- the recipe and the launchers, as real processes -------------------------------------------------------------------
 
 
-def launched(command: list[str], **environment: str) -> str:
-    answer = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=280, check=False
-    )
+def launched(words: list[str], from_nothing: bool) -> str:
+    """What ``python WORDS`` prints. ``from_nothing``: every process of it imports everything, as a user's do."""
+    if from_nothing:
+        command = [sys.executable, *words]
+        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    else:
+        answer = processes.launch(words)
     assert answer.returncode == 0, answer.stderr[-3000:]
     return answer.stdout
 
 
 def test_the_recipe_runs_from_its_file(tmp_path):
-    command = [
-        sys.executable,
-        "scripts/train.py",
-        "--config",
-        "recipes/scu_lora.yaml",
-        "--output_dir",
-        str(tmp_path / "r"),
-    ]
+    words = ["scripts/train.py", "--config", "recipes/scu_lora.yaml", "--output_dir", str(tmp_path / "r")]
     small = ["--max_steps", "3", "--eval_steps", "2", "--embedded_base_steps", "2", "--dataset_size", "12"]
-    printed = launched([*command, *small])
+    printed = launched([*words, *small], from_nothing=True)
     assert "making the embedded base model, once" in printed
     assert "S against target" in printed
     adapted = json.loads((tmp_path / "r" / "adapter_config.json").read_text())["target_modules"]
@@ -346,19 +341,19 @@ def test_the_recipe_runs_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "processes"),
+    ("launcher", "count", "from_nothing"),
     [
-        (["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"], 1),
-        (["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_2_processes.yaml"], 2),
-        (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 2),
+        (["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"], 1, False),
+        (["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_2_processes.yaml"], 2, False),
+        (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 2, True),
     ],
     ids=["accelerate cpu", "accelerate 2 processes", "torchrun"],
 )
-def test_launchers(flags, tmp_path, launcher, processes):
-    printed = launched([sys.executable, *launcher, "scripts/train.py", *flags])
+def test_launchers(flags, tmp_path, launcher, count, from_nothing):
+    printed = launched([*launcher, "scripts/train.py", *flags], from_nothing)
     assert printed.count("trained 4 steps") == 1
     described = json.loads((tmp_path / "run" / "training_config.json").read_text())
-    assert described["world_size"] == processes
+    assert described["world_size"] == count
     assert len(read_rows(tmp_path / "run" / "scu_history.json")) == 4
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -14,7 +13,7 @@ from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
 from scu_trainer.train.evaluation.scoring import score_documents
-from tests import tiny
+from tests import processes, tiny
 from tests.faults import fail_in_backward, fail_in_forward, is_training
 from tests.offloading import saved, with_adapters
 from tests.tiny import UnevenRows, pad, same, trained, weights_of
@@ -236,8 +235,8 @@ print(peak[0])
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc, which only Linux has")
 def test_offloading_with_checkpoints_saves_memory(tmp_path):
-    """56 million weights, 214 MiB, in 8 layers; in a process of its own each. Weights in main memory count as resident
-    also where they are mapped from their file."""
+    """56 million weights, 214 MiB, in 8 layers; in a process of its own each, which has all that is imported resident.
+    Weights in main memory count as resident also where they are mapped from their file."""
     folder = saved_large(tmp_path / "base")
     here, away = (peak_bytes(folder, share) for share in ("none", "0.2"))
     assert here - away > 64 * 2**20
@@ -249,6 +248,6 @@ def saved_large(folder):
 
 
 def peak_bytes(folder, share: str) -> int:
-    done = subprocess.run([sys.executable, "-c", PEAK, str(folder), share], capture_output=True, text=True, timeout=120)
+    done = processes.launch(["-c", PEAK, folder, share], timeout=120)
     assert done.returncode == 0, done.stderr
     return int(done.stdout.split()[-1])

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import psutil
 import pytest
 
 from scu_trainer.run_files import read_json, read_rows
-from tests import tiny
+from tests import processes, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_EVERY, DIES_AT = 8, 2, 5
@@ -56,12 +55,10 @@ class Machine:
 
     def __init__(self, log: Path, launcher: list[str], program: list[str]) -> None:
         self._log = log
-        command = [sys.executable, "-m", "torch.distributed.run", *launcher, *program]
         # Without the first, torchrun hands survivors the address of the dead rank 0 again.
         environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-        with open(log, "w") as output:
-            self.agent = psutil.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        self.agent = processes.Started(["-m", "torch.distributed.run", *launcher, *program], log, environment)
 
     @property
     def said(self) -> str:
@@ -154,7 +151,7 @@ def cluster(tmp_path, flags) -> Iterator[Cluster]:
         machine.die()
 
 
-@pytest.mark.timeout(600)  # six starts of Python with everything; on a busy machine each takes long
+@pytest.mark.timeout(600)  # five trainings; on a busy machine each takes long
 def test_a_machine_dies_and_the_run_ends_as_if_it_had_not(tmp_path, cluster):
     """The one that dies has rank 0: its successor is the one to decide, and has never been restarted itself."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"

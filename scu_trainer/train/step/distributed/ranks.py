@@ -1,10 +1,9 @@
 """What the memory loop needs from the launcher: micro-batches that may fail alone, one reduction over ranks, one
 agreement.
 
-    with ranks.window(model):                     # nothing in here communicates, so a micro-batch may fail and run
-    again
-        for i, micro-batch in enumerate(micro-batches):
-            with ranks.micro-batch(last=i == len(micro-batches) - 1):
+    with ranks.window(model):                     # nothing in here communicates, so a micro-batch may run again
+        for i, micro_batch in enumerate(micro_batches):
+            with ranks.chunk(last=i == len(micro_batches) - 1):
                 ...                               # forward and backward; gradients add up on this rank
         # out of memory: ranks.drop_gradients(), then the window's micro-batches from the first one on
         shared = ranks.agree([...])               # every rank learns what happened on any of them
