@@ -95,7 +95,8 @@ class NumberedCollator:
             found = "no tensor with rows" if first is None else f"{first.size(0)} rows"
             raise DataError(
                 f"{name} makes {found} of {len(rows)} samples; a curriculum needs one row per sample: use a collator "
-                "that pads, or pack the data beforehand (packing: true)"
+                "that pads, or pack the data beforehand (packing: true). Samples that are pairs of rows (DPO, reward "
+                "models) cannot be told apart: leave the curriculum out"
             )
         batch[SAMPLE_INDEX] = torch.tensor(indices, dtype=torch.int64)
         return batch

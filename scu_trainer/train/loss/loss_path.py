@@ -77,7 +77,7 @@ class LossPath:
     ) -> None:
         self.trainer, self.rows, self._before_blaming = trainer, rows, before_blaming
         self.reading: Optional[RowLossReading] = None
-        self.has_learned = self.was_asked = False
+        self.has_learned = self.was_asked = self._is_past = False
         self._has_reading = False
         self._kind: Optional[str] = None
         self._wanted = chunked
@@ -143,7 +143,11 @@ class LossPath:
         weights = None if ids is None else self.rows.weights_of(ids, CAUSAL)
         context = headless if kind == "headless" else opened
         with context(self.trainer.model, weights, seen.append):
-            return stock(model, inputs, False, num_items), seen[-1] if seen else None
+            loss = stock(model, inputs, False, num_items)
+        if self.rows is not None and not seen and not self._is_past:
+            self._is_past = True
+            self.rows.found(None)  # somebody takes another loss than the model's own
+        return loss, seen[-1] if seen else None
 
     # -- losses that the model returns ---------------------------------------------------------------------------------
 

@@ -283,6 +283,11 @@ class MicroBatchSizer:
         self.statistics.out_of_memory += 1
         self._learning_until = self.statistics.windows + LEARNING_WINDOWS
         self.statistics.failed_tokens += micro_batch.tokens
+        if not self._window.can_pool and micro_batch not in self._retried:
+            # In parts its gradient is another one: first once more as it is, now that memory has been freed.
+            self._retried.add(micro_batch)
+            self._say_once_more(failure)
+            return [micro_batch]
         floor = min(self._floor, micro_batch.tokens)
         self.state = control.after_oom(
             self.law, self.state, micro_batch.tokens, floor, reading.limit_bytes, self._base_bytes, micro_batch.length
@@ -298,20 +303,30 @@ class MicroBatchSizer:
         self._note(reason, reading, "critical")
         return smaller
 
+    def _say_once_more(self, failure: steps.Failure) -> None:
+        logger.warning(
+            "step %d: out of memory at %s%s; once more as it is, now that memory was freed",
+            self.step,
+            _size(failure.micro_batch),
+            _wanted(failure),
+        )
+
     def _hopeless(self, failure: steps.Failure, reading: MemoryReading) -> str:
         micro_batch = failure.micro_batch
         names = (
             ", ".join(self._window.name_of(row) for row in micro_batch.rows[:3]) or "a batch that cannot be cut by rows"
         )
-        obstacle = self._window.batches[micro_batch.batch].obstacle
+        obstacle = self._window.batches[micro_batch.batch].obstacle or self._window.uncuttable
         wanted = f", {_gib(failure.wanted_bytes)} wanted" if failure.wanted_bytes else ""
+        is_kept = len(micro_batch.rows) > 1 and obstacle is None
+        fewer = "per_device_train_batch_size (and raise gradient_accumulation_steps as much), " if obstacle else ""
         return (
             f"step {self.step}: {names} ({micro_batch.length} tokens) does not fit in memory even alone{wanted}; "
             f"{_gib(reading.used_bytes)} of {_gib(reading.limit_bytes)} were in use before"
             + (f"; it could not be cut: {obstacle}" if obstacle else "")
-            + (f"; {self._keeper} keeps {len(micro_batch.rows)} rows together" if len(micro_batch.rows) > 1 else "")
-            + ". Lower block_size, use gradient checkpointing (activation_checkpointing: true), LoRA or a smaller "
-            f"model. The failed allocation said: {failure.text}"
+            + (f"; {self._keeper} keeps {len(micro_batch.rows)} rows together" if is_kept else "")
+            + f". Lower {fewer}block_size, use gradient checkpointing (activation_checkpointing: true), LoRA or a "
+            f"smaller model. The failed allocation said: {failure.text}"
         )
 
     @property

@@ -273,7 +273,7 @@ class _Question:
         except Exception as error:  # training itself will say why, if it fails there too
             forget_traceback(error)
         mixes = None if name else f"it could not be asked: {reason}"
-        return Reduction(kind, self._trims_alone(), mixes, known=name)
+        return Reduction(kind, self._trims_alone(), mixes, known=name, may_be_cut=mixes is None)
 
     def _trims_alone(self) -> Optional[bool]:
         """Whether the first row loses nothing by losing its padding; believed where it does not fit with it."""

@@ -35,8 +35,11 @@ def head_of(model: torch.nn.Module) -> Optional[torch.nn.Module]:
 
 
 def has_causal_loss(trainer: Trainer) -> bool:
-    """Whether the model itself computes the stock loss over next tokens, and nobody else changes it."""
+    """Whether the model itself computes the stock loss over next tokens, and nobody else changes it. TRL's trainers
+    take it from the model's hidden states or logits."""
     inner = inner_model(trainer.model)
+    if any("compute_loss" in vars(kind) and kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
+        return False
     is_causal = getattr(inner, "loss_function", None) is LOSS_MAPPING["ForCausalLM"]
     is_changed = trainer.compute_loss_func is not None or trainer.label_smoother is not None
     brings_its_own = trainer.args.torch_compile or trainer.args.use_liger_kernel
@@ -49,7 +52,8 @@ def obstacle_to_headless(trainer: Trainer) -> Optional[str]:
     if not has_causal_loss(trainer):
         return (
             f"{type(inner).__name__} does not compute the stock loss of a causal language model (encoder-decoders do "
-            "not; torch_compile, use_liger_kernel, compute_loss_func and label_smoothing_factor change it)"
+            "not, nor TRL's trainers; torch_compile, use_liger_kernel, compute_loss_func and label_smoothing_factor "
+            "change it)"
         )
     if type(head) is not torch.nn.Linear or hasattr(head, "_hf_hook") or hasattr(head.weight, "ds_id"):
         return f"the output head is a {type(head).__name__} that adapters, offloading or ZeRO-3 change"

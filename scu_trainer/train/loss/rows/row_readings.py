@@ -35,7 +35,8 @@ class RowLosses:
 class RowLossReading:
     """``kind``: "shifted" (logits (rows, time, words) predict the next label), "tokens" (the label at their place),
     "classes" (logits (rows, classes)), "numbers" (regression), "several" (one yes or no per class), "own" (the model
-    returns ``losses``, shape (rows,)). ``exact``: the returned loss follows from it. ``classes``: for "classes".
+    returns ``losses``, shape (rows,)), "log_probs" (of the labels, (rows, time), beside ``label_mask``: TRL's fused
+    head). ``exact``: the returned loss follows from it. ``classes``: for "classes".
     ``divides_by``: "items" (num_items_in_batch), "counts" (tokens or rows of the batch), "rows", "nothing".
     """
 
@@ -139,6 +140,8 @@ def _divisors(sums: torch.Tensor, counts: torch.Tensor, num_items: Any, processe
 def _candidates(outputs: Any, labels: Any, shifts: bool) -> Iterator[str]:
     if isinstance(outputs, Mapping) and torch.is_tensor(outputs.get("losses")):
         yield "own"
+    if isinstance(outputs, Mapping) and torch.is_tensor(outputs.get("log_probs")) and "label_mask" in outputs:
+        yield "log_probs"
     logits = logits_of(outputs)
     if logits is None or not torch.is_tensor(labels):
         return
@@ -180,6 +183,8 @@ def _rows(kind: str, outputs: Any, labels: Any) -> tuple[torch.Tensor, torch.Ten
         losses = outputs["losses"].float()
         losses = losses if torch.is_grad_enabled() else losses.detach()
         return losses, torch.ones_like(losses)
+    if kind == "log_probs":  # zero where nothing is learned
+        return -outputs["log_probs"].float().sum(dim=1), outputs["label_mask"].sum(dim=1)
     logits = logits_of(outputs)
     if kind in ("numbers", "several"):
         return _of_numbers(kind, logits, labels)

@@ -98,6 +98,11 @@ class AccumulationWindow:
     def can_pool(self) -> bool:
         return self.reduction is not None and self.reduction.is_exact
 
+    @property
+    def uncuttable(self) -> Optional[str]:
+        """Why no batch is cut, however short memory is; None where that is possible."""
+        return None if self.reduction is None or self.reduction.may_be_cut else self.reduction.mixes
+
     # -- cutting -------------------------------------------------------------------------------------------------------
 
     def whole_batches(self) -> list[MicroBatch]:
@@ -154,6 +159,7 @@ class AccumulationWindow:
         """``micro-batch`` under a smaller cap; [micro-batch] if it cannot be cut any further."""
         min_rows = max(min_rows, self.fewest_rows)
         is_movable = self.reduction is not None and self.batches[micro_batch.batch].obstacle is None
+        is_movable = is_movable and self.uncuttable is None
         if len(micro_batch.rows) < 2 * min_rows or not is_movable:
             return [micro_batch]
         micro_batches = self._cut(list(micro_batch.rows), token_cap, max_rows, min_rows)

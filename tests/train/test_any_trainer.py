@@ -1,0 +1,320 @@
+"""``with_loops`` over trainers that nobody here wrote: TRL's, and a user's own. docs/any_trainer.md is its page."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForSequenceClassification, Trainer, TrainerCallback
+
+pytest.importorskip("trl")
+from datasets import Dataset
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+from scu_trainer import SCUTrainer, with_loops
+from scu_trainer.errors import ControlError, DataError, OutOfMemory, SettingsError
+from scu_trainer.run_files import read_rows
+from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
+from tests import tiny
+
+# TRL says so of trainers in trl.experimental, and of the sampler that KTO asks the stock Trainer for.
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
+TEXTS = [f"shelf {i} holds {3 * i + 1} plates"[: 10 + (7 * i) % 14] for i in range(32)]
+PAIRS = {"chosen": [text[5:] for text in TEXTS], "rejected": [text[5:][::-1] for text in TEXTS]}
+PROMPTS = {"prompt": [text[:5] for text in TEXTS]}
+ROWS = {
+    "SFT": {"text": TEXTS},
+    "DPO": {**PROMPTS, **PAIRS},
+    "KTO": {**PROMPTS, "completion": PAIRS["chosen"], "label": [i % 2 == 0 for i in range(32)]},
+    "ORPO": {**PROMPTS, **PAIRS},
+    "Reward": {"chosen": TEXTS, "rejected": [text[::-1] for text in TEXTS]},
+}
+KINDS = {
+    "SFT": (SFTTrainer, SFTConfig),
+    "DPO": (DPOTrainer, DPOConfig),
+    "KTO": (KTOTrainer, KTOConfig),
+    "ORPO": (ORPOTrainer, ORPOConfig),
+    "Reward": (RewardTrainer, RewardConfig),
+}
+SPLIT = ("SFT", "KTO")
+"""Whose loss is a sum over rows; a sample of the others is a pair of rows, in one batch with others'."""
+
+STEPS = 4
+SCU = RegularizationSettings(law="fixed", lambda_init=20.0, tokens=1e3)
+# About the samples and their losses: a row of a run without a curriculum stays as it is.
+TIMES = re.compile(r"_runtime$|_per_second$|^total_flos$|_time$")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<s>": 0, "</s>": 1, "<pad>": 2} | {letter: i + 3 for i, letter in enumerate(LETTERS)}
+    made = Tokenizer(WordLevel(words, unk_token="</s>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="</s>"
+    )
+
+
+def model_of(name: str) -> torch.nn.Module:
+    if name != "Reward":
+        return tiny.llama()
+    config = tiny.llama().config
+    config.num_labels, config.pad_token_id = 1, 2
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(config)
+
+
+def made(name: str, folder: Path, looped: bool = True, **given: Any) -> Trainer:
+    kind, config = KINDS[name]
+    names = {"save_strategy", "save_steps", "max_steps"}
+    changes = {key: given.pop(key) for key in names & set(given)}
+    args = config(
+        str(folder),
+        **{"max_steps": STEPS, "save_strategy": "no", **changes},
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-3,
+        logging_steps=1,
+        max_length=32,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        seed=0,
+    )
+    if name in ("DPO", "KTO"):
+        given["ref_model"] = model_of(name)
+    rows = Dataset.from_dict(ROWS[name])
+    kind = with_loops(kind) if looped else kind
+    return kind(model=model_of(name), args=args, train_dataset=rows, processing_class=tokenizer(), **given)
+
+
+def trained(name: str, folder: Path, looped: bool = True, resume=None, **given: Any) -> Trainer:
+    trainer = made(name, folder, looped, **given)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def logs(trainer: Trainer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if not TIMES.search(key)} for row in trainer.state.log_history]
+
+
+def apart(first: Trainer, second: Trainer) -> float:
+    """The largest difference of a weight."""
+    pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
+    return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    """name -> what the trainer as it comes has trained, with its checkpoint of step 2."""
+    return {
+        name: trained(name, tmp_path_factory.mktemp(name), False, save_strategy="steps", save_steps=2) for name in KINDS
+    }
+
+
+# -- off ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_without_loops_it_is_the_trainer_itself(tmp_path, stock, name):
+    found = trained(name, tmp_path, save_strategy="steps", save_steps=2)
+    assert tiny.same(tiny.weights_of(found.model), tiny.weights_of(stock[name].model))
+    assert logs(found) == logs(stock[name])
+    assert found.is_stock and found.loops == []
+    expected = Path(stock[name].args.output_dir)
+    files = {str(path.relative_to(expected)) for path in expected.rglob("*") if path.is_file()}
+    ours = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {path for path in ours - files if not path.endswith("manifest.json")} == set() and files <= ours
+
+
+def test_one_class_for_one_trainer():
+    assert with_loops(SFTTrainer) is with_loops(SFTTrainer) and with_loops(SFTTrainer).__name__ == "SCUSFTTrainer"
+    assert issubclass(with_loops(SFTTrainer), SFTTrainer) and issubclass(with_loops(SFTTrainer), SCUTrainer)
+    assert with_loops(SCUTrainer) is SCUTrainer and issubclass(with_loops(Trainer), Trainer)
+    for wrong in (dict, 3, None):
+        with pytest.raises(TypeError, match="a subclass of transformers"):
+            with_loops(wrong)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_memory_splits_or_says_why_it_does_not(tmp_path, stock, name, caplog):
+    with caplog.at_level(logging.WARNING, logger="scu_trainer"):
+        found = trained(name, tmp_path, memory=MemorySettings(token_cap=24))
+    assert apart(found, stock[name]) < 1e-5
+    chunks = found.chunked.loop.statistics.chunks
+    said = [record.message for record in caplog.records if "would not give the gradient of the whole" in record.message]
+    if name in SPLIT:
+        assert chunks > 2 * STEPS and not said
+    else:
+        assert chunks == 2 * STEPS and len(said) == 1
+
+
+class FailsOnce(TrainerCallback):
+    """Out of memory in the backward of step 2."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        def fail(gradient: torch.Tensor) -> None:
+            if state.global_step == 1 and not self.failed:
+                self.failed += 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+        next(p for p in model.parameters() if p.requires_grad).register_hook(fail)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_running_out_of_memory_changes_no_gradient(tmp_path, stock, name):
+    fault = FailsOnce()
+    found = trained(name, tmp_path, memory=MemorySettings(), callbacks=[fault])
+    assert fault.failed == 1 and found.chunked.loop.statistics.out_of_memory == 1
+    assert apart(found, stock[name]) < 1e-5
+
+
+class AlwaysFails(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        def fail(gradient: torch.Tensor) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+        next(p for p in model.parameters() if p.requires_grad).register_hook(fail)
+
+
+@pytest.mark.parametrize("name", ["DPO", "Reward"])
+def test_pairs_are_never_cut_apart(tmp_path, name):
+    with pytest.raises(
+        OutOfMemory, match=r"could not be cut: .*fails on few or shorter rows.*Lower per_device_train_batch"
+    ):
+        trained(name, tmp_path, memory=MemorySettings(), callbacks=[AlwaysFails()])
+
+
+# -- regularization, safety --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_regularization_measures_and_acts(tmp_path, stock, name):
+    found = trained(name, tmp_path, regularization=SCU)
+    rows = read_rows(tmp_path / "scu_history.json")
+    assert len(rows) == STEPS and all(math.isfinite(row["s"]) for row in rows) and rows[-1]["lambda"] > 0
+    assert apart(found, stock[name]) > 0
+    assert all("scu/s" in row for row in found.state.log_history if "loss" in row)
+
+
+class Infinite(TrainerCallback):
+    """The gradient of step 2 is."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        weight = next(p for p in model.parameters() if p.requires_grad)
+        weight.register_hook(lambda gradient: gradient * math.inf if state.global_step == 1 else gradient)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_step_without_a_finite_gradient_is_skipped(tmp_path, name):
+    found = trained(name, tmp_path, safety=SafetySettings(), callbacks=[Infinite()])
+    assert found.bad_numbers.skipped_steps == 1
+    assert all(bool(torch.isfinite(p).all()) for p in found.model.parameters())
+
+
+# -- curriculum --------------------------------------------------------------------------------------------------------
+
+
+def test_samples_and_their_losses_are_seen_in_sft(tmp_path, stock):
+    found = trained("SFT", tmp_path, curriculum=CurriculumSettings("none"))
+    assert tiny.same(tiny.weights_of(found.model), tiny.weights_of(stock["SFT"].model))
+    assert found.difficulty.observations.tolist() == [1] * len(TEXTS) and not found.curriculum.notices
+    assert found.loss_path.reading.exact
+
+
+REFUSED = {
+    "DPO": (DataError, "8 rows of 4 samples.*Samples that are pairs of rows"),
+    "Reward": (DataError, "8 rows of 4 samples.*Samples that are pairs of rows"),
+    "KTO": (SettingsError, "train_sampling_strategy: sequential with a curriculum"),
+    "ORPO": (ControlError, "noise_guard needs the loss of each row"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_where_no_curriculum_can_act_it_says_so_before_a_step(tmp_path, name):
+    error, words = REFUSED[name]
+    with pytest.raises(error, match=words):
+        trainer = made(name, tmp_path, curriculum=CurriculumSettings("noise_guard"))
+        before = tiny.weights_of(trainer.model)
+        try:
+            trainer.train()
+        finally:
+            assert trainer.state.global_step == 0 and tiny.same(tiny.weights_of(trainer.model), before)
+
+
+# -- resume ------------------------------------------------------------------------------------------------------------
+
+ALL = {"memory": MemorySettings(token_cap=24), "regularization": SCU, "safety": SafetySettings()}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, name):
+    whole = trained(name, tmp_path, save_strategy="steps", save_steps=2, **copy.copy(ALL))
+    rest = trained(name, tmp_path, resume=str(tmp_path / "checkpoint-2"), **copy.copy(ALL))
+    assert tiny.same(tiny.weights_of(rest.model), tiny.weights_of(whole.model))
+    assert len(read_rows(tmp_path / "scu_history.json")) == STEPS
+
+
+# -- a user's own ------------------------------------------------------------------------------------------------------
+
+
+class Mine(Trainer):
+    """Overrides what people override."""
+
+    def __init__(self, *args: Any, factor: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.factor, self.steps_seen, self.logged = factor, 0, 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        return (self.factor * loss, outputs) if return_outputs else self.factor * loss
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.steps_seen += 1
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def get_train_dataloader(self):
+        return super().get_train_dataloader()
+
+    def log(self, logs, start_time=None):
+        self.logged += 1
+        super().log({**logs, "mine": 1.0}, start_time)
+
+
+def mine(kind: type[Trainer], folder: Path, **given: Any) -> Trainer:
+    args = tiny.arguments(folder, gradient_accumulation_steps=2, logging_steps=1)
+    rows = {"train_dataset": tiny.UnevenRows(32), "data_collator": tiny.pad}
+    trainer = kind(model=tiny.llama(), args=args, factor=0.5, **rows, **given)
+    trainer.train()
+    return trainer
+
+
+def test_a_trainer_of_ones_own(tmp_path):
+    expected = mine(Mine, tmp_path / "stock")
+    off = mine(with_loops(Mine), tmp_path / "off")
+    assert tiny.same(tiny.weights_of(off.model), tiny.weights_of(expected.model)) and logs(off) == logs(expected)
+    assert (off.steps_seen, off.logged) == (expected.steps_seen, expected.logged)
+    on = mine(with_loops(Mine), tmp_path / "on", memory=MemorySettings(token_cap=32), safety=SafetySettings())
+    assert apart(on, expected) < 1e-5 and on.chunked.loop.statistics.chunks > 12
+    assert all(row["mine"] == 1.0 for row in on.state.log_history)
+    survived = mine(with_loops(Mine), tmp_path / "fault", memory=MemorySettings(token_cap=32), callbacks=[FailsOnce()])
+    assert apart(survived, expected) < 1e-5 and survived.chunked.loop.statistics.out_of_memory == 1
