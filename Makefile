@@ -19,10 +19,11 @@ PROCESSES ?=
 WORKERS ?= 2
 
 # Tests for while one works: rooms that train nothing, and one training by the command per task.
-FAST := tests/control tests/hardware --ignore=tests/hardware/test_heap.py tests/report tests/test_docs.py tests/test_import_arrows.py tests/test_run_files.py \
-	tests/test_safe_paths.py tests/test_secrets.py tests/test_settings.py \
-	$(addprefix tests/data/test_,$(addsuffix .py,collate encode images numbered odd_files packing samplers sensors sources store stream tokenizer)) \
-	$(addprefix tests/runs/test_,$(addsuffix .py,budget comparison_plan launch process queue state variants)) \
+FAST := tests/control tests/hardware --ignore=tests/hardware/test_heap.py tests/report \
+	$(patsubst %,tests/test_%.py,docs import_arrows run_files safe_paths secrets settings) \
+	$(patsubst %,tests/data/test_%.py,collate encode images numbered odd_files packing samplers sensors) \
+	$(patsubst %,tests/data/test_%.py,sources store stream tokenizer) \
+	$(patsubst %,tests/runs/test_%.py,budget comparison_plan launch process queue state variants) \
 	tests/cli/test_train.py::test_a_run_writes_what_the_contract_promises \
 	'tests/cli/test_recipes.py::test_a_recipe_of_another_task_trains[resnet.yaml]' \
 	tests/train/test_words.py::test_the_command_trains_with_all_loops \

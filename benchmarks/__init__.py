@@ -4,7 +4,7 @@
                 ``regressions.py`` says what moved since the results
     loops/      what one loop, check or campaign costs or does
     gpu/        what is meant for a CUDA device, or asks what would cost time on one
-    studies/    questions asked once: other families, limits, scaling, what was tried; ``same_runs.py`` holds the runs
+    studies/    questions asked once: other families, limits, scaling; ``same_runs.py`` holds the runs
                 of two states of the project against each other
     lib/        what the scripts share
     results/    a dated file of each benchmark, with the command that gave it

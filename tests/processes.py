@@ -9,6 +9,7 @@ codes by its own code. Each launcher is also started from nothing by one test.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import inspect
 import json
@@ -53,16 +54,16 @@ def run(
     """Run the script ``program[0]`` with the arguments after it. ``ranks``: as that many processes that find each
     other; None: one process that knows of no others. When one fails the others are killed. Raises TimeoutError."""
     environments = [{**os.environ, **(environment or {}), **own} for own in _rank_variables(ranks)]
-    return _run(program, environments, timeout)
+    return _run(program, environments, timeout, forks=False)
 
 
 def launch(words: Sequence[object], *, environment: Optional[Mapping[str, str]] = None, timeout: float = 280.0) -> Done:
     """``python WORDS`` from the root of the project: a script, ``-m`` and a module, or ``-c`` and code. Where it starts
     Python it forks. ``environment``: all of it; None: as here."""
-    return _run(words, [dict(os.environ if environment is None else environment)], timeout)
+    return _run(words, [dict(os.environ if environment is None else environment)], timeout, forks=True)
 
 
-def _run(words: Sequence[object], environments: list[dict[str, str]], timeout: float) -> Done:
+def _run(words: Sequence[object], environments: list[dict[str, str]], timeout: float, forks: bool) -> Done:
     with tempfile.TemporaryDirectory() as folder:
         outputs = [(f"{folder}/{rank}.out", f"{folder}/{rank}.err") for rank in range(len(environments))]
         code = _ask(
@@ -70,8 +71,8 @@ def _run(words: Sequence[object], environments: list[dict[str, str]], timeout: f
             words=list(map(str, words)),
             environments=environments,
             outputs=outputs,
-            cwd=str(ROOT),
             timeout=timeout,
+            forks=forks,
         )
         said = [_joined(sorted(Path(folder).glob(f"*.{end}"))) for end in ("out", "err")]
     if code is None:
@@ -84,7 +85,7 @@ class Started(psutil.Process):
 
     def __init__(self, words: Sequence[object], log: Path, environment: Mapping[str, str]) -> None:
         outputs = (str(log), str(log))
-        pid = _ask("start", words=list(map(str, words)), environment=dict(environment), output=outputs, cwd=str(ROOT))
+        pid = _ask("start", words=list(map(str, words)), environment=dict(environment), output=outputs)
         super().__init__(pid)
         self._code: Optional[int] = None
 
@@ -181,10 +182,12 @@ def _import_everything() -> None:
     gc.freeze()  # the collections of the children need not walk over what was imported
 
 
-def _serve_run(words: list[str], environments: list[dict[str, str]], outputs: list, cwd: str, timeout: float):
+def _serve_run(
+    words: list[str], environments: list[dict[str, str]], outputs: list[list[str]], timeout: float, forks: bool
+) -> Optional[int]:
     """The exit code; None where time ran out."""
     children = {
-        _fork(words, environment, cwd, output) for environment, output in zip(environments, outputs, strict=True)
+        _fork(words, environment, output, forks) for environment, output in zip(environments, outputs, strict=True)
     }
     deadline_s, failed = time.monotonic() + timeout, 0
     while children:
@@ -207,8 +210,8 @@ def _kill(children: set[int]) -> None:
         os.waitpid(pid, 0)
 
 
-def _serve_start(words: list[str], environment: dict[str, str], output: list[str], cwd: str) -> int:
-    return _fork(words, environment, cwd, output)
+def _serve_start(words: list[str], environment: dict[str, str], output: list[str]) -> int:
+    return _fork(words, environment, output, forks=True)
 
 
 def _serve_poll(pid: int) -> Optional[int]:
@@ -216,19 +219,22 @@ def _serve_poll(pid: int) -> Optional[int]:
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def _fork(words: list[str], environment: dict[str, str], cwd: str, output: Sequence[str]) -> int:
+def _fork(words: list[str], environment: dict[str, str], output: list[str], forks: bool) -> int:
     pid = os.fork()
     if pid == 0:
         files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) for path in output]
-        _be(words, environment, cwd, (os.open(os.devnull, os.O_RDONLY), *files))
+        _be(words, environment, str(ROOT), (os.open(os.devnull, os.O_RDONLY), *files), forks)
     return pid
 
 
 # -- a fork that is a program ------------------------------------------------------------------------------------------
 
 
-def _be(words: list[str], environment: Mapping[str, str], cwd: str, files: Sequence[int]) -> NoReturn:
-    """Be what ``python WORDS`` is once it has imported everything. ``files``: its first three; -1: as here."""
+def _be(words: list[str], environment: Mapping[str, str], cwd: str, files: Sequence[int], forks: bool) -> NoReturn:
+    """Be what ``python WORDS`` is once it has imported everything. ``files``: its first three; -1: as here.
+
+    ``forks``: also where it starts Python.
+    """
     code = 1
     try:
         for number, descriptor in enumerate(files):
@@ -241,15 +247,17 @@ def _be(words: list[str], environment: Mapping[str, str], cwd: str, files: Seque
         os.environ.update(environment)
         os.chdir(cwd)
         _forget_the_parent()
-        subprocess.Popen._execute_child = _fork_python
+        if forks:
+            subprocess.Popen._execute_child = _fork_python
         code = _main(words)
         threading._shutdown()
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 
@@ -315,7 +323,7 @@ def _fork_python(popen: subprocess.Popen, args: Any, *others: Any) -> None:
             os.setsid()
         environment = dict(os.environ if given["env"] is None else given["env"])
         files = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        _be(words, environment, os.fspath(given["cwd"] or os.getcwd()), files)
+        _be(words, environment, os.fspath(given["cwd"] or os.getcwd()), files, forks=True)
     popen._child_created = True
     popen._close_pipe_fds(
         *(given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))

@@ -35,9 +35,12 @@ def setup_lines(section: str, option: str) -> list[str]:
 
 def all_declared() -> list[Requirement]:
     extras = ("qlora", "optimizers", "deepspeed", "images", "report", "lm-eval", "wandb", "benchmarks", "dev")
-    lines = setup_lines("options", "install_requires")
-    lines += [line for extra in extras for line in setup_lines("options.extras_require", extra)]
-    return [Requirement(line) for line in lines]
+    core = [Requirement(line) for line in setup_lines("options", "install_requires")]
+    return core + [one for name in extras for one in extra(name)]
+
+
+def extra(name: str) -> list[Requirement]:
+    return [Requirement(line) for line in setup_lines("options.extras_require", name)]
 
 
 def constraints() -> dict[str, str]:
@@ -186,6 +189,24 @@ def test_constraints_pin_everything_that_is_pulled():
     # a CUDA build of torch pins its nvidia packages and triton itself, to exact versions
     names = {canonicalize_name(name) for name, _ in pulled if not name.startswith(("nvidia", "cuda", "triton"))}
     assert names - set(constraints()) == set()
+
+
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+"""Of modules whose distribution has another name."""
+
+
+def test_everything_that_is_imported_is_declared():
+    """What comes with another package today may not come with its next version."""
+    imported = set()
+    for path in (ROOT / "scu_trainer").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(node.module.partition(".")[0])
+    foreign = imported - sys.stdlib_module_names - {"scu_trainer"}
+    declared = {canonicalize_name(one.name) for one in [*all_declared(), *extra("liger")]}
+    assert {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in foreign} - declared == set()
 
 
 def test_the_version_is_written_once():

@@ -134,7 +134,7 @@ def test_resnet_goes_on_in_chunks_where_a_batch_does_not_fit(generated, tmp_path
     with caplog.at_level(logging.WARNING, "scu_trainer"), fail_above_tokens(model, 4) as tried:
         trainer, _ = compared(model, tmp_path, MemorySettings(min_batch_size=2), dataset=generated[0].train, **BATCH)
     training = tried[tried.index(8) :]  # before, single rows are asked how their losses add up, in evaluation mode
-    assert trainer.state.global_step == 4 and training[:3] == [8, 4, 4] and min(training) >= 2
+    assert trainer.state.global_step == 4 and training[:3] == [8, 8, 4] and min(training) >= 2
     warnings = [record.getMessage() for record in caplog.records if "BatchNorm" in record.getMessage()]
     assert warnings and "min_batch_size" in warnings[0]
     counted = int(model.resnet.embedder.embedder.normalization.num_batches_tracked)

@@ -116,7 +116,7 @@ def test_a_squeeze_shrinks_chunks_and_its_end_brings_them_back(tmp_path, caplog)
     assert (rows[0]["used_bytes"], rows[0]["peak_bytes"], rows[0]["limit_bytes"]) == (450, 962, 1000)
     assert rows[0]["tokens_per_chunk"] < 64 and rows[0]["rows_per_chunk"] == rows[0]["tokens_per_chunk"] // 16
     assert rows[-1]["reason"] == "pressure is gone" and rows[-1]["tokens_per_chunk"] == 64
-    lines = [record.getMessage() for record in caplog.records if "chunks of at most" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "micro-batches of at most" in record.getMessage()]
     assert len(lines) == len(rows) == trainer.chunked.loop.statistics.changes <= 4
     assert all("the optimizer still sees 8 rows" in line for line in lines)
 
@@ -132,7 +132,7 @@ def test_without_pressure_nothing_is_written_and_nothing_moves(tmp_path, caplog,
     with caplog.at_level(logging.INFO, "scu_trainer"):
         trainer, _, sizes = train_on(Device(4), tmp_path, rows(), max_steps=12)
     assert read_rows(tmp_path / "memory_history.json") == []
-    assert not any("chunks of at most" in record.getMessage() for record in caplog.records)
+    assert not any("micro-batches of at most" in record.getMessage() for record in caplog.records)
     assert trainer.chunked.loop.state.cap_tokens is None
     assert max(sizes) <= 64
 

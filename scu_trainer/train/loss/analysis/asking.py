@@ -100,7 +100,7 @@ def _ask_of_beginnings(question: _Question) -> Optional[Reduction]:
 
 
 def _ask(question: _Question) -> Optional[Reduction]:
-    reasons = []
+    reasons, takes_few = [], True
     for trim in (True, False):
         try:
             answer = _answer_of_two_or_more(question, trim)
@@ -109,12 +109,13 @@ def _ask(question: _Question) -> Optional[Reduction]:
                 reasons.append("two rows do not fit in memory together")
                 forget_traceback(error)
                 break
+            takes_few = False
             reasons.append(f"it fails on few or shorter rows: {error}")
             forget_traceback(error)
         else:
             return replace(answer, trims=False, reads_padding=reasons[0]) if answer and reasons else answer
     free_memory(question.device)
-    return question.answer_of_one(reasons[-1])
+    return question.answer_of_one(reasons[-1], may_be_cut=takes_few)
 
 
 def _answer_of_two_or_more(question: _Question, trim: bool) -> Optional[Reduction]:
@@ -260,7 +261,7 @@ class _Question:
     def _first_row(self, trim: bool = True) -> Any:
         return take(self.batches, self.rows[:1], self.pad_token_id, trim=trim)
 
-    def answer_of_one(self, reason: str) -> Reduction:
+    def answer_of_one(self, reason: str, may_be_cut: bool) -> Reduction:
         """What a single row tells where several cannot be asked: a public function that only divides by the count."""
         kind, name = "rows", None
         try:
@@ -273,7 +274,7 @@ class _Question:
         except Exception as error:  # training itself will say why, if it fails there too
             forget_traceback(error)
         mixes = None if name else f"it could not be asked: {reason}"
-        return Reduction(kind, self._trims_alone(), mixes, known=name, may_be_cut=mixes is None)
+        return Reduction(kind, self._trims_alone(), mixes, known=name, may_be_cut=may_be_cut or mixes is None)
 
     def _trims_alone(self) -> Optional[bool]:
         """Whether the first row loses nothing by losing its padding; believed where it does not fit with it."""
