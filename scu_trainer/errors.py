@@ -58,7 +58,7 @@ class PreflightError(UserError):
 
 
 class OutOfMemory(UserError):
-    """Something does not fit in memory even in its smallest piece."""
+    """Something does not fit in memory even in its smallest part."""
 
 
 class HubError(UserError):

@@ -30,7 +30,7 @@ from benchmarks.lib.memory_work import DISTRIBUTIONS, Shape
 from benchmarks.studies import real_memory
 
 GIB = 2**30
-REHEARSAL = {"vocab": 512, "hidden": 32, "layers": 1}
+QUICK = {"vocab": 512, "hidden": 32, "layers": 1}
 
 
 def main() -> int:
@@ -42,14 +42,14 @@ def main() -> int:
     if given.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here; --device cpu tries this benchmark without measuring anything", file=sys.stderr)
         return 2
-    rehearses = given.device == "cpu"
-    sizes = REHEARSAL if rehearses else {"vocab": given.vocab, "hidden": given.hidden, "layers": given.layers}
-    shape = Shape(**sizes, longest_row=512 if rehearses else 2048)
+    is_small = given.device == "cpu"
+    sizes = QUICK if is_small else {"vocab": given.vocab, "hidden": given.hidden, "layers": given.layers}
+    shape = Shape(**sizes, longest_row=512 if is_small else 2048)
     console = Console(width=170)
     console.print(what_is_measured(given.device))
     work = [_work(console, name, shape, given) for name in given.lengths]
     limited = _limited(console, shape, given)
-    if not rehearses:
+    if not is_small:
         device = what_is_measured("cuda")
         write_result("gpu_memory", command_line(), {"device": device, "work": work, "limited": limited})
     return 0

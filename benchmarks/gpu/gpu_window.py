@@ -12,7 +12,7 @@ import torch
 from scu_trainer.train.step.recovery.memory import free_memory
 
 WARM_UP_STEPS = 4
-"""Left out: kernels are chosen, optimizer state is made, chunks are measured one by one."""
+"""Left out: kernels are chosen, optimizer state is made, micro-batches are measured one by one."""
 EXTRA_STEPS = 2
 """After the measured ones, for what would cost time in them: waits are counted in the first of them, and the end of the
 training, which waits for its statistics, comes after the second."""

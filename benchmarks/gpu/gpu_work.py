@@ -35,7 +35,7 @@ from scu_trainer.train.step.recovery.memory import free_memory, is_out_of_memory
 RANK = 16
 LEARNING_RATES = {"lora": 1e-3, "qlora": 1e-3, "full": 5e-5}
 """So that a few steps from random weights show in the held-out loss."""
-REHEARSAL_RATE = 1e-2
+QUICK_RATE = 1e-2
 LENGTHS = {
     **{name: DISTRIBUTIONS[name] for name in ("chat", "alpaca")},
     "fixed": Lengths("fixed", 1024, 0.0),
@@ -96,7 +96,7 @@ class CardJob(Job):
 
 
 def job_of(point: Point, attention: Optional[str], window: Window) -> CardJob:
-    rate = REHEARSAL_RATE if point.shape == "tiny" else LEARNING_RATES[point.tuning]
+    rate = QUICK_RATE if point.shape == "tiny" else LEARNING_RATES[point.tuning]
     return CardJob(
         shape=point.model_shape(attention),
         lengths=LENGTHS[point.lengths],

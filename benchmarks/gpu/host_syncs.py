@@ -11,8 +11,8 @@ kernel of torch.
 
 Work: documents of uneven lengths, batches of eight, four of them accumulated, a vocabulary large enough for the chunked
 loss, small otherwise: the number of waits does not depend on the size of the model. The first steps are left out, in
-which ours measures every chunk. Waits per step depend on how many chunks a step has, which stands beside them; chunks
-are as large as on a GPU.
+which ours measures every micro-batch. Waits per step depend on how many micro-batches a step has, which stands beside
+them; micro-batches are as large as on a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from scu_trainer.train.run_directory.logs import run_log
 from scu_trainer.train.step import micro_batch_sizer
 
 SETTLED_STEPS = 5
-"""Left out: by then every chunk has been measured, and the model asked how its loss adds up."""
+"""Left out: by then every micro-batch has been measured, and the model asked how its loss adds up."""
 
 AS_THE_COMMANDS = (("logging_nan_inf_filter", False),)
 """Of ``scu-trainer train``, here for all sides. The stock loop else asks twice per batch whether its loss is a
@@ -272,7 +272,7 @@ def job_of(steps: int, arguments: tuple) -> Job:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps that are counted")
-    parser.add_argument("--quick", action="store_true", help="rehearse; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is written")
     options = parser.parse_args()
     results = [counted(name, 1 if options.quick else options.steps) for name in SIDES]
     if options.quick:

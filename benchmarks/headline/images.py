@@ -31,7 +31,7 @@ from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.images_sides import RECIPE, WAYS, rehearsed, side_of, tiny
+from benchmarks.lib.images_sides import RECIPE, WAYS, side_of, tiny, tried_out
 from benchmarks.lib.outcome import Figure, Grid, figure, finish
 from benchmarks.lib.turns import Ended, in_turns, rounds
 from benchmarks.studies.families import speed
@@ -178,7 +178,7 @@ def main() -> None:
         TITLE,
         grid(found, compiled),
         figures(found),
-        rehearsal=options.quick,
+        quick=options.quick,
         recipe=RECIPE,
         steps=options.steps,
         repeats=options.repeats,
@@ -194,7 +194,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Ended]]:
         if options.quick:
             small = {name: side_of(name, QUICK_STEPS, tiny(name), compiled) for name in WAYS}
             loads = in_turns([small.pop(LOADS)], steps_per_turn=1, warm_up_turns=0)
-            return [{**rehearsed(list(small.values())), **loads}]
+            return [{**tried_out(list(small.values())), **loads}]
         sides = [side_of(name, options.steps, (), compiled) for name in WAYS]
         return rounds(sides, STEPS_PER_TURN, options.repeats, warm_up_turns=0)
 

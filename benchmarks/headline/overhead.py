@@ -70,9 +70,7 @@ def main() -> None:
         raced[tuning] = race(SIDES, tuned, repeats, steps_per_turn=STEPS_PER_TURN, warm_up_steps=WARM_UP_STEPS)
     results = [{"tuning": tuning, **one.known()} for tuning, sides in raced.items() for one in sides.values()]
     title = "rows of one length: nothing to gain, what do the loops cost?"
-    finish(
-        "overhead", title, grid_of(raced), figures_of(raced), rehearsal=given.quick, repeats=repeats, results=results
-    )
+    finish("overhead", title, grid_of(raced), figures_of(raced), quick=given.quick, repeats=repeats, results=results)
 
 
 if __name__ == "__main__":

@@ -92,9 +92,7 @@ def main() -> None:
         results += peaks(shape, THEN if number else FIRST, checkpointing=False)
         results += [] if number else peaks(shape, THEN, checkpointing=True)
     title = "peak memory above the model's own, 32 rows per optimizer step"
-    finish(
-        "peak_memory", title, grid_of(results), figures_of(results), rehearsal=given.quick, repeats=1, results=results
-    )
+    finish("peak_memory", title, grid_of(results), figures_of(results), quick=given.quick, repeats=1, results=results)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ folder (--keep: in this one); results/ stays as it is. --found compares files th
 Without a NAME: every benchmark of the suite, which takes about an hour.
 
 A figure has moved when it differs by more than both runs' repeats lie apart, and by more than 3 %. Another machine or
-other versions are said first: then a difference tells of them. Figures of other sides are told and not judged. Exit
-code 1 if a figure got worse, 2 if a benchmark left no newer results or a name is unknown, else 0.
+other versions are said first: then a difference may come of them. Figures of other sides are reported and not judged.
+Exit code 1 if a figure got worse, 2 if a benchmark left no newer results or a name is unknown, else 0.
 """
 
 from __future__ import annotations

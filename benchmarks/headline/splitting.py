@@ -6,11 +6,11 @@ Three questions, each with all sides in one run. Lengths are lognormal (alpaca: 
 heavy: 250, 1.2), rows above 2048 tokens are cut to 2048.
 
 - Tokens processed over tokens in the rows, 64 rows per optimizer step as 8 batches of 8, all three distributions:
-  the stock Trainer and ours, cut for a CPU and for a GPU. Arithmetic on the real chunks; nothing is trained.
+  the stock Trainer and ours, cut for a CPU and for a GPU. Arithmetic on the real micro-batches; nothing is trained.
 - CPU seconds per optimizer step of 32 rows, for --lengths: stock batch 8 x accumulation 4, ours as it comes
   (``MemorySettings()``), and ours without memory control at each cap of --caps. The trainers take turns step by step
   on the same rows; printed are medians, and medians of the paired ratios, after the windows in which the memory loop
-  measures every chunk. The same run compares gradients and weights.
+  measures every micro-batch. The same run compares gradients and weights.
 - Peak memory above the model's own (weights, optimizer, a first small step), each side in a fresh process.
 
 Without the chunked cross-entropy: the whole logits of a chunk are in memory.
@@ -70,7 +70,7 @@ TARGETS = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class SplitPlan:
     """One distribution of lengths and the model that trains on it."""
 
     lengths: Lengths
@@ -95,7 +95,7 @@ def padding(lengths: Lengths, longest_row: int, windows: int) -> dict[str, Any]:
     for a in range(0, len(batches), in_window):
         for loop in loops.values():
             pieces = loop.begin(AccumulationWindow(batches[a : a + in_window], Reduction("num_items")), step=a)
-            loop.end([(piece, torch.zeros(())) for piece in pieces], agree=list)
+            loop.end([(piece, torch.zeros(())) for piece in pieces], all_reduce_max=list)
     statistics = {device: loop.statistics for device, loop in loops.items()}
     return {
         "lengths": lengths.name,
@@ -134,7 +134,7 @@ def relative(difference: torch.Tensor, whole: torch.Tensor) -> float:
     return float(difference.double().norm() / whole.double().norm())
 
 
-def work(plan: Plan, caps: list[int]) -> list[dict[str, Any]]:
+def work(plan: SplitPlan, caps: list[int]) -> list[dict[str, Any]]:
     """All sides in turn, window by window. Gradients are compared in the first window, times after SETTLING windows."""
     rows = TokenRows(settling(plan) + plan.drawn(plan.windows * WINDOW_ROWS), plan.shape.vocab)
     before = flat(plan.shape.model().parameters())
@@ -163,8 +163,9 @@ def work(plan: Plan, caps: list[int]) -> list[dict[str, Any]]:
     return compared
 
 
-def settling(plan: Plan) -> list[int]:
-    """Rows before the clock counts: one full window, then short ones while the memory loop measures every chunk."""
+def settling(plan: SplitPlan) -> list[int]:
+    """Rows before the clock counts: one full window, then short ones while the memory loop measures every
+    micro-batch."""
     full = plan.lengths.draw(WINDOW_ROWS, plan.shape.longest_row, seed=1)
     return full + [max(1, length // 8) for length in full] * (SETTLING - 1)
 
@@ -174,7 +175,9 @@ def paired(steps: list[float], others: list[float]) -> float:
     return median(mine / other for mine, other in zip(steps, others, strict=True))
 
 
-def _trainer(stack: contextlib.ExitStack, plan: Plan, rows: TokenRows, memory: Optional[MemorySettings]) -> Trainer:
+def _trainer(
+    stack: contextlib.ExitStack, plan: SplitPlan, rows: TokenRows, memory: Optional[MemorySettings]
+) -> Trainer:
     steps = batches(SETTLING + plan.windows)
     return stack.enter_context(trainer_for(plan.device, plan.shape.model(), rows, memory, **steps))
 
@@ -216,7 +219,7 @@ class StartsWitness(TrainerCallback):
             self.witness.read()
 
 
-def peak(plan: Plan, memory: Optional[MemorySettings]) -> dict[str, float]:
+def peak(plan: SplitPlan, memory: Optional[MemorySettings]) -> dict[str, float]:
     """Peak of all windows above the level after a first window of tiny rows, in MiB."""
     lengths = [WARM_UP_TOKENS] * WINDOW_ROWS + plan.drawn(plan.windows * WINDOW_ROWS)
     rows, witness = TokenRows(lengths, plan.shape.vocab), Witness(plan.device)
@@ -234,7 +237,7 @@ def peak(plan: Plan, memory: Optional[MemorySettings]) -> dict[str, float]:
 # -- report ------------------------------------------------------------------------------------------------------------
 
 
-def measured(plan: Plan, caps: list[int]) -> dict[str, Any]:
+def measured(plan: SplitPlan, caps: list[int]) -> dict[str, Any]:
     compared = in_fresh_process(work, plan, caps, allocator={})
     for name, memory in {STOCK: None, AUTO: MemorySettings()}.items():
         row = next(row for row in compared if row["side"] == name)
@@ -327,7 +330,7 @@ def main() -> None:
     console.print(padding_table(figures))
     results = []
     for name in given.lengths:
-        results.append(measured(Plan(DISTRIBUTIONS[name], shape, given.windows), given.caps))
+        results.append(measured(SplitPlan(DISTRIBUTIONS[name], shape, given.windows), given.caps))
         console.print(work_table(results[-1]), *summary_lines(results[-1]["summary"]), sep="\n")
     write_result("splitting", command_line(), {"targets": TARGETS, "padding": figures, "work": results})
 

@@ -120,9 +120,7 @@ def main() -> None:
             for question, sides in questions(Path(folder)).items()
         ]
     title = "seconds from the start of a process"
-    finish(
-        "startup", title, grid_of(results), figures_of(results), rehearsal=given.quick, repeats=repeats, results=results
-    )
+    finish("startup", title, grid_of(results), figures_of(results), quick=given.quick, repeats=repeats, results=results)
 
 
 def figures_of(results: list[dict[str, Any]]) -> dict[str, Figure]:

@@ -8,7 +8,7 @@ their own: the stock Trainer, also with batches grouped by length, TRL's SFTTrai
 packing, ours without regularization, which moves weights on purpose, and ours with all three loops, as the commands
 have it. They take turns of three steps: who has waited for all others starts cold, as nobody does who trains alone.
 Tokens are those whose prediction is learned: padding is no work. The first six steps are left out, in five of which
-ours measures every chunk; the ratio with them stands beside.
+ours measures every micro-batch; the ratio with them stands beside.
 
 Held-out loss is the proof of equal work. Packing has the tokens of each step, but other rows in it, and grouping by
 length has other rows and other tokens in each, so their losses may differ. TRL as it comes takes long on a CPU: its
@@ -94,7 +94,7 @@ def main() -> None:
     title = f"{given.lengths} lengths, {job.step_rows} rows per optimizer step"
     name = "variable_length" if given.lengths == "alpaca" else f"variable_length_{given.lengths}"
     results = [one.known() for one in raced.values()]
-    finish(name, title, grid_of(raced), figures_of(raced), rehearsal=given.quick, repeats=repeats, results=results)
+    finish(name, title, grid_of(raced), figures_of(raced), quick=given.quick, repeats=repeats, results=results)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Case:
     loss_function: Optional[Callable] = None
     compute_loss: Optional[Callable] = None
     arguments: dict[str, Any] = field(default_factory=dict)
-    has_books: bool = False
+    has_statistics: bool = False
 
     @property
     def name(self) -> str:
@@ -472,6 +472,6 @@ def case_of(seed: int) -> Case:
         accumulation=accumulation,
         batch=batch,
         cut=cut,
-        has_books=draw.random() < 0.3,
+        has_statistics=draw.random() < 0.3,
         **make(draw),
     )

@@ -125,7 +125,7 @@ class StepSeconds:
         self.begin()
 
 
-def rehearsed(sides: Sequence[Side]) -> dict[str, Ended]:
+def tried_out(sides: Sequence[Side]) -> dict[str, Ended]:
     """All sides, one after the other in this process: shows that they run, not how fast."""
     found = {}
     for side in sides:

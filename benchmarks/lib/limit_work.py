@@ -141,8 +141,8 @@ def _counted(trainer: Trainer, record: Record, job: Job, error: Optional[str]) -
 
 
 def _pieces(trainer: Trainer) -> dict[str, Any]:
-    """How ours cut: chunks kept, tokens with their padding, and every change of the size with its reason."""
-    statistics = trainer.chunked.loop.statistics
+    """How ours cut: micro-batches kept, tokens with their padding, and every change of the size with its reason."""
+    statistics = trainer.micro_batches.loop.statistics
     changes = read_rows(Path(trainer.args.output_dir) / MemoryLoop.history_file)
     return {
         "chunks": statistics.chunks,

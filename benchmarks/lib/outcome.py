@@ -22,8 +22,8 @@ class Figure:
     """One number that a benchmark stands for, a ratio where it can be one.
 
     ``spread``: (highest - lowest) / value over the repeats, None for what does not vary or was taken once.
-    ``better``: None for a figure of somebody else, which is told and not judged. ``target``: what it is to reach, None
-    where nothing is promised. ``tolerance``: what is no difference, in the figure's own unit, for those near 0.
+    ``better``: None for a figure of somebody else, which is reported and not judged. ``target``: what it is to reach,
+    None where nothing is promised. ``tolerance``: what is no difference, in the figure's own unit, for those near 0.
     """
 
     value: float
@@ -77,7 +77,7 @@ class Grid:
 
 
 def finish(
-    name: str, title: str, grid: Grid, figures: Mapping[str, Figure], *, rehearsal: bool = False, **results: Any
+    name: str, title: str, grid: Grid, figures: Mapping[str, Figure], *, quick: bool = False, **results: Any
 ) -> Optional[Path]:
     """Print, and write results/NAME.json. ``results``: the raw numbers behind the grid, ``repeats`` among them.
 
@@ -85,7 +85,7 @@ def finish(
     """
     console = Console(width=140)
     console.print(grid.table(title))
-    if rehearsal:
+    if quick:
         console.print("test run: nothing is written")
         return None
     console.print(*(one.said(key) for key, one in figures.items()), sep="\n", highlight=False)

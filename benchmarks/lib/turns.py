@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 T = TypeVar("T")
 
 WARM_UP_TURNS = 2
-"""Left out at the start of each side: caches, lazy set-up, chunks that a loop measures one by one."""
+"""Left out at the start of each side: caches, lazy set-up, micro-batches that a loop measures one by one."""
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def run(case: Case, ours: bool, folder: str) -> tuple[list[dict[str, torch.Tenso
         per_device_train_batch_size=case.batch,
         gradient_accumulation_steps=case.accumulation,
         train_sampling_strategy="random"
-        if case.has_books
+        if case.has_statistics
         else "sequential",  # statistics come with a sampler of their own
         remove_unused_columns=False,
         **case.arguments,
@@ -109,7 +109,7 @@ def run(case: Case, ours: bool, folder: str) -> tuple[list[dict[str, torch.Tenso
     if ours:
         own["memory"] = MemorySettings(**case.cut)
         # A subclass's own loss would have to know of the column that the statistics of rows need.
-        own["curriculum"] = CurriculumSettings("none") if case.has_books and case.compute_loss is None else None
+        own["curriculum"] = CurriculumSettings("none") if case.has_statistics and case.compute_loss is None else None
     found = Gradients()
     kind = with_loss(SCUTrainer if ours else Trainer, case)
     trainer = kind(
@@ -141,8 +141,8 @@ def outcome(case: Case) -> dict[str, Any]:
             found, trainer = run(case, True, folder)
     finally:
         logger.removeHandler(lines)
-    statistics = trainer.chunked.loop.statistics
-    reduction = trainer.chunked.reduction
+    statistics = trainer.micro_batches.loop.statistics
+    reduction = trainer.micro_batches.reduction
     errors = [distance(*both) for both in zip(found, expected, strict=True)]
     return {
         "seed": case.seed,

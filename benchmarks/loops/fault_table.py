@@ -50,7 +50,7 @@ from tests import recordings, tiny
 from tests.faults import FakeGauge
 from tests.train import test_words
 from tests.train.sites import CountedRows, Sites
-from tests.train.stepwise import Recorder, record_pieces, replay_pieces
+from tests.train.stepwise import Recorder, record_micro_batches, replay_micro_batches
 
 EVERYTHING_FITS_BYTES = 2**40
 STEPS, BATCHES, ROWS_PER_BATCH = 2, 2, 2
@@ -59,7 +59,7 @@ MODES = ("train", "evaluate", "predict")
 
 
 def uneven(rows) -> tiny.Examples:
-    """Rows of 5 and of 9 tokens: few chunks, so that all places of each can be visited."""
+    """Rows of 5 and of 9 tokens: few micro-batches, so that all places of each can be visited."""
     return tiny.Examples({name: value[: 5 + 4 * (i % 2)] for name, value in rows[i].items()} for i in range(ROWS))
 
 
@@ -233,12 +233,13 @@ def same(found: list[Any], wanted: list[Any]) -> bool:
     return len(found) == len(wanted) and all(map(equal, found, wanted))
 
 
-# -- chunks of training, parts of evaluation: noted, and run again ----------------------------------------------------
+# -- micro-batches of training, parts of evaluation: noted, and run again
+# ----------------------------------------------------
 
 
 def record(case: Case, trainer: SCUTrainer) -> list:
     if case.mode == "train":
-        return record_pieces(trainer)
+        return record_micro_batches(trainer)
     parts, halving = [], trainer.prediction.halving
     halve = halving.run
 
@@ -253,7 +254,7 @@ def record(case: Case, trainer: SCUTrainer) -> list:
 
 def replay(case: Case, trainer: SCUTrainer, cuts: tuple) -> None:
     if case.mode == "train":
-        replay_pieces(trainer, cuts)
+        replay_micro_batches(trainer, cuts)
         return
     batches = iter(cuts)
     trainer.prediction.halving.run = lambda count, attempt: [(part, attempt(part)) for part in next(batches)]

@@ -64,7 +64,7 @@ class Alternate(TrainerCallback):
 
 def measure(tuning: str, steps: int, batch_rows: int) -> dict[str, float]:
     data = embedded_data(0, dataset="stdlib_docstrings", dataset_size=80, block_size=256, validation_split_percentage=0)
-    settings = RegularizationSettings(target_s=0.001, lambda_min=0.1)  # a floor of lambda: every step pulls
+    settings = RegularizationSettings(target_s=0.001, lambda_min=0.1)  # a floor of lambda: every step decays
     with scratch_arguments(max_steps=steps, learning_rate=1e-3, per_device_train_batch_size=batch_rows) as arguments:
         trainer = SCUTrainer(
             model=embedded_model(0, tuning=tuning),

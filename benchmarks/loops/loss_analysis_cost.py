@@ -67,7 +67,7 @@ def cost(
         began = time.perf_counter()
         quiet(trainer).train()
         seconds = time.perf_counter() - began
-    figures = trainer.chunked.analysis.figures()
+    figures = trainer.micro_batches.analysis.figures()
     spent = figures.pop("seconds")
     return {
         **figures,

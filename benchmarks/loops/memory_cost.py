@@ -4,8 +4,9 @@
 
 One trainer, its memory control switched step by step (off on on off ...), so that both sides have the same weights, the
 same memory and the same neighbours on the machine. CPU time of whole steps, data loading included; left out are the
-windows in which every chunk is measured, and page faults (freed memory stays with the process). Two subjects: LoRA on
-the embedded model with the recipe's batch of 8 x 256 tokens, and a Llama of hidden 256 with 32,000 words on 8 x 128.
+windows in which every micro-batch is measured, and page faults (freed memory stays with the process). Two subjects:
+LoRA on the embedded model with the recipe's batch of 8 x 256 tokens, and a Llama of hidden 256 with 32,000 words on 8
+x 128.
 
 Prints the ratio of the medians with control to those without, and the median of the same ratio within each four steps;
 the ratio of the medians of the off steps at the first and at the last place of each four, which shows how far the
@@ -88,11 +89,11 @@ class Switch(TrainerCallback):
     """Takes memory control out of the steps where PATTERN says so, and notes CPU seconds.
 
     ``steps[on]``: of whole steps, in order; ``optimizer[on]``: of ``optimizer.step``; ``own``: of the control's code in
-    ``training_step``, of the steps that have it; ``first``: the same while every chunk is measured.
+    ``training_step``, of the steps that have it; ``first``: the same while every micro-batch is measured.
     """
 
     def __init__(self, trainer: SCUTrainer) -> None:
-        self.trainer, self.chunked = trainer, trainer.chunked
+        self.trainer, self.micro_batches = trainer, trainer.micro_batches
         self._engines = {True: trainer.engine, False: StockEngine(trainer)}
         self.steps: dict[bool, list[float]] = {True: [], False: []}
         self.optimizer: dict[bool, list[float]] = {True: [], False: []}
@@ -100,7 +101,7 @@ class Switch(TrainerCallback):
         self.first: list[float] = []
         self._inside_s = self._stock_s = 0.0
         self._ended_s = self._optimizer_s = 0.0
-        self.chunked.loss = self._clocked(self.chunked.loss, "_inside_s")
+        self.micro_batches.loss = self._clocked(self.micro_batches.loss, "_inside_s")
         trainer.stock_training_step = self._clocked(trainer.stock_training_step, "_stock_s")
 
     def _clocked(self, function: Callable[..., Any], clock: str) -> Callable[..., Any]:
@@ -114,7 +115,7 @@ class Switch(TrainerCallback):
         return clocked
 
     def is_on(self, step: int) -> bool:
-        """``step``: from 0. On while the loop measures every chunk, then by the pattern."""
+        """``step``: from 0. On while the loop measures every micro-batch, then by the pattern."""
         return step < SETTLING or PATTERN[step % len(PATTERN)]
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
@@ -142,7 +143,7 @@ class Switch(TrainerCallback):
 
     def _set(self, on: bool) -> None:
         self.trainer.engine = self._engines[on]
-        guard = self.chunked._guard
+        guard = self.micro_batches._guard
         if guard is not None:
             (guard.attach if on else guard.detach)()
 

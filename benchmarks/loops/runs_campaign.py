@@ -53,7 +53,7 @@ def run_all(site: Site, cycles: int, seed: int, longest_s: float, console: Conso
     return {
         "cycles": cycles,
         "runs": len(names),
-        "starts": len(tried.leaders),
+        "starts": len(tried.supervisors),
         "events": dict(sorted(tried.found.events.items())),
         "looks": tried.found.looks,
         "longest_look_s": round(tried.found.longest_look_s, 4),

@@ -97,8 +97,8 @@ def stock(parts: Any, job: Any, turns: Turns) -> torch.nn.Module:
 def ours(parts: Any, job: Any, turns: Turns, witness: Optional[Witness] = None) -> torch.nn.Module:
     """``witness``: in the place of the memory loop's gauge, which restarts the peak that it would see."""
     trainer = build_trainer(job, parts, None, Console(quiet=True))
-    if witness is not None and trainer.chunked is not None and trainer.chunked.loop.gauge is not None:
-        trainer.chunked.loop.gauge = witness
+    if witness is not None and trainer.micro_batches is not None and trainer.micro_batches.loop.gauge is not None:
+        trainer.micro_batches.loop.gauge = witness
     return _trained(trainer, turns)
 
 

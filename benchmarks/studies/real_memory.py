@@ -296,7 +296,7 @@ def notes(compared: dict[str, Any]) -> list[str]:
     lines = [f"{r['side']}: {r['error']}" for r in compared["results"] if r["error"]]
     for r in compared["results"]:
         lines += [
-            f"{r['side']}, step {change['step']}: chunks of {change['tokens_per_chunk']} tokens: {change['reason']}"
+            f"{r['side']}, step {change['step']}: at most {change['tokens_per_chunk']} tokens: {change['reason']}"
             for change in r.get("chunk_changes", [])
         ]
     return lines

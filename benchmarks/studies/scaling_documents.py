@@ -125,13 +125,13 @@ def trained(side: str, path: str) -> dict[str, Any]:
         checkpoint = Path(args.output_dir) / f"checkpoint-{STEPS}"
         again = _run(side, args, path, loops, resume_from_checkpoint=str(checkpoint))
         statistics = checkpoint / "curriculum_state.safetensors"
-        books_bytes = statistics.stat().st_size if statistics.is_file() else 0
+        statistics_bytes = statistics.stat().st_size if statistics.is_file() else 0
     return {
         "first_step_s": first.first_step_s,
         "resumed_s": again.first_step_s,
         "held_bytes": first.held_bytes - before_bytes,
         "peak_bytes": watch.bytes - before_bytes,
-        "checkpoint_bytes": books_bytes,
+        "checkpoint_bytes": statistics_bytes,
     }
 
 

@@ -16,7 +16,7 @@ from benchmarks.lib.turns import Side, Turns, rounds
 REPEATS = 2
 SIDES = ("stock", "ours")
 WARM_UP_TURNS = 8
-"""In five of which ours measures every chunk."""
+"""In five of which ours measures every micro-batch."""
 
 STEPS = 20
 """Optimizer steps of each point, a turn each."""

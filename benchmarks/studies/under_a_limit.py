@@ -7,7 +7,7 @@ every row is due once) under a hard limit, RLIMIT_DATA: allocations above it fai
 limit comes down after a first optimizer step on very short rows; from there on a process may take a share (--shares)
 of what the stock Trainer as configured takes without a limit. Sides, each in a process of its own:
 
-    ours                      SCUTrainer with the memory loop as it comes: chunks shrink, the batch stays
+    ours                      SCUTrainer with the memory loop as it comes: micro-batches shrink, the batch stays
     ours, no headroom         the same, told to keep nothing free
     stock                     transformers.Trainer as configured
     auto_find_batch_size      the same with the stock answer to a lack of memory
@@ -216,9 +216,11 @@ def notes(results: Sequence[Result]) -> Iterator[str]:
             if tried["error"]:
                 yield f"{name}, batch {tried['batch_rows']}, after {tried['wall_s']:.1f} s: {tried['error']}"
         if "chunks" in one:
-            yield f"{name}, {one['wall_s']:.1f} s: {one['chunks']} chunks of {one['processed_tokens']} padded tokens"
+            ran, padded = one["chunks"], one["processed_tokens"]
+            yield f"{name}, {one['wall_s']:.1f} s: {ran} micro-batches of {padded} padded tokens"
         for change in one.get("changes", []):
-            yield f"{name}, step {change['step']}: chunks of {change['tokens_per_chunk']} tokens: {change['reason']}"
+            most, reason = change["tokens_per_chunk"], change["reason"]
+            yield f"{name}, step {change['step']}: at most {most} tokens at once: {reason}"
 
 
 def main(words: Optional[Sequence[str]] = None) -> None:

@@ -74,7 +74,7 @@ def _help(with_stock_fields: bool) -> str:
 
 def _train(job, log, modes: argparse.Namespace) -> int:
     from scu_trainer.cli.publishing.sharing import after_training, refuse_useless_push, require_open_hub
-    from scu_trainer.train.run_directory.claim import from_first_rank
+    from scu_trainer.train.run_directory.directory_lock import from_first_rank
     from scu_trainer.train.session.session import look_only, run
     from scu_trainer.train.session.test_run import try_out
     from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group

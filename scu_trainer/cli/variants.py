@@ -87,13 +87,13 @@ def _plan(options: argparse.Namespace, scratch: Path) -> VariantPlan:
     if config is not None and not config.is_file():
         raise SettingsError(f"cannot read the configuration {config}: it is no file; give a YAML or JSON file")
     extra = () if options.model_name_or_path is None else ("--model_name_or_path", options.model_name_or_path)
-    model = None if config is not None or extra else _yardstick()
+    model = None if config is not None or extra else _reference_model()
     if model is None and config is None:
         model = Path(options.model_name_or_path)
     return VariantPlan(model, scratch, options.steps, config=config, extra=extra)
 
 
-def _yardstick() -> Path:
+def _reference_model() -> Path:
     return Path(_child("scu_trainer.train.fixtures.reference_model").splitlines()[-1])
 
 

@@ -25,7 +25,7 @@ SMALLEST_SHARE = 1 / 8
 """Observations of fewer tokens than this share of the largest one's are left out of the fit."""
 
 SMALLEST_SPAN = 1.5
-"""The fit needs observations that differ by this factor in tokens, or slope and offset cannot be told apart."""
+"""The fit needs observations that differ by this factor in tokens, or slope and offset cannot be distinguished."""
 
 LARGEST_EXTRAPOLATION = 8.0
 """Predictions reach this many times beyond the largest observation, in tokens and in rows * length^2."""
@@ -200,7 +200,8 @@ def _solution(moments: list[list[float]], scales: Sequence[float], columns: tupl
 
 
 def _solve(matrix: list[list[float]]) -> Optional[list[float]]:
-    """Gauss-Jordan elimination with pivoting of n rows of n + 1 numbers; None if the columns cannot be told apart."""
+    """Gauss-Jordan elimination with pivoting of n rows of n + 1 numbers; None if the columns cannot be
+    distinguished."""
     matrix = [list(row) for row in matrix]
     smallest_pivot = 1e-9 * max(abs(row[i]) for i, row in enumerate(matrix))
     for i in range(len(matrix)):

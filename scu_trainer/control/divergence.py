@@ -6,9 +6,10 @@
 
 So a loss above zero diverges at ``factor`` times its best mean. The standard error keeps noisy losses (small batches,
 rare hard rows) from crossing by luck: the best of many noisy means flatters. The floor keeps a loss that has come down
-to nearly nothing from diverging among trifles. No value counts before its spread can be told: up to FEW observations
+to nearly nothing from diverging among trifles. No value counts before its spread is known: up to FEW observations
 it is taken to be as large as the mean. A spike, a warm-up and a restart of the learning rate pass, because the excess
-must last. A run that has left its course before its first logged loss cannot be told from one that begins so high.
+must last. A run that has left its course before its first logged loss cannot be distinguished from one that begins so
+high.
 """
 
 from __future__ import annotations

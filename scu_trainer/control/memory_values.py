@@ -55,7 +55,7 @@ class MemoryMeasurement:
     ``used_bytes``: in use with no micro-batch running; measure it at the same point of every step, and alike for
     ``after_oom``. ``peak_bytes``: highest since the step began. ``ceiling_tokens``: padded tokens per micro-batch that
     the configuration allows in this step. ``floor_tokens``: what the smallest allowed micro-batch of the longest rows
-    takes. ``longest_row``: tokens. ``largest_chunk_tokens``: padded tokens of the largest micro-batch that ran.
+    takes. ``longest_row``: tokens. ``largest_micro_batch_tokens``: padded tokens of the largest micro-batch that ran.
     """
 
     step: int
@@ -65,7 +65,7 @@ class MemoryMeasurement:
     ceiling_tokens: int
     floor_tokens: int
     longest_row: int
-    largest_chunk_tokens: int
+    largest_micro_batch_tokens: int
 
     def __post_init__(self) -> None:
         if self.limit_bytes <= 0:

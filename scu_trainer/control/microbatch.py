@@ -15,20 +15,20 @@ a machine with memory to spare are the same runs, whatever the gauge reads.
 In a loop of one's own; ``used_bytes``, ``peak_bytes`` and ``limit_bytes`` would come from a gauge. Here a micro-batch
 takes 2 bytes per token over 100 for the model, on a device of 2000 bytes of which a neighbour takes 600 for a while:
 
->>> from scu_trainer.control import chunks, microbatch
+>>> from scu_trainer.control import splitting, microbatch
 >>> law, state = microbatch.SizerConfig(headroom_share=0.1), microbatch.SizerState()
 >>> lengths, sizes = [50] * 16, []
 >>> for step in range(12):
 ...     used_bytes = 100 + (600 if step in (2, 3, 4) else 0)
 ...     cap = microbatch.applied_cap(state, ceiling_tokens=800, floor_tokens=50)
-...     pieces = chunks.cut(lengths, cap)
-...     for piece in pieces:
-...         chunk_bytes = 2 * piece.tokens  # run it forward and backward; measure the peak above the use before it
-...         state = microbatch.with_observation(state, piece.tokens, piece.quadratic, chunk_bytes)
-...     largest = max(piece.tokens for piece in pieces)
+...     planned = splitting.cut(lengths, cap)
+...     for plan in planned:
+...         micro_batch_bytes = 2 * plan.tokens  # run it forward and backward; measure the peak above the use before it
+...         state = microbatch.with_observation(state, plan.tokens, plan.quadratic, micro_batch_bytes)
+...     largest = max(plan.tokens for plan in planned)
 ...     seen = microbatch.MemoryMeasurement(
 ...         step, limit_bytes=2000, used_bytes=used_bytes, peak_bytes=used_bytes + 2 * largest,
-...         ceiling_tokens=800, floor_tokens=50, longest_row=50, largest_chunk_tokens=largest)
+...         ceiling_tokens=800, floor_tokens=50, longest_row=50, largest_micro_batch_tokens=largest)
 ...     decision = microbatch.decide(law, state, seen)
 ...     state = decision.state
 ...     sizes.append(largest)
@@ -109,9 +109,9 @@ def fitting_tokens(law: SizerConfig, state: SizerState, room_bytes: float, lengt
     return fit if blocked is None else min(fit, blocked)
 
 
-def with_observation(state: SizerState, tokens: int, quadratic: int, chunk_bytes: int) -> SizerState:
+def with_observation(state: SizerState, tokens: int, quadratic: int, micro_batch_bytes: int) -> SizerState:
     """Record what a micro-batch took: its peak above what was in use before it."""
-    return replace(state, cost=state.cost.observe(tokens, quadratic, chunk_bytes))
+    return replace(state, cost=state.cost.observe(tokens, quadratic, micro_batch_bytes))
 
 
 def cap_to_share(state: SizerState) -> int:
@@ -172,7 +172,7 @@ def _shrunk(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, error:
     current = applied_cap(state, seen.ceiling_tokens, seen.floor_tokens)
     factor, integral = _output(law, state, error)
     # From the micro-batch that ran: a cap far above it had no part in this peak.
-    wanted = min(current, seen.largest_chunk_tokens) * min(factor, 1.0 - law.deadband)
+    wanted = min(current, seen.largest_micro_batch_tokens) * min(factor, 1.0 - law.deadband)
     fit = _predicted_fit(law, state, seen)
     cap = max(1, seen.floor_tokens, int(wanted if fit is None else min(wanted, fit)))
     if cap >= current:
@@ -229,11 +229,11 @@ def _predicted_fit(law: SizerConfig, state: SizerState, seen: MemoryMeasurement)
     The base is what the peak leaves after the largest micro-batch's predicted bytes: it counts gradients and whatever
     else is there during a step but not between steps, and takes back an offset of the prediction.
     """
-    largest = seen.largest_chunk_tokens
-    chunk_bytes = state.cost.predict(largest, largest * seen.longest_row)
-    if chunk_bytes is None:
+    largest = seen.largest_micro_batch_tokens
+    micro_batch_bytes = state.cost.predict(largest, largest * seen.longest_row)
+    if micro_batch_bytes is None:
         return None
-    base_bytes = max(seen.used_bytes, seen.peak_bytes - chunk_bytes)
+    base_bytes = max(seen.used_bytes, seen.peak_bytes - micro_batch_bytes)
     budget_bytes = seen.limit_bytes - law.free_bytes_wanted(seen.limit_bytes) - base_bytes
     return state.cost.largest_tokens(budget_bytes, seen.longest_row, law.margin)
 
@@ -244,7 +244,7 @@ def _proportional_fit(seen: MemoryMeasurement, error: float) -> float:
     above_bytes = seen.peak_bytes - seen.used_bytes
     if above_bytes <= 0:
         return math.inf
-    return seen.largest_chunk_tokens * (1.0 + error * seen.limit_bytes / above_bytes)
+    return seen.largest_micro_batch_tokens * (1.0 + error * seen.limit_bytes / above_bytes)
 
 
 def _oom_is_fresh(state: SizerState) -> bool:
@@ -272,7 +272,7 @@ def _with_proof(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) ->
     """Remember the largest ceiling that micro-batches filled without pressure, and the smallest room in which they
     did."""
     ceiling, room_bytes = seen.ceiling_tokens, seen.room_bytes
-    if ceiling < state.proven_tokens or seen.largest_chunk_tokens < (1.0 - law.deadband) * ceiling:
+    if ceiling < state.proven_tokens or seen.largest_micro_batch_tokens < (1.0 - law.deadband) * ceiling:
         return state
     if ceiling == state.proven_tokens:
         room_bytes = min(room_bytes, state.proven_room_bytes)

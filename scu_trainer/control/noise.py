@@ -31,7 +31,7 @@ BINS = 1024
 """Of the histogram that is cut."""
 
 FEWEST_ROWS = 16
-"""With fewer known rows there are no groups to be told apart."""
+"""With fewer known rows there are no groups to be distinguished."""
 
 MAD_TO_SIGMA = 1.4826
 """The median absolute deviation of normal values times this is their standard deviation."""

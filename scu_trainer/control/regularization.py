@@ -1,4 +1,4 @@
-"""From measured description lengths to the strength of the pull toward the prior.
+"""From measured description lengths to the strength of the decay toward the prior.
 
 The information ratio is S = ParamBPT / (DataBPT + ParamBPT), so logit(S) = ln(ParamBPT / DataBPT) =: y. The decoupled
 actuator w <- w + u (w0 - w) multiplies ParamBPT by (1 - u)^2 and leaves DataBPT alone. One optimizer step therefore

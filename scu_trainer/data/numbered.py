@@ -78,7 +78,7 @@ def _generators_kept() -> Iterator[None]:
 class NumberedCollator:
     """Any collator, with ``sample_index`` added to its batch: int64, shape (rows,).
 
-    Raises DataError where the batch has not one entry per row: losses could not be told apart by rows.
+    Raises DataError where the batch has not one entry per row: losses could not be distinguished by rows.
     """
 
     def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
@@ -96,7 +96,7 @@ class NumberedCollator:
             raise DataError(
                 f"{name} makes {found} of {len(rows)} samples; a curriculum needs one row per sample: use a collator "
                 "that pads, or pack the data beforehand (packing: true). Samples that are pairs of rows (DPO, reward "
-                "models) cannot be told apart: leave the curriculum out"
+                "models) cannot be distinguished: leave the curriculum out"
             )
         batch[SAMPLE_INDEX] = torch.tensor(indices, dtype=torch.int64)
         return batch
@@ -149,14 +149,14 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def _arrow_lengths(rows: Any, length_column: str) -> numpy.ndarray:
-    """Piece by piece, and without turning tokens or lengths into Python numbers."""
+    """Piece by block, and without turning tokens or lengths into Python numbers."""
     import pyarrow.compute as compute
 
     has_lengths = length_column in rows.column_names
     column = length_column if has_lengths else "input_ids"
     lengths, start = numpy.empty(len(rows), dtype=numpy.int32), 0
     for table in rows.select_columns([column]).with_format("arrow").iter(batch_size=ROWS_PER_READ):
-        piece = table[column] if has_lengths else compute.list_value_length(table[column])
-        lengths[start : start + len(piece)] = piece.to_numpy()
-        start += len(piece)
+        block = table[column] if has_lengths else compute.list_value_length(table[column])
+        lengths[start : start + len(block)] = block.to_numpy()
+        start += len(block)
     return lengths

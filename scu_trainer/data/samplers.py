@@ -29,7 +29,7 @@ from scu_trainer.errors import CheckpointError, DataError
 from scu_trainer.settings import CurriculumSettings
 
 LARGEST_INT32 = 2**31 - 1
-LENGTHS_PER_PIECE = 2**16
+LENGTHS_PER_BLOCK = 2**16
 
 
 class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this class for a rank-aware batch sampler
@@ -171,7 +171,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         """Go on where ``state_dict`` was taken, ``done`` micro-batches (of all ranks) into its epoch.
 
         Returns sentences about what is not as it was. The interrupted epoch ends as it was planned; with another number
-        of ranks or rows per batch, or ``cut_anew``, the rows that it has not seen yet are cut again, and it goes on
+        of ranks or rows per batch, or ``cut_again``, the rows that it has not seen yet are cut again, and it goes on
         with them from their first micro-batch. Raises CheckpointError where the data are not the same.
         """
         self._require_same_data(state)
@@ -199,7 +199,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
             )
 
 
-def _what_changed(changes: dict[str, tuple[Any, Any]], epoch: int, rows_cut_anew: int) -> list[str]:
+def _what_changed(changes: dict[str, tuple[Any, Any]], epoch: int, rows_cut_again: int) -> list[str]:
     sentences = []
     if changes:
         was_is = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in changes.items())
@@ -207,19 +207,19 @@ def _what_changed(changes: dict[str, tuple[Any, Any]], epoch: int, rows_cut_anew
             f"the checkpoint was written with other settings ({was_is}): epoch {epoch + 1} ends as it was planned, "
             "later ones follow the new settings; the run is no longer the one that was begun"
         )
-    if rows_cut_anew:
+    if rows_cut_again:
         sentences.append(
-            f"the {rows_cut_anew:,} rows that epoch {epoch + 1} has not seen yet are cut again: none is lost, none "
+            f"the {rows_cut_again:,} rows that epoch {epoch + 1} has not seen yet are cut again: none is lost, none "
             "comes twice"
         )
     return sentences
 
 
 def _crc32_of(lengths: numpy.ndarray) -> int:
-    """Of the lengths as int64, piece by piece."""
+    """Of the lengths as int64, block by block."""
     checksum = 0
-    for start in range(0, len(lengths), LENGTHS_PER_PIECE):
-        checksum = zlib.crc32(lengths[start : start + LENGTHS_PER_PIECE].astype(numpy.int64), checksum)
+    for start in range(0, len(lengths), LENGTHS_PER_BLOCK):
+        checksum = zlib.crc32(lengths[start : start + LENGTHS_PER_BLOCK].astype(numpy.int64), checksum)
     return checksum
 
 

@@ -1,7 +1,8 @@
 """What a training process will hold on its device at the highest moment of a step. Arithmetic only.
 
 The step has two moments that can be the highest: a forward and backward pass, whose activations, logits and gradients
-were traced from shapes (``train/footprint``), and the optimizer's step, when all gradients are there and no activation.
+were traced from shapes (``train/memory_estimate``), and the optimizer's step, when all gradients are there and no
+activation.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Footprint:
+class MemoryEstimate:
     """Bytes at the highest moment, by what they are for.
 
     Fields:
-        regularization: the weights where training began, toward which lambda pulls.
+        regularization: the weights where training began, toward which lambda decays.
         averages: the moving averages of weights.
         exchange: what processes keep to exchange gradients.
         overhead: what the allocator cannot use again.
@@ -74,7 +75,7 @@ class Footprint:
 
     @property
     def lasting_bytes(self) -> int:
-        """What no smaller chunk saves."""
+        """What no smaller micro-batch saves."""
         return self.weights + self.optimizer + self.regularization + self.averages + self.exchange + self.libraries
 
     @property
@@ -90,7 +91,7 @@ class Footprint:
         return {"peak_bytes": self.peak_bytes, "parts": asdict(self)}
 
 
-PARTS = tuple(item.name for item in fields(Footprint))
+PARTS = tuple(item.name for item in fields(MemoryEstimate))
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,9 @@ class Held:
         }
 
 
-def footprint(
+def estimate_memory(
     traced: Mapping[str, int], trained: Trained, held: Held, device: str, heap_bytes: Optional[int] = None
-) -> Footprint:
+) -> MemoryEstimate:
     """``traced``: bytes by part at the highest moment of a forward and backward pass: weights, gradients, activations
     and logits. ``device``: kind of the training device. ``heap_bytes``: to which the heap grows for all but weights, if
     that is known."""
@@ -132,7 +133,7 @@ def footprint(
     moment = {part: traced[part] for part in passing}
     if trained.size_bytes + stepping > at_pass:
         moment = {"gradients": trained.size_bytes, "activations": stepping, "logits": 0}
-    found = Footprint(weights=traced["weights"], overhead=0, libraries=0, **moment, **held.bytes_of(trained))
+    found = MemoryEstimate(weights=traced["weights"], overhead=0, libraries=0, **moment, **held.bytes_of(trained))
     beside = OVERHEAD.get(device, OVERHEAD["cpu"])
     unusable = beside.slack * (traced["activations"] + traced["logits"])
     if heap_bytes is not None:

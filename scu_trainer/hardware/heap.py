@@ -83,6 +83,7 @@ class UntouchedHeap:
         begun = figures()
         self._unused_bytes = begun.arena - begun.uordblks - self._end_of_heap(0)
         self._blocks: dict[Hashable, tuple[ctypes.c_void_p, int]] = {}
+        self._log: list[tuple[Hashable, Optional[int]]] = []
         self.peak_bytes = self.failed_bytes = self._mapped_bytes = 0
 
     @classmethod
@@ -92,6 +93,7 @@ class UntouchedHeap:
 
     def take(self, key: Hashable, size_bytes: int) -> None:
         """A block for ``key``. What even the address space has no room for is counted in ``failed_bytes``."""
+        self._log.append((key, size_bytes))
         block = ctypes.c_void_p()
         alignment, size = ctypes.c_size_t(TENSOR_ALIGNMENT_BYTES), ctypes.c_size_t(size_bytes)
         if self._library.posix_memalign(ctypes.byref(block), alignment, size):
@@ -104,10 +106,27 @@ class UntouchedHeap:
         self.peak_bytes = max(self.peak_bytes, end + self._unused_bytes + self._mapped_bytes)
 
     def give(self, key: Hashable) -> None:
+        self._log.append((key, None))
         block, mapped_bytes = self._blocks.pop(key, (None, 0))
         if block is not None:
             self._mapped_bytes -= mapped_bytes
             self._library.free(block)
+
+    def repeat(self, times: int) -> None:
+        """What was taken and given back so far, again in the same order; what has stayed is there already."""
+        taken: dict[Hashable, int] = {}
+        steps: list[tuple[int, Optional[int]]] = []
+        for key, size_bytes in self._log:
+            if size_bytes is not None:
+                taken[key] = len(steps)
+            steps.append((taken.pop(key, -1) if size_bytes is None else len(steps), size_bytes))
+        given = {number for number, size_bytes in steps if size_bytes is None}
+        for _ in range(times):
+            for number, size_bytes in steps:
+                if size_bytes is None:
+                    self.give(("repeated", number))
+                elif number in given:
+                    self.take(("repeated", number), size_bytes)
 
     def __enter__(self) -> UntouchedHeap:
         return self

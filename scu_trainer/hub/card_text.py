@@ -37,7 +37,7 @@ def body(facts: Facts, name: str, license: str, base_id: Optional[str]) -> str:
 
 def dataset_name(facts: Facts) -> str:
     """As somebody else would call it: a path of this machine is its last part."""
-    name = facts.settings.get("dataset") or facts.settings.get("image_dataset") or "not told"
+    name = facts.settings.get("dataset") or facts.settings.get("image_dataset") or "not stated"
     return public_name(name)
 
 
@@ -138,7 +138,7 @@ def _row(what: str, metrics: dict[str, Any], key: str, style: str) -> str:
 
 def _cell(interval: dict[str, Any], style: str) -> str:
     if interval["value"] is None:  # no finite loss
-        return "no number"
+        return "not finite"
     low, high = interval.get("low"), interval.get("high")
     bounds = "" if low is None or high is None else f" ({low:{style}} to {high:{style}})"
     return f"{interval['value']:{style}}{bounds}"

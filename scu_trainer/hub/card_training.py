@@ -73,7 +73,7 @@ def controllers(facts: Facts) -> str:
         *_regularization(facts),
         *_memory(facts.metrics.get("memory")),
         *_curriculum(facts.metrics.get("curriculum")),
-        *_bad_numbers(facts.metrics.get("bad_numbers")),
+        *_nonfinite(facts.metrics.get("bad_numbers")),
     ]
     return "\n".join(["## Controllers", "", *lines]) if lines else ""
 
@@ -102,8 +102,8 @@ def _memory(found: Optional[dict[str, Any]]) -> list[str]:
     if not found:
         return []
     return [
-        f"- memory: {found['chunks']:,} chunks in {found['windows']:,} steps, {found['changes']:,} changes of their "
-        f"size, out of memory and recovered {found['out_of_memory']:,} times"
+        f"- memory: {found['chunks']:,} micro-batches in {found['windows']:,} steps, {found['changes']:,} changes of "
+        f"their size, out of memory and recovered {found['out_of_memory']:,} times"
     ]
 
 
@@ -116,7 +116,7 @@ def _curriculum(found: Optional[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _bad_numbers(found: Optional[dict[str, Any]]) -> list[str]:
+def _nonfinite(found: Optional[dict[str, Any]]) -> list[str]:
     return [f"- steps without a finite loss, skipped: {found['skipped_steps']:,}"] if found else []
 
 

@@ -27,7 +27,7 @@ RESULTS = (
 )
 TEXTS = (".json", ".md", ".jinja", ".py")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")
-"""JSON whose entries are pieces of words: no paths or secrets, whatever they look like."""
+"""JSON whose entries are parts of words: no paths or secrets, whatever they look like."""
 
 STAY = {
     "checkpoint-*": "checkpoints",
@@ -39,7 +39,7 @@ STAY = {
     "*.bin": "pickles",
     "*.pt": "pickles",
 }
-"""Why what is left out is left out; everything else is told by its name alone."""
+"""Why what is left out is left out; everything else is listed by its name alone."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def push(
     if not sys.stderr.isatty():
         disable_progress_bars()
     api = HfApi(token=token)
-    with as_hub_error(repo_id), _retries_told(say):
+    with as_hub_error(repo_id), _retries_reported(say):
         if base_id is not None:
             _require_base(api, base_id, say)
         repo_id = _again(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True), say).repo_id
@@ -188,7 +188,7 @@ class _Said(logging.Handler):
 
 
 @contextlib.contextmanager
-def _retries_told(say: Say) -> Iterator[None]:
+def _retries_reported(say: Say) -> Iterator[None]:
     logger, handler = logging.getLogger("huggingface_hub"), _Said(say)
     handlers, propagate = logger.handlers, logger.propagate
     logger.handlers, logger.propagate = [handler], False

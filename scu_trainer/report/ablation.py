@@ -147,7 +147,8 @@ def _s(found: Comparison) -> Plot:
 
 
 def _target_levels(found: Comparison) -> list[Level]:
-    """The targets of S, each with its arms where there are several; none where they are too many to be told apart."""
+    """The targets of S, each with its arms where there are several; none where they are too many to be
+    distinguished."""
     arms: dict[float, list[str]] = {}
     for (arm, _), run in found.runs.items():
         for target in (row["s_target"] for row in run.control[-1:] if row.get("s_target")):

@@ -16,7 +16,7 @@ INK, MUTED = -1, -2
 """Colours beside the palette: of text, and of what is only there to compare with."""
 
 MOST_POINTS = 700
-"""Of a line: more cannot be told apart on a screen."""
+"""Of a line: more cannot be distinguished on a screen."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart by colour-blind readers too; on dark ground its light ones.
+# Okabe and Ito's colours, distinguished by colour-blind readers too; on dark ground its light ones.
 THEMES: dict[str, dict[str, str]] = {
     "light": {
         "c0": "#0072b2", "c1": "#d55e00", "c2": "#009e73", "c3": "#cc79a7", "c4": "#e69f00", "c5": "#56b4e9",
@@ -88,7 +88,7 @@ def png(plot: Plot, theme: str) -> bytes:
 
     buffer = io.BytesIO()
     with matplotlib.rc_context({"font.size": FONT_PT[WIDE_IN], **AS_IT_STANDS}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # told by boxed_letters
+        warnings.filterwarnings("ignore", "Glyph")  # reported by boxed_letters
         drawn = figure(plot, WIDE_IN, THEMES[theme], with_title=True)
         metadata = {"Software": None, "Description": plot.alt}
         drawn.savefig(buffer, format="png", dpi=PNG_DPI, facecolor=THEMES[theme]["ground"], metadata=metadata)

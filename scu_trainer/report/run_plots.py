@@ -79,7 +79,7 @@ def number(value: Optional[float]) -> str:
 
 
 class Style:
-    """How lines are told apart: by what they show where there is one run, by the run where there are several."""
+    """How lines are distinguished: by what they show where there is one run, by the run where there are several."""
 
     def __init__(self, runs: Sequence[RunFiles]) -> None:
         self.is_alone = len(runs) == 1
@@ -153,7 +153,7 @@ def _s_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     strength = [style.line(run, "lambda", points(run.control, "lambda"), 1) for run in found]
     return [
         Panel("Information ratio S", "S", lines=lines, levels=levels, bands=band, from_zero=True),
-        Panel("Lambda: the pull toward the start", "lambda", lines=_drawn(iter(strength)),
+        Panel("Lambda: decay toward the start", "lambda", lines=_drawn(iter(strength)),
               from_zero=True, height=0.85),
     ]  # fmt: skip
 
@@ -181,7 +181,7 @@ def _memory_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     found = [run for run in runs if run.memory or newest(run.logs, "memory/chunks") is not None]
     if not found:
         return []
-    used, chunks = _drawn(_memory_lines(found, style)), _drawn(_chunk_lines(found, style))
+    used, sizes = _drawn(_memory_lines(found, style)), _drawn(_size_lines(found, style))
     limits = _limits(found, used)
     far = " and ".join(f"{limit / GIB:.1f} GiB" for limit in limits if not _is_near(limit, used))
     levels = [Level(limit / GIB, f"limit {limit / GIB:.1f} GiB") for limit in limits if _is_near(limit, used)]
@@ -190,7 +190,7 @@ def _memory_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     crosses = f"crosses: out of memory, {count} in all" if count else "never out of memory"
     return [
         Panel(title, "GiB", lines=used, levels=levels, from_zero=True),
-        Panel(f"Micro-batch size ({crosses})", "tokens per micro-batch", lines=chunks, from_zero=True),
+        Panel(f"Micro-batch size ({crosses})", "tokens per micro-batch", lines=sizes, from_zero=True),
     ]
 
 
@@ -215,7 +215,7 @@ def _memory_lines(runs: Sequence[RunFiles], style: Style) -> Iterator[Line]:
                 yield style.line(run, label, merged(logged, noted), color, marker="." if len(logged[0]) < 60 else "")
 
 
-def _chunk_lines(runs: Sequence[RunFiles], style: Style) -> Iterator[Line]:
+def _size_lines(runs: Sequence[RunFiles], style: Style) -> Iterator[Line]:
     for run in runs:
         yield style.line(run, "largest micro-batch that ran", points(run.logs, "memory/tokens_per_chunk"), 0)
         if style.is_alone:

@@ -148,7 +148,7 @@ def warnings(run: RunFiles) -> list[tuple[str, str]]:
         found += [
             ("scu_metrics.json", f"{part}: {text}") for text in said if text not in (run.status.get("notices") or [])
         ]
-    found += _bad_numbers(run) + _preflight(run, ("error", "warning"))
+    found += _nonfinite(run) + _preflight(run, ("error", "warning"))
     if run.suspects:
         found.append(("suspects.jsonl", f"rows that look wrong, worst first: {run.suspects:,}"))
     changes = [("memory_history.json", f"step {row.get('step')}: {row.get('reason')}") for row in run.memory]
@@ -158,7 +158,7 @@ def warnings(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def notes(run: RunFiles) -> list[str]:
-    """The plan of the run, as preflight has told it."""
+    """The plan of the run, as preflight reported it."""
     return [text for _, text in _preflight(run, ("note",))]
 
 
@@ -174,7 +174,7 @@ def _finding(item: Mapping[str, Any]) -> str:
     return f"{item.get('check')}: {item.get('what')}{fix}"
 
 
-def _bad_numbers(run: RunFiles) -> list[tuple[str, str]]:
+def _nonfinite(run: RunFiles) -> list[tuple[str, str]]:
     statistics = run.metrics.get("bad_numbers") or {}
     count = statistics.get("skipped_steps", newest(run.logs, "skipped_steps")) or 0
     if not count:

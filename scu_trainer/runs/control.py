@@ -14,12 +14,12 @@ from typing import Any, Optional
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.run_files import RunStatus, require_room, require_writable, write_text
 from scu_trainer.runs import room
-from scu_trainer.runs.leader import settle
 from scu_trainer.runs.process import MARK, Machine, Platform, family, is_alive, this_platform
 from scu_trainer.runs.progress import START_LINE, last_error, newest_checkpoint, tail
 from scu_trainer.runs.queue import FileLock
 from scu_trainer.runs.state import Report, report
 from scu_trainer.runs.store import ENDED, FOLDER, Options, Run, RunRecord, check_name
+from scu_trainer.runs.supervisor import settle
 from scu_trainer.secrets import SECRET_PARTS, redact
 
 NEEDED_BYTES = 64 * 2**20
@@ -88,7 +88,7 @@ def start(wish: Wish, root: Path, hands: Hands) -> RunRecord:
     check(wish, root)
     run = Run(root / wish.name, wish.name)
     try:
-        run.path.mkdir(parents=True)  # claims the name: of two starts at once one gets it
+        run.path.mkdir(parents=True)  # takes the name: of two starts at once one gets it
         run.folder.mkdir()
     except FileExistsError as error:
         raise SettingsError(f"the name {wish.name!r} was taken just now; give another --name") from error
@@ -127,7 +127,7 @@ def _write_start_line(run: Run, starts: int) -> None:
 
 def _words(run: Run) -> list[str]:
     # -P: a folder named like a package, where the command is typed, must not be imported in its place.
-    return [sys.executable, "-P", "-m", "scu_trainer.cli.background.leader", str(run.path.absolute())]
+    return [sys.executable, "-P", "-m", "scu_trainer.cli.background.supervisor", str(run.path.absolute())]
 
 
 def environment() -> dict[str, str]:

@@ -124,9 +124,9 @@ def _same_boot(before: str, now: str) -> bool:
     return before == now
 
 
-def family(leader: Identity, token: str, machine: Machine) -> list[Identity]:
-    """All that lives of a run: the leader, its session, and children that left the session but have its token."""
-    return [member for member in _processes(machine) if _belongs(member, leader, token, machine)]
+def family(supervisor: Identity, token: str, machine: Machine) -> list[Identity]:
+    """All that lives of a run: the supervisor, its session, and children that left the session but have its token."""
+    return [member for member in _processes(machine) if _belongs(member, supervisor, token, machine)]
 
 
 def marked(token: str, machine: Machine) -> list[Identity]:
@@ -141,19 +141,19 @@ def _processes(machine: Machine) -> Iterator[Identity]:
             yield Identity(pid, seen.born, machine.boot(), machine.host())
 
 
-def _belongs(member: Identity, leader: Identity, token: str, machine: Machine) -> bool:
-    if member.born < leader.born or not _same_boot(leader.boot, member.boot) or leader.host != member.host:
+def _belongs(member: Identity, supervisor: Identity, token: str, machine: Machine) -> bool:
+    if member.born < supervisor.born or not _same_boot(supervisor.boot, member.boot) or supervisor.host != member.host:
         return False
-    if member.pid == leader.pid:
-        return member.born == leader.born
-    is_in_session = _session(member.pid) == leader.pid and not _is_taken_over(leader, machine)
+    if member.pid == supervisor.pid:
+        return member.born == supervisor.born
+    is_in_session = _session(member.pid) == supervisor.pid and not _is_taken_over(supervisor, machine)
     return is_in_session or _has_mark(member.pid, token)
 
 
-def _is_taken_over(leader: Identity, machine: Machine) -> bool:
-    """Whether a younger process bears the leader's number, so that the session of this number is another one."""
-    seen = machine.process(leader.pid)
-    return seen is not None and seen.born != leader.born
+def _is_taken_over(supervisor: Identity, machine: Machine) -> bool:
+    """Whether a younger process bears the supervisor's number, so that the session of this number is another one."""
+    seen = machine.process(supervisor.pid)
+    return seen is not None and seen.born != supervisor.born
 
 
 def _session(pid: int) -> Optional[int]:

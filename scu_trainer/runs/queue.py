@@ -161,13 +161,13 @@ def wait_for_turn(
     sleep: Callable[[float], None],
 ) -> None:
     """Until it is our turn and ``lacks`` finds nothing missing. ``tell`` gets what is waited for, when that changes."""
-    told = ""
+    said = ""
     while True:
         is_turn = line.take_turn(place)
         reason = lacks() if is_turn else f"for {line.device}"
         if reason is None:
             return
-        if reason != told:
+        if reason != said:
             tell(reason)
-            told = reason
+            said = reason
         sleep(ROOM_EVERY_S if is_turn else LOOK_EVERY_S)

@@ -1,4 +1,4 @@
-"""What a run is doing, from its files and from what has become of its process. A dead run is never told as running.
+"""What a run is doing, from its files and from what has become of its process. A dead run is never reported as running.
 
 ``judge`` is arithmetic on what others have read: run.json, the record of the start, the fact about the process.
 """
@@ -23,7 +23,7 @@ COMING_UP_S = 3.0
 """A process that was started registers itself within this time; a tenth of it is usual."""
 
 SILENT_S = 600.0
-"""Without news for longer than this a run is told as not progressing."""
+"""Without news for longer than this a run is reported as not progressing."""
 
 NO_ROOM_BYTES = 1 << 20
 FULL_DISK_WORDS = ("the disk is full", "No space left on device", "Disk quota exceeded")
@@ -61,22 +61,22 @@ class Evidence:
 
 
 def judge(seen: Evidence) -> RunState:
-    told = seen.status.get("status", "queued")
-    if seen.record is None and told in ENDED:
-        return _ended(seen, told)  # a process that somebody started by hand, such as a notebook, may do other things
+    status = seen.status.get("status", "queued")
+    if seen.record is None and status in ENDED:
+        return _ended(seen, status)  # a process that somebody started by hand, such as a notebook, may do other things
     if seen.fact in ("alive", "suspended"):
-        return _living(seen, told)
-    if told in ENDED:
-        return _ended(seen, told)
+        return _living(seen, status)
+    if status in ENDED:
+        return _ended(seen, status)
     if seen.fact is None:
         return _without_process(seen)
     if seen.fact == "elsewhere":
         host = seen.record.process.host if seen.record and seen.record.process else "another machine"
         return RunState(
-            "elsewhere", f"it was started on {host}: only there one can see whether it lives; last seen {told}"
+            "elsewhere", f"it was started on {host}: only there one can see whether it lives; last seen {status}"
         )
     if seen.fact == "rebooted":
-        return RunState("rebooted", f"the machine was started again while {_doing(told)}", "reboot")
+        return RunState("rebooted", f"the machine was started again while {_doing(status)}", "reboot")
     if _is_disk_full(seen):
         return RunState(
             "failed", seen.error or "the disk was full, not even its last words could be written", "disk full"
@@ -87,37 +87,37 @@ def judge(seen: Evidence) -> RunState:
         return RunState("failed", seen.error, "error")  # nobody noted the exit code of a launcher
     if seen.fact == "other program":
         return RunState(
-            "killed", f"it ended without last words while {_doing(told)}; its number belongs to another program now",
+            "killed", f"it ended without last words while {_doing(status)}; its number belongs to another program now",
             "number re-used",
         )  # fmt: skip
-    return RunState("killed", f"it ended without last words while {_doing(told)}: killed, or out of memory", "killed")
+    return RunState("killed", f"it ended without last words while {_doing(status)}: killed, or out of memory", "killed")
 
 
-def _living(seen: Evidence, told: str) -> RunState:
+def _living(seen: Evidence, status: str) -> RunState:
     record = seen.record
-    if told in ENDED:
-        ended = _ended(seen, told)
+    if status in ENDED:
+        ended = _ended(seen, status)
         return replace(ended, detail=ended.detail or "its process is just ending", is_alive=True)
     if seen.fact == "suspended":
-        return RunState(told, "suspended by a signal; kill -CONT lets it go on", is_alive=True)
-    if told == "queued" and record is not None:
+        return RunState(status, "suspended by a signal; kill -CONT lets it go on", is_alive=True)
+    if status == "queued" and record is not None:
         if record.phase == "training":
             return RunState("starting", "libraries, model and data are being loaded", is_alive=True)
         return RunState("queued", f"waits {record.waiting or 'for its place in the line'}", is_alive=True)
-    if told == "running" and seen.is_asked_to_stop:
+    if status == "running" and seen.is_asked_to_stop:
         return RunState("stopping", "asked to stop: the step is finished first", is_alive=True)
     silent_s = 0.0 if seen.updated_s is None else seen.now_s - seen.updated_s
-    if told in ("running", "stopping") and silent_s > SILENT_S:
-        return RunState(told, f"not progressing: no news for {silent_s / 60:.0f} minutes", is_alive=True)
-    return RunState(told, is_alive=True)
+    if status in ("running", "stopping") and silent_s > SILENT_S:
+        return RunState(status, f"not progressing: no news for {silent_s / 60:.0f} minutes", is_alive=True)
+    return RunState(status, is_alive=True)
 
 
-def _ended(seen: Evidence, told: str) -> RunState:
+def _ended(seen: Evidence, status: str) -> RunState:
     error = seen.status.get("error")
-    if told != "failed":
-        return RunState(told, error or "")
+    if status != "failed":
+        return RunState(status, error or "")
     is_full = any(words in (error or "") for words in FULL_DISK_WORDS)
-    return RunState(told, error or "", "disk full" if is_full else "error")
+    return RunState(status, error or "", "disk full" if is_full else "error")
 
 
 def _without_process(seen: Evidence) -> RunState:
@@ -132,8 +132,8 @@ def _without_process(seen: Evidence) -> RunState:
     return RunState("killed", "its process never came up", "no start")
 
 
-def _doing(told: str) -> str:
-    return "it waited in the line" if told == "queued" else f"it was {told}"
+def _doing(status: str) -> str:
+    return "it waited in the line" if status == "queued" else f"it was {status}"
 
 
 def _is_disk_full(seen: Evidence) -> bool:
@@ -146,8 +146,8 @@ def _is_disk_full(seen: Evidence) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is told of one run. ``ahead``: runs before it in the line of its device; None where it does not wait.
-    ``resident_bytes``: main memory of its process now."""
+    """All that is reported of one run. ``ahead``: runs before it in the line of its device; None where it does not
+    wait. ``resident_bytes``: main memory of its process now."""
 
     run: Run
     state: RunState

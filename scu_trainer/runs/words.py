@@ -39,17 +39,17 @@ def strength(progress: Progress) -> str:
 
 
 def memory(report: Report) -> str:
-    """What the process holds, and what the last chunk needed at most of what its device has."""
+    """What the process holds, and what the last micro-batch needed at most of what its device has."""
     found, parts = report.progress, []
     if report.resident_bytes is not None:
         parts.append(f"{readable(report.resident_bytes)} held")
     if found.peak_bytes is not None:
         limit = f" of {readable(found.limit_bytes)}" if found.limit_bytes else ""
-        parts.append(f"peak of a chunk {readable(found.peak_bytes)}{limit}")
+        parts.append(f"peak of a micro-batch {readable(found.peak_bytes)}{limit}")
     return ", ".join(parts) or NONE
 
 
-def chunk(progress: Progress) -> str:
+def micro_batch(progress: Progress) -> str:
     parts = [(progress.rows_per_chunk, "rows"), (progress.tokens_per_chunk, "tokens")]
     return ", ".join(f"{value} {unit}" for value, unit in parts if value is not None) or NONE
 
@@ -87,7 +87,7 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
         ("S", share(found)),
         ("lambda", strength(found)),
         ("memory", memory(report)),
-        ("chunk", chunk(found)),
+        ("micro-batch", micro_batch(found)),
         ("checkpoint", found.checkpoint or NONE),
     ):
         if value != NONE:

@@ -49,7 +49,7 @@ class ImageSettings:
 DEFAULTS: dict[str, object] = {
     "dataset": "digits",
     "tuning": "full",
-    "scu": False,  # lambda would pull back to random weights
+    "scu": False,  # lambda would decay back to random weights
     "validation_split_percentage": 20.0,
     "num_train_epochs": 10.0,
     "per_device_train_batch_size": 32,

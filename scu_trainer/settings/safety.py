@@ -23,7 +23,7 @@ class SafetySettings:
     )
     preflight: Literal["stop", "warn", "off"] = option(
         "stop",
-        "what a mistake that is found before the first step does: stop the run, only be told, or not be looked for",
+        "what a mistake that is found before the first step does: stop the run, only report it, or not be looked for",
     )
     max_nonfinite_steps: int = option(
         3,

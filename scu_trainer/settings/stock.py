@@ -21,7 +21,7 @@ LEFT_TO_PREFLIGHT = {
     "adam_beta2": Allowed(below=1),
     "label_smoothing_factor": Allowed(most=1),
 }
-"""Preflight says what is wrong with these in words of its own; they hold where it is told not to stop the run."""
+"""Preflight says what is wrong with these in words of its own; they hold where it does not stop the run."""
 
 ALLOWED = {
     **dict.fromkeys(LEFT_TO_PREFLIGHT, Allowed(least=-MOST_NUMBER)),

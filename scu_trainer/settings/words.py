@@ -46,7 +46,7 @@ class WordSettings:
 DEFAULTS: dict[str, object] = {
     "dataset": EMBEDDED_WORD_DATASET,
     "tuning": "full",
-    "scu": False,  # lambda would pull back to random weights
+    "scu": False,  # lambda would decay back to random weights
     "block_size": 128,
     "per_device_train_batch_size": 12,
     "learning_rate": 5e-3,

@@ -28,7 +28,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.checkpoints.findings import has_optimizer
 from scu_trainer.train.checkpoints.pushing import Pushes
-from scu_trainer.train.checkpoints.selection import catch_up, tell_of_fresh_optimizer, usable
+from scu_trainer.train.checkpoints.selection import catch_up, selected_checkpoint, tell_of_fresh_optimizer
 from scu_trainer.train.checkpoints.writer import CheckpointWriter
 from scu_trainer.train.loop import Loop, LoopEvents
 from scu_trainer.train.loops import difficulty_of, make_loops
@@ -60,7 +60,7 @@ class SCUTrainer(Trainer):
     # The stock constructor calls methods of this class before there is any of them.
     is_stock = True
     engine: StockEngine = None
-    regularizer = chunked = prediction = curriculum = bad_numbers = loss_path = None
+    regularizer = micro_batches = prediction = curriculum = nonfinite_guard = loss_path = None
     new_loss_path: Callable[[], Any] = staticmethod(lambda: None)
     _events: Optional[LoopEvents] = None
     _own_loops: tuple[Loop, ...] = ()
@@ -148,7 +148,7 @@ class SCUTrainer(Trainer):
         if resume_from_checkpoint:
             takes_weights_only = self.resumes_weights_only or self.is_stock
             hashes = self.is_world_process_zero()
-            resume_from_checkpoint = usable(
+            resume_from_checkpoint = selected_checkpoint(
                 resume_from_checkpoint, self.args.output_dir, takes_weights_only, hashes=hashes
             )
         self._begin()

@@ -25,7 +25,7 @@ def test_a_wrong_gradient_is_seen(monkeypatch):
     seed = next(
         s for s in range(1000) if "contrastive in training" in case_of(s).loss and "max_batch_size" in case_of(s).cut
     )
-    monkeypatch.setattr(analysis, "probe", lambda *given, **how: Reduction("rows", trims=False))
+    monkeypatch.setattr(analysis, "analyze", lambda *given, **how: Reduction("rows", trims=False))
     monkeypatch.setattr(analysis.LossAnalysis, "holds", lambda *given: True)
     found = exactness.outcome(case_of(seed))
     assert found["wrong_steps"] == list(range(1, STEPS + 1)) and not found["warned"]

@@ -1,4 +1,4 @@
-"""The GPU benchmark, rehearsed on the CPU: equal work, what becomes of sides that cannot run, the arithmetic shown."""
+"""The GPU benchmark, tried_out on the CPU: equal work, what becomes of sides that cannot run, the arithmetic shown."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def few_objects():
 # -- the test run -----------------------------------------------------------------------------------------------------
 
 
-def test_a_part_of_the_rehearsal(monkeypatch, capfd, few_objects):
+def test_a_part_of_the_quick_run(monkeypatch, capfd, few_objects):
     """4 bits, the stock Trainer, ours and TRL, whose adapters are float32 again."""
     seen = []
     monkeypatch.setattr(text_job, "HELD_OUT_ROWS", 8)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from benchmarks.headline import images
 from benchmarks.lib.common import RESULTS
-from benchmarks.lib.images_sides import WAYS, augmented_by_loader, rehearsed, side_of, tiny
+from benchmarks.lib.images_sides import WAYS, augmented_by_loader, side_of, tiny, tried_out
 from benchmarks.lib.turns import Ended
 from benchmarks.studies import families
 
@@ -106,7 +106,7 @@ def test_a_loader_that_augments_makes_what_the_model_would(tmp_path):
 def test_sides_do_equal_work(tmp_path):
     """The same images in the same order: so early the loops change nothing, and loading elsewhere never does."""
     names = ("stock Trainer", "recipe without bf16", "recipe with a loader worker", "recipe")
-    found = rehearsed([side_of(name, images.QUICK_STEPS, tiny(name), str(tmp_path)) for name in names])
+    found = tried_out([side_of(name, images.QUICK_STEPS, tiny(name), str(tmp_path)) for name in names])
     stock, ours, worker, recipe = (found[name].said["bits_per_label"] for name in names)
     assert ours == pytest.approx(stock, rel=1e-3) and worker == pytest.approx(recipe, rel=1e-3)
     for ended in found.values():

@@ -72,7 +72,7 @@ def test_a_script_starts_from_anywhere(tmp_path):
     script = BENCHMARKS / "headline" / "regressions.py"
     done = subprocess.run([sys.executable, str(script), "--help"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "of bad_numbers_cost" not in done.stdout  # only files with figures are of the suite
+    assert "of nonfinite_cost" not in done.stdout  # only files with figures are of the suite
     assert "overhead" in done.stdout
 
 

@@ -128,9 +128,9 @@ def test_results_hold_table_figures_machine_and_versions(tmp_path, monkeypatch):
     assert {"torch", "transformers", "trl"} <= set(record["versions"])
 
 
-def test_a_rehearsal_writes_nothing(tmp_path, monkeypatch):
+def test_a_quick_run_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.lib.common.RESULTS", tmp_path)
-    assert finish("some", "a title", Grid(("side",), []), {}, rehearsal=True) is None
+    assert finish("some", "a title", Grid(("side",), []), {}, quick=True) is None
     assert not list(tmp_path.iterdir())
 
 

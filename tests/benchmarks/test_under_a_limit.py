@@ -1,4 +1,4 @@
-"""Under a memory limit: what the sides really did, and the arithmetic of what is told about it."""
+"""Under a memory limit: what the sides really did, and the arithmetic of what is reported about it."""
 
 import os
 import sys
@@ -52,7 +52,7 @@ def test_search_by_hand_ends_with_the_largest_batch_that_finishes(results):
     assert found["search_s"] == pytest.approx(sum(tried["wall_s"] for tried in tries))
 
 
-def test_rehearsal_prints_every_side_and_writes_nothing(results, monkeypatch, capsys):
+def test_quick_run_prints_every_side_and_writes_nothing(results, monkeypatch, capsys):
     monkeypatch.setattr(under_a_limit, "measured", lambda *_: results)
     monkeypatch.setattr(under_a_limit, "finish", lambda *_, **__: pytest.fail("written"))
     under_a_limit.main(["--quick"])

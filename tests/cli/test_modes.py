@@ -12,7 +12,7 @@ import yaml
 from scu_trainer.cli import configuration, modes
 from scu_trainer.cli.modes import Measured, duration, measured_here
 from scu_trainer.settings.tasks import KINDS
-from scu_trainer.train.session import test_run as rehearsal
+from scu_trainer.train.session import test_run as trying_out
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +130,7 @@ def test_a_few_real_steps_give_the_length_of_the_full_run(flags):
     assert figures["rows"] > 30 and figures["steps"] == 3 * math.ceil(figures["rows"] / 2)
     assert figures["evaluations"] == 3 + 2
     assert 0 < figures["seconds_per_step"] < 5 and figures["peak_bytes"] > 2**27
-    train_s = figures["first_steps_s"] + (figures["steps"] - rehearsal.STEPS) * figures["seconds_per_step"]
+    train_s = figures["first_steps_s"] + (figures["steps"] - trying_out.STEPS) * figures["seconds_per_step"]
     evaluations_s = figures["evaluations"] * figures["evaluation_s"]
     assert figures["total_s"] == pytest.approx(figures["load_s"] + train_s + evaluations_s)
     assert not Path(flags[flags.index("--output_dir") + 1]).exists()
@@ -141,8 +141,8 @@ def test_batches_of_equal_tokens_are_counted_as_they_will_run(flags):
     more = [*flags, "--curriculum", "token_budget", "--token_budget", "64"]
     figures = measured_here("tiny", None, more)
     job = configuration.read_job(None, [*more, "--mode", "tiny"])
-    quiet = rehearsal.Console(quiet=True)
-    trainer = rehearsal.build_trainer(job, job.kind.load(job, quiet), None, quiet)
+    quiet = trying_out.Console(quiet=True)
+    trainer = trying_out.build_trainer(job, job.kind.load(job, quiet), None, quiet)
     assert figures["steps"] == len(trainer.get_train_dataloader()) != job.planned_steps(figures["rows"])
 
 

@@ -95,7 +95,7 @@ def test_a_recipe_of_another_task_trains(name, tmp_path, capsys):
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
-def test_a_recipe_that_keeps_one_checkpoint_can_be_rehearsed(tmp_path, capsys):
+def test_a_recipe_that_keeps_one_checkpoint_can_be_tried_out(tmp_path, capsys):
     changes = {"sensor_samples": 60, "output_dir": tmp_path / "run", "cache_dir": tmp_path / "cache"}
     assert yaml.safe_load((ROOT / "recipes" / "sensors.yaml").read_text())["save_total_limit"] == 1
     run("sensors.yaml", changes, capsys, "--test_run")

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scu_trainer.cli.background import leader as runs_leader
 from scu_trainer.cli.background import runs as subject
 from scu_trainer.cli.background import screens as runs_screens
+from scu_trainer.cli.background import supervisor as runs_supervisor
 from scu_trainer.run_files import History, RunStatus
 from scu_trainer.runs.menu import ACTIONS, Menu
 from scu_trainer.runs.monitor import follow, view
@@ -241,11 +241,11 @@ def test_nothing_heavy_is_loaded_and_it_answers_at_once(by_hand):
     assert min(times_s) < 0.5
 
 
-def test_the_leader_is_the_training_command(place, monkeypatch):
+def test_the_supervisor_is_the_training_command(place, monkeypatch):
     from scu_trainer.cli import train
 
     monkeypatch.setattr(train, "main", lambda words: len(words))
-    assert runs_leader.train(["--config", "x"]) == 2
+    assert runs_supervisor.train(["--config", "x"]) == 2
 
 
 # -- the menu ----------------------------------------------------------------------------------------------------------

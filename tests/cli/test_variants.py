@@ -38,7 +38,7 @@ def no_training(monkeypatch, tmp_path):
             return outcome_of(variant, peaks[variant.name])
 
         monkeypatch.setattr(variants, "run", run)
-        monkeypatch.setattr(variants, "_yardstick", lambda: tmp_path / "model")
+        monkeypatch.setattr(variants, "_reference_model", lambda: tmp_path / "model")
         monkeypatch.setattr(variants, "_child", lambda *words: '{"weights": 1000, "linear_weights": 800}')
         monkeypatch.setattr(variants, "_has_gpu", lambda: False)
         return started

@@ -1,4 +1,4 @@
-"""A toy device for the memory law: a chunk takes a + b * tokens + c * rows * length^2 above what is in use."""
+"""A toy device for the memory law: a micro_batch takes a + b * tokens + c * rows * length^2 above what is in use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Optional
 
-from scu_trainer.control.chunks import Chunk, cut, split_to
 from scu_trainer.control.microbatch import (
     Decision,
     MemoryMeasurement,
@@ -22,6 +21,7 @@ from scu_trainer.control.microbatch import (
     fitting_tokens,
     with_observation,
 )
+from scu_trainer.control.splitting import MicroBatchPlan, cut, split_to
 
 MB = 10**6
 
@@ -74,40 +74,40 @@ class Plant:
         run.caps.append(cap)
         waiting, largest, peak = deque(cut(lengths, cap, min_rows=self.min_rows)), 1, used
         while waiting:
-            chunk = waiting.popleft()
-            most = self._most_tokens(chunk, state, limit - used, cap)
-            if chunk.tokens > most and len(chunk.rows) >= 2 * self.min_rows:
-                waiting.extendleft(reversed(split_to(chunk, lengths, most, self.min_rows)))
+            micro_batch = waiting.popleft()
+            most = self._most_tokens(micro_batch, state, limit - used, cap)
+            if micro_batch.tokens > most and len(micro_batch.rows) >= 2 * self.min_rows:
+                waiting.extendleft(reversed(split_to(micro_batch, lengths, most, self.min_rows)))
                 continue
-            took = self._bytes_of(chunk)
+            took = self._bytes_of(micro_batch)
             if used + took > limit:
-                run.ooms.append((step, chunk.tokens))
-                state = after_oom(self.law, state, chunk.tokens, floor, limit, used, chunk.length)
+                run.ooms.append((step, micro_batch.tokens))
+                state = after_oom(self.law, state, micro_batch.tokens, floor, limit, used, micro_batch.length)
                 cap = applied_cap(state, self.ceiling_tokens, floor)
-                waiting.extendleft(reversed(split_to(chunk, lengths, cap, self.min_rows)))
+                waiting.extendleft(reversed(split_to(micro_batch, lengths, cap, self.min_rows)))
                 peak = limit
                 continue
             run.chunks += 1
-            state = with_observation(state, chunk.tokens, chunk.quadratic, self._observed(took))
-            largest, peak = max(largest, chunk.tokens), max(peak, used + took)
+            state = with_observation(state, micro_batch.tokens, micro_batch.quadratic, self._observed(took))
+            largest, peak = max(largest, micro_batch.tokens), max(peak, used + took)
         measured = round(peak * chance.uniform(1 - self.noise, 1 + self.noise))
         return state, MemoryMeasurement(step, limit, used, measured, self.ceiling_tokens, floor, max(lengths), largest)
 
-    def _most_tokens(self, chunk: Chunk, state: SizerState, room_bytes: int, cap: int) -> int:
-        fit = fitting_tokens(self.law, state, room_bytes, chunk.length) if self.predicts else None
+    def _most_tokens(self, micro_batch: MicroBatchPlan, state: SizerState, room_bytes: int, cap: int) -> int:
+        fit = fitting_tokens(self.law, state, room_bytes, micro_batch.length) if self.predicts else None
         return cap if fit is None else max(1, min(cap, fit))
 
-    def _bytes_of(self, chunk: Chunk) -> int:
-        quadratic = self.bytes_per_square * chunk.quadratic
-        return round(self.fixed_bytes + self.bytes_per_token * chunk.tokens + quadratic)
+    def _bytes_of(self, micro_batch: MicroBatchPlan) -> int:
+        quadratic = self.bytes_per_square * micro_batch.quadratic
+        return round(self.fixed_bytes + self.bytes_per_token * micro_batch.tokens + quadratic)
 
     def _observed(self, took_bytes: int) -> int:
-        """What the gauge around one chunk sees of it."""
+        """What the gauge around one micro_batch sees of it."""
         return took_bytes
 
 
 class Run:
-    """What happened: ``caps`` in force, by step; ``ooms`` as (step, tokens); ``chunks`` that ran."""
+    """What happened: ``caps`` in force, by step; ``ooms`` as (step, tokens); ``micro-batches`` that ran."""
 
     def __init__(self) -> None:
         self.caps: list[int] = []

@@ -106,7 +106,7 @@ def test_rows_without_a_token_are_counted_as_one():
     assert filled(np.zeros(6, dtype=np.int64), budget_tokens=3).sizes.tolist() == [3, 3]
 
 
-def test_micro_batches_are_shuffled_and_mixed_anew_by_another_seed():
+def test_micro_batches_are_shuffled_and_mixed_again_by_another_seed():
     lengths = lognormal(2000, 0.6)
     first, again, other = (filled(lengths, 1600, pool_rows=400, seed=seed) for seed in (1, 1, 2))
     assert first.order.tobytes() == again.order.tobytes()

@@ -1,4 +1,4 @@
-"""What chunks take: fits worked out by hand, what is refused, and predictions on made-up devices."""
+"""What micro-batches take: fits worked out by hand, what is refused, and predictions on made-up devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scu_trainer.control.cost_model import CAPACITY, CostModel
 
 
 def learned(*shapes: tuple[int, int], bytes_of) -> CostModel:
-    """A model that has seen chunks of (rows, length), each of which took ``bytes_of(rows, length)``."""
+    """A model that has seen micro-batches of (rows, length), each of which took ``bytes_of(rows, length)``."""
     model = CostModel()
     for rows, length in shapes:
         model = model.observe(rows * length, rows * length**2, round(bytes_of(rows, length)))
@@ -72,7 +72,7 @@ def test_coefficients_are_never_negative():
 
 
 def test_tiny_probes_are_left_out():
-    """Below an eighth of the largest a chunk takes a fixed megabyte here, which would bend the line."""
+    """Below an eighth of the largest a micro-batch takes a fixed megabyte here, which would bend the line."""
 
     def stepped(rows: int, length: int) -> float:
         return 1_000_000 if rows * length < 100 else 3_000 * rows * length

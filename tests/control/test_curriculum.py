@@ -136,7 +136,7 @@ def test_nothing_left_to_see_is_said(methods):
         planned(methods, 6, snapshot=state.snapshot())
 
 
-def test_another_seed_or_epoch_draws_anew():
+def test_another_seed_or_epoch_draws_again():
     law, snapshot, order, lengths = CurriculumConfig(("infobatch",), 8), trained(200), np.arange(200), some_lengths(200)
     pruned = [
         plan(law, snapshot, epoch, 10, order, lengths, world=1, seed=seed).skipped["infobatch"].tolist()

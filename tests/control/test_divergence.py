@@ -1,4 +1,4 @@
-"""The divergence watch by numbers: what is told, and what is not."""
+"""The divergence watch by numbers: what is reported, and what is not."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_before_the_spread_is_known_it_is_taken_as_large_as_the_mean():
     assert state.ceiling == pytest.approx(2.0 + 10 * 2.0 / 2)
 
 
-def test_what_is_no_number_is_not_taken_in():
+def test_what_is_not_finite_is_not_taken_in():
     state = observe(DivergenceConfig(), DivergenceState(), step=1, steps=1, loss=4.0)
     assert observe(DivergenceConfig(), state, step=2, steps=1, loss=math.nan) == state
     assert observe(DivergenceConfig(), state, step=2, steps=1, loss=math.inf) == state

@@ -95,7 +95,7 @@ def test_other_tenants_are_made_room_for():
 
 
 def test_a_slow_leak_is_followed_to_the_floor_and_no_further():
-    """What is in use grows by half a megabyte per step until 2 MB are left for a chunk."""
+    """What is in use grows by half a megabyte per step until 2 MB are left for a micro-batch."""
     plant = Plant(tenants_bytes=lambda step: min(step * MB // 2, 53 * MB), min_rows=2)
     run = plant.run(140, learned_state())
     assert run.ooms == []
@@ -108,8 +108,8 @@ def test_peaks_that_chunks_do_not_explain_shrink_them_once_and_end_there():
     """Gradients of 5 MB exist in a step, not between steps, where use is read."""
 
     class Gradients(Plant):
-        def _bytes_of(self, chunk):
-            return super()._bytes_of(chunk) + 5 * MB
+        def _bytes_of(self, micro_batch):
+            return super()._bytes_of(micro_batch) + 5 * MB
 
         def _observed(self, took: int) -> int:
             return took - 5 * MB

@@ -35,10 +35,10 @@ SEEN = MemoryMeasurement(
     ceiling_tokens=4000,
     floor_tokens=50,
     longest_row=50,
-    largest_chunk_tokens=1000,
+    largest_micro_batch_tokens=1000,
 )
 QUIET = replace(SEEN, peak_bytes=620)
-"""The chunk of 1000 tokens takes the 220 of ``learned``."""
+"""The micro-batch of 1000 tokens takes the 220 of ``learned``."""
 
 RESTRICTED = SizerState(cap_tokens=1000, former_tokens=4000)
 CALM = replace(RESTRICTED, calm_steps=2)
@@ -50,7 +50,7 @@ def peak(bytes_: int, **changes) -> MemoryMeasurement:
 
 
 def learned(state: SizerState, fixed: float = 20.0, per_token: float = 0.2) -> SizerState:
-    """A cost model that has seen chunks of 200, 400 and 800 tokens in rows of 50."""
+    """A cost model that has seen micro-batches of 200, 400 and 800 tokens in rows of 50."""
     for tokens in (200, 400, 800):
         state = with_observation(state, tokens, 50 * tokens, round(fixed + per_token * tokens))
     return state
@@ -112,7 +112,7 @@ def test_applied_cap():
     assert applied_cap(SizerState(), 4000, 50) == 4000
     assert applied_cap(RESTRICTED, 4000, 50) == 1000
     assert applied_cap(RESTRICTED, 600, 50) == 600, "this step's ceiling is lower"
-    assert applied_cap(RESTRICTED, 4000, 1500) == 1500, "the smallest chunk of the longest rows"
+    assert applied_cap(RESTRICTED, 4000, 1500) == 1500, "the smallest micro-batch of the longest rows"
     assert applied_cap(SizerState(), 400, 500) == 500
 
 
@@ -157,7 +157,7 @@ def test_the_integral_is_bounded():
     assert decision.state.integral == -0.05
 
 
-def test_the_integral_starts_anew_when_the_error_changes_its_sign():
+def test_the_integral_starts_again_when_the_error_changes_its_sign():
     decision = decide(LAW, replace(RESTRICTED, integral=0.5), peak(950))
     assert decision.state.integral == pytest.approx(-0.095)
 
@@ -168,15 +168,15 @@ def test_in_the_band_nothing_moves_and_the_integral_is_forgotten():
     assert (decision.state.cap_tokens, decision.reason) == (1000, None)
     assert (decision.state.integral, decision.state.calm_steps) == (0.0, 0)
     half_full = learned(replace(state, cap_tokens=500))  # 687 tokens would still meet the target
-    assert decide(LAW, half_full, peak(850, largest_chunk_tokens=500)).state.cap_tokens == 500
+    assert decide(LAW, half_full, peak(850, largest_micro_batch_tokens=500)).state.cap_tokens == 500
 
 
 def test_the_chunk_that_ran_shrinks_not_a_cap_far_above_it():
-    assert decide(LAW, RESTRICTED, peak(901, largest_chunk_tokens=300)).state.cap_tokens == 270
+    assert decide(LAW, RESTRICTED, peak(901, largest_micro_batch_tokens=300)).state.cap_tokens == 270
 
 
 def test_the_first_shrink_starts_from_the_ceiling():
-    decision = decide(LAW, SizerState(), peak(901, largest_chunk_tokens=4000))
+    decision = decide(LAW, SizerState(), peak(901, largest_micro_batch_tokens=4000))
     assert (decision.state.cap_tokens, decision.state.former_tokens) == (3600, 4000)
 
 
@@ -189,7 +189,7 @@ def test_the_cost_model_shrinks_at_once_and_further():
 
 
 def test_what_the_cost_model_does_not_explain_counts_as_base():
-    """The largest chunk takes 220: 950 - 220 = 730 were there beside it; (170 / 1.08 - 20) / .2 = 687."""
+    """The largest micro-batch takes 220: 950 - 220 = 730 were there beside it; (170 / 1.08 - 20) / .2 = 687."""
     assert decide(LAW, learned(RESTRICTED), peak(950, used_bytes=400)).state.cap_tokens == 687
 
 
@@ -201,7 +201,7 @@ def test_pid_acts_where_the_cost_model_sees_no_need():
 
 def test_the_floor_holds_and_nothing_winds_up_there():
     state = replace(RESTRICTED, cap_tokens=50, integral=-0.1)
-    decision = decide(LAW, state, peak(990, largest_chunk_tokens=50))
+    decision = decide(LAW, state, peak(990, largest_micro_batch_tokens=50))
     assert (decision.state.cap_tokens, decision.reason, decision.pressure) == (50, None, "critical")
     assert decision.state.integral == -0.1
     assert decide(LAW, SizerState(), peak(990, floor_tokens=4000)).state.cap_tokens is None, (
@@ -237,14 +237,14 @@ def test_growth_by_pid_ends_where_memory_would_be_full_in_proportion():
 
 
 def test_growth_is_at_most_double():
-    seen = peak(410, largest_chunk_tokens=1000)
+    seen = peak(410, largest_micro_batch_tokens=1000)
     assert decide(replace(LAW, kp=9.0), CALM, seen).state.cap_tokens == 2000
     assert decide(LAW, learned(CALM), seen).state.cap_tokens == 2000
 
 
 def test_growth_from_one_row_is_a_whole_row():
     state = replace(CALM, cap_tokens=1, former_tokens=64)
-    seen = peak(700, ceiling_tokens=64, floor_tokens=1, longest_row=1, largest_chunk_tokens=1)
+    seen = peak(700, ceiling_tokens=64, floor_tokens=1, longest_row=1, largest_micro_batch_tokens=1)
     assert decide(LAW, state, seen).state.cap_tokens == 1, "one more row would need 300 more, and 155 are free"
     assert decide(LAW, state, replace(seen, used_bytes=600)).state.cap_tokens == 2
 
@@ -281,14 +281,14 @@ def test_a_step_of_short_rows_does_not_take_the_cap_off():
 
 # -- what was proven ---------------------------------------------------------------------------------------------------
 
-FULL = peak(880, largest_chunk_tokens=3900)
+FULL = peak(880, largest_micro_batch_tokens=3900)
 """4000 tokens run at 880 of 900 in a room of 600: no pressure, though no prediction with a margin would allow it."""
 
 
 def test_a_size_that_ran_comes_back_when_its_room_does():
     state = decide(LAW, SizerState(), FULL).state
     assert (state.proven_tokens, state.proven_room_bytes) == (4000, 600)
-    state = decide(LAW, state, peak(1100, used_bytes=600, largest_chunk_tokens=4000)).state
+    state = decide(LAW, state, peak(1100, used_bytes=600, largest_micro_batch_tokens=4000)).state
     assert state.cap_tokens < 4000
     for _ in range(2):
         decision = decide(LAW, state, replace(FULL, peak_bytes=850))
@@ -307,8 +307,8 @@ def test_the_smallest_room_counts_as_proof():
 
 
 def test_chunks_that_do_not_fill_the_ceiling_prove_nothing():
-    assert decide(LAW, SizerState(), peak(800, largest_chunk_tokens=3599)).state.proven_tokens == 0
-    assert decide(LAW, SizerState(), peak(950, largest_chunk_tokens=4000)).state.proven_tokens == 0
+    assert decide(LAW, SizerState(), peak(800, largest_micro_batch_tokens=3599)).state.proven_tokens == 0
+    assert decide(LAW, SizerState(), peak(950, largest_micro_batch_tokens=4000)).state.proven_tokens == 0
 
 
 def test_trouble_in_the_same_room_ends_the_proof():
@@ -340,10 +340,10 @@ def test_out_of_memory_goes_where_the_cost_model_says_if_that_is_less():
 
 def test_the_peak_of_a_failed_chunk_does_not_shrink_the_cap_again():
     state = after_oom(LAW, SizerState(), 3000, 50, 1000, 400, 50)
-    first = decide(LAW, state, peak(1000, largest_chunk_tokens=1500))
+    first = decide(LAW, state, peak(1000, largest_micro_batch_tokens=1500))
     assert (first.state.cap_tokens, first.reason, first.pressure, first.collect) == (1500, None, "critical", True)
     assert first.state.previous_error is None
-    second = decide(LAW, first.state, peak(1000, largest_chunk_tokens=1500))
+    second = decide(LAW, first.state, peak(1000, largest_micro_batch_tokens=1500))
     assert second.state.cap_tokens < 1500
 
 
@@ -409,11 +409,11 @@ def random_seen(chance: random.Random, step: int) -> MemoryMeasurement:
 
 
 def walk(state: SizerState, seed: int, steps: int, first: int = 0):
-    """Decisions over steps of chance; chunks are learned from and run out of memory now and then."""
+    """Decisions over steps of chance; micro-batches are learned from and run out of memory now and then."""
     chance = random.Random(seed)
     for step in range(steps):
         seen = random_seen(chance, step)
-        tokens = seen.largest_chunk_tokens
+        tokens = seen.largest_micro_batch_tokens
         state = with_observation(state, tokens, tokens * seen.longest_row, chance.randint(1, 500))
         if chance.random() < 0.05:
             state = after_oom(LAW, state, tokens, seen.floor_tokens, 1000, seen.used_bytes, seen.longest_row)
@@ -464,7 +464,9 @@ def test_ranks_that_share_their_caps_always_agree():
         peaks = [round(used[0] + 20 + 0.2 * cap), round(used[1] + 20 + 0.21 * cap)]
         states = [
             decide(
-                LAW, state, replace(SEEN, used_bytes=u, peak_bytes=p, ceiling_tokens=ceiling, largest_chunk_tokens=cap)
+                LAW,
+                state,
+                replace(SEEN, used_bytes=u, peak_bytes=p, ceiling_tokens=ceiling, largest_micro_batch_tokens=cap),
             ).state
             for state, u, p in zip(states, used, peaks, strict=True)
         ]

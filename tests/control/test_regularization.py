@@ -367,7 +367,7 @@ def test_auto_target_never_moves_again():
     assert (later.target_s, later.best_held_out_bpt) == (0.05, 3.0)
 
 
-def test_auto_ignores_what_is_no_number_or_too_early():
+def test_auto_ignores_what_is_not_finite_or_too_early():
     state = initial_state(AUTO)
     assert observe_held_out(AUTO, state, 4.0) == state, "no S has been measured yet"
     state = replace(state, s_ema=0.03)

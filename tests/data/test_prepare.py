@@ -86,7 +86,7 @@ def test_without_packing_long_documents_go_on_in_the_next_rows(prepared, jsonl, 
     assert data.statistics.documents_cut == 1
 
 
-def test_books_count_what_the_loss_counts(prepared, jsonl):
+def test_statistics_count_what_the_loss_counts(prepared, jsonl):
     for settings in ({}, {"packing": False}, {"isolate_documents": True}):
         data = prepared(jsonl(ROWS), **settings)
         statistics = data.statistics

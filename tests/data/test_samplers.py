@@ -132,7 +132,7 @@ def test_other_ranks_or_batches_finish_the_epoch_with_every_row_once(methods, wo
     assert sorted(seen + rest) == sorted(whole.current.batches.order.tolist())
 
 
-def test_what_was_cut_anew_can_be_saved_and_loaded_again():
+def test_what_was_cut_again_can_be_saved_and_loaded_again():
     whole = passed(sampler("infobatch"), 2)
     second = sampler("infobatch", rows=3)
     second.load_state_dict(*whole.state_dict(), done=2)

@@ -76,7 +76,7 @@ def test_exported_recordings_are_read_as_they_were_generated(tmp_path):
 # -- the split and the statistics --------------------------------------------------------------------------------------
 
 
-def test_a_share_of_each_class_is_held_out_and_the_books_say_so(tmp_path):
+def test_a_share_of_each_class_is_held_out_and_the_statistics_say_so(tmp_path):
     data = prepared(SYNTHETIC, tmp_path)
     assert (len(data.train), len(data.eval)) == (24, 8)
     assert numpy.bincount(data.eval.labels).tolist() == [2, 2, 2, 2]
@@ -326,7 +326,7 @@ BAD_FILES = {
         '"missing": \\["infrared"\\]',
     ),
     "half a branch": (lambda path: change_arrays(path, cooling_curve=None), "missing branch", "'cooling_curve'"),
-    "nan": (with_nan, "no number", r"kinematics\[4, 2\] is nan"),
+    "nan": (with_nan, "not finite", r"kinematics\[4, 2\] is nan"),
     "too hot": (
         lambda path: change_arrays(path, infrared=numpy.full((2, 12, 12), 1e6)),
         "too large",
@@ -422,7 +422,7 @@ def test_a_line_that_is_no_json_is_named(folder, tmp_path):
     assert prepared(folder, tmp_path / "cache", skip_bad_rows=True).statistics.dropped == {"unreadable row": 1}
 
 
-def test_books_from_the_cache_are_those_of_this_manifest(folder, tmp_path):
+def test_statistics_from_the_cache_are_those_of_this_manifest(folder, tmp_path):
     """Two manifests with the same good rows and other bad ones do not share a cache."""
     with open(folder / MANIFEST, "a") as manifest:
         manifest.write("{\n")

@@ -44,7 +44,7 @@ def test_nothing_is_read_ahead_of_training(prepared, jsonl):
         list(data.train)
 
 
-def test_books_grow_as_rows_are_read_and_start_anew(prepared, jsonl):
+def test_statistics_grow_as_rows_are_read_and_start_again(prepared, jsonl):
     data = prepared(jsonl([*ROWS, {"text": ""}]), streaming=True, max_eval_documents=4)
     assert (data.statistics.documents, data.statistics.eval_documents) == (0, 4)
     for _ in range(2):

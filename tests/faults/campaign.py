@@ -261,7 +261,8 @@ def _figure(run: Path) -> float:
 
 
 def flags(model: Path, documents: Path, run: Path, cache: Path, **more: object) -> list[str]:
-    """Twelve steps of a tiny model with lambda, chunks, a curriculum, dropout and evaluations; saves after every 3."""
+    """Twelve steps of a tiny model with lambda, micro-batches, a curriculum, dropout and evaluations; saves after
+    every 3."""
     options = {
         "model_name_or_path": model,
         "dataset": documents,

@@ -171,7 +171,7 @@ def test_other_data_under_the_same_name_are_found(site, run, tmp_path):
     assert "rows may be seen twice or not at all" in said and f"going on from {run}" in said
 
 
-def test_killed_before_anything_was_saved_it_starts_anew_there(site, tmp_path):
+def test_killed_before_anything_was_saved_it_starts_again_there(site, tmp_path):
     run, words = tmp_path / "run", site.flags(tmp_path / "run", save_steps=100)
 
     def act() -> int:

@@ -65,7 +65,7 @@ def test_all_loops_at_once(tmp_path, family, bits):
     )
     assert held_out_loss(trainer.model) < loss
     assert same(base_of(trainer.model), before)
-    assert trainer.regularizer.state is not None and trainer.chunked.loop.statistics.windows > 0
+    assert trainer.regularizer.state is not None and trainer.micro_batches.loop.statistics.windows > 0
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scu_trainer.hardware.estimate import MARGIN, OVERHEAD, PARTS, Held, Trained, footprint
+from scu_trainer.hardware.estimate import MARGIN, OVERHEAD, PARTS, Held, Trained, estimate_memory
 from scu_trainer.hardware.optimizer_bytes import needs_of, state_bytes
 
 TRAINED = Trained(size_bytes=1000, weights=250, largest_bytes=400)
@@ -15,7 +15,7 @@ TRACED = {"weights": 3000, "gradients": 100, "activations": 5000, "logits": 700}
 
 
 def test_a_pass_that_is_the_highest_moment():
-    found = footprint(TRACED, TRAINED, ADAMW, "cuda")
+    found = estimate_memory(TRACED, TRAINED, ADAMW, "cuda")
     assert (found.gradients, found.activations, found.logits) == (100, 5000, 700)
     assert (found.weights, found.optimizer, found.regularization, found.averages) == (3000, 2000, 1000, 1000)
     assert found.overhead == round(OVERHEAD["cuda"].slack * 5700)
@@ -27,34 +27,34 @@ def test_a_pass_that_is_the_highest_moment():
 
 def test_an_optimizer_step_that_is_the_highest_moment():
     small = {**TRACED, "activations": 300, "logits": 0}
-    found = footprint(small, TRAINED, replace(ADAMW, optim="adamw_torch"), "cpu")
+    found = estimate_memory(small, TRAINED, replace(ADAMW, optim="adamw_torch"), "cpu")
     assert (found.gradients, found.activations, found.logits) == (1000, 2 * 400, 0)
-    assert footprint(small, TRAINED, ADAMW, "cpu").activations == 0, "the fused one needs nothing beside"
+    assert estimate_memory(small, TRAINED, ADAMW, "cpu").activations == 0, "the fused one needs nothing beside"
 
 
 def test_a_known_heap_takes_the_place_of_a_share():
     held = 100 + 5000 + 700 + 4000
-    assert footprint(TRACED, TRAINED, ADAMW, "cpu", heap_bytes=held + 77).overhead == 77
-    assert footprint(TRACED, TRAINED, ADAMW, "cpu", heap_bytes=held - 77).overhead == 0
+    assert estimate_memory(TRACED, TRAINED, ADAMW, "cpu", heap_bytes=held + 77).overhead == 77
+    assert estimate_memory(TRACED, TRAINED, ADAMW, "cpu", heap_bytes=held - 77).overhead == 0
 
 
 def test_what_is_not_held_takes_nothing():
-    found = footprint(TRACED, TRAINED, Held("sgd", False, False), "mps")
+    found = estimate_memory(TRACED, TRAINED, Held("sgd", False, False), "mps")
     assert (found.optimizer, found.regularization, found.averages) == (0, 0, 0)
     assert found.libraries == OVERHEAD["cpu"].fixed_bytes
 
 
 def test_what_processes_keep_to_exchange_gradients():
     two = replace(ADAMW, processes=2)
-    assert footprint(TRACED, TRAINED, ADAMW, "cuda").exchange == 0
-    assert footprint(TRACED, TRAINED, two, "cuda").exchange == 1000, "as much as the gradients"
-    shared = footprint(TRACED, TRAINED, replace(two, zero_stage=2), "cuda")
+    assert estimate_memory(TRACED, TRAINED, ADAMW, "cuda").exchange == 0
+    assert estimate_memory(TRACED, TRAINED, two, "cuda").exchange == 1000, "as much as the gradients"
+    shared = estimate_memory(TRACED, TRAINED, replace(two, zero_stage=2), "cuda")
     assert (shared.optimizer, shared.exchange) == ((2000 + 4 * 250) // 2, 1000 // 2)
     assert shared.lasting_bytes == 3000 + 1500 + 500 + 1000 + 1000 + shared.libraries
 
 
 def test_what_fits_one_limit_fits_every_larger_one():
-    found = footprint(TRACED, TRAINED, ADAMW, "cuda")
+    found = estimate_memory(TRACED, TRAINED, ADAMW, "cuda")
     assert found.needed_bytes == round(found.peak_bytes * (1 + MARGIN))
     fits = [found.fits(limit) for limit in range(found.needed_bytes - 3, found.needed_bytes + 3)]
     assert fits == [False] * 3 + [True] * 3

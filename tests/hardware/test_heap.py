@@ -49,7 +49,7 @@ def test_kept_memory_is_used_again_and_can_be_given_back():
     assert int(left_mib) < 5
 
 
-def test_without_it_large_blocks_come_anew():
+def test_without_it_large_blocks_come_again():
     _, faults, held_mib, _ = blocks("stock")
     assert int(faults) > 15_000
     assert int(held_mib) < 80

@@ -62,7 +62,7 @@ def test_a_run_without_a_finite_loss(run):
         metrics[f"held_out_bpt_{when}"] = {"value": None, "low": None, "high": None, "confidence": 0.95}
     write_json(run / "scu_metrics.json", metrics)
     card = card_of(read_facts(run, run), "me/x")
-    assert "| no number | no number |" in card and "model-index" not in card
+    assert "| not finite | not finite |" in card and "model-index" not in card
 
 
 def test_drops_are_counted(run):

@@ -29,7 +29,7 @@ from scu_trainer.models.embedded import base_config
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
 from tests import tiny
 from tests.faults import is_training, oom
-from tests.train.stepwise import compared, error_of, record_pieces, replay_pieces
+from tests.train.stepwise import compared, error_of, record_micro_batches, replay_micro_batches
 
 # -- models ------------------------------------------------------------------------------------------------------------
 
@@ -493,7 +493,7 @@ def in_backward(model: nn.Module, part: str) -> None:
 @pytest.mark.parametrize("fault", [in_recompute, in_backward])
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_out_of_memory_in_backward_is_recovered(tmp_path, name, fault):
-    """Bit for bit what the same chunks give without a fault and without checkpointing."""
+    """Bit for bit what the same micro-batches give without a fault and without checkpointing."""
     make, rows, part = SUBJECTS[name]
     pieces, model = [], make()
     assert checkpoint_every_layer(model) == 2
@@ -503,12 +503,16 @@ def test_out_of_memory_in_backward_is_recovered(tmp_path, name, fault):
         model,
         tmp_path / "a",
         MemorySettings(),
-        prepare=lambda trainer: pieces.append(record_pieces(trainer)),
+        prepare=lambda trainer: pieces.append(record_micro_batches(trainer)),
         **changes,
     )
-    assert faulty.chunked.loop.statistics.out_of_memory == 1
+    assert faulty.micro_batches.loop.statistics.out_of_memory == 1
     _, expected = compared(
-        make(), tmp_path / "b", MemorySettings(), prepare=lambda trainer: replay_pieces(trainer, pieces[0]), **changes
+        make(),
+        tmp_path / "b",
+        MemorySettings(),
+        prepare=lambda trainer: replay_micro_batches(trainer, pieces[0]),
+        **changes,
     )
     for steps, wanted in ((found.weights, expected.weights), (found.buffers, expected.buffers)):
         assert len(steps) == len(wanted) == 2

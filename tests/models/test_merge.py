@@ -143,7 +143,7 @@ def test_saved_it_is_a_stock_model(tmp_path, family, dtype):
         assert (one.get_input_embeddings().weight is one.get_output_embeddings().weight) == is_tied
 
 
-def test_padding_is_not_compared_and_no_number_passes(tmp_path):
+def test_padding_is_not_compared_and_nonfinite_passes(tmp_path):
     model = adapted(FAMILIES["llama"], tmp_path, is_quantized=False)
     merged, mask = merge_adapter(model, torch.float32), torch.ones_like(IDS)
     mask[0, 5:] = 0
@@ -221,7 +221,7 @@ def test_weights_that_lie_on_disk(tmp_path):
         merge_adapter(model, torch.float32)
 
 
-def test_weights_that_are_no_numbers(tmp_path):
+def test_weights_that_are_not_finite(tmp_path):
     model = adapted(FAMILIES["llama"], tmp_path)
     with torch.no_grad():
         next(p for n, p in model.named_parameters() if "lora_B" in n)[0, 0] = float("nan")

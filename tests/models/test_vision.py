@@ -150,7 +150,7 @@ def test_size_that_a_loaded_model_does_not_take(tmp_path):
         from_folder(tmp_path, own=ImageSettings(image_size=16))
 
 
-def test_head_is_made_anew_for_another_number_of_classes_only(stored):
+def test_head_is_made_again_for_another_number_of_classes_only(stored):
     same, lines, _ = from_folder(stored)
     before = ResNetForImageClassification.from_pretrained(stored)
     assert torch.equal(same.classifier[1].weight, before.classifier[1].weight)
@@ -235,7 +235,7 @@ def test_architecture_beside_a_loaded_model_is_said_to_be_unused(stored):
 # -- the way from bytes to the model -----------------------------------------------------------------------------------
 
 
-class Seen(torch.nn.Module):
+class Watched(torch.nn.Module):
     """Keeps what it gets."""
 
     def __init__(self, dtype=torch.float32):
@@ -247,8 +247,8 @@ class Seen(torch.nn.Module):
         return pixel_values
 
 
-def seen(changes=None, dtype=torch.float32) -> Seen:
-    model = Seen(dtype)
+def seen(changes=None, dtype=torch.float32) -> Watched:
+    model = Watched(dtype)
     attach(model, PixelInputs([0.5, 0.4, 0.3], [0.1, 0.2, 0.3], 1 / 255, changes))
     return model
 

@@ -78,7 +78,7 @@ def test_runs_over_each_other_differ_in_colour_and_dash_and_keep_both(made):
             looks = {line.label: (line.color, line.dash) for line in panel.lines if line.label}
             assert set(looks.items()) <= {("one", (0, 0)), ("off", (1, 1))}
     places = [(place % COLORS, place % len(DASHES)) for place in range(COLORS * len(DASHES))]
-    assert len(set(places)) == len(places), "28 runs are told apart"
+    assert len(set(places)) == len(places), "28 runs are distinguished"
 
 
 def test_a_loop_that_was_off_says_so_in_place_of_its_plot(made):
@@ -315,7 +315,7 @@ def test_the_command_of_several_processes(made):
     assert repeat_command(run, made / "r.yaml").startswith("torchrun --nproc_per_node 2 scripts/train.py --config ")
 
 
-def test_repeating_a_resumed_run_begins_anew_and_not_in_the_checkpoint(tmp_path, monkeypatch):
+def test_repeating_a_resumed_run_begins_again_and_not_in_the_checkpoint(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", resume_from_checkpoint="run/checkpoint-20")
     assert "resume_from_checkpoint" not in repeat_yaml(read_run(run, "run"))
     monkeypatch.chdir(run)

@@ -1,7 +1,7 @@
 """Background runs of a tiny model: detached for real, each in a session of its own, forked from this process.
 
 Only the start of the interpreter is left out, which would import torch for five seconds: everything after it is the
-process that ``runs start`` makes (scu_trainer/runs/leader.py), with the real command as its training.
+process that ``runs start`` makes (scu_trainer/runs/supervisor.py), with the real command as its training.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any, NoReturn, Optional
 import psutil
 import yaml
 
-from scu_trainer.cli.background.leader import train
+from scu_trainer.cli.background.supervisor import train
 from scu_trainer.runs.control import Hands, Wish, resume, start, stop
-from scu_trainer.runs.leader import Outside, lead
 from scu_trainer.runs.progress import START_LINE
 from scu_trainer.runs.state import Report, report
 from scu_trainer.runs.store import Options, Run
+from scu_trainer.runs.supervisor import Outside, lead
 from scu_trainer.train.checkpoints.format import checkpoints, step_of
 from scu_trainer.train.checkpoints.selection import fault_of
 from tests.faults import campaign
@@ -56,7 +56,7 @@ def spawn(words: Sequence[str], cwd: str, environment: Mapping[str, str], log: P
     if between == 0:
         pid = os.fork()
         if pid == 0:
-            _be_a_leader(Path(words[-1]), cwd, environment, log)
+            _be_a_supervisor(Path(words[-1]), cwd, environment, log)
         os.write(writer, str(pid).encode())
         os._exit(0)
     os.waitpid(between, 0)
@@ -69,7 +69,7 @@ def spawn(words: Sequence[str], cwd: str, environment: Mapping[str, str], log: P
         return Forked(pid, -1.0)
 
 
-def _be_a_leader(path: Path, cwd: str, environment: Mapping[str, str], log: Path) -> NoReturn:
+def _be_a_supervisor(path: Path, cwd: str, environment: Mapping[str, str], log: Path) -> NoReturn:
     def act() -> int:
         os.setsid()
         os.closerange(3, 256)
@@ -150,7 +150,7 @@ class Campaign:
         self.with_worker = with_worker
         self.found = Found()
         self.alive: dict[str, Forked] = {}
-        self.leaders: list[Forked] = []
+        self.supervisors: list[Forked] = []
         self.names = 0
         self.had: dict[tuple[str, int], int] = {}
         self._hands = replace(hands(), spawn=self._spawn)
@@ -158,11 +158,11 @@ class Campaign:
 
     def _spawn(self, *arguments: Any) -> Forked:
         self._spawned = spawn(*arguments)
-        self.leaders.append(self._spawned)
+        self.supervisors.append(self._spawned)
         return self._spawned
 
     def cycle(self) -> None:
-        """One run that trains and one that waits; something happens to each; then the status is told of both."""
+        """One run that trains and one that waits; something happens to each; then the status of both is asked for."""
         first, second = self._begin(), self._begin()
         self._sleep()
         self.look(first)
@@ -185,9 +185,9 @@ class Campaign:
             else:
                 self.found.wrong.append(f"{name} never finished: {self.look(name).state}")
         self._check_where_they_went_on()
-        for leader in self.leaders:
-            if left := in_session(leader.pid):
-                self.found.wrong.append(f"orphans of {leader.pid}: {left}")
+        for supervisor in self.supervisors:
+            if left := in_session(supervisor.pid):
+                self.found.wrong.append(f"orphans of {supervisor.pid}: {left}")
         return names
 
     def _check_where_they_went_on(self) -> None:
@@ -284,7 +284,7 @@ class Campaign:
 
     def end_all(self) -> None:
         """Whatever has happened: nothing of ours goes on."""
-        for leader in self.leaders:
-            for pid in in_session(leader.pid) if lives(leader) else ():
+        for supervisor in self.supervisors:
+            for pid in in_session(supervisor.pid) if lives(supervisor) else ():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -18,9 +18,9 @@ import yaml
 
 from scu_trainer.run_files import RunStatus, write_json
 from scu_trainer.runs.control import Hands
-from scu_trainer.runs.leader import Outside, lead
 from scu_trainer.runs.process import Posix
 from scu_trainer.runs.store import Run
+from scu_trainer.runs.supervisor import Outside, lead
 
 STEPS = 10_000
 
@@ -54,7 +54,9 @@ def _train(run: Path, settings: dict) -> int:
             write_json(run / f"checkpoint-{step}" / "trainer_state.json", {"signals": len(wanted)})
             status.update(status="stopped")
             return 3
-        time.sleep(settings.get("step_s", 0.02))
+        time.sleep(0.02)
+        while Path(settings.get("held_by", run / "nothing")).exists():
+            time.sleep(0.02)
     status.update(status="finished", eta_s=0.0)
     return 0
 

@@ -15,12 +15,12 @@ import pytest
 
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.run_files import read_json, write_json
-from scu_trainer.runs import control, leader
+from scu_trainer.runs import control, supervisor
 from scu_trainer.runs.control import Hands, Wish, resume, start, stop
-from scu_trainer.runs.leader import Outside, lead, training_words
 from scu_trainer.runs.process import Machine, Posix, family, is_alive
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Options, Run, all_runs, check_name, find, free_name
+from scu_trainer.runs.supervisor import Outside, lead, training_words
 from tests.runs import stand_in
 from tests.runs.test_process import until
 
@@ -88,9 +88,12 @@ def test_the_configuration_is_that_of_the_start(root):
 
 def test_a_second_request_to_stop_is_no_second_signal(root):
     """Training would take that for "now", and write no checkpoint."""
-    run = begun(root, "a", "step_s: 4.0")
+    held_by = root.parent / "held"
+    held_by.touch()
+    run = begun(root, "a", f"held_by: {held_by}")
     reaches(run, "running")
     assert stop(run, HANDS, 0.05).state.status == stop(run, HANDS, 0.05).state.status == "stopping"
+    held_by.unlink()
     after = stop(run, HANDS, 20)
     assert after.state.status == "stopped"
     assert read_json(run.path / after.progress.checkpoint / "trainer_state.json") == {"signals": 1}
@@ -256,7 +259,8 @@ def test_what_a_resume_finds_again_holds_no_secret(monkeypatch):
     assert "TOKENIZERS_PARALLELISM" in found
 
 
-# -- the leader, in this process ---------------------------------------------------------------------------------------
+# -- the supervisor, in this process
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -318,7 +322,7 @@ def test_a_full_disk_at_the_end_hides_nothing(alone, monkeypatch, capsys):
         raise StorageError("the disk is full: x cannot be written")
 
     def train(words):
-        monkeypatch.setattr(leader, "settle", refuse)
+        monkeypatch.setattr(supervisor, "settle", refuse)
         return 2
 
     assert lead(alone, outside(train)) == 2
@@ -330,8 +334,8 @@ def test_a_request_before_training_listens_ends_it(alone):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(20)
 
-    assert lead(alone, outside(train)) == leader.INTERRUPTED
-    assert alone.status()["status"] == "stopped" and alone.record().exit_code == leader.INTERRUPTED
+    assert lead(alone, outside(train)) == supervisor.INTERRUPTED
+    assert alone.status()["status"] == "stopped" and alone.record().exit_code == supervisor.INTERRUPTED
 
 
 def test_the_record_is_json_and_reads_back(alone):

@@ -247,7 +247,7 @@ def test_progress_in_a_line(tmp_path):
 
 
 class Fake:
-    """A process that ends with ``code`` at ``ends_at`` looks; ``heard``: when it was told to stop."""
+    """A process that ends with ``code`` at ``ends_at`` looks; ``heard``: when it was asked to stop."""
 
     def __init__(self, ends_at: int, code: int, looks: list[int]) -> None:
         self.ends_at, self.code, self.looks = ends_at, code, looks

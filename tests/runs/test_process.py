@@ -148,23 +148,23 @@ def test_the_session_and_marked_children_outside_of_it_belong_to_a_run(tmp_path)
     log = tmp_path / "log"
     child = Posix().spawn(["sh", "-c", script], tmp_path, {**os.environ, MARK: TOKEN}, log)
     with started(["sleep", "602"]) as stranger:
-        leader = Machine().identity(child.pid)
+        supervisor = Machine().identity(child.pid)
 
         def members():
-            return {" ".join(psutil.Process(item.pid).cmdline()) for item in family(leader, TOKEN, Machine())}
+            return {" ".join(psutil.Process(item.pid).cmdline()) for item in family(supervisor, TOKEN, Machine())}
 
         try:
             until(lambda: members() == {f"sh -c {script}", "sleep 600", "sleep 601"})
-            before = replace(leader, born=leader.born - 1)  # a run whose number and session another one has now
+            before = replace(supervisor, born=supervisor.born - 1)  # a run whose number and session another one has now
             assert family(before, "another token", Machine()) == []
             child.kill()
             child.wait()
-            assert members() == {"sleep 600", "sleep 601"}  # its leader is dead, they are not
-            assert stranger.pid not in {item.pid for item in family(leader, TOKEN, Machine())}
+            assert members() == {"sleep 600", "sleep 601"}  # its supervisor is dead, they are not
+            assert stranger.pid not in {item.pid for item in family(supervisor, TOKEN, Machine())}
         finally:
-            for item in family(leader, TOKEN, Machine()):
+            for item in family(supervisor, TOKEN, Machine()):
                 Posix().end(item, Machine())
-    until(lambda: not family(leader, TOKEN, Machine()))
+    until(lambda: not family(supervisor, TOKEN, Machine()))
 
 
 def test_a_detached_process_leads_a_session_reads_nothing_and_appends_to_its_log(tmp_path):

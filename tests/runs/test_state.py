@@ -1,4 +1,5 @@
-"""What is told of a run, from what was read: a dead run is never told as running, and why it died is told apart."""
+"""What is reported of a run, from what was read: a dead run is never reported as running, and why it died is
+distinguished."""
 
 from __future__ import annotations
 
@@ -138,7 +139,9 @@ def test_a_report_reads_the_ends_of_histories(tmp_path):
     assert found.state == RunState("running", is_alive=True) and found.pid == 7
     facts = dict(words.facts(found))
     assert facts["S"] == "0.1998 of 0.1" and facts["lambda"] == "0.25" and facts["left"] == "2:05"
-    assert facts["chunk"] == "4 rows, 512 tokens" and "peak of a chunk 1.0 GiB of 4.0 GiB" in facts["memory"]
+    assert (
+        facts["micro-batch"] == "4 rows, 512 tokens" and "peak of a micro-batch 1.0 GiB of 4.0 GiB" in facts["memory"]
+    )
     assert facts["step"] == "20/80" and facts["process"] == "7, cpu, nice 10"
     told = found.as_dict()
     assert told["lambda"] == 0.25 and told["status"] == "running" and told["cause"] is None

@@ -17,9 +17,9 @@ from tests.faults import OutOfMemoryAt, oom
 class Sites(OutOfMemoryAt):
     """Operations inside the calls in which a step does its work; nothing outside of them is counted or fails.
 
-    ``failed_kinds``: beside ``raised``, where it was: forward, backward, marks (what a failed piece is taken back to),
-    kept and put back (gradients from before a window), clip, optimizer, or what ``watch`` was told. ``only``: the one
-    kind that is counted and fails; None: all.
+    ``failed_kinds``: beside ``raised``, where it was: forward, backward, snapshots (what a failed micro-batch is taken
+    back to), kept and put back (gradients from before a window), clip, optimizer, or what ``watch`` was given.
+    ``only``: the one kind that is counted and fails; None: all.
     ``kinds``: how many of each were counted.
     """
 
@@ -53,10 +53,10 @@ class Sites(OutOfMemoryAt):
     def watch(self, trainer, **more: str) -> None:
         """Count forward, backward, clipping and optimizer steps of the next training.
 
-        ``more``: methods of ``trainer.chunked`` and what to call operations inside of them.
+        ``more``: methods of ``trainer.micro_batches`` and what to call operations inside of them.
         """
         for name, call in {"_work_off": "forward", **more}.items():
-            self.count_in(trainer.chunked, name, call)
+            self.count_in(trainer.micro_batches, name, call)
         self.count_in(trainer, "_clip_grad_norm", "clip")
         sites = self
 
@@ -64,13 +64,13 @@ class Sites(OutOfMemoryAt):
             def on_train_begin(self, args, state, control, **kwargs):
                 sites.count_in(trainer.optimizer, "step", "optimizer")
                 places = {
-                    "mark": "marks",
+                    "snapshot": "snapshots",
                     "keep_gradients": "kept",
-                    "restore": "marks",
+                    "restore": "snapshots",
                     "_restore_gradients": "put back",
                 }
                 for name, call in places.items():
-                    sites.count_in(trainer.chunked._place, name, call)
+                    sites.count_in(trainer.micro_batches._place, name, call)
 
         trainer.add_callback(WatchOptimizer())
 
@@ -80,14 +80,14 @@ class Sites(OutOfMemoryAt):
         Outside stay what the stock loop does itself between our calls, and the sampler's own drawing.
         """
         self.watch(trainer, _window="reading the window", _begin="planning")
-        self.count_in(trainer.chunked.analysis, "_ask", "asking the loss")
-        self.count_in(trainer.chunked.analysis, "_audit", "auditing the loss")
+        self.count_in(trainer.micro_batches.analysis, "_try_rows", "trials of the loss")
+        self.count_in(trainer.micro_batches.analysis, "_audit", "auditing the loss")
         self.count_in(trainer, "training_step", "training step")
         self.count_in(trainer, "_get_num_items_in_batch", "counting labels")
         self.count_in(trainer, "_get_grad_norm", "gradient norm")
         owners = {
             "losses of rows": (trainer.curriculum, "gather"),
-            "bad numbers": (trainer.bad_numbers, "on_grad_norm"),
+            "bad numbers": (trainer.nonfinite_guard, "on_grad_norm"),
             "measuring S": (trainer.regularizer, "after_optimizer_step"),
             "penalty": (trainer.regularizer, "add_penalty"),
             "average": (trainer.loop("weight_average"), "on_optimizer_step"),
@@ -96,8 +96,8 @@ class Sites(OutOfMemoryAt):
         for call, (owner, name) in owners.items():
             if owner is not None:
                 self.count_in(owner, name, call)
-        if trainer.bad_numbers is not None:
-            self.count_in(trainer.bad_numbers, "on_step_begin", "bad numbers")
+        if trainer.nonfinite_guard is not None:
+            self.count_in(trainer.nonfinite_guard, "on_step_begin", "bad numbers")
 
     def watch_evaluation(self, trainer) -> None:
         """Every operation of ``evaluate`` and ``predict`` between their first batch and their result."""
@@ -159,5 +159,5 @@ class OneFaultPerStep(TrainerCallback):
         sites.watch(trainer)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.trainer.chunked.loop.state = SizerState()
+        self.trainer.micro_batches.loop.state = SizerState()
         self.sites.count, self.sites.numbers = 0, frozenset([self.numbers[state.global_step]])

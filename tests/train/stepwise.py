@@ -33,28 +33,28 @@ class Recorder(TrainerCallback):
         self.buffers.append({name: buffer.clone() for name, buffer in model.named_buffers()})
 
 
-def record_pieces(trainer) -> Steps:
+def record_micro_batches(trainer) -> Steps:
     """The pieces of every optimizer step to come, in the order in which they succeeded."""
     steps: Steps = []
-    end = trainer.chunked.loop.end
+    end = trainer.micro_batches.loop.end
 
     def recording(done, agree):
         steps.append([piece for piece, _ in done])
         end(done, agree)
 
-    trainer.chunked.loop.end = recording
+    trainer.micro_batches.loop.end = recording
     return steps
 
 
-def replay_pieces(trainer, steps: Sequence[Sequence[MicroBatch]]) -> None:
+def replay_micro_batches(trainer, steps: Sequence[Sequence[MicroBatch]]) -> None:
     """Run exactly these pieces: they bear ``has_run``, so nothing cuts them again."""
-    begin = trainer.chunked.loop.begin
+    begin = trainer.micro_batches.loop.begin
 
     def recorded(window, step, keep_step=None):
         begin(window, step, keep_step)
         return list(steps[step - 1])
 
-    trainer.chunked.loop.begin = recorded
+    trainer.micro_batches.loop.begin = recorded
 
 
 def assert_every_row_once(steps: Steps, rows_per_batch: int, batches: int) -> None:

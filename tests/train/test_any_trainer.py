@@ -157,7 +157,7 @@ def test_memory_splits_or_says_why_it_does_not(tmp_path, stock, name, caplog):
     with caplog.at_level(logging.WARNING, logger="scu_trainer"):
         found = trained(name, tmp_path, memory=MemorySettings(token_cap=24))
     assert apart(found, stock[name]) < 1e-5
-    chunks = found.chunked.loop.statistics.chunks
+    chunks = found.micro_batches.loop.statistics.chunks
     said = [record.message for record in caplog.records if "would not give the gradient of the whole" in record.message]
     if name in SPLIT:
         assert chunks > 2 * STEPS and not said
@@ -184,7 +184,7 @@ class FailsOnce(TrainerCallback):
 def test_running_out_of_memory_changes_no_gradient(tmp_path, stock, name):
     fault = FailsOnce()
     found = trained(name, tmp_path, memory=MemorySettings(), callbacks=[fault])
-    assert fault.failed == 1 and found.chunked.loop.statistics.out_of_memory == 1
+    assert fault.failed == 1 and found.micro_batches.loop.statistics.out_of_memory == 1
     assert apart(found, stock[name]) < 1e-5
 
 
@@ -227,7 +227,7 @@ class Infinite(TrainerCallback):
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_without_a_finite_gradient_is_skipped(tmp_path, name):
     found = trained(name, tmp_path, safety=SafetySettings(), callbacks=[Infinite()])
-    assert found.bad_numbers.skipped_steps == 1
+    assert found.nonfinite_guard.skipped_steps == 1
     assert all(bool(torch.isfinite(p).all()) for p in found.model.parameters())
 
 
@@ -314,7 +314,7 @@ def test_a_trainer_of_ones_own(tmp_path):
     assert tiny.same(tiny.weights_of(off.model), tiny.weights_of(expected.model)) and logs(off) == logs(expected)
     assert (off.steps_seen, off.logged) == (expected.steps_seen, expected.logged)
     on = mine(with_loops(Mine), tmp_path / "on", memory=MemorySettings(token_cap=32), safety=SafetySettings())
-    assert apart(on, expected) < 1e-5 and on.chunked.loop.statistics.chunks > 12
+    assert apart(on, expected) < 1e-5 and on.micro_batches.loop.statistics.chunks > 12
     assert all(row["mine"] == 1.0 for row in on.state.log_history)
     survived = mine(with_loops(Mine), tmp_path / "fault", memory=MemorySettings(token_cap=32), callbacks=[FailsOnce()])
-    assert apart(survived, expected) < 1e-5 and survived.chunked.loop.statistics.out_of_memory == 1
+    assert apart(survived, expected) < 1e-5 and survived.micro_batches.loop.statistics.out_of_memory == 1

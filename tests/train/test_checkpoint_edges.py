@@ -15,7 +15,7 @@ from scu_trainer.run_files import write_json
 from scu_trainer.settings import CurriculumSettings
 from scu_trainer.train.checkpoints import format as subject
 from scu_trainer.train.checkpoints.selection import fault_of
-from scu_trainer.train.run_directory.claim import RunDirectoryLock
+from scu_trainer.train.run_directory.directory_lock import RunDirectoryLock
 from tests import tiny
 from tests.train.test_checkpoint import numbered
 from tests.train.test_run_lock import claimed, elsewhere
@@ -127,7 +127,7 @@ def test_a_stock_checkpoint_has_no_manifest_and_no_fault(tmp_path):
     assert fault_of(tmp_path / "checkpoint-3", None) is None
 
 
-# -- a directory that is claimed ---------------------------------------------------------------------------------------
+# -- a directory that is locked ---------------------------------------------------------------------------------------
 
 
 def unfinished(run: Path, *steps: int) -> Path:
@@ -148,10 +148,10 @@ def complete(folder: Path, step: int) -> None:
 
 def test_going_on_from_an_earlier_one_puts_the_later_aside(tmp_path):
     run = unfinished(tmp_path / "run", 2, 4, 6)
-    with RunDirectoryLock(tiny.arguments(run, resume_from_checkpoint=str(run / "checkpoint-2"))) as claim:
-        assert claim.start.checkpoint == str(run / "checkpoint-2")
+    with RunDirectoryLock(tiny.arguments(run, resume_from_checkpoint=str(run / "checkpoint-2"))) as directory:
+        assert directory.start.checkpoint == str(run / "checkpoint-2")
         assert len(subject.checkpoints(run)) == 3, "nothing is moved before it is certain that the run goes on"
-        assert claim.put_aside() == ["checkpoint-4", "checkpoint-6"]
+        assert directory.put_aside() == ["checkpoint-4", "checkpoint-6"]
     assert [path.name for path in subject.checkpoints(run)] == ["checkpoint-2"]
     assert {path.name for path in run.glob("superseded-*")} == {"superseded-checkpoint-4", "superseded-checkpoint-6"}
 
@@ -160,15 +160,15 @@ def test_the_one_that_only_lacked_its_name_is_gone_on_from(tmp_path):
     run = unfinished(tmp_path / "run", 2, 4)
     complete(subject.staging_of(run, 6) / "checkpoint-6", 6)
     write_json(run / "run.json", {"status": "running", "step": 6})
-    with RunDirectoryLock(tiny.arguments(run, resume_from_checkpoint="auto")) as claim:
-        assert claim.start.checkpoint == str(run / "checkpoint-6")
+    with RunDirectoryLock(tiny.arguments(run, resume_from_checkpoint="auto")) as directory:
+        assert directory.start.checkpoint == str(run / "checkpoint-6")
 
 
 def test_what_was_being_written_is_removed_and_named(tmp_path):
     run = unfinished(tmp_path / "run", 2)
     (subject.staging_of(run, 4) / "checkpoint-4").mkdir(parents=True)
-    with RunDirectoryLock(tiny.arguments(run, resume_from_checkpoint="auto")) as claim:
-        assert "removed what a killed run had begun to write: staging-checkpoint-4" in claim.start.line
+    with RunDirectoryLock(tiny.arguments(run, resume_from_checkpoint="auto")) as directory:
+        assert "removed what a killed run had begun to write: staging-checkpoint-4" in directory.start.line
     assert not subject.staging_of(run, 4).exists()
 
 

@@ -22,7 +22,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.train.checkpoints import format as files
 from scu_trainer.train.checkpoints.findings import examine
 from scu_trainer.train.checkpoints.selection import newest_checkpoint, newest_with_reasons
-from scu_trainer.train.run_directory.claim import RunDirectoryLock
+from scu_trainer.train.run_directory.directory_lock import RunDirectoryLock
 from scu_trainer.train.run_directory.resume import AUTO, Request, decide
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, arguments, llama, same, saved_llama, trained, weights_of
@@ -199,7 +199,7 @@ def test_with_loops_it_resumes_too(looped, tmp_path, caplog, edit):
 
 
 FROM_THE_START = {"regularization": None}
-"""Lambda pulls toward the weights at the start, which ``resumed`` has made others of."""
+"""Lambda decays weights toward the weights at the start, which ``resumed`` has made others of."""
 
 
 @pytest.mark.parametrize("name", ["checkpoint-4", "mine", "checkpoint-0004"])
@@ -236,12 +236,12 @@ def test_what_is_put_aside_goes_by_the_step_inside(ours, tmp_path):
     run = copied(ours, tmp_path / "run", 2, 4, 6)
     mine = (run / "checkpoint-4").rename(run / "checkpoint-5")
     (run / "run.json").write_text("{}")
-    with RunDirectoryLock(arguments(run, resume_from_checkpoint=str(mine))) as claim:
-        assert claim.put_aside() == ["checkpoint-6"]
+    with RunDirectoryLock(arguments(run, resume_from_checkpoint=str(mine))) as directory:
+        assert directory.put_aside() == ["checkpoint-6"]
     mine = mine.rename(run / "mine")
     shutil.copytree(ours / "checkpoint-6", run / "checkpoint-6")
-    with RunDirectoryLock(arguments(run, resume_from_checkpoint=str(mine))) as claim:
-        assert claim.put_aside() == ["checkpoint-6"]
+    with RunDirectoryLock(arguments(run, resume_from_checkpoint=str(mine))) as directory:
+        assert directory.put_aside() == ["checkpoint-6"]
     assert (run / "checkpoint-2").is_dir()
 
 

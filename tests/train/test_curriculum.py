@@ -191,7 +191,7 @@ def test_run_json_counts_what_will_run(tmp_path):
     assert read_json(tmp_path / "run.json")["max_steps"] in {fields["max_steps"] for fields in steps}
 
 
-def test_a_second_training_begins_its_books_anew(tmp_path):
+def test_a_second_training_begins_its_statistics_again(tmp_path):
     trainer = curriculum_run(tmp_path, "infobatch", num_train_epochs=4)
     first = trainer.difficulty.observations.copy()
     trainer.train()

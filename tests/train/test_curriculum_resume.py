@@ -88,7 +88,7 @@ def test_saved_after_an_epoch_its_row_is_there_once(tmp_path, name):
         assert statistics(tmp_path) == expected
 
 
-def test_into_another_directory_the_books_go_on_with_the_epoch_that_was_begun(tmp_path):
+def test_into_another_directory_the_statistics_go_on_with_the_epoch_that_was_begun(tmp_path):
     run(tmp_path / "first", "infobatch")
     rows = read_rows(tmp_path / "first" / "curriculum.json")
     middle_of_third = rows[1]["step"] + 1

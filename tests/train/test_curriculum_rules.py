@@ -160,9 +160,9 @@ def test_too_few_epochs_are_found_before_anything_is_loaded():
 
 
 @pytest.mark.parametrize(
-    ("asked", "rehearsed"),
+    ("asked", "tried_out"),
     [("infobatch", "none"), ("token_budget+infobatch", "token_budget"), ("none", "none"), ("acmds", "acmds")],
 )
-def test_a_rehearsal_is_too_short_to_prune(tmp_path, asked, rehearsed):
+def test_a_test_run_is_too_short_to_prune(tmp_path, asked, tried_out):
     job = read_job(None, [*CPU, "--curriculum", asked, "--num_train_epochs", "8"])
-    assert replace_training(job, str(tmp_path)).curriculum.curriculum == rehearsed
+    assert replace_training(job, str(tmp_path)).curriculum.curriculum == tried_out

@@ -156,7 +156,7 @@ def engine_facts(trainer) -> dict:
         "optimizer": type(engine.basic_optimizer).__name__,
         "offloaded": {name: zero[name]["device"] for name in ("offload_optimizer", "offload_param") if name in zero},
         "dtypes": {str(weight.dtype) for weight in engine.module.parameters()},
-        "loops": [trainer.regularizer is not None, trainer.chunked is not None, trainer.curriculum is not None],
+        "loops": [trainer.regularizer is not None, trainer.micro_batches is not None, trainer.curriculum is not None],
     }
 
 

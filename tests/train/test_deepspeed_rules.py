@@ -28,7 +28,7 @@ OFF = MemorySettings(memory_control=False)
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind(monkeypatch):
-    """Both libraries keep what they were told in the environment and in modules."""
+    """Both libraries keep what they were given in the environment and in modules."""
     from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

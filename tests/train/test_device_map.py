@@ -88,7 +88,7 @@ def test_lambda_acts_and_s_is_measured(folders, tmp_path):
     assert not same(weights_of(loop.model), weights_of(free.model))
 
 
-def test_the_curriculum_books_every_row(folders, tmp_path):
+def test_the_curriculum_statistics_every_row(folders, tmp_path):
     here = run(folders["llama"], None, tmp_path / "here", **LOOPS["curriculum"])
     away = run(folders["llama"], PARTLY, tmp_path / "away", **LOOPS["curriculum"])
     assert (away.difficulty.observations == 1).all()
@@ -97,8 +97,8 @@ def test_the_curriculum_books_every_row(folders, tmp_path):
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_out_of_memory_in_an_offloaded_layer_changes_nothing(folders, tmp_path, place):
-    """A layer that failed was not put back on disk; its next run does that. The cap bounds chunks to one row, so the
-    retry uses the same chunks."""
+    """A layer that failed was not put back on disk; its next run does that. The cap bounds micro-batches to one row,
+    so the retry uses the same micro-batches."""
     cap = {"memory": MemorySettings(token_cap=4), "max_steps": 3, "dataset": UnevenRows(12)}
     unbroken = run(folders["llama"], PARTLY, tmp_path / "unbroken", **cap)
     model = with_adapters(folders["llama"], PARTLY)

@@ -41,7 +41,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         torch.testing.assert_close(found[name].double(), tensor.double(), rtol=1e-5, atol=1e-7)
 
 
-class Seen(TrainerCallback):
+class Recorded(TrainerCallback):
     """Weights of the model at each evaluation's first batch, seen from a hook, and after it."""
 
     def __init__(self, model) -> None:
@@ -70,7 +70,7 @@ def test_it_is_the_average_and_training_does_not_see_it(tmp_path, kind):
 
 def test_evaluations_use_it_and_give_the_weights_back(tmp_path):
     model, steps = llama(layers=1), Recorder()
-    seen, evaluated = Seen(model), {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": Rows(4)}
+    seen, evaluated = Recorded(model), {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": Rows(4)}
     trainer = trained(model, tmp_path, efficiency=EMA, callbacks=[steps], max_steps=6, **evaluated)
     assert_close(seen.inside[0], by_hand(steps.weights[:3]))
     assert_close(seen.inside[-1], by_hand(steps.weights))

@@ -1,7 +1,7 @@
 """FSDP2 on two processes with the fields of accelerate_configs/fsdp2.yaml: which loops train, which are refused, what
 is scored and saved.
 
-This file is also the program that two processes execute. accelerate makes data parallelism of FSDP on a CPU; it is told
+This file is also the program that two processes execute. accelerate makes data parallelism of FSDP on a CPU; it is set
 here that it is FSDP all the same. All that follows (sharding, collectives, DTensor weights) is the real thing.
 """
 
@@ -147,12 +147,12 @@ def test_a_curriculum_trains(found):
 
 
 def test_all_ranks_score_a_sharded_model_together(ranks):
-    """The leader alone would wait in a forward pass for the others, who wait for the leader."""
-    leader, other = ranks
-    assert leader["none"]["is_sharded"] == [True, True] and leader["data parallel"]["is_sharded"] == [False, False]
-    assert leader["none"]["bpt"] == other["none"]["bpt"] == pytest.approx(leader["data parallel"]["bpt"], abs=1e-5)
+    """The first rank alone would wait in a forward pass for the others, who wait for it."""
+    first, other = ranks
+    assert first["none"]["is_sharded"] == [True, True] and first["data parallel"]["is_sharded"] == [False, False]
+    assert first["none"]["bpt"] == other["none"]["bpt"] == pytest.approx(first["data parallel"]["bpt"], abs=1e-5)
     assert other["data parallel"]["bpt"] == [None, None]
-    before, after = leader["none"]["bpt"]
+    before, after = first["none"]["bpt"]
     assert before > after
 
 

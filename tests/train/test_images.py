@@ -1,4 +1,4 @@
-"""Image classifiers in the loop: the task, its three loops, chunks, faults, and runs that are resumed."""
+"""Image classifiers in the loop: the task, its three loops, micro-batches, faults, and runs that are resumed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def watched(model, generated, changes: str = "none"):
     return model
 
 
-# -- chunks ------------------------------------------------------------------------------------------------------------
+# -- micro-batches
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -93,7 +94,8 @@ def test_chunks_of_a_vit_give_the_gradient_of_the_whole(generated, tmp_path, acc
 
 
 def gradient_error(model, generated, rows_per_chunk: int, rows: int = 32) -> float:
-    """Distance (2-norm) of the mean gradient of the chunks from that of the whole batch, relative to the latter."""
+    """Distance (2-norm) of the mean gradient of the micro-batches from that of the whole batch, relative to the
+    latter."""
     batch = collate_images([generated[0].train[number] for number in range(rows)])
 
     def gradient(part) -> torch.Tensor:
@@ -119,7 +121,8 @@ def test_what_chunks_change_with_batch_norm(generated):
 
 @pytest.mark.parametrize("make", [resnet, vit])
 def test_step_runs_again_with_the_same_pictures_after_out_of_memory(generated, tmp_path, make):
-    """In chunks of the same rows the fault leaves no trace: random changes, dropout and statistics of BatchNorm."""
+    """In micro-batches of the same rows the fault leaves no trace: random changes, dropout and statistics of
+    BatchNorm."""
     batches = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     changes = {**BATCH, **batches, "dataset": generated[0].train, "memory": MemorySettings(min_batch_size=4)}
     plain, _ = compared(watched(make(), generated, "strong"), tmp_path / "a", **changes)
@@ -138,7 +141,7 @@ def test_resnet_goes_on_in_chunks_where_a_batch_does_not_fit(generated, tmp_path
     warnings = [record.getMessage() for record in caplog.records if "BatchNorm" in record.getMessage()]
     assert warnings and "min_batch_size" in warnings[0]
     counted = int(model.resnet.embedder.embedder.normalization.num_batches_tracked)
-    assert counted == sum(rows <= 4 for rows in training)  # chunks that failed count nothing
+    assert counted == sum(rows <= 4 for rows in training)  # micro-batches that failed count nothing
 
 
 # -- the loops ---------------------------------------------------------------------------------------------------------
@@ -272,7 +275,7 @@ def test_processor_has_the_statistics_of_the_training_images(tmp_path, stored):
 
 def test_probe_is_two_images(tmp_path, stored):
     parts, _ = loaded(job(tmp_path, model=ModelSettings(tuning="full", model_name_or_path=str(stored))))
-    assert ImageTask().probe(parts)["pixel_values"].shape == (2, 3, 32, 32)
+    assert ImageTask().example_inputs(parts)["pixel_values"].shape == (2, 3, 32, 32)
 
 
 def test_batches_must_not_all_be_one_image_where_batch_norm_has_one_place(tmp_path):

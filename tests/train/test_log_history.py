@@ -152,7 +152,7 @@ def test_the_row_of_an_evaluation_outlives_a_kill_right_after_it(tmp_path):
     assert last["step"] == 3 and math.isfinite(last["eval_loss"])
 
 
-def test_a_resumed_run_writes_the_rows_after_its_checkpoint_anew(tmp_path):
+def test_a_resumed_run_writes_the_rows_after_its_checkpoint_again(tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 4, "eval_steps": 2}
     run(tmp_path, **saves)
     whole = [row for row in read_rows(tmp_path / LOG_FILE) if "loss" in row]
@@ -174,12 +174,12 @@ def test_logging_changes_no_weight_and_off_is_stock(tmp_path):
 def test_only_the_leading_process_writes(tmp_path):
     callback, args = LogHistoryCallback(), arguments(tmp_path / "other")
 
-    class State:
+    class Progressed:
         is_world_process_zero, global_step = False, 0
 
-    callback.on_train_begin(args, State, None)
-    callback.on_log(args, State, None, logs={"loss": 1.0})
-    callback.on_train_end(args, State, None)
+    callback.on_train_begin(args, Progressed, None)
+    callback.on_log(args, Progressed, None, logs={"loss": 1.0})
+    callback.on_train_end(args, Progressed, None)
     assert not (tmp_path / "other").exists()
 
 

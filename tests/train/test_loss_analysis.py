@@ -25,7 +25,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from scu_trainer.train.loss.analysis import asked_rows, mixing_modules, probe
+from scu_trainer.train.loss.analysis import analyze, asked_rows, mixing_modules
 from scu_trainer.train.step.batches.rows import read_layout
 from tests import tiny
 
@@ -49,7 +49,7 @@ def ask(model, *inputs, items=ITEMS, seq2seq=False, name="input_ids"):
         return model(**batch, **({} if given is None else {"num_items_in_batch": given})).loss
 
     model.train()
-    return probe(loss_of, model, [read_layout(one, name, seq2seq) for one in inputs], items, pad_token_id=2)
+    return analyze(loss_of, model, [read_layout(one, name, seq2seq) for one in inputs], items, pad_token_id=2)
 
 
 def bert(kind, **changes):
@@ -124,7 +124,7 @@ def test_images():
 
 def test_a_sum_over_rows_is_known_as_such():
     model = nn.Linear(3, 1)
-    answer = probe(
+    answer = analyze(
         lambda batch, _: model(batch["x"]).square().sum(), model, [read_layout({"x": torch.rand(4, 3)}, "x")], None, 0
     )
     assert answer.kind == "sum"
@@ -209,7 +209,7 @@ def test_asking_leaves_no_trace():
         inputs.pop("labels_that_are_not_there", None)
         return model(**inputs, num_items_in_batch=given).loss
 
-    probe(loss_of, model, [read_layout(batch)], ITEMS, 2)
+    analyze(loss_of, model, [read_layout(batch)], ITEMS, 2)
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(batch[name], copy) for name, copy in copies.items())
@@ -261,7 +261,7 @@ def test_long_rows_are_asked_by_their_beginnings_and_answer_the_same(rows, items
     spy = Spy(long_llama())
     found = ask(spy, *LONG[rows], items=items)
     assert spy.seen and max(spy.seen) <= asked_rows.BEGINNING_TOKENS
-    monkeypatch.setattr("scu_trainer.train.loss.analysis.asking.beginnings", lambda *given: None)
+    monkeypatch.setattr("scu_trainer.train.loss.analysis.trials.beginnings", lambda *given: None)
     whole = ask(Spy(long_llama()), *LONG[rows], items=items)
     assert (found.kind, found.mixes) == (whole.kind, whole.mixes)
     assert whole.trims is None or found.trims == whole.trims

@@ -96,11 +96,11 @@ def test_a_loss_that_stays_what_it_is_passes_every_audit(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "scu_trainer"):
         trainer, found = train(plain, tmp_path, CUT)
     _, expected = train(plain, tmp_path, None)
-    analysis = trainer.chunked.analysis
+    analysis = trainer.micro_batches.analysis
     assert wrong_steps(found, expected) == []
     assert (analysis.audits, analysis.last_good_step) == (5, 9)  # steps 1, 2, 4 and 8, and the last one
     assert analysis.largest_difference < 1e-6 and not analysis.notices
-    assert trainer.chunked.loop.statistics.chunks == STEPS * ACCUMULATION * 3
+    assert trainer.micro_batches.loop.statistics.chunks == STEPS * ACCUMULATION * 3
 
 
 @pytest.mark.parametrize(("begin", "found_at"), [(2, 2), (3, 4), (6, 8), (9, 9)])
@@ -109,7 +109,7 @@ def test_a_term_that_comes_later_ends_splitting_at_the_next_audit_and_is_said(tm
         trainer, found = train(late(begin), tmp_path, CUT)
     _, expected = train(late(begin), tmp_path, None)
     assert wrong_steps(found, expected) == list(range(begin, found_at))
-    (notice,) = trainer.chunked.analysis.notices
+    (notice,) = trainer.micro_batches.analysis.notices
     assert notice in caplog.text and notice.startswith(f"from step {found_at} on batches run whole")
     before = {
         2: "the step before was audited",
@@ -118,7 +118,7 @@ def test_a_term_that_comes_later_ends_splitting_at_the_next_audit_and_is_said(tm
         9: "the step before was audited",
     }
     assert before[found_at] in notice and "apart" in notice
-    figures = trainer.chunked.analysis.figures()
+    figures = trainer.micro_batches.analysis.figures()
     assert figures["is_exact"] is False and figures["last_good_step"] in (found_at // 2, found_at - 1)
     assert json.dumps(figures)
 
@@ -132,7 +132,7 @@ def test_a_term_of_many_rows_only_is_found_before_the_first_step(tmp_path):
     trainer, found = train(loss, tmp_path, CUT)
     _, expected = train(loss, tmp_path, None)
     assert wrong_steps(found, expected) == []
-    assert "from step 1 on batches run whole" in trainer.chunked.analysis.notices[0]
+    assert "from step 1 on batches run whole" in trainer.micro_batches.analysis.notices[0]
 
 
 def test_a_term_of_more_rows_than_a_batch_has_is_found_before_the_first_step(tmp_path):
@@ -145,7 +145,7 @@ def test_a_term_of_more_rows_than_a_batch_has_is_found_before_the_first_step(tmp
     trainer, found = train(loss, tmp_path, pools)
     _, expected = train(loss, tmp_path, None)
     assert wrong_steps(found, expected) == []
-    assert "from step 1 on batches run whole" in trainer.chunked.analysis.notices[0]
+    assert "from step 1 on batches run whole" in trainer.micro_batches.analysis.notices[0]
 
 
 def test_rows_of_one_length_are_audited_as_they_are_cut(tmp_path):
@@ -158,7 +158,7 @@ def test_rows_of_one_length_are_audited_as_they_are_cut(tmp_path):
     trainer, found = train(late(3), tmp_path, CUT, OfOneLength())
     _, expected = train(late(3), tmp_path, None, OfOneLength())
     assert wrong_steps(found, expected) == [3]
-    assert "the gradient of step 3 may be off" in trainer.chunked.analysis.notices[0]
+    assert "the gradient of step 3 may be off" in trainer.micro_batches.analysis.notices[0]
 
 
 def test_without_audits_the_same_loss_trains_on_another_gradient(tmp_path, monkeypatch):
@@ -166,7 +166,7 @@ def test_without_audits_the_same_loss_trains_on_another_gradient(tmp_path, monke
     monkeypatch.setattr("scu_trainer.train.loss.analysis.analysis.LossAnalysis.holds", lambda *given: True)
     trainer, found = train(late(3), tmp_path, CUT)
     _, expected = train(late(3), tmp_path, None)
-    assert wrong_steps(found, expected) == list(range(3, STEPS + 1)) and not trainer.chunked.analysis.notices
+    assert wrong_steps(found, expected) == list(range(3, STEPS + 1)) and not trainer.micro_batches.analysis.notices
 
 
 def test_a_class_that_comes_later_is_asked_about_at_once(tmp_path):
@@ -176,8 +176,8 @@ def test_a_class_that_comes_later_is_asked_about_at_once(tmp_path):
     trainer, found = train(loss, tmp_path, CUT, rows)
     _, expected = train(loss, tmp_path, None, rows)
     assert wrong_steps(found, expected) == []
-    assert trainer.chunked.analysis.notices[0].startswith("from step 5 on batches run whole")
-    assert not trainer.chunked.reduction.is_exact
+    assert trainer.micro_batches.analysis.notices[0].startswith("from step 5 on batches run whole")
+    assert not trainer.micro_batches.reduction.is_exact
 
 
 def test_the_usual_override_with_weights_of_classes_is_split_by_its_weights(tmp_path):
@@ -194,8 +194,8 @@ def test_the_usual_override_with_weights_of_classes_is_split_by_its_weights(tmp_
         trainer, found = train(logits_alone, tmp_path, CUT, rows, steps=3, base=Weighted)
         _, expected = train(logits_alone, tmp_path, None, rows, steps=3, base=Weighted)
         assert wrong_steps(found, expected) == []
-        assert trainer.chunked.reduction.kind == "targets" and trainer.chunked.reduction.known
-        assert trainer.chunked.loop.statistics.chunks > 3 * ACCUMULATION
+        assert trainer.micro_batches.reduction.kind == "targets" and trainer.micro_batches.reduction.known
+        assert trainer.micro_batches.loop.statistics.chunks > 3 * ACCUMULATION
 
 
 def test_inputs_with_other_names_are_asked_about_again(tmp_path):
@@ -210,7 +210,7 @@ def test_inputs_with_other_names_are_asked_about_again(tmp_path):
     trainer, found = train(loss, tmp_path, CUT, Named(), steps=4)
     _, expected = train(loss, tmp_path, None, Named(), steps=4)
     assert wrong_steps(found, expected) == []
-    assert trainer.chunked.analysis.notices[0].startswith("from step 3 on batches run whole")
+    assert trainer.micro_batches.analysis.notices[0].startswith("from step 3 on batches run whole")
 
 
 def test_batches_with_other_inputs_have_an_answer_of_their_own(tmp_path):
@@ -227,8 +227,8 @@ def test_batches_with_other_inputs_have_an_answer_of_their_own(tmp_path):
     trainer, found = train(loss, tmp_path, CUT, InTurn(), steps=6)
     _, expected = train(loss, tmp_path, None, InTurn(), steps=6)
     assert wrong_steps(found, expected) == []
-    assert trainer.chunked.loop.statistics.chunks == 6 * ACCUMULATION * 3
-    assert trainer.chunked.analysis.figures()["questions"] == 2
+    assert trainer.micro_batches.loop.statistics.chunks == 6 * ACCUMULATION * 3
+    assert trainer.micro_batches.analysis.figures()["questions"] == 2
 
 
 def test_dropout_does_not_disturb_an_audit(tmp_path):
@@ -243,7 +243,7 @@ def test_dropout_does_not_disturb_an_audit(tmp_path):
     model = Dropping(plain)
     trainer = SCUTrainer(model, arguments, train_dataset=Pictures(), memory=CUT, callbacks=[Steps()])
     trainer.train()
-    assert trainer.chunked.reduction.is_exact and trainer.chunked.analysis.audits == 3
+    assert trainer.micro_batches.reduction.is_exact and trainer.micro_batches.analysis.audits == 3
 
 
 def test_auditing_changes_nothing_of_the_run(tmp_path, monkeypatch):

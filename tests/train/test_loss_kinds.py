@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from scu_trainer.train.loss.analysis import probe
+from scu_trainer.train.loss.analysis import analyze
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise
 from scu_trainer.train.step.batches.rows import read_layout
 
@@ -59,7 +59,7 @@ def classes(labels=(0, 1, 2, 3, 1, 0), **more):
 def ask(loss, inputs, items=None, model=None, **options):
     model = model or Net(loss, options.pop("dropout", 0.0))
     model.train()
-    return probe(lambda given, count: model(**given), model, [read_layout(inputs)], items, 0, **options)
+    return analyze(lambda given, count: model(**given), model, [read_layout(inputs)], items, 0, **options)
 
 
 def contrast(pooled):
@@ -270,7 +270,7 @@ def test_asking_in_training_mode_leaves_nothing_behind():
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     weights = list(model.parameters())
     inputs = classes()
-    assert probe(lambda given, _: model(**given), model, [read_layout(inputs)], None, 0).is_exact
+    assert analyze(lambda given, _: model(**given), model, [read_layout(inputs)], None, 0).is_exact
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[2]
     assert np.array_equal(np.random.get_state()[1], before[1])

@@ -309,7 +309,7 @@ def test_cuda_counts_others_and_live_tensors_but_not_the_cache():
     assert gauge.read().free_bytes == 50 + 15  # free at the driver, and reserved but reusable
 
 
-def test_cuda_peak_starts_anew():
+def test_cuda_peak_starts_again():
     api = FakeCuda()
     gauge = CudaGauge(torch.device("cuda", 0), api)
     api.peak = 60
@@ -439,7 +439,7 @@ def test_freeing_that_makes_more_is_no_negative_number():
     assert len(kept) == 1
 
 
-def test_limits_of_this_process_are_read_anew(tmp_path):
+def test_limits_of_this_process_are_read_again(tmp_path):
     """Lowering the soft limit to what is used now and back: seen at once, no cached value."""
     root = lay_out(tmp_path, {"proc/self/status": STATUS, "proc/self/clear_refs": ""})
     gauge = CpuGauge(root, machine(64 * GIB, 60 * GIB))

@@ -17,7 +17,7 @@ from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading
 from tests import tiny
 from tests.faults import oom
 from tests.tiny import Examples, Rows, UnevenRows, same, weights_of
-from tests.train.stepwise import compared, error_of, record_pieces
+from tests.train.stepwise import compared, error_of, record_micro_batches
 
 FIELDS = {
     "step",
@@ -34,10 +34,11 @@ WINDOW = {"gradient_accumulation_steps": 2, "logging_steps": 10_000}
 
 
 class Device(Gauge):
-    """Memory of 1000 bytes, 100 of them the model's; a chunk takes ``per_token`` and ``per_square`` (rows x length^2).
+    """Memory of 1000 bytes, 100 of them the model's; a micro-batch takes ``per_token`` and ``per_square`` (rows x
+    length^2).
 
-    ``neighbour``: bytes that others hold, by optimizer step from 1. A chunk that does not fit raises out of memory, all
-    others leave their peak in the gauge. ``tried``: bytes of every chunk of the training.
+    ``neighbour``: bytes that others hold, by optimizer step from 1. A micro-batch that does not fit raises out of
+    memory, all others leave their peak in the gauge. ``tried``: bytes of every micro-batch of the training.
     """
 
     LIMIT_BYTES, MODEL_BYTES = 1000, 100
@@ -77,12 +78,12 @@ class Device(Gauge):
 
 
 def train_on(device: Device, folder, rows=None, settings=None, prepare=None, **changes):
-    """(trainer, recorder, padded tokens of the largest chunk by step)."""
+    """(trainer, recorder, padded tokens of the largest micro-batch by step)."""
     recorded = []
 
     def arrange(trainer) -> None:
         device.attach(trainer)
-        recorded.append(record_pieces(trainer))
+        recorded.append(record_micro_batches(trainer))
         if prepare is not None:
             prepare(trainer)
 
@@ -108,7 +109,7 @@ def test_a_squeeze_shrinks_chunks_and_its_end_brings_them_back(tmp_path, caplog)
     back = next(step for step in range(9, 30) if sizes[step] == 64)
     assert back <= 9 + 20 and sizes[back:] == [64] * (30 - back)
     assert sizes[5:back] == sorted(sizes[5:back]), "it hunts"
-    assert trainer.chunked.loop.statistics.out_of_memory == 0
+    assert trainer.micro_batches.loop.statistics.out_of_memory == 0
 
     rows = read_rows(tmp_path / "memory_history.json")
     assert [set(row) for row in rows] == [FIELDS] * len(rows)
@@ -117,7 +118,7 @@ def test_a_squeeze_shrinks_chunks_and_its_end_brings_them_back(tmp_path, caplog)
     assert rows[0]["tokens_per_chunk"] < 64 and rows[0]["rows_per_chunk"] == rows[0]["tokens_per_chunk"] // 16
     assert rows[-1]["reason"] == "pressure is gone" and rows[-1]["tokens_per_chunk"] == 64
     lines = [record.getMessage() for record in caplog.records if "micro-batches of at most" in record.getMessage()]
-    assert len(lines) == len(rows) == trainer.chunked.loop.statistics.changes <= 4
+    assert len(lines) == len(rows) == trainer.micro_batches.loop.statistics.changes <= 4
     assert all("the optimizer still sees 8 rows" in line for line in lines)
 
 
@@ -133,7 +134,7 @@ def test_without_pressure_nothing_is_written_and_nothing_moves(tmp_path, caplog,
         trainer, _, sizes = train_on(Device(4), tmp_path, rows(), max_steps=12)
     assert read_rows(tmp_path / "memory_history.json") == []
     assert not any("micro-batches of at most" in record.getMessage() for record in caplog.records)
-    assert trainer.chunked.loop.state.cap_tokens is None
+    assert trainer.micro_batches.loop.state.cap_tokens is None
     assert max(sizes) <= 64
 
 
@@ -150,7 +151,7 @@ def test_what_an_evaluation_takes_is_no_peak_of_a_step(tmp_path, settings):
     )
     assert read_rows(tmp_path / "memory_history.json") == []
     assert set(sizes) == {64}
-    assert trainer.chunked.loop.statistics.peak_bytes == Device.MODEL_BYTES + 64 * 4
+    assert trainer.micro_batches.loop.statistics.peak_bytes == Device.MODEL_BYTES + 64 * 4
 
 
 def test_the_optimizers_step_is_part_of_a_step(tmp_path):
@@ -161,7 +162,7 @@ def test_the_optimizers_step_is_part_of_a_step(tmp_path):
             device.chunk_bytes = 600
 
     trainer, _, _ = train_on(device, tmp_path, prepare=lambda trainer: trainer.add_callback(Optimizer()), max_steps=4)
-    assert trainer.chunked.loop.statistics.peak_bytes == Device.MODEL_BYTES + 600
+    assert trainer.micro_batches.loop.statistics.peak_bytes == Device.MODEL_BYTES + 600
 
 
 def test_an_out_of_memory_is_one_row_of_the_history(tmp_path):
@@ -172,7 +173,7 @@ def test_an_out_of_memory_is_one_row_of_the_history(tmp_path):
 
     trainer, _, sizes = train_on(Device(8, neighbour=taken), tmp_path, max_steps=12)
     rows = [row for row in read_rows(tmp_path / "memory_history.json") if row["reason"].startswith("out of memory")]
-    assert len(rows) == trainer.chunked.loop.statistics.out_of_memory == 1
+    assert len(rows) == trainer.micro_batches.loop.statistics.out_of_memory == 1
     assert rows[0]["step"] == 3 and rows[0]["pressure"] == "critical"
     assert re.search(r"at 4 rows x 16 \(20\.0 MiB wanted\); again as 2 x 2 rows x 16", rows[0]["reason"])
     assert max(sizes[3:]) <= 32
@@ -212,7 +213,7 @@ QUADRATIC = {"per_token": 2.0, "per_square": 0.25}  # 4 rows x 32: 1280 bytes; 2
 def test_a_long_row_is_split_before_it_fails(tmp_path):
     device = Device(**QUADRATIC)
     trainer, _, sizes = train_on(device, tmp_path, longer_and_longer(), **STEPS)
-    assert trainer.chunked.loop.statistics.out_of_memory == 0
+    assert trainer.micro_batches.loop.statistics.out_of_memory == 0
     assert max(device.tried) <= Device.LIMIT_BYTES - Device.MODEL_BYTES
     assert max(sizes) >= 32, "the longest row itself has to run"
     expected, _ = compared(tiny.llama(hidden=8, layers=1), tmp_path, None, longer_and_longer(), **WINDOW, **STEPS)
@@ -222,7 +223,7 @@ def test_a_long_row_is_split_before_it_fails(tmp_path):
 def test_without_the_prediction_it_fails_first(tmp_path, monkeypatch):
     monkeypatch.setattr(MicroBatchSizer, "_predicted_limit", lambda self, piece: None)
     trainer, _, _ = train_on(Device(**QUADRATIC), tmp_path, longer_and_longer(), **STEPS)
-    assert trainer.chunked.loop.statistics.out_of_memory > 0
+    assert trainer.micro_batches.loop.statistics.out_of_memory > 0
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -246,18 +247,18 @@ def test_a_resumed_run_takes_the_same_decisions(tmp_path, stop):
         Device(8, neighbour=squeezed), tmp_path / "parts", max_steps=20, callbacks=[StopAt(stop)]
     )
     saved = read_json(tmp_path / "parts" / f"checkpoint-{stop}" / "memory_state.json")
-    assert saved["state"]["cap_tokens"] == first.chunked.loop.state.cap_tokens
+    assert saved["state"]["cap_tokens"] == first.micro_batches.loop.state.cap_tokens
     assert saved["state"]["cap_tokens"] is not None
     rest, _, sizes_rest = train_on(Device(8, neighbour=squeezed), tmp_path / "parts", max_steps=20, resume=True)
     assert sizes_first + sizes_rest == sizes
-    assert rest.chunked.loop.state == whole.chunked.loop.state
-    assert rest.chunked.loop.statistics == whole.chunked.loop.statistics
+    assert rest.micro_batches.loop.state == whole.micro_batches.loop.state
+    assert rest.micro_batches.loop.statistics == whole.micro_batches.loop.statistics
     assert same(weights_of(rest.model), weights_of(whole.model))
     files = [(tmp_path / name / "memory_history.json").read_bytes() for name in ("whole", "parts")]
     assert files[0] == files[1]
 
 
-def test_rows_after_the_checkpoint_are_written_anew(tmp_path):
+def test_rows_after_the_checkpoint_are_written_again(tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 6, "max_steps": 18}
     train_on(Device(8, neighbour=squeezed), tmp_path, **changes)
     before = read_rows(tmp_path / "memory_history.json")
@@ -267,10 +268,10 @@ def test_rows_after_the_checkpoint_are_written_anew(tmp_path):
     assert read_rows(tmp_path / "memory_history.json") == before
 
 
-def test_a_checkpoint_without_its_state_starts_anew(tmp_path):
+def test_a_checkpoint_without_its_state_starts_again(tmp_path):
     train_on(Device(8), tmp_path, callbacks=[StopAt(3)], max_steps=6)
     (tmp_path / "checkpoint-3" / "memory_state.json").unlink()
     (tmp_path / "checkpoint-3" / MANIFEST).unlink()
     trainer, _, _ = train_on(Device(8), tmp_path, resume=True, max_steps=6)
-    assert trainer.chunked.loop.statistics.windows == 3
+    assert trainer.micro_batches.loop.statistics.windows == 3
     assert torch.isfinite(next(trainer.model.parameters())).all()

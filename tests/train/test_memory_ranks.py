@@ -1,4 +1,5 @@
-"""Chunks under one process and under DDP: stock gradients when nothing happens, the same weights when memory runs out.
+"""Micro-batches under one process and under DDP: stock gradients when nothing happens, the same weights when memory
+runs out.
 
 This file is also the program that two processes execute.
 """
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMON = {"optim": "sgd", "learning_rate": 0.3, "gradient_accumulation_steps": 2, "max_steps": 3, "ddp_timeout": 60}
 # One batch per window: with more, the stock loop itself runs the first of them under no_sync.
 UNEVEN = {"splits": (2, 4), "gradient_accumulation_steps": 1}
-"""2 chunks per window on rank 0, 4 on rank 1."""
+"""2 micro-batches per window on rank 0, 4 on rank 1."""
 
 FAULTS = {
     "first chunk": Fault(rank=1, call=0, place="forward"),
@@ -198,8 +199,8 @@ def test_one_process_recovers_bit_for_bit(tmp_path):
     naive = run("fp32", tmp_path, splits=(4,), fault=Fault(0, 3), recover=False)
     assert not same(weights_of(naive.model), weights_of(whole.model))
     assert (deferred.ranks.world_size, deferred.ranks.rank) == (1, 0)
-    assert (deferred.ranks.recoverable, deferred.ranks.even_chunks) == (True, False)
-    assert deferred.ranks.agree([3, -2]) == [3, -2]
+    assert (deferred.ranks.recoverable, deferred.ranks.even_micro_batches) == (True, False)
+    assert deferred.ranks.all_reduce_max([3, -2]) == [3, -2]
 
 
 def fresh(folder: Path, **changes) -> Trainer:
@@ -259,11 +260,11 @@ def test_sharded_models_keep_even_chunks_and_cannot_recover(tmp_path):
     assert "per_device_train_batch_size: 8" in refusal(trainer)
     trainer.args.gradient_accumulation_steps = 1
     ranks = distributed.ranks_for(trainer)
-    assert (ranks.recoverable, ranks.even_chunks) == (False, True)
+    assert (ranks.recoverable, ranks.even_micro_batches) == (False, True)
     seen = []
     with ranks.window(trainer.model):
         for last in (False, False, True):
-            with ranks.chunk(last):
+            with ranks.micro_batch(last):
                 seen.append(trainer.accelerator.sync_gradients)
     assert seen == [False, False, True]
     with pytest.raises(ControlError, match="smaller token_cap"):

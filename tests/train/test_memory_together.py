@@ -28,7 +28,7 @@ SMALL_DEVICE_TOKENS = 24
 
 
 def trained(folder: Path, rows, memory, tokens: int | None = None, **changes) -> SCUTrainer:
-    """``tokens``: what a chunk may have on this process's device; None: anything."""
+    """``tokens``: what a micro-batch may have on this process's device; None: anything."""
     changes = {"optim": "sgd", "learning_rate": 0.3, "gradient_accumulation_steps": 2, "max_steps": 3, **changes}
     args = arguments(folder, ddp_timeout=60, **changes)
     trainer = SCUTrainer(llama(), args, train_dataset=rows, data_collator=pad, memory=memory)
@@ -38,7 +38,7 @@ def trained(folder: Path, rows, memory, tokens: int | None = None, **changes) ->
 
 
 def outcome(trainer: SCUTrainer) -> dict:
-    loop = trainer.chunked.loop if trainer.chunked else None
+    loop = trainer.micro_batches.loop if trainer.micro_batches else None
     return {
         "weights": weights_of(trainer.model),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],

@@ -1,4 +1,4 @@
-"""Chunks under real DeepSpeed: ZeRO-1 and ZeRO-2 recover, alone and on two ranks; ZeRO-3 runs them in step.
+"""Micro-batches under real DeepSpeed: ZeRO-1 and ZeRO-2 recover, alone and on two ranks; ZeRO-3 runs them in step.
 
 This file is also the program that the processes execute.
 """
@@ -36,7 +36,7 @@ COMMON = {
     "ddp_timeout": 60,
 }
 UNEVEN = (2, 4)
-"""Chunks per accumulation batch on rank 0 and 1: 4 and 8 per window; a process alone runs 4."""
+"""Micro-batches per accumulation batch on rank 0 and 1: 4 and 8 per window; a process alone runs 4."""
 
 STAGE_2, STAGE_3 = {"stage": 2}, {"stage": 3}
 OFFLOADED = {"stage": 2, "offload": True}
@@ -49,7 +49,7 @@ CASES = {
 """By number of processes. ``LOW_PRECISION`` keeps its sums beside ``.grad``."""
 
 FAULTS = {"first chunk": (0, "forward"), "last chunk": (7, "backward")}
-"""Chunk and place. The last of the first window on rank 1, of the second in a process alone."""
+"""MicroBatchPlan and place. The last of the first window on rank 1, of the second in a process alone."""
 
 
 def configuration(stage: int, offload: bool = False, bf16: bool = False, **changes) -> dict:

@@ -64,7 +64,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class Events(TrainerCallback):
-    """What a callback is told, and when; it takes one off and puts another on."""
+    """What a callback gets, and when; it takes one off and puts another on."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []

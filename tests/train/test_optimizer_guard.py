@@ -111,7 +111,7 @@ class Weights:
         self.optimizer.step()
 
     def guard(self, **options) -> OptimizerGuard:
-        options = {"free_memory": lambda: None, "named_parameters": self.named, "piece_bytes": 200, **options}
+        options = {"free_memory": lambda: None, "named_parameters": self.named, "part_bytes": 200, **options}
         return OptimizerGuard(self.optimizer, is_out_of_memory, **options)
 
     def bits(self):
@@ -284,7 +284,7 @@ def test_a_fault_at_any_operation_changes_nothing(name, step):
 
     def run(mode) -> tuple:
         weights = Weights(name, shapes)
-        guard = weights.guard(piece_bytes=10_000)  # two pieces, or one per group if fused
+        guard = weights.guard(part_bytes=10_000)  # two parts, or one per group if fused
         for _ in range(step - 1):
             weights.step()
         with guard.attached():
@@ -303,7 +303,7 @@ def test_a_fault_at_any_operation_changes_nothing(name, step):
 
 @pytest.mark.parametrize("name", ["adamw_fused", "adamw_foreach", "adamw_loop", "adafactor", "bnb_adamw_8bit"])
 @pytest.mark.parametrize("capacity", [1, 2])
-def test_pieces_shrink_until_they_fit(name, capacity):
+def test_parts_shrink_until_they_fit(name, capacity):
     """Fails whenever more than ``capacity`` weights have a gradient, at the last operation that can fail."""
     freed = []
     weights = Weights(name)
@@ -313,7 +313,7 @@ def test_pieces_shrink_until_they_fit(name, capacity):
         visible = [p for p in weights.parameters if p.grad is not None]
         return len(visible) > capacity and any(t is visible[-1] for t in tensors) and operation._schema.is_mutable
 
-    with weights.guard(free_memory=lambda: freed.append(1), piece_bytes=10**9).attached() as guard:
+    with weights.guard(free_memory=lambda: freed.append(1), part_bytes=10**9).attached() as guard:
         weights.backward()
         with Failing(does_not_fit):
             weights.optimizer.step()
@@ -330,7 +330,7 @@ def test_a_size_that_fitted_is_where_the_next_step_begins():
         return sum(p.nbytes for p in weights.parameters if p.grad is not None) > largest_bytes
 
     counts = []
-    with weights.guard(piece_bytes=None).attached() as guard:
+    with weights.guard(part_bytes=None).attached() as guard:
         for _ in range(3):
             weights.backward()
             with Failing(does_not_fit):
@@ -342,13 +342,13 @@ def test_a_size_that_fitted_is_where_the_next_step_begins():
 
 def test_one_failure_teaches_the_rest_of_the_step():
     weights = Weights("adamw_foreach", [(10,)] * 16)
-    with weights.guard(piece_bytes=4 * 40).attached() as guard:
+    with weights.guard(part_bytes=4 * 40).attached() as guard:
         weights.optimizer.zero_grad()
         for parameter in weights.parameters:
             parameter.grad = torch.ones(10)
         with Failing(lambda *_: sum(p.grad is not None for p in weights.parameters) > 2):
             weights.optimizer.step()
-    assert guard.recoveries == 1  # not once for each of four pieces
+    assert guard.recoveries == 1  # not once for each of four parts
 
 
 def test_nothing_fits():
@@ -547,7 +547,7 @@ def test_under_accelerate_with_a_gradient_scaler(name):
         weights = Weights(name)
         # finite scale: a fault must not be mistaken for an overflow
         optimizer = AcceleratedOptimizer(weights.optimizer, scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
-        guard = OptimizerGuard(optimizer, is_out_of_memory, lambda: None, piece_bytes=200)
+        guard = OptimizerGuard(optimizer, is_out_of_memory, lambda: None, part_bytes=200)
         with guard.attached() if guarded else contextlib.nullcontext():
             for index in range(2):
                 weights.backward()

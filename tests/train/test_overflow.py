@@ -57,8 +57,8 @@ def run(folder, optim: str, **loops):
     def with_scaler(trainer) -> None:
         seen.trainer = trainer
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        if trainer.chunked is not None:
-            trainer.chunked.loop.gauge = FakeGauge(2**40)
+        if trainer.micro_batches is not None:
+            trainer.micro_batches.loop.gauge = FakeGauge(2**40)
 
     changes = {"optim": optim, "max_steps": STEPS, "lr_scheduler_type": "linear", "max_grad_norm": 0.0}
     trainer = tiny.trained(

@@ -99,7 +99,7 @@ def test_a_loop_that_does_nothing_changes_nothing(tmp_path):
     assert not silent.is_stock and stock.is_stock
 
 
-class Seen(TrainerCallback):
+class Recorded(TrainerCallback):
     """The rate that the optimizer uses in each step, and what is left of it after."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Half(Loop):
 
 
 def test_factors_multiply_once_and_do_not_stay_in_the_optimizer(tmp_path):
-    plain, both = Seen(), Seen()
+    plain, both = Recorded(), Recorded()
     trained(llama(layers=1), tmp_path / "plain", callbacks=[plain], **RUN)
     trained(llama(layers=1), tmp_path / "both", callbacks=[Half(), both, Half()], **RUN)
     assert both.used == [rate / 4 for rate in plain.used]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from scu_trainer.errors import ControlError
-from scu_trainer.train.regularization.penalty import Prior, param_bpt, penalty_coefficient, pull_stochastically
+from scu_trainer.train.regularization.penalty import Prior, decay_stochastically, param_bpt, penalty_coefficient
 from tests.tiny import llama, lora
 
 
@@ -223,7 +223,7 @@ def test_pull_is_the_analytic_step(kind, shrink, dtype, tolerance):
     start = [w.double() for w in snapshot(model)] if kind == "init" else [0.0] * len(trainable(model))
     scatter(model, 3.0)
     before = [w.double() for w in snapshot(model)]
-    prior.pull(shrink)
+    prior.decay(shrink)
     for weight, w, w0 in zip(trainable(model), before, start, strict=True):
         torch.testing.assert_close(weight.double(), w + shrink * (w0 - w), rtol=tolerance, atol=tolerance)
         assert not torch.equal(weight.double(), w)
@@ -235,14 +235,14 @@ def test_pull_leaves_w0_and_frozen_weights_alone():
     prior = Prior(model)
     start = [w.clone() for w in prior.starts]
     scatter(model)
-    prior.pull(0.5)
+    prior.decay(0.5)
     assert all(torch.equal(a, b) for a, b in zip(prior.starts, start, strict=True))
     assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if not p.requires_grad)
-    prior.pull(1.0)
+    prior.decay(1.0)
     assert float(prior.squared_distance()) == 0.0
 
 
-SMALL_PULL = 5e-4  # bfloat16 has 8 bits: neighbours of w are 0.4 to 0.8 % away
+SMALL_DECAY = 5e-4  # bfloat16 has 8 bits: neighbours of w are 0.4 to 0.8 % away
 
 
 def bfloat16_layer(size: int = 512) -> nn.Linear:
@@ -255,8 +255,8 @@ def bfloat16_layer(size: int = 512) -> nn.Linear:
 def test_plain_rounding_would_move_nothing():
     """Why bfloat16 weights are rounded by chance."""
     weight = bfloat16_layer().weight.detach()
-    assert torch.equal(weight * (1.0 - SMALL_PULL), weight)
-    assert torch.equal(weight.clone().lerp_(torch.zeros_like(weight), SMALL_PULL), weight)
+    assert torch.equal(weight * (1.0 - SMALL_DECAY), weight)
+    assert torch.equal(weight.clone().lerp_(torch.zeros_like(weight), SMALL_DECAY), weight)
 
 
 @pytest.mark.parametrize("kind", ["init", "zero"])
@@ -269,12 +269,12 @@ def test_stochastic_rounding_is_right_in_the_mean(kind):
             layer.weight.add_(torch.randn_like(layer.weight))
     before = layer.weight.detach().double()
     start = prior.starts[0].double() if kind == "init" else torch.zeros_like(before)
-    wanted = SMALL_PULL * (start - before)
+    wanted = SMALL_DECAY * (start - before)
     errors = []
     for seed in range(8):
         with torch.no_grad():
             layer.weight.copy_(before)
-        prior.pull(SMALL_PULL, seed=seed)
+        prior.decay(SMALL_DECAY, seed=seed)
         errors.append(layer.weight.detach().double() - before - wanted)
     error = torch.stack(errors)
     for side in (before > 0, before < 0):
@@ -289,7 +289,7 @@ def test_stochastic_rounding_moves_to_a_neighbour_only():
     results = set()
     for seed in range(200):
         moved = weight.clone()
-        pull_stochastically(moved, torch.zeros(()), 1e-3, torch.Generator().manual_seed(seed))
+        decay_stochastically(moved, torch.zeros(()), 1e-3, torch.Generator().manual_seed(seed))
         results.update(moved[:2].tolist())
         assert moved[2] == 0.0
         assert moved[3] in (298.0, 300.0)
@@ -304,7 +304,7 @@ def test_same_seed_same_weights_and_the_global_generator_is_untouched():
     for seed in (5, 5, 6):
         layer = bfloat16_layer()
         torch.manual_seed(11)
-        Prior(layer, "zero").pull(SMALL_PULL, seed=seed)
+        Prior(layer, "zero").decay(SMALL_DECAY, seed=seed)
         assert torch.equal(torch.rand(4), expected_draw)
         outcomes.append(layer.weight.detach().clone())
     assert torch.equal(outcomes[0], outcomes[1])
@@ -318,7 +318,7 @@ def test_mixed_precision_of_weights():
     model.linear.bfloat16()
     prior = Prior(model, "zero")
     before = [w.double() for w in snapshot(model)]
-    prior.pull(0.5)
+    prior.decay(0.5)
     for weight, w in zip(trainable(model), before, strict=True):
         torch.testing.assert_close(
             weight.double(), 0.5 * w, rtol=1e-2 if weight.dtype == torch.bfloat16 else 1e-6, atol=0
@@ -411,7 +411,7 @@ def test_measured_gain_predicts_the_real_pull():
     prior = Prior(model)
     scatter(model, 0.1)
     gain, before = prior.measured_gain(), float(prior.squared_distance())
-    prior.pull(0.01)
+    prior.decay(0.01)
     assert math.log(float(prior.squared_distance()) / before) / math.log(0.99) == pytest.approx(gain, rel=1e-4)
     assert 2.0 < gain < 4.0
 
@@ -421,7 +421,7 @@ def test_gain_of_bfloat16_weights_is_two_thanks_to_rounding_by_chance():
     prior = Prior(layer)
     with torch.no_grad():
         layer.weight.add_(0.01 * torch.randn_like(layer.weight))
-    assert prior.measured_gain(SMALL_PULL) == pytest.approx(2.0, abs=0.5)
+    assert prior.measured_gain(SMALL_DECAY) == pytest.approx(2.0, abs=0.5)
 
 
 def test_gain_vanishes_where_the_weights_cannot_follow():

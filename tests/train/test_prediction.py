@@ -130,12 +130,12 @@ def test_evaluation_does_not_change_the_chunks_of_training(tmp_path):
     expected = make_trainer("causal, padded", tmp_path / "plenty", MemorySettings(), **changes)
     expected.train()
     found = make_trainer("causal, padded", tmp_path / "small", MemorySettings(), **changes)
-    with fail_above_tokens(found.model, 100) as tried:  # more than any chunk of 4 rows, less than 8 rows
+    with fail_above_tokens(found.model, 100) as tried:  # more than any micro-batch of 4 rows, less than 8 rows
         found.train()
     assert max(tried) > 100 and found.prediction.halving.out_of_memory == 1
     assert same(weights_of(found.model), weights_of(expected.model))
-    assert found.chunked.loop.statistics == expected.chunked.loop.statistics
-    assert found.chunked.loop.state == expected.chunked.loop.state
+    assert found.micro_batches.loop.statistics == expected.micro_batches.loop.statistics
+    assert found.micro_batches.loop.state == expected.micro_batches.loop.state
     losses = [
         [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
         for trainer in (found, expected)

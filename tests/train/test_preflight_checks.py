@@ -98,7 +98,7 @@ def test_documents_go_on_over_the_borders_of_rows():
 
 
 def test_of_large_data_pieces_evenly_apart_are_looked_at(monkeypatch):
-    monkeypatch.setattr(tokens, "PIECE_ROWS", 2)
+    monkeypatch.setattr(tokens, "BLOCK_ROWS", 2)
     monkeypatch.setattr(tokens, "MOST_TOKENS", 12)
     facts = tokens.scan(token_rows(*([number, number, 1] for number in range(10, 22))), MARKS)
     assert (facts.rows, facts.all_rows, facts.largest_id) == (4, 12, 21)
@@ -362,7 +362,7 @@ def test_an_epoch_of_two_steps_is_enough():
     assert ids(length.before_training(job, iter(()))) == []
 
 
-def test_findings_end_where_there_is_no_number_of_steps(tmp_path):
+def test_findings_end_without_a_number_of_steps(tmp_path):
     assert before_training(job_of(gradient_accumulation_steps=0), SimpleNamespace(), tmp_path) == []
 
 

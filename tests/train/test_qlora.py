@@ -107,7 +107,7 @@ def test_chunks_and_a_recovery_give_the_gradients_of_the_whole(qlora, tmp_path):
     changes = {"gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 0.3, "max_steps": 3, **UNEVEN}
     stock = trained(qlora(), tmp_path / "stock", **changes)
     chunked = trained(qlora(), tmp_path / "chunked", memory=MemorySettings(token_cap=20), **changes)
-    statistics = chunked.chunked.loop.statistics
+    statistics = chunked.micro_batches.loop.statistics
     assert statistics.processed_tokens < statistics.stock_tokens, "nothing was cut"
     for name, weight in weights_of(stock.model).items():
         assert (weights_of(chunked.model)[name] - weight).abs().max() <= 1e-5
@@ -126,13 +126,13 @@ def test_out_of_memory_is_recovered(qlora, tmp_path, site):
             faults.enter_context(fault)
 
         broken = trained(qlora(), tmp_path / "broken", prepare=fail, **changes)
-    assert broken.chunked.loop.statistics.out_of_memory >= 1
+    assert broken.micro_batches.loop.statistics.out_of_memory >= 1
     for name, weight in weights_of(unbroken.model).items():
         assert (weights_of(broken.model)[name] - weight).abs().max() <= 1e-5
     assert same(base_of(broken.model), base_of(unbroken.model))
 
 
-def test_the_curriculum_keeps_its_books(qlora, tmp_path):
+def test_the_curriculum_keeps_its_statistics(qlora, tmp_path):
     trainer = trained(
         qlora(), tmp_path, curriculum=CurriculumSettings("token_budget"), max_steps=-1, num_train_epochs=2, **UNEVEN
     )

@@ -1,4 +1,4 @@
-"""Out of memory at any operation of a training changes nothing but the size of chunks."""
+"""Out of memory at any operation of a training changes nothing but the size of micro-batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scu_trainer.errors import OutOfMemory
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.step.distributed.ranks import Ranks
-from scu_trainer.train.step.recovery.snapshot import Mark
+from scu_trainer.train.step.recovery.snapshot import WindowSnapshot
 from tests import tiny
 from tests.faults import CPU_TEXT, CUDA_TEXT, fail_above_tokens, fail_in_backward, fail_in_forward, is_training, oom
 from tests.tiny import Examples, Rows, UnevenRows, same, weights_of
@@ -28,8 +28,8 @@ from tests.train.stepwise import (
     compared,
     error_of,
     losses_of,
-    record_pieces,
-    replay_pieces,
+    record_micro_batches,
+    replay_micro_batches,
 )
 
 WINDOW = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 10_000}
@@ -73,13 +73,13 @@ def sites_per_step(subject: Subject, folder) -> int:
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_out_of_memory_at_every_operation(tmp_path, name):
-    """Step i fails at operation i. The same chunks without a fault give the same weights, bit for bit."""
+    """Step i fails at operation i. The same micro-batches without a fault give the same weights, bit for bit."""
     subject = SUBJECTS[name]
     numbers = [-1, *range(0, sites_per_step(subject, tmp_path / "dry"), subject.every)]
     sites, recorded = Sites(), []
 
     def fail(trainer) -> None:
-        recorded.extend([record_pieces(trainer)])
+        recorded.extend([record_micro_batches(trainer)])
         trainer.add_callback(OneFaultPerStep(trainer, sites, numbers))
 
     faulty, found = run(subject, tmp_path / "faulty", fail, len(numbers))
@@ -89,7 +89,7 @@ def test_out_of_memory_at_every_operation(tmp_path, name):
     assert_every_row_once(pieces, rows_per_batch=2, batches=2)
     assert faulty.state.global_step == len(found.weights) == len(numbers)
 
-    _, expected = run(subject, tmp_path / "same", lambda trainer: replay_pieces(trainer, pieces), len(numbers))
+    _, expected = run(subject, tmp_path / "same", lambda trainer: replay_micro_batches(trainer, pieces), len(numbers))
     for step, (weights, wanted) in enumerate(zip(found.weights, expected.weights, strict=True)):
         assert same(weights, wanted), (
             f"operation {numbers[step]}: {sites.raised[step - 1]} in {sites.failed_kinds[step - 1]}"
@@ -141,8 +141,8 @@ def test_a_device_too_small_for_the_batch_gives_the_stock_training(tmp_path, nam
     assert max(tried) > tokens, "everything did fit"
     assert error_of(weights_of(found.model), weights_of(expected.model)) <= 1e-6
     assert losses_of(found) == pytest.approx(losses_of(expected), rel=1e-6)
-    assert found.chunked.loop.statistics.out_of_memory == sum(size > tokens for size in tried)
-    assert found.chunked.loop.statistics.out_of_memory <= 4, "what failed once is tried again and again"
+    assert found.micro_batches.loop.statistics.out_of_memory == sum(size > tokens for size in tried)
+    assert found.micro_batches.loop.statistics.out_of_memory <= 4, "what failed once is tried again and again"
 
 
 def test_sizes_tried_are_halved_until_they_fit(tmp_path):
@@ -166,7 +166,7 @@ def test_asking_how_the_loss_adds_up_survives_too(tmp_path, make, call):
         found, _ = compared(
             make(), tmp_path / "faulty", settings, rows, prepare=fault, gradient_accumulation_steps=2, max_steps=2
         )
-    assert found.chunked.reduction == expected.chunked.reduction
+    assert found.micro_batches.reduction == expected.micro_batches.reduction
     assert same(weights_of(found.model), weights_of(expected.model))
 
 
@@ -175,23 +175,24 @@ def test_asking_how_the_loss_adds_up_survives_too(tmp_path, make, call):
 
 def replayed(make, rows, folder, pieces, **changes):
     _, recorder = compared(
-        make(), folder, MemorySettings(), rows, prepare=lambda trainer: replay_pieces(trainer, pieces), **changes
+        make(), folder, MemorySettings(), rows, prepare=lambda trainer: replay_micro_batches(trainer, pieces), **changes
     )
     return recorder
 
 
 def faulty_and_replayed(make, rows, folder, fault, **changes):
-    """Recorders of a run in which ``fault(trainer, stack)`` arranges failures, and of the same chunks without."""
+    """Recorders of a run in which ``fault(trainer, stack)`` arranges failures, and of the same micro-batches
+    without."""
     pieces = []
 
     def arrange(trainer) -> None:
-        pieces.append(record_pieces(trainer))
+        pieces.append(record_micro_batches(trainer))
         fault(trainer, stack)
 
     changes = {**WINDOW, "max_steps": 3, **changes}
     with contextlib.ExitStack() as stack:
         found_trainer, found = compared(make(), folder / "faulty", MemorySettings(), rows, prepare=arrange, **changes)
-    assert found_trainer.chunked.loop.statistics.out_of_memory > 0, "nothing failed"
+    assert found_trainer.micro_batches.loop.statistics.out_of_memory > 0, "nothing failed"
     assert_every_row_once(pieces[0], changes["per_device_train_batch_size"], batches=2)
     return found, replayed(make, rows, folder / "same", pieces[0], **changes)
 
@@ -232,9 +233,9 @@ def test_lora_after_a_fault_in_mid_backward(tmp_path):
 
 
 MUTATIONS = {
-    "gradients are not looked at": (Mark, "gradients_touched", lambda self: False),
+    "gradients are not looked at": (WindowSnapshot, "gradients_touched", lambda self: False),
     "gradients are not dropped": (Ranks, "drop_gradients", lambda self: None),
-    "RNG and buffers are not restored": (Mark, "restore_surroundings", lambda self: None),
+    "RNG and buffers are not restored": (WindowSnapshot, "restore_surroundings", lambda self: None),
 }
 
 

@@ -18,7 +18,7 @@ from scu_trainer.train.loss.wrap import wrap
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import layout_for, read_layout, signature, take
 from scu_trainer.train.step.batches.window import AccumulationWindow
-from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, Mark
+from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, WindowSnapshot
 from tests import tiny
 from tests.faults import fail_in_backward
 from tests.tiny import Rows, UnevenRows, pad, trained, weights_of
@@ -59,7 +59,7 @@ def test_gradients_from_before_a_window_survive_a_replay(tmp_path, fault):
     changes = {"gradient_accumulation_steps": 4, "max_steps": 4}
     stock = trained(tiny.llama(layers=1), tmp_path, dataset=Stream(), **SGD, **changes)
     faulty = run(tmp_path, Stream(), fault, **changes)
-    assert faulty.chunked.loop.statistics.out_of_memory == 1
+    assert faulty.micro_batches.loop.statistics.out_of_memory == 1
     assert close(faulty, stock)
 
 
@@ -87,7 +87,7 @@ def test_weights_unfrozen_on_the_way_are_recovered_too(tmp_path, fault):
     changes = {"gradient_accumulation_steps": 2, "max_steps": 3, "callbacks": [Unfreeze()]}
     stock = trained(tiny.llama(layers=1), tmp_path, dataset=Rows(), **SGD, **changes)
     faulty = run(tmp_path, Rows(), fault, **changes)
-    assert faulty.chunked.loop.statistics.out_of_memory == 1
+    assert faulty.micro_batches.loop.statistics.out_of_memory == 1
     assert close(faulty, stock)
 
 
@@ -120,7 +120,7 @@ def test_the_model_is_asked_about_real_rows_only(tmp_path):
         tiny.llama(), tmp_path, dataset=Tags(), memory=MemorySettings(), compute_loss_func=spying, max_steps=1, **SGD
     )
     assert set(seen) <= {-100, 0, 1, 2}
-    assert trainer.chunked.reduction == Reduction("num_items", known="torch.nn.functional.cross_entropy")
+    assert trainer.micro_batches.reduction == Reduction("num_items", known="torch.nn.functional.cross_entropy")
 
 
 def test_two_time_axes_keep_the_cap_together():
@@ -175,9 +175,9 @@ def test_an_input_that_once_had_no_row_of_its_own_never_has():
 
 def test_all_generators_go_back():
     draw = [lambda: torch.rand(1).item(), lambda: float(np.random.rand()), random.random]
-    mark = Mark.take(["cpu"], ChangingBuffers(nn.Linear(1, 1)), [])
+    snapshot = WindowSnapshot.take(["cpu"], ChangingBuffers(nn.Linear(1, 1)), [])
     first = [one() for one in draw]
-    mark.restore_surroundings()
+    snapshot.restore_surroundings()
     assert [one() for one in draw] == first
     assert len(set(itertools.chain(first))) == 3
 
@@ -188,13 +188,13 @@ def test_the_optimizers_state_is_made_at_the_second_try(tmp_path, optim):
     sites, made = Sites(9), []
 
     def watch(trainer) -> None:
-        make = trainer.chunked._guard_optimizer
+        make = trainer.micro_batches._guard_optimizer
 
         def noted(model) -> None:
             make(model)
             made.append(len(trainer.optimizer.optimizer.state))
 
-        trainer.chunked._guard_optimizer = sites.inside(noted, "preallocation")
+        trainer.micro_batches._guard_optimizer = sites.inside(noted, "preallocation")
 
     common = {**SGD, "optim": optim, "max_steps": 2, "memory": MemorySettings(), "dataset": Rows()}
     expected = trained(tiny.llama(layers=1), tmp_path, **common)
@@ -207,7 +207,7 @@ def test_an_optimizers_state_that_does_not_fit_twice_is_told(tmp_path):
     sites = Sites(range(9, 1000))
 
     def watch(trainer) -> None:
-        trainer.chunked._guard_optimizer = sites.inside(trainer.chunked._guard_optimizer, "preallocation")
+        trainer.micro_batches._guard_optimizer = sites.inside(trainer.micro_batches._guard_optimizer, "preallocation")
 
     with pytest.raises(
         OutOfMemory, match=r"the state of AdamW does not fit in memory: it needs about .* GiB. Use optim"
@@ -233,5 +233,5 @@ def test_rows_of_batch_norm_are_never_cut_down_to_one(tmp_path):
             stack.enter_context(fail_in_backward(trainer.model.module[1].weight, 1))
 
         found = trained(make(), tmp_path, memory=MemorySettings(), prepare=fault, **common)
-    assert found.chunked.loop.statistics.out_of_memory == 1
+    assert found.micro_batches.loop.statistics.out_of_memory == 1
     assert tiny.same(weights_of(found.model), weights_of(stock.model))

@@ -267,7 +267,7 @@ def test_weights_that_cannot_follow_are_noticed_once():
             weight.copy_(torch.nextafter(weight, torch.tensor(math.inf)))
             one_step(regularizer, step, move=0.0)
     assert len(regularizer.progress.notices) == 1
-    assert regularizer.progress.notices[0].startswith("SCU cannot act: pulling the weights by 1 %")
+    assert regularizer.progress.notices[0].startswith("SCU cannot act: decaying the weights by 1 %")
     assert regularizer.progress.gain == 2.0
 
 
@@ -372,7 +372,7 @@ def test_another_ruler_is_refused(changes, message):
 
 def test_another_start_is_refused():
     _, saved = saved_after(2)
-    with pytest.raises(CheckpointError, match=r"lambda would pull elsewhere.*same model_name_or_path and seed"):
+    with pytest.raises(CheckpointError, match=r"lambda would act toward another.*same model_name_or_path and seed"):
         Regularizer(RegularizationSettings(), layer(0.1)).load_state_dict(saved, prior=None)
 
 

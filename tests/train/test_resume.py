@@ -25,7 +25,7 @@ LAWS = {
 MODELS = {
     "full": lambda seed=0: llama(),
     "bfloat16": lambda seed=0: llama().bfloat16(),
-    # Adapters of a resumed run start elsewhere: what lambda pulls toward must come from the checkpoint.
+    # Adapters of a resumed run start elsewhere: what weights decay toward must come from the checkpoint.
     "lora": lambda seed=0: lora(llama(), seed=1 + seed, lora_dropout=0.1),
 }
 
@@ -80,7 +80,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, model, law):
         assert all(row["integral"] != 0 for row in rows)
 
 
-def test_rows_after_the_checkpoint_are_written_anew(tmp_path):
+def test_rows_after_the_checkpoint_are_written_again(tmp_path):
     """The run went on after its checkpoint before it was killed: its later rows go."""
     settings = LAWS["model"]
     trained(llama(), tmp_path, settings, save_strategy="steps", save_steps=3, **STEPS)
@@ -146,6 +146,6 @@ def test_another_sigma_is_refused(interrupted):
 
 
 def test_another_start_is_refused(interrupted):
-    """The same shapes from another seed: the checkpoint's weights would load, but lambda would pull elsewhere."""
-    with pytest.raises(CheckpointError, match=r"lambda would pull elsewhere. Resume with the same model_name_or_path"):
+    """The same shapes from another seed: the checkpoint's weights would load, but lambda would act elsewhere."""
+    with pytest.raises(CheckpointError, match=r"lambda would act toward another\. Resume with"):
         trained(llama(seed=1), interrupted, LAWS["model"], resume=True, **STEPS)

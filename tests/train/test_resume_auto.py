@@ -222,14 +222,14 @@ from pathlib import Path
 import torch
 from transformers import TrainingArguments
 from scu_trainer.errors import CheckpointError
-from scu_trainer.train.run_directory import claim
+from scu_trainer.train.run_directory import directory_lock
 folder, answers = Path(sys.argv[1]), []
 for run in ("agree", "refuse"):
     training = TrainingArguments(output_dir=str(folder / run), use_cpu=True, resume_from_checkpoint="auto")
     if training.process_index == 1:
-        claim.decide = None  # it must not look for itself
+        directory_lock.decide = None  # it must not look for itself
     try:
-        answers.append(str(claim.RunDirectoryLock(training).start.checkpoint))
+        answers.append(str(directory_lock.RunDirectoryLock(training).start.checkpoint))
     except CheckpointError as error:
         answers.append(str(error))
 (folder / f"answers-{training.process_index}").write_text("\\n".join(answers))

@@ -103,7 +103,7 @@ def test_a_loss_with_other_parts_is_said_to_be_inexact():
     assert (reading.kind, reading.exact) == ("shifted", False)
 
 
-def test_a_loss_that_is_no_number_leaves_the_likeliest_reading():
+def test_a_loss_that_is_not_finite_leaves_the_likeliest_reading():
     reading = find_reading({"logits": LOGITS}, LABELS, math.nan, None, 1, shifts=True)
     assert (reading.kind, reading.exact) == ("shifted", False)
 

@@ -80,7 +80,7 @@ KINDS = {
     "counting labels": {},
     "reading the window": {},
     "planning": {"subject": "seq2seq", "curriculum": None},
-    "marks": {"subject": "pictures", "regularization": None, "curriculum": None},
+    "snapshots": {"subject": "pictures", "regularization": None, "curriculum": None},
     "training step": {},
     "clip": {},
     "gradient norm": {"max_grad_norm": 0.0},
@@ -140,7 +140,7 @@ def test_each_of_these_recoveries_is_needed(tmp_path, monkeypatch, without_fault
     assert "of training ran out of memory" in text and advised in text and "CUDA out of memory" in text
 
 
-@pytest.mark.parametrize("kind", ["counting labels", "marks", "clip", "bad numbers", "measuring S", "average"])
+@pytest.mark.parametrize("kind", ["counting labels", "snapshots", "clip", "bad numbers", "measuring S", "average"])
 def test_what_fails_twice_ends_in_one_line(tmp_path, without_fault, kind):
     _, count = without_fault(kind)
     with pytest.raises(OutOfMemory) as caught:

@@ -105,7 +105,7 @@ def test_chunks_of_a_batch_give_the_gradient_of_the_whole(tmp_path, rows):
     _, stock = step(tmp_path / "stock", rows, None)
     for cap in (1, 3):
         trainer, found = step(tmp_path / str(cap), rows, MemorySettings(max_batch_size=cap))
-        assert trainer.chunked.reduction.is_exact and trainer.chunked.reduction.mixes is None
+        assert trainer.micro_batches.reduction.is_exact and trainer.micro_batches.reduction.mixes is None
         for ours, theirs in zip(found.gradients, stock.gradients, strict=True):
             assert error_of(ours, theirs) < 2e-5
 

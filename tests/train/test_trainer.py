@@ -83,7 +83,7 @@ def test_off_writes_no_files_of_the_loop(tmp_path):
 # -- the decoupled actuator --------------------------------------------------------------------------------------------
 
 
-class AnalyticPull(TrainerCallback):
+class AnalyticDecay(TrainerCallback):
     """w + u (w0 - w) in float64 after every step of the stock Trainer: the promise, written down independently."""
 
     def __init__(self, model, shrink: float) -> None:
@@ -97,9 +97,9 @@ class AnalyticPull(TrainerCallback):
                 parameter.copy_(w + self.shrink * (w0 - w))
 
 
-def assert_step_then_pull(tmp_path, make, lam: float, **changes) -> SCUTrainer:
+def assert_step_then_decay(tmp_path, make, lam: float, **changes) -> SCUTrainer:
     model = make()
-    pull = AnalyticPull(model, shrink=lam * changes.get("learning_rate", 1e-2))
+    pull = AnalyticDecay(model, shrink=lam * changes.get("learning_rate", 1e-2))
     expected = stock(model, tmp_path / "stock", callbacks=[pull], **changes)
     unpulled = stock(make(), tmp_path / "plain", **changes)
     found = trained(make(), tmp_path / "scu", Settings(law="fixed", lambda_init=lam), **changes)
@@ -121,17 +121,17 @@ ONE_STEP = {
 @pytest.mark.parametrize("case", ONE_STEP)
 def test_one_step_is_the_stock_step_and_then_the_pull(tmp_path, case):
     make, changes = ONE_STEP[case]
-    assert_step_then_pull(tmp_path, make, lam=5.0, max_steps=1, **changes)
+    assert_step_then_decay(tmp_path, make, lam=5.0, max_steps=1, **changes)
 
 
 def test_many_steps_are_stock_steps_each_followed_by_the_pull(tmp_path):
-    assert_step_then_pull(tmp_path, llama, lam=1.5, optim="sgd", learning_rate=0.05, **HARD)
+    assert_step_then_decay(tmp_path, llama, lam=1.5, optim="sgd", learning_rate=0.05, **HARD)
 
 
 @pytest.mark.parametrize("optim", ["adamw_8bit", "adamw_bnb_8bit"])
 def test_eight_bit_optimizers_are_pulled_like_any_other(tmp_path, optim):
     pytest.importorskip("bitsandbytes", reason="the qlora extra is not installed")
-    found = assert_step_then_pull(tmp_path, lambda: llama(hidden=64), lam=5.0, max_steps=1, optim=optim)
+    found = assert_step_then_decay(tmp_path, lambda: llama(hidden=64), lam=5.0, max_steps=1, optim=optim)
     states = found.optimizer.optimizer.state.values()
     assert torch.uint8 in {state["state1"].dtype for state in states}, "no tensor was large enough for 8 bits"
 

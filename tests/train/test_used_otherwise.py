@@ -90,10 +90,10 @@ def test_who_chooses_samples_and_losses_past_a_curriculum_is_told(tmp_path):
         made(tmp_path, OwnLoader, **LOOPS).train()
     with pytest.raises(ControlError, match=r"that of OwnLoss does not call it; .* super\(\)\.compute_loss"):
         made(tmp_path, OwnLoss, **LOOPS).train()
-    only_books = made(tmp_path, OwnLoss, **LOOPS | {"curriculum": CurriculumSettings("none")})
-    only_books.train()
-    assert only_books.state.global_step == 6 and only_books.bad_numbers.skipped_steps == 0
-    assert any("compute_loss of OwnLoss does not call" in notice for notice in only_books.curriculum.notices)
+    only_statistics = made(tmp_path, OwnLoss, **LOOPS | {"curriculum": CurriculumSettings("none")})
+    only_statistics.train()
+    assert only_statistics.state.global_step == 6 and only_statistics.nonfinite_guard.skipped_steps == 0
+    assert any("compute_loss of OwnLoss does not call" in notice for notice in only_statistics.curriculum.notices)
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -128,17 +128,19 @@ def test_trained_twice_it_is_the_stock_trainer_trained_twice(tmp_path):
 
 def counted(trainer) -> tuple[float, ...]:
     """Windows, rows, tokens."""
-    loop, curriculum, regularizer = trainer.chunked.loop, trainer.curriculum, trainer.regularizer
+    loop, curriculum, regularizer = trainer.micro_batches.loop, trainer.curriculum, trainer.regularizer
     return loop.statistics.windows, curriculum.rows_trained, regularizer.progress.tokens_seen
 
 
-def test_the_second_training_has_its_own_books(tmp_path):
+def test_the_second_training_has_its_own_statistics(tmp_path):
     trainer = made(tmp_path, **LOOPS)
     trainer.train()
     start = weights_of(llama())
     firsts = counted(trainer)
     trainer.train()
-    assert same(trainer.regularizer.prior.state_dict(), start), "lambda pulls toward where the first training began"
+    assert same(trainer.regularizer.prior.state_dict(), start), (
+        "lambda decays weights toward where the first training began"
+    )
     assert counted(trainer) == firsts
     rows = read_rows(tmp_path / "scu_history.json")
     assert [row["step"] for row in rows] == list(range(1, 7))
@@ -149,11 +151,11 @@ def test_the_second_training_has_its_own_books(tmp_path):
 def test_skipped_steps_and_notices_are_those_of_the_last_training(tmp_path):
     trainer = made(tmp_path, safety=SafetySettings(), curriculum=CurriculumSettings("none"))
     trainer.train()
-    trainer.bad_numbers.skipped_steps = 3
-    trainer.bad_numbers.divergence.notices.append("it diverged")
+    trainer.nonfinite_guard.skipped_steps = 3
+    trainer.nonfinite_guard.divergence.notices.append("it diverged")
     trainer.curriculum.notices.append("said before")
     trainer.train()
-    assert trainer.bad_numbers.skipped_steps == 0 and trainer.bad_numbers.notices == []
+    assert trainer.nonfinite_guard.skipped_steps == 0 and trainer.nonfinite_guard.notices == []
     assert "said before" not in trainer.curriculum.notices
 
 
@@ -186,9 +188,9 @@ def test_what_was_found_out_of_one_model_is_not_taken_for_the_next(tmp_path):
     args, memory = arguments(tmp_path, max_steps=2), MemorySettings(max_batch_size=2)
     trainer = SCUTrainer(args=args, model_init=lambda: next(kinds)(), train_dataset=Points(), memory=memory)
     trainer.train()
-    assert trainer.chunked.reduction.is_exact
+    assert trainer.micro_batches.reduction.is_exact
     trainer.train()
-    assert not trainer.chunked.reduction.is_exact
+    assert not trainer.micro_batches.reduction.is_exact
 
 
 # -- again from a checkpoint, in the same process ----------------------------------------------------------------------

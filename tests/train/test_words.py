@@ -1,4 +1,4 @@
-"""The GRU over words in the loop: the command, the three loops, chunks, faults, resume, evaluation, refusals."""
+"""The GRU over words in the loop: the command, the three loops, micro-batches, faults, resume, evaluation, refusals."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_out_of_memory_changes_nothing_but_the_chunks(tmp_path):
     with fail_above_tokens(model, 30) as tried:
         survived = run(tmp_path / "small", model, memory=MemorySettings(), max_steps=3)
     assert max(tried) > 30 and close(weights_of(survived.model), whole)
-    assert survived.chunked.loop.statistics.out_of_memory > 0
+    assert survived.micro_batches.loop.statistics.out_of_memory > 0
 
 
 def test_a_fault_in_mid_backward_with_dropout_is_no_fault(tmp_path):
@@ -89,8 +89,8 @@ def test_a_fault_in_mid_backward_with_dropout_is_no_fault(tmp_path):
     with fail_in_backward(model.model.layers[0].weight_hh_l0, call=1) as fault:
         again = run(tmp_path / "fault", model, **settings)
     assert fault.calls > 3
-    assert again.chunked.loop.statistics.out_of_memory == 1 and again.state.global_step == 3
-    assert close(weights_of(again.model), weights_of(whole.model), bound=0.2)  # other chunks draw other masks
+    assert again.micro_batches.loop.statistics.out_of_memory == 1 and again.state.global_step == 3
+    assert close(weights_of(again.model), weights_of(whole.model), bound=0.2)  # other micro-batches draw other masks
 
 
 def test_all_loops_off_is_the_stock_trainer(tmp_path):
@@ -247,7 +247,7 @@ def test_training_goes_on_from_a_trained_model_and_its_words(farm, farm_run, tmp
 
     parts = task.load(job, Console(quiet=True))
     assert parts.processor.get_vocab() == json.loads((farm_run / "tokenizer.json").read_text())["model"]["vocab"]
-    assert task.probe(parts)["category_ids"].shape == (1,)
+    assert task.example_inputs(parts)["category_ids"].shape == (1,)
 
 
 def test_activations_are_checkpointed_on_request(farm, tmp_path, capsys):

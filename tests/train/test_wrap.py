@@ -143,7 +143,7 @@ def test_a_loss_that_mixes_rows_runs_whole_and_is_said(tmp_path, caplog):
     window = {"max_steps": 1, "gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"}
     memory = MemorySettings(memory_control=True)
     trainer, recorder = fit(wrap(net(), contrastive), tmp_path, memory=memory, **window)
-    assert trainer.model.row_loss.kind == "whole" and not trainer.chunked.reduction.is_exact
+    assert trainer.model.row_loss.kind == "whole" and not trainer.micro_batches.reduction.is_exact
     assert "batches are taken whole" in caplog.text
     halves = [plain_gradients(net(), contrastive, PAIRS[start : start + 6], 6) for start in (0, 6)]
     mean = {name: (halves[0][name] + halves[1][name]) / 2 for name in halves[0]}
@@ -190,7 +190,7 @@ def test_a_mean_with_weights_of_classes_is_split_exactly(tmp_path, case):
     for memory in (None, MemorySettings(max_batch_size=5), MemorySettings(max_batch_size=1)):
         trainer, recorder = fit(wrap(net(10), WEIGHTED[case]), tmp_path, rows, memory=memory, **window)
         assert error_of(recorder.gradients[0], expected) < 1e-6
-    assert trainer.chunked.reduction.is_exact and trainer.chunked.loop.statistics.chunks == 12
+    assert trainer.micro_batches.reduction.is_exact and trainer.micro_batches.loop.statistics.chunks == 12
 
 
 def test_weights_that_nobody_states_mix_rows():
@@ -456,7 +456,7 @@ def test_all_loops_survive_out_of_memory(tmp_path):
     model = wrap(net(), nn.CrossEntropyLoss())
     with fail_above_tokens(model, 4) as tried:
         trainer, found = fit(model, tmp_path / "b", memory=memory, **loops, **changes)
-    assert max(tried) > 4 and trainer.chunked.loop.statistics.out_of_memory > 0
+    assert max(tried) > 4 and trainer.micro_batches.loop.statistics.out_of_memory > 0
     assert all(error_of(a, b) < 1e-5 for a, b in zip(found.weights, expected.weights, strict=True))
     assert trainer.regularizer.progress.tokens_n == ROWS
     assert all(row["s"] is not None for row in read_rows(tmp_path / "b" / "scu_history.json"))
@@ -527,4 +527,4 @@ def test_batch_norm_is_warned_of(tmp_path, caplog):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
     trainer, _ = fit(wrap(model, nn.CrossEntropyLoss()), tmp_path, memory=MemorySettings(memory_control=True))
-    assert "(BatchNorm)" in trainer.chunked.reduction.mixes and "would not give the gradient" in caplog.text
+    assert "(BatchNorm)" in trainer.micro_batches.reduction.mixes and "would not give the gradient" in caplog.text

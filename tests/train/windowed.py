@@ -1,4 +1,4 @@
-"""A stock Trainer that runs each optimizer window in chunks through ``ranks``, with faults on demand.
+"""A stock Trainer that runs each optimizer window in micro-batches through ``ranks``, with faults on demand.
 
 The smallest loop that uses the interface, for the tests of ``train/step/distributed``.
 """
@@ -17,7 +17,8 @@ from scu_trainer.train.step.distributed.launchers import ranks_for
 
 @dataclass(frozen=True)
 class Fault:
-    """Out of memory on ``rank`` in the middle of chunk ``call`` of its run (from 0), or from there on ``forever``.
+    """Out of memory on ``rank`` in the middle of micro-batch ``call`` of its run (from 0), or from there on
+    ``forever``.
 
     ``place``: "forward", or "backward" when some gradients have been added.
     """
@@ -29,7 +30,7 @@ class Fault:
 
 
 class Windowed(Trainer):
-    """``splits``: chunks per accumulation batch on each rank. ``recover`` False: what a naive retry would do."""
+    """``splits``: micro-batches per accumulation batch on each rank. ``recover`` False: what a naive retry would do."""
 
     def __init__(self, *args, splits=(1, 1), fault: Fault | None = None, recover: bool = True, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -54,7 +55,7 @@ class Windowed(Trainer):
         chunks = [chunk for batch in self.batches for chunk in cut(batch, parts)]
         with self.ranks.window(model):
             failed = self._run_chunks(model, chunks, items)
-            seen = self.ranks.agree([failed, self.ranks.rank, -self.ranks.rank])
+            seen = self.ranks.all_reduce_max([failed, self.ranks.rank, -self.ranks.rank])
             assert seen[1:] == [self.ranks.world_size - 1, 0]
             if seen[0]:
                 raise RuntimeError("some rank failed for good")
@@ -65,7 +66,7 @@ class Windowed(Trainer):
         while i < len(chunks):
             out_of_memory = False
             try:
-                with self.ranks.chunk(last=i == len(chunks) - 1), self._faults():
+                with self.ranks.micro_batch(last=i == len(chunks) - 1), self._faults():
                     self.losses.append(super().training_step(model, dict(chunks[i]), items))
             except torch.OutOfMemoryError:
                 out_of_memory = True
@@ -113,7 +114,7 @@ class OutOfMemory:
 
 
 def cut(batch: dict[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
-    """``parts`` chunks of rows, as even as they can be."""
+    """``parts`` micro-batches of rows, as even as they can be."""
     rows = len(next(iter(batch.values())))
     edges = [rows * part // parts for part in range(parts + 1)]
     return [{name: tensor[a:b] for name, tensor in batch.items()} for a, b in itertools.pairwise(edges) if b > a]

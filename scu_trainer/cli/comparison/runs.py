@@ -46,7 +46,7 @@ class Start:
     def run(self) -> int:
         require_writable(self.plan.folder)
         with comparison.only_one(self.plan.folder):
-            self._claim()
+            self._lock()
             comparison.stop_left_behind(self.plan.folder, self.hands)
             states = found_states(self.plan, known_runs(self.plan.folder), self.options.retry_failed)
             self._tell_start(states)
@@ -56,7 +56,7 @@ class Start:
             record = self.write(states)
         return self._end(record, states)
 
-    def _claim(self) -> None:
+    def _lock(self) -> None:
         """The plan that is there goes on; a new one is written."""
         before, folder = read_plan(self.plan.folder), self.plan.folder
         if before is None:

@@ -36,7 +36,7 @@ from scu_trainer.settings.tasks import TEXT, TaskSettings
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
 
-    from scu_trainer.cli.evaluation.scoring import Question
+    from scu_trainer.cli.evaluation.scoring import EvaluationRequest
     from scu_trainer.train.evaluation.harness import Harness
     from scu_trainer.train.job.job import Task
 
@@ -165,9 +165,11 @@ def _evaluate(
     }
 
 
-def _question(subjects: list[Subject], typed: dict[str, Any], options: EvalOptions, asked: HarnessOptions) -> Question:
+def _question(
+    subjects: list[Subject], typed: dict[str, Any], options: EvalOptions, asked: HarnessOptions
+) -> EvaluationRequest:
     """Everything that can be found wrong before a model is loaded has been looked at."""
-    from scu_trainer.cli.evaluation.scoring import Question
+    from scu_trainer.cli.evaluation.scoring import EvaluationRequest
     from scu_trainer.cli.evaluation.windows import refuse_windows, windows_of
     from scu_trainer.train.tasks import task_of
 
@@ -176,7 +178,7 @@ def _question(subjects: list[Subject], typed: dict[str, Any], options: EvalOptio
     _require_task(task, subjects, typed, options, asked)
     refuse_windows(options, task.name, typed)
     precision = (owner.mixed_precision or "no") if options.mixed_precision == "auto" else options.mixed_precision
-    question = Question(task, None, owner, options.seed, precision, options.batch_tokens or BATCH_TOKENS)
+    question = EvaluationRequest(task, None, owner, options.seed, precision, options.batch_tokens or BATCH_TOKENS)
     if owner.run or typed or not asked.names:
         question.settings, question.seed = held_out_settings(owner, typed, options.seed)
         is_given = owner.run is not None or "block_size" in typed

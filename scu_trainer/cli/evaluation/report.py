@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.evaluation.options import EvalOptions, HarnessOptions
-from scu_trainer.cli.evaluation.scoring import Answer, Question
+from scu_trainer.cli.evaluation.scoring import EvaluationRequest, EvaluationResult
 from scu_trainer.cli.subjects import Subject, may_have_learned, own_split
 
 if TYPE_CHECKING:
@@ -44,47 +44,49 @@ def verdict(difference: BootstrapInterval, count: int, item: str = "document") -
 # -- held-out documents ------------------------------------------------------------------------------------------------
 
 
-def held_out_report(question: Question, subjects: list[Subject], answers: list[Answer]) -> dict[str, Any]:
+def held_out_report(
+    request: EvaluationRequest, subjects: list[Subject], answers: list[EvaluationResult]
+) -> dict[str, Any]:
     """What was scored, and how."""
-    settings, scores = question.settings, answers[0].scores
+    settings, scores = request.settings, answers[0].scores
     return {
-        "item": question.task.item,
-        "unit": question.task.unit,
+        "item": request.task.item,
+        "unit": request.task.unit,
         "dataset": settings.eval_dataset or settings.dataset,
-        "fingerprint": question.data.fingerprint,
-        "split_seed": question.seed,
+        "fingerprint": request.data.fingerprint,
+        "split_seed": request.seed,
         "documents": len(scores.tokens),
         "tokens": int(scores.tokens.sum()),
-        "windows": _windows(question),
+        "windows": _windows(request),
     }
 
 
-def _windows(question: Question) -> Optional[dict[str, int]]:
+def _windows(request: EvaluationRequest) -> Optional[dict[str, int]]:
     """None for rows that are no text."""
     from scu_trainer.train.evaluation.sliding import Windows
 
-    if question.task.unit == "label":
+    if request.task.unit == "label":
         return None
-    size = question.settings.block_size
-    windows = question.windows or Windows(size, size)
+    size = request.settings.block_size
+    windows = request.windows or Windows(size, size)
     return {**asdict(windows), "least_context": windows.least_context}
 
 
-def models_report(subjects: list[Subject], answers: list[Answer], options: EvalOptions) -> dict[str, Any]:
+def models_report(subjects: list[Subject], answers: list[EvaluationResult], options: EvalOptions) -> dict[str, Any]:
     """``model``: the first one; ``against``: the others, each with its own difference, model minus other."""
-    rows = [_figures_of(subject, answer, options) for subject, answer in zip(subjects, answers, strict=True)]
-    for row, answer in zip(rows[1:], answers[1:], strict=True):
-        if answer.scores is not None:
-            row["difference"] = _difference(answer.scores, answers[0].scores, options)
+    rows = [_figures_of(subject, result, options) for subject, result in zip(subjects, answers, strict=True)]
+    for row, result in zip(rows[1:], answers[1:], strict=True):
+        if result.scores is not None:
+            row["difference"] = _difference(result.scores, answers[0].scores, options)
     return {"model": rows[0], "against": rows[1:]}
 
 
-def _figures_of(subject: Subject, answer: Answer, options: EvalOptions) -> dict[str, Any]:
+def _figures_of(subject: Subject, result: EvaluationResult, options: EvalOptions) -> dict[str, Any]:
     from scu_trainer.train.evaluation.scoring import bootstrap_accuracy, bootstrap_bpt
 
-    scores, row = answer.scores, {"name": subject.name, "word": subject.word}
-    if answer.merge is not None:
-        row["merge"] = answer.merge
+    scores, row = result.scores, {"name": subject.name, "word": subject.word}
+    if result.merge is not None:
+        row["merge"] = result.merge
     if scores is None:
         return row
     row["bpt"] = _bounds(bootstrap_bpt(scores, **options.how), scores)
@@ -116,7 +118,9 @@ def _bounds(interval: BootstrapInterval, scores: DocumentScores) -> dict[str, An
 # -- tasks of lm-evaluation-harness ------------------------------------------------------------------------------------
 
 
-def tasks_report(subjects: list[Subject], answers: list[Answer], asked: HarnessOptions, options: EvalOptions) -> Any:
+def tasks_report(
+    subjects: list[Subject], answers: list[EvaluationResult], asked: HarnessOptions, options: EvalOptions
+) -> Any:
     """How the harness was asked, and a row per task, metric and model."""
     from scu_trainer.train.evaluation.harness import harness_version
 
@@ -129,8 +133,8 @@ def tasks_report(subjects: list[Subject], answers: list[Answer], asked: HarnessO
         "interval": "value +- normal quantile x stderr of lm_eval",
         "results": [
             _task_row(subject, figure, None if number == 0 else first.get(figure.key), options)
-            for number, (subject, answer) in enumerate(zip(subjects, answers, strict=True))
-            for figure in answer.figures
+            for number, (subject, result) in enumerate(zip(subjects, answers, strict=True))
+            for figure in result.figures
         ],
     }
 
@@ -156,22 +160,24 @@ def _task_row(
 # -- notes -------------------------------------------------------------------------------------------------------------
 
 
-def notes_of(question: Question, subjects: list[Subject], answers: list[Answer], typed: dict[str, Any]) -> list[str]:
+def notes_of(
+    request: EvaluationRequest, subjects: list[Subject], answers: list[EvaluationResult], typed: dict[str, Any]
+) -> list[str]:
     """What a reader must know beside the figures."""
     notes = [
-        note for subject, answer in zip(subjects, answers, strict=True) for note in _notes_on_merge(subject, answer)
+        note for subject, result in zip(subjects, answers, strict=True) for note in _notes_on_merge(subject, result)
     ]
-    if question.settings is not None:
-        notes += [*_notes_on_data(question.data, question.task.item), *_notes_on_training(subjects, question)]
-        owner = question.owner
-        if owner.run and not typed and question.data.fingerprint != owner.run["data"]["fingerprint"]:
+    if request.settings is not None:
+        notes += [*_notes_on_data(request.data, request.task.item), *_notes_on_training(subjects, request)]
+        owner = request.owner
+        if owner.run and not typed and request.data.fingerprint != owner.run["data"]["fingerprint"]:
             notes.append(f"the data have another fingerprint than when {owner.name} was trained: {MAY_HAVE_LEARNED}")
     return [*notes, *dict.fromkeys(_notes_on_figures(subjects, answers))]
 
 
-def _notes_on_figures(subjects: list[Subject], answers: list[Answer]) -> Iterator[str]:
-    for subject, answer in zip(subjects, answers, strict=True):
-        for figure in answer.figures:
+def _notes_on_figures(subjects: list[Subject], answers: list[EvaluationResult]) -> Iterator[str]:
+    for subject, result in zip(subjects, answers, strict=True):
+        for figure in result.figures:
             if figure.questions is not None and figure.questions < FEW_QUESTIONS:
                 yield f"{figure.task} asked {_count(figure.questions, 'question')}: too few to trust an interval"
             if figure.stderr == 0.0:
@@ -179,8 +185,8 @@ def _notes_on_figures(subjects: list[Subject], answers: list[Answer]) -> Iterato
                 yield f"{figure.task}: every question gave {who} the same {figure.metric}, so it has no interval"
 
 
-def _notes_on_merge(subject: Subject, answer: Answer) -> list[str]:
-    if answer.merge is None or answer.merge["is_within_tolerance"]:
+def _notes_on_merge(subject: Subject, result: EvaluationResult) -> list[str]:
+    if result.merge is None or result.merge["is_within_tolerance"]:
         return []
     return [f"{subject.name}: its logits are farther from the adapter's than the tolerance; do not use it unseen"]
 
@@ -193,13 +199,13 @@ def _notes_on_data(data: Any, item: str) -> list[str]:
     return notes
 
 
-def _notes_on_training(subjects: list[Subject], question: Question) -> list[str]:
+def _notes_on_training(subjects: list[Subject], request: EvaluationRequest) -> list[str]:
     from scu_trainer.train.loops.weight_average import (
         EMA_FILE,  # beside the weights of a checkpoint whose run evaluated averages
     )
 
     own = [subject for subject in subjects if subject.word is None]
-    split = question.settings, question.seed, own_split(question.owner)
+    split = request.settings, request.seed, own_split(request.owner)
     suspects = [subject for subject in own if may_have_learned(subject, *split)]
     averaged = [subject for subject in own if (Path(subject.source) / EMA_FILE).is_file()]
     return [

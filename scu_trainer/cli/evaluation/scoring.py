@@ -27,7 +27,7 @@ CHECKED_ROWS, CHECKED_TOKENS = 4, 256
 
 
 @dataclass
-class Answer:
+class EvaluationResult:
     """What one model gave. ``merge``: of a merged one its type, and how far its logits are from the adapter's."""
 
     scores: Optional[DocumentScores] = None
@@ -36,7 +36,7 @@ class Answer:
 
 
 @dataclass
-class Question:
+class EvaluationRequest:
     """What all models of a comparison are asked. One ``precision``: they round alike, as the figures of the run did.
 
     ``settings``: of the held-out documents; None: no documents, tasks only. ``data``: the rows of the ``owner``, once
@@ -54,18 +54,18 @@ class Question:
     data: Any = None
     held_out: Optional[list[str]] = None
 
-    def ask(self, subject: Subject) -> Answer:
+    def ask(self, subject: Subject) -> EvaluationResult:
         """One model is in memory at a time, but where an adapter is merged."""
-        answer = Answer()
+        result = EvaluationResult()
         model, tokenizer, parts = self._loaded(subject)
         if subject.merge_dtype is not None:
-            model, answer.merge = _merged(model, subject.merge_dtype, self._checked_ids(tokenizer, parts))
+            model, result.merge = _merged(model, subject.merge_dtype, self._checked_ids(tokenizer, parts))
             parts = None if parts is None else replace(parts, model=model)
         if parts is not None:
-            answer.scores = self._scores(subject, parts)
+            result.scores = self._scores(subject, parts)
         if self.harness is not None:
-            answer.figures = tuple(self.harness.ask(model, tokenizer, self.precision))
-        return answer
+            result.figures = tuple(self.harness.ask(model, tokenizer, self.precision))
+        return result
 
     def _loaded(self, subject: Subject) -> tuple[nn.Module, Any, Optional[TrainingComponents]]:
         if self.settings is not None:
@@ -80,7 +80,7 @@ class Question:
 
         dtype = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
         device = next(parts.model.parameters()).device.type
-        with self._memory_told(), torch.autocast(device, dtype, enabled=dtype is not None):
+        with self._memory_reported(), torch.autocast(device, dtype, enabled=dtype is not None):
             scores = self.task.score(parts.model, parts)
         broken = int((~numpy.isfinite(scores.nats)).sum())
         if broken:
@@ -89,7 +89,7 @@ class Question:
         return scores
 
     @contextmanager
-    def _memory_told(self) -> Iterator[None]:
+    def _memory_reported(self) -> Iterator[None]:
         import torch
 
         try:

@@ -1,4 +1,4 @@
-"""``scu-trainer hardware optimize``: list what of ours takes room and is used by nobody; remove it if told to."""
+"""``scu-trainer hardware optimize``: list what of ours takes room and is used by nobody; remove it on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scu_trainer.hardware.watching.leftovers import (
     Leftover,
     build_locks,
     cached,
-    claimed,
+    locked_by,
     offloaded,
     remove,
     scratch,
@@ -146,9 +146,9 @@ def _unfinished_checkpoints(run: Path) -> Iterator[Leftover]:
         staged = path / path.name.removeprefix(STAGING)
         if staged.is_dir() and has_manifest(staged) and fault_of_files(staged) is None:
             continue
-        claim = functools.partial(_run_lock, run)
-        used_by = claimed(claim)
-        yield Leftover("unfinished checkpoint", run, path.name, OURS, size_bytes(path), used_by, claim)
+        lock = functools.partial(_run_lock, run)
+        used_by = locked_by(lock)
+        yield Leftover("unfinished checkpoint", run, path.name, OURS, size_bytes(path), used_by, lock)
 
 
 @contextlib.contextmanager

@@ -203,12 +203,12 @@ def considered(source: Source, job: Job, target: Target) -> list[Planned]:
         candidate = _planned(source, choice, asked, job, target)
         if candidate is None:
             continue
-        if candidate.footprint.lasting_bytes > target.limit_bytes:
+        if candidate.estimate.lasting_bytes > target.limit_bytes:
             too_large.add(_stored(choice))
-        if candidate.fits or candidate.footprint.peak_bytes < lowest_bytes:
+        if candidate.fits or candidate.estimate.peak_bytes < lowest_bytes:
             found.append(candidate)
             faster += fastest < math.inf
-        lowest_bytes = min(lowest_bytes, candidate.footprint.peak_bytes)
+        lowest_bytes = min(lowest_bytes, candidate.estimate.peak_bytes)
         if candidate.fits:
             fastest, lowest_bytes = time, 0
     return found

@@ -11,7 +11,7 @@ from scu_trainer.hardware.recommend import CHANGES
 from scu_trainer.run_files import readable
 
 if TYPE_CHECKING:
-    from scu_trainer.hardware.estimate import Footprint
+    from scu_trainer.hardware.estimate import MemoryEstimate
     from scu_trainer.train.memory_estimate.plan import Planned
     from scu_trainer.train.memory_estimate.shapes import Step
 
@@ -27,8 +27,8 @@ IN_WORDS = {
 }
 
 
-def predicted(footprint: Footprint, step: Step) -> dict[str, Any]:
-    return {**footprint.as_dict(), **_chunk(step)}
+def predicted(estimate: MemoryEstimate, step: Step) -> dict[str, Any]:
+    return {**estimate.as_dict(), **_micro_batch(step)}
 
 
 def as_dict(planned: Planned, asked: Planned, device: str) -> dict[str, Any]:
@@ -36,15 +36,15 @@ def as_dict(planned: Planned, asked: Planned, device: str) -> dict[str, Any]:
     return {
         "settings": planned.choice.settings(asked.choice),
         "fits": planned.fits,
-        "peak_bytes": planned.footprint.peak_bytes,
-        **_chunk(planned.step),
+        "peak_bytes": planned.estimate.peak_bytes,
+        **_micro_batch(planned.step),
         "relative_time": round(planned.choice.time(device) / asked.choice.time(device), 2),
         "changes": CHANGES[planned.choice.change(asked.choice)],
     }
 
 
-def _chunk(step: Step) -> dict[str, int]:
-    return {"rows_per_chunk": step.rows, "tokens_per_row": step.length, "chunks_per_step": step.chunks}
+def _micro_batch(step: Step) -> dict[str, int]:
+    return {"rows_per_chunk": step.rows, "tokens_per_row": step.length, "chunks_per_step": step.micro_batches}
 
 
 # -- on a screen -------------------------------------------------------------------------------------------------------
@@ -76,8 +76,8 @@ def _head(report: dict[str, Any]) -> str:
     )
 
 
-def _in_words(chunk: dict[str, Any]) -> str:
-    rows, length = chunk["rows_per_chunk"], chunk["tokens_per_row"]
+def _in_words(planned: dict[str, Any]) -> str:
+    rows, length = planned["rows_per_chunk"], planned["tokens_per_row"]
     return f"{rows} x {length} tokens" if length > 1 else f"{rows} rows"
 
 
@@ -99,7 +99,7 @@ def _choices(report: dict[str, Any]):
 
     table = Table(box=None, pad_edge=False)
     table.add_column("settings", overflow="fold")
-    for title in ("peak", "chunk", "fits", "time"):
+    for title in ("peak", "micro-batch", "fits", "time"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("changes", overflow="fold")
     for choice in report["choices"]:

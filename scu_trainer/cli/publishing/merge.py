@@ -189,7 +189,7 @@ class _Merging:
         from scu_trainer.models.export import read_back, require_same_logits, write_model
         from scu_trainer.models.merge import merge_adapter
 
-        with _disk_told(folder):
+        with _disk_reported(folder):
             merged = merge_adapter(self.parts.model, self.dtype)
             write_model(merged, self.parts.processor, folder, self.options.max_shard_size)
         del merged
@@ -250,7 +250,7 @@ def adapter_hash(source: Path) -> str:
 
 
 @contextlib.contextmanager
-def _disk_told(folder: Path) -> Iterator[None]:
+def _disk_reported(folder: Path) -> Iterator[None]:
     from scu_trainer.train.checkpoints.writer import is_write_error
 
     try:

@@ -46,7 +46,7 @@ class Wanted:
         return any(_state(folder, name)[2] for folder, name in zip(self.folders, self.names, strict=True))
 
     def may_write(self, folder: Path) -> bool:
-        """A report inside of a run that has not begun would take the place that training claims for itself."""
+        """A report inside of a run that has not begun would take the place that training locks for itself."""
         place = folder.resolve()
         inside = [run for run in self.folders if run.resolve() in (place, *place.parents)]
         return self.is_comparison or all(has_begun(run) for run in inside)
@@ -79,7 +79,7 @@ def require_begun(wanted: Wanted, folder: Path) -> None:
 
 
 def _may_become_one(folder: Path) -> bool:
-    """Whether training may be about to write there: it claims a folder while it loads."""
+    """Whether training may be about to write there: it locks a folder while it loads."""
     return not folder.exists() or (folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOCK_FILE})
 
 

@@ -146,7 +146,7 @@ def _kept(name: str, array: numpy.ndarray) -> numpy.ndarray:
 def _numbers(name: str, array: numpy.ndarray, form: Form) -> numpy.ndarray:
     if array.dtype.name == "uint16":
         array = array.astype("float32") / 100 + ABSOLUTE_ZERO_CELSIUS
-    with numpy.errstate(over="ignore"):  # told apart from a number right below
+    with numpy.errstate(over="ignore"):  # distinguished from a number right below
         kept = array.astype(form.kept_as)
     wrong = ~numpy.isfinite(kept)
     if wrong.any():
@@ -161,7 +161,7 @@ def _numbers(name: str, array: numpy.ndarray, form: Form) -> numpy.ndarray:
 def _no_number(name: str, array: numpy.ndarray, place: tuple[int, ...], form: Form) -> BadRecording:
     value = f"{name}{list(place)} is {array[place]}"
     if not numpy.isfinite(array[place]):
-        return BadRecording("no number", f"{value}; all values must be finite numbers")
+        return BadRecording("not finite", f"{value}; all values must be finite numbers")
     most = f"{float(numpy.finfo(form.kept_as).max):g}{' °C' if form.is_temperature else ''}"
     return BadRecording("too large", f"{value}, too large for {form.kept_as}, in which it is kept; at most {most}")
 

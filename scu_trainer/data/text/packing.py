@@ -46,41 +46,44 @@ class Row(NamedTuple):
 
 def packed(documents: Iterable[NumberedDocument], block_size: int, isolate: bool) -> Iterator[Row]:
     """Rows of exactly ``block_size`` tokens over all documents, one after the other; the last one may be shorter."""
-    pieces: list[NumberedDocument] = []
+    segments: list[NumberedDocument] = []
     room = block_size
     for document in documents:
         start = 0
         while start < len(document.input_ids):
             end = min(start + room, len(document.input_ids))
-            pieces.append(_piece(document, start, end))
+            segments.append(_segment(document, start, end))
             room -= end - start
             start = end
             if room == 0:
-                yield _joined(pieces, isolate)
-                pieces, room = [], block_size
-    if pieces:
-        yield _joined(pieces, isolate)
+                yield _joined(segments, isolate)
+                segments, room = [], block_size
+    if segments:
+        yield _joined(segments, isolate)
 
 
 def windows(documents: Iterable[NumberedDocument], block_size: int) -> Iterator[Row]:
     """Rows of one document each. They overlap by one token: all but a document's first are predicted once."""
     for document in documents:
         for start in range(0, max(1, len(document.input_ids) - 1), block_size - 1):
-            yield _joined([_piece(document, start, start + block_size)], isolate=True)
+            yield _joined([_segment(document, start, start + block_size)], isolate=True)
 
 
-def _piece(document: NumberedDocument, start: int, end: int) -> NumberedDocument:
+def _segment(document: NumberedDocument, start: int, end: int) -> NumberedDocument:
     return NumberedDocument(document.number, document.input_ids[start:end], document.labels[start:end])
 
 
-def _joined(pieces: list[NumberedDocument], isolate: bool) -> Row:
-    labels = numpy.concatenate([piece.labels for piece in pieces])
-    lengths = [len(piece.input_ids) for piece in pieces]
+def _joined(segments: list[NumberedDocument], isolate: bool) -> Row:
+    labels = numpy.concatenate([segment.labels for segment in segments])
+    lengths = [len(segment.input_ids) for segment in segments]
     starts = numpy.cumsum([0, *lengths[:-1]])
     labels[starts if isolate else 0] = NOT_LEARNED
     positions = numpy.concatenate([numpy.arange(length, dtype=numpy.int32) for length in lengths])
     return Row(
-        numpy.concatenate([piece.input_ids for piece in pieces]), labels, positions, [piece.number for piece in pieces]
+        numpy.concatenate([segment.input_ids for segment in segments]),
+        labels,
+        positions,
+        [segment.number for segment in segments],
     )
 
 

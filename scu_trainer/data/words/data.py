@@ -217,7 +217,7 @@ def _texts(plan: _Plan, source: Source, limit: int | None, statistics: WordStati
 
 def _learned(texts: Texts, order: numpy.ndarray, own: WordSettings) -> _Known:
     """Words and categories of the training texts, the most frequent category first."""
-    tokenizer = word_tokenizer(([text.text for _, text in piece] for piece in texts.pieces(order)), own)
+    tokenizer = word_tokenizer(([text.text for _, text in batch] for batch in texts.batches(order)), own)
     counts = Counter(category for category in texts.categories(order) if category not in (None, UNKNOWN_CATEGORY))
     names = sorted(counts, key=lambda name: (-counts[name], name))
     return _Known(tokenizer, (UNKNOWN_CATEGORY, *names))
@@ -234,9 +234,9 @@ class _Encoder:
         self, texts: Texts, order: numpy.ndarray, category_ids: numpy.ndarray, held_out: bool, described: list
     ) -> Iterator[NumberedDocument]:
         """In the given order. ``category_ids`` (texts,) is filled, ``described`` grows if ``held_out``, as they go."""
-        for piece in texts.pieces(order):
-            encoded = self.tokenizer([text.text for _, text in piece], verbose=False)["input_ids"]
-            for (number, text), ids in zip(piece, encoded, strict=True):
+        for batch in texts.batches(order):
+            encoded = self.tokenizer([text.text for _, text in batch], verbose=False)["input_ids"]
+            for (number, text), ids in zip(batch, encoded, strict=True):
                 words = numpy.asarray([*ids, self.tokenizer.eos_token_id], dtype=numpy.int32)
                 category_ids[number] = self._category(text.category, held_out)
                 self._count(words, held_out)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TEXTS_VERSION = 1  # raise it when the same rows would give other texts
 TEXTS_PER_READ = 64
-PIECE_BYTES = 2**20  # a text is longer than its tokens; arrow holds what one batch was given until it is written
+BATCH_BYTES = 2**20  # a text is longer than its tokens; arrow holds what one batch was given until it is written
 
 
 class Columns(NamedTuple):
@@ -49,17 +49,17 @@ class Texts(StoredDocuments):
     def categories(self, order: numpy.ndarray) -> Iterator[Optional[str]]:
         """Of the texts in the given order."""
         rows = self._rows.select_columns("category")
-        for numbers in _pieces(order):
+        for numbers in _blocks(order):
             yield from rows[numbers]["category"].to_pylist()
 
-    def pieces(self, order: numpy.ndarray) -> Iterator[list[tuple[int, LabelledText]]]:
+    def batches(self, order: numpy.ndarray) -> Iterator[list[tuple[int, LabelledText]]]:
         """Numbers and texts in the given order; a few are in memory at a time."""
-        for numbers in _pieces(order):
+        for numbers in _blocks(order):
             table = self._rows[numbers].select(LabelledText._fields)
             yield [(int(n), LabelledText(**row)) for n, row in zip(numbers, table.to_pylist(), strict=True)]
 
 
-def _pieces(order: numpy.ndarray) -> Iterator[numpy.ndarray]:
+def _blocks(order: numpy.ndarray) -> Iterator[numpy.ndarray]:
     for start in range(0, len(order), TEXTS_PER_READ):
         yield order[start : start + TEXTS_PER_READ]
 
@@ -144,20 +144,20 @@ def _schema() -> pyarrow.Schema:
 
 def _batches(texts: Iterable[LabelledText]) -> Iterator[pyarrow.RecordBatch]:
     """Arrow batches of few texts or few bytes."""
-    for piece in _piecewise(texts):
-        yield from record_batches(({**text._asdict(), "digest": _digest(text.text)} for text in piece), _schema())
+    for batch in _batches_of(texts):
+        yield from record_batches(({**text._asdict(), "digest": _digest(text.text)} for text in batch), _schema())
 
 
-def _piecewise(texts: Iterable[LabelledText]) -> Iterator[list[LabelledText]]:
-    piece, size = [], 0
+def _batches_of(texts: Iterable[LabelledText]) -> Iterator[list[LabelledText]]:
+    batch, size = [], 0
     for text in texts:
-        piece.append(text)
+        batch.append(text)
         size += len(text.text)
-        if size >= PIECE_BYTES or len(piece) == 4 * TEXTS_PER_READ:
-            yield piece
-            piece, size = [], 0
-    if piece:
-        yield piece
+        if size >= BATCH_BYTES or len(batch) == 4 * TEXTS_PER_READ:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _digest(text: str) -> int:

@@ -14,7 +14,7 @@ PAD, UNKNOWN, BEGIN, END = "<pad>", "<unk>", "<bos>", "<eos>"
 
 
 def word_tokenizer(texts: Iterable[list[str]], own: WordSettings) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most ``own.vocabulary_size`` words, special ones included. ``texts``: read once, in pieces.
+    """A tokenizer of at most ``own.vocabulary_size`` words, special ones included. ``texts``: read once, in batches.
 
     A text that holds the likes of "<eos>" itself is cut like any other. Each text begins with <bos>.
     """

@@ -1,7 +1,7 @@
 """What of ours takes room on the disk and is used by nobody: caches, and what killed runs left behind.
 
 Finding removes nothing; ``remove`` looks again before it does. An entry is in use while a living process has a file of
-it open or mapped, or has claimed it by a lock, or where that cannot be told.
+it open or mapped, or has locked_by it by a lock, or where that is not known.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class InUse(Exception):
     """Somebody took an entry between finding and removing it. The message says who."""
 
 
-Claim = Callable[[], AbstractContextManager]
+Lock = Callable[[], AbstractContextManager]
 
 
 @dataclass(frozen=True)
 class Leftover:
     """One entry ``name`` of ``folder``. ``kind``: what it is, for people. ``pattern``: what its name must be.
 
-    ``size_bytes``: of the disk that its removal frees. ``used_by``: why it stays; None where it may go. ``claim``:
+    ``size_bytes``: of the disk that its removal frees. ``used_by``: why it stays; None where it may go. ``lock``:
     makes a context in which nobody else can begin to use it; raises InUse. ``aside``: another name that nobody takes
     for a whole entry, so that a removal that is interrupted leaves none that is half there. ``may_be_opened``: by any
     process of ours that lives, at any moment.
@@ -55,7 +55,7 @@ class Leftover:
     pattern: re.Pattern
     size_bytes: int
     used_by: Optional[str] = None
-    claim: Claim = field(default=contextlib.nullcontext, compare=False)
+    lock: Lock = field(default=contextlib.nullcontext, compare=False)
     aside: Optional[str] = None
     may_be_opened: bool = False
 
@@ -157,10 +157,10 @@ def cached(cache_dir: Path, kinds: Sequence[str], who: Users) -> Iterator[Leftov
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if path.is_dir() and CACHE_ENTRY.fullmatch(path.name):
                 whole = path.name.removesuffix(PART)
-                claim = functools.partial(_file_lock, folder / f"{whole}.lock")
-                used_by = who.any_of_ours() or who.of(path) or claimed(claim)
+                lock = functools.partial(_file_lock, folder / f"{whole}.lock")
+                used_by = who.any_of_ours() or who.of(path) or locked_by(lock)
                 sizes = (CACHE_ENTRY, size_bytes(path))
-                yield Leftover(f"cache: {kind}", folder, path.name, *sizes, used_by, claim, f"{whole}{PART}", True)
+                yield Leftover(f"cache: {kind}", folder, path.name, *sizes, used_by, lock, f"{whole}{PART}", True)
 
 
 @contextlib.contextmanager
@@ -203,15 +203,15 @@ def offloaded(folders: Iterable[Path], pattern: re.Pattern, marker: str) -> Iter
     for folder in folders:
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if pattern.fullmatch(path.name) and (path / marker).is_file():
-                claim = functools.partial(_flock, path / marker)
-                used_by = claimed(claim)
-                yield Leftover("offloaded weights", folder, path.name, pattern, size_bytes(path), used_by, claim)
+                lock = functools.partial(_flock, path / marker)
+                used_by = locked_by(lock)
+                yield Leftover("offloaded weights", folder, path.name, pattern, size_bytes(path), used_by, lock)
 
 
-def claimed(claim: Claim) -> Optional[str]:
+def locked_by(lock: Lock) -> Optional[str]:
     """Who keeps us from taking it; None for nobody."""
     try:
-        with claim():
+        with lock():
             return None
     except InUse as error:
         return str(error)
@@ -237,7 +237,7 @@ def remove(item: Leftover, who: Callable[[], Users] = users) -> int:
     where it cannot be removed."""
     if item.used_by is not None:
         raise InUse(item.used_by)
-    with item.claim():
+    with item.lock():
         living = who()
         current = (living.any_of_ours() if item.may_be_opened else None) or living.of(item.path)
         if current is not None:

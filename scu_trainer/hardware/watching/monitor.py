@@ -44,7 +44,7 @@ class RunReading:
     """A run's processes now, and what its files say.
 
     Fields:
-        processes: the leader, its workers, and on one machine the other ranks.
+        processes: the supervisor, its workers, and on one machine the other ranks.
         rss_bytes: sum of what they have in main memory; what several share is counted for each of them.
         pss_bytes: the same with shared memory split among those who share it; None where the system does not tell.
         gpu_bytes: of all GPUs, by the driver; None where it does not tell.
@@ -194,18 +194,18 @@ def read_run(target: Target) -> Optional[RunReading]:
     )
 
 
-def family(leader: psutil.Process) -> list[psutil.Process]:
-    """The leader and all that it has started; where a launcher started several ranks here, all of theirs."""
+def family(supervisor: psutil.Process) -> list[psutil.Process]:
+    """The supervisor and all that it has started; where a launcher started several ranks here, all of theirs."""
     import psutil
 
     try:
-        launcher = leader.parent() if int(leader.environ().get("LOCAL_WORLD_SIZE", "1")) > 1 else None
+        launcher = supervisor.parent() if int(supervisor.environ().get("LOCAL_WORLD_SIZE", "1")) > 1 else None
         others = [] if launcher is None else launcher.children(recursive=True)
-        return list({item.pid: item for item in (leader, *leader.children(recursive=True), *others)}.values())
+        return list({item.pid: item for item in (supervisor, *supervisor.children(recursive=True), *others)}.values())
     except psutil.NoSuchProcess:
         return []
     except psutil.AccessDenied:  # another user's: its own memory can be read, not its environment
-        return [leader]
+        return [supervisor]
 
 
 def _sizes(process: psutil.Process) -> Optional[tuple[int, Optional[int]]]:

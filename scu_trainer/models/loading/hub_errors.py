@@ -27,8 +27,8 @@ class as_hub_error:
         return None
 
     def __exit__(self, kind, error, trace) -> bool:
-        is_told = not isinstance(error, Exception) or isinstance(error, UserError)
-        line = None if is_told else hub_line(error, self.repo_id)
+        is_reported = not isinstance(error, Exception) or isinstance(error, UserError)
+        line = None if is_reported else hub_line(error, self.repo_id)
         if line is None:
             return False
         raise HubError(line) from error

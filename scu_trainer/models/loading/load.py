@@ -157,14 +157,14 @@ def load_model(
         announce_code(located(name), settings)
         require_safe_weights(located(name), settings)
         packing = _packing(name, settings, device)
-        told: dict[str, Any] = {} if packing is None else {"quantization_config": packing}
+        given: dict[str, Any] = {} if packing is None else {"quantization_config": packing}
         if placement is None:
             config = _config_of(name, settings)
             require_room_for(config, name, _bytes_per_weight(config, dtype, settings), settings.trust_remote_code)
         if settings.tuning == "qlora":
-            told["device_map"] = {"": device}
+            given["device_map"] = {"": device}
         if placement is not None:
-            told |= placement.arguments(folder)
+            given |= placement.arguments(folder)
         model, report = AutoModelForCausalLM.from_pretrained(
             located(name),
             dtype=dtype,
@@ -174,7 +174,7 @@ def load_model(
             attn_implementation=settings.attn_implementation,
             ignore_mismatched_sizes=True,  # they are in the report, with their names
             output_loading_info=True,
-            **told,
+            **given,
         )
     model.offload_folder = folder  # there as long as the model is
     _require_complete(name, report)

@@ -58,11 +58,11 @@ class Fusion(nn.Module):
 
     def forward(self, tokens: list[Tensor], masks: list[Tensor]) -> Tensor:
         """Per branch (rows, tokens, width) and bool (rows, tokens) -> (rows, queries, width)."""
-        told = torch.cat([branch + kind for branch, kind in zip(tokens, self.kinds, strict=True)], dim=1)
-        told, mask = self.norm(told), torch.cat(masks, dim=1)
-        collected = self.queries.expand(told.size(0), -1, -1)
+        tokens = torch.cat([branch + kind for branch, kind in zip(tokens, self.kinds, strict=True)], dim=1)
+        tokens, mask = self.norm(tokens), torch.cat(masks, dim=1)
+        collected = self.queries.expand(tokens.size(0), -1, -1)
         for layer in self.layers:
-            collected = layer(collected, mask, told)
+            collected = layer(collected, mask, tokens)
         return collected
 
 

@@ -2,8 +2,8 @@
 
 Batches carry uint8, a quarter of the bytes; the rest is done where the model is, by a forward pre-hook. It is no
 module: a saved model is a stock one, and a batch that is float already passes as it is. In training the random numbers
-are torch's, which the training step seeds for every chunk: a chunk that runs again after running out of memory, or in a
-resumed run, sees the same pictures.
+are torch's, which the training step seeds for every micro-batch: one that runs again after running out of memory, or
+in a resumed run, sees the same pictures.
 """
 
 from __future__ import annotations

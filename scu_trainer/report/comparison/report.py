@@ -84,8 +84,8 @@ def _value(found: Mapping[str, Any], key: str) -> Optional[float]:
 def trained_tokens(metrics: Mapping[str, Any]) -> Optional[int]:
     """Real tokens that the run trained on, from the statistics of the curriculum or of memory; None where neither
     kept."""
-    books = metrics.get("curriculum") or metrics.get("memory") or {}
-    return books.get("real_tokens")
+    counts = metrics.get("curriculum") or metrics.get("memory") or {}
+    return counts.get("real_tokens")
 
 
 def _tracking_error(run: Path, control: Mapping[str, Any], settling_step: int) -> Optional[float]:

@@ -1,8 +1,8 @@
 """Runs the runs of a comparison: a few at a time, each an ordinary training process with a run directory of its own.
 
-A run that ends badly is told and the others go on. SIGTERM, SIGHUP and Ctrl-C stop all of them with a checkpoint, twice
-is now. A comparison that was killed leaves runs that go on: the next start finds them by their mark and stops them
-first. One comparison per folder at a time: a lock that goes with the process.
+A run that ends badly is reported and the others go on. SIGTERM, SIGHUP and Ctrl-C stop all of them with a checkpoint,
+a second one at once. A comparison that was killed leaves runs that go on: the next start finds them by their mark and
+stops them first. One comparison per folder at a time: a lock that goes with the process.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ class Runner:
         """Until everything is done, or everything has stopped."""
         waiting = [key for key in self.plan.runs if self.states[key].status == "missing"]
         running: dict[str, tuple[Key, Any]] = {}
-        told, looked_at_s = 0, -TELL_EVERY_S
+        passed_on, looked_at_s = 0, -TELL_EVERY_S
         with self._listening():
             try:
                 while running or (waiting and not self.asked):
                     for place in self._places(running):
                         if waiting and not self.asked:
                             running[place] = self._start(waiting.pop(0), place)
-                    told = self._pass_on(running, told)
+                    passed_on = self._pass_on(running, passed_on)
                     for place in [name for name, (_, process) in running.items() if process.poll() is not None]:
                         self._ended(*running.pop(place))
                     if self.hands.clock() - looked_at_s >= TELL_EVERY_S:
@@ -124,11 +124,11 @@ class Runner:
         self.changed(self.states)
         self.looked(self.states)
 
-    def _pass_on(self, running: Mapping[str, tuple[Key, Any]], told: int) -> int:
-        """Tell the runs what we were told; a third time kills them."""
-        if self.asked == told:
-            return told
-        if told == 0 and running:
+    def _pass_on(self, running: Mapping[str, tuple[Key, Any]], passed_on: int) -> int:
+        """Pass on what reached us; a third time kills the runs."""
+        if self.asked == passed_on:
+            return passed_on
+        if passed_on == 0 and running:
             self.hands.say("stopping: what runs finishes its step and writes a checkpoint; again to end now")
         for _, process in running.values():
             process.terminate() if self.asked < 3 else process.kill()
@@ -195,17 +195,17 @@ def only_one(folder: Path) -> Iterator[None]:
 def stop_left_behind(folder: Path, hands: Hands) -> int:
     """Runs of a comparison that was killed: ask them to stop and wait until they have. Returns how many there were."""
     left = marked(mark(folder), hands.machine)
-    leaders = [process for process in left if _leads_session(process.pid)]
-    if leaders:
-        hands.say(f"an earlier start was killed; runs that it left write a checkpoint and stop: {len(leaders)}")
-    for process in leaders:  # once: a second signal would mean "now"
+    supervisors = [process for process in left if _leads_session(process.pid)]
+    if supervisors:
+        hands.say(f"an earlier start was killed; runs that it left write a checkpoint and stop: {len(supervisors)}")
+    for process in supervisors:  # once: a second signal would mean "now"
         hands.platform.ask_to_stop(process, hands.machine)
     while left := marked(mark(folder), hands.machine):
         if not any(_leads_session(process.pid) for process in left):  # loader workers whose run is dead
             for process in left:
                 hands.platform.end(process, hands.machine)
         hands.sleep(LOOK_EVERY_S)
-    return len(leaders)
+    return len(supervisors)
 
 
 def _leads_session(pid: int) -> bool:

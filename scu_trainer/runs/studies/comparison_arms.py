@@ -15,12 +15,12 @@ DEFAULT_ARMS = ("none", "fixed", "weight_decay", "schedule", "original", "model"
 FORMS = "none, fixed[:LAMBDA], weight_decay[:VALUE], schedule[:linear|cosine], original, model[:TARGET]"
 SHAPES = ("linear", "cosine")
 
-FIXED_PULLS, WEIGHT_DECAY_PULLS = (1.0, 3.0, 10.0), (1.0, 5.0, 20.0)
-"""Default grids, as the total pull over a run, learning rate x steps x value: with nothing that pushes back, weights
+FIXED_DECAYS, WEIGHT_DECAY_GRID = (1.0, 3.0, 10.0), (1.0, 5.0, 20.0)
+"""Default grids, as the total decay over a run, learning rate x steps x value: with nothing that pushes back, weights
 would shrink by a factor of e to this power. The loop itself ends at about 3 on recipes/scu_lora.yaml."""
 
-SCHEDULE_PULL = 6.0
-"""At the end of a ramp from 0: on average the pull of the middle of the fixed grid."""
+SCHEDULE_DECAY = 6.0
+"""At the end of a ramp from 0: on average the decay of the middle of the fixed grid."""
 
 ORIGINAL = {
     "scu": True,
@@ -91,8 +91,8 @@ def _of_form(word: str, rate_times_steps: Callable[[], Optional[float]]) -> list
         return [_schedule(word, shape, unit) for shape in ([value] if value else SHAPES)]
     if value:
         return [_strength(kind, _number(word, value))]
-    unit, pulls = _unit(rate_times_steps), FIXED_PULLS if kind == "fixed" else WEIGHT_DECAY_PULLS
-    return [_strength(kind, _rounded(pull * unit)) for pull in pulls]
+    unit, decays = _unit(rate_times_steps), FIXED_DECAYS if kind == "fixed" else WEIGHT_DECAY_GRID
+    return [_strength(kind, _rounded(decay * unit)) for decay in decays]
 
 
 def _unit(rate_times_steps: Callable[[], Optional[float]]) -> float:
@@ -131,7 +131,7 @@ def _strength(kind: str, value: float) -> Arm:
 def _schedule(word: str, shape: str, unit: float) -> Arm:
     if shape not in SHAPES:
         raise SettingsError(f"arm {word!r}: unknown shape {shape!r}{nearest(shape, SHAPES)}; shapes: linear, cosine")
-    final = _rounded(SCHEDULE_PULL * unit)
+    final = _rounded(SCHEDULE_DECAY * unit)
     ramp = {"scu_schedule": shape, "scu_lambda_init": 0.0, "scu_lambda_final": final}
     settings = {"scu": True, "scu_law": "schedule", **ramp}
     return Arm(f"schedule_{shape}", f"{shape} ramp", f"lambda goes from 0 to {final:g}, {shape}", settings)

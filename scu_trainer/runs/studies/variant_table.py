@@ -14,7 +14,7 @@ LORA = ("--tuning", "lora")
 CHECKPOINTED = ("--checkpoint_every_layer", "true")
 FULL = ("--tuning", "full")
 QLORA = ("--tuning", "qlora")
-NO_SHARDED_PULL = "the regularization loop works under ZeRO stage 1 and 2"
+NO_SHARDED_DECAY = "the regularization loop works under ZeRO stage 1 and 2"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _zero(stage: str, *flags: str) -> tuple[str, ...]:
     return (*flags, "--deepspeed", f"ds_configs/{stage}.json")
 
 
-SHARDED = {"regularization": NO_SHARDED_PULL}
+SHARDED = {"regularization": NO_SHARDED_DECAY}
 
 VARIANTS = (
     Variant("lora", "the default: adapters on frozen weights as they are stored", LORA),

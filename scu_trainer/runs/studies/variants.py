@@ -174,7 +174,7 @@ def _started(variant: Variant, plan: VariantPlan, flags: Sequence[str], has_gpu:
         try:
             process.wait(LONGEST_S)
         except subprocess.TimeoutExpired:
-            pass  # told by the exit code of the process that is killed now
+            pass  # reported by the exit code of the process that is killed now
         finally:
             _end(process)
     return process.returncode, log.read_text(errors="replace")[-LAST_WORDS:].strip()
@@ -205,16 +205,16 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def loops_of(folder: Path, metrics: dict[str, Any]) -> dict[str, str]:
-    """Which loops acted in a run: pulled on weights, cut a window, planned an epoch."""
+    """Which loops acted in a run: decayed weights, cut a window, planned an epoch."""
     evidence = {
-        "regularization": _pulled(folder),
+        "regularization": _decayed(folder),
         "memory": _cut(metrics.get("memory")),
         "curriculum": _planned(folder),
     }
     return {loop: {True: "acts", False: "idle", None: "off"}[evidence[loop]] for loop in LOOPS}
 
 
-def _pulled(folder: Path) -> Optional[bool]:
+def _decayed(folder: Path) -> Optional[bool]:
     if not (folder / "scu_history.json").is_file():
         return None
     rows = read_rows(folder / "scu_history.json")

@@ -252,6 +252,6 @@ def _hash(path: Path) -> str:
     """xxHash (XXH3, 128 bits) of the content: an error check at the speed of memory, no protection from forgery."""
     found = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while chunk := file.read(BYTES_PER_READ):
-            found.update(chunk)
+        while block := file.read(BYTES_PER_READ):
+            found.update(block)
     return found.hexdigest()

@@ -1,7 +1,7 @@
 """Checkpoints to the Hub while training goes on (``push_to_hub``, ``hub_strategy``), in the background.
 
 What is sent is a whole checkpoint, held by hard links until it has arrived: the next ones may replace it in the run
-meanwhile. It goes as one commit. A push that fails costs the run nothing and is told.
+meanwhile. It goes as one commit. A push that fails costs the run nothing and is reported.
 """
 
 from __future__ import annotations

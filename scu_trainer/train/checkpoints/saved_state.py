@@ -105,28 +105,28 @@ def misfit(value: Any, hint: Any, name: str) -> Optional[str]:
         return None
     if origin in (typing.Union, types.UnionType):
         fits = any(misfit(value, part, name) is None for part in parts)
-        return None if fits else _told(name, value)
+        return None if fits else _as_line(name, value)
     if origin is typing.Literal:
-        return None if value in parts else _told(name, value)
+        return None if value in parts else _as_line(name, value)
     if hint in (int, float):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return None if is_number or (hint is float and value is None) else _told(name, value)
+        return None if is_number or (hint is float and value is None) else _as_line(name, value)
     if dataclasses.is_dataclass(hint):
         return _misfit_of_dataclass(value, hint, name)
     if origin is tuple:  # which JSON writes as a list
         fits = isinstance(value, list) and len(value) == len(parts)
         if not fits:
-            return _told(name, value)
+            return _as_line(name, value)
         return _first(misfit(item, part, name) for item, part in zip(value, parts, strict=True))
     if not isinstance(value, origin or hint):
-        return _told(name, value)
+        return _as_line(name, value)
     inner = parts[0] if origin is list else None
     return _first(misfit(item, inner, f"{name}[{i}]") for i, item in enumerate(value)) if inner is not None else None
 
 
 def _misfit_of_dataclass(value: Any, kind: type, name: str) -> Optional[str]:
     if not isinstance(value, dict):
-        return _told(name, value)
+        return _as_line(name, value)
     hints = typing.get_type_hints(kind)
     unknown = next((key for key in value if key not in hints), None)
     if unknown is not None:
@@ -163,7 +163,7 @@ def _misfit_inside(content: dict[str, Any]) -> Optional[str]:
     )
 
 
-def _told(name: str, value: Any) -> str:
+def _as_line(name: str, value: Any) -> str:
     text = json.dumps(value, default=str)
     return f"{name} is {text if len(text) <= 40 else text[:37] + '...'}"
 

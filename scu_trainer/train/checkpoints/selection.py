@@ -55,7 +55,7 @@ def whole_checkpoint(run: Path, weights_only: bool) -> tuple[Path, list[str]]:
     return newest, skipped
 
 
-def usable(wanted: Any, output_dir: str, weights_only: bool, hashes: bool = True) -> Any:
+def selected_checkpoint(wanted: Any, output_dir: str, weights_only: bool, hashes: bool = True) -> Any:
     """The checkpoint of ``train(resume_from_checkpoint=wanted)``; True: the newest whole one in ``output_dir``.
 
     What is not there at all, or no path, is returned as it is: the stock Trainer says what is wrong with it.

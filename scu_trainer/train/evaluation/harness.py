@@ -108,7 +108,7 @@ class Harness:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 
-        with _quiet(), _memory_told(self.batch_size):
+        with _quiet(), _memory_reported(self.batch_size):
             wrapped = HFLM(
                 pretrained=model,
                 tokenizer=tokenizer,
@@ -199,7 +199,7 @@ def _data_errors(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _memory_told(batch_size: int) -> Iterator[None]:
+def _memory_reported(batch_size: int) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -20,7 +20,7 @@ logger = logging.getLogger("scu_trainer")
 
 IGNORED = -100
 DRAWS_AT_ONCE = 2**20
-"""Documents drawn in one piece: the resamples of a large held-out set would fill gigabytes."""
+"""Documents drawn at once: the resamples of a large held-out set would fill gigabytes."""
 
 LARGEST_LOGITS = 2**28
 """Numbers in the logits of one forward pass: 1 GiB in float32."""

@@ -61,7 +61,7 @@ class Task(Protocol):
     def score(self, model: torch.nn.Module, parts: TrainingComponents) -> DocumentScores:
         """Of ``parts.data.eval``."""
 
-    def probe(self, parts: TrainingComponents) -> Mapping[str, Any]:
+    def example_inputs(self, parts: TrainingComponents) -> Mapping[str, Any]:
         """A small input of the model, to see which kernels run."""
 
 

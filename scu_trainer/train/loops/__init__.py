@@ -37,7 +37,7 @@ ORDER = (
     NonFiniteGuard,  # may take the step back: what follows must not have learned from it
     MemoryLoop,
     CurriculumLoop,  # behind the one on memory: it chooses rows, the other puts the chosen ones together
-    RegularizationLoop,  # measures the weights as the step leaves them, and pulls at them
+    RegularizationLoop,  # measures the weights as the step leaves them, and decays them
     WeightAverage,  # averages the weights as the loop before leaves them
     RateSteps,
     Throughput,  # counts what all of the above take
@@ -67,20 +67,20 @@ def make_loops(
     loops: list[Loop] = []
     if safety is not None:
         epochs_differ = curriculum is not None and bool(curriculum.methods)
-        trainer.bad_numbers = NonFiniteGuard(trainer, safety, epochs_differ)
-        loops.append(trainer.bad_numbers)
+        trainer.nonfinite_guard = NonFiniteGuard(trainer, safety, epochs_differ)
+        loops.append(trainer.nonfinite_guard)
     if memory is not None and memory.acts:
         refuse_arguments(trainer)
-        trainer.chunked = MicroBatchStep(trainer, memory, memory_gauge)
+        trainer.micro_batches = MicroBatchStep(trainer, memory, memory_gauge)
         trainer.prediction = Prediction(trainer) if memory.memory_control else None
-        trainer.engine = MicroBatchEngine(trainer, trainer.chunked, trainer.prediction)
-        loops.append(MemoryLoop(trainer.chunked))
+        trainer.engine = MicroBatchEngine(trainer, trainer.micro_batches, trainer.prediction)
+        loops.append(MemoryLoop(trainer.micro_batches))
     if curriculum is not None:
-        trainer.curriculum = CurriculumLoop(trainer, curriculum, trainer.chunked)
+        trainer.curriculum = CurriculumLoop(trainer, curriculum, trainer.micro_batches)
         loops.append(trainer.curriculum)
     chunked_loss = "never" if memory is None else memory.resolved_chunked_loss
     if curriculum is not None or chunked_loss != "never":
-        before_blaming = (lambda: None) if safety is None else trainer.bad_numbers.require_finite_weights
+        before_blaming = (lambda: None) if safety is None else trainer.nonfinite_guard.require_finite_weights
         trainer.new_loss_path = lambda: LossPath(trainer, chunked_loss, trainer.curriculum, before_blaming)
         trainer.loss_path = trainer.new_loss_path()
     if regularization is not None:

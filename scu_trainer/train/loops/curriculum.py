@@ -67,10 +67,10 @@ class CurriculumLoop(Loop):
     history_file = "curriculum.json"
 
     def __init__(
-        self, trainer: Trainer, settings: CurriculumSettings, chunked: Optional[MicroBatchStep] = None
+        self, trainer: Trainer, settings: CurriculumSettings, micro_batches: Optional[MicroBatchStep] = None
     ) -> None:
-        refuse(trainer, None if chunked is None else chunked.settings)
-        self.trainer, self.settings, self._chunked = trainer, settings, chunked
+        refuse(trainer, None if micro_batches is None else micro_batches.settings)
+        self.trainer, self.settings, self._micro_batches = trainer, settings, micro_batches
         self.sampler: Optional[CurriculumSampler] = None
         self.newest: Optional[dict[str, Any]] = None
         self.notices: list[str] = []
@@ -208,9 +208,9 @@ class CurriculumLoop(Loop):
             logger.warning(note)
 
     def _look_at_memory(self) -> None:
-        if "acmds" not in self.settings.methods or self._chunked is None:
+        if "acmds" not in self.settings.methods or self._micro_batches is None:
             return
-        loop, lengths = self._chunked.loop, self.sampler.lengths
+        loop, lengths = self._micro_batches.loop, self.sampler.lengths
         free = 1.0
         if loop.gauge is not None:
             reading = loop.gauge.read()
@@ -385,8 +385,8 @@ class CurriculumLoop(Loop):
         done = min(state["micro_batches"], state["steps_done"] * state["accumulation"] * state["processes"])
         other_steps = state["accumulation"] != self.trainer.args.gradient_accumulation_steps
         with reading(arrays):
-            told = self.sampler.load_state_dict(state, StoredArrays(arrays), done, recut=other_steps)
-        self._say(told)
+            notes = self.sampler.load_state_dict(state, StoredArrays(arrays), done, recut=other_steps)
+        self._say(notes)
         self.notices = [*state["notices"], *(note for note in self.notices if note not in state["notices"])]
         self.counts, self.totals = DeliveryCounts(**state["counts"]), DeliveryCounts(**state["totals"])
         self._totals_before = self.totals + self.counts

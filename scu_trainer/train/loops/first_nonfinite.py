@@ -28,7 +28,7 @@ from scu_trainer.train.loss.loss_path import without_index
 from scu_trainer.train.step.batches.rows import pick, rows_of
 from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory
-from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, Mark
+from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, WindowSnapshot
 
 MOST_RUNS = 32
 """Parts into which the rows of a step are cut for looking: each runs forward once, and backward once at most."""
@@ -90,7 +90,7 @@ def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinit
         try:
             parts = list(_parts(trainer, batches))
             found = _forward(trainer, parts, num_items) or _backward(trainer, parts, num_items)
-        except Exception as error:  # whatever a model says to some of its rows: the failed step is what is to be told
+        except Exception as error:  # whatever a model says to some of its rows: the failed step is what is reported
             first_line = str(error).partition("\n")[0]
             found = NonFinitePlace(reason=f"running its rows again failed ({type(error).__name__}: {first_line})")
             forget_traceback(error)
@@ -201,15 +201,15 @@ def _unchanged(trainer: Trainer) -> Iterator[None]:
     """Random state and changing buffers afterwards are those of before."""
     model = trainer.model
     devices = sorted({str(p.device) for p in model.parameters()} | {str(trainer.args.device)})
-    mark = Mark.take(devices, ChangingBuffers(model), ())
+    snapshot = WindowSnapshot.take(devices, ChangingBuffers(model), ())
     try:
         yield
     finally:
-        mark.restore_surroundings()
+        snapshot.restore_surroundings()
 
 
 def _loss(trainer: Trainer, part: _Part, num_items: Any) -> torch.Tensor:
-    """As training computes it, but nobody is told of the rows' losses."""
+    """As training computes it, but the rows' losses are passed to nobody."""
     inputs = trainer._prepare_inputs(without_index(part.inputs))
     with trainer.compute_loss_context_manager():
         if trainer.loss_path is not None:

@@ -17,51 +17,51 @@ class MemoryLoop(Loop):
     state_file = "memory_state.json"
     history_file = "memory_history.json"
 
-    def __init__(self, chunked: MicroBatchStep) -> None:
-        self.chunked = chunked
-        chunked.loop.on_row = self.record
+    def __init__(self, micro_batches: MicroBatchStep) -> None:
+        self.micro_batches = micro_batches
+        micro_batches.loop.on_row = self.record
 
     def begin(self) -> None:
-        self.chunked.reset()
+        self.micro_batches.reset()
 
     def end(self) -> None:
-        self.chunked.finish()  # the optimizer is the caller's again
+        self.micro_batches.finish()  # the optimizer is the caller's again
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.chunked.start()
+        self.micro_batches.start()
 
     def batches(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
-        return self.chunked.windows(batches, count)
+        return self.micro_batches.windows(batches, count)
 
     def on_window(self, batches: Sequence[Any], num_items: Any) -> None:
-        self.chunked.prefetched(batches)
+        self.micro_batches.prefetched(batches)
 
     @property
     def rate_factor(self) -> float:
-        return self.chunked.rate_factor
+        return self.micro_batches.rate_factor
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.chunked.loop.stepped()
+        self.micro_batches.loop.stepped()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.chunked.loop.state_dict()
+        return self.micro_batches.loop.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.chunked.loop.load_state_dict(state)
+        self.micro_batches.loop.load_state_dict(state)
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
     @property
     def notices(self) -> Sequence[str]:
-        return self.chunked.analysis.notices
+        return self.micro_batches.analysis.notices
 
     def scalars(self) -> dict[str, float]:
-        return self.chunked.loop.scalars()
+        return self.micro_batches.loop.scalars()
 
     def figures(self) -> dict[str, Any]:
         """Tokens processed per real one, against the stock order of operations, and what memory did to the
         micro-batches."""
-        loop, statistics = self.chunked.loop, self.chunked.loop.statistics
+        loop, statistics = self.micro_batches.loop, self.micro_batches.loop.statistics
         real = max(1, statistics.real_tokens)
         memory = {
             **asdict(statistics),
@@ -69,7 +69,7 @@ class MemoryLoop(Loop):
             "stock_per_real": statistics.stock_tokens / real,
             "final_cap_tokens": loop.state.cap_tokens,
         }
-        return {self.name: memory, "loss_analysis": self.chunked.analysis.figures()}
+        return {self.name: memory, "loss_analysis": self.micro_batches.analysis.figures()}
 
     def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         memory, lines = figures[self.name], []

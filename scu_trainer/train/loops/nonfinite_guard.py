@@ -338,11 +338,11 @@ class NonFiniteGuard(Loop):
     @property
     def notices(self) -> list[str]:
         """For run.json and the end of a run."""
-        told = [] if self.divergence is None else list(self.divergence.notices)
+        said = [] if self.divergence is None else list(self.divergence.notices)
         if self.skipped_steps:
             numbers = ", ".join(str(record["step"]) for record in self._records[-8:])
-            told.append(f"skipped optimizer steps, without a finite loss or gradient: {self.skipped_steps} ({numbers})")
-        return told
+            said.append(f"skipped optimizer steps, without a finite loss or gradient: {self.skipped_steps} ({numbers})")
+        return said
 
     def figures(self) -> dict[str, Any]:
         divergence = None if self.divergence is None else self.divergence.figures()

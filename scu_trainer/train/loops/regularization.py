@@ -55,7 +55,7 @@ class RegularizationLoop(Loop):
         self.regularizer.reset()
 
     def on_model(self, model: torch.nn.Module) -> None:
-        # Else it would pull at the weights of the model before.
+        # Else it would decay the weights of the model before.
         if self.trainer.place_model_on_device:
             self.trainer._move_model_to_device(model, self.trainer.args.device)
         self.regularizer.follow(model)

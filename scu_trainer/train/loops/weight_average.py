@@ -1,6 +1,6 @@
 """An exponential moving average of the trained weights: what evaluations and the final model use.
 
-The average is taken after each optimizer step and whatever the regularization loop pulls behind it. Training itself
+The average is taken after each optimizer step and whatever the regularization loop decays behind it. Training itself
 never sees it: the weights of every step are those of a training without it, bit for bit.
 """
 

@@ -1,4 +1,4 @@
-"""Deep models told from shallow ones: what happens in memory in one layer happens in each of its kind.
+"""Deep models predicted from shallow ones: what happens in memory in one layer happens in each of its kind.
 
 A step is a sequence of segments: what comes before the layers, each layer's forward, the loss, each layer's backward,
 what comes after. The step of a deep model is put together from the segments of a shallow one, which has the first layer

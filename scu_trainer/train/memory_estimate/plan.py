@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from scu_trainer.hardware.estimate import Footprint, Trained, footprint
+from scu_trainer.hardware.estimate import MemoryEstimate, Trained, estimate_memory
 from scu_trainer.hardware.recommend import SettingChoice
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.train.job.components import TrainingComponents
@@ -41,7 +41,7 @@ class Source(Protocol):
 
     def step(self, choice: SettingChoice) -> Step: ...
 
-    def footprint(self, choice: SettingChoice, step: Step) -> Footprint: ...
+    def estimate(self, choice: SettingChoice, step: Step) -> MemoryEstimate: ...
 
 
 def choice_of(job: Job) -> SettingChoice:
@@ -89,16 +89,16 @@ class FromConfiguration:
         is_uneven = not self.job.data.packing
         return step_of(self.job, RowShapes(length, length, is_uneven), self.device)
 
-    def footprint(self, choice: SettingChoice, step: Step) -> Footprint:
+    def estimate(self, choice: SettingChoice, step: Step) -> MemoryEstimate:
         held = replace(held_by(self.job), optim="" if choice.offload else choice.optim)
         alike = replace(choice, optim="", offload=False)
         if len(self._kinds) > (TRACED_WHOLE_ON_CPU if self.device == "cpu" else TRACED_WHOLE):
             deep = self._deep(alike, step.length)
             events = None if deep is None else deep.events(step.rows)
             if events is not None:
-                before = deep.trained.size_bytes if step.chunks > 1 else None
+                before = deep.trained.size_bytes if step.micro_batches > 1 else None
                 parts = {**events.highest(before), "weights": deep.weights_bytes}
-                return footprint(parts, deep.trained, held, self.device)
+                return estimate_memory(parts, deep.trained, held, self.device)
         return estimate_of(self._subject(choice, range(len(self._kinds))), step, held, self.device)
 
     def _trace(self, choice: SettingChoice, length: int) -> Optional[Deep]:
@@ -181,7 +181,7 @@ class FromParts:
     def step(self, choice: SettingChoice) -> Step:
         return step_of(self.job, self.rows, self.device)
 
-    def footprint(self, choice: SettingChoice, step: Step) -> Footprint:
+    def estimate(self, choice: SettingChoice, step: Step) -> MemoryEstimate:
         subject = replace(subject_of(self.job, self.parts, self.rows), autocast=HALVES[choice.mixed_precision])
         if choice.checkpoint_every_layer and not checkpoints(self.job):
             checkpoint_every_layer(subject.model)
@@ -197,27 +197,27 @@ class Planned:
     ``whole``, ``as_asked``: its step, and what it takes, where nothing is cut for want of memory."""
 
     choice: SettingChoice
-    footprint: Footprint
+    estimate: MemoryEstimate
     step: Step
     whole: Step
-    as_asked: Footprint
+    as_asked: MemoryEstimate
     fits: bool
 
 
 def planned(source: Source, choice: SettingChoice, limit_bytes: int, least_rows: int) -> Planned:
     """``least_rows``: of a micro-batch; as many as a step has where it is not cut."""
     whole = source.step(choice)
-    taken = source.footprint(choice, whole)
+    taken = source.estimate(choice, whole)
     least = min(least_rows, whole.rows)
     if taken.fits(limit_bytes) or whole.rows == least:
         return Planned(choice, taken, whole, whole, taken, taken.fits(limit_bytes))
     smallest = whole.with_rows(least)
-    small = source.footprint(choice, smallest)
+    small = source.estimate(choice, smallest)
     best = Planned(choice, small, smallest, whole, taken, small.fits(limit_bytes))
     per_row = (taken.needed_bytes - small.needed_bytes) / (whole.rows - least)
     rows = least + int(max(0, limit_bytes - small.needed_bytes) / max(1.0, per_row))
     if best.fits and least < rows < whole.rows:
         larger = whole.with_rows(rows)
-        more = source.footprint(choice, larger)
+        more = source.estimate(choice, larger)
         best = Planned(choice, more, larger, whole, taken, True) if more.fits(limit_bytes) else best
     return best

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
-from scu_trainer.hardware.estimate import Footprint, Held, Trained, footprint
+from scu_trainer.hardware.estimate import Held, MemoryEstimate, Trained, estimate_memory
 from scu_trainer.hardware.heap import UntouchedHeap
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
@@ -28,7 +28,7 @@ ROWS_LOOKED_AT = 64
 """Of rows without a known length, to find how long they are padded."""
 
 
-def predict(job: Job, parts: TrainingComponents) -> tuple[Footprint, Step]:
+def predict(job: Job, parts: TrainingComponents) -> tuple[MemoryEstimate, Step]:
     """Of a job that is loaded, and the micro-batch that it is about. Nothing of ``parts`` is changed. Raises what a
     model raises that makes tensors whose shape depends on content."""
     device, rows = job.training.device.type, RowShapes.of(parts.data.train)
@@ -36,12 +36,12 @@ def predict(job: Job, parts: TrainingComponents) -> tuple[Footprint, Step]:
     return estimate_of(subject_of(job, parts, rows), step, held_by(job), device), step
 
 
-def estimate_of(subject: EstimatedStep, step: Step, held: Held, device: str) -> Footprint:
+def estimate_of(subject: EstimatedStep, step: Step, held: Held, device: str) -> MemoryEstimate:
     trained = trained_of(subject.trained)
     looks_at_heap = device == "cpu" and UntouchedHeap.is_known()
     kept = _blocks(held.bytes_of(trained), subject.trained, trained) if looks_at_heap else None
-    traced = trace(subject, step.rows, step.length, after_others=step.chunks > 1, kept=kept)
-    return footprint(traced.parts, trained, held, device, traced.heap_bytes)
+    traced = trace(subject, step.rows, step.length, after_others=step.micro_batches > 1, kept=kept)
+    return estimate_memory(traced.parts, trained, held, device, traced.heap_bytes)
 
 
 def _blocks(kept: Mapping[str, int], weights: Sequence[nn.Parameter], trained: Trained) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from scu_trainer.hardware.estimate import PARTS, Footprint
+from scu_trainer.hardware.estimate import PARTS, MemoryEstimate
 from scu_trainer.hardware.heap import keep_freed
 from scu_trainer.run_files import readable
 from scu_trainer.train.job.components import TrainingComponents
@@ -20,32 +20,32 @@ WORTH_SAYING = 0.01
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """``footprint`` in micro-batches of ``step``, or the ``reason`` why there is none."""
+    """``estimate`` in micro-batches of ``step``, or the ``reason`` why there is none."""
 
-    footprint: Optional[Footprint] = None
+    estimate: Optional[MemoryEstimate] = None
     step: Optional[Step] = None
     reason: str = ""
     device: str = "cpu"
 
     @property
     def line(self) -> str:
-        if self.footprint is None:
+        if self.estimate is None:
             return f"memory: not predicted, {self.reason}"
-        peak = self.footprint.peak_bytes
-        named = {part: getattr(self.footprint, part) for part in PARTS}
-        parts = [f"{part} {readable(size)}" for part, size in named.items() if size >= WORTH_SAYING * peak]
-        chunk = f"{self.step.rows} rows" + (f" of {self.step.length} tokens" if self.step.length > 1 else "")
-        return f"memory: a step in micro-batches of {chunk} should take {readable(peak)} ({', '.join(parts)})"
+        peak = self.estimate.peak_bytes
+        named = {part: getattr(self.estimate, part) for part in PARTS}
+        parts = [f"{part} {readable(held)}" for part, held in named.items() if held >= WORTH_SAYING * peak]
+        size = f"{self.step.rows} rows" + (f" of {self.step.length} tokens" if self.step.length > 1 else "")
+        return f"memory: a step in micro-batches of {size} should take {readable(peak)} ({', '.join(parts)})"
 
     def as_dict(self, measured_bytes: Optional[int]) -> dict[str, Any]:
         """For scu_metrics.json. ``measured_bytes``: of the run's steps, beyond what was there before the model."""
-        if self.footprint is None:
+        if self.estimate is None:
             return {"reason": self.reason, "measured_peak_bytes": measured_bytes}
-        not_counted = self.footprint.libraries if self.device != "cpu" else 0  # torch measures its allocator there
+        not_counted = self.estimate.libraries if self.device != "cpu" else 0  # torch measures its allocator there
         return {
-            "predicted_peak_bytes": self.footprint.peak_bytes - not_counted,
+            "predicted_peak_bytes": self.estimate.peak_bytes - not_counted,
             "measured_peak_bytes": measured_bytes,
-            "predicted_parts": self.footprint.as_dict()["parts"],
+            "predicted_parts": self.estimate.as_dict()["parts"],
             "rows_per_chunk": self.step.rows,
             "tokens_per_row": self.step.length,
         }

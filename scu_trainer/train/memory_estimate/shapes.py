@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import numpy
 
-from scu_trainer.control import chunks
+from scu_trainer.control import splitting
 from scu_trainer.data import numbered
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train.step.micro_batch_sizer import BUSY_TOKENS, BUSY_TOKENS_ELSEWHERE
@@ -39,7 +39,7 @@ class Step:
 
     rows: int
     length: int
-    chunks: int
+    micro_batches: int
 
     @property
     def tokens(self) -> int:
@@ -47,7 +47,9 @@ class Step:
 
     def with_rows(self, rows: int) -> Step:
         """The same rows in micro-batches of ``rows``."""
-        return replace(self, rows=rows, chunks=max(self.chunks, -(-self.rows * self.chunks // rows)))
+        return replace(
+            self, rows=rows, micro_batches=max(self.micro_batches, -(-self.rows * self.micro_batches // rows))
+        )
 
 
 def planned_step(
@@ -70,7 +72,7 @@ def planned_step(
         return whole
     if cap == "auto":
         busy = BUSY_TOKENS.get(device, BUSY_TOKENS_ELSEWHERE)
-        cap = chunks.auto_cap(rows.longest, busy, batch_tokens)
+        cap = splitting.auto_cap(rows.longest, busy, batch_tokens)
     total_rows = max(1, round(batch_tokens * accumulation / rows.longest))
     most = min(total_rows, memory.max_batch_size or total_rows)
     fitting = min(max(cap // rows.longest, memory.min_batch_size, 1), most)

@@ -79,14 +79,14 @@ def trace(
         live.count([*subject.model.parameters(), *subject.model.buffers()], WEIGHTS)
         with subject.mode, _trained(subject, live, after_others), _quiet():
             events = live.events
-            for number in range(1 if heap is None else PASSES):
-                with contextlib.nullcontext() if number else marked(layers, events):
-                    _pass(subject, subject.inputs(rows, length), live)
-                for index, size_bytes in enumerate(kept or ()):
-                    if number == 0:
-                        heap.take(("kept", index), size_bytes)
-                if not after_others:
-                    _drop_gradients(subject.trained)
+            with marked(layers, events):
+                _pass(subject, subject.inputs(rows, length), live)
+            for index, size_bytes in enumerate(kept or ()):
+                heap.take(("kept", index), size_bytes)
+            if not after_others:
+                _drop_gradients(subject.trained)
+            if heap is not None:
+                heap.repeat(PASSES - 1)
         known = heap is not None and not heap.failed_bytes
         return Traced(live.peak, events, heap.peak_bytes if known else None)
 
@@ -104,7 +104,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _trained(subject: EstimatedStep, live: LiveBytes, after_others: bool) -> Iterator[None]:
-    """Gradients are told apart inside, and are gone afterwards."""
+    """Gradients are distinguished inside, and are gone afterwards."""
     subject.model.train()
     hooks = live.hold_gradients(subject.trained)
     if after_others:

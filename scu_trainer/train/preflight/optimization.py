@@ -40,7 +40,7 @@ WEIGHT_DECAY_ABOVE_ONE = Check(
     "weight-decay-above-one",
     "warning",
     "weight_decay is above 1; usual values are 0 to 0.1",
-    "lower weight_decay, unless so strong a pull to zero is meant",
+    "lower weight_decay, unless so strong a decay to zero is meant",
 )
 BETAS = Check(
     "adam-betas", "error", "adam_beta1 or adam_beta2 is outside of 0 to below 1", "use 0.9 and 0.999, or 0.9 and 0.95"

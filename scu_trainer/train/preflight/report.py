@@ -40,11 +40,11 @@ def _table(findings: Sequence[Finding]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        table.add_row(Text(finding.level, style=STYLES[finding.level]), _told(finding))
+        table.add_row(Text(finding.level, style=STYLES[finding.level]), _as_line(finding))
     return table
 
 
-def _told(finding: Finding) -> Text:
+def _as_line(finding: Finding) -> Text:
     if finding.level == "note":
         return Text(finding.what)
     lines = [f"{finding.check}: {finding.what}"]

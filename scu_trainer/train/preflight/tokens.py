@@ -16,7 +16,7 @@ from scu_trainer.data.text.encode import NOT_LEARNED
 MOST_TOKENS = 100_000_000
 MOST_DOCUMENTS = 500_000
 """That are compared with each other: a microsecond and some hundred bytes each."""
-PIECE_ROWS = 1024
+BLOCK_ROWS = 1024
 STREAMED_ROWS = 32
 EXAMPLES, LONGEST_EXAMPLE = 64, 256
 
@@ -68,14 +68,14 @@ class TokenFacts:
 def scan(rows: Any, marks: Marks) -> TokenFacts:
     """``rows``: a dataset with input_ids and labels, with a length or streamed."""
     facts = TokenFacts(len(rows) if has_length(rows) else None)
-    for count, ids, labels in _pieces(rows):
+    for count, ids, labels in _blocks(rows):
         facts.rows += count
         _count(facts, ids, labels, marks)
         _documents(facts, ids, marks.ends)
     return facts
 
 
-def _pieces(rows: Any) -> Iterator[tuple[int, numpy.ndarray, numpy.ndarray]]:
+def _blocks(rows: Any) -> Iterator[tuple[int, numpy.ndarray, numpy.ndarray]]:
     """(rows, their tokens one after the other, their labels)."""
     if not has_length(rows):
         taken = list(islice(iter(rows), STREAMED_ROWS))
@@ -84,16 +84,16 @@ def _pieces(rows: Any) -> Iterator[tuple[int, numpy.ndarray, numpy.ndarray]]:
         return
     table = rows.select_columns(["input_ids", "labels"]).with_format("arrow")
     for start in _starts(rows):
-        piece = table[start : start + PIECE_ROWS]
-        columns = (piece[name].combine_chunks().flatten().to_numpy() for name in ("input_ids", "labels"))
-        yield piece.num_rows, *columns
+        block = table[start : start + BLOCK_ROWS]
+        columns = (block[name].combine_chunks().flatten().to_numpy() for name in ("input_ids", "labels"))
+        yield block.num_rows, *columns
 
 
 def _starts(rows: Any) -> list[int]:
     """Where micro-batches begin: all of them, or as many as MOST_TOKENS allow, evenly apart."""
-    starts = range(0, len(rows), PIECE_ROWS)
-    first = rows.select_columns(["length"])[:PIECE_ROWS]["length"]
-    most = max(1, int(MOST_TOKENS / (PIECE_ROWS * max(1.0, float(numpy.mean(first))))))
+    starts = range(0, len(rows), BLOCK_ROWS)
+    first = rows.select_columns(["length"])[:BLOCK_ROWS]["length"]
+    most = max(1, int(MOST_TOKENS / (BLOCK_ROWS * max(1.0, float(numpy.mean(first))))))
     if len(starts) <= most:
         return list(starts)
     return [starts[index] for index in numpy.linspace(0, len(starts) - 1, most, dtype=int)]

@@ -72,11 +72,11 @@ def _matrix(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Prior:
-    """The trainable weights of a model together with the point w0 toward which lambda pulls them.
+    """The trainable weights of a model together with the point w0 toward which lambda decays them.
 
     ``prior``: "init" keeps a copy of the trainable weights as they are now (memory: one copy of them), "zero" keeps
     none. ``measure``: "effective" or "factors", see the module's text. Raises ControlError when nothing is trainable
-    or when a trainable weight is in float16, in which a pull of realistic size rounds to nothing.
+    or when a trainable weight is in float16, in which a decay of realistic size rounds to nothing.
     """
 
     def __init__(self, model: nn.Module, prior: str = "init", measure: str = "effective") -> None:
@@ -152,7 +152,7 @@ class Prior:
             group.b_starts_at_zero = self.kind == "zero" or not any(bool(w.any()) for w in group.b_prior)
 
     def fingerprint(self) -> float:
-        """Sum of squares of w0: cheap evidence that two runs pull toward the same point."""
+        """Sum of squares of w0: cheap evidence that two runs decay toward the same point."""
         return math.fsum(float(w.double().square().sum()) for w in self.starts)
 
     # -- measuring -----------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Prior:
     def measured_gain(self, shrink: float = 0.01) -> Optional[float]:
         """-d ln||w - w0||^2 / d(-ln(1 - u)), found by pulling copies of the weights in their own precision.
 
-        2 when the weights can follow; near 0 when rounding swallows the pull. None while w still equals w0.
+        2 when the weights can follow; near 0 when rounding swallows the decay. None while w still equals w0.
         """
         before = float(self.squared_distance())
         if before == 0.0:
@@ -202,17 +202,17 @@ class Prior:
     def _distances_after(self, shrink: float) -> Iterator[torch.Tensor]:
         for group, members in zip(self._groups, self._members, strict=True):
             yield group.squared_distance(
-                a=[_pulled_copy(self._value(a), self._start(a), shrink) for a, _, _ in members],
-                b=[_pulled_copy(self._value(b), self._start(b), shrink) for _, b, _ in members],
+                a=[_decayed_copy(self._value(a), self._start(a), shrink) for a, _, _ in members],
+                b=[_decayed_copy(self._value(b), self._start(b), shrink) for _, b, _ in members],
             )
         yield from self._squared(
-            (_pulled_copy(self._value(i), self._start(i), shrink), self._start_or_none(i)) for i in self._plain
+            (_decayed_copy(self._value(i), self._start(i), shrink), self._start_or_none(i)) for i in self._plain
         )
 
     # -- acting --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def pull(self, shrink: float, seed: int = 0) -> None:
+    def decay(self, shrink: float, seed: int = 0) -> None:
         """w <- w + shrink * (w0 - w), in place. ``seed`` drives the rounding of bfloat16 weights; all ranks pass the
         same."""
         exact = [i for i, w in enumerate(self.weights) if w.dtype != torch.bfloat16]
@@ -226,14 +226,14 @@ class Prior:
             weight = self.weights[i]
             if weight.device not in generators:
                 generators[weight.device] = torch.Generator(weight.device).manual_seed(seed)
-            self._pull_rounded(weight, self._start(i), shrink, generators[weight.device])
+            self._decay_rounded(weight, self._start(i), shrink, generators[weight.device])
 
-    def _pull_rounded(
+    def _decay_rounded(
         self, weight: torch.Tensor, start: torch.Tensor, shrink: float, generator: torch.Generator
     ) -> None:
-        """``pull_stochastically``; what has been drawn stays drawn where the rest has to be repeated."""
-        noise = self._again(functools.partial(_rounding_noise, weight, generator), "pulling the weights")
-        self._again(functools.partial(_pull_by_noise, weight, start, shrink, noise), "pulling the weights")
+        """``decay_stochastically``; what has been drawn stays drawn where the rest has to be repeated."""
+        noise = self._again(functools.partial(_rounding_noise, weight, generator), "decaying the weights")
+        self._again(functools.partial(_decay_by_noise, weight, start, shrink, noise), "decaying the weights")
 
     @torch.no_grad()
     def add_penalty_gradient(self, coefficient: float) -> None:
@@ -273,29 +273,29 @@ def penalty_coefficient(lam: float, sigma: float, tokens: float) -> float:
     return lam / (sigma**2 * tokens)
 
 
-def pull_stochastically(weight: torch.Tensor, start: torch.Tensor, shrink: float, generator: torch.Generator) -> None:
+def decay_stochastically(weight: torch.Tensor, start: torch.Tensor, shrink: float, generator: torch.Generator) -> None:
     """``weight`` (bfloat16) moves toward ``start`` in expectation by exactly ``shrink``.
 
     bfloat16 keeps 8 bits of mantissa: w * (1 - u) rounds back to w for u below about 2e-3, and nothing would ever move.
     Rounding up with the probability of the cut-off fraction keeps the mean right (Gupta et al., ICML 2015).
     """
-    _pull_by_noise(weight, start, shrink, _rounding_noise(weight, generator))
+    _decay_by_noise(weight, start, shrink, _rounding_noise(weight, generator))
 
 
 def _rounding_noise(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 1 << 16, weight.shape, dtype=torch.int32, device=weight.device, generator=generator)
 
 
-def _pull_by_noise(weight: torch.Tensor, start: torch.Tensor, shrink: float, noise: torch.Tensor) -> None:
+def _decay_by_noise(weight: torch.Tensor, start: torch.Tensor, shrink: float, noise: torch.Tensor) -> None:
     exact = torch.lerp(weight.float(), start.float().expand_as(weight), shrink)
     # bfloat16 is the upper half of float32: adding noise below it and cutting rounds the magnitude up by chance.
     weight.copy_(((exact.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32))
 
 
-def _pulled_copy(weight: torch.Tensor, start: torch.Tensor, shrink: float) -> torch.Tensor:
+def _decayed_copy(weight: torch.Tensor, start: torch.Tensor, shrink: float) -> torch.Tensor:
     copy = weight.clone()
     if copy.dtype == torch.bfloat16:
-        pull_stochastically(copy, start, shrink, torch.Generator(copy.device).manual_seed(0))
+        decay_stochastically(copy, start, shrink, torch.Generator(copy.device).manual_seed(0))
         return copy
     return copy.lerp_(start.to(copy.dtype).expand_as(copy), shrink)
 
@@ -304,7 +304,7 @@ def _reject_unusable(named: dict[str, nn.Parameter]) -> None:
     for name, parameter in named.items():
         if parameter.dtype == torch.float16:
             raise ControlError(
-                f"trainable weight {name} is float16, in which small pulls round to nothing; keep trainable weights in "
+                f"trainable weight {name} is float16, where small decays round to nothing; keep trainable weights in "
                 "float32 (adapters: autocast_adapter_dtype=True, the default; full tuning: dtype float32 with fp16: "
                 "true)"
             )

@@ -113,7 +113,7 @@ class Regularizer:
     def load_state_dict(self, saved: dict[str, Any], prior: Optional[dict[str, torch.Tensor]]) -> None:
         """Continue from a checkpoint. ``prior``: its saved w0, or None where w0 is the model as loaded.
 
-        Raises CheckpointError when this run would pull toward another point or measure with another ruler.
+        Raises CheckpointError when this run would decay toward another point or measure with another ruler.
         """
         self._check_same_ruler(saved["settings"])
         if prior is not None:
@@ -122,7 +122,7 @@ class Regularizer:
         if not math.isclose(found, saved["prior_fingerprint"], rel_tol=1e-9, abs_tol=1e-12):
             raise CheckpointError(
                 "the weights at the start of this run are not those that the checkpoint's run started from "
-                f"(sum of squares {found:.9g}, was {saved['prior_fingerprint']:.9g}); lambda would pull elsewhere. "
+                f"(sum of squares {found:.9g}, was {saved['prior_fingerprint']:.9g}); lambda would act toward another. "
                 "Resume with the same model_name_or_path and seed"
             )
         self._loaded = saved
@@ -162,7 +162,7 @@ class Regularizer:
         reduce: Callable[[torch.Tensor], torch.Tensor],
         processes: int = 1,
     ) -> Optional[dict[str, Any]]:
-        """Pull the weights with the lambda decided before; every ``control_frequency`` steps measure and decide again.
+        """Decay the weights with the lambda decided before; every ``control_frequency`` steps measure and decide again.
 
         ``step``: number of this optimizer step, from 1. ``items``: supervised tokens of the window; their mean over
         ranks must be the tokens of all ranks.
@@ -171,7 +171,7 @@ class Regularizer:
         self._close_window(items)
         shrink = control.shrink_of(self.law, self.state, learning_rate)
         if shrink > 0:
-            self.prior.pull(shrink, seed=(self._seed << 32) + step)
+            self.prior.decay(shrink, seed=(self._seed << 32) + step)
             self.state = control.with_shrink(self.state, shrink)
         if step % self.settings.control_frequency and step != self.law.max_steps:
             return None
@@ -195,7 +195,7 @@ class Regularizer:
         steps, distance = len(self._interval), self.prior.squared_distance()
         own = second_try(partial(_own_share, self._interval, distance), "adding up the losses since the last decision")
         # Under DDP every rank holds its own share of the loss and the same weights. One sum makes loss and tokens
-        # global, and the mean distance everybody's: ranks that round differently must not pull differently.
+        # global, and the mean distance everybody's: ranks that round differently must not decay differently.
         shared = reduce(own)
         nats, tokens, squared_distance = (value / processes for value in shared.tolist())
         self._interval.clear()
@@ -239,7 +239,7 @@ class Regularizer:
             return
         if gain < SMALLEST_GAIN:
             self._notice(
-                f"SCU cannot act: pulling the weights by 1 % moves their description length by {gain:.3g} times that, "
+                f"SCU cannot act: decaying the weights by 1 % moves their description length by {gain:.3g} times that, "
                 f"where {control.DECOUPLED_GAIN:g} is right; keep trainable weights in float32"
             )
         else:

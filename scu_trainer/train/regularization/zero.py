@@ -14,9 +14,9 @@ LARGEST_STAGE = 2
 
 
 class ZeroPrior(Prior):
-    """A ``Prior`` that pulls the fp32 master weights, through DeepSpeed's own access to them.
+    """A ``Prior`` that decays the fp32 master weights, through DeepSpeed's own access to them.
 
-    The engine overwrites the model's weights from its masters at every step: a pull on the model alone would be
+    The engine overwrites the model's weights from its masters at every step: a decay of the model alone would be
     forgotten. Costs one all-reduce per trainable tensor and step. Every rank must call it at the same time.
     """
 
@@ -34,7 +34,7 @@ class ZeroPrior(Prior):
         return weight if master is None else master  # None before the engine exists
 
     @torch.no_grad()
-    def pull(self, shrink: float, seed: int = 0) -> None:
+    def decay(self, shrink: float, seed: int = 0) -> None:
         from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
         self._follow_weights()

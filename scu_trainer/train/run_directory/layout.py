@@ -1,4 +1,4 @@
-"""The directory that a run writes: claimed once, described before the first step, kept up to date while it goes."""
+"""The directory that a run writes: locked once, described before the first step, kept up to date while it goes."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ RESTARTED = "restarted by the launcher"
 
 @dataclass(frozen=True)
 class Start:
-    """``checkpoint``: what the stock ``train(resume_from_checkpoint=...)`` takes. ``line``: what the user is told.
+    """``checkpoint``: what the stock ``train(resume_from_checkpoint=...)`` takes. ``line``: what the user reads.
 
     ``is_done``: an earlier start of this same launch has finished the run.
     """
@@ -164,9 +164,9 @@ def _unasked(run: Path, request: Request) -> Start:
 
 
 def _differing(run: Path, changed: dict[str, tuple[Any, Any]]) -> str:
-    told = "; ".join(f"{name} {before}, now {now}" for name, (before, now) in list(changed.items())[:3])
+    named = "; ".join(f"{name} {before}, now {now}" for name, (before, now) in list(changed.items())[:3])
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    what = f"another configuration ({told}{more})" if changed else "an unknown configuration"
+    what = f"another configuration ({named}{more})" if changed else "an unknown configuration"
     return f"{run} holds an unfinished run of {what}; resume_from_checkpoint: auto would go on with it"
 
 
@@ -195,7 +195,7 @@ def _go_on(run: Path, request: Request) -> Start:
 
 
 def going_on(checkpoint: Path, skipped: Sequence[str] = ()) -> str:
-    """What the user is told."""
+    """What the user reads."""
     return f"going on from {checkpoint}" + (f", the newest that can be used ({'; '.join(skipped)})" if skipped else "")
 
 

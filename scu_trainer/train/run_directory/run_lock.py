@@ -21,11 +21,10 @@ LAID_READY = {"run.json", "background"}
 
 
 class RunLock:
-    """Claims ``run`` until ``release``, or the end of this process. Raises StorageError if another process has it, or
+    """Locks ``run`` until ``release``, or the end of this process. Raises StorageError if another process has it, or
     if it cannot be written.
 
     Makes the folder if it is not there; ``release`` takes it away again if nothing was written to it.
-    On systems without record locks (Windows) nothing is claimed.
     """
 
     def __init__(self, run: Path) -> None:

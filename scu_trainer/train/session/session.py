@@ -33,8 +33,8 @@ from scu_trainer.train.job.job import Job, is_main_process
 from scu_trainer.train.loops.throughput import measure_pace
 from scu_trainer.train.memory_estimate.record import RunEstimate, prediction
 from scu_trainer.train.preflight import Finding, before_loading, before_training, report
-from scu_trainer.train.run_directory.claim import RunDirectoryLock, from_first_rank
 from scu_trainer.train.run_directory.console import ConsoleCallback
+from scu_trainer.train.run_directory.directory_lock import RunDirectoryLock, from_first_rank
 from scu_trainer.train.run_directory.layout import RunStatusCallback, git_commit, hardware, versions
 from scu_trainer.train.run_directory.log_history import LogHistoryCallback
 from scu_trainer.train.run_directory.logs import RunLog, run_log
@@ -106,8 +106,10 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
     end_with_launcher()
     early = _begin(job, console)
     configuration = job.as_dict()  # as it was asked for: loading settles some of it
-    with RunDirectoryLock(job.training, configuration if job.safety.resume else None, job.safety.weights_only) as claim:
-        start = claim.start
+    with RunDirectoryLock(
+        job.training, configuration if job.safety.resume else None, job.safety.weights_only
+    ) as directory:
+        start = directory.start
         if start.line:
             console.print(start.line, soft_wrap=True)
         if start.is_done:
@@ -121,7 +123,7 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         findings = _look(job, parts, early, start.output_dir, console)
         description = _description(job, parts, configuration, findings)
         _look_at_checkpoint(job, start, description, console)
-        if aside := claim.put_aside():
+        if aside := directory.put_aside():
             console.print(f"put aside, of a past that is not gone on with: {', '.join(aside)}", soft_wrap=True)
         job.training.output_dir = str(start.output_dir)
         request = StopRequest(job.safety.grace_period_s, is_launched())
@@ -260,7 +262,7 @@ def _train(
     console: Console,
     foreseen: RunEstimate,
 ) -> dict[str, Any]:
-    sizer = None if trainer.chunked is None else trainer.chunked.loop
+    sizer = None if trainer.micro_batches is None else trainer.micro_batches.loop
     output_dir, times, peaks = Path(job.training.output_dir), StepTimes(), step_peaks(trainer.args.device, sizer)
     stop = _stoppable(trainer, request, status)
     for watcher in (times, peaks):
@@ -334,7 +336,7 @@ def _kernels(job: Job, trainer: SCUTrainer, parts: TrainingComponents) -> str:
     if is_sharded(trainer):
         return "attention: not looked at, the weights are sharded"
     device = input_device(trainer.model)
-    inputs = {name: value.to(device) for name, value in job.kind.probe(parts).items()}
+    inputs = {name: value.to(device) for name, value in job.kind.example_inputs(parts).items()}
     return kernel_line(trainer.model, inputs, training_precision(trainer))
 
 

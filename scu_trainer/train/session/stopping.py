@@ -32,7 +32,7 @@ class StopRequest:
 
     is_training: there is a step to finish; before and after a signal ends the run at once.
     grace_period_s: time from the first signal to the end of the process, whatever is going on; None: no limit.
-    is_launched: a launcher started this process and may pass on what it gets. say: what the user is told.
+    is_launched: a launcher started this process and may pass on what it gets. say: what the user reads.
     """
 
     def __init__(

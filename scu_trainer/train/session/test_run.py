@@ -32,7 +32,7 @@ from scu_trainer.train.trainer import SCUTrainer
 STEPS = 6
 SAVE_AT = 3
 EVALUATION_ROWS = 16
-NOT_RESUMED = "resuming was not rehearsed: DeepSpeed and FSDP take a model once in a process"
+NOT_RESUMED = "resuming was not tried: DeepSpeed and FSDP take a model once in a process"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,9 @@ def try_out(job: Job, console: Optional[Console] = None, log: Optional[RunLog] =
         estimate = _estimate(job, parts, trainer, load_s)
         checkpoint = Path(scratch) / f"checkpoint-{SAVE_AT}"
         if resumes:
-            parts.model.load_state_dict(start, strict=False)  # lambda pulls toward where a new process would begin
+            parts.model.load_state_dict(
+                start, strict=False
+            )  # lambda decays weights toward where a new process would begin
             resumed = build_trainer(replace_training(job, scratch), parts, None, Console(quiet=True))
             resumed.train(resume_from_checkpoint=str(checkpoint))
         _say(console, estimate, resumes, size_bytes(checkpoint), Path(job.training.output_dir))

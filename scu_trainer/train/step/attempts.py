@@ -3,8 +3,9 @@ and run again.
 
     micro-batches = plan
     for each micro-batch:   too large by now?  cut it before it fails
-                      mark (RNG, buffers, gradients) -> forward, backward
-                      out of memory?  put back what the mark holds; gradients of this window are made again if touched
+                      snapshot (RNG, buffers, gradients) -> forward, backward
+                      out of memory?  put back what the snapshot holds; gradients of this window are made again if
+                      touched
 
 Nothing here knows the Trainer: ``attempt`` runs one micro-batch, ``sizes`` decides how large a micro-batch may be.
 """
@@ -23,7 +24,7 @@ from torch import nn
 from scu_trainer.train.step.batches.window import MicroBatch
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory, wanted_bytes
 from scu_trainer.train.step.recovery.second_try import second_try
-from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, Mark
+from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, WindowSnapshot
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Sizes(Protocol):
 
 @dataclass
 class AttemptSite:
-    """Where micro-batches run: what a mark has to hold, and how to begin the window's gradients again.
+    """Where micro-batches run: what a snapshot has to hold, and how to begin the window's gradients again.
 
     ``kept``: gradients from before this window (a stream's short last window leaves its own to the next epoch).
     """
@@ -65,8 +66,8 @@ class AttemptSite:
         self.devices = sorted({str(p.device) for p in self.parameters} | {str(self.device)})
         self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
 
-    def mark(self) -> Mark:
-        take = functools.partial(Mark.take, self.devices, self.buffers, self.parameters)
+    def snapshot(self) -> WindowSnapshot:
+        take = functools.partial(WindowSnapshot.take, self.devices, self.buffers, self.parameters)
         return second_try(take, "a copy of the model's buffers, which are put back if memory runs out,")
 
     def keep_gradients(self) -> None:
@@ -75,14 +76,14 @@ class AttemptSite:
 
         self.kept = second_try(copies, "a copy of the gradients from before this step")
 
-    def restore(self, mark: Mark, with_gradients: bool) -> None:
-        """What ``mark`` holds, and where ``with_gradients`` those of before this window. Frees memory first."""
+    def restore(self, snapshot: WindowSnapshot, with_gradients: bool) -> None:
+        """What ``snapshot`` holds, and where ``with_gradients`` those of before this window. Frees memory first."""
         if with_gradients:
             self.drop_gradients()
         free_memory(self.device)
         if with_gradients:
             second_try(self._restore_gradients, "putting back the gradients from before this step")
-        second_try(mark.restore_surroundings, "putting back the model's buffers")
+        second_try(snapshot.restore_surroundings, "putting back the model's buffers")
 
     def _restore_gradients(self) -> None:
         for parameter, gradient in self.kept:
@@ -104,9 +105,9 @@ def run(
     cannot be cut, with gradients, RNG and buffers as they were before it.
     """
     waiting, done = deque(micro_batches), []
-    beginning = place.mark()
+    beginning = place.snapshot()
     place.keep_gradients()
-    mark: Mark | None = beginning
+    snapshot: WindowSnapshot | None = beginning
     while waiting:
         micro_batch = waiting.popleft()
         if not micro_batch.has_run:
@@ -114,20 +115,20 @@ def run(
             if list(fitting) != [micro_batch]:
                 waiting.extendleft(reversed(fitting))
                 continue
-        mark = mark or place.mark()
+        snapshot = snapshot or place.snapshot()
         loss, failure = _try(micro_batch, not waiting, attempt, sizes)
         if failure is None:
             done.append((replace(micro_batch, has_run=True), loss))
-            mark = None
+            snapshot = None
             continue
         # Outside the except: inside it the traceback keeps the failed step's tensors alive.
-        touched = mark.gradients_touched()
-        place.restore(beginning if touched else mark, with_gradients=touched)
+        touched = snapshot.gradients_touched()
+        place.restore(beginning if touched else snapshot, with_gradients=touched)
         again = [earlier for earlier, _ in done] if touched else []
         waiting.extendleft(reversed([*again, *sizes.failed(failure)]))
         if touched:
             done.clear()
-            mark = None
+            snapshot = None
     return done
 
 

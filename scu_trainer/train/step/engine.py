@@ -60,21 +60,21 @@ class StockEngine:
 class MicroBatchEngine(StockEngine):
     """Windows in micro-batches. With ``prediction`` also recovery from out-of-memory, in training and evaluation."""
 
-    def __init__(self, trainer: Trainer, chunked: MicroBatchStep, prediction: Optional[Prediction]) -> None:
+    def __init__(self, trainer: Trainer, micro_batches: MicroBatchStep, prediction: Optional[Prediction]) -> None:
         super().__init__(trainer)
-        self.chunked, self.prediction = chunked, prediction
+        self.micro_batches, self.prediction = micro_batches, prediction
 
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
-        return self.chunked.loss(model, inputs, num_items)
+        return self.micro_batches.loss(model, inputs, num_items)
 
     def adds_means(self, num_items: Any) -> bool:
-        return self.chunked.adds_means(num_items)
+        return self.micro_batches.adds_means(num_items)
 
     def clipped(self, clip: Callable[[], Any]) -> Any:
         """``clip``, which writes to gradients last, once more where it runs out of memory before."""
-        if not self.chunked.ranks.recoverable:
+        if not self.micro_batches.ranks.recoverable:
             return clip()
-        gradients = [p.grad for p in self.chunked.parameters if p.grad is not None]
+        gradients = [p.grad for p in self.micro_batches.parameters if p.grad is not None]
         with unscaled(self.trainer.accelerator, gradients):
             return second_try(clip, "clipping the gradients, or taking their norm,", unchanged=gradients)
 
@@ -114,5 +114,5 @@ class MicroBatchEngine(StockEngine):
             args.eval_accumulation_steps = None
 
     def doing(self, what: Callable[[], str]) -> AbstractContextManager:
-        """Whatever runs out of memory and could not be repeated is told in one line."""
+        """Whatever runs out of memory and could not be repeated is reported in one line."""
         return contextlib.nullcontext() if self.prediction is None else last_word(what)

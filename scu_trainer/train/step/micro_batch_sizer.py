@@ -14,8 +14,8 @@ from typing import Any, Optional
 
 import torch
 
-from scu_trainer.control import chunks
 from scu_trainer.control import microbatch as control
+from scu_trainer.control import splitting
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.step import attempts as steps
@@ -36,7 +36,7 @@ surprise. Otherwise one measurement per window keeps watch."""
 STEPS_BETWEEN_COLLECTIONS = 20
 """A collection takes 0.3 s; pressure that it did not end is not ended by the next one."""
 
-Agree = Callable[[list[int]], list[int]]
+AllReduceMax = Callable[[list[int]], list[int]]
 """Element-wise maximum over ranks; every rank calls it at the same place."""
 
 
@@ -100,7 +100,9 @@ class MicroBatchSizer:
 
     # -- one window ----------------------------------------------------------------------------------------------------
 
-    def begin(self, window: AccumulationWindow, step: int, keep_step: Optional[Agree] = None) -> list[MicroBatch]:
+    def begin(
+        self, window: AccumulationWindow, step: int, keep_step: Optional[AllReduceMax] = None
+    ) -> list[MicroBatch]:
         """The micro-batches of this window, before memory has had its say on each.
 
         ``keep_step``: given where all ranks must run the same number of micro-batches; how they agree on it.
@@ -109,7 +111,7 @@ class MicroBatchSizer:
         self._retried.clear()
         if self.gauge is not None:
             reading = self.gauge.read()  # its peak may be that of an evaluation between two steps
-            # Where memory is short, what is live must be told from what was freed and not given back.
+            # Where memory is short, what is live must be distinguished from what was freed and not given back.
             exact = self._is_learning or self.state.pressure != "low" or self.state.cap_tokens is not None
             self.gauge.reset(exact=exact)
             self._before = self._look() if exact else reading
@@ -118,7 +120,7 @@ class MicroBatchSizer:
         self._planned = len(micro_batches)
         return micro_batches
 
-    def _even(self, window: AccumulationWindow, agree: Agree) -> list[MicroBatch]:
+    def _even(self, window: AccumulationWindow, all_reduce_max: AllReduceMax) -> list[MicroBatch]:
         self._ceiling, wished = max(window.largest_batch_tokens, 1), self.settings.resolved_token_cap
         if isinstance(wished, int):
             self._ceiling = min(self._ceiling, wished)
@@ -128,7 +130,7 @@ class MicroBatchSizer:
         most = self.settings.max_batch_size
         wanted = max(-(-largest.tokens // cap), 1 if most is None else -(-len(largest.rows) // most))
         fewest_rows = min(max(1, batch.rows) for batch in window.batches)
-        parts, negative_rows = agree([wanted, -max(1, fewest_rows // self.settings.min_batch_size)])
+        parts, negative_rows = all_reduce_max([wanted, -max(1, fewest_rows // self.settings.min_batch_size)])
         return window.in_parts(min(parts, -negative_rows))
 
     def _plan(self, window: AccumulationWindow) -> list[MicroBatch]:
@@ -144,7 +146,7 @@ class MicroBatchSizer:
             self._ceiling = cap
         else:
             busy = BUSY_TOKENS.get(self.device.type, BUSY_TOKENS_ELSEWHERE)
-            self._ceiling = chunks.auto_cap(window.longest_row, busy, window.largest_batch_tokens)
+            self._ceiling = splitting.auto_cap(window.longest_row, busy, window.largest_batch_tokens)
         bounds = [bound for bound in (settings.max_batch_size, window.most_rows) if bound is not None]
         most = max(min(bounds), settings.min_batch_size) if bounds else None
         return window.pooled(self._cap, most, settings.min_batch_size)
@@ -159,8 +161,8 @@ class MicroBatchSizer:
         still."""
         return min(self.settings.min_batch_size * self._window.longest_row, self._ceiling)
 
-    def end(self, done: Sequence[tuple[MicroBatch, torch.Tensor]], agree: Agree) -> None:
-        """Take stock and decide. ``agree``: element-wise maximum over ranks."""
+    def end(self, done: Sequence[tuple[MicroBatch, torch.Tensor]], all_reduce_max: AllReduceMax) -> None:
+        """Take stock and decide. ``all_reduce_max``: element-wise maximum over ranks."""
         window, statistics = self._window, self.statistics
         statistics.windows += 1
         statistics.chunks += len(done)
@@ -183,15 +185,15 @@ class MicroBatchSizer:
             ceiling_tokens=self._ceiling,
             floor_tokens=self._floor,
             longest_row=window.longest_row,
-            largest_chunk_tokens=max((micro_batch.tokens for micro_batch, _ in done), default=1),
+            largest_micro_batch_tokens=max((micro_batch.tokens for micro_batch, _ in done), default=1),
         )
         was = self.state.cap_tokens
         decision = control.decide(self.law, self.state, seen)
-        smallest = -agree([-control.cap_to_share(decision.state)])[0]
+        smallest = -all_reduce_max([-control.cap_to_share(decision.state)])[0]
         self.state = control.with_shared_cap(decision.state, smallest)
         if self.logical is not None:
             rows = min(self.logical.nominal_rows, max(self._cap // window.longest_row, self.settings.min_batch_size))
-            self.logical.rows = -agree([-rows])[0]
+            self.logical.rows = -all_reduce_max([-rows])[0]
         if decision.collect and self.step - self._collected_step >= STEPS_BETWEEN_COLLECTIONS:
             self._collected_step = self.step
             free_memory(self.device)

@@ -1,4 +1,4 @@
-"""The Trainer's side of chunking: the whole optimizer window is worked off in the first ``training_step`` of it.
+"""The Trainer's side of micro-batches: the whole optimizer window is worked off in the first ``training_step`` of it.
 
 The stock loop prefetches the window's accumulation batches and calls ``training_step`` once for each. All forward and
 backward work is done at the first call, through the stock ``training_step`` micro-batch by micro-batch, because only
@@ -188,7 +188,7 @@ class MicroBatchStep:
             except OutOfMemory as error:
                 failure = error
             self._all_or_none(failure)
-            self.loop.end(done, self.ranks.agree)
+            self.loop.end(done, self.ranks.all_reduce_max)
         self._place.buffers.end_window()
         add = functools.partial(_per_batch, done, len(raw), self.trainer.args.device)
         return second_try(add, "adding up the losses of a step")
@@ -197,25 +197,25 @@ class MicroBatchStep:
         self, window: AccumulationWindow, micro_batches: list[MicroBatch], num_items: Any
     ) -> tuple[AccumulationWindow, list[MicroBatch]]:
         """Whole batches from now on where the loss turns out not to be the sum over its micro-batches."""
-        if self.ranks.even_chunks or self.analysis.holds(window, self.loop.bounded(micro_batches), num_items):
+        if self.ranks.even_micro_batches or self.analysis.holds(window, self.loop.bounded(micro_batches), num_items):
             return window, micro_batches
         window = self._window_of(window.batches)
         return window, self._begin(window)
 
     def _begin(self, window: AccumulationWindow) -> list[MicroBatch]:
         step = self.trainer.state.global_step + 1
-        if self.ranks.even_chunks:  # ranks agree on the way: none may begin a second time alone
-            return self.loop.begin(window, step, self.ranks.agree)
+        if self.ranks.even_micro_batches:  # ranks agree on the way: none may begin a second time alone
+            return self.loop.begin(window, step, self.ranks.all_reduce_max)
         return second_try(functools.partial(self.loop.begin, window, step), "planning the micro-batches of a step")
 
     def _work_off(self, micro_batches, model, window, num_items) -> list[tuple[MicroBatch, torch.Tensor]]:
         def attempt(micro_batch: MicroBatch, last: bool) -> torch.Tensor:
-            with self.ranks.chunk(last), self._scaled(micro_batch.weight, num_items):
+            with self.ranks.micro_batch(last), self._scaled(micro_batch.weight, num_items):
                 return self.trainer.stock_training_step(model, window.inputs(micro_batch), num_items)
 
         if self.settings.memory_control and self.ranks.recoverable:
             return steps.run(micro_batches, attempt, self.loop, self._place)
-        if self.ranks.even_chunks:
+        if self.ranks.even_micro_batches:
             return self._in_step(micro_batches, attempt)
         return steps.run_once(
             [micro_batch for whole in micro_batches for micro_batch in self.loop.fit(whole)], attempt, self.loop
@@ -249,7 +249,7 @@ class MicroBatchStep:
 
     def _all_or_none(self, failure: Optional[OutOfMemory]) -> None:
         """One rank that cannot go on stops all of them, before any waits for its gradients."""
-        failed_rank = self.ranks.agree([self.ranks.rank + 1 if failure is not None else 0])[0]
+        failed_rank = self.ranks.all_reduce_max([self.ranks.rank + 1 if failure is not None else 0])[0]
         if failure is not None:
             raise failure
         if failed_rank:
@@ -267,8 +267,8 @@ class MicroBatchStep:
 
         batches = retry_unchanged(read, (), is_out_of_memory, self.free_memory)
         pad_token_id = self._pad_token_id()
-        told = self.analysis.read(batches, num_items, pad_token_id)
-        if (told and self.reduction is not None) or not self._said:
+        said = self.analysis.read(batches, num_items, pad_token_id)
+        if (said and self.reduction is not None) or not self._said:
             self._say_limits(batches, num_items)
             self._said = True
         return self._window_of(batches)

@@ -18,7 +18,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import nested_concat
 
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.train.loss.analysis import probe
+from scu_trainer.train.loss.analysis import analyze
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, layout_for, rows_of, take
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
@@ -129,7 +129,7 @@ class Prediction:
         return evaluate()
 
     def _can_begin_again(self, loader: Any) -> bool:
-        """Rows that can be read twice, metrics that were not told of some batches already, no rank that waits."""
+        """Rows that can be read twice, metrics that were not given some batches already, no rank that waits."""
         dataset, trainer = getattr(loader, "dataset", None), self.trainer
         can_be_read_again = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
         return can_be_read_again and not trainer.args.batch_eval_metrics and trainer.accelerator.num_processes == 1
@@ -178,7 +178,7 @@ class Prediction:
             low_precision = trainer.accelerator.mixed_precision != "no"
             rows = [layout_for(trainer.model, batch.inputs)]
             how = {"training": False, "low_precision": low_precision, "most_rows": 2}
-            asked = probe(loss_of, trainer.model, rows, count, 0, **how)
+            asked = analyze(loss_of, trainer.model, rows, count, 0, **how)
             self._reduction = asked or Reduction("rows", mixes="its rows give no finite loss")
             if not self._reduction.is_exact:
                 logger.warning("eval_loss is a mean over parts of a batch: %s", self._reduction.mixes)

@@ -84,7 +84,7 @@ class ImageTask:
             console.print(line, soft_wrap=True)
         if steady_norms(model):
             _require_rows_for_statistics(model, view, job)
-            _raise_smallest_chunk(job, console)
+            _raise_smallest_micro_batch(job, console)
         watch_pixels(model, view.processor, changes_for(job.own, view))
         parts = finish(
             job,
@@ -109,7 +109,7 @@ class ImageTask:
     def score(self, model: torch.nn.Module, parts: TrainingComponents) -> DocumentScores:
         return score_samples(model, parts.data.eval, parts.collator)
 
-    def probe(self, parts: TrainingComponents) -> Mapping[str, Any]:
+    def example_inputs(self, parts: TrainingComponents) -> Mapping[str, Any]:
         """Two images: it runs in training mode, where BatchNorm cannot do with one."""
         rows = [parts.data.train[number] for number in range(min(2, len(parts.data.train)))]
         return {"pixel_values": parts.collator(rows)["pixel_values"]}
@@ -141,7 +141,7 @@ def _require_rows_for_statistics(model: torch.nn.Module, view: View, job: Job) -
     """BatchNorm on maps of one place learns nothing from batches that are all of one image."""
     training = job.training
     at_once = training.per_device_train_batch_size
-    if job.memory.acts:  # a chunk can span the batches of a step
+    if job.memory.acts:  # a micro-batch can span the batches of a step
         at_once *= training.gradient_accumulation_steps
     if at_once == 1 and needs_several_rows(model, view):
         raise SettingsError(
@@ -150,7 +150,7 @@ def _require_rows_for_statistics(model: torch.nn.Module, view: View, job: Job) -
         )
 
 
-def _raise_smallest_chunk(job: Job, console: Console) -> None:
+def _raise_smallest_micro_batch(job: Job, console: Console) -> None:
     """Where ``min_batch_size`` was left at everybody's default."""
     memory, training = job.memory, job.training
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps

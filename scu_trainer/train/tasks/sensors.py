@@ -150,7 +150,7 @@ class SensorTask:
     def score(self, model: torch.nn.Module, parts: TrainingComponents) -> DocumentScores:
         return score_samples(model, parts.data.eval, parts.collator)
 
-    def probe(self, parts: TrainingComponents) -> Mapping[str, Any]:
+    def example_inputs(self, parts: TrainingComponents) -> Mapping[str, Any]:
         batch = parts.collator([parts.data.train[0]])
         return {name: value for name, value in batch.items() if name != "labels"}
 

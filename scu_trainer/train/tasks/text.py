@@ -94,7 +94,7 @@ class TextTask:
     def score(self, model: torch.nn.Module, parts: TrainingComponents) -> DocumentScores:
         return score_documents(model, parts.data.eval, parts.collator, parts.batch_tokens)
 
-    def probe(self, parts: TrainingComponents) -> Mapping[str, Any]:
+    def example_inputs(self, parts: TrainingComponents) -> Mapping[str, Any]:
         batch = parts.collator([next(iter(parts.data.train))])
         return {name: batch[name][:, :PROBED_TOKENS] for name in MODEL_INPUTS if name in batch}
 

@@ -102,7 +102,7 @@ class WordTask:
     def score(self, model: torch.nn.Module, parts: TrainingComponents) -> DocumentScores:
         return score_documents(model, parts.data.eval, parts.collator, parts.batch_tokens)
 
-    def probe(self, parts: TrainingComponents) -> Mapping[str, Any]:
+    def example_inputs(self, parts: TrainingComponents) -> Mapping[str, Any]:
         batch = parts.collator([parts.data.train[0]])
         inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch}
         return {name: value[:, :PROBED_WORDS] if value.dim() == 2 else value for name, value in inputs.items()}

@@ -1,16 +1,16 @@
 """How a loss adds up over the rows of a batch: known, asked and audited, in one place for all loops.
 
-reduction.py    the answer: what the loss divides by, whether a split is exact, whether padding may go
+reduction.py    the reduction: what the loss divides by, whether a split is exact, whether padding may go
 known.py        public loss functions, by identity of the function that is called
-asking.py       every other loss: a few rows together and alone, in training mode without noise
+trials.py       every other loss: a few rows together and alone, in training mode without noise
 measuring.py    what is compared: the loss of some rows and its gradient, and how wholes follow from parts
 audit.py        while training: a real batch as a whole against the sum over its micro-batches
 no_trace.py     what asking changes is put back
 analysis.py     one trainer's: when to ask again, when to audit, what to say
 """
 
-from scu_trainer.train.loss.analysis.asking import mixing_modules, probe
 from scu_trainer.train.loss.analysis.measuring import EXACT, ROUGH, tolerance
 from scu_trainer.train.loss.analysis.no_trace import untouched
+from scu_trainer.train.loss.analysis.trials import analyze, mixing_modules
 
-__all__ = ["EXACT", "ROUGH", "mixing_modules", "probe", "tolerance", "untouched"]
+__all__ = ["EXACT", "ROUGH", "analyze", "mixing_modules", "tolerance", "untouched"]

@@ -14,9 +14,9 @@ import torch
 from transformers import Trainer
 
 from scu_trainer.train.loss.analysis.asked_rows import are_classes, rows_to_ask
-from scu_trainer.train.loss.analysis.asking import probe
 from scu_trainer.train.loss.analysis.audit import Audited, Auditor, is_part
 from scu_trainer.train.loss.analysis.measuring import tolerance
+from scu_trainer.train.loss.analysis.trials import analyze
 from scu_trainer.train.loss.rows.model_loss import inner_model
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch
@@ -33,7 +33,7 @@ class LossAnalysis:
     """``reduction``: how the loss adds up over rows, None before it is known; then nothing may be cut.
 
     ``notices``: what was said of a loss that turned out to be another one on the way. ``audits``: those that passed.
-    ``seconds``: host time spent on questions and audits.
+    ``seconds``: host time spent on trials and audits.
     """
 
     def __init__(self, trainer: Trainer, free_memory: Callable[[], None]) -> None:
@@ -59,7 +59,7 @@ class LossAnalysis:
         if not self._must_ask(batches, known, classes):
             self.reduction = known or replace(self.reduction, trims=False)
             return False
-        found = self._ask(batches, num_items, pad_token_id)
+        found = self._try_rows(batches, num_items, pad_token_id)
         rows = rows_to_ask(batches, self._seen) or [] if found is not None and classes else []
         seen = {int(batches[number].inputs["labels"][row]) for number, row in rows}
         # From here on nothing runs out of memory: what did until here is asked again.
@@ -98,7 +98,7 @@ class LossAnalysis:
         )
 
     def _new_classes(self, batches: Sequence[Batch]) -> bool:
-        """Whether a row has a class that no question was about. Of a known function all classes are known."""
+        """Whether a row has a class that no trial was about. Of a known function all classes are known."""
         if self.reduction is not None and self.reduction.known is not None:
             return False
         labels = [batch.inputs["labels"] for batch in batches if not batch.obstacle and "labels" in batch.inputs]
@@ -116,12 +116,12 @@ class LossAnalysis:
         """Whether batches are whole for good: other inputs are then not asked about any more."""
         return bool(self._by_keys) and not any(one.is_exact for one in self._by_keys.values())
 
-    def _ask(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
+    def _try_rows(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
         trainer = self.trainer
         if rows_to_ask(batches, self._seen) is None:  # as it stays with single rows: not a word to the model then
             return None
         with self._unrecorded():
-            return probe(
+            return analyze(
                 self._loss_of,
                 trainer.model,
                 batches,

@@ -1,4 +1,4 @@
-"""Batches of the running training as a whole against the sum over its micro-batches: what says that an answer holds.
+"""Batches of the running training as a whole against the sum over its micro-batches: what says that a reduction holds.
 
 Forward only, in training mode without noise, on the micro-batches that memory made of the batch.
 """

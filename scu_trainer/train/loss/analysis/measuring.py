@@ -28,7 +28,7 @@ MOST_GRADIENT_TENSORS = 24
 """Of the trained weights whose gradient is compared: the smallest ones, which lie in all layers."""
 
 FEW_ITEMS = 8.0
-"""The count that a loss is told: by that of a window a small loss would drown in rounding."""
+"""The count that a loss is given: by that of a window a small loss would drown in rounding."""
 
 LossOf = Callable[[Any, Optional[torch.Tensor]], torch.Tensor]
 """(inputs, num_items_in_batch) -> loss; inputs are copied before, because a loss may take its labels out of them."""
@@ -94,7 +94,7 @@ class Meter:
 
     @contextlib.contextmanager
     def _without_noise(self) -> Iterator[None]:
-        """The same draws in every question; where draws are made at all their means stand for them."""
+        """The same draws in every trial; where draws are made at all their means stand for them."""
         if self.is_noisy is None:
             yield
             return

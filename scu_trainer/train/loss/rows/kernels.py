@@ -123,7 +123,7 @@ class _Work:
 
 def _order(targets: Tensor, token_weights: Optional[Tensor], vocab: int, ignore_index: int) -> tuple[Tensor, int]:
     """``order`` and ``learned`` of _Work, at the price of one wait for the device."""
-    if isinstance(targets, FakeTensor):  # shapes alone (train/footprint): after two chunks all have been seen
+    if isinstance(targets, FakeTensor):  # shapes alone (train/memory_estimate): after two chunks all have been seen
         few = min(len(targets), 2 * rows_in_chunk(vocab))
         return torch.arange(few), few
     valid = targets != ignore_index

@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import torch
 
-from scu_trainer.control import chunks
+from scu_trainer.control import splitting
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, Row, follows_time, has_time, signature, take
 from scu_trainer.train.step.recovery.second_try import second_try
@@ -150,7 +150,7 @@ class AccumulationWindow:
             bounds = [batch.rows * i // count for i in range(count + 1)]
             for a, b in itertools.pairwise(bounds):
                 rows = tuple((number, row) for row in range(a, b))
-                micro_batches.append(self._piece(rows))
+                micro_batches.append(self._micro_batch(rows))
         return micro_batches
 
     def split(
@@ -169,8 +169,8 @@ class AccumulationWindow:
         self, rows: list[Row], token_cap: Optional[int], max_rows: Optional[int], min_rows: int
     ) -> list[MicroBatch]:
         lengths = [self.batches[number].length(row) for number, row in rows]
-        made = [tuple(rows[i] for i in chunk.rows) for chunk in chunks.cut(lengths, token_cap, max_rows, min_rows)]
-        return [self._piece(part) for chunk in made for part in self._within(chunk, token_cap, min_rows)]
+        made = [tuple(rows[i] for i in plan.rows) for plan in splitting.cut(lengths, token_cap, max_rows, min_rows)]
+        return [self._micro_batch(part) for plan in made for part in self._within(plan, token_cap, min_rows)]
 
     def _within(self, rows: tuple[Row, ...], token_cap: Optional[int], min_rows: int) -> list[tuple[Row, ...]]:
         """Two time axes padded apart can exceed a cap that each row keeps."""
@@ -179,7 +179,7 @@ class AccumulationWindow:
         middle = len(rows) // 2
         return [part for half in (rows[:middle], rows[middle:]) for part in self._within(half, token_cap, min_rows)]
 
-    def _piece(self, rows: tuple[Row, ...]) -> MicroBatch:
+    def _micro_batch(self, rows: tuple[Row, ...]) -> MicroBatch:
         return self._weighed(MicroBatch(rows[0][0], rows, self._length(rows)))
 
     def _weighed(self, micro_batch: MicroBatch) -> MicroBatch:

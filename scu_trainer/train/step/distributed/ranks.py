@@ -3,10 +3,10 @@ agreement.
 
     with ranks.window(model):                     # nothing in here communicates, so a micro-batch may run again
         for i, micro_batch in enumerate(micro_batches):
-            with ranks.chunk(last=i == len(micro_batches) - 1):
+            with ranks.micro_batch(last=i == len(micro_batches) - 1):
                 ...                               # forward and backward; gradients add up on this rank
         # out of memory: ranks.drop_gradients(), then the window's micro-batches from the first one on
-        shared = ranks.agree([...])               # every rank learns what happened on any of them
+        shared = ranks.all_reduce_max([...])               # every rank learns what happened on any of them
     # Left without an exception: gradients are what stock training has before its optimizer step.
     ranks.finish()                                # at the last accumulation batch: DeepSpeed's optimizer step
 
@@ -42,12 +42,13 @@ OFF = "set memory_control: false"
 class Ranks:
     """One process: nothing to share. Base of what the launchers need.
 
-    ``recoverable``: a micro-batch that ran out of memory may run again. ``even_chunks``: all ranks must run the same
-    number of micro-batches, or their collectives no longer match. ``weights``: what is trained, as the model has it.
+    ``recoverable``: a micro-batch that ran out of memory may run again. ``even_micro_batches``: all ranks must run the
+    same number of micro-batches, or their collectives no longer match. ``weights``: what is trained, as the model has
+    it.
     """
 
     recoverable = True
-    even_chunks = False
+    even_micro_batches = False
 
     def __init__(self, trainer) -> None:
         self._accelerator = trainer.accelerator
@@ -61,7 +62,7 @@ class Ranks:
         with self._sync_gradients(False):
             yield
 
-    def chunk(self, last: bool) -> AbstractContextManager:
+    def micro_batch(self, last: bool) -> AbstractContextManager:
         """Forward and backward of one micro-batch; ``last``: no other follows in this window."""
         return nullcontext()
 
@@ -70,7 +71,7 @@ class Ranks:
         for weight in self.weights:
             weight.grad = None
 
-    def agree(self, values: Sequence[int]) -> list[int]:
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over all ranks. Every rank must call it at the same place, with as many values."""
         if self.world_size == 1:
             return list(values)
@@ -122,7 +123,7 @@ class DdpRanks(Ranks):
             dist.broadcast(flat, source, group=group)
 
     def _average_gradients(self) -> None:
-        fill_unused(self._shared, [weight.grad is not None for weight in self._shared], self.agree)
+        fill_unused(self._shared, [weight.grad is not None for weight in self._shared], self.all_reduce_max)
         gradients = [weight.grad for weight in self._shared if weight.grad is not None]
         for flat in in_buckets(gradients):
             # Before the sum, and as a product: the order in which DDP rounds.
@@ -134,13 +135,13 @@ class ShardedRanks(Ranks):
     """FSDP and ZeRO-3: every forward and backward communicates, so a rank that fails inside one cannot be helped."""
 
     recoverable = False
-    even_chunks = True
+    even_micro_batches = True
 
     @contextmanager
     def window(self, model: nn.Module) -> Iterator[None]:
         yield
 
-    def chunk(self, last: bool) -> AbstractContextManager:
+    def micro_batch(self, last: bool) -> AbstractContextManager:
         # The launcher closes the window inside the last backward: boundary and optimizer step of ZeRO-3.
         return self._sync_gradients(last)
 
@@ -151,12 +152,12 @@ class ShardedRanks(Ranks):
         )
 
 
-def fill_unused(weights: Iterable[nn.Parameter], used: Sequence[bool], agree) -> None:
+def fill_unused(weights: Iterable[nn.Parameter], used: Sequence[bool], all_reduce_max) -> None:
     """Zero gradients where only other ranks used a weight; weights that no rank used keep None.
 
-    ``used``: whether this rank has a gradient of each weight. ``agree``: see ``Ranks.agree``.
+    ``used``: whether this rank has a gradient of each weight. ``all_reduce_max``: see ``Ranks.all_reduce_max``.
     """
-    for weight, used_here, used_anywhere in zip(weights, used, agree(used), strict=True):
+    for weight, used_here, used_anywhere in zip(weights, used, all_reduce_max(used), strict=True):
         if used_anywhere and not used_here:
             weight.grad = torch.zeros_like(weight)
 

@@ -34,7 +34,7 @@ class ZeroRanks(Ranks):
             self._fill_unused()
 
     @contextmanager
-    def chunk(self, last: bool) -> Iterator[None]:
+    def micro_batch(self, last: bool) -> Iterator[None]:
         try:
             yield
         except BaseException:
@@ -54,7 +54,7 @@ class ZeroRanks(Ranks):
     def _fill_unused(self) -> None:
         optimizer = self._engine.optimizer
         used = [optimizer.get_gradient_for_reduction(weight) is not None for weight in self.weights]
-        fill_unused(self.weights, used, self.agree)
+        fill_unused(self.weights, used, self.all_reduce_max)
         if optimizer.use_grad_accum_attribute:
             optimizer.fill_grad_accum_attribute()
 

@@ -4,8 +4,8 @@ An optimizer writes weight after weight and allocates in between, so a failed st
 remedies, both bitwise neutral:
 
     preallocate      before the first step: the state, which is the largest allocation, is made while nothing is lost
-    OptimizerGuard   every step: update a few parameters at a time, each piece after a copy of what it may change;
-                     a failure is rolled back, memory is freed, and smaller pieces are tried, down to one parameter
+    OptimizerGuard   every step: update a few parameters at a time, each part after a copy of what it may change;
+                     a failure is rolled back, memory is freed, and smaller parts are tried, down to one parameter
 
 Fused updates allocate nothing once their state exists; they run whole, without copies. ``Tensor._version`` is no
 witness of what a step has written: fused and bitsandbytes kernels do not count their writes.
@@ -24,7 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.train.step.recovery.optimizer_pieces import Pair, ParameterGroupPart, SavedCounters, SavedPiece, cut
+from scu_trainer.train.step.recovery.optimizer_parts import Pair, ParameterGroupPart, SavedCounters, SavedPart, cut
 from scu_trainer.train.step.recovery.optimizer_state import (
     inner_optimizer,
     preallocate,
@@ -50,7 +50,7 @@ class OptimizerGuard:
     optimizer: a torch optimizer or accelerate's wrapper of one; DeepSpeed's engine steps by itself, do not guard it.
     Nor parameters that are sharded (FSDP): a rank that repeats its step alone would wait for the others for ever.
     is_out_of_memory, free_memory: see ``train/step/recovery/memory.py``. named_parameters: names for the error message.
-    piece_bytes: weights that are updated together, default 8 MiB on the CPU and 64 MiB elsewhere.
+    part_bytes: weights that are updated together, default 8 MiB on the CPU and 64 MiB elsewhere.
 
     The guard works as a pair of step hooks: it does the update itself with the optimizer's own arithmetic, then hides
     the gradients so that the stock call finds nothing to do. So it does not matter who calls (loop, GradScaler) or who
@@ -67,7 +67,7 @@ class OptimizerGuard:
         is_out_of_memory: Callable[[BaseException], bool],
         free_memory: Callable[[], None],
         named_parameters: Iterable[tuple[str, torch.Tensor]] = (),
-        piece_bytes: int | None = None,
+        part_bytes: int | None = None,
     ) -> None:
         self.optimizer = inner_optimizer(optimizer)
         self.recoveries = 0
@@ -75,7 +75,7 @@ class OptimizerGuard:
         self._is_out_of_memory = is_out_of_memory
         self._free_memory = free_memory
         self._names = {parameter: name for name, parameter in named_parameters}
-        self._piece_bytes = piece_bytes
+        self._part_bytes = part_bytes
         self._hooks: list[Any] = []
         self._whole = ParameterGroupPart(())
 
@@ -121,7 +121,7 @@ class OptimizerGuard:
         self._whole = ParameterGroupPart(tuple((p, p.grad) for p in parameters if p.grad is not None))
         try:
             with torch.no_grad():
-                self._step_pieces()
+                self._step_parts()
         except BaseException:
             self._show_all()
             raise
@@ -134,46 +134,45 @@ class OptimizerGuard:
         self._whole.show()
         self._whole = ParameterGroupPart(())
 
-    def _step_pieces(self) -> None:
+    def _step_parts(self) -> None:
         self.half_stepped = False
         pending = deque(self._plan())
         self._whole.hide()
         while pending:
-            piece = pending.popleft()
-            if self._attempt(piece):
+            part = pending.popleft()
+            if self._attempt(part):
                 self.half_stepped = True
             else:
-                pending = deque(part for rest in [*self._smaller(piece), *pending] for part in self._fitting(rest))
+                pending = deque(part for rest in [*self._smaller(part), *pending] for part in self._fitting(rest))
         self.half_stepped = False
 
     def _plan(self) -> list[ParameterGroupPart]:
-        """Pieces with copies first, the largest parameters first: if one cannot be stepped, nothing is changed yet."""
+        """Parts with copies first, the largest parameters first: if one cannot be stepped, nothing is changed yet."""
         copied: list[Pair] = []
         in_place: dict[Any, list[Pair]] = defaultdict(list)
+        has_kernel = step_module(self.optimizer) in FUSED_IN_PLACE
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 pair = (parameter, parameter.grad)
-                if self._updates_in_place(group, parameter):
+                if has_kernel and self._updates_in_place(group, parameter):
                     in_place[index, parameter.device, parameter.dtype].append(pair)  # one kernel each
                 else:
                     copied.append(pair)
-        return cut(copied, self._piece_bytes) + [
+        return cut(copied, self._part_bytes) + [
             ParameterGroupPart(tuple(pairs), copied=False) for pairs in in_place.values()
         ]
 
     def _updates_in_place(self, group: dict[str, Any], parameter: torch.Tensor) -> bool:
-        if not group.get("fused") or step_module(self.optimizer) not in FUSED_IN_PLACE:
-            return False
-        return bool(self.optimizer.state.get(parameter)) or group.get("momentum") == 0
+        return group.get("fused", False) and (bool(self.optimizer.state.get(parameter)) or group.get("momentum") == 0)
 
-    def _attempt(self, piece: ParameterGroupPart) -> bool:
-        """Update ``piece``; on failure it is as before, and memory has been freed."""
+    def _attempt(self, part: ParameterGroupPart) -> bool:
+        """Update ``part``; on failure it is as before, and memory has been freed."""
         saved = None
-        piece.show()
+        part.show()
         try:
-            saved = (SavedPiece if piece.copied else SavedCounters)(self.optimizer, piece)
+            saved = (SavedPart if part.copied else SavedCounters)(self.optimizer, part)
             step_without_hooks(self.optimizer)
             return True
         except (RuntimeError, MemoryError) as error:
@@ -181,31 +180,31 @@ class OptimizerGuard:
                 raise
             forget_traceback(error)
         finally:
-            piece.hide()
+            part.hide()
         if saved is not None:
             saved.restore()
             saved = None
         self._free_memory()
         return False
 
-    def _fitting(self, piece: ParameterGroupPart) -> list[ParameterGroupPart]:
-        """``piece`` in the size that the last failure has taught."""
-        is_divisible = piece.copied and len(piece.pairs) > 1
-        return cut(piece.pairs, self._piece_bytes) if is_divisible else [piece]
+    def _fitting(self, part: ParameterGroupPart) -> list[ParameterGroupPart]:
+        """``part`` in the size that the last failure has taught."""
+        is_divisible = part.copied and len(part.pairs) > 1
+        return cut(part.pairs, self._part_bytes) if is_divisible else [part]
 
-    def _smaller(self, piece: ParameterGroupPart) -> list[ParameterGroupPart]:
+    def _smaller(self, part: ParameterGroupPart) -> list[ParameterGroupPart]:
         """What to try instead. Raises OutOfMemory when nothing is left."""
         self.recoveries += 1
-        logger.warning("out of memory in the optimizer step; retrying with smaller pieces, same result")
-        if not piece.copied:
-            return cut(piece.pairs, self._piece_bytes)
-        middle = len(piece.pairs) // 2
+        logger.warning("out of memory in the optimizer step; retrying with smaller parts, same result")
+        if not part.copied:
+            return cut(part.pairs, self._part_bytes)
+        middle = len(part.pairs) // 2
         if middle:
-            self._piece_bytes = max(piece.weight_bytes // 2, 1)  # the next step begins with what fits
-            return [ParameterGroupPart(piece.pairs[:middle]), ParameterGroupPart(piece.pairs[middle:])]
-        if not piece.copy_to_host:
-            return [replace(piece, copy_to_host=True)]
-        raise OutOfMemory(self._message(piece.pairs[0][0]))
+            self._part_bytes = max(part.weight_bytes // 2, 1)  # the next step begins with what fits
+            return [ParameterGroupPart(part.pairs[:middle]), ParameterGroupPart(part.pairs[middle:])]
+        if not part.copy_to_host:
+            return [replace(part, copy_to_host=True)]
+        raise OutOfMemory(self._message(part.pairs[0][0]))
 
     def _message(self, parameter: torch.Tensor) -> str:
         name = self._names.get(parameter, "a parameter")

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.train.step.recovery.optimizer_pieces import stored
+from scu_trainer.train.step.recovery.optimizer_parts import stored
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback
 
 logger = logging.getLogger(__name__)
 
-# Modules whose step() treats each parameter by itself and keeps no other state, so that pieces give the whole.
+# Modules whose step() treats each parameter by itself and keeps no other state, so that parts give the whole.
 ONE_BY_ONE = frozenset(
     {f"torch.optim.{name}" for name in ("adadelta", "adagrad", "adam", "adamax", "nadam", "radam", "rmsprop", "sgd")}
     | {"torch.optim._adafactor", "torch.optim._muon", "transformers.optimization"}

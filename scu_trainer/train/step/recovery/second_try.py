@@ -1,4 +1,5 @@
-"""Work beside the micro-batches that runs out of memory: done once more after memory was freed, or told in one line.
+"""Work beside the micro-batches that runs out of memory: done once more after memory was freed, or reported in one
+line.
 
     second_try   something that changes nothing before it succeeds: measuring, copying, counting, joining
     last_word    around all of a training or an evaluation: whatever else runs out of memory ends with our message

@@ -20,8 +20,8 @@ logger = logging.getLogger("scu_trainer")
 
 
 COPIED_BYTES = 64 * 2**20
-"""Buffers that are copied at every mark, the smallest first: nobody has to tell whether they change. Larger ones are
-copied in the first window, and afterwards if they have been seen to change."""
+"""Buffers that are copied at every snapshot, the smallest first: nobody has to tell whether they change. Larger ones
+are copied in the first window, and afterwards if they have been seen to change."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ Generators = list[tuple[Callable[[Any], None], Any]]
 
 
 @dataclass
-class Mark:
+class WindowSnapshot:
     """The state of RNG, buffers and gradients before a micro-batch. ``parameters``: the trainable ones."""
 
     rng: Generators
@@ -213,7 +213,9 @@ class Mark:
     gradients: list[tuple[int, int]]
 
     @classmethod
-    def take(cls, devices: Sequence[str], buffers: ChangingBuffers, parameters: Sequence[nn.Parameter]) -> Mark:
+    def take(
+        cls, devices: Sequence[str], buffers: ChangingBuffers, parameters: Sequence[nn.Parameter]
+    ) -> WindowSnapshot:
         return cls(generators(devices), buffers, buffers.copies(), parameters, _versions(parameters))
 
     def restore_surroundings(self) -> None:

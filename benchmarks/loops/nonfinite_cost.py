@@ -1,6 +1,6 @@
 """What does looking for bad numbers cost? The guard of steps and the divergence watch, on and off in alternate steps.
 
-    python benchmarks/loops/bad_numbers_cost.py [--steps 200]
+    python benchmarks/loops/nonfinite_cost.py [--steps 200]
 
 One training per line, of LoRA and of full tuning of the embedded model on the recipe's batch; its odd steps have the
 guard, its even ones have not, so that drift hits both alike. Printed are the median CPU milliseconds of a step and the
@@ -64,7 +64,7 @@ class Alternate(TrainerCallback):
     """Takes the guard out of every second step, or out of all, and notes the CPU time of each step."""
 
     def __init__(self, trainer: SCUTrainer, measured: bool) -> None:
-        self.trainer, self.guard, self.measured = trainer, trainer.bad_numbers, measured
+        self.trainer, self.guard, self.measured = trainer, trainer.nonfinite_guard, measured
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
         self.inside_s = 0.0
         self._begin = Begin()
@@ -84,7 +84,7 @@ class Alternate(TrainerCallback):
     def _switch(self, on: bool) -> None:
         """For the next step: without the guard nothing of it runs."""
         on = on and self.measured
-        self.trainer.bad_numbers = self.guard if on else None
+        self.trainer.nonfinite_guard = self.guard if on else None
         own = [self.guard] if on else []
         self.trainer.callback_handler.callbacks = [self._begin, *own, *self._others, self]
 
@@ -152,7 +152,7 @@ def main() -> None:
             f"{r['direct_fraction']:.3%}",
         )
     Console(width=110).print(table, f"target: a ratio of at most {TARGET_RATIO}")
-    write_result("bad_numbers_cost", command_line(), {"target_ratio": TARGET_RATIO, "results": results})
+    write_result("nonfinite_cost", command_line(), {"target_ratio": TARGET_RATIO, "results": results})
 
 
 if __name__ == "__main__":

@@ -8,13 +8,22 @@ import random
 
 import pytest
 
-from scu_trainer.control.chunks import CHUNK_COST_SHARE, Chunk, auto_cap, cut, halve, processed_over_real, split_to
+from scu_trainer.control import splitting
+from scu_trainer.control.splitting import (
+    MICRO_BATCH_COST_SHARE,
+    MicroBatchPlan,
+    auto_cap,
+    cut,
+    halve,
+    processed_over_real,
+    split_to,
+)
 
 POOL = [3, 8, 3, 2, 8, 3, 20]  # rows by length: 3 | 0 2 5 | 1 4 | 6
 
 
-def rows_of(chunks: list[Chunk]) -> list[tuple[int, ...]]:
-    return [chunk.rows for chunk in chunks]
+def rows_of(planned: list[MicroBatchPlan]) -> list[tuple[int, ...]]:
+    return [plan.rows for plan in planned]
 
 
 def lognormal_lengths(chance: random.Random, median: float, sigma: float, count: int = 64) -> list[int]:
@@ -27,19 +36,19 @@ def every_cut(count: int):
         yield [i + 1 for i, cut_here in enumerate(kept) if cut_here] + [count]
 
 
-def price(ascending: list[int], ends: list[int], chunk_cost: int) -> int:
+def price(ascending: list[int], ends: list[int], micro_batch_cost: int) -> int:
     starts = [0, *ends[:-1]]
-    return sum((end - start) * ascending[end - 1] + chunk_cost for start, end in zip(starts, ends, strict=True))
+    return sum((end - start) * ascending[end - 1] + micro_batch_cost for start, end in zip(starts, ends, strict=True))
 
 
 def test_a_chunk_counts_its_padding():
-    chunk = Chunk((4, 1, 6), 5)
-    assert (chunk.tokens, chunk.quadratic) == (15, 75)
+    plan = MicroBatchPlan((4, 1, 6), 5)
+    assert (plan.tokens, plan.quadratic) == (15, 75)
 
 
 def test_rows_come_by_length_then_position():
     assert rows_of(cut(POOL, 16)) == [(3, 0, 2, 5), (1, 4), (6,)]
-    assert [chunk.length for chunk in cut(POOL, 16)] == [3, 8, 20]
+    assert [plan.length for plan in cut(POOL, 16)] == [3, 8, 20]
     assert rows_of(cut([5] * 6, 15)) == [(0, 1, 2), (3, 4, 5)]
 
 
@@ -58,7 +67,7 @@ def test_max_rows_bounds_short_rows():
 
 
 def test_a_row_without_tokens_still_takes_one():
-    assert cut([0, 0], 2) == [Chunk((0, 1), 1)]
+    assert cut([0, 0], 2) == [MicroBatchPlan((0, 1), 1)]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +84,7 @@ def test_a_row_without_tokens_still_takes_one():
     ],
 )
 def test_no_chunk_is_smaller_than_min_rows(lengths, cap, max_rows, min_rows, sizes):
-    assert sorted(len(chunk.rows) for chunk in cut(lengths, cap, max_rows, min_rows)) == sizes
+    assert sorted(len(plan.rows) for plan in cut(lengths, cap, max_rows, min_rows)) == sizes
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -84,16 +93,16 @@ def test_bounds_hold_for_any_pool(seed):
     lengths = lognormal_lengths(chance, 50, 1.0, chance.randint(1, 90))
     cap, min_rows = chance.choice([None, 30, 200, 2000]), chance.choice([1, 1, 2, 5])
     max_rows = chance.choice([None, min_rows, 2 * min_rows, 12])
-    chunks = cut(lengths, cap, max_rows, min_rows)
-    assert sorted(row for chunk in chunks for row in chunk.rows) == list(range(len(lengths)))
-    assert [chunk.length for chunk in chunks] == sorted(chunk.length for chunk in chunks)
+    planned = cut(lengths, cap, max_rows, min_rows)
+    assert sorted(row for plan in planned for row in plan.rows) == list(range(len(lengths)))
+    assert [plan.length for plan in planned] == sorted(plan.length for plan in planned)
     divisible = max_rows is None or math.ceil(len(lengths) / max_rows) * min_rows <= len(lengths)
-    for chunk in chunks:
-        rows = len(chunk.rows)
-        assert chunk.length == max(lengths[row] for row in chunk.rows)
+    for plan in planned:
+        rows = len(plan.rows)
+        assert plan.length == max(lengths[row] for row in plan.rows)
         assert rows >= min(min_rows, len(lengths))
         assert not divisible or max_rows is None or rows <= max_rows
-        assert cap is None or chunk.tokens <= cap or rows < 2 * min_rows
+        assert cap is None or plan.tokens <= cap or rows < 2 * min_rows
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -101,7 +110,7 @@ def test_no_other_cut_is_cheaper(seed):
     chance = random.Random(seed)
     lengths = sorted(chance.choices(range(1, 12), k=chance.randint(1, 10)))
     cap, max_rows = chance.choice([12, 20, 40, 64]), chance.choice([None, 3, 5])
-    chunk_cost = max(1, int(cap * CHUNK_COST_SHARE))
+    micro_batch_cost = max(1, int(cap * MICRO_BATCH_COST_SHARE))
 
     def allowed(ends: list[int]) -> bool:
         return all(
@@ -109,60 +118,65 @@ def test_no_other_cut_is_cheaper(seed):
             for start, end in zip([0, *ends[:-1]], ends, strict=True)
         )
 
-    best = min(price(lengths, ends, chunk_cost) for ends in every_cut(len(lengths)) if allowed(ends))
-    found = list(itertools.accumulate(len(chunk.rows) for chunk in cut(lengths, cap, max_rows)))
+    best = min(price(lengths, ends, micro_batch_cost) for ends in every_cut(len(lengths)) if allowed(ends))
+    found = list(itertools.accumulate(len(plan.rows) for plan in cut(lengths, cap, max_rows)))
     assert allowed(found)
-    assert price(lengths, found, chunk_cost) == best
+    assert price(lengths, found, micro_batch_cost) == best
 
 
 @pytest.mark.parametrize(
-    ("median", "sigma", "most_chunks"), [(100, 0.6, 13), (400, 0.9, 20), (250, 1.2, 16)], ids=["short", "chat", "heavy"]
+    ("median", "sigma", "most_micro_batches"),
+    [(100, 0.6, 13), (400, 0.9, 20), (250, 1.2, 16)],
+    ids=["short", "chat", "heavy"],
 )
 @pytest.mark.parametrize("seed", range(3))
-def test_little_is_padding_when_lengths_are_long_tailed(median, sigma, most_chunks, seed):
+def test_little_is_padding_when_lengths_are_long_tailed(median, sigma, most_micro_batches, seed):
     """64 rows per step, 100 steps, cap = the longest row, at least 1024."""
-    chance, processed, real, chunk_count = random.Random(seed), 0, 0, 0
+    chance, processed, real, micro_batch_count = random.Random(seed), 0, 0, 0
     for _ in range(100):
         lengths = lognormal_lengths(chance, median, sigma)
-        chunks = cut(lengths, max(1024, *lengths))
-        assert processed_over_real(chunks, lengths) <= 1.15
-        processed += sum(chunk.tokens for chunk in chunks)
+        planned = cut(lengths, max(1024, *lengths))
+        assert processed_over_real(planned, lengths) <= 1.15
+        processed += sum(plan.tokens for plan in planned)
         real += sum(lengths)
-        chunk_count += len(chunks)
+        micro_batch_count += len(planned)
     assert processed / real <= 1.07
-    assert chunk_count / 100 <= most_chunks, "fewer padded tokens must not be bought with a chunk per row"
+    assert micro_batch_count / 100 <= most_micro_batches, (
+        "fewer padded tokens must not be bought with a micro-batch per row"
+    )
 
 
 def test_a_pool_of_thousands_asks_for_a_bounded_number_of_comparisons(monkeypatch):
     """Counted, not timed: the worst pool for a plain search is many short rows under a large cap."""
-    from scu_trainer.control import chunks
 
-    tried, possible = [], chunks._possible_ends
+    tried, possible = [], splitting._possible_ends
 
     def counting(*arguments):
         for end in possible(*arguments):
             tried.append(end)
             yield end
 
-    monkeypatch.setattr(chunks, "_possible_ends", counting)
+    monkeypatch.setattr(splitting, "_possible_ends", counting)
     chance = random.Random(0)
     cut(lognormal_lengths(chance, 20, 0.6, 4000), 16384)
     assert len(tried) <= 4000 * math.isqrt(16384)
 
 
-def test_halves_are_trimmed_anew():
-    chunk = Chunk((3, 0, 2, 5, 1), 8)
-    assert halve(chunk, POOL) == (Chunk((3, 0, 2), 3), Chunk((5, 1), 8))
-    assert halve(Chunk((1, 3), 8), POOL) == (Chunk((3,), 2), Chunk((1,), 8)), "the order of the rows does not matter"
+def test_halves_are_trimmed_again():
+    plan = MicroBatchPlan((3, 0, 2, 5, 1), 8)
+    assert halve(plan, POOL) == (MicroBatchPlan((3, 0, 2), 3), MicroBatchPlan((5, 1), 8))
+    assert halve(MicroBatchPlan((1, 3), 8), POOL) == (MicroBatchPlan((3,), 2), MicroBatchPlan((1,), 8)), (
+        "the order of the rows does not matter"
+    )
 
 
 def test_halves_respect_min_rows():
-    chunk = Chunk((3, 0, 2, 5, 1), 8)
-    assert rows_of(halve(chunk, POOL, min_rows=2)) == [(3, 0, 2), (5, 1)]
+    plan = MicroBatchPlan((3, 0, 2, 5, 1), 8)
+    assert rows_of(halve(plan, POOL, min_rows=2)) == [(3, 0, 2), (5, 1)]
     with pytest.raises(ValueError, match="5 rows cannot be halved"):
-        halve(chunk, POOL, min_rows=3)
+        halve(plan, POOL, min_rows=3)
     with pytest.raises(ValueError, match="1 rows cannot be halved"):
-        halve(Chunk((6,), 20), POOL)
+        halve(MicroBatchPlan((6,), 20), POOL)
 
 
 @pytest.mark.parametrize("count", range(2, 30))
@@ -177,14 +191,14 @@ def test_the_longer_half_has_at_most_half_of_the_tokens(count):
 
 def test_split_to_cuts_the_rows_of_one_chunk_alone():
     [whole] = cut(POOL, None)
-    pieces = split_to(whole, POOL, 16)
-    assert pieces == [Chunk((3, 0, 2, 5), 3), Chunk((1, 4), 8), Chunk((6,), 20)]
+    planned = split_to(whole, POOL, 16)
+    assert planned == [MicroBatchPlan((3, 0, 2, 5), 3), MicroBatchPlan((1, 4), 8), MicroBatchPlan((6,), 20)]
 
 
 def test_split_to_makes_two_pieces_even_when_the_cap_does_not_ask_for_it():
-    assert split_to(Chunk((1, 4), 8), POOL, 1000) == [Chunk((1,), 8), Chunk((4,), 8)]
-    assert split_to(Chunk((6,), 20), POOL, 5) == [Chunk((6,), 20)]
-    assert split_to(Chunk((1, 4, 6), 20), POOL, 20, min_rows=2) == [Chunk((1, 4, 6), 20)]
+    assert split_to(MicroBatchPlan((1, 4), 8), POOL, 1000) == [MicroBatchPlan((1,), 8), MicroBatchPlan((4,), 8)]
+    assert split_to(MicroBatchPlan((6,), 20), POOL, 5) == [MicroBatchPlan((6,), 20)]
+    assert split_to(MicroBatchPlan((1, 4, 6), 20), POOL, 20, min_rows=2) == [MicroBatchPlan((1, 4, 6), 20)]
 
 
 def test_auto_cap():

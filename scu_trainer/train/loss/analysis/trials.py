@@ -4,7 +4,7 @@ Splitting a batch is exact when the loss of the whole is a known sum over its ro
 forwards take ``num_items_in_batch`` among their ``**kwargs`` and ignore it. So a few short rows are run together and
 each alone, in training mode, and every way to put the parts together (``Reduction.kind``) is held against the whole:
 its value, and its gradient by some of the trained weights, which tells apart what near a random start has equal values.
-What survives on the rows as they are, and on the same rows with other labels, is the answer; a public loss function
+What survives on the rows as they are, and on the same rows with other labels, is the reduction; a public loss function
 that was called adds what it says of itself (``known.py``).
 """
 
@@ -41,7 +41,7 @@ FOLLOWS = 0.75
 """Told twice the count, a loss that is divided by it halves; nearly so with a part of its own that nobody counts."""
 
 
-def probe(
+def analyze(
     loss_of: LossOf,
     model: nn.Module,
     batches: Sequence[Batch],
@@ -55,12 +55,12 @@ def probe(
     most_rows: Optional[int] = None,
     is_public: bool = False,
 ) -> Optional[Reduction]:
-    """``num_items``: what the stock loop counted for this window, None where the loss is not told. ``training`` False:
-    in evaluation mode, where some modules do not mix rows. ``low_precision``: autocast will be on. ``shifts``: the
-    stock loop takes the loss for one over shifted labels, which decides between kinds that do not differ on these rows.
-    ``seen``: classes that were asked about before. ``owner``: whose plain attributes are put back beside the model's.
-    ``most_rows``: None for the usual few, 2 where no more are known to fit. ``is_public``: nobody's own code has a part
-    in the loss; of a known one values tell enough then, without gradients.
+    """``num_items``: what the stock loop counted for this window, None where the loss does not take it. ``training``
+    False: in evaluation mode, where some modules do not mix rows. ``low_precision``: autocast will be on. ``shifts``:
+    the stock loop takes the loss for one over shifted labels, which decides between kinds that do not differ on these
+    rows. ``seen``: classes that were asked about before. ``owner``: whose plain attributes are put back beside the
+    model's. ``most_rows``: None for the usual few, 2 where no more are known to fit. ``is_public``: nobody's own code
+    has a part in the loss; of a known one values tell enough then, without gradients.
 
     Only rows of the batches are used, cut and padded as training would; of long ones their beginnings, if the model
     takes these: whole, with all logits, they could need more memory than training does. None: these rows do not tell;
@@ -73,9 +73,9 @@ def probe(
     precision, device = tolerance(model, low_precision), input_device(model)
     with untouched(model, owner, training), _statistics_kept(model, mixing), measured_weights(model) as weights:
         meter = Meter(loss_of, num_items, model, weights)
-        question = _Question(meter, precision, batches, rows, pad_token_id, device, shifts, is_public)
-        answer = _ask_of_beginnings(question) or _ask(question)
-    return replace(answer, mixes=f"{mixing} put the whole batch together") if mixing and answer else answer
+        trial = _Trial(meter, precision, batches, rows, pad_token_id, device, shifts, is_public)
+        reduction = _try_beginnings(trial) or _try_rows(trial)
+    return replace(reduction, mixes=f"{mixing} put the whole batch together") if mixing and reduction else reduction
 
 
 @contextlib.contextmanager
@@ -87,23 +87,23 @@ def _statistics_kept(model: nn.Module, mixing: Optional[str]) -> Iterator[None]:
     yield
 
 
-def _ask_of_beginnings(question: _Question) -> Optional[Reduction]:
+def _try_beginnings(trial: _Trial) -> Optional[Reduction]:
     """None where rows are short already, or where their beginnings do not tell."""
-    short = beginnings(question.batches, question.rows, question.pad_token_id)
+    short = beginnings(trial.batches, trial.rows, trial.pad_token_id)
     if short is None:
         return None
     try:
-        return _again(replace(question, batches=[short], rows=[(0, row) for row in range(short.rows)]), trim=True)
+        return _again(replace(trial, batches=[short], rows=[(0, row) for row in range(short.rows)]), trim=True)
     except Exception as error:  # a model that takes whole rows only; they are asked next
         forget_traceback(error)
         return None
 
 
-def _ask(question: _Question) -> Optional[Reduction]:
+def _try_rows(trial: _Trial) -> Optional[Reduction]:
     reasons, takes_few = [], True
     for trim in (True, False):
         try:
-            answer = _answer_of_two_or_more(question, trim)
+            reduction = _of_two_or_more(trial, trim)
         except Exception as error:  # whatever a model says to rows that it does not take: training shall go on
             if is_out_of_memory(error):
                 reasons.append("two rows do not fit in memory together")
@@ -113,31 +113,31 @@ def _ask(question: _Question) -> Optional[Reduction]:
             reasons.append(f"it fails on few or shorter rows: {error}")
             forget_traceback(error)
         else:
-            return replace(answer, trims=False, reads_padding=reasons[0]) if answer and reasons else answer
-    free_memory(question.device)
-    return question.answer_of_one(reasons[-1], may_be_cut=takes_few)
+            return replace(reduction, trims=False, reads_padding=reasons[0]) if reduction and reasons else reduction
+    free_memory(trial.device)
+    return trial.of_one(reasons[-1], may_be_cut=takes_few)
 
 
-def _answer_of_two_or_more(question: _Question, trim: bool) -> Optional[Reduction]:
+def _of_two_or_more(trial: _Trial, trim: bool) -> Optional[Reduction]:
     try:
-        return _again(question, trim)
+        return _again(trial, trim)
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error) or len(question.rows) < 3:
+        if not is_out_of_memory(error) or len(trial.rows) < 3:
             raise
         forget_traceback(error)
-    free_memory(question.device)
-    return replace(question, rows=question.rows[:2]).answer(trim)
+    free_memory(trial.device)
+    return replace(trial, rows=trial.rows[:2]).reduction(trim)
 
 
-def _again(question: _Question, trim: bool) -> Optional[Reduction]:
-    """The answer. A wrong belief about the loss would train something else: one failed allocation is no reason to take
-    it up."""
-    answer = partial(question.answer, trim)
-    return retry_unchanged(answer, (), is_out_of_memory, partial(free_memory, question.device))
+def _again(trial: _Trial, trim: bool) -> Optional[Reduction]:
+    """The reduction. A wrong belief about the loss would train something else: one failed allocation is no reason to
+    take it up."""
+    reduction = partial(trial.reduction, trim)
+    return retry_unchanged(reduction, (), is_out_of_memory, partial(free_memory, trial.device))
 
 
 @dataclass
-class _Question:
+class _Trial:
     meter: Meter
     tolerance: float
     batches: Sequence[Batch]
@@ -147,7 +147,7 @@ class _Question:
     shifts: bool
     is_public: bool
 
-    def answer(self, trim: bool) -> Optional[Reduction]:
+    def reduction(self, trim: bool) -> Optional[Reduction]:
         meter, rows = self.meter, len(self.rows)
         together = in_order(self.batches, self.rows, self.pad_token_id, trim)
         other = with_other_labels(together, rows)
@@ -158,16 +158,18 @@ class _Question:
         if gradient and self.is_public:
             whole = meter.measure(strongest)
         asked = [self._observed(strongest, whole, gradient)]
-        answer = self._answer_from(asked, known, follows)
-        if other is not None and answer is not None and answer.known is None:
+        reduction = self._reduction_from(asked, known, follows)
+        if other is not None and reduction is not None and reduction.known is None:
             asked.insert(0, self._observed(together, meter.measure(together, gradient=False), gradient=False))
-            answer = self._answer_from(asked, known, follows)
-        if answer is None:
+            reduction = self._reduction_from(asked, known, follows)
+        if reduction is None:
             return None
         trims = self._trims(together, asked[0]) if trim else False
-        return replace(answer, trims=trims, reads_padding="less of it gives another loss" if trims is False else None)
+        return replace(
+            reduction, trims=trims, reads_padding="less of it gives another loss" if trims is False else None
+        )
 
-    def _answer_from(self, asked: list[Optional[Observation]], known, follows) -> Optional[Reduction]:
+    def _reduction_from(self, asked: list[Optional[Observation]], known, follows) -> Optional[Reduction]:
         if any(one is None for one in asked):
             return None
         errors = self._errors(asked, known, follows)
@@ -236,7 +238,7 @@ class _Question:
         return ", ".join(dict.fromkeys(call.name for call in calls)), divisor.targets or divisor.kind
 
     def _follows(self, inputs: Any, once: float) -> Optional[float]:
-        """The loss told twice the count, by ``once``; None where it is told nothing."""
+        """The loss given twice the count, by ``once``; None where it is given none."""
         if self.meter.num_items is None:
             return None
         return abs(self.meter.loss(inputs, 2 * FEW_ITEMS) / once) if once else 1.0
@@ -261,7 +263,7 @@ class _Question:
     def _first_row(self, trim: bool = True) -> Any:
         return take(self.batches, self.rows[:1], self.pad_token_id, trim=trim)
 
-    def answer_of_one(self, reason: str, may_be_cut: bool) -> Reduction:
+    def of_one(self, reason: str, may_be_cut: bool) -> Reduction:
         """What a single row tells where several cannot be asked: a public function that only divides by the count."""
         kind, name = "rows", None
         try:

@@ -19,13 +19,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-CHUNK_COST_SHARE = 1 / 16
+MICRO_BATCH_COST_SHARE = 1 / 16
 """Fixed cost of one more micro-batch as a share of the token cap: 11-30 % more micro-batches than the fewest possible,
 5 % padding on lognormal lengths instead of 9-19 %."""
 
 
 @dataclass(frozen=True)
-class Chunk:
+class MicroBatchPlan:
     """``rows``: positions in the pool, by ascending length. ``length``: tokens per row after trimming, the longest."""
 
     rows: tuple[int, ...]
@@ -44,7 +44,7 @@ class Chunk:
 
 def cut(
     lengths: Sequence[int], token_cap: Optional[int], max_rows: Optional[int] = None, min_rows: int = 1
-) -> list[Chunk]:
+) -> list[MicroBatchPlan]:
     """Micro-batches of at most ``token_cap`` padded tokens and ``max_rows`` rows, ascending by length; every row in
     one micro-batch.
 
@@ -62,31 +62,35 @@ def cut(
         return int(max(min_rows, min(by_tokens, max_rows or math.inf, len(order))))
 
     limits = [most_rows(length) for length in ascending]
-    ends = _cheapest_ends(ascending, limits, min_rows, _chunk_cost(ascending, token_cap))
+    ends = _cheapest_ends(ascending, limits, min_rows, _micro_batch_cost(ascending, token_cap))
     starts = [0, *ends[:-1]]
-    return [Chunk(tuple(order[a:b]), ascending[b - 1]) for a, b in zip(starts, ends, strict=True)] if order else []
+    return (
+        [MicroBatchPlan(tuple(order[a:b]), ascending[b - 1]) for a, b in zip(starts, ends, strict=True)]
+        if order
+        else []
+    )
 
 
-def halve(chunk: Chunk, lengths: Sequence[int], min_rows: int = 1) -> tuple[Chunk, Chunk]:
+def halve(plan: MicroBatchPlan, lengths: Sequence[int], min_rows: int = 1) -> tuple[MicroBatchPlan, MicroBatchPlan]:
     """Shorter and longer half of a micro-batch, each trimmed again; the longer half has at most half of the tokens.
 
     ``lengths``: of all rows in the pool. Raises ValueError if the halves would have fewer than ``min_rows`` rows.
     """
-    count = len(chunk.rows)
+    count = len(plan.rows)
     if count < 2 * min_rows:
         raise ValueError(f"a micro-batch of {count} rows cannot be halved: each half needs {min_rows} or more")
-    ordered = sorted(chunk.rows, key=lambda row: (lengths[row], row))
+    ordered = sorted(plan.rows, key=lambda row: (lengths[row], row))
     middle = (count + 1) // 2  # an odd row goes to the shorter half
-    return _chunk_of(ordered[:middle], lengths), _chunk_of(ordered[middle:], lengths)
+    return _planned(ordered[:middle], lengths), _planned(ordered[middle:], lengths)
 
 
-def split_to(chunk: Chunk, lengths: Sequence[int], token_cap: int, min_rows: int = 1) -> list[Chunk]:
-    """``micro-batch`` cut again under a smaller cap: at least two micro-batches, or the micro-batch itself below 2 *
+def split_to(plan: MicroBatchPlan, lengths: Sequence[int], token_cap: int, min_rows: int = 1) -> list[MicroBatchPlan]:
+    """``plan`` cut again under a smaller cap: at least two micro-batches, or the micro-batch itself below 2 *
     ``min_rows`` rows."""
-    pieces = cut([lengths[row] for row in chunk.rows], token_cap, min_rows=min_rows)
-    if len(pieces) > 1:
-        return [Chunk(tuple(chunk.rows[i] for i in piece.rows), piece.length) for piece in pieces]
-    return list(halve(chunk, lengths, min_rows)) if len(chunk.rows) >= 2 * min_rows else [chunk]
+    planned = cut([lengths[row] for row in plan.rows], token_cap, min_rows=min_rows)
+    if len(planned) > 1:
+        return [MicroBatchPlan(tuple(plan.rows[i] for i in part.rows), part.length) for part in planned]
+    return list(halve(plan, lengths, min_rows)) if len(plan.rows) >= 2 * min_rows else [plan]
 
 
 def auto_cap(longest_row: int, busy_tokens: int, largest_batch_tokens: int) -> int:
@@ -98,10 +102,10 @@ def auto_cap(longest_row: int, busy_tokens: int, largest_batch_tokens: int) -> i
     return max(longest_row, min(busy_tokens, largest_batch_tokens))
 
 
-def processed_over_real(chunks: Sequence[Chunk], lengths: Sequence[int]) -> float:
+def processed_over_real(planned: Sequence[MicroBatchPlan], lengths: Sequence[int]) -> float:
     """Padded tokens of all micro-batches over the tokens in their rows; 1.0 is no padding at all."""
-    real = sum(max(1, lengths[row]) for chunk in chunks for row in chunk.rows)
-    return sum(chunk.tokens for chunk in chunks) / real if real else 1.0
+    real = sum(max(1, lengths[row]) for plan in planned for row in plan.rows)
+    return sum(plan.tokens for plan in planned) / real if real else 1.0
 
 
 def _check_bounds(token_cap: Optional[int], max_rows: Optional[int], min_rows: int) -> None:
@@ -112,18 +116,18 @@ def _check_bounds(token_cap: Optional[int], max_rows: Optional[int], min_rows: i
         raise ValueError(f"max_rows {max_rows} is below min_rows {min_rows}")
 
 
-def _chunk_of(rows: Sequence[int], lengths: Sequence[int]) -> Chunk:
-    return Chunk(tuple(rows), max(1, *(lengths[row] for row in rows)))
+def _planned(rows: Sequence[int], lengths: Sequence[int]) -> MicroBatchPlan:
+    return MicroBatchPlan(tuple(rows), max(1, *(lengths[row] for row in rows)))
 
 
-def _chunk_cost(ascending: Sequence[int], token_cap: Optional[int]) -> int:
+def _micro_batch_cost(ascending: Sequence[int], token_cap: Optional[int]) -> int:
     """In padded tokens. Without a cap it outweighs all padding: as few micro-batches as possible."""
     if token_cap is None:
         return sum(ascending[-1:]) * len(ascending) + 1
-    return max(1, int(token_cap * CHUNK_COST_SHARE))
+    return max(1, int(token_cap * MICRO_BATCH_COST_SHARE))
 
 
-def _cheapest_ends(lengths: Sequence[int], limits: Sequence[int], min_rows: int, chunk_cost: int) -> list[int]:
+def _cheapest_ends(lengths: Sequence[int], limits: Sequence[int], min_rows: int, micro_batch_cost: int) -> list[int]:
     """Where the micro-batches of the cheapest cut of the ascending ``lengths`` end.
 
     ``limits``: for each position, the most rows of a micro-batch whose longest row stands there.
@@ -131,7 +135,7 @@ def _cheapest_ends(lengths: Sequence[int], limits: Sequence[int], min_rows: int,
     count = len(lengths)
     runs = _run_ends(lengths)
     # More than any cut costs: a last micro-batch that breaks its bound is taken only where nothing else is left.
-    forbidding = count * (sum(lengths[-1:]) + chunk_cost) + 1
+    forbidding = count * (sum(lengths[-1:]) + micro_batch_cost) + 1
     cheapest: list[float] = [0.0] + [math.inf] * count
     came_from = [0] * (count + 1)
     for start in range(count):
@@ -139,7 +143,7 @@ def _cheapest_ends(lengths: Sequence[int], limits: Sequence[int], min_rows: int,
             continue
         for end in _possible_ends(start, runs, limits, min_rows):
             rows = end - start
-            price = cheapest[start] + rows * lengths[end - 1] + chunk_cost
+            price = cheapest[start] + rows * lengths[end - 1] + micro_batch_cost
             if rows > limits[end - 1]:
                 price += forbidding
             if price < cheapest[end]:

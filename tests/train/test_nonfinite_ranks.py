@@ -18,7 +18,7 @@ from scu_trainer.errors import NonFiniteLoss
 from scu_trainer.settings import MemorySettings, RegularizationSettings, SafetySettings
 from tests import processes
 from tests.tiny import llama, same, trained, weights_of
-from tests.train.test_bad_numbers import FAULTS, AtStep, DropGradients
+from tests.train.test_nonfinite_guard import FAULTS, AtStep, DropGradients
 
 pytest.importorskip("deepspeed")
 
@@ -57,7 +57,7 @@ def run(folder: Path, name: str, changes: dict, steps=(BAD_STEP,), safety=SAFETY
 
 
 def outcome(trainer) -> dict:
-    guard = trainer.bad_numbers
+    guard = trainer.nonfinite_guard
     skipped = [] if guard is None else guard.figures()["bad_numbers"]["skipped"]
     lam = None if trainer.regularizer is None else trainer.regularizer.progress.tokens_seen
     return {"weights": weights_of(trainer.model), "skipped": skipped, "tokens_seen": lam}
@@ -73,7 +73,7 @@ def main(folder: Path) -> None:
     gc.freeze()  # every training ends in a full collection, which walks over all that imports have left behind
     found = {name: outcome(run(folder, name, changes)) for name, changes in DDP.items()}
     for name in ("layer", "layer, loops"):
-        reference = DropGradients(BAD_STEP, is_told=True)
+        reference = DropGradients(BAD_STEP, is_reported=True)
         found[f"{name}, reference"] = outcome(run(folder / "r", name, DDP[name], safety=None, callbacks=[reference]))
     found["loss, reference"] = found["layer, reference"]
     try:

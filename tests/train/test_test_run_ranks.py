@@ -24,8 +24,8 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def rehearsed(folder: Path, ranks: Optional[int], **changes) -> str:
-    """What the leader printed. Nothing is left: neither a run nor a scratch folder."""
+def tried_out(folder: Path, ranks: Optional[int], **changes) -> str:
+    """What the first rank printed. Nothing is left: neither a run nor a scratch folder."""
     options = {
         "model_name_or_path": folder / "model",
         "dataset": folder / "documents.jsonl",
@@ -50,10 +50,10 @@ def rehearsed(folder: Path, ranks: Optional[int], **changes) -> str:
 
 
 def test_two_ranks_go_on_from_one_checkpoint(folder):
-    assert "trained, evaluated, saved and resumed." in rehearsed(folder, ranks=2)
+    assert "trained, evaluated, saved and resumed." in tried_out(folder, ranks=2)
 
 
 def test_deepspeed_resumes_nothing_and_says_so(folder):
     pytest.importorskip("deepspeed")
-    printed = rehearsed(folder, ranks=None, deepspeed="ds_configs/zero2.json", mixed_precision="no")
-    assert "trained, evaluated, saved (resuming was not rehearsed: DeepSpeed" in printed
+    printed = tried_out(folder, ranks=None, deepspeed="ds_configs/zero2.json", mixed_precision="no")
+    assert "trained, evaluated, saved (resuming was not tried: DeepSpeed" in printed

@@ -71,7 +71,7 @@ class Clock(TrainerCallback):
 
 
 def faulty(folder, how: str, call: int):
-    """Backward number ``call`` fails; the recorders of that run and of the same chunks without a fault."""
+    """Backward number ``call`` fails; the recorders of that run and of the same micro-batches without a fault."""
 
     def fault(trainer, stack) -> None:
         stack.enter_context(fail_in_backward(trainer.model.head.weight, call))

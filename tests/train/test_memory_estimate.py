@@ -200,14 +200,14 @@ def told(job, config):
     source = plan.FromConfiguration(job, config, "cuda")
     choice = plan.choice_of(job)
     assert source._deep(replace(choice, optim=""), 64) is not None, "not told, but traced whole"
-    return source.footprint(choice, source.step(choice))
+    return source.estimate(choice, source.step(choice))
 
 
 def whole(job, config, monkeypatch):
     monkeypatch.setattr(plan, "TRACED_WHOLE", 100)
     source = plan.FromConfiguration(job, config, "cuda")
     choice = plan.choice_of(job)
-    return source.footprint(choice, source.step(choice))
+    return source.estimate(choice, source.step(choice))
 
 
 def test_a_shallow_model_has_both_ends_and_one_of_each_kind_between_them():
@@ -245,7 +245,8 @@ def test_packed_weights_take_the_bytes_that_bitsandbytes_takes(in_8bit, double, 
         assert stored == pytest.approx(wanted, rel=0.03)
 
 
-# -- the largest chunk -------------------------------------------------------------------------------------------------
+# -- the largest micro-batch
+# -------------------------------------------------------------------------------------------------
 
 
 def padded(*lengths: int) -> dict[str, torch.Tensor]:
@@ -346,7 +347,7 @@ def test_predicting_leaves_everything_as_it_was(model_dir):
     trained = [weight.requires_grad for weight in model.parameters()]
     state = torch.get_rng_state()
     found = record.prediction(small_job(model_dir), loaded(model))
-    assert found.footprint is not None and "should take" in found.line
+    assert found.estimate is not None and "should take" in found.line
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert flags == [
@@ -372,7 +373,7 @@ class Fails(nn.Module):
 
 def test_code_that_needs_content_gives_a_reason_and_no_prediction(model_dir, caplog):
     found = record.prediction(small_job(model_dir), loaded(Fails()))
-    assert found.footprint is None and found.line.startswith("memory: not predicted, its code cannot run on shapes")
+    assert found.estimate is None and found.line.startswith("memory: not predicted, its code cannot run on shapes")
     assert found.as_dict(5) == {"reason": found.reason, "measured_peak_bytes": 5}
     assert _get_current_dispatch_mode() is None and not caplog.records
 

@@ -35,16 +35,17 @@ NAN = math.nan
 
 
 class DropGradients(TrainerCallback):
-    """The update of some steps (from 1) does not happen. ``is_told``: to the stock loop and to other callbacks too."""
+    """The update of some steps (from 1) does not happen. ``is_reported``: to the stock loop and to other callbacks
+    too."""
 
-    def __init__(self, *steps: int, is_told: bool = False) -> None:
-        self.steps, self.is_told = steps, is_told
+    def __init__(self, *steps: int, is_reported: bool = False) -> None:
+        self.steps, self.is_reported = steps, is_reported
 
     def on_pre_optimizer_step(self, args, state, control, model, optimizer, **kwargs):
         if state.global_step + 1 in self.steps:
             for parameter in model.parameters():
                 parameter.grad = None
-            optimizer._is_overflow = self.is_told
+            optimizer._is_overflow = self.is_reported
 
     def on_step_end(self, args, state, control, optimizer, **kwargs):
         optimizer._is_overflow = False
@@ -92,8 +93,8 @@ def run(folder, fault=None, steps=(BAD_STEP,), *, model=None, callbacks=(), safe
     return trained(model, folder, safety=safety, callbacks=[when, *callbacks], **changes)
 
 
-def reference(folder, steps=(BAD_STEP,), is_told=False, **changes):
-    return run(folder, safety=None, callbacks=[DropGradients(*steps, is_told=is_told)], **changes)
+def reference(folder, steps=(BAD_STEP,), is_reported=False, **changes):
+    return run(folder, safety=None, callbacks=[DropGradients(*steps, is_reported=is_reported)], **changes)
 
 
 def adam_steps(trainer) -> set[int]:
@@ -120,7 +121,7 @@ def test_the_update_of_a_bad_step_does_not_happen(tmp_path, fault, case):
     found = run(tmp_path / "found", fault, **SETTINGS[case])
     assert same(weights_of(found.model), weights_of(expected.model))
     assert adam_steps(found) == {5}, "the bad step moved Adam's counters"
-    assert found.bad_numbers.skipped_steps == 1
+    assert found.nonfinite_guard.skipped_steps == 1
     assert found.state.global_step == 6
 
 
@@ -166,7 +167,7 @@ def test_statistics_of_a_bad_step_are_put_back(tmp_path):
 
     data = Spoilt(images().rows)
     found = run(tmp_path, model=conv_net(), dataset=data, **IN_ORDER)
-    assert found.bad_numbers.figures()["bad_numbers"]["skipped"] == [
+    assert found.nonfinite_guard.figures()["bad_numbers"]["skipped"] == [
         {"step": 3, "fault": "loss", "place": "pixel_values of the data is not finite",
          "rows": ["row 1 of accumulation batch 0"]}
     ]  # fmt: skip
@@ -206,25 +207,25 @@ def one_bad_row(folder, sample: int, backward: bool = False, **changes):
 
 def test_the_first_module_and_the_row_are_named(tmp_path, caplog):
     found = one_bad_row(tmp_path, sample=13, gradient_accumulation_steps=2, max_steps=3, **IN_ORDER)
-    (record,) = found.bad_numbers.figures()["bad_numbers"]["skipped"]
+    (record,) = found.nonfinite_guard.figures()["bad_numbers"]["skipped"]
     assert record["place"] == "the first output that is not finite is of model.layers.1.mlp (LlamaMLP)"
     assert record["rows"] == ["row 1 of accumulation batch 1"] and record["step"] == 2
     (line,) = [text for text in caplog.messages if "skipped" in text]
     assert line.startswith("step 2: the loss is not a finite number; the first output that is not finite is of model.")
     assert "1 of at most 3 in a row" in line and "lower learning_rate" in line
-    assert found.bad_numbers.notices == ["skipped optimizer steps, without a finite loss or gradient: 1 (2)"]
+    assert found.nonfinite_guard.notices == ["skipped optimizer steps, without a finite loss or gradient: 1 (2)"]
 
 
 def test_a_gradient_is_traced_to_its_weight_and_row(tmp_path):
     found = one_bad_row(tmp_path, sample=13, backward=True, **IN_ORDER)
-    (record,) = found.bad_numbers.figures()["bad_numbers"]["skipped"]
+    (record,) = found.nonfinite_guard.figures()["bad_numbers"]["skipped"]
     assert record["place"].endswith("is that of model.layers.1.mlp.down_proj.weight")
     assert record["rows"] == ["row 1 of accumulation batch 0"] and record["step"] == 4
 
 
 def test_with_a_curriculum_the_sample_is_named(tmp_path):
     found = one_bad_row(tmp_path, 13, backward=True, max_steps=8, curriculum=CurriculumSettings())
-    (record,) = found.bad_numbers.figures()["bad_numbers"]["skipped"]
+    (record,) = found.nonfinite_guard.figures()["bad_numbers"]["skipped"]
     assert record["rows"] == ["sample 13"]
 
 
@@ -233,14 +234,14 @@ def test_code_between_modules_is_named_by_the_module_around_it(tmp_path, monkeyp
     layer = model.model.layers[1]
     layer.register_forward_pre_hook(lambda module, given: (given[0] * (NAN if when.is_on else 1.0), *given[1:]))
     found = trained(model, tmp_path, safety=SAFETY, callbacks=[when])
-    (record,) = found.bad_numbers.figures()["bad_numbers"]["skipped"]
+    (record,) = found.nonfinite_guard.figures()["bad_numbers"]["skipped"]
     place = "the first number that is not finite comes from model.layers.1, before it calls model.layers.1."
     assert record["place"].startswith(place)
 
 
 def test_a_loss_that_goes_bad_behind_sound_modules_is_named_so(tmp_path):
     found = run(tmp_path, "loss")
-    assert found.bad_numbers.figures()["bad_numbers"]["skipped"][0]["place"].startswith("the loss itself")
+    assert found.nonfinite_guard.figures()["bad_numbers"]["skipped"][0]["place"].startswith("the loss itself")
 
 
 def test_a_fault_that_does_not_come_back_is_said_to_be_one(tmp_path, caplog):
@@ -252,7 +253,7 @@ def test_a_fault_that_does_not_come_back_is_said_to_be_one(tmp_path, caplog):
 
     model.model.layers[0].mlp.register_forward_hook(once)
     found = trained(model, tmp_path, safety=SAFETY)
-    assert found.bad_numbers.figures()["bad_numbers"]["skipped"][0]["place"] is None
+    assert found.nonfinite_guard.figures()["bad_numbers"]["skipped"][0]["place"] is None
     assert "the place was not found: every number is finite when its rows run again" in caplog.text
 
 
@@ -265,7 +266,7 @@ def test_a_model_that_fails_on_single_rows_does_not_hide_the_step(tmp_path, capl
 
     model.register_forward_pre_hook(refuse, with_kwargs=True)
     found = run(tmp_path, "layer", model=model)
-    assert found.bad_numbers.skipped_steps == 1 and "IndexError: no row alone" in caplog.text
+    assert found.nonfinite_guard.skipped_steps == 1 and "IndexError: no row alone" in caplog.text
 
 
 # -- the limit ---------------------------------------------------------------------------------------------------------
@@ -287,14 +288,14 @@ def test_past_the_limit_the_run_stops_with_the_last_good_state(tmp_path):
     assert {int(state["step"]) for state in moments} == {2}
     went_on = run(tmp_path / "run", max_steps=8, resume=str(checkpoint))
     assert same(weights_of(went_on.model), weights_of(reference(tmp_path / "r", steps=(3, 4), max_steps=8).model))
-    assert went_on.bad_numbers.skipped_steps == 2
+    assert went_on.nonfinite_guard.skipped_steps == 2
 
 
-def test_zero_stops_at_the_first_and_a_step_in_between_begins_the_count_anew(tmp_path):
+def test_zero_stops_at_the_first_and_a_step_in_between_begins_the_count_again(tmp_path):
     with pytest.raises(NonFiniteLoss, match=r"step 3: .* checkpoint-2 holds the weights after step 2"):
         run(tmp_path / "a", "loss", safety=SafetySettings(max_nonfinite_steps=0))
     found = run(tmp_path / "b", "loss", steps=(1, 3, 5), safety=SafetySettings(max_nonfinite_steps=1))
-    assert found.bad_numbers.skipped_steps == 3
+    assert found.nonfinite_guard.skipped_steps == 3
     with pytest.raises(NonFiniteLoss, match="No step was taken, so nothing is lost"):
         run(tmp_path / "c", "loss", steps=(1,), safety=SafetySettings(max_nonfinite_steps=0))
 
@@ -340,7 +341,7 @@ def test_a_broken_weight_ends_the_run_at_once_and_is_not_saved(tmp_path, curricu
 
 def test_a_checkpoint_of_a_broken_weight_is_not_written(tmp_path):
     def prepare(trainer):
-        trainer.checkpoints.before = trainer.bad_numbers.before_save
+        trainer.checkpoints.before = trainer.nonfinite_guard.before_save
 
     changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "prepare": prepare}
     with pytest.raises(NonFiniteLoss, match=r"after step 3: the weight .* the newest checkpoint is checkpoint-2"):
@@ -378,9 +379,9 @@ LOOPS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_no_loop_takes_a_bad_step_in(tmp_path, fault):
     """A bad layer comes to the curriculum as rows that are not finite: none is left to learn from."""
-    expected = reference(tmp_path / "reference", is_told=True, **LOOPS)
+    expected = reference(tmp_path / "reference", is_reported=True, **LOOPS)
     found = run(tmp_path / "found", fault, **LOOPS)
-    assert found.bad_numbers.skipped_steps == 1
+    assert found.nonfinite_guard.skipped_steps == 1
     assert same(weights_of(found.model), weights_of(expected.model))
     assert found.regularizer.state == expected.regularizer.state and found.regularizer.state.decisions == 3
     assert int(found.loop("weight_average")._average.n_averaged) == 3
@@ -405,12 +406,12 @@ def test_a_step_whose_rows_are_all_set_aside_moves_nothing(tmp_path):
     changes = {"curriculum": CurriculumSettings(), "max_steps": 8}
     found = run(tmp_path, model=model, dataset=data, **changes)
     together = found.difficulty.quarantined.nonzero()[0].tolist() == [8, 9, 10, 11]
-    assert together and found.bad_numbers.skipped_steps == 0, "rows in several batches make no step bad"
+    assert together and found.nonfinite_guard.skipped_steps == 0, "rows in several batches make no step bad"
 
     model, when = llama(), AtStep(BAD_STEP)
     bad_layer(model, when)
     found = run(tmp_path / "all", model=model, callbacks=[when], **changes)
-    assert found.bad_numbers.figures()["bad_numbers"]["skipped"][0]["fault"] == "rows"
+    assert found.nonfinite_guard.figures()["bad_numbers"]["skipped"][0]["fault"] == "rows"
     assert int(found.difficulty.quarantined.sum()) == 4 and adam_steps(found) == {7}
 
 
@@ -437,17 +438,17 @@ def with_scaler(scale: float):
 
 def test_an_overflow_of_the_scale_is_the_scalers_own_matter(tmp_path):
     found = trained(llama(), tmp_path, safety=SAFETY, prepare=with_scaler(2.0**127), max_grad_norm=0.0, max_steps=4)
-    assert found.bad_numbers.skipped_steps == 0
+    assert found.nonfinite_guard.skipped_steps == 0
     skipped = 127 - math.log2(found.accelerator.scaler.get_scale())
     assert skipped >= 40 and adam_steps(found) == {4 - skipped / 40}
 
 
-def test_a_loss_that_is_no_number_counts_under_a_scaler_too(tmp_path):
+def test_a_loss_that_is_not_finite_counts_under_a_scaler_too(tmp_path):
     when, model = AtStep(2), llama()
     bad_loss(model, when)
     changes = {"prepare": with_scaler(2.0**10), "max_grad_norm": 0.0, "max_steps": 4}
     found = trained(model, tmp_path, safety=SAFETY, callbacks=[when], **changes)
-    assert found.bad_numbers.skipped_steps == 1 and adam_steps(found) == {3}
+    assert found.nonfinite_guard.skipped_steps == 1 and adam_steps(found) == {3}
 
 
 # -- divergence --------------------------------------------------------------------------------------------------------
@@ -466,7 +467,7 @@ class HugeRate(TrainerCallback):
 
 def test_a_healthy_run_is_not_said_to_diverge(tmp_path, caplog):
     found = run(tmp_path, **HEALTHY)
-    figures = found.bad_numbers.figures()["bad_numbers"]["divergence"]
+    figures = found.nonfinite_guard.figures()["bad_numbers"]["divergence"]
     assert not figures["diverged"] and "diverges" not in caplog.text
     assert figures["mean_loss"] == pytest.approx(figures["best_mean_loss"]) and figures["mean_loss"] < 3
 
@@ -474,7 +475,7 @@ def test_a_healthy_run_is_not_said_to_diverge(tmp_path, caplog):
 def test_a_real_divergence_is_told_once(tmp_path, caplog):
     found = run(tmp_path, callbacks=[HugeRate()], **DIVERGING)
     (line,) = [text for text in caplog.messages if "training diverges" in text]
-    assert "lower learning_rate" in line and line in found.bad_numbers.notices
+    assert "lower learning_rate" in line and line in found.nonfinite_guard.notices
     assert found.state.global_step == 60
 
 
@@ -486,7 +487,10 @@ def test_divergence_stop_names_the_newest_checkpoint_from_before(tmp_path):
 
 def test_divergence_off_watches_nothing(tmp_path):
     found = run(tmp_path, safety=SafetySettings(divergence="off"), max_steps=1)
-    assert found.bad_numbers.divergence is None and found.bad_numbers.figures()["bad_numbers"]["divergence"] is None
+    assert (
+        found.nonfinite_guard.divergence is None
+        and found.nonfinite_guard.figures()["bad_numbers"]["divergence"] is None
+    )
 
 
 def test_counts_and_the_watch_survive_a_resume(tmp_path):
@@ -495,7 +499,7 @@ def test_counts_and_the_watch_survive_a_resume(tmp_path):
     saved = json.loads((tmp_path / "checkpoint-4" / "safety_state.json").read_text())
     assert saved["skipped_steps"] == 1 and saved["records"][0]["step"] == BAD_STEP
     resumed = run(tmp_path, max_steps=8, resume=str(tmp_path / "checkpoint-4"), **changes)
-    assert resumed.bad_numbers.figures() == whole.bad_numbers.figures()
+    assert resumed.nonfinite_guard.figures() == whole.nonfinite_guard.figures()
 
 
 # -- held-out scores ---------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
-"""The process of a background run, which ``runs start`` starts as ``python -m scu_trainer.cli.background.leader``."""
+"""The process of a background run, which ``runs start`` starts as ``python -m
+scu_trainer.cli.background.supervisor``."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from scu_trainer.runs.leader import Outside, lead
 from scu_trainer.runs.store import Run
+from scu_trainer.runs.supervisor import Outside, lead
 from scu_trainer.secrets import hide_in_tracebacks, remember_environment
 
 

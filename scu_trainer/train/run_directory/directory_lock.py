@@ -1,4 +1,4 @@
-"""The directory of a run, claimed: decided on by rank 0, locked, and cleared of what killed runs left half-done."""
+"""The directory of a run, locked: decided on by rank 0, locked, and cleared of what killed runs left half-done."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class RunDirectoryLock:
-    """The directory of a run, decided on and locked until this is closed. Rank 0 looks, the others are told.
+    """The directory of a run, decided on and locked until this is closed. Rank 0 looks, the others receive it.
 
     Raises CheckpointError, and StorageError where another process is writing there, then on all ranks: a rank that
     only waited would hang.
@@ -101,7 +101,7 @@ def _checked(start: Start, request: Request) -> Start:
 
 
 def from_first_rank(decision: Callable[[], T], rank: int, world_size: int) -> T:
-    """``decision()``, taken by rank 0 and told to all; a UserError of it is raised on all of them."""
+    """``decision()``, taken by rank 0 and sent to all; a UserError of it is raised on all of them."""
     answer: list[Any] = [_result_or_error(decision) if rank == 0 else None]
     if world_size > 1:
         from accelerate.utils import broadcast_object_list

@@ -49,22 +49,22 @@ class Outside:
 
 def lead(run: Run, outside: Outside) -> int:
     """The whole life of a background run. Returns its exit code."""
-    leader = _Leader(run, outside)
+    supervisor = _Supervisor(run, outside)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        code = leader.live()
+        code = supervisor.live()
     except KeyboardInterrupt:
-        code, reason = (INTERRUPTED, None) if leader.is_training else (STOPPED, "left the line before it began")
-        leader.say_last(code, reason)
+        code, reason = (INTERRUPTED, None) if supervisor.is_training else (STOPPED, "left the line before it began")
+        supervisor.say_last(code, reason)
         return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
     except Exception as error:  # nobody is there to see it but the log
         traceback.print_exc()
-        leader.say_last(1, f"{type(error).__name__}: {error}")
+        supervisor.say_last(1, f"{type(error).__name__}: {error}")
         return 1
-    leader.say_last(code)
+    supervisor.say_last(code)
     return code
 
 
@@ -73,7 +73,7 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-class _Leader:
+class _Supervisor:
     def __init__(self, run: Run, outside: Outside) -> None:
         self.run, self.outside = run, outside
         self.is_training = False
@@ -145,8 +145,8 @@ class _Leader:
             print(f"the last words were not written: {failure}", file=sys.stderr, flush=True)
 
     def _settle(self, code: int, error: Optional[str]) -> None:
-        told = self.run.status().get("status")
-        if told not in ENDED:
+        status = self.run.status().get("status")
+        if status not in ENDED:
             settle(self.run, AFTERWARDS.get(code, "failed"), error or self._why(code))
         self.run.change(exit_code=code, ended=datetime.now(UTC).isoformat(timespec="seconds"))
 

@@ -1,4 +1,5 @@
-"""A window in chunks gives the gradient of the stock Trainer: for every kind of loss, and bit for bit when uncut."""
+"""A window in micro-batches gives the gradient of the stock Trainer: for every kind of loss, and bit for bit when
+uncut."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from scu_trainer.settings import MemorySettings
 from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
 from tests.tiny import Examples, Rows, UnevenRows, images, labelled, pairs, same, weights_of
-from tests.train.stepwise import compared, error_of, losses_of, record_pieces
+from tests.train.stepwise import compared, error_of, losses_of, record_micro_batches
 
 SPLIT = MemorySettings(token_cap=24)
 
@@ -185,11 +186,11 @@ def test_chunked_gives_the_stock_gradient(tmp_path, name, dtype, bound):
         tmp_path,
         case.settings,
         as_dtype(case.rows(), dtype),
-        prepare=lambda trainer: pieces.append(record_pieces(trainer)),
+        prepare=lambda trainer: pieces.append(record_micro_batches(trainer)),
         **case.changes,
     )
     accumulation = case.changes["gradient_accumulation_steps"]
-    assert found_trainer.chunked.reduction.kind == case.kind
+    assert found_trainer.micro_batches.reduction.kind == case.kind
     assert any(len(step) > accumulation or is_pooled(step) for step in pieces[0]), "nothing was cut"
     assert len(found.gradients) == len(expected.gradients) >= 3
     for step, (gradients, stock) in enumerate(zip(found.gradients, expected.gradients, strict=True), start=1):
@@ -253,7 +254,7 @@ def test_off_is_the_stock_run_bit_for_bit(tmp_path, settings, rows):
     model = tiny.llama(attention_dropout=0.3)
     found = SCUTrainer(model, arguments, train_dataset=rows(), data_collator=tiny.pad, memory=settings)
     found.train()
-    assert found.chunked is None and found.prediction is None
+    assert found.micro_batches is None and found.prediction is None
     assert same(weights_of(found.model), weights_of(expected.model))
     assert losses_of(found) == losses_of(expected)
     assert torch.equal(torch.get_rng_state(), end_of_stock)
@@ -264,8 +265,8 @@ def test_a_token_cap_works_without_memory_control(tmp_path):
     expected, _ = compared(tiny.llama(), tmp_path, dataset=uneven(), **epoch(3))
     found, _ = compared(tiny.llama(), tmp_path, settings, uneven(), **epoch(3))
     assert error_of(weights_of(found.model), weights_of(expected.model)) <= 1e-6
-    assert found.chunked.loop.statistics.processed_tokens < found.chunked.loop.statistics.stock_tokens
-    assert found.chunked.loop.gauge is None
+    assert found.micro_batches.loop.statistics.processed_tokens < found.micro_batches.loop.statistics.stock_tokens
+    assert found.micro_batches.loop.gauge is None
 
 
 def test_logged_losses_are_those_of_the_stock_run(tmp_path):
@@ -311,7 +312,7 @@ def test_no_chunk_exceeds_the_token_cap(tmp_path):
     assert all(rows * length <= 20 for window in windows for rows, length in window)
     assert all(sum(rows for rows, _ in window) == 8 for window in windows)
     processed = sum(rows * length for window in windows for rows, length in window)
-    assert trainer.chunked.loop.statistics.processed_tokens == processed
+    assert trainer.micro_batches.loop.statistics.processed_tokens == processed
 
 
 def test_a_row_longer_than_the_cap_runs_alone(tmp_path):
@@ -324,8 +325,8 @@ def test_the_automatic_cap_is_the_batch_that_was_asked_for(tmp_path):
     windows, trainer = shapes_in(tmp_path, MemorySettings())
     largest = 4 * 16
     assert all(rows * length <= largest for window in windows for rows, length in window)
-    assert trainer.chunked.loop.state.cap_tokens is None
-    statistics = trainer.chunked.loop.statistics
+    assert trainer.micro_batches.loop.state.cap_tokens is None
+    statistics = trainer.micro_batches.loop.statistics
     assert statistics.real_tokens <= statistics.processed_tokens < statistics.stock_tokens
 
 
@@ -349,10 +350,10 @@ def test_a_cap_on_images_counts_rows(tmp_path):
 
 
 def test_chunks_carry_no_padding_that_nobody_needs(tmp_path):
-    """One row per chunk: its own tokens and no more."""
+    """One row per micro-batch: its own tokens and no more."""
     windows, trainer = shapes_in(tmp_path, MemorySettings(token_cap=1))
     assert all(rows == 1 for window in windows for rows, _ in window)
-    statistics = trainer.chunked.loop.statistics
+    statistics = trainer.micro_batches.loop.statistics
     assert (
         statistics.processed_tokens
         == statistics.real_tokens
@@ -420,7 +421,7 @@ def test_a_model_that_reads_its_padding_keeps_it(tmp_path, caplog):
         found, _ = compared(ReadsPadding(), tmp_path, MemorySettings(token_cap=32), labelled(), **changes)
     assert error_of(weights_of(found.model), weights_of(expected.model)) <= 1e-6
     assert any("depends on its padding" in record.getMessage() for record in caplog.records)
-    assert not found.chunked.reduction.trims
+    assert not found.micro_batches.reduction.trims
 
 
 def as_dtype(rows: Any, dtype: torch.dtype) -> Any:
