@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from scu_trainer.imports import without_collector
+
 if TYPE_CHECKING:
     from scu_trainer.train.loop import Loop
     from scu_trainer.train.loss.wrap import wrap
@@ -19,5 +21,6 @@ HOMES = {"Loop": "train.loop", "SCUTrainer": "train.trainer", "with_loops": "tra
 def __getattr__(name: str) -> Any:
     # Lazy: commands that only read a run must not wait for torch.
     if name in HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
+        with without_collector():
+            return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

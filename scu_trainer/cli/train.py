@@ -12,6 +12,7 @@ from scu_trainer.cli import configuration
 from scu_trainer.cli.machine.check import check_recipe
 from scu_trainer.cli.main import guarded
 from scu_trainer.errors import Stopped
+from scu_trainer.imports import without_collector
 from scu_trainer.train.step.distributed.launched import end_with_launcher
 
 MODES = {
@@ -38,7 +39,8 @@ def _main(argv: list[str]) -> int:
     with run_log() as log:
         if modes.check_requirements:
             return check_recipe(modes.config, flags)
-        job = configuration.read_job(modes.config, flags)
+        with without_collector(freeze=True):  # the first look at the settings imports torch and transformers
+            job = configuration.read_job(modes.config, flags)
         if modes.print_config:
             print(configuration.as_yaml(job), end="")
             return 0
@@ -73,11 +75,12 @@ def _help(with_stock_fields: bool) -> str:
 
 
 def _train(job, log, modes: argparse.Namespace) -> int:
-    from scu_trainer.cli.publishing.sharing import after_training, refuse_useless_push, require_open_hub
-    from scu_trainer.train.run_directory.directory_lock import from_first_rank
-    from scu_trainer.train.session.session import look_only, run
-    from scu_trainer.train.session.test_run import try_out
-    from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group
+    with without_collector(freeze=True):
+        from scu_trainer.cli.publishing.sharing import after_training, refuse_useless_push, require_open_hub
+        from scu_trainer.train.run_directory.directory_lock import from_first_rank
+        from scu_trainer.train.session.session import look_only, run
+        from scu_trainer.train.session.test_run import try_out
+        from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group
 
     refuse_useless_push(job)
     if job.training.push_to_hub and not modes.test_run:  # which pushes nothing

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import importlib.util
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import ModelError, SettingsError, UserError
+from scu_trainer.imports import without_collector
 
 if TYPE_CHECKING:
     from scu_trainer.hardware.recommend import SettingChoice
@@ -68,25 +67,11 @@ def _main(argv: list[str]) -> int:
         return accuracy(Path(options.accuracy), options.json)
     if options.here and (options.gpu or options.ram):
         raise SettingsError("--here is this machine, and --gpu or --ram name another one; keep one of them")
-    with _without_collector():
+    with without_collector(freeze=True):
         from scu_trainer.train.run_directory.logs import run_log
 
         with run_log():
             return _plan(options, flags)
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Imports and traces make millions of objects and next to no garbage: looking for it, here and once more when the
-    process ends, takes a fifth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
 
 
 def _plan(options: argparse.Namespace, flags: list[str]) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 from scu_trainer.hardware.estimate import PARTS, MemoryEstimate
 from scu_trainer.hardware.heap import keep_freed
+from scu_trainer.imports import without_collector
 from scu_trainer.run_files import readable
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, is_main_process
@@ -59,7 +60,8 @@ def prediction(job: Job, parts: TrainingComponents) -> RunEstimate:
     if job.efficiency.keep_freed_memory and job.training.device.type == "cpu":
         keep_freed()  # as training will have it
     try:
-        return RunEstimate(*predict(job, parts), device=job.training.device.type)
+        with without_collector():
+            return RunEstimate(*predict(job, parts), device=job.training.device.type)
     except Exception as error:  # whatever a model's own code says to tensors without content
         if is_out_of_memory(error):
             raise

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from scu_trainer.imports import without_collector
 from scu_trainer.secrets import redact, remember_environment
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -94,7 +95,8 @@ class RunLog:
 @contextlib.contextmanager
 def run_log() -> Iterator[RunLog]:
     """Catch the records of this project and of the libraries; afterwards their loggers are as before."""
-    _import_talkative_libraries()
+    with without_collector(freeze=True):
+        _import_talkative_libraries()
     remember_environment()
     log = RunLog()
     ours = logging.getLogger("scu_trainer")
