@@ -41,6 +41,26 @@ def test_it_grows_by_what_lives_at_one_time():
         assert not heap.failed_bytes
 
 
+def test_what_came_and_went_is_repeated_beside_what_stayed():
+    """As three passes would be: 4 + 1 blocks at a time in the first, the one that stays is there already later."""
+    taken = []
+
+    class Watched(UntouchedHeap):
+        def take(self, key, size_bytes):
+            taken.append(size_bytes // MEBIBYTE)
+            super().take(key, size_bytes)
+
+    with Watched() as heap:
+        heap.take("stays", 64 * MEBIBYTE)
+        for number in range(4):  # the same keys come again, as addresses do
+            heap.take(number % 2, (number + 1) * 64 * MEBIBYTE)
+            heap.give(number % 2)
+        once, taken[:] = list(taken), []
+        heap.repeat(2)
+        assert taken == 2 * once[1:] and list(heap._blocks) == ["stays"]
+        assert 5 * 64 * MEBIBYTE <= heap.peak_bytes
+
+
 def test_it_takes_no_memory():
     before = resident_bytes(Path("/proc/self"))
     with UntouchedHeap() as heap:
