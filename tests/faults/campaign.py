@@ -197,7 +197,9 @@ def killed_until_done(words: list[str], run: Path, log: Path, choose: Callable[[
     kills: dict[str, int] = {}
     resumed = missed = 0
     for start in range(10_000):
-        has_checkpoint = any(fault_of_files(path) is None for path in checkpoints(run))
+        # Killed after its last word a run is finished all the same: the command then begins another one beside.
+        is_finished = (run / "run.json").is_file() and read_json(run / "run.json").get("status") == "finished"
+        has_checkpoint = not is_finished and any(fault_of_files(path) is None for path in checkpoints(run))
         child = _start(words, run, log, *choose(start))
         ended = child.wait()
         went_on = "going on from" in ended.said
