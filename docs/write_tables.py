@@ -94,13 +94,15 @@ def _speed(results: list[dict[str, Any]]) -> str:
     for r in results:
         scores = r["held_out_accuracy"] or r["held_out_bpt"]
         style, factor = ("{:.1f} %", 100) if r["held_out_accuracy"] else ("{:.3f} bits", 1)
-        sides = "all sides float32" if r["group"] == "equal" else f"ours as the recipe ({r['mixed_precision']})"
+        contenders = (
+            "all contenders float32" if r["group"] == "equal" else f"ours as the recipe ({r['mixed_precision']})"
+        )
         ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in r["speed_against"].items())
         order = [*r["speed_against"], "ours"]
         held_out = ", ".join(f"{name} {style.format(factor * scores[name])}" for name in order)
-        rows.append((f"`{r['recipe']}`", sides, ratios, held_out))
+        rows.append((f"`{r['recipe']}`", contenders, ratios, held_out))
     return markdown(
-        ("recipe", "sides", "steps per second of ours, as a ratio to", "held out after as many steps"), rows
+        ("recipe", "contenders", "steps per second of ours, as a ratio to", "held out after as many steps"), rows
     )
 
 

@@ -1,26 +1,28 @@
 """On a GPU: how fast, in how much memory, and at what share of the card's peak are models of 1 to 8 billion weights
 tuned?
 
-    python benchmarks/gpu/gpu.py [--shapes 8b 1b 3b] [--tuning lora qlora full] [--sides stock ours ...]
+    python benchmarks/gpu/gpu.py [--shapes 8b 1b 3b] [--tuning lora qlora full] [--contenders stock ours ...]
                              [--lengths chat|alpaca|fixed] [--steps 12] [--repeats 3] [--minutes 60]
 
 Llamas of the sizes of Llama 3 with random weights (gpu_shapes.py: their precision), uneven rows of up to 2048 tokens,
-LoRA of rank 16 on all linear layers, QLoRA or all weights, bf16, activation checkpointing. The sides are the stock
+LoRA of rank 16 on all linear layers, QLoRA or all weights, bf16, activation checkpointing. The contenders are the stock
 Trainer, TRL as it comes and with what makes it fast (rows laid end to end, packing, flash attention, Liger), ours,
 Unsloth and Axolotl (gpu_work.py says what each is). All take the same optimizer steps on the same rows, but for
 packing, which fills rows up; the held-out loss after them is the proof.
 
-A point is one side with one model: a process of its own, 4 steps of warm-up, then --steps steps with the device waited
-for at both ends only, then one more in which waits of the host are counted. Points run one after the other, all sides
-of a model in turn, and all of it --repeats times. Real tokens are those predicted: padding is not counted. Peaks are
-those of torch's allocator over the training, and what it had reserved. MFU: the product's count of model FLOPs
-(scu_trainer/train/loops/flops.py; no padding, no recomputation) of these tokens per second over the maker's figure
-for the card in bf16 (scu_trainer/hardware/peaks.py, --peak_tflops overrides); "-" for a card without a known figure.
+A point is one contender with one model: a process of its own, 4 steps of warm-up, then --steps steps with the device
+waited for at both ends only, then one more in which waits of the host are counted. Points run one after the other, all
+contenders of a model in turn, and all of it --repeats times. Real tokens are those predicted: padding is not counted.
+Peaks are those of torch's allocator over the training, and what it had reserved. MFU: the product's count of model
+FLOPs (scu_trainer/train/loops/flops.py; no padding, no recomputation) of these tokens per second over the maker's
+figure for the card in bf16 (scu_trainer/hardware/peaks.py, --peak_tflops overrides); "-" for a card without a known
+figure.
 
-What comes first in --shapes, --tuning and --sides is measured first. When --minutes are over, what was not measured is
-listed. The result file is written after every point; points of an earlier run on the same card and work are kept. A
-side that cannot run, or runs out of memory, is a row with its reason; one that fails also makes exit code 1. Exit code
-2 without a CUDA device. --quick tries all paths on tiny models, on the CPU (or --device cuda), and writes nothing.
+What comes first in --shapes, --tuning and --contenders is measured first. When --minutes are over, what was not
+measured is listed. The result file is written after every point; points of an earlier run on the same card and work
+are kept. A contender that cannot run, or runs out of memory, is a row with its reason; one that fails also makes exit
+code 1. Exit code 2 without a CUDA device. --quick tries all paths on tiny models, on the CPU (or --device cuda), and
+writes nothing.
 """
 
 from __future__ import annotations
@@ -46,14 +48,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu import gpu_table
 from benchmarks.gpu.gpu_shapes import SHAPES, TUNINGS
-from benchmarks.gpu.gpu_work import LENGTHS, SIDES, Point, obstacle, result_of
+from benchmarks.gpu.gpu_work import CONTENDERS, LENGTHS, Point, obstacle, result_of
 from benchmarks.lib.common import RESULTS, not_repeated
 from benchmarks.lib.outcome import finish
 
 NAME = "gpu"
 RAN = ("measured", "out of memory", "failed")
-KEYS = ("card", "work", "shape", "tuning", "side")
-SUBJECT = ("shape", "tuning", "side")
+KEYS = ("card", "work", "shape", "tuning", "contender")
+SUBJECT = ("shape", "tuning", "contender")
 TINY = {"lengths": "tiny", "steps": 2, "batch_rows": 4, "accumulation": 2}
 SHOWN_ERROR = 2000
 """Characters of a failed process's last words."""
@@ -69,11 +71,11 @@ def points_of(given: argparse.Namespace) -> list[Point]:
         "flash": given.flash,
     }
     return [
-        Point(shape, tuning, side, repeat, **work, **fixed)
+        Point(shape, tuning, contender, repeat, **work, **fixed)
         for repeat in range(1, given.repeats + 1)
         for shape in (["tiny"] if given.quick else given.shapes)
         for tuning in given.tuning
-        for side in given.sides
+        for contender in given.contenders
     ]
 
 
@@ -93,7 +95,7 @@ def measured(points: Sequence[Point], seconds: float, in_this_process: bool = Fa
             numbers = {"status": "cannot run", "reason": reason}
         elif left_s <= 0:
             numbers = {"status": "not run", "reason": "the time was over"}
-        elif in_this_process and number and not SIDES[point.side].needs_cuda:
+        elif in_this_process and number and not CONTENDERS[point.contender].needs_cuda:
             numbers = result_of(point)
         else:
             numbers = in_own_process(point, left_s)
@@ -180,7 +182,7 @@ def options(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
     sizes = [name for name in SHAPES if name != "tiny"]
     parser.add_argument("--shapes", nargs="+", choices=sizes, default=["8b", "1b", "3b"])
     parser.add_argument("--tuning", nargs="+", choices=TUNINGS, default=list(TUNINGS))
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--contenders", "--sides", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--lengths", choices=[name for name in LENGTHS if name != "tiny"], default="chat")
     parser.add_argument("--steps", type=int, default=12, help="measured optimizer steps of a point")
     parser.add_argument("--batch_rows", type=int, default=8, help="rows per device and batch")
@@ -191,7 +193,7 @@ def options(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument(
         "--full_dtype", choices=("float32", "bfloat16"), default="float32", help="weights of tuning full"
     )
-    parser.add_argument("--flash", help="attn_implementation of sides that lay rows end to end, sdpa among them")
+    parser.add_argument("--flash", help="attn_implementation of contenders that lay rows end to end, sdpa among them")
     parser.add_argument("--peak_tflops", type=float, help="of the card in bf16")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, and cpu for --quick")
     parser.add_argument("--quick", action="store_true", help="a test run of all paths on tiny models")

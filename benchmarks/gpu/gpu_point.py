@@ -1,7 +1,7 @@
 """The process of one point of benchmarks/gpu/gpu.py: python benchmarks/gpu/gpu_point.py POINT ANSWER
 
 POINT: fields of ``gpu_work.Point`` as JSON; ANSWER: the file that its numbers are written to. A process of its own per
-point, because peaks, caches and what libraries change in each other must not pass from one side to the next.
+point, because peaks, caches and what libraries change in each other must not pass from one contender to the next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 def main() -> int:
     fields = json.loads(sys.argv[1])
-    if fields["side"] == "unsloth":
+    if fields["contender"] == "unsloth":
         import unsloth  # noqa: F401  it changes transformers, which must not be loaded before
     from benchmarks.gpu.gpu_work import Point, result_of
 

@@ -108,8 +108,8 @@ COUNTED_LAYERS = (2, 3)
 def model_flops(shape: CardShape, adapted: Any, lengths: list[int]) -> float:
     """Operations of forward and backward of rows of ``lengths``, by the product's own count.
 
-    Counted on the meta device, for all sides alike: padding, recomputation and the mask's saving are not in it. A row's
-    count is a x length + c x length², and linear in the layers from the second on, so four counts give all.
+    Counted on the meta device, for all contenders alike: padding, recomputation and the mask's saving are not in it. A
+    row's count is a x length + c x length², and linear in the layers from the second on, so four counts give all.
     ``adapted``: model -> model with the adapters of the job.
     """
     per_row = [[_counted(shape, adapted, layers, length) for layers in COUNTED_LAYERS] for length in COUNTED_LENGTHS]

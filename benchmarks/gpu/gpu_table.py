@@ -16,13 +16,25 @@ from benchmarks.lib.outcome import Figure, Grid, figure
 from scu_trainer.hardware.peaks import known_tflops
 
 GIB = 2**30
-HEADS = ("model", "side", "tokens/s", "/ stock", "padding", "peak GiB", "held GiB", "MFU", "bits", "waits", "attention")
+HEADS = (
+    "model",
+    "contender",
+    "tokens/s",
+    "/ stock",
+    "padding",
+    "peak GiB",
+    "held GiB",
+    "MFU",
+    "bits",
+    "waits",
+    "attention",
+)
 """Padding: tokens that entered the model per real one. Held: by torch's allocator. Bits: per held-out token. Waits: of
 the host for the device in a step. Attention: or why there are not finite."""
 SAME_BITS = 0.01
 """Held-out losses this far apart, relative, are of the same training: kernels round differently, bf16 has 8 bits."""
 OTHER_ROWS = ("trl, packing",)
-"""Sides whose steps hold other rows."""
+"""Contenders whose steps hold other rows."""
 
 Results = Sequence[dict[str, Any]]
 Cell = tuple[str, str]
@@ -30,12 +42,15 @@ Cell = tuple[str, str]
 
 
 def cells_of(results: Results) -> Iterator[tuple[Cell, dict[str, list[dict[str, Any]]]]]:
-    """Each cell with its results by side, in the order in which they came."""
+    """Each cell with its results by contender, in the order in which they came."""
     for cell in dict.fromkeys((one["shape"], one["tuning"]) for one in results):
         own = [one for one in results if (one["shape"], one["tuning"]) == cell]
         yield (
             cell,
-            {side: [one for one in own if one["side"] == side] for side in dict.fromkeys(o["side"] for o in own)},
+            {
+                contender: [one for one in own if one["contender"] == contender]
+                for contender in dict.fromkeys(o["contender"] for o in own)
+            },
         )
 
 
@@ -58,10 +73,10 @@ def title_of(results: Results) -> str:
 
 def grid_of(results: Results, peak_tflops: Optional[float]) -> Grid:
     rows = []
-    for cell, sides in cells_of(results):
-        stock = measured(sides.get("stock", []))
-        for side, own in sides.items():
-            rows.append([" ".join(cell), side, *_cells(own, stock, peak_tflops)])
+    for cell, contenders in cells_of(results):
+        stock = measured(contenders.get("stock", []))
+        for contender, own in contenders.items():
+            rows.append([" ".join(cell), contender, *_cells(own, stock, peak_tflops)])
     return Grid(HEADS, rows)
 
 
@@ -109,9 +124,9 @@ def utilization(result: dict[str, Any], tokens_per_second: float, peak_tflops: O
 
 
 def point_of(result: dict[str, Any]) -> Point:
-    """Of the same model and rows, whichever side."""
+    """Of the same model and rows, whichever contender."""
     given = {one.name: result[one.name] for one in fields(Point)}
-    return Point(**{**given, "side": "stock", "repeat": 1, "device": "cpu"})
+    return Point(**{**given, "contender": "stock", "repeat": 1, "device": "cpu"})
 
 
 _flops_per_token = cache(flops_per_token)
@@ -121,11 +136,13 @@ _flops_per_token = cache(flops_per_token)
 
 
 def figures_of(results: Results) -> dict[str, Figure]:
-    """Two per model and tuning, where ours and another side were measured."""
+    """Two per model and tuning, where ours and another contender were measured."""
     found = {}
-    for cell, sides in cells_of(results):
-        ours = measured(sides.get("ours", []))
-        others = [one for side, own in sides.items() if not side.startswith("ours") for one in measured(own)]
+    for cell, contenders in cells_of(results):
+        ours = measured(contenders.get("ours", []))
+        others = [
+            one for contender, own in contenders.items() if not contender.startswith("ours") for one in measured(own)
+        ]
         if not ours or not others:
             continue
         name = " ".join(cell)
@@ -138,9 +155,12 @@ def figures_of(results: Results) -> dict[str, Figure]:
 
 
 def _against_the_fastest(ours: Results, others: Results) -> list[float]:
-    """By repeat, against the side that is the fastest by its median."""
-    by_side = {side: [one for one in others if one["side"] == side] for side in {one["side"] for one in others}}
-    fastest = max(by_side.values(), key=lambda own: median(rate(one) for one in own))
+    """By repeat, against the contender that is the fastest by its median."""
+    by_contender = {
+        contender: [one for one in others if one["contender"] == contender]
+        for contender in {one["contender"] for one in others}
+    }
+    fastest = max(by_contender.values(), key=lambda own: median(rate(one) for one in own))
     theirs = {one["repeat"]: rate(one) for one in fastest}
     paired = [rate(one) / theirs[one["repeat"]] for one in ours if one["repeat"] in theirs]
     return paired or [median(rate(one) for one in ours) / median(theirs.values())]
@@ -150,26 +170,26 @@ def _against_the_fastest(ours: Results, others: Results) -> list[float]:
 
 
 def differences(results: Results) -> list[str]:
-    """Sides that did not do the work of the first measured side of their cell, in words."""
+    """Contenders that did not do the work of the first measured contender of their cell, in words."""
     found = []
-    for cell, sides in cells_of(results):
-        good = [one for side, own in sides.items() if side not in OTHER_ROWS for one in measured(own)]
+    for cell, contenders in cells_of(results):
+        good = [one for contender, own in contenders.items() if contender not in OTHER_ROWS for one in measured(own)]
         for one in good[1:]:
-            found += [f"{' '.join(cell)}, {one['side']}: {what}" for what in _unlike(one, good[0])]
+            found += [f"{' '.join(cell)}, {one['contender']}: {what}" for what in _unlike(one, good[0])]
     return list(dict.fromkeys(found))
 
 
 def _unlike(one: dict[str, Any], first: dict[str, Any]) -> Iterator[str]:
     if one["step_tokens"] != first["step_tokens"]:
-        yield f"tokens of its steps are not those of {first['side']}"
+        yield f"tokens of its steps are not those of {first['contender']}"
     if abs(one["held_out_bits"] / first["held_out_bits"] - 1) > SAME_BITS:
-        yield f"held-out loss {one['held_out_bits']:.3f} bits, {first['side']} {first['held_out_bits']:.3f}"
+        yield f"held-out loss {one['held_out_bits']:.3f} bits, {first['contender']} {first['held_out_bits']:.3f}"
 
 
 def notes_of(results: Results) -> list[str]:
     left = [one for one in results if one["status"] == "not run"]
     notes = [f"not equal work: {what}" for what in differences(results)]
-    notes += dict.fromkeys(f"{one['side']}: {one['reason']}" for one in results if one["status"] == "cannot run")
+    notes += dict.fromkeys(f"{one['contender']}: {one['reason']}" for one in results if one["status"] == "cannot run")
     notes += [line_of(one) for one in results if one["status"] in ("out of memory", "failed")]
     if left:
         notes.append(f"not run for lack of time: {len(left)} points, the first of them {line_of(left[0])}")
@@ -177,7 +197,7 @@ def notes_of(results: Results) -> list[str]:
 
 
 def line_of(result: dict[str, Any]) -> str:
-    name = f"{result['shape']} {result['tuning']}, {result['side']}, repeat {result['repeat']}"
+    name = f"{result['shape']} {result['tuning']}, {result['contender']}, repeat {result['repeat']}"
     if result["status"] != "measured":
         return f"{name}: {result['status']}: {result['reason']}"
     return f"{name}: {rate(result):,.0f} tokens per second"

@@ -1,4 +1,5 @@
-"""What is measured of one side on one device: some steps between two waits, its peaks, its padding, its host syncs."""
+"""What is measured of one contender on one device: some steps between two waits, its peaks, its padding, its host
+syncs."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ class Window:
 
 
 def restore_adapters(model: torch.nn.Module) -> None:
-    """TRL makes adapters over a packed base bfloat16; here they are float32 on every side."""
+    """TRL makes adapters over a packed base bfloat16; here they are float32 on every contender."""
     for name, weight in model.named_parameters():
         if weight.requires_grad and "lora_" in name:
             weight.data = weight.data.float()

@@ -1,7 +1,7 @@
-"""One point of benchmarks/gpu/gpu.py: one side trains one model for some steps, in a process of its own.
+"""One point of benchmarks/gpu/gpu.py: one contender trains one model for some steps, in a process of its own.
 
-Precision is the same on every side: what gpu_shapes.py says of weights, bf16 autocast, fused AdamW with its state in
-the type of the trained weights. So are rows, their order, the logical batch and activation checkpointing.
+Precision is the same on every contender: what gpu_shapes.py says of weights, bf16 autocast, fused AdamW with its state
+in the type of the trained weights. So are rows, their order, the logical batch and activation checkpointing.
 
     stock                     transformers.Trainer, padded batches, sdpa
     trl                       TRL's SFTTrainer as it comes: padded, its loss in chunks, sdpa
@@ -56,14 +56,15 @@ INSTALL = {
 
 @dataclass(frozen=True)
 class Point:
-    """``side`` trains ``shape`` by ``tuning``. ``steps``: the measured ones.
+    """``contender`` trains ``shape`` by ``tuning``. ``steps``: the measured ones.
 
-    ``flash``: attention of the sides that lay rows end to end; None: flash attention where it is installed, else sdpa.
+    ``flash``: attention of the contenders that lay rows end to end; None: flash attention where it is installed, else
+    sdpa.
     """
 
     shape: str
     tuning: str
-    side: str
+    contender: str
     repeat: int = 1
     lengths: str = "chat"
     steps: int = 12
@@ -108,12 +109,12 @@ def job_of(point: Point, attention: Optional[str], window: Window) -> CardJob:
         checkpointing=point.checkpointing,
         learning_rate=rate,
         device=point.device,
-        arguments=SIDES[point.side].arguments,
+        arguments=CONTENDERS[point.contender].arguments,
         window=window,
     )
 
 
-# -- sides -------------------------------------------------------------------------------------------------------------
+# -- contenders --------------------------------------------------------------------------------------------------------
 
 
 def packing(job: CardJob, window: Window, **changes: Any) -> Trained:
@@ -137,7 +138,7 @@ def axolotl(job: CardJob, window: Window) -> Trained:
 
 
 @dataclass(frozen=True)
-class CardSide:
+class CardContender:
     """``needs``: modules. ``wants_flash``: flash attention where it is installed. ``attends``: how it does without."""
 
     work: Callable[..., Trained]
@@ -150,41 +151,41 @@ class CardSide:
     is_ours: bool = False
 
 
-SIDES = {
-    "stock": CardSide(stock),
-    "ours": CardSide(ours, LOOPS, is_ours=True),
-    "trl, padding-free, liger": CardSide(
+CONTENDERS = {
+    "stock": CardContender(stock),
+    "ours": CardContender(ours, LOOPS, is_ours=True),
+    "trl, padding-free, liger": CardContender(
         trl, PADDING_FREE, LIGER, needs=("trl", "liger_kernel"), needs_cuda=True, wants_flash=True
     ),
-    "trl, padding-free": CardSide(trl, PADDING_FREE, needs=("trl",), wants_flash=True),
-    "trl": CardSide(trl, needs=("trl",)),
-    "trl, packing": CardSide(packing, needs=("trl",), wants_flash=True),
-    "ours, liger": CardSide(ours, NO_CURRICULUM, LIGER, needs=("liger_kernel",), needs_cuda=True, is_ours=True),
-    "unsloth": CardSide(unsloth, needs=("unsloth",), needs_cuda=True, attends="its own"),
-    "axolotl": CardSide(axolotl, needs=("axolotl",), needs_cuda=True, wants_flash=True),
+    "trl, padding-free": CardContender(trl, PADDING_FREE, needs=("trl",), wants_flash=True),
+    "trl": CardContender(trl, needs=("trl",)),
+    "trl, packing": CardContender(packing, needs=("trl",), wants_flash=True),
+    "ours, liger": CardContender(ours, NO_CURRICULUM, LIGER, needs=("liger_kernel",), needs_cuda=True, is_ours=True),
+    "unsloth": CardContender(unsloth, needs=("unsloth",), needs_cuda=True, attends="its own"),
+    "axolotl": CardContender(axolotl, needs=("axolotl",), needs_cuda=True, wants_flash=True),
 }
 """In the order of importance."""
 
 
 def obstacle(point: Point) -> Optional[str]:
     """Why this point cannot run here, None if it can."""
-    side = SIDES[point.side]
-    needs = (*side.needs, *(("bitsandbytes",) if point.tuning == "qlora" else ()))
+    contender = CONTENDERS[point.contender]
+    needs = (*contender.needs, *(("bitsandbytes",) if point.tuning == "qlora" else ()))
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     if missing:
         return f"needs {missing[0]}, which is not installed: pip install {INSTALL[missing[0]]}"
-    return "needs CUDA" if side.needs_cuda and point.device == "cpu" else None
+    return "needs CUDA" if contender.needs_cuda and point.device == "cpu" else None
 
 
 def attention_of(point: Point) -> Optional[str]:
-    """``attn_implementation`` of a side, None for sdpa."""
-    side = SIDES[point.side]
-    if side.wants_flash and point.flash is not None:
+    """``attn_implementation`` of a contender, None for sdpa."""
+    contender = CONTENDERS[point.contender]
+    if contender.wants_flash and point.flash is not None:
         return point.flash
-    if point.device == "cpu" or not (side.wants_flash or side.is_ours):
+    if point.device == "cpu" or not (contender.wants_flash or contender.is_ours):
         return None
     chosen = best_attention(None, point.device, half_precision=True)
-    if chosen is None and side.wants_flash and importlib.util.find_spec("kernels") is not None:
+    if chosen is None and contender.wants_flash and importlib.util.find_spec("kernels") is not None:
         return "kernels-community/flash-attn2"
     return chosen
 
@@ -197,12 +198,12 @@ def result_of(point: Point) -> dict[str, Any]:
     attention = attention_of(point)
     try:
         numbers = _measured(point, attention)
-    except Exception as error:  # one side's error must not take the other sides' time on the card
+    except Exception as error:  # one contender's error must not take the other contenders' time on the card
         status = "out of memory" if isinstance(error, OutOfMemory) or is_out_of_memory(error) else "failed"
         if status == "failed":
             traceback.print_exc()
         numbers = {"status": status, "reason": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"}
-    return {"attention": attention or SIDES[point.side].attends, "card": _card(point.device), **numbers}
+    return {"attention": attention or CONTENDERS[point.contender].attends, "card": _card(point.device), **numbers}
 
 
 def _card(device: str) -> str:
@@ -210,11 +211,11 @@ def _card(device: str) -> str:
 
 
 def _measured(point: Point, attention: Optional[str]) -> dict[str, Any]:
-    side = SIDES[point.side]
+    contender = CONTENDERS[point.contender]
     window = Window(point.device, point.steps)
     job = job_of(point, attention, window)
     with run_log(), window.peaks:
-        model, step_tokens = side.work(job, window, **side.settings)
+        model, step_tokens = contender.work(job, window, **contender.settings)
         window.end()
     free_memory(window.device)  # of trainer and optimizer
     measured = step_tokens[WARM_UP_STEPS : WARM_UP_STEPS + point.steps]
@@ -234,7 +235,7 @@ def _measured(point: Point, attention: Optional[str]) -> dict[str, Any]:
 
 
 def flops_per_token(point: Point) -> float:
-    """Model FLOPs per predicted token of the rows of ``point``, the same number for every side."""
-    job = job_of(replace(point, side="stock"), None, Window("cpu", point.steps))
+    """Model FLOPs per predicted token of the rows of ``point``, the same number for every contender."""
+    job = job_of(replace(point, contender="stock"), None, Window("cpu", point.steps))
     lengths = job.token_rows().lengths
     return model_flops(job.shape, job.adapted, lengths) / sum(length - SHIFT for length in lengths)

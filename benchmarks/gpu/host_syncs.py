@@ -6,8 +6,8 @@ A host that waits cannot prepare the next kernels, and a device with nothing pre
 number is read (``item``, ``tolist``, ``bool``, ``nonzero``, a boolean mask as an index, ``cpu``), and where something
 is copied to the device without ``non_blocking``. Both are counted here without a device: the CPU stands for it. What
 is made on the host (a factory without ``device=``, a batch of the loader) is remembered as such until it is moved; all
-else counts as the device's, so a doubt counts against the side. Only calls from Python are seen, not those within a
-kernel of torch.
+else counts as the device's, so a doubt counts against the contender. Only calls from Python are seen, not those within
+a kernel of torch.
 
 Work: documents of uneven lengths, batches of eight, four of them accumulated, a vocabulary large enough for the chunked
 loss, small otherwise: the number of waits does not depend on the size of the model. The first steps are left out, in
@@ -46,10 +46,10 @@ SETTLED_STEPS = 5
 """Left out: by then every micro-batch has been measured, and the model asked how its loss adds up."""
 
 AS_THE_COMMANDS = (("logging_nan_inf_filter", False),)
-"""Of ``scu-trainer train``, here for all sides. The stock loop else asks twice per batch whether its loss is a
+"""Of ``scu-trainer train``, here for all contenders. The stock loop else asks twice per batch whether its loss is a
 number."""
 
-SIDES = {
+CONTENDERS = {
     "stock": WORKERS["stock"],
     "TRL": WORKERS["trl"],
     "ours, memory": (ours, {"memory": MemorySettings()}),
@@ -198,8 +198,8 @@ class Counting:
 
 
 def counted(name: str, steps: int) -> dict[str, Any]:
-    """One side: waits by place, and forward passes, of ``steps`` steps after the settled ones."""
-    work, settings = SIDES[name]
+    """One contender: waits by place, and forward passes, of ``steps`` steps after the settled ones."""
+    work, settings = CONTENDERS[name]
     job = job_of(steps, AS_THE_COMMANDS)
     mode, forwards = CountsWaits(Waits()), Counter()
 
@@ -219,7 +219,7 @@ def counted(name: str, steps: int) -> dict[str, Any]:
     ):
         work(job, Counting(mode.waits, steps), **settings)
     return {
-        "side": name,
+        "contender": name,
         "steps": steps,
         "forwards": forwards[True],
         "waits": [{"kind": kind, "place": where, "count": n} for (kind, where), n in mode.waits.by_place.items()],
@@ -233,7 +233,7 @@ def total(result: dict[str, Any], kind: Optional[str] = None, owner: str = "") -
 
 
 def grid(results: Sequence[dict[str, Any]]) -> Grid:
-    """A row per place, the most frequent first; a column per side."""
+    """A row per place, the most frequent first; a column per contender."""
 
     def row(name: str, numbers: Sequence[float]) -> list[str]:
         return [name, *(f"{number:g}" if number else "" for number in numbers)]
@@ -246,7 +246,7 @@ def grid(results: Sequence[dict[str, Any]]) -> Grid:
     by_place = {place: [_of(result, *place) for result in results] for place in places}
     for (kind, where), numbers in sorted(by_place.items(), key=lambda item: (-max(item[1]), item[0])):
         rows.append(row(f"{kind}: {where}", numbers))
-    return Grid(["the host waits, times per optimizer step", *(result["side"] for result in results)], rows)
+    return Grid(["the host waits, times per optimizer step", *(result["contender"] for result in results)], rows)
 
 
 def _of(result: dict[str, Any], kind: str, where: str) -> float:
@@ -255,11 +255,11 @@ def _of(result: dict[str, Any], kind: str, where: str) -> float:
 
 
 def figures(results: Sequence[dict[str, Any]]) -> dict[str, Figure]:
-    sides = {result["side"]: result for result in results}
+    contenders = {result["contender"]: result for result in results}
     found = {}
     for name in ("ours, memory", "ours, all loops"):
-        found[f"waits per step, {name} / stock"] = Figure(total(sides[name]) / total(sides["stock"]), "lower")
-        found[f"waits per step in scu_trainer, {name}"] = Figure(total(sides[name], owner="scu_trainer"), "lower")
+        found[f"waits per step, {name} / stock"] = Figure(total(contenders[name]) / total(contenders["stock"]), "lower")
+        found[f"waits per step in scu_trainer, {name}"] = Figure(total(contenders[name], owner="scu_trainer"), "lower")
     return found
 
 
@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps that are counted")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is written")
     options = parser.parse_args()
-    results = [counted(name, 1 if options.quick else options.steps) for name in SIDES]
+    results = [counted(name, 1 if options.quick else options.steps) for name in CONTENDERS]
     if options.quick:
         print(*(" | ".join(row) for row in [grid(results).heads, *grid(results).rows]), sep="\n")
         print("test run: nothing is written")

@@ -6,9 +6,10 @@
 states of 256 and of 512; a Llama of 4 layers and hidden 256, all of it trained; the same with a frozen output layer, as
 adapters leave it; and that under bfloat16 autocast. Stock is the model's own loss, or what it does with the logits.
 
-- CPU seconds of forward and backward. Both sides take turns, step by step, in one process; printed are medians, and the
+- CPU seconds of forward and backward. Both contenders take turns, step by step, in one process; printed are medians,
+and the
   median of the paired ratios.
-- Peak memory of a step, gradients included, above the weights and what a first small step leaves; each side in a
+- Peak memory of a step, gradients included, above the weights and what a first small step leaves; each contender in a
   process of its own.
 - Largest difference of any gradient, relative to that gradient's largest entry: ours from stock, and both from float64
   (output layer alone, hidden 256).
@@ -96,16 +97,16 @@ def targets_of(vocab: int, tokens: int) -> Tensor:
     return drawn.view(-1, min(tokens, TOKENS // ROWS))
 
 
-def loss_of(module: nn.Module, subject: Subject, side: str, tokens: int = TOKENS) -> Tensor:
+def loss_of(module: nn.Module, subject: Subject, contender: str, tokens: int = TOKENS) -> Tensor:
     targets = targets_of(subject.vocab, tokens)
     items = int((targets != NOT_LEARNED).sum())
     if not subject.model:
         hidden, weight = module.hidden[:tokens], module.lm_head.weight
-        if side == "chunked":
+        if contender == "chunked":
             return subject.chunked(hidden, weight, targets, items)
         return ForCausalLMLoss(linear(hidden, weight), None, subject.vocab, items, shift_labels=targets)
     words = targets.clamp(min=0)
-    with wired(module, subject) if side == "chunked" else contextlib.nullcontext():
+    with wired(module, subject) if contender == "chunked" else contextlib.nullcontext():
         return module(input_ids=words, labels=words, shift_labels=targets, num_items_in_batch=items).loss
 
 
@@ -124,12 +125,12 @@ def wired(model: nn.Module, subject: Subject) -> Iterator[None]:
         model.lm_head, model.loss_function = head, stock_loss
 
 
-def step(module: nn.Module, subject: Subject, side: str, tokens: int = TOKENS) -> float:
+def step(module: nn.Module, subject: Subject, contender: str, tokens: int = TOKENS) -> float:
     """One forward and backward into ``.grad``; CPU seconds."""
     module.zero_grad(set_to_none=True)
     begun_s = time.process_time()
     with subject.precision():
-        loss = loss_of(module, subject, side, tokens)
+        loss = loss_of(module, subject, contender, tokens)
     loss.backward()
     return time.process_time() - begun_s
 
@@ -137,8 +138,8 @@ def step(module: nn.Module, subject: Subject, side: str, tokens: int = TOKENS) -
 # -- time and gradients ------------------------------------------------------------------------------------------------
 
 
-def gradients(module: nn.Module, subject: Subject, side: str) -> dict[str, Tensor]:
-    step(module, subject, side)
+def gradients(module: nn.Module, subject: Subject, contender: str) -> dict[str, Tensor]:
+    step(module, subject, contender)
     return {name: part.grad for name, part in module.named_parameters() if part.grad is not None}
 
 
@@ -163,20 +164,20 @@ def times(subjects: list[Subject], rounds: int) -> list[dict[str, Any]]:
 
 def times_of(subject: Subject, rounds: int) -> dict[str, Any]:
     module = subject.build()
-    made = {side: gradients(module, subject, side) for side in ("stock", "chunked")}
+    made = {contender: gradients(module, subject, contender) for contender in ("stock", "chunked")}
     result = {
         "gradient_difference": apart(made["chunked"], made["stock"]),
         "worst_entry_difference": worst_entry(made["chunked"], made["stock"]),
     }
     if not subject.model and subject.hidden == 256:
         exact = gradients(module.double(), subject, "chunked")
-        result |= {f"{side}_from_float64": apart(made[side], exact) for side in made}
+        result |= {f"{contender}_from_float64": apart(made[contender], exact) for contender in made}
         module.float()
     made.clear()
     seconds: dict[str, list[float]] = {"stock": [], "chunked": []}
     for turn in range(rounds):
-        for side in ("stock", "chunked") if turn % 2 else ("chunked", "stock"):
-            seconds[side].append(step(module, subject, side))
+        for contender in ("stock", "chunked") if turn % 2 else ("chunked", "stock"):
+            seconds[contender].append(step(module, subject, contender))
     pairs = zip(seconds["chunked"], seconds["stock"], strict=True)
     return {
         **result,
@@ -190,17 +191,17 @@ def times_of(subject: Subject, rounds: int) -> dict[str, Any]:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def peaks_mib(subjects: list[Subject], side: str) -> list[float]:
+def peaks_mib(subjects: list[Subject], contender: str) -> list[float]:
     torch.set_num_threads(1)
-    return [peak_mib(subject, side) for subject in subjects]
+    return [peak_mib(subject, contender) for subject in subjects]
 
 
-def peak_mib(subject: Subject, side: str) -> float:
+def peak_mib(subject: Subject, contender: str) -> float:
     module, witness = subject.build(), Witness("cpu")
-    step(module, subject, side, WARM_UP_TOKENS)
+    step(module, subject, contender, WARM_UP_TOKENS)
     module.zero_grad(set_to_none=True)
     base_bytes = witness.start()
-    step(module, subject, side)
+    step(module, subject, contender)
     witness.read()
     return (witness.highest_bytes - base_bytes) / MIB
 
@@ -219,7 +220,7 @@ def subjects(vocab: int) -> list[Subject]:
 
 
 def measured(subjects: list[Subject], rounds: int) -> list[dict[str, Any]]:
-    stock, chunked = (in_fresh_process(peaks_mib, subjects, side) for side in ("stock", "chunked"))
+    stock, chunked = (in_fresh_process(peaks_mib, subjects, contender) for contender in ("stock", "chunked"))
     return [
         {
             "subject": subject.name,
@@ -271,7 +272,7 @@ def verdicts(row: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab", nargs="*", type=int, default=list(PEAK_TARGETS))
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each side that are timed")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each contender that are timed")
     parser.add_argument("--rows", nargs="*", type=int, default=[], help="rows per chunk, tried on the output layer")
     given = parser.parse_args()
     console = Console(width=140)

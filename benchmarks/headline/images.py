@@ -2,7 +2,8 @@
 
     python benchmarks/headline/images.py [--steps 60] [--repeats 2] [--quick]
 
-The work: recipes/resnet.yaml, a ResNet-18 from scratch on handwritten digits of 32 x 32 pixels, 32 to a batch. Sides:
+The work: recipes/resnet.yaml, a ResNet-18 from scratch on handwritten digits of 32 x 32 pixels, 32 to a batch.
+Contenders:
 
     plain loop, stock Trainer   float32, the same optimizer (fused AdamW), schedule, clipping and augmentation
     plain loop, bf16            the same loop with one line more, autocast
@@ -10,12 +11,13 @@ The work: recipes/resnet.yaml, a ResNet-18 from scratch on handwritten digits of
     recipe without ...          one ingredient taken out
     recipe with ...             one put in: channels_last, torch_compile, a process that loads, or augments as well
 
-Each side is a process of its own, as its user would start it, and they take turns of 10 optimizer steps; a turn's time
-includes loading. A process that loads is started again with every epoch (45 steps), and fetches two batches ahead while
-others have their turn, which flatters it a little. Ratios are of paired turns after each side's first one, medians over
-turns and repeats. Held-out accuracy is that after as many steps on as many images. Peak memory is resident memory above
-what the process held with model and data loaded: gradients, optimizer state, activations. The first repeat compiles
-from nothing, later ones find it in inductor's cache; turns that took over twice the usual time count as compiling.
+Each contender is a process of its own, as its user would start it, and they take turns of 10 optimizer steps; a turn's
+time includes loading. A process that loads is started again with every epoch (45 steps), and fetches two batches ahead
+while others have their turn, which flatters it a little. Ratios are of paired turns after each contender's first one,
+medians over turns and repeats. Held-out accuracy is that after as many steps on as many images. Peak memory is
+resident memory above what the process held with model and data loaded: gradients, optimizer state, activations. The
+first repeat compiles from nothing, later ones find it in inductor's cache; turns that took over twice the usual time
+count as compiling.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.images_sides import RECIPE, WAYS, side_of, tiny, tried_out
+from benchmarks.lib.images_contenders import RECIPE, WAYS, contender_of, tiny, tried_out
 from benchmarks.lib.outcome import Figure, Grid, figure, finish
 from benchmarks.lib.turns import Ended, in_turns, rounds
 from benchmarks.studies.families import speed
@@ -57,7 +59,7 @@ Round = Mapping[str, Ended]
 
 
 def settled(found: Round) -> dict[str, Ended]:
-    """Without the first turn of each side."""
+    """Without the first turn of each contender."""
     return {name: Ended(ended.seconds[WARM_UP_TURNS:], ended.said) for name, ended in found.items()}
 
 
@@ -67,12 +69,12 @@ def ratios(found: Sequence[Round], own: str, other: str) -> list[float]:
 
 
 def peaks(found: Sequence[Round], name: str) -> list[float]:
-    """Peak memory of a side as a ratio to the plain loop's, one for each repeat."""
+    """Peak memory of a contender as a ratio to the plain loop's, one for each repeat."""
     return [one[name].said["peak_bytes"] / one[PLAIN].said["peak_bytes"] for one in found]
 
 
 def said(found: Sequence[Round], name: str, key: str) -> float:
-    """Median over the repeats of a number that a side gave."""
+    """Median over the repeats of a number that a contender gave."""
     return median(one[name].said[key] for one in found)
 
 
@@ -114,7 +116,7 @@ def compiling(found: Sequence[Round], steps_per_turn: int) -> Compiling:
 
 
 def grid(found: Sequence[Round], compiled: Compiling) -> Grid:
-    heads = ("side", "arithmetic", "images/s / plain", "/ recipe", "held out", "peak memory / plain", "compiling")
+    heads = ("contender", "arithmetic", "images/s / plain", "/ recipe", "held out", "peak memory / plain", "compiling")
     return Grid(heads, [(*_row(found, name), compiled.line if name == COMPILED else "") for name in WAYS])
 
 
@@ -149,10 +151,10 @@ def figures(found: Sequence[Round]) -> dict[str, Figure]:
 
 
 def results(found: Sequence[Round]) -> list[dict[str, Any]]:
-    """Raw numbers of each side."""
+    """Raw numbers of each contender."""
     return [
         {
-            "side": name,
+            "contender": name,
             "kind": WAYS[name].kind,
             "flags": list(WAYS[name].flags),
             "turn_seconds": [one[name].seconds for one in found],
@@ -164,9 +166,11 @@ def results(found: Sequence[Round]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60, help=f"optimizer steps of each side, {FEWEST_STEPS} or more")
+    parser.add_argument(
+        "--steps", type=int, default=60, help=f"optimizer steps of each contender, {FEWEST_STEPS} or more"
+    )
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="a few small steps of each side, nothing is written")
+    parser.add_argument("--quick", action="store_true", help="a few small steps of each contender, nothing is written")
     options = parser.parse_args()
     if options.steps < FEWEST_STEPS:
         parser.error(f"--steps {options.steps} leaves no turn to measure; give {FEWEST_STEPS} or more")
@@ -189,14 +193,14 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace) -> list[dict[str, Ended]]:
-    """A test run is one round in this process; of its sides one is a process, with a loader's process below it."""
+    """A test run is one round in this process; of its contenders one is a process, with a loader's process below it."""
     with tempfile.TemporaryDirectory() as compiled:
         if options.quick:
-            small = {name: side_of(name, QUICK_STEPS, tiny(name), compiled) for name in WAYS}
+            small = {name: contender_of(name, QUICK_STEPS, tiny(name), compiled) for name in WAYS}
             loads = in_turns([small.pop(LOADS)], steps_per_turn=1, warm_up_turns=0)
             return [{**tried_out(list(small.values())), **loads}]
-        sides = [side_of(name, options.steps, (), compiled) for name in WAYS]
-        return rounds(sides, STEPS_PER_TURN, options.repeats, warm_up_turns=0)
+        contenders = [contender_of(name, options.steps, (), compiled) for name in WAYS]
+        return rounds(contenders, STEPS_PER_TURN, options.repeats, warm_up_turns=0)
 
 
 if __name__ == "__main__":

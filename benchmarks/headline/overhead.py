@@ -4,8 +4,8 @@
 
 A Llama of hidden 256 with 4 layers and 2,048 words on 8 rows of 256 tokens per optimizer step, float32, AdamW, trained
 as LoRA of rank 8 and as a whole. No padding to save, and too few words for the chunked loss: what is left is the cost
-of the loops. Sides in turns of five steps, each a process of its own: a plain PyTorch loop, which is the floor, the
-stock Trainer, ours with every loop off, and ours with all three loops, measuring and pulling lambda at every step,
+of the loops. Contenders in turns of five steps, each a process of its own: a plain PyTorch loop, which is the floor,
+the stock Trainer, ours with every loop off, and ours with all three loops, measuring and pulling lambda at every step,
 booking each row's loss. Ratios are medians over pairs of turns; medians of the repeats are shown.
 """
 
@@ -23,7 +23,7 @@ from benchmarks.lib.outcome import Figure, Grid, figure, finish
 from benchmarks.lib.text_job import Job
 from benchmarks.lib.text_race import BASE, Raced, race
 
-SIDES = ("plain", BASE, "ours, no loop", "ours, all loops")
+CONTENDERS = ("plain", BASE, "ours, no loop", "ours, all loops")
 STEPS_PER_TURN, WARM_UP_STEPS = 5, 10
 TARGET = 0.98
 TUNINGS = {"LoRA": 8, "full": None}
@@ -32,24 +32,24 @@ JOB = Job(Shape(vocab=2_048, longest_row=256), Lengths("fixed", 256, 0.0), steps
 
 def figures_of(raced: dict[str, dict[str, Raced]]) -> dict[str, Figure]:
     return {
-        f"tokens per second, {side} / stock, {tuning}": figure(
-            sides[side].paired_ratios,
-            None if side == "plain" else "higher",
-            TARGET if side == "ours, all loops" else None,
+        f"tokens per second, {contender} / stock, {tuning}": figure(
+            contenders[contender].paired_ratios,
+            None if contender == "plain" else "higher",
+            TARGET if contender == "ours, all loops" else None,
         )
-        for tuning, sides in raced.items()
-        for side in ("ours, all loops", "ours, no loop", "plain")
+        for tuning, contenders in raced.items()
+        for contender in ("ours, all loops", "ours, no loop", "plain")
     }
 
 
 def grid_of(raced: dict[str, dict[str, Raced]]) -> Grid:
     rows = []
-    for tuning, sides in raced.items():
-        for one in sides.values():
+    for tuning, contenders in raced.items():
+        for one in contenders.values():
             found = figure(one.paired_ratios, "higher")
             apart = "" if found.spread is None else f" ±{found.spread / 2:.1%}"
-            rows.append((f"{tuning}: {one.side}", f"{found.value:.3f}{apart}", f"{one.held_out_bits:.4f}"))
-    return Grid(("side", "tokens/s, ratio to stock", "held-out bits"), rows)
+            rows.append((f"{tuning}: {one.contender}", f"{found.value:.3f}{apart}", f"{one.held_out_bits:.4f}"))
+    return Grid(("contender", "tokens/s, ratio to stock", "held-out bits"), rows)
 
 
 def main() -> None:
@@ -67,8 +67,8 @@ def main() -> None:
     raced = {}
     for tuning, rank in TUNINGS.items():
         tuned = replace(job, lora_rank=rank)
-        raced[tuning] = race(SIDES, tuned, repeats, steps_per_turn=STEPS_PER_TURN, warm_up_steps=WARM_UP_STEPS)
-    results = [{"tuning": tuning, **one.known()} for tuning, sides in raced.items() for one in sides.values()]
+        raced[tuning] = race(CONTENDERS, tuned, repeats, steps_per_turn=STEPS_PER_TURN, warm_up_steps=WARM_UP_STEPS)
+    results = [{"tuning": tuning, **one.known()} for tuning, contenders in raced.items() for one in contenders.values()]
     title = "rows of one length: nothing to gain, what do the loops cost?"
     finish("overhead", title, grid_of(raced), figures_of(raced), quick=given.quick, repeats=repeats, results=results)
 

@@ -3,14 +3,14 @@
     python benchmarks/headline/peak_memory.py [--vocab 32000 128000] [--quick]
 
 A Llama of hidden 256 with 4 layers, all of it trained in float32, rows of lognormal length (median 100, sigma .6), 32
-of them per optimizer step as batch 8 x accumulation 4, two steps. Sides: the stock Trainer, TRL's SFTTrainer as it
+of them per optimizer step as batch 8 x accumulation 4, two steps. Contenders: the stock Trainer, TRL's SFTTrainer as it
 comes (once: it takes long on a CPU and is not TRL's best), padding-free and packing, and ours as it comes; with the
 first vocabulary also with activation checkpointing, which TRL has on by default. Stock and padding-free also with one
 row at a time and accumulation raised, which is what a person does whose batch does not fit; packing takes one row of
 1,024 tokens at a time anyway. Each in a fresh process, in which freed memory goes back to the system at once.
 
-Shown is the peak above the model's own: above what the same side holds between steps (weights, optimizer) after a step
-on rows of eight tokens, measured in a process of its own. Gradients count.
+Shown is the peak above the model's own: above what the same contender holds between steps (weights, optimizer) after a
+step on rows of eight tokens, measured in a process of its own. Gradients count.
 """
 
 from __future__ import annotations
@@ -38,25 +38,27 @@ STEPS = 2
 SMALL = Shape(vocab=1_000, hidden=32, layers=1, longest_row=256)
 
 
-def peaks(shape: Shape, sides: Sequence[str], checkpointing: bool) -> list[dict[str, Any]]:
+def peaks(shape: Shape, contenders: Sequence[str], checkpointing: bool) -> list[dict[str, Any]]:
     job = Job(shape, DISTRIBUTIONS["alpaca"], STEPS, checkpointing=checkpointing)
     by_hand = replace(job, batch_rows=1, accumulation=job.step_rows)
     found = []
-    for side in sides:
-        peak_bytes = peak_over_own(side.removesuffix(ONE_ROW), by_hand if side.endswith(ONE_ROW) else job)
-        found.append({"vocab": shape.vocab, "side": side, "checkpointing": checkpointing, "peak_bytes": peak_bytes})
-        print(f"{shape.vocab} words, {side}, checkpointing {checkpointing}: {mib(peak_bytes)} MiB", flush=True)
+    for contender in contenders:
+        peak_bytes = peak_over_own(contender.removesuffix(ONE_ROW), by_hand if contender.endswith(ONE_ROW) else job)
+        found.append(
+            {"vocab": shape.vocab, "contender": contender, "checkpointing": checkpointing, "peak_bytes": peak_bytes}
+        )
+        print(f"{shape.vocab} words, {contender}, checkpointing {checkpointing}: {mib(peak_bytes)} MiB", flush=True)
     return found
 
 
 def figures_of(results: list[dict[str, Any]]) -> dict[str, Figure]:
     groups: dict[tuple[int, bool], dict[str, int]] = {}
     for row in results:
-        groups.setdefault((row["vocab"], row["checkpointing"]), {})[row["side"]] = row["peak_bytes"]
+        groups.setdefault((row["vocab"], row["checkpointing"]), {})[row["contender"]] = row["peak_bytes"]
     figures = {}
     for (vocab, checkpointing), peak in groups.items():
         where = f"{vocab:,} words{', checkpointing' if checkpointing else ''}"
-        best_trl = min(value for side, value in peak.items() if side.startswith("trl"))
+        best_trl = min(value for contender, value in peak.items() if contender.startswith("trl"))
         figures[f"peak, ours / stock, {where}"] = Figure(peak["ours"] / peak[BASE], "lower", target=TARGET_STOCK)
         figures[f"peak, ours / best of TRL, {where}"] = Figure(peak["ours"] / best_trl, "lower", target=TARGET_TRL)
         figures[f"peak, ours / stock by hand, 1 row at a time, {where}"] = Figure(
@@ -66,10 +68,10 @@ def figures_of(results: list[dict[str, Any]]) -> dict[str, Figure]:
 
 
 def grid_of(results: list[dict[str, Any]]) -> Grid:
-    base = {(row["vocab"], row["checkpointing"]): row["peak_bytes"] for row in results if row["side"] == BASE}
+    base = {(row["vocab"], row["checkpointing"]): row["peak_bytes"] for row in results if row["contender"] == BASE}
     rows = [
         (
-            row["side"],
+            row["contender"],
             f"{row['vocab']:,}",
             "yes" if row["checkpointing"] else "no",
             mib(row["peak_bytes"]),
@@ -77,7 +79,7 @@ def grid_of(results: list[dict[str, Any]]) -> Grid:
         )
         for row in results
     ]
-    return Grid(("side", "words", "activation checkpointing", "peak over the model's own, MiB", "/ stock"), rows)
+    return Grid(("contender", "words", "activation checkpointing", "peak over the model's own, MiB", "/ stock"), rows)
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ folder (--keep: in this one); results/ stays as it is. --found compares files th
 Without a NAME: every benchmark of the suite, which takes about an hour.
 
 A figure has moved when it differs by more than both runs' repeats lie apart, and by more than 3 %. Another machine or
-other versions are said first: then a difference may come of them. Figures of other sides are reported and not judged.
-Exit code 1 if a figure got worse, 2 if a benchmark left no newer results or a name is unknown, else 0.
+other versions are said first: then a difference may come of them. Figures of other contenders are reported and not
+judged. Exit code 1 if a figure got worse, 2 if a benchmark left no newer results or a name is unknown, else 0.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def suite() -> dict[str, Path]:
 
 
 def compared(before: dict[str, Any], now: dict[str, Any]) -> list[Moved]:
-    """Figures of two records of one benchmark; one that is only on one side is a row, too."""
+    """Figures of two records of one benchmark; one that is only on one contender is a row, too."""
     names = [*before["figures"], *(name for name in now["figures"] if name not in before["figures"])]
     return [_moved(name, before["figures"].get(name), now["figures"].get(name)) for name in names]
 

@@ -2,8 +2,8 @@
 
     python benchmarks/headline/splitting.py [--lengths alpaca chat heavy] [--windows 4] [--caps 256 512 1024 2048 4096]
 
-Three questions, each with all sides in one run. Lengths are lognormal (alpaca: median 100, sigma .6; chat: 400, .9;
-heavy: 250, 1.2), rows above 2048 tokens are cut to 2048.
+Three questions, each with all contenders in one run. Lengths are lognormal (alpaca: median 100, sigma .6; chat: 400,
+.9; heavy: 250, 1.2), rows above 2048 tokens are cut to 2048.
 
 - Tokens processed over tokens in the rows, 64 rows per optimizer step as 8 batches of 8, all three distributions:
   the stock Trainer and ours, cut for a CPU and for a GPU. Arithmetic on the real micro-batches; nothing is trained.
@@ -11,7 +11,7 @@ heavy: 250, 1.2), rows above 2048 tokens are cut to 2048.
   (``MemorySettings()``), and ours without memory control at each cap of --caps. The trainers take turns step by step
   on the same rows; printed are medians, and medians of the paired ratios, after the windows in which the memory loop
   measures every micro-batch. The same run compares gradients and weights.
-- Peak memory above the model's own (weights, optimizer, a first small step), each side in a fresh process.
+- Peak memory above the model's own (weights, optimizer, a first small step), each contender in a fresh process.
 
 Without the chunked cross-entropy: the whole logits of a chunk are in memory.
 """
@@ -109,7 +109,7 @@ def padding(lengths: Lengths, longest_row: int, windows: int) -> dict[str, Any]:
 # -- work --------------------------------------------------------------------------------------------------------------
 
 
-def sides(caps: list[int]) -> dict[str, Optional[MemorySettings]]:
+def contenders(caps: list[int]) -> dict[str, Optional[MemorySettings]]:
     fixed = {f"ours, cap {cap}": MemorySettings(memory_control=False, token_cap=cap) for cap in caps}
     return {STOCK: None, AUTO: MemorySettings(), **fixed}
 
@@ -135,11 +135,12 @@ def relative(difference: torch.Tensor, whole: torch.Tensor) -> float:
 
 
 def work(plan: SplitPlan, caps: list[int]) -> list[dict[str, Any]]:
-    """All sides in turn, window by window. Gradients are compared in the first window, times after SETTLING windows."""
+    """All contenders in turn, window by window. Gradients are compared in the first window, times after SETTLING
+    windows."""
     rows = TokenRows(settling(plan) + plan.drawn(plan.windows * WINDOW_ROWS), plan.shape.vocab)
     before = flat(plan.shape.model().parameters())
     with run_log(), contextlib.ExitStack() as stack:
-        named = [(name, _trainer(stack, plan, rows, memory)) for name, memory in sides(caps).items()]
+        named = [(name, _trainer(stack, plan, rows, memory)) for name, memory in contenders(caps).items()]
         keepers = [KeepsGradient() for _ in named]
         for (_, trainer), keeper in zip(named, keepers, strict=True):
             trainer.add_callback(keeper)
@@ -150,7 +151,7 @@ def work(plan: SplitPlan, caps: list[int]) -> list[dict[str, Any]]:
         moved = flat(trainer.model.parameters())
         compared.append(
             {
-                "side": name,
+                "contender": name,
                 "seconds_per_step": median(steps),
                 "steps_s": steps,
                 "over_stock": paired(steps, seconds[0]),
@@ -240,19 +241,19 @@ def peak(plan: SplitPlan, memory: Optional[MemorySettings]) -> dict[str, float]:
 def measured(plan: SplitPlan, caps: list[int]) -> dict[str, Any]:
     compared = in_fresh_process(work, plan, caps, allocator={})
     for name, memory in {STOCK: None, AUTO: MemorySettings()}.items():
-        row = next(row for row in compared if row["side"] == name)
+        row = next(row for row in compared if row["contender"] == name)
         row |= in_fresh_process(peak, plan, memory)
     stock, ours = compared[:2]
     best = min(compared[2:], key=lambda row: row["over_ours"], default=None)
     return {
         "lengths": plan.lengths.name,
         "windows": plan.windows,
-        "sides": compared,
+        "contenders": compared,
         "summary": {
             "cpu_over_stock": ours["over_stock"],
             "peak_over_stock": ours["peak_over_base_mib"] / stock["peak_over_base_mib"],
             "gradient_difference": ours["gradient_difference"],
-            **({"over_best_fixed": 1 / best["over_ours"], "best_fixed": best["side"]} if best else {}),
+            **({"over_best_fixed": 1 / best["over_ours"], "best_fixed": best["contender"]} if best else {}),
             "out_of_memory": ours["out_of_memory"],
         },
     }
@@ -282,16 +283,16 @@ def work_table(result: dict[str, Any], unit: str = "CPU s") -> Table:
         "gradient apart",
         "weights apart",
     )
-    table.add_column("side")
+    table.add_column("contender")
     for name in columns:
         table.add_column(name, justify="right")
-    for row in result["sides"]:
+    for row in result["contenders"]:
         table.add_row(
-            row["side"],
+            row["contender"],
             f"{row['seconds_per_step']:.2f}",
             f"{row['over_stock']:.3f}",
             f"{row['over_ours']:.3f}",
-            shown(row.get("processed_over_real", result["sides"][1]["stock_over_real"])),
+            shown(row.get("processed_over_real", result["contenders"][1]["stock_over_real"])),
             shown(row.get("peak_over_base_mib"), 0),
             f"{row['gradient_difference']:.1e}",
             f"{row['weights_difference']:.1e}",

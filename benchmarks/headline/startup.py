@@ -4,8 +4,8 @@
 
 Three questions: until the trainer class is imported, until --help has been printed, and until the first optimizer step
 of a small LoRA job has been logged (the embedded base, the same documents, tokenized before by an earlier start). The
-stock side of the last is startup_stock.py. Ours looks at settings, data, memory and disk first; what that costs is in
-the ratio. Beside them our commands that need no torch. Absolute times mean little on a shared machine; ratios are
+stock contender of the last is startup_stock.py. Ours looks at settings, data, memory and disk first; what that costs
+is in the ratio. Beside them our commands that need no torch. Absolute times mean little on a shared machine; ratios are
 medians over repeats.
 """
 
@@ -40,11 +40,11 @@ JOB = (
 ).split()
 LONGEST_S = 300
 
-Sides = Mapping[str, tuple[Sequence[str], str]]
-"""Command by side, and the text whose appearance on its output is waited for; "" waits for the end."""
+Contenders = Mapping[str, tuple[Sequence[str], str]]
+"""Command by contender, and the text whose appearance on its output is waited for; "" waits for the end."""
 
 
-def questions(scratch: Path) -> dict[str, Sides]:
+def questions(scratch: Path) -> dict[str, Contenders]:
     python, ours = [sys.executable, "-c"], [sys.executable, "-m", "scu_trainer.cli.main"]
     base = str(embedded_base(default_cache_dir(None), 240))
     documents = scratch / "documents.jsonl"
@@ -97,11 +97,11 @@ def seconds_until(command: Sequence[str], text: str) -> float:
     return time.perf_counter() - begun_s if seen_s is None else seen_s
 
 
-def measured(sides: Sides, repeats: int) -> dict[str, list[float]]:
-    """Seconds by side; the first start of each, which fills caches, is left out."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
+def measured(contenders: Contenders, repeats: int) -> dict[str, list[float]]:
+    """Seconds by contender; the first start of each, which fills caches, is left out."""
+    found: dict[str, list[float]] = {name: [] for name in contenders}
     for repeat in range(repeats + 1):
-        for name, (command, text) in sides.items():
+        for name, (command, text) in contenders.items():
             seconds = seconds_until(command, text)
             if repeat:
                 found[name].append(seconds)
@@ -116,8 +116,8 @@ def main() -> None:
     repeats = 1 if given.quick else given.repeats
     with tempfile.TemporaryDirectory() as folder:
         results = [
-            {"question": question, "seconds": measured(sides, repeats)}
-            for question, sides in questions(Path(folder)).items()
+            {"question": question, "seconds": measured(contenders, repeats)}
+            for question, contenders in questions(Path(folder)).items()
         ]
     title = "seconds from the start of a process"
     finish("startup", title, grid_of(results), figures_of(results), quick=given.quick, repeats=repeats, results=results)
@@ -139,8 +139,8 @@ def grid_of(results: list[dict[str, Any]]) -> Grid:
     rows = []
     for one in results:
         question, medians = one["question"], {name: statistics.median(s) for name, s in one["seconds"].items()}
-        sides = ", ".join(f"{name} {value:.2f}" for name, value in medians.items())
-        rows.append((question, sides, f"{ratios[question]:.2f}" if question in ratios else ""))
+        contenders = ", ".join(f"{name} {value:.2f}" for name, value in medians.items())
+        rows.append((question, contenders, f"{ratios[question]:.2f}" if question in ratios else ""))
     return Grid(("until", "median seconds", "ours / stock"), rows)
 
 

@@ -3,8 +3,8 @@
     python benchmarks/headline/variable_length.py [--lengths alpaca] [--steps 24] [--repeats 2] [--quick]
 
 A Llama of 19 million weights with 32,000 words, all of it trained in float32, lognormal row lengths (alpaca: median
-100, sigma .6; chat: 400, .9), 32 rows per optimizer step as batch 8 x accumulation 4, AdamW. Sides are processes of
-their own: the stock Trainer, also with batches grouped by length, TRL's SFTTrainer as it comes, padding-free and
+100, sigma .6; chat: 400, .9), 32 rows per optimizer step as batch 8 x accumulation 4, AdamW. Contenders are processes
+of their own: the stock Trainer, also with batches grouped by length, TRL's SFTTrainer as it comes, padding-free and
 packing, ours without regularization, which moves weights on purpose, and ours with all three loops, as the commands
 have it. They take turns of three steps: who has waited for all others starts cold, as nobody does who trains alone.
 Tokens are those whose prediction is learned: padding is no work. The first six steps are left out, in five of which
@@ -29,11 +29,11 @@ from benchmarks.lib.outcome import Figure, Grid, figure, finish
 from benchmarks.lib.text_job import Job
 from benchmarks.lib.text_race import BASE, Raced, race
 
-SIDES = (BASE, "stock, group_by_length", "trl", "trl, padding-free", "trl, packing", "ours", "ours, all loops")
+CONTENDERS = (BASE, "stock, group_by_length", "trl", "trl, padding-free", "trl, packing", "ours", "ours, all loops")
 SLOW = ("trl",)
 STEPS_PER_TURN, WARM_UP_STEPS = 3, 6
 FEWEST_STEPS = WARM_UP_STEPS + 2 * STEPS_PER_TURN + 1
-"""One turn is measured, and the last one is not, even of a side that packs its rows into a step less."""
+"""One turn is measured, and the last one is not, even of a contender that packs its rows into a step less."""
 
 TARGET_STOCK, TARGET_TRL = 2.4, 1.0
 EQUAL_BITS = 1e-3
@@ -45,7 +45,7 @@ SMALL = Shape(vocab=1_000, hidden=32, layers=1, longest_row=256)
 def figures_of(raced: dict[str, Raced]) -> dict[str, Figure]:
     ours = raced["ours"]
     best_trl = max((one for name, one in raced.items() if name.startswith("trl")), key=lambda one: median(one.ratios))
-    rounds = zip(ours.ratios, best_trl.ratios, strict=False)  # a slow side has the first one only
+    rounds = zip(ours.ratios, best_trl.ratios, strict=False)  # a slow contender has the first one only
     over_trl = [mine / theirs for mine, theirs in rounds]
     return {
         "tokens per second, ours / stock": figure(ours.ratios, "higher", TARGET_STOCK),
@@ -61,14 +61,14 @@ def figures_of(raced: dict[str, Raced]) -> dict[str, Figure]:
 
 
 def grid_of(raced: dict[str, Raced]) -> Grid:
-    heads = ("side", "tokens/s, ratio to stock", "with the first steps", "held-out bits", "steps", "tokens")
+    heads = ("contender", "tokens/s, ratio to stock", "with the first steps", "held-out bits", "steps", "tokens")
     rows = []
     for one in raced.values():
         found = figure(one.ratios, "higher")
         apart = "" if found.spread is None else f" ±{found.spread / 2:.0%}"
         rows.append(
             (
-                one.side,
+                one.contender,
                 f"{found.value:.2f}{apart}",
                 f"{figure(one.whole_ratios, 'higher').value:.2f}",
                 f"{one.held_out_bits:.4f}",
@@ -90,7 +90,7 @@ def main() -> None:
         parser.error(f"--steps is {given.steps}; {FEWEST_STEPS} or more leave steps to be measured")
     repeats, steps = (1, FEWEST_STEPS) if given.quick else (given.repeats, given.steps)
     job = Job(SMALL if given.quick else Shape(), DISTRIBUTIONS[given.lengths], steps)
-    raced = race(SIDES, job, repeats, steps_per_turn=STEPS_PER_TURN, warm_up_steps=WARM_UP_STEPS, once=SLOW)
+    raced = race(CONTENDERS, job, repeats, steps_per_turn=STEPS_PER_TURN, warm_up_steps=WARM_UP_STEPS, once=SLOW)
     title = f"{given.lengths} lengths, {job.step_rows} rows per optimizer step"
     name = "variable_length" if given.lengths == "alpaca" else f"variable_length_{given.lengths}"
     results = [one.known() for one in raced.values()]

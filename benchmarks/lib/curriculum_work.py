@@ -145,11 +145,11 @@ def _docstrings() -> tuple[list[list[int]], list[list[int]]]:
     modules = sorted(set(module_of.values()))
     drawn = numpy.random.default_rng(0).permutation(modules)[: int(HELD_OUT_MODULES * len(modules))]
     held_out = set(drawn.tolist())
-    sides: tuple[list, list] = ([], [])
+    contenders: tuple[list, list] = ([], [])
     for module, row in zip(module_of.values(), tokens, strict=True):
         if len(row) >= TEXT["shortest"]:
-            sides[module in held_out].append(row)
-    return sides
+            contenders[module in held_out].append(row)
+    return contenders
 
 
 def _docstrings_of(source: str) -> Iterator[str]:

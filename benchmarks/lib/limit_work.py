@@ -1,4 +1,5 @@
-"""One training under a hard memory limit, in a process of its own: the sides of under_a_limit.py, and what is counted.
+"""One training under a hard memory limit, in a process of its own: the contenders of under_a_limit.py, and what is
+counted.
 
 Processes come from a fork server that has imported everything and run nothing, under the environment in which freed
 blocks go back to the kernel at once: each begins as one just started would, without the seconds of its imports.
@@ -40,7 +41,7 @@ KILLED = "the process was killed"
 
 
 @dataclass(frozen=True)
-class Side:
+class Contender:
     """``headroom``: None for the stock Trainer, else what ours keeps free. ``batch_rows`` None: as configured;
     otherwise accumulation grows as the batch shrinks."""
 
@@ -63,8 +64,8 @@ class Side:
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
-def run(job: Job, side: Side, headroom_bytes: Optional[int]) -> dict[str, Any]:
-    """One side to its end or its death. ``headroom_bytes``: above what it holds after its first optimizer step."""
+def run(job: Job, contender: Contender, headroom_bytes: Optional[int]) -> dict[str, Any]:
+    """One contender to its end or its death. ``headroom_bytes``: above what it holds after its first optimizer step."""
     if any(os.environ.get(name) != value for name, value in EXACT_MEMORY.items()):
         raise RuntimeError("the fork server was started in another environment: freed blocks would stay")
     # oneDNN may crash instead of raising where it cannot allocate for a shape that it has not seen.
@@ -75,11 +76,11 @@ def run(job: Job, side: Side, headroom_bytes: Optional[int]) -> dict[str, Any]:
     with (
         run_log(),
         trainer_for(
-            job.device, job.model(), rows, side.memory, witness, kinds, **arguments(side.job(job), side)
+            job.device, job.model(), rows, contender.memory, witness, kinds, **arguments(contender.job(job), contender)
         ) as trainer,
     ):
         trainer.record = record
-        limits = Limits(job.device, witness, record, headroom_bytes if side.limited else None)
+        limits = Limits(job.device, witness, record, headroom_bytes if contender.limited else None)
         trainer.add_callback(limits)
         begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
         error = _train(trainer)
@@ -91,7 +92,7 @@ def run(job: Job, side: Side, headroom_bytes: Optional[int]) -> dict[str, Any]:
             "cpu_s": cpu_s,
             "peak_over_first_step_mib": (witness.highest_bytes - (limits.base_bytes or 0)) / MIB,
             **_counted(trainer, record, job, error),
-            **(_pieces(trainer) if side.memory else {}),
+            **(_pieces(trainer) if contender.memory else {}),
             "held_out_bits": None if error else held_out_bits(trainer.model, job),
         }
 
@@ -102,14 +103,14 @@ def rows_of(job: Job) -> TokenRows:
     return TokenRows([SHORTEST_ROW] * job.step_rows + lengths, job.shape.vocab)
 
 
-def arguments(job: Job, side: Side) -> dict[str, Any]:
+def arguments(job: Job, contender: Contender) -> dict[str, Any]:
     """Of TrainingArguments. One epoch, so that a smaller batch leaves no row out."""
     return {
         **job.training(),
         "max_steps": -1,
         "num_train_epochs": 1,
         "optim": "adamw_torch_fused",
-        "auto_find_batch_size": side.auto_find,
+        "auto_find_batch_size": contender.auto_find,
     }
 
 
@@ -155,18 +156,22 @@ def _pieces(trainer: Trainer) -> dict[str, Any]:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def attempt(job: Job, side: Side, headroom_bytes: Optional[int]) -> dict[str, Any]:
-    """What ``run`` says, with the side's name; a process that was killed has only that to say."""
+def attempt(job: Job, contender: Contender, headroom_bytes: Optional[int]) -> dict[str, Any]:
+    """What ``run`` says, with the contender's name; a process that was killed has only that to say."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "deepspeed"])  # accelerate imports the latter where it is installed
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     given = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **EXACT_MEMORY}
-    named = {"side": side.name, "batch_rows": side.job(job).batch_rows, "checkpointing": side.checkpointing}
+    named = {
+        "contender": contender.name,
+        "batch_rows": contender.job(job).batch_rows,
+        "checkpointing": contender.checkpointing,
+    }
     begun_s = time.perf_counter()
     # The server takes the environment that there is when the first process is asked for.
     with patch.dict(os.environ, given), ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
-            return {**named, **pool.submit(run, job, side, headroom_bytes).result()}
+            return {**named, **pool.submit(run, job, contender, headroom_bytes).result()}
         except BrokenProcessPool:
             wall_s, due = time.perf_counter() - begun_s, job.steps * job.step_rows
             return {**named, "error": KILLED, "wall_s": wall_s, "rows_due": due, "losses": []}

@@ -62,7 +62,8 @@ def figure(
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells as they stand in the terminal and in docs/benchmarks.md. The first column is the side or the subject."""
+    """Cells as they stand in the terminal and in docs/benchmarks.md. The first column is the contender or the
+    subject."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]

@@ -1,6 +1,7 @@
-"""One fine-tuning of a causal language model, as five kinds of people would do it: the sides of the text benchmarks.
+"""One fine-tuning of a causal language model, as five kinds of people would do it: the contenders of the text
+benchmarks.
 
-Same model, same documents in the same order, same optimizer, schedule and logical batch; each side then tells the
+Same model, same documents in the same order, same optimizer, schedule and logical batch; each contender then tells the
 held-out loss of what it trained, which is the proof that all did the same work. Tokens are those of the documents:
 padding is no work.
 
@@ -11,8 +12,8 @@ padding is no work.
     ours ...  SCUTrainer: without regularization, which moves weights on purpose; with all three loops, as the commands
               have it; with none
 
-TRL's own defaults of bfloat16 and gradient checkpointing are set to what all sides use, else the arithmetic would be
-compared. Packing keeps tokens per optimizer step by taking fewer, longer rows; grouping by length has other rows in
+TRL's own defaults of bfloat16 and gradient checkpointing are set to what all contenders use, else the arithmetic would
+be compared. Packing keeps tokens per optimizer step by taking fewer, longer rows; grouping by length has other rows in
 each step.
 """
 
@@ -30,7 +31,7 @@ from transformers import Trainer, get_scheduler
 
 from benchmarks.lib.common import quiet, scratch_arguments
 from benchmarks.lib.memory_work import WARM_UP_TOKENS, Lengths, Shape, TokenRows, Witness, pad
-from benchmarks.lib.turns import Side, TakesTurns, Turns
+from benchmarks.lib.turns import Contender, TakesTurns, Turns
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.train.run_directory.logs import run_log
@@ -45,7 +46,7 @@ SHIFT = 1
 @dataclass(frozen=True)
 class Job:
     """``step_rows`` documents per optimizer step, as ``batch_rows`` x ``accumulation``. ``arguments``: of
-    TrainingArguments, beyond what every side gets."""
+    TrainingArguments, beyond what every contender gets."""
 
     shape: Shape
     lengths: Lengths
@@ -81,7 +82,7 @@ class Job:
         return get_peft_model(model, adapters)
 
     def training(self) -> dict[str, Any]:
-        """Of TrainingArguments, for every side that has a Trainer."""
+        """Of TrainingArguments, for every contender that has a Trainer."""
         return {
             "use_cpu": self.device == "cpu",
             "max_steps": self.steps,
@@ -114,7 +115,7 @@ class OurTrainer(Counted, SCUTrainer):
     """``SCUTrainer``."""
 
 
-# -- the sides ---------------------------------------------------------------------------------------------------------
+# -- the contenders ----------------------------------------------------------------------------------------------------
 
 
 Trained = tuple[torch.nn.Module, list[int]]
@@ -230,12 +231,12 @@ WORKERS: dict[str, tuple[Callable[..., Trained], dict[str, Any]]] = {
 }
 
 
-def side_of(name: str, job: Job) -> Side:
-    return Side(name, run, (name, job))
+def contender_of(name: str, job: Job) -> Contender:
+    return Contender(name, run, (name, job))
 
 
 def run(turns: Turns, name: str, job: Job) -> dict[str, Any]:
-    """In a process of its own: one side to its end, and its held-out loss."""
+    """In a process of its own: one contender to its end, and its held-out loss."""
     work, settings = WORKERS[name]
     with run_log():
         model, step_tokens = work(job, turns, **settings)
@@ -257,7 +258,7 @@ class Watches:
 
 
 def memory(name: str, job: Job) -> dict[str, int]:
-    """In a process of its own: bytes that one side holds after its first step, and its peak."""
+    """In a process of its own: bytes that one contender holds after its first step, and its peak."""
     work, settings = WORKERS[name]
     watches = Watches(job.device)
     if "memory" in settings:
@@ -279,7 +280,7 @@ def tiny(job: Job) -> Job:
 
 @torch.no_grad()
 def held_out_bits(model: torch.nn.Module, job: Job) -> float:
-    """Bits per predicted token on documents that nobody trained on, the same for every side."""
+    """Bits per predicted token on documents that nobody trained on, the same for every contender."""
     lengths = job.lengths.draw(HELD_OUT_ROWS, job.shape.longest_row, seed=HELD_OUT_SEED)
     rows = TokenRows([0] * HELD_OUT_SEED + lengths, job.shape.vocab)
     nats, tokens = 0.0, 0

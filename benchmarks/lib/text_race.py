@@ -1,4 +1,4 @@
-"""Sides of text_job.py in turns, round after round: what each of them is worth against the stock Trainer."""
+"""Contenders of text_job.py in turns, round after round: what each of them is worth against the stock Trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, Optional
 
 from benchmarks.lib.memory_work import EXACT_MEMORY, MIB, in_fresh_process
-from benchmarks.lib.text_job import Job, memory, side_of, tiny
+from benchmarks.lib.text_job import Job, contender_of, memory, tiny
 from benchmarks.lib.turns import Ended, another_first, in_turns
 
 BASE = "stock"
@@ -17,9 +17,9 @@ BASE = "stock"
 
 @dataclass
 class Raced:
-    """One side over all rounds. Ratios are to ``BASE`` in the same round, above 1 is faster."""
+    """One contender over all rounds. Ratios are to ``BASE`` in the same round, above 1 is faster."""
 
-    side: str
+    contender: str
     speeds: list[float] = field(default_factory=list)
     """Tokens per second, the first steps left out."""
     ratios: list[float] = field(default_factory=list)
@@ -44,11 +44,11 @@ def race(
     warm_up_steps: int = 5,
     once: Sequence[str] = (),
 ) -> dict[str, Raced]:
-    """All sides. ``once``: those that run in the first round only, because they take long."""
+    """All contenders. ``once``: those that run in the first round only, because they take long."""
     raced = {name: Raced(name) for name in names}
     for number in range(repeats):
         present = [name for name in names if number == 0 or name not in once]
-        order = another_first([side_of(name, job) for name in present], number)
+        order = another_first([contender_of(name, job) for name in present], number)
         found = in_turns(order, steps_per_turn, warm_up_turns=0)
         _book(raced, found, steps_per_turn, warm_up_steps // steps_per_turn)
     return raced
@@ -79,7 +79,7 @@ def _speed(turns: Sequence[tuple[int, float]]) -> float:
 
 
 def peak_over_own(name: str, job: Job) -> int:
-    """Bytes: the highest of a run, less what the same side holds between steps on rows of eight tokens.
+    """Bytes: the highest of a run, less what the same contender holds between steps on rows of eight tokens.
 
     Both in fresh processes, in which freed memory goes back at once. Gradients count, weights and optimizer do not.
     """

@@ -1,6 +1,8 @@
-"""Sides that take turns: each in a process of its own, as its user would start it, a few optimizer steps at a time.
+"""Contenders that take turns: each in a process of its own, as its user would start it, a few optimizer steps at a
+time.
 
-Drift of the machine hits all sides alike, and those that wait do nothing. A turn's time includes loading its batches.
+Drift of the machine hits all contenders alike, and those that wait do nothing. A turn's time includes loading its
+batches.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from transformers import TrainerCallback
 T = TypeVar("T")
 
 WARM_UP_TURNS = 2
-"""Left out at the start of each side: caches, lazy set-up, micro-batches that a loop measures one by one."""
+"""Left out at the start of each contender: caches, lazy set-up, micro-batches that a loop measures one by one."""
 
 
 @dataclass(frozen=True)
-class Side:
-    """``work(turns, *arguments)`` runs in a process of its own and returns what the side says at its end."""
+class Contender:
+    """``work(turns, *arguments)`` runs in a process of its own and returns what the contender says at its end."""
 
     name: str
     work: Callable[..., dict[str, Any]]
@@ -33,7 +35,7 @@ class Side:
 
 
 class Turns:
-    """A side's part: ``steps_per_turn`` optimizer steps when it is asked."""
+    """A contender's part: ``steps_per_turn`` optimizer steps when it is asked."""
 
     def __init__(self, parent: Connection, steps_per_turn: int) -> None:
         self._parent, self._steps_per_turn = parent, steps_per_turn
@@ -75,18 +77,21 @@ class TakesTurns(TrainerCallback):
 
 @dataclass(frozen=True)
 class Ended:
-    """One side of one round. ``seconds``: of its turns after the first ones."""
+    """One contender of one round. ``seconds``: of its turns after the first ones."""
 
     seconds: list[float]
     said: dict[str, Any]
 
 
-def in_turns(sides: Sequence[Side], steps_per_turn: int, warm_up_turns: int = WARM_UP_TURNS) -> dict[str, Ended]:
-    """All sides to their end. Processes start in the order of ``sides``. Raises RuntimeError for a side that fails."""
-    started = {side.name: _start(side, steps_per_turn) for side in sides}
-    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+def in_turns(
+    contenders: Sequence[Contender], steps_per_turn: int, warm_up_turns: int = WARM_UP_TURNS
+) -> dict[str, Ended]:
+    """All contenders to their end. Processes start in the order of ``contenders``. Raises RuntimeError for a contender
+    that fails."""
+    started = {contender.name: _start(contender, steps_per_turn) for contender in contenders}
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     said: dict[str, dict[str, Any]] = {}
-    while len(said) < len(sides):
+    while len(said) < len(contenders):
         for name, (_, connection) in started.items():
             if name in said:
                 continue
@@ -101,33 +106,33 @@ def in_turns(sides: Sequence[Side], steps_per_turn: int, warm_up_turns: int = WA
     return {name: Ended(turns[warm_up_turns:], said[name]) for name, turns in seconds.items()}
 
 
-def rounds(sides: Sequence[Side], steps_per_turn: int, repeats: int, **given: int) -> list[dict[str, Ended]]:
-    """``repeats`` times all sides, each time another one first."""
-    return [in_turns(another_first(sides, number), steps_per_turn, **given) for number in range(repeats)]
+def rounds(contenders: Sequence[Contender], steps_per_turn: int, repeats: int, **given: int) -> list[dict[str, Ended]]:
+    """``repeats`` times all contenders, each time another one first."""
+    return [in_turns(another_first(contenders, number), steps_per_turn, **given) for number in range(repeats)]
 
 
-def another_first(sides: Sequence[T], number: int) -> list[T]:
-    """The order of a round: which side starts first matters on two cores."""
-    first = number % len(sides)
-    return [*sides[first:], *sides[:first]]
+def another_first(contenders: Sequence[T], number: int) -> list[T]:
+    """The order of a round: which contender starts first matters on two cores."""
+    first = number % len(contenders)
+    return [*contenders[first:], *contenders[:first]]
 
 
-def _start(side: Side, steps_per_turn: int) -> tuple[multiprocessing.Process, Connection]:
+def _start(contender: Contender, steps_per_turn: int) -> tuple[multiprocessing.Process, Connection]:
     spawn = multiprocessing.get_context("spawn")
     connection, theirs = spawn.Pipe()
-    process = spawn.Process(target=_run, args=(side, steps_per_turn, theirs), daemon=True)
-    with patch.dict(os.environ, dict(side.environment)):
+    process = spawn.Process(target=_run, args=(contender, steps_per_turn, theirs), daemon=True)
+    with patch.dict(os.environ, dict(contender.environment)):
         process.start()
     theirs.close()  # so that the end of the process ends the waiting for it
-    _answer(side.name, connection)
+    _answer(contender.name, connection)
     return process, connection
 
 
-def _run(side: Side, steps_per_turn: int, parent: Connection) -> None:
+def _run(contender: Contender, steps_per_turn: int, parent: Connection) -> None:
     # Loaders have children, which a daemon may not, and make them as in a process of a user's own.
     multiprocessing.current_process().daemon = False
     multiprocessing.set_start_method(None, force=True)
-    parent.send(side.work(Turns(parent, steps_per_turn), *side.arguments))
+    parent.send(contender.work(Turns(parent, steps_per_turn), *contender.arguments))
 
 
 def _answer(name: str, connection: Connection) -> Any:
@@ -138,5 +143,5 @@ def _answer(name: str, connection: Connection) -> Any:
 
 
 def values(found: Mapping[str, Ended], key: str) -> dict[str, Any]:
-    """What each side said under ``key``."""
+    """What each contender said under ``key``."""
     return {name: ended.said.get(key) for name, ended in found.items()}

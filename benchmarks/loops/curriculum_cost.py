@@ -6,11 +6,11 @@ Tracking: two trainers of the same model take turns step by step on the same row
 ``CurriculumSettings("none")``, which changes no gradient but tracks the loss of every row and keeps the statistics.
 Printed are the median CPU seconds of a step and the median of the paired ratios; beside it, from the same run, the
 seconds that were spent inside of tracking (reading losses of rows, recording, counting deliveries, gathering,
-planning). "control" is the same with tracking on neither side: what differs from 1 there is the machine. "loss" is
+planning). "control" is the same with tracking on neither contender: what differs from 1 there is the machine. "loss" is
 forward and backward of the model's own loss against the opened one, which keeps the losses of tokens, in turn on the
 same batch. Each model is in a process of its own that gives no memory back: page faults would hide a difference this
 small. Models: the text model of ``curriculum.py`` with the stock loss, and one of 32k words with the chunked loss
-on both sides.
+on both contenders.
 
 Planning: CPU seconds per million samples of one epoch for 8 ranks, every sample known, as the median of several.
 """
@@ -74,7 +74,8 @@ LOSS_NATS = 2.0
 
 
 class Model(NamedTuple):
-    """What both sides train. ``memory``: of both trainers; None is the stock loss. ``repeats``: times --steps steps."""
+    """What both contenders train. ``memory``: of both trainers; None is the stock loss. ``repeats``: times --steps
+    steps."""
 
     name: str
     make: Callable[[], torch.nn.Module]
@@ -139,7 +140,7 @@ def tracking(model: Model, steps: int) -> dict[str, Any]:
 
 
 def _opened_over_stock(model: Model, steps: int) -> Optional[float]:
-    """None where the loss is chunked on both sides."""
+    """None where the loss is chunked on both contenders."""
     if model.memory is not None:
         return None
     module, ratios = model.make(), []
@@ -157,13 +158,13 @@ def _opened_over_stock(model: Model, steps: int) -> Optional[float]:
     return median(ratios[WARM_UP_STEPS:])
 
 
-def _turns(model: Model, steps: int, sides: tuple[bool, bool]) -> dict[str, Any]:
+def _turns(model: Model, steps: int, contenders: tuple[bool, bool]) -> dict[str, Any]:
     steps *= model.repeats
     count = BATCH_ROWS * (WARM_UP_STEPS + steps)
     rows = TokenRows(DISTRIBUTIONS["alpaca"].draw(count, model.longest_row), model.vocab)
     watch = Stopwatch()
     with run_log(), contextlib.ExitStack() as stack, watch.on(*TRACKING):
-        trainers = [stack.enter_context(_trainer(model, rows, tracked)) for tracked in sides]
+        trainers = [stack.enter_context(_trainer(model, rows, tracked)) for tracked in contenders]
         seconds = Turns(trainers, "cpu").run()
     off, on = (of_trainer[WARM_UP_STEPS:] for of_trainer in seconds)
     return {

@@ -1,4 +1,4 @@
-"""Is every optimizer step's gradient the stock Trainer's, or said not to be? Random trainings, both sides of each.
+"""Is every optimizer step's gradient the stock Trainer's, or said not to be? Random trainings, both contenders of each.
 
     python benchmarks/loops/exactness.py --cases 1000
 

@@ -2,11 +2,11 @@
 
     python benchmarks/loops/memory_cost.py [--steps 400] [--large_steps 80]
 
-One trainer, its memory control switched step by step (off on on off ...), so that both sides have the same weights, the
-same memory and the same neighbours on the machine. CPU time of whole steps, data loading included; left out are the
-windows in which every micro-batch is measured, and page faults (freed memory stays with the process). Two subjects:
-LoRA on the embedded model with the recipe's batch of 8 x 256 tokens, and a Llama of hidden 256 with 32,000 words on 8
-x 128.
+One trainer, its memory control switched step by step (off on on off ...), so that both contenders have the same
+weights, the same memory and the same neighbours on the machine. CPU time of whole steps, data loading included; left
+out are the windows in which every micro-batch is measured, and page faults (freed memory stays with the process). Two
+subjects: LoRA on the embedded model with the recipe's batch of 8 x 256 tokens, and a Llama of hidden 256 with 32,000
+words on 8 x 128.
 
 Prints the ratio of the medians with control to those without, and the median of the same ratio within each four steps;
 the ratio of the medians of the off steps at the first and at the last place of each four, which shows how far the

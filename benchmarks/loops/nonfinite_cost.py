@@ -5,7 +5,7 @@
 One training per line, of LoRA and of full tuning of the embedded model on the recipe's batch; its odd steps have the
 guard, its even ones have not, so that drift hits both alike. Printed are the median CPU milliseconds of a step and the
 median of the paired ratios, and from the same steps the CPU time inside of the guard over that of the whole step.
-"control" is the same training with the guard on neither side: what differs from 1 there is the machine.
+"control" is the same training with the guard on neither contender: what differs from 1 there is the machine.
 """
 
 from __future__ import annotations

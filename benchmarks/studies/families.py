@@ -2,11 +2,12 @@
 
     python benchmarks/studies/families.py [--recipes resnet efficientnet gru sensors] [--steps 150]
 
-For each recipe two runs. "equal": all three sides in float32, the same model, optimizer, schedule, batches of the same
-size; ours with every loop that the recipe turns on. "recipe": the plain float32 loop against ours as the recipe has it
-(bf16 where the CPU has it). Each side is a process, as its user would start it, and they take turns of a few steps:
-drift of the machine hits all alike, and those that wait do nothing. A turn's time includes loading its batches. Prints
-steps per second as a ratio to the faster of the other sides, and each side's held-out score after as many steps.
+For each recipe two runs. "equal": all three contenders in float32, the same model, optimizer, schedule, batches of the
+same size; ours with every loop that the recipe turns on. "recipe": the plain float32 loop against ours as the recipe
+has it (bf16 where the CPU has it). Each contender is a process, as its user would start it, and they take turns of a
+few steps: drift of the machine hits all alike, and those that wait do nothing. A turn's time includes loading its
+batches. Prints steps per second as a ratio to the faster of the other contenders, and each contender's held-out score
+after as many steps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.common import command_line, not_repeated, quiet, write_result
 from benchmarks.lib.memory_work import Witness
-from benchmarks.lib.turns import Ended, Side, TakesTurns, Turns, rounds, values
+from benchmarks.lib.turns import Contender, Ended, TakesTurns, Turns, rounds, values
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.train.run_directory.logs import run_log
 from scu_trainer.train.session.session import build_trainer
@@ -108,16 +109,16 @@ def _trained(trainer: Trainer, turns: Turns) -> torch.nn.Module:
     return trainer.model
 
 
-SIDES: dict[str, Callable] = {"plain": plain, "stock": stock, "ours": ours}
+CONTENDERS: dict[str, Callable] = {"plain": plain, "stock": stock, "ours": ours}
 
 
-def run_side(turns: Turns, name: str, recipe: str, group: str, steps: int) -> dict[str, Any]:
-    """In a process of its own: one side, a turn whenever it is asked; at the end its score."""
+def run_contender(turns: Turns, name: str, recipe: str, group: str, steps: int) -> dict[str, Any]:
+    """In a process of its own: one contender, a turn whenever it is asked; at the end its score."""
     flags = () if group == "recipe" and name == "ours" else FLOAT32
     with run_log(), tempfile.TemporaryDirectory() as folder:
         job = read(recipe, steps, folder, flags)
         parts = job.kind.load(job, Console(quiet=True))
-        score = job.kind.score(SIDES[name](parts, job, turns), parts)
+        score = job.kind.score(CONTENDERS[name](parts, job, turns), parts)
     return {
         "bpt": score.bpt,
         "accuracy": None if score.correct is None else float(score.correct.sum() / score.tokens.sum()),
@@ -127,9 +128,11 @@ def run_side(turns: Turns, name: str, recipe: str, group: str, steps: int) -> di
 
 
 def compare(recipe: str, group: str, steps: int) -> dict[str, Any]:
-    """Each side is the first to start once: which one starts first matters by some percent on two cores."""
+    """Each contender is the first to start once: which one starts first matters by some percent on two cores."""
     names = GROUPS[group]
-    found = rounds([Side(name, run_side, (name, recipe, group, steps)) for name in names], STEPS_PER_TURN, len(names))
+    found = rounds(
+        [Contender(name, run_contender, (name, recipe, group, steps)) for name in names], STEPS_PER_TURN, len(names)
+    )
     ends, accuracies = found[-1]["ours"].said, values(found[-1], "accuracy")
     ratios = {name: [speed(ended, "ours", name) for ended in found] for name in names if name != "ours"}
     return {
@@ -157,7 +160,7 @@ def speed(ended: Mapping[str, Ended], own: str, other: str) -> float:
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    table = Table(title="steps per second of ours against the better of the other sides, and held-out scores")
+    table = Table(title="steps per second of ours against the better of the other contenders, and held-out scores")
     for name in ("recipe", "run", "arithmetic", "ms per step", "ratio", "held out"):
         table.add_column(name)
     for r in results:
@@ -177,7 +180,7 @@ def show(results: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of each side")
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of each contender")
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     options = parser.parse_args()
     results = []

@@ -70,7 +70,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Side:
+class Contender:
     name: str
     ours: bool = False
     limited: bool = False
@@ -82,13 +82,13 @@ class Side:
         return MemorySettings(target_headroom_gb=self.headroom) if self.ours else None
 
 
-REFERENCE = Side("ours, no limit", ours=True)
-SIDES = (
-    Side("stock, no limit"),
-    Side("ours, limited", ours=True, limited=True),
-    Side("ours, limited, no headroom", ours=True, limited=True, headroom="0%"),
-    Side("stock, limited", limited=True),
-    Side("stock, auto_find, limited", limited=True, auto_find=True),
+REFERENCE = Contender("ours, no limit", ours=True)
+CONTENDERS = (
+    Contender("stock, no limit"),
+    Contender("ours, limited", ours=True, limited=True),
+    Contender("ours, limited, no headroom", ours=True, limited=True, headroom="0%"),
+    Contender("stock, limited", limited=True),
+    Contender("stock, auto_find, limited", limited=True, auto_find=True),
 )
 
 
@@ -175,7 +175,7 @@ class Limits(TrainerCallback):
 # -- one run, in a process of its own ----------------------------------------------------------------------------------
 
 
-def run(job: Job, side: Side, headroom_bytes: Optional[int]) -> dict[str, Any]:
+def run(job: Job, contender: Contender, headroom_bytes: Optional[int]) -> dict[str, Any]:
     # oneDNN may crash instead of raising where it cannot allocate for a shape that it has not seen.
     torch.backends.mkldnn.enabled = False
     lengths = job.lengths.draw((job.steps - 1) * WINDOW_ROWS, job.shape.longest_row)
@@ -189,21 +189,21 @@ def run(job: Job, side: Side, headroom_bytes: Optional[int]) -> dict[str, Any]:
         "learning_rate": 2e-3,
         "optim": "adamw_torch_fused",
         "lr_scheduler_type": "linear",
-        "auto_find_batch_size": side.auto_find,
+        "auto_find_batch_size": contender.auto_find,
     }
     kinds = (RecordedStock, RecordedOurs)
     with (
         run_log(),
-        trainer_for(job.device, job.shape.model(), rows, side.memory, witness, kinds, **arguments) as trainer,
+        trainer_for(job.device, job.shape.model(), rows, contender.memory, witness, kinds, **arguments) as trainer,
     ):
         trainer.record = record
-        limits = Limits(job.device, witness, record, headroom_bytes if side.limited else None)
+        limits = Limits(job.device, witness, record, headroom_bytes if contender.limited else None)
         trainer.add_callback(limits)
         begun_s = time.perf_counter()
         error = _train(trainer)
         wall_s = time.perf_counter() - begun_s
         limits.lift()
-        changes = _changes(trainer) if side.ours else []
+        changes = _changes(trainer) if contender.ours else []
     return {
         **_figures(trainer, record, len(rows), error),
         "wall_s": wall_s,
@@ -245,17 +245,20 @@ def _figures(trainer: Trainer, record: Record, due: int, error: Optional[str]) -
 
 
 def compare(job: Job, share: float) -> dict[str, Any]:
-    reference = {"side": REFERENCE.name, **in_fresh_process(run, job, REFERENCE, None)}
+    reference = {"contender": REFERENCE.name, **in_fresh_process(run, job, REFERENCE, None)}
     headroom_bytes = int(share * reference["peak_over_first_step_mib"] * MIB)
-    results = [reference, *({"side": side.name, **attempt(job, side, headroom_bytes)} for side in SIDES)]
+    results = [
+        reference,
+        *({"contender": contender.name, **attempt(job, contender, headroom_bytes)} for contender in CONTENDERS),
+    ]
     for result in results:
         result["loss_distance"] = distance(result["losses"], reference["losses"])
     return {"headroom_mib": headroom_bytes / MIB, "results": results}
 
 
-def attempt(job: Job, side: Side, headroom_bytes: int) -> dict[str, Any]:
+def attempt(job: Job, contender: Contender, headroom_bytes: int) -> dict[str, Any]:
     try:
-        return in_fresh_process(run, job, side, headroom_bytes)
+        return in_fresh_process(run, job, contender, headroom_bytes)
     except BrokenProcessPool:
         return {"error": "the process was killed", "losses": []}
 
@@ -280,7 +283,7 @@ def table_of(compared: dict[str, Any], job: Job) -> Table:
         counts += [r.get(name) for name in ("rows_never_seen", "out_of_memory", "rows_per_step")]
         apart = r["loss_distance"]
         table.add_row(
-            r["side"],
+            r["contender"],
             "finished" if r["error"] is None else "died",
             *("-" if count is None else str(count) for count in counts),
             shown(r["losses"][-1] if r["losses"] else None, 4),
@@ -293,10 +296,10 @@ def table_of(compared: dict[str, Any], job: Job) -> Table:
 
 def notes(compared: dict[str, Any]) -> list[str]:
     """What killed a run, and what ours did about it."""
-    lines = [f"{r['side']}: {r['error']}" for r in compared["results"] if r["error"]]
+    lines = [f"{r['contender']}: {r['error']}" for r in compared["results"] if r["error"]]
     for r in compared["results"]:
         lines += [
-            f"{r['side']}, step {change['step']}: at most {change['tokens_per_chunk']} tokens: {change['reason']}"
+            f"{r['contender']}, step {change['step']}: at most {change['tokens_per_chunk']} tokens: {change['reason']}"
             for change in r.get("chunk_changes", [])
         ]
     return lines

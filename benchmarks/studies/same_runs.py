@@ -10,7 +10,7 @@ launcher.
 Compared are all files of the two run folders. Weights and states (safetensors, pt, pth) bit for bit; JSON by value,
 rows in order, notices in any order; of the log what this package said. Times, rates, readings of the machine's memory,
 process ids, paths and the commit are set aside, each by name in SET_ASIDE; that they are there is still compared. Of
-all other files it is compared that both sides have them. Exit code 1 on any difference, 2 where a name is unknown.
+all other files it is compared that both contenders have them. Exit code 1 on any difference, 2 where a name is unknown.
 
 ``--against HEAD`` on a clean tree says what differs between two runs of one package: nothing should.
 """
@@ -82,7 +82,7 @@ ROW_SIZES = {
 }
 """Flags that make a recipe small, where six steps would be a small part of an epoch."""
 
-SIDES = ("ref", "now")
+CONTENDERS = ("ref", "now")
 LONGEST_S = 1800
 
 
@@ -96,7 +96,7 @@ class Difference:
 
 @dataclass
 class Compared:
-    """``files``: how many of both sides were looked into, others than by their name."""
+    """``files``: how many of both contenders were looked into, others than by their name."""
 
     recipe: str
     weights: int = 0
@@ -197,15 +197,15 @@ def names_of(folder: Path) -> dict[str, Path]:
 
 
 def compare(recipe: str, ref: Path, now: Path, places: Mapping[str, str]) -> Compared:
-    """Two run folders. ``places``: paths of either side, and the word by which both are known."""
-    sides = [names_of(ref), names_of(now)]
+    """Two run folders. ``places``: paths of either contender, and the word by which both are known."""
+    contenders = [names_of(ref), names_of(now)]
     found = Compared(recipe)
-    for name in sorted(sides[0].keys() | sides[1].keys()):
-        if name not in sides[0] or name not in sides[1]:
-            has = ["there" if name in side else "absent" for side in sides]
+    for name in sorted(contenders[0].keys() | contenders[1].keys()):
+        if name not in contenders[0] or name not in contenders[1]:
+            has = ["there" if name in contender else "absent" for contender in contenders]
             found.differences.append(Difference(name, "the file", *has))
             continue
-        one, other = (side[name] for side in sides)
+        one, other = (contender[name] for contender in contenders)
         found.weights += one.suffix in STATES
         found.files += one.suffix in (*STATES, *ROWS, *TREES, ".log")
         found.differences += [Difference(name, *parts) for parts in _of_file(one, other, places)]
@@ -274,13 +274,15 @@ def trained(recipe: str, tree: Path, run_dir: Path, max_steps: int) -> str:
 
 
 def both(recipe: str, tree: Path, folder: Path, max_steps: int) -> Compared:
-    trees = dict(zip(SIDES, (tree, ROOT), strict=True))
-    runs = {side: folder / side / recipe for side in trees}
-    failed = {side: trained(recipe, trees[side], runs[side], max_steps) for side in trees}
+    trees = dict(zip(CONTENDERS, (tree, ROOT), strict=True))
+    runs = {contender: folder / contender / recipe for contender in trees}
+    failed = {contender: trained(recipe, trees[contender], runs[contender], max_steps) for contender in trees}
     if any(failed.values()):
-        words = (failed[side] or "ended well" for side in trees)
+        words = (failed[contender] or "ended well" for contender in trees)
         return Compared(recipe, differences=[Difference("the run itself", "exit code", *words)])
-    places = {str(runs[side]): "RUN" for side in trees} | {str(trees[side]): "TREE" for side in trees}
+    places = {str(runs[contender]): "RUN" for contender in trees} | {
+        str(trees[contender]): "TREE" for contender in trees
+    }
     return compare(recipe, *runs.values(), places)
 
 
@@ -312,7 +314,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     recipes = given.recipes.split(",")
     if unknown := sorted(set(recipes) - set(known)):
         parser.error(f"no recipe {', '.join(unknown)}; there are {', '.join(known)}")
-    kept = [given.keep / side / recipe for side in SIDES for recipe in recipes] if given.keep else []
+    kept = [given.keep / contender / recipe for contender in CONTENDERS for recipe in recipes] if given.keep else []
     if there := [str(path) for path in kept if path.exists()]:
         parser.error(f"an earlier run is in {', '.join(there)}")
     console, compared = Console(width=140), []

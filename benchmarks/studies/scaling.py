@@ -6,19 +6,19 @@
     ... --quick                               every path on tiny sizes; nothing is written
 
 ranks: a small Llama on rows of uneven length, one thread per process, started by torchrun. The base is one process, so
-two of them reach 2.0 at best. Ours has memory loop, curriculum (losses tracked) and safety on. Starts of the sides
-alternate; the time is the median optimizer step after the first ones. Both sides do the same work: the held-out loss at
-the end is the same with one rank and with two.
+two of them reach 2.0 at best. Ours has memory loop, curriculum (losses tracked) and safety on. Starts of the contenders
+alternate; the time is the median optimizer step after the first ones. Both contenders do the same work: the held-out
+loss at the end is the same with one rank and with two.
 
-sizes: rows of one length, so that nothing is gained by cutting padding; both sides take turns of one optimizer step.
-"relative" is tokens per second over those of stock at the first point of its series.
+sizes: rows of one length, so that nothing is gained by cutting padding; both contenders take turns of one optimizer
+step. "relative" is tokens per second over those of stock at the first point of its series.
 
-documents: rows of a few tokens in a memory-mapped Arrow file, as the commands store them. Each side is a fresh process
-with a tiny model, ours with all loops. Seconds are from opening the file to the end of the first optimizer step. Memory
-is anonymous memory (RssAnon): mapped pages of the file are not counted, for the kernel takes them back. "held" is what
-a run holds once every document was seen, "peak" the highest reading until the end, two checkpoints included; both are
-above what the process held before the file was opened. Then `scu-trainer train --streaming true` on JSONL and parquet:
-seconds from the start of the process to its first logged step, and its peak.
+documents: rows of a few tokens in a memory-mapped Arrow file, as the commands store them. Each contender is a fresh
+process with a tiny model, ours with all loops. Seconds are from opening the file to the end of the first optimizer
+step. Memory is anonymous memory (RssAnon): mapped pages of the file are not counted, for the kernel takes them back.
+"held" is what a run holds once every document was seen, "peak" the highest reading until the end, two checkpoints
+included; both are above what the process held before the file was opened. Then `scu-trainer train --streaming true` on
+JSONL and parquet: seconds from the start of the process to its first logged step, and its peak.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PARTS = {"ranks": scaling_ranks, "sizes": scaling_sizes, "documents": scaling_do
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=list(PARTS))
-    parser.add_argument("--repeats", type=int, help="times that each side runs")
+    parser.add_argument("--repeats", type=int, help="times that each contender runs")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing is written")
     options = parser.parse_args()
     part = PARTS[options.part]

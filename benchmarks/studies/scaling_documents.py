@@ -29,7 +29,7 @@ from scu_trainer.settings import RegularizationSettings
 from scu_trainer.train.run_directory.logs import run_log
 
 REPEATS = 1
-SIDES = ("stock", "ours")
+CONTENDERS = ("stock", "ours")
 DOCUMENTS, QUICK_DOCUMENTS = (10_000, 100_000, 1_000_000, 10_000_000), (1_000, 50_000)
 SHORTEST, LONGEST = 4, 8
 """Tokens of a document, so that ten million of them are some 700 MB."""
@@ -65,7 +65,7 @@ def _batches(count: int) -> Iterator[Any]:
         yield pyarrow.RecordBatch.from_arrays(columns, schema=training_schema(isolate=False))
 
 
-# -- one side in a fresh process ---------------------------------------------------------------------------------------
+# -- one contender in a fresh process ----------------------------------------------------------------------------------
 
 
 def anonymous_bytes() -> int:
@@ -111,19 +111,19 @@ class Notes(TrainerCallback):
             self.held_bytes = anonymous_bytes()
 
 
-def trained(side: str, path: str) -> dict[str, Any]:
+def trained(contender: str, path: str) -> dict[str, Any]:
     """One run of ``STEPS`` steps with a checkpoint, and one that is resumed from it."""
     torch.set_num_threads(1)
     watch = Highest()
-    loops = {} if side == "stock" else {**LOOPS, "regularization": RegularizationSettings()}
+    loops = {} if contender == "stock" else {**LOOPS, "regularization": RegularizationSettings()}
     save = {"save_strategy": "steps", "save_steps": STEPS, "per_device_train_batch_size": ROWS_PER_BATCH}
     before_bytes = anonymous_bytes()
     with run_log(), watch.watching(), scratch_arguments(max_steps=STEPS, **save) as args:
-        first = _run(side, args, path, loops)
+        first = _run(contender, args, path, loops)
         gc.collect()  # or the second trainer would stand beside the first
         args.max_steps = STEPS + 1
         checkpoint = Path(args.output_dir) / f"checkpoint-{STEPS}"
-        again = _run(side, args, path, loops, resume_from_checkpoint=str(checkpoint))
+        again = _run(contender, args, path, loops, resume_from_checkpoint=str(checkpoint))
         statistics = checkpoint / "curriculum_state.safetensors"
         statistics_bytes = statistics.stat().st_size if statistics.is_file() else 0
     return {
@@ -135,11 +135,11 @@ def trained(side: str, path: str) -> dict[str, Any]:
     }
 
 
-def _run(side: str, args: Any, path: str, loops: dict[str, Any], **given: Any) -> Notes:
+def _run(contender: str, args: Any, path: str, loops: dict[str, Any], **given: Any) -> Notes:
     model, notes = Shape(VOCAB, 32, 1, LONGEST).model(), Notes(time.perf_counter())
-    kind = Trainer if side == "stock" else SCUTrainer
+    kind = Trainer if contender == "stock" else SCUTrainer
     trainer = quiet(kind(model, args, data_collator=_padded, train_dataset=open_arrow(Path(path)), **loops))
-    if side == "ours":
+    if contender == "ours":
         trainer.add_callback(AllSeen(trainer))
     trainer.add_callback(notes)
     trainer.train(**given)
@@ -174,9 +174,9 @@ def measure(repeats: int, quick: bool) -> tuple[str, Grid, dict[str, Figure], li
             path = Path(folder) / "documents.arrow"
             write_documents(path, count)
             for number in range(repeats):
-                for side in SIDES if number % 2 == 0 else SIDES[::-1]:
-                    found = in_fresh_process(trained, side, str(path))
-                    results.append({"path": side, "documents": count, **found})
+                for contender in CONTENDERS if number % 2 == 0 else CONTENDERS[::-1]:
+                    found = in_fresh_process(trained, contender, str(path))
+                    results.append({"path": contender, "documents": count, **found})
             path.unlink()
         for kind in FORMATS[:1] if quick else FORMATS:
             for count in (counts[0], counts[-1]):
@@ -206,19 +206,21 @@ def summary(results: Sequence[dict[str, Any]]) -> tuple[Grid, dict[str, Figure]]
     rows = [_row(results, path, count) for path, count in dict.fromkeys((r["path"], r["documents"]) for r in results)]
     heads = ["run", "documents", "s to 1st step", "s, resumed", "held, MiB", "peak, MiB", "checkpoint, MiB"]
     most = max(one["documents"] for one in results)
-    pairs = zip(*(values(results, side, most, "first_step_s") for side in ("ours", "stock")), strict=True)
+    pairs = zip(*(values(results, contender, most, "first_step_s") for contender in ("ours", "stock")), strict=True)
     figures = {
         f"seconds to the first step at {most:,} documents, ours": figure(
             values(results, "ours", most, "first_step_s"), "lower", 10.0
         ),
         "the same, ours / stock": figure([own / theirs for own, theirs in pairs], "lower"),
     }
-    for side in reversed(SIDES):
-        name = f"held bytes per document, {side}"
-        better, most_bytes = ("lower", 30) if side == "ours" else (None, None)
-        figures[name] = figure(bytes_per_document(results, side, "held_bytes"), better, most_bytes)
-        figures[f"peak bytes per document, {side}"] = figure(bytes_per_document(results, side, "peak_bytes"), better)
-    for path in dict.fromkeys(one["path"] for one in results if one["path"] not in SIDES):
+    for contender in reversed(CONTENDERS):
+        name = f"held bytes per document, {contender}"
+        better, most_bytes = ("lower", 30) if contender == "ours" else (None, None)
+        figures[name] = figure(bytes_per_document(results, contender, "held_bytes"), better, most_bytes)
+        figures[f"peak bytes per document, {contender}"] = figure(
+            bytes_per_document(results, contender, "peak_bytes"), better
+        )
+    for path in dict.fromkeys(one["path"] for one in results if one["path"] not in CONTENDERS):
         found = figure(bytes_per_document(results, path, "peak_bytes"), "lower", FLAT_BYTES)
         figures[f"peak bytes per document, {path}"] = replace(found, tolerance=FLAT_BYTES)
     return Grid(heads, rows), figures
@@ -226,7 +228,7 @@ def summary(results: Sequence[dict[str, Any]]) -> tuple[Grid, dict[str, Figure]]
 
 def _row(results: Sequence[dict[str, Any]], path: str, count: int) -> list[str]:
     cells = [path, f"{count:,}", f"{median(values(results, path, count, 'first_step_s')):.1f}"]
-    if path not in SIDES:
+    if path not in CONTENDERS:
         return [*cells, "", "", f"{median(values(results, path, count, 'peak_bytes')) / MIB:.0f}", ""]
     cells.append(f"{median(values(results, path, count, 'resumed_s')):.1f}")
     sizes = [median(values(results, path, count, name)) for name in ("held_bytes", "peak_bytes", "checkpoint_bytes")]

@@ -1,4 +1,4 @@
-"""1 -> 2 ranks: see scaling.py. As a script, with ``side ranks quick file``, it is one rank under torchrun."""
+"""1 -> 2 ranks: see scaling.py. As a script, with ``contender ranks quick file``, it is one rank under torchrun."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from benchmarks.lib.text_job import WORKERS, Job, held_out_bits
 from scu_trainer.train.run_directory.logs import run_log
 
 REPEATS = 2
-SIDES, RANKS = ("stock", "ours"), (1, 2)
+CONTENDERS, RANKS = ("stock", "ours"), (1, 2)
 WARM_UP_STEPS = 3
 LONGEST_S = 300
 
@@ -70,11 +70,11 @@ class Clock:
         self._begun_s = now_s
 
 
-def rank(side: str, ranks: int, quick: bool, answer: Path) -> None:
+def rank(contender: str, ranks: int, quick: bool, answer: Path) -> None:
     """One process of a run; the first writes what it found to ``answer``."""
     torch.set_num_threads(1)
     job, clock = (QUICK if quick else FULL).among(ranks), Clock()
-    work, settings = WORKERS[side]
+    work, settings = WORKERS[contender]
     with run_log():
         model, step_tokens = work(job, clock, **settings)
     if int(os.environ["RANK"]) == 0:
@@ -85,12 +85,12 @@ def rank(side: str, ranks: int, quick: bool, answer: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def launched(side: str, ranks: int, quick: bool) -> Run:
+def launched(contender: str, ranks: int, quick: bool) -> Run:
     """Raises RuntimeError where a rank fails."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command += [__file__, side, str(ranks), str(int(quick)), str(answer)]
+        command += [__file__, contender, str(ranks), str(int(quick)), str(answer)]
         one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
         launcher = subprocess.Popen(
             command,
@@ -106,15 +106,17 @@ def launched(side: str, ranks: int, quick: bool) -> Run:
             with contextlib.suppress(ProcessLookupError):  # its ranks would outlive it
                 os.killpg(launcher.pid, signal.SIGKILL)
         if launcher.returncode:
-            raise RuntimeError(f"{side} with {ranks} ranks ended with {launcher.returncode}: {said[-2000:]}")
+            raise RuntimeError(f"{contender} with {ranks} ranks ended with {launcher.returncode}: {said[-2000:]}")
         return json.loads(answer.read_text())
 
 
 def measure(repeats: int, quick: bool) -> tuple[str, Grid, dict[str, Figure], list[Any]]:
     rounds = []
     for number in range(repeats):
-        sides = SIDES if number % 2 == 0 else SIDES[::-1]
-        rounds.append({f"{side} {ranks}": launched(side, ranks, quick) for ranks in RANKS for side in sides})
+        contenders = CONTENDERS if number % 2 == 0 else CONTENDERS[::-1]
+        rounds.append(
+            {f"{contender} {ranks}": launched(contender, ranks, quick) for ranks in RANKS for contender in contenders}
+        )
     grid, figures = summary(rounds)
     results = [{"run": name, "round": number, **run} for number, one in enumerate(rounds) for name, run in one.items()]
     return "1 -> 2 ranks, the same rows per optimizer step", grid, figures, results
@@ -127,24 +129,28 @@ def rate(run: Run) -> float:
 
 
 def summary(rounds: list[Mapping[str, Run]]) -> tuple[Grid, dict[str, Figure]]:
-    """``rounds``: by "side ranks"."""
-    gain = {side: [rate(one[f"{side} 2"]) / rate(one[f"{side} 1"]) for one in rounds] for side in SIDES}
+    """``rounds``: by "contender ranks"."""
+    gain = {
+        contender: [rate(one[f"{contender} 2"]) / rate(one[f"{contender} 1"]) for one in rounds]
+        for contender in CONTENDERS
+    }
     against = {ranks: [rate(one[f"ours {ranks}"]) / rate(one[f"stock {ranks}"]) for one in rounds] for ranks in RANKS}
     last = rounds[-1]
     rows = []
-    for side in SIDES:
+    for contender in CONTENDERS:
         for ranks in RANKS:
             rows.append(
                 [
-                    f"{side}, {ranks} rank{'s' if ranks > 1 else ''}",
-                    "1" if ranks == 1 else f"{median(gain[side]):.2f}",
-                    f"{median(against[ranks]):.2f}" if side == "ours" else "",
-                    f"{last[f'{side} {ranks}']['held_out_bits']:.4f}",
+                    f"{contender}, {ranks} rank{'s' if ranks > 1 else ''}",
+                    "1" if ranks == 1 else f"{median(gain[contender]):.2f}",
+                    f"{median(against[ranks]):.2f}" if contender == "ours" else "",
+                    f"{last[f'{contender} {ranks}']['held_out_bits']:.4f}",
                 ]
             )
-    heads = ["side", "tokens per second over 1 rank", "ours / stock", "held-out bits per token"]
+    heads = ["contender", "tokens per second over 1 rank", "ours / stock", "held-out bits per token"]
     figures = {
-        f"2 ranks over 1, {side}": figure(gain[side], "higher" if side == "ours" else None) for side in reversed(SIDES)
+        f"2 ranks over 1, {contender}": figure(gain[contender], "higher" if contender == "ours" else None)
+        for contender in reversed(CONTENDERS)
     }
     figures |= {f"{ranks} rank{'s' if ranks > 1 else ''}, ours / stock": figure(against[ranks], "higher", 1.0)
                 for ranks in RANKS}  # fmt: skip

@@ -11,10 +11,10 @@ from typing import Any, Optional
 from benchmarks.lib.memory_work import Lengths, Shape
 from benchmarks.lib.outcome import Figure, Grid, figure
 from benchmarks.lib.text_job import Job, run
-from benchmarks.lib.turns import Side, Turns, rounds
+from benchmarks.lib.turns import Contender, Turns, rounds
 
 REPEATS = 2
-SIDES = ("stock", "ours")
+CONTENDERS = ("stock", "ours")
 WARM_UP_TURNS = 8
 """In five of which ours measures every micro-batch."""
 
@@ -59,15 +59,15 @@ def by_job(seconds: Sequence[Optional[float]]) -> list[list[float]]:
 
 def measure(repeats: int, quick: bool) -> tuple[str, Grid, dict[str, Figure], list[Any]]:
     asked = points(quick)
-    sides = [Side(name, all_of, (name, [point.job for point in asked])) for name in SIDES]
-    found = rounds(sides, 1, repeats, warm_up_turns=0)
+    contenders = [Contender(name, all_of, (name, [point.job for point in asked])) for name in CONTENDERS]
+    found = rounds(contenders, 1, repeats, warm_up_turns=0)
     results = [
         {
             "series": point.series,
             "size": point.size,
             "step_tokens": point.job.step_rows * (point.job.lengths.median - 1),
-            "step_s": {name: [by_job(one[name].seconds)[number] for one in found] for name in SIDES},
-            "held_out_bits": {name: found[-1][name].said["runs"][number]["held_out_bits"] for name in SIDES},
+            "step_s": {name: [by_job(one[name].seconds)[number] for one in found] for name in CONTENDERS},
+            "held_out_bits": {name: found[-1][name].said["runs"][number]["held_out_bits"] for name in CONTENDERS},
         }
         for number, point in enumerate(asked)
     ]
@@ -81,9 +81,9 @@ def ratios(result: dict[str, Any]) -> list[float]:
     return [median(theirs / own for theirs, own in zip(*pair, strict=True)) for pair in pairs]
 
 
-def rate(result: dict[str, Any], side: str) -> float:
+def rate(result: dict[str, Any], contender: str) -> float:
     """Predicted tokens per second."""
-    return result["step_tokens"] / median(second for one in result["step_s"][side] for second in one)
+    return result["step_tokens"] / median(second for one in result["step_s"][contender] for second in one)
 
 
 def summary(results: Sequence[dict[str, Any]]) -> tuple[Grid, dict[str, Figure]]:
@@ -92,8 +92,8 @@ def summary(results: Sequence[dict[str, Any]]) -> tuple[Grid, dict[str, Figure]]
         members = list(group)
         base = rate(members[0], "stock")
         for one in members:
-            relative = [f"{rate(one, side) / base:.2f}" for side in SIDES]
-            bits = [f"{one['held_out_bits'][side]:.4f}" for side in SIDES]
+            relative = [f"{rate(one, contender) / base:.2f}" for contender in CONTENDERS]
+            bits = [f"{one['held_out_bits'][contender]:.4f}" for contender in CONTENDERS]
             rows.append([f"{series} {one['size']}", *relative, f"{median(ratios(one)):.2f}", *bits])
         for what, one in (("smallest", members[0]), ("largest", members[-1])):
             figures[f"ours / stock at the {what} {series}"] = figure(ratios(one), "higher")

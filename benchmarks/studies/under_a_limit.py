@@ -5,7 +5,7 @@
 One training (a small Llama with 32,000 words, lognormal lengths, batch 8 x accumulation 4, AdamW, one epoch in which
 every row is due once) under a hard limit, RLIMIT_DATA: allocations above it fail for real, nothing is injected. The
 limit comes down after a first optimizer step on very short rows; from there on a process may take a share (--shares)
-of what the stock Trainer as configured takes without a limit. Sides, each in a process of its own:
+of what the stock Trainer as configured takes without a limit. Contenders, each in a process of its own:
 
     ours                      SCUTrainer with the memory loop as it comes: micro-batches shrink, the batch stays
     ours, no headroom         the same, told to keep nothing free
@@ -17,12 +17,12 @@ of what the stock Trainer as configured takes without a limit. Sides, each in a 
     Composer                  its automatic micro-batching: a line that says why it is not here
 
 Time is from the start of ``train()`` to its end. That of the search is the sum over its tries; a person would wait for
-process starts as well. Rounds take all sides in turn, each round another one first; a ratio is taken within a round.
-Rows count as trained when their gradients reach an optimizer step. Equal work is shown by held-out bits per token and
-by the largest relative distance of the loss curve from that of stock without a limit (- where the steps are not the
-same). Limit and peak count from the level after the first step, stock without a limit = 1.
+process starts as well. Rounds take all contenders in turn, each round another one first; a ratio is taken within a
+round. Rows count as trained when their gradients reach an optimizer step. Equal work is shown by held-out bits per
+token and by the largest relative distance of the loss curve from that of stock without a limit (- where the steps are
+not the same). Limit and peak count from the level after the first step, stock without a limit = 1.
 
-Every side has one thread and oneDNN off: oneDNN may crash instead of raising where it cannot allocate.
+Every contender has one thread and oneDNN off: oneDNN may crash instead of raising where it cannot allocate.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.limit_work import Side, attempt, composer
+from benchmarks.lib.limit_work import Contender, attempt, composer
 from benchmarks.lib.memory_work import MIB, Lengths, Shape
 from benchmarks.lib.outcome import Figure, Grid, figure, finish
 from benchmarks.lib.text_job import Job
 from benchmarks.studies.real_memory import distance
 from scu_trainer.settings import MemorySettings
 
-AS_CONFIGURED = Side("stock")
-AUTO_FIND = Side("auto_find_batch_size", auto_find=True)
-OURS = Side("ours", headroom=MemorySettings.target_headroom_gb)
-OURS_FULL = Side("ours, no headroom", headroom="0%")
+AS_CONFIGURED = Contender("stock")
+AUTO_FIND = Contender("auto_find_batch_size", auto_find=True)
+OURS = Contender("ours", headroom=MemorySettings.target_headroom_gb)
+OURS_FULL = Contender("ours, no headroom", headroom="0%")
 REFERENCES = (replace(AS_CONFIGURED, limited=False), replace(OURS, limited=False))
 BY_HAND = "best fixed batch"
-LAST_RESORT = Side(BY_HAND, batch_rows=1, checkpointing=True)
+LAST_RESORT = Contender(BY_HAND, batch_rows=1, checkpointing=True)
 
 JOB = Job(Shape(vocab=32_000, hidden=64, layers=2, longest_row=256), Lengths("short", 60, 0.6), 7, learning_rate=3e-3)
 QUICK = Job(
@@ -71,31 +71,33 @@ def measured(job: Job, shares: Sequence[float], repeats: int) -> list[Result]:
     """All results of all rounds, with their ``round`` and ``share`` (None: unlimited)."""
     first = {"round": 0, "share": None, **attempt(job, REFERENCES[0], None)}
     need_bytes = int(first["peak_over_first_step_mib"] * MIB)
-    wanted = [(None, side) for side in REFERENCES]
-    wanted += [(share, side) for share in shares for side in (OURS, OURS_FULL, AUTO_FIND, BY_HAND)]
+    wanted = [(None, contender) for contender in REFERENCES]
+    wanted += [(share, contender) for share in shares for contender in (OURS, OURS_FULL, AUTO_FIND, BY_HAND)]
     results = [first]
     for number in range(repeats):
         turned = wanted[number:] + wanted[:number]
-        for share, side in turned if number else turned[1:]:
+        for share, contender in turned if number else turned[1:]:
             room_bytes = None if share is None else int(share * need_bytes)
-            found = [attempt(job, side, room_bytes)] if isinstance(side, Side) else by_hand(job, room_bytes)
+            found = (
+                [attempt(job, contender, room_bytes)] if isinstance(contender, Contender) else by_hand(job, room_bytes)
+            )
             results += [{"round": number, "share": share, "room_bytes": room_bytes, **one} for one in found]
     return [*with_distances(results)]
 
 
 def by_hand(job: Job, room_bytes: int) -> list[Result]:
     """The training as configured, and the best of the search that begins with it. ``search_s``: of all its tries."""
-    sides = [AS_CONFIGURED]
-    sides += [
-        Side(BY_HAND, batch_rows=job.batch_rows >> halvings) for halvings in range(1, job.batch_rows.bit_length())
+    contenders = [AS_CONFIGURED]
+    contenders += [
+        Contender(BY_HAND, batch_rows=job.batch_rows >> halvings) for halvings in range(1, job.batch_rows.bit_length())
     ]
     tries: list[Result] = []
-    for side in [*sides, LAST_RESORT]:
-        tries.append(attempt(job, side, room_bytes))
+    for contender in [*contenders, LAST_RESORT]:
+        tries.append(attempt(job, contender, room_bytes))
         if tries[-1]["error"] is None:
             break
     told = [{name: one[name] for name in ("batch_rows", "checkpointing", "error", "wall_s")} for one in tries]
-    best = {**tries[-1], "side": BY_HAND, "tries": told, "search_s": sum(one["wall_s"] for one in tries)}
+    best = {**tries[-1], "contender": BY_HAND, "tries": told, "search_s": sum(one["wall_s"] for one in tries)}
     return [tries[0], best]
 
 
@@ -105,23 +107,23 @@ def with_distances(results: Sequence[Result]) -> Iterator[Result]:
         yield {**one, "loss_distance": distance(one["losses"], references[one["round"]])}
 
 
-def is_reference(result: Result, side: str) -> bool:
-    return result["share"] is None and result["side"] == side
+def is_reference(result: Result, contender: str) -> bool:
+    return result["share"] is None and result["contender"] == contender
 
 
 # -- what it comes to --------------------------------------------------------------------------------------------------
 
 
-def of(results: Sequence[Result], share: Optional[float], side: str) -> list[Result]:
+def of(results: Sequence[Result], share: Optional[float], contender: str) -> list[Result]:
     """One per round, in the order of rounds."""
     return sorted(
-        (one for one in results if (one["share"], one["side"]) == (share, side)), key=lambda one: one["round"]
+        (one for one in results if (one["share"], one["contender"]) == (share, contender)), key=lambda one: one["round"]
     )
 
 
-def ratios(results: Sequence[Result], share: Optional[float], side: str, key: str = "wall_s") -> list[float]:
-    """Seconds of a side, ours = 1, by round; of the rounds that both finished."""
-    pairs = zip(of(results, share, side), of(results, share, OURS.name), strict=True)
+def ratios(results: Sequence[Result], share: Optional[float], contender: str, key: str = "wall_s") -> list[float]:
+    """Seconds of a contender, ours = 1, by round; of the rounds that both finished."""
+    pairs = zip(of(results, share, contender), of(results, share, OURS.name), strict=True)
     return [one[key] / own["wall_s"] for one, own in pairs if one["error"] is None and own["error"] is None]
 
 
@@ -142,7 +144,7 @@ def figures_of(results: Sequence[Result], shares: Sequence[float]) -> dict[str, 
         counts = [wrong_rows(one) for one in of(results, share, AUTO_FIND.name) if "rows_repeated" in one]
         if counts:
             found[f"{limit}: rows that auto_find_batch_size repeated or never saw"] = Figure(median(counts), "lower")
-    own = [one for share in shares for side in (OURS, OURS_FULL) for one in of(results, share, side.name)]
+    own = [one for share in shares for contender in (OURS, OURS_FULL) for one in of(results, share, contender.name)]
     lost = max(wrong_rows(one) if "rows_repeated" in one else one["rows_due"] for one in own)
     return {**found, "ours: rows repeated or never seen": Figure(lost, "lower", target=0)}
 
@@ -154,7 +156,7 @@ def limit_of(share: Optional[float]) -> str:
 # -- report ------------------------------------------------------------------------------------------------------------
 
 HEADS = (
-    "side", "limit", "time", "batch", "steps", "rows again / unseen", "rows per step", "OOM", "held out",
+    "contender", "limit", "time", "batch", "steps", "rows again / unseen", "rows per step", "OOM", "held out",
     "curve apart", "peak",
 )  # fmt: skip
 
@@ -162,17 +164,17 @@ HEADS = (
 def grid_of(results: Sequence[Result], shares: Sequence[float]) -> Grid:
     """``limit`` and ``peak`` in units of what stock takes without a limit."""
     need_mib = of(results, None, AS_CONFIGURED.name)[0]["peak_over_first_step_mib"]
-    rows = [row(results, None, side.name, need_mib) for side in REFERENCES]
+    rows = [row(results, None, contender.name, need_mib) for contender in REFERENCES]
     limited = (OURS.name, OURS_FULL.name, AS_CONFIGURED.name, AUTO_FIND.name, BY_HAND)
     for share in shares:
-        rows += [*(row(results, share, side, need_mib) for side in limited), search_row(results, share)]
+        rows += [*(row(results, share, contender, need_mib) for contender in limited), search_row(results, share)]
     return Grid(HEADS, [*rows, ["Composer", "", composer(), *[""] * (len(HEADS) - 3)]])
 
 
-def row(results: Sequence[Result], share: Optional[float], side: str, need_mib: float) -> list[str]:
+def row(results: Sequence[Result], share: Optional[float], contender: str, need_mib: float) -> list[str]:
     """Of the last round, but for the time: what is counted does not depend on the machine's mood."""
-    last = of(results, share, side)[-1]
-    first = [side, "none" if share is None else f"{share:.2f}", time_cell(results, share, side)]
+    last = of(results, share, contender)[-1]
+    first = [contender, "none" if share is None else f"{share:.2f}", time_cell(results, share, contender)]
     first.append(f"{last['batch_rows']} + checkpointing" if last["checkpointing"] else str(last["batch_rows"]))
     if "steps_due" not in last:  # killed
         return [*first, *["-"] * (len(HEADS) - len(first))]
@@ -189,9 +191,9 @@ def row(results: Sequence[Result], share: Optional[float], side: str, need_mib: 
     ]
 
 
-def time_cell(results: Sequence[Result], share: Optional[float], side: str, key: str = "wall_s") -> str:
+def time_cell(results: Sequence[Result], share: Optional[float], contender: str, key: str = "wall_s") -> str:
     """The median over rounds; how many of them did not finish, if any."""
-    found, times = of(results, share, side), ratios(results, share, side, key)
+    found, times = of(results, share, contender), ratios(results, share, contender, key)
     died = sum(one["error"] is not None for one in found)
     said = [f"{median(times):.2f}"] if times else []
     return ", ".join(
@@ -206,13 +208,13 @@ def search_row(results: Sequence[Result], share: float) -> list[str]:
 
 
 def notes(results: Sequence[Result]) -> Iterator[str]:
-    """What killed a side, and what ours did about the limit; of the last round."""
+    """What killed a contender, and what ours did about the limit; of the last round."""
     last = max(one["round"] for one in results)
     for one in results:
         if one["round"] != last:
             continue
-        name = f"{one['side']}, {limit_of(one['share'])}"
-        for tried in one.get("tries", [{}, one])[1:]:  # the first try is the side "stock"
+        name = f"{one['contender']}, {limit_of(one['share'])}"
+        for tried in one.get("tries", [{}, one])[1:]:  # the first try is the contender "stock"
             if tried["error"]:
                 yield f"{name}, batch {tried['batch_rows']}, after {tried['wall_s']:.1f} s: {tried['error']}"
         if "chunks" in one:

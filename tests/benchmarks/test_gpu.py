@@ -1,4 +1,5 @@
-"""The GPU benchmark, tried_out on the CPU: equal work, what becomes of sides that cannot run, the arithmetic shown."""
+"""The GPU benchmark, tried_out on the CPU: equal work, what becomes of contenders that cannot run, the arithmetic
+shown."""
 
 from __future__ import annotations
 
@@ -22,16 +23,16 @@ TINY = Point("tiny", "lora", "stock", device="cpu", **gpu.TINY)
 H100 = "NVIDIA H100 80GB HBM3"
 
 
-def result(side: str, repeat: int = 1, **numbers) -> dict:
+def result(contender: str, repeat: int = 1, **numbers) -> dict:
     """A measured point of 1000 tokens in two seconds."""
     given = {"seconds": 2.0, "tokens": 1000, "step_tokens": [500, 500], "processed": 1500, "held_out_bits": 8.0}
     given |= {"peak_bytes": 2 * 2**30, "reserved_bytes": 3 * 2**30, "host_syncs": 4, "attention": "sdpa", "card": H100}
-    point = Point("1b", "lora", side, repeat)
+    point = Point("1b", "lora", contender, repeat)
     return {**vars(point), "work": point.work(), "status": "measured", **given, **numbers}
 
 
-def cannot(side: str, status: str = "cannot run", reason: str = "needs nothing, which is not installed") -> dict:
-    point = Point("1b", "lora", side)
+def cannot(contender: str, status: str = "cannot run", reason: str = "needs nothing, which is not installed") -> dict:
+    point = Point("1b", "lora", contender)
     return {**vars(point), "work": point.work(), "card": "", "status": status, "reason": reason}
 
 
@@ -52,8 +53,8 @@ def test_a_part_of_the_quick_run(monkeypatch, capfd, few_objects):
     monkeypatch.setattr(text_job, "HELD_OUT_ROWS", 8)
     monkeypatch.setattr(gpu, "in_own_process", lambda point, seconds: result_of(point))
     monkeypatch.setattr(gpu_table, "show", lambda results, peak: seen.extend(results))
-    sides = ("stock", "ours", "trl, padding-free", "unsloth")
-    assert gpu.run(gpu.options(["--quick", "--tuning", "qlora", "--sides", *sides])) == 0
+    contenders = ("stock", "ours", "trl, padding-free", "unsloth")
+    assert gpu.run(gpu.options(["--quick", "--tuning", "qlora", "--contenders", *contenders])) == 0
     assert "test run: nothing is written" in capfd.readouterr().out
     stock, ours, trl, unsloth = seen
     assert stock["step_tokens"] == ours["step_tokens"] == trl["step_tokens"]
@@ -94,9 +95,9 @@ def test_without_cuda(monkeypatch, capsys):
 
 def test_the_order_is_that_of_importance():
     given = gpu.options(
-        ["--shapes", "3b", "1b", "--tuning", "full", "lora", "--sides", "ours", "stock", "--repeats", "2"]
+        ["--shapes", "3b", "1b", "--tuning", "full", "lora", "--contenders", "ours", "stock", "--repeats", "2"]
     )
-    names = [(one.repeat, one.shape, one.tuning, one.side) for one in gpu.points_of(given)]
+    names = [(one.repeat, one.shape, one.tuning, one.contender) for one in gpu.points_of(given)]
     assert names[:3] == [(1, "3b", "full", "ours"), (1, "3b", "full", "stock"), (1, "3b", "lora", "ours")]
     assert names[4:5] == [(1, "1b", "full", "ours")] and names[8] == (2, "3b", "full", "ours") and len(names) == 16
 
@@ -104,11 +105,11 @@ def test_the_order_is_that_of_importance():
 @pytest.mark.parametrize(
     ("error", "status"), [(torch.OutOfMemoryError("CUDA out of memory"), "out of memory"), (KeyError("x"), "failed")]
 )
-def test_what_a_side_raises_is_its_result(monkeypatch, capsys, error, status):
+def test_what_a_contender_raises_is_its_result(monkeypatch, capsys, error, status):
     def work(job, window):
         raise error
 
-    monkeypatch.setitem(gpu_work.SIDES, "stock", gpu_work.CardSide(work))
+    monkeypatch.setitem(gpu_work.CONTENDERS, "stock", gpu_work.CardContender(work))
     found = result_of(TINY)
     assert found["status"] == status and type(error).__name__ in found["reason"]
     assert ("Traceback" in capsys.readouterr().err) == (status == "failed")
@@ -128,18 +129,18 @@ def test_a_process_that_dies_or_takes_too_long(monkeypatch, tmp_path, body, stat
 
 def test_what_the_time_does_not_reach_is_listed(monkeypatch):
     monkeypatch.setattr(gpu, "in_own_process", lambda point, seconds: pytest.fail("the time was over"))
-    found = list(gpu.measured([TINY, replace(TINY, side="axolotl")], seconds=0))
+    found = list(gpu.measured([TINY, replace(TINY, contender="axolotl")], seconds=0))
     assert [one["status"] for one in found] == ["not run", "cannot run"]
     assert any("not run for lack of time: 1 points" in note for note in gpu_table.notes_of(found))
 
 
 def test_attention(monkeypatch):
     monkeypatch.setattr(gpu_work, "best_attention", lambda wanted, device, half_precision: "flash_attention_2")
-    chosen = {side: gpu_work.attention_of(Point("1b", "lora", side)) for side in gpu_work.SIDES}
+    chosen = {contender: gpu_work.attention_of(Point("1b", "lora", contender)) for contender in gpu_work.CONTENDERS}
     assert chosen["stock"] is None and chosen["trl"] is None
     assert chosen["ours"] == chosen["trl, packing"] == chosen["trl, padding-free"] == "flash_attention_2"
     assert gpu_work.attention_of(Point("1b", "lora", "trl, packing", flash="sdpa")) == "sdpa"
-    assert gpu_work.attention_of(replace(TINY, side="trl, packing")) is None
+    assert gpu_work.attention_of(replace(TINY, contender="trl, packing")) is None
 
 
 # -- the window --------------------------------------------------------------------------------------------------------
@@ -241,6 +242,6 @@ def test_the_file_keeps_what_an_earlier_run_measured(monkeypatch, tmp_path):
     now = [result("stock", seconds=1.0), cannot("ours", "not run", "the time was over")]
     gpu._leave(now, 3, given)
     record = json.loads((tmp_path / "gpu.json").read_text())
-    assert [(one["side"], one["seconds"]) for one in record["results"]] == [("stock", 1.0), ("trl", 2.0)]
+    assert [(one["contender"], one["seconds"]) for one in record["results"]] == [("stock", 1.0), ("trl", 2.0)]
     assert record["not_run"] == 4
     assert [row[1] for row in record["table"]["rows"]] == ["stock", "ours", "trl"]

@@ -94,8 +94,8 @@ def test_the_table_adds_up():
     places = [(READS, "scu_trainer/kernels.py: _order", 6), (COPIES, "accelerate/operations.py: send_to_device", 12)]
     waits = [{"kind": kind, "place": place, "count": count} for kind, place, count in places]
     results = [
-        {"side": side, "steps": 2, "forwards": 8, "waits": waits[:shown]}
-        for side, shown in (("stock", 1), ("ours, memory", 2), ("ours, all loops", 2))
+        {"contender": contender, "steps": 2, "forwards": 8, "waits": waits[:shown]}
+        for contender, shown in (("stock", 1), ("ours, memory", 2), ("ours, all loops", 2))
     ]
 
     grid, figures = host_syncs.grid(results), host_syncs.figures(results)

@@ -1,4 +1,4 @@
-"""The arithmetic of the tables of images.py and families.py, and that their sides do equal work."""
+"""The arithmetic of the tables of images.py and families.py, and that their contenders do equal work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from benchmarks.headline import images
 from benchmarks.lib.common import RESULTS
-from benchmarks.lib.images_sides import WAYS, augmented_by_loader, side_of, tiny, tried_out
+from benchmarks.lib.images_contenders import WAYS, augmented_by_loader, contender_of, tiny, tried_out
 from benchmarks.lib.turns import Ended
 from benchmarks.studies import families
 
@@ -27,7 +27,7 @@ SECONDS = {
 
 
 def a_round(slower: float = 1.0) -> dict[str, Ended]:
-    """Five turns of each side, the first of them ten times as long; the plain loop is ``slower`` than usual."""
+    """Five turns of each contender, the first of them ten times as long; the plain loop is ``slower`` than usual."""
     found = {}
     for name in WAYS:
         usual_s = SECONDS.get(name, 1.0) * (slower if name == images.PLAIN else 1.0)
@@ -37,7 +37,7 @@ def a_round(slower: float = 1.0) -> dict[str, Ended]:
     return found
 
 
-def test_an_ingredient_that_pays_is_above_one_on_either_side():
+def test_an_ingredient_that_pays_is_above_one_on_either_contender():
     shown = images.figures([a_round(), a_round(slower=1.5)])
     assert shown["images per second, recipe / plain loop"].value == pytest.approx(2.5)
     assert shown["images per second, recipe / plain loop"].spread == pytest.approx(0.4)
@@ -62,7 +62,7 @@ def test_compiling_that_gains_nothing_is_never_paid():
     assert images.Compiling([20.0], -0.01).line == images.Compiling([20.0], 0.0).line == "20 s, never paid"
 
 
-def test_the_grid_has_a_row_for_every_side():
+def test_the_grid_has_a_row_for_every_contender():
     grid = images.grid([a_round()], images.Compiling([20.0], 0.0))
     rows = {row[0]: row[1:] for row in grid.rows}
     assert list(rows) == list(WAYS) and all(len(row) == len(grid.heads) for row in grid.rows)
@@ -76,7 +76,7 @@ def job_of(name: str, folder):
         return families.read(images.RECIPE, 2, str(folder), (*tiny(name), *WAYS[name].flags))
 
 
-def test_each_side_changes_what_its_name_says(tmp_path):
+def test_each_contender_changes_what_its_name_says(tmp_path):
     recipe = job_of("recipe", tmp_path)
     assert recipe.efficiency.keep_freed_memory and recipe.training.optim == "adamw_torch_fused"
     assert not (recipe.efficiency.channels_last or recipe.training.torch_compile)
@@ -103,10 +103,10 @@ def test_a_loader_that_augments_makes_what_the_model_would(tmp_path):
     assert torch.equal(*seen)
 
 
-def test_sides_do_equal_work(tmp_path):
+def test_contenders_do_equal_work(tmp_path):
     """The same images in the same order: so early the loops change nothing, and loading elsewhere never does."""
     names = ("stock Trainer", "recipe without bf16", "recipe with a loader worker", "recipe")
-    found = tried_out([side_of(name, images.QUICK_STEPS, tiny(name), str(tmp_path)) for name in names])
+    found = tried_out([contender_of(name, images.QUICK_STEPS, tiny(name), str(tmp_path)) for name in names])
     stock, ours, worker, recipe = (found[name].said["bits_per_label"] for name in names)
     assert ours == pytest.approx(stock, rel=1e-3) and worker == pytest.approx(recipe, rel=1e-3)
     for ended in found.values():
@@ -117,7 +117,7 @@ def test_sides_do_equal_work(tmp_path):
 def test_families_write_the_fields_of_before(monkeypatch):
     said = {"bpt": 0.2, "accuracy": 0.9, "mixed_precision": "bf16", "rows_per_step": 32}
     found = [{"plain": Ended([2.0, 3.0, 2.5], said), "ours": Ended([ours, ours, ours], said)} for ours in (1.0, 2.0)]
-    monkeypatch.setattr(families, "rounds", lambda sides, steps_per_turn, repeats: found[:repeats])
+    monkeypatch.setattr(families, "rounds", lambda contenders, steps_per_turn, repeats: found[:repeats])
     result = families.compare("resnet", "recipe", 20)
     assert result["speed_against_by_order"] == {"plain": [2.5, 1.25]}
     assert result["speed_against_the_better"] == result["speed_against"]["plain"] == 1.875

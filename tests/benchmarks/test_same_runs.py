@@ -34,8 +34,8 @@ def write(folder, place):
 
 @pytest.fixture
 def runs(tmp_path):
-    for side in ("first", "second"):
-        write(tmp_path / side, f"/{side}/run")
+    for contender in ("first", "second"):
+        write(tmp_path / contender, f"/{contender}/run")
     return tmp_path / "first", tmp_path / "second"
 
 
@@ -90,7 +90,7 @@ def test_a_key_that_is_set_aside_has_to_be_there(runs):
     assert found(runs)[1] == [("run.json", "pid", "10", "absent"), ("run.json", "eta_s", "absent", "1")]
 
 
-def test_a_file_that_one_side_lacks_is_named(runs):
+def test_a_file_that_one_contender_lacks_is_named(runs):
     (runs[1] / "README.md").unlink()
     shutil.copy(runs[0] / "run.json", runs[1] / "more.json")
     assert found(runs)[1] == [
@@ -108,8 +108,8 @@ def test_only_the_end_of_a_path_is_set_aside():
 
 
 def test_two_runs_without_weights_do_not_count_as_equal(tmp_path):
-    for side in ("first", "second"):
-        (tmp_path / side).mkdir()
+    for contender in ("first", "second"):
+        (tmp_path / contender).mkdir()
     assert not found((tmp_path / "first", tmp_path / "second"))[0].are_weights_equal
 
 

@@ -1,4 +1,4 @@
-"""How does it scale: the arithmetic of the tables, files of documents, and that both sides do the same work."""
+"""How does it scale: the arithmetic of the tables, files of documents, and that both contenders do the same work."""
 
 from __future__ import annotations
 
@@ -73,19 +73,19 @@ def test_the_file_holds_as_many_documents_as_asked_for(tmp_path):
     assert all(len(row["input_ids"]) == row["length"] for row in rows.select([0, count // 2, count - 1]))
 
 
-@pytest.mark.parametrize("side", scaling_documents.SIDES)
-def test_a_side_trains_saves_and_goes_on(tmp_path, side):
+@pytest.mark.parametrize("contender", scaling_documents.CONTENDERS)
+def test_a_contender_trains_saves_and_goes_on(tmp_path, contender):
     scaling_documents.write_documents(tmp_path / "rows.arrow", 200)
-    found = scaling_documents.trained(side, str(tmp_path / "rows.arrow"))
+    found = scaling_documents.trained(contender, str(tmp_path / "rows.arrow"))
     assert found["first_step_s"] > 0 and found["resumed_s"] > 0
-    assert (found["checkpoint_bytes"] > 200 * 20) == (side == "ours")
+    assert (found["checkpoint_bytes"] > 200 * 20) == (contender == "ours")
 
 
 def test_bytes_per_document_are_above_the_smallest_number():
     results = [
-        {"path": side, "documents": count, "held_bytes": 500 + count * each, "peak_bytes": 900 + count * each}
+        {"path": contender, "documents": count, "held_bytes": 500 + count * each, "peak_bytes": 900 + count * each}
         | {"first_step_s": 1.0, "resumed_s": 1.0, "checkpoint_bytes": 0}
-        for side, each in (("stock", 40), ("ours", 20))
+        for contender, each in (("stock", 40), ("ours", 20))
         for count in (10, 1000)
     ]
     _, figures = scaling_documents.summary(results)

@@ -1,4 +1,4 @@
-"""The suite's arithmetic, and that its sides do the same work. Nothing here looks at a time."""
+"""The suite's arithmetic, and that its contenders do the same work. Nothing here looks at a time."""
 
 import json
 import multiprocessing
@@ -10,13 +10,13 @@ from benchmarks.lib import text_job
 from benchmarks.lib.memory_work import DISTRIBUTIONS, Shape
 from benchmarks.lib.outcome import Figure, Grid, figure, finish
 from benchmarks.lib.text_race import Raced, _book
-from benchmarks.lib.turns import Ended, Side, in_turns
+from benchmarks.lib.turns import Contender, Ended, in_turns
 
 JOB = text_job.Job(Shape(vocab=64, hidden=16, layers=1, longest_row=64), DISTRIBUTIONS["alpaca"], 3, 4, 2)
 
 
 class NoTurns:
-    """A side that runs alone."""
+    """A contender that runs alone."""
 
     steps = 0
 
@@ -37,7 +37,7 @@ def test_plain_loop_and_stock_trainer_end_with_the_same_weights(done):
     assert len(done["stock"]["step_tokens"]) == JOB.steps
 
 
-def test_sides_train_on_the_same_tokens_to_the_same_loss(done):
+def test_contenders_train_on_the_same_tokens_to_the_same_loss(done):
     stock = done["stock"]
     for name in ("ours", "ours, no loop", "trl", "trl, padding-free"):
         assert done[name]["step_tokens"] == stock["step_tokens"], name
@@ -73,36 +73,37 @@ def _three_steps(turns, factor):
 
 def _dies(turns):
     turns.begin()
-    raise ValueError("of the side")
+    raise ValueError("of the contender")
 
 
 @pytest.fixture
 def forks(monkeypatch):
-    """Sides that compute nothing need no process of their own from the ground up."""
+    """Contenders that compute nothing need no process of their own from the ground up."""
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr("benchmarks.lib.turns.multiprocessing.get_context", lambda method: fork)
 
 
-def test_sides_take_turns_in_processes_and_say_their_end(forks):
-    found = in_turns([Side("one", _three_steps, (1,)), Side("two", _three_steps, (2,))], 1, warm_up_turns=1)
+def test_contenders_take_turns_in_processes_and_say_their_end(forks):
+    found = in_turns([Contender("one", _three_steps, (1,)), Contender("two", _three_steps, (2,))], 1, warm_up_turns=1)
     assert {name: ended.said for name, ended in found.items()} == {"one": {"factor": 1}, "two": {"factor": 2}}
     assert [len(ended.seconds) for ended in found.values()] == [1, 1]
 
 
-def test_a_side_that_dies_is_named(forks):
+def test_a_contender_that_dies_is_named(forks):
     with pytest.raises(RuntimeError, match="the bad one ended without a result"):
-        in_turns([Side("good", _three_steps, (1,)), Side("the bad one", _dies)], 1)
+        in_turns([Contender("good", _three_steps, (1,)), Contender("the bad one", _dies)], 1)
 
 
 def test_the_best_of_trl_may_be_one_that_ran_once():
     raced = {
-        name: Raced(name, ratios=[1.0, 1.0], whole_ratios=[1.0], held_out_bits=2.0) for name in variable_length.SIDES
+        name: Raced(name, ratios=[1.0, 1.0], whole_ratios=[1.0], held_out_bits=2.0)
+        for name in variable_length.CONTENDERS
     }
     raced["ours"].ratios, raced["trl"].ratios = [3.0, 2.0], [1.5]
     figures = variable_length.figures_of(raced)
     assert figures["tokens per second, ours / best of TRL"].value == pytest.approx(2.0)
     assert figures["tokens per second, ours / stock"].value == pytest.approx(2.5)
-    assert len(variable_length.grid_of(raced).rows) == len(variable_length.SIDES)
+    assert len(variable_length.grid_of(raced).rows) == len(variable_length.CONTENDERS)
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -119,10 +120,10 @@ def test_figures_say_whether_they_reach_their_target():
 
 def test_results_hold_table_figures_machine_and_versions(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.lib.common.RESULTS", tmp_path)
-    grid = Grid(("side", "ratio"), [("ours", "1.00")])
+    grid = Grid(("contender", "ratio"), [("ours", "1.00")])
     path = finish("some", "a title", grid, {"ratio": figure([1.0, 1.1], "higher")}, repeats=2, results=[1])
     record = json.loads(path.read_text())
-    assert record["table"] == {"heads": ["side", "ratio"], "rows": [["ours", "1.00"]]}
+    assert record["table"] == {"heads": ["contender", "ratio"], "rows": [["ours", "1.00"]]}
     assert record["figures"]["ratio"]["value"] == pytest.approx(1.05)
     assert record["machine"]["cores"] >= 1
     assert {"torch", "transformers", "trl"} <= set(record["versions"])
@@ -130,7 +131,7 @@ def test_results_hold_table_figures_machine_and_versions(tmp_path, monkeypatch):
 
 def test_a_quick_run_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.lib.common.RESULTS", tmp_path)
-    assert finish("some", "a title", Grid(("side",), []), {}, quick=True) is None
+    assert finish("some", "a title", Grid(("contender",), []), {}, quick=True) is None
     assert not list(tmp_path.iterdir())
 
 
@@ -161,7 +162,7 @@ def test_a_figure_moves_when_it_leaves_the_noise():
     assert verdicts == {"speed": "WORSE", "peak": "better", "left": "as before"}
 
 
-def test_figures_near_nothing_and_of_other_sides_are_no_regression():
+def test_figures_near_nothing_and_of_other_contenders_are_no_regression():
     near = {"value": 1e-7, "better": "lower", "spread": None, "target": 1e-3, "tolerance": 1e-3}
     theirs = {"value": 1.0, "better": None, "spread": None, "target": None}
     tight = {"value": 0.985, "better": "higher", "spread": None, "target": 0.98}

@@ -1,4 +1,4 @@
-"""Under a memory limit: what the sides really did, and the arithmetic of what is reported about it."""
+"""Under a memory limit: what the contenders really did, and the arithmetic of what is reported about it."""
 
 import os
 import sys
@@ -18,16 +18,16 @@ def results():
     return under_a_limit.measured(QUICK, QUICK_SHARES, repeats=1)
 
 
-def one(results, share, side):
-    (found,) = under_a_limit.of(results, share, side)
+def one(results, share, contender):
+    (found,) = under_a_limit.of(results, share, contender)
     return found
 
 
 def test_ours_does_the_due_work_under_a_limit_that_kills_the_configured_batch(results):
     assert "can't allocate memory" in one(results, SHARE, "stock")["error"]
     unlimited = one(results, None, "stock")
-    for side in (OURS.name, OURS_FULL.name):
-        ours = one(results, SHARE, side)
+    for contender in (OURS.name, OURS_FULL.name):
+        ours = one(results, SHARE, contender)
         assert ours["error"] is None
         assert ours["rows_trained_once"] == ours["rows_due"] == 16
         assert ours["steps_executed"] == ours["steps_reported"] == ours["steps_due"] == 2
@@ -52,7 +52,7 @@ def test_search_by_hand_ends_with_the_largest_batch_that_finishes(results):
     assert found["search_s"] == pytest.approx(sum(tried["wall_s"] for tried in tries))
 
 
-def test_quick_run_prints_every_side_and_writes_nothing(results, monkeypatch, capsys):
+def test_quick_run_prints_every_contender_and_writes_nothing(results, monkeypatch, capsys):
     monkeypatch.setattr(under_a_limit, "measured", lambda *_: results)
     monkeypatch.setattr(under_a_limit, "finish", lambda *_, **__: pytest.fail("written"))
     under_a_limit.main(["--quick"])
@@ -70,9 +70,9 @@ def test_grid_has_a_cell_under_every_head(results):
     ]  # fmt: skip
 
 
-def ended(side, number, wall_s, error=None, **changes):
+def ended(contender, number, wall_s, error=None, **changes):
     return {
-        "side": side, "round": number, "share": 0.5, "wall_s": wall_s, "error": error, "rows_due": 32,
+        "contender": contender, "round": number, "share": 0.5, "wall_s": wall_s, "error": error, "rows_due": 32,
         "rows_repeated": 0, "rows_never_seen": 0, **changes,
     }  # fmt: skip
 
@@ -95,10 +95,10 @@ def test_ratios_are_taken_within_a_round_and_of_those_that_finished():
     assert lost.value == 3 and not lost.is_met
 
 
-def test_a_killed_side_has_lost_its_rows_and_has_no_counts():
-    killed = {"side": "ours", "round": 0, "share": 0.5, "wall_s": 1.0, "error": "the process was killed"}
+def test_a_killed_contender_has_lost_its_rows_and_has_no_counts():
+    killed = {"contender": "ours", "round": 0, "share": 0.5, "wall_s": 1.0, "error": "the process was killed"}
     killed |= {"rows_due": 32, "batch_rows": 8, "checkpointing": False}
-    found = [{**killed, "side": side} for side in ("ours", BY_HAND, AUTO_FIND.name)]
+    found = [{**killed, "contender": contender} for contender in ("ours", BY_HAND, AUTO_FIND.name)]
     (lost,) = under_a_limit.figures_of(found, [0.5]).values()
     assert lost.value == 32 and not lost.is_met
     cells = under_a_limit.row([killed], 0.5, "ours", need_mib=1.0)
@@ -112,19 +112,19 @@ class Deadly:
         return os._exit, (9,)
 
 
-def test_a_process_that_is_killed_ends_only_its_own_side():
+def test_a_process_that_is_killed_ends_only_its_own_contender():
     killed = limit_work.attempt(QUICK, OURS, Deadly())
     assert (killed["error"], killed["rows_due"], killed["losses"]) == (limit_work.KILLED, 16, [])
 
 
-def test_every_round_has_every_side_once_and_the_same_limit(monkeypatch):
-    def attempt(job, side, room_bytes):
-        said = {"side": side.name, "batch_rows": 8, "checkpointing": False, "error": None, "wall_s": 1.0}
+def test_every_round_has_every_contender_once_and_the_same_limit(monkeypatch):
+    def attempt(job, contender, room_bytes):
+        said = {"contender": contender.name, "batch_rows": 8, "checkpointing": False, "error": None, "wall_s": 1.0}
         return {**said, "losses": [2.0], "peak_over_first_step_mib": 10.0}
 
     monkeypatch.setattr(under_a_limit, "attempt", attempt)
     found = under_a_limit.measured(JOB, [0.5, 0.25], repeats=3)
-    assert len({(one["round"], one["share"], one["side"]) for one in found}) == len(found) == 3 * (2 + 2 * 5)
+    assert len({(one["round"], one["share"], one["contender"]) for one in found}) == len(found) == 3 * (2 + 2 * 5)
     rooms = {(one["share"], one["room_bytes"]) for one in found if one["share"] is not None}
     assert rooms == {(0.5, 5 * 2**20), (0.25, int(2.5 * 2**20))}
     assert all(one["loss_distance"] == 0.0 for one in found)
@@ -135,16 +135,16 @@ def test_every_round_has_every_side_once_and_the_same_limit(monkeypatch):
     [((8, False), [8]), ((2, False), [8, 4, 2]), ((1, True), [8, 4, 2, 1, 1]), (None, [8, 4, 2, 1, 1])],
 )
 def test_search_stops_at_what_fits(monkeypatch, fits, tried):
-    def attempt(job, side, room_bytes):
-        made = side.job(job)
+    def attempt(job, contender, room_bytes):
+        made = contender.job(job)
         assert made.step_rows == job.step_rows
         error = None if (made.batch_rows, made.checkpointing) == fits else "does not fit"
-        said = {"side": side.name, "batch_rows": made.batch_rows, "checkpointing": made.checkpointing}
+        said = {"contender": contender.name, "batch_rows": made.batch_rows, "checkpointing": made.checkpointing}
         return {**said, "error": error, "wall_s": 2.0}
 
     monkeypatch.setattr(under_a_limit, "attempt", attempt)
     as_configured, best = under_a_limit.by_hand(JOB, 10)
-    assert as_configured["side"] == "stock" and as_configured["batch_rows"] == 8
+    assert as_configured["contender"] == "stock" and as_configured["batch_rows"] == 8
     assert [one["batch_rows"] for one in best["tries"]] == tried
     assert best["search_s"] == 2.0 * len(tried)
     assert (best["error"] is None) == (fits is not None)

@@ -1,4 +1,5 @@
-"""The GPU benchmark on a CUDA device, with tiny models: every side that is installed runs, peaks and waits are counted.
+"""The GPU benchmark on a CUDA device, with tiny models: every contender that is installed runs, peaks and waits are
+counted.
 
 pytest tests/gpu/test_benchmarks.py        # about 3 minutes on one card
 """
@@ -21,5 +22,5 @@ def test_every_path_on_the_card(monkeypatch):
     assert gpu.run(gpu.options(["--quick", "--device", "cuda"])) == 0
     good = gpu_table.measured(seen)
     assert {one["tuning"] for one in good} == {"lora", "qlora", "full"}
-    assert {"stock", "ours", "trl"} <= {one["side"] for one in good}
+    assert {"stock", "ours", "trl"} <= {one["contender"] for one in good}
     assert all(one["reserved_bytes"] >= one["peak_bytes"] > 0 and one["host_syncs"] > 0 for one in good)

@@ -245,8 +245,7 @@ def test_packed_weights_take_the_bytes_that_bitsandbytes_takes(in_8bit, double, 
         assert stored == pytest.approx(wanted, rel=0.03)
 
 
-# -- the largest micro-batch
-# -------------------------------------------------------------------------------------------------
+# -- the largest micro-batch -------------------------------------------------------------------------------------------
 
 
 def padded(*lengths: int) -> dict[str, torch.Tensor]:

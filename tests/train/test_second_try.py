@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import random
 from collections import UserDict
 from functools import partial
 
+import numpy
 import pytest
 import torch
 
 import scu_trainer.train
+from scu_trainer.data.numbered import Numbered
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train.step.recovery.loader_workers import CollatesAgain, loading_again
+from scu_trainer.train.step.recovery.loader_workers import CollatesAgain, ReadsAgain, loading_again
 from scu_trainer.train.step.recovery.second_try import last_word, second_try
 from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
@@ -122,7 +125,8 @@ def without_second_tries(monkeypatch) -> None:
         loaded = importlib.import_module(module.name)
         if hasattr(loaded, "second_try"):
             monkeypatch.setattr(loaded, "second_try", lambda function, *args, **kwargs: function())
-    monkeypatch.setattr("scu_trainer.train.step.recovery.loader_workers._again", lambda first, second=None: first())
+    again = "scu_trainer.train.step.recovery.loader_workers._again"
+    monkeypatch.setattr(again, lambda first, second=None, draws=True: first())
 
 
 # The window's rows are read again in two places, one in the other.
@@ -267,3 +271,25 @@ def test_a_collator_that_writes_into_its_rows_and_draws_gets_both_as_they_were()
     assert CollatesAgain(collate)(rows) == ([1, 2], expected) and calls == [2, 2]
     with pytest.raises(torch.OutOfMemoryError):
         CollatesAgain(lambda rows: (_ for _ in ()).throw(oom()))(rows)
+
+
+def test_numbered_rows_need_no_copy_of_the_generators():
+    """They seed their own and put those of the process back, also where reading fails half-way."""
+
+    class Drawing(torch.utils.data.Dataset):
+        fails = False
+
+        def __getitem__(self, index):
+            value = torch.rand(()).item(), numpy.random.rand(), random.random()
+            if index == 2 and self.fails:
+                self.fails = False
+                raise oom()
+            return value
+
+    rows = Drawing()
+    expected = Numbered(rows).__getitems__([1, 2, 3])
+    before = torch.get_rng_state(), numpy.random.get_state()[1].tolist(), random.getstate()
+    rows.fails = True
+    assert ReadsAgain(Numbered(rows)).__getitems__([1, 2, 3]) == expected and not rows.fails
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (numpy.random.get_state()[1].tolist(), random.getstate()) == before[1:]

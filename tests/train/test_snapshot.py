@@ -11,7 +11,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.train.step.recovery import snapshot as marks
+from scu_trainer.train.step.recovery import snapshot
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers
 from tests import tiny
 from tests.faults import fail_in_backward, oom
@@ -106,7 +106,7 @@ def test_without_the_copies_it_would_be_seen(tmp_path, monkeypatch, how):
 
 @pytest.fixture
 def all_are_large(monkeypatch):
-    monkeypatch.setattr(marks, "COPIED_BYTES", 0)
+    monkeypatch.setattr(snapshot, "COPIED_BYTES", 0)
 
 
 def test_a_large_buffer_that_begins_to_change_in_the_step_that_fails_is_named(tmp_path, all_are_large):
@@ -138,7 +138,7 @@ class Table(nn.Module):
 
 
 def test_large_constant_buffers_are_copied_in_the_first_window_only(monkeypatch, caplog):
-    monkeypatch.setattr(marks, "COPIED_BYTES", 1000)
+    monkeypatch.setattr(snapshot, "COPIED_BYTES", 1000)
     model = Table()
     buffers = ChangingBuffers(model)
     with caplog.at_level(logging.INFO, "scu_trainer"):
@@ -163,7 +163,7 @@ def test_large_constant_buffers_are_copied_in_the_first_window_only(monkeypatch,
 
 
 def test_a_large_buffer_that_cannot_be_copied_in_the_first_window_is_left_out(monkeypatch):
-    monkeypatch.setattr(marks, "COPIED_BYTES", 1000)
+    monkeypatch.setattr(snapshot, "COPIED_BYTES", 1000)
     model = Table()
     buffers = ChangingBuffers(model)
 
@@ -171,13 +171,20 @@ def test_a_large_buffer_that_cannot_be_copied_in_the_first_window_is_left_out(mo
         raise oom()
 
     monkeypatch.setattr(torch.Tensor, "clone", full)
-    assert marks._clone_if_it_fits(model.table.codes) is None
+    assert snapshot._clone_if_it_fits(model.table.codes) is None
     monkeypatch.undo()
-    monkeypatch.setattr(marks, "COPIED_BYTES", 1000)
-    monkeypatch.setattr(marks, "_clone_if_it_fits", lambda buffer: None)
+    monkeypatch.setattr(snapshot, "COPIED_BYTES", 1000)
+    monkeypatch.setattr(snapshot, "_clone_if_it_fits", lambda buffer: None)
     kept = buffers.copies()
     assert [one.copy is None for one in kept.buffers] == [True, False]
     buffers.restore(kept)
     model.table.codes.add_(1)
     with pytest.raises(OutOfMemory, match=r"table\.codes"):
         buffers.restore(kept)
+
+
+def test_the_walk_finds_what_modules_finds_in_its_order():
+    shared = torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(shared, torch.nn.Sequential(torch.nn.ReLU(), shared), torch.nn.BatchNorm1d(2))
+    model[1].register_module("none", None)
+    assert snapshot._all_modules(model) == list(model.modules())

@@ -20,6 +20,7 @@ from typing import Any, Optional
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from scu_trainer.data.numbered import Numbered
 from scu_trainer.hardware.heap import give_back_freed
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
 from scu_trainer.train.step.recovery.snapshot import generators, put_back
@@ -71,21 +72,23 @@ class ReadsAgain:
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
+        self._draws = not isinstance(rows, Numbered)  # which seeds generators for each batch and puts them back
 
     def __getitem__(self, index: Any) -> Any:
-        return _again(functools.partial(self.rows.__getitem__, index))
+        return _again(functools.partial(self.rows.__getitem__, index), draws=self._draws)
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        return _again(functools.partial(self._all, indices))
+        return _again(functools.partial(self._all, indices), draws=self._draws)
 
     def _all(self, indices: Sequence[Any]) -> list[Any]:
         many = getattr(self.rows, "__getitems__", None)  # as torch's fetcher asks
         return many(indices) if many else [self.rows[index] for index in indices]
 
 
-def _again(first: Callable[[], Any], second: Optional[Callable[[], Any]] = None) -> Any:
-    """``first()``; where it runs out of memory ``second()`` (None: the same), with random numbers as they were."""
-    states = generators()
+def _again(first: Callable[[], Any], second: Optional[Callable[[], Any]] = None, draws: bool = True) -> Any:
+    """``first()``; where it runs out of memory ``second()`` (None: the same), with random numbers as they were.
+    ``draws``: False where ``first`` leaves the generators as they are, whatever happens in it."""
+    states = generators() if draws else []
     try:
         return first()
     except (RuntimeError, MemoryError, OSError) as error:

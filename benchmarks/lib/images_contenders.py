@@ -1,6 +1,7 @@
-"""The sides of images.py: who trains the recipe's model on its data, and with which of its settings changed.
+"""The contenders of images.py: who trains the recipe's model on its data, and with which of its settings changed.
 
-Every side but the hand-written loops is a run of the real command's settings; flags stand after those of the recipe.
+Every contender but the hand-written loops is a run of the real command's settings; flags stand after those of the
+recipe.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.lib.memory_work import Witness
-from benchmarks.lib.turns import Ended, Side, Turns
-from benchmarks.studies.families import FLOAT32, SIDES, read
+from benchmarks.lib.turns import Contender, Ended, Turns
+from benchmarks.studies.families import CONTENDERS, FLOAT32, read
 from scu_trainer.models.vision.inputs import PixelInputs
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.run_directory.logs import run_log
@@ -31,7 +32,7 @@ ONE_WORKER = ("--dataloader_num_workers", "1")
 
 @dataclass(frozen=True)
 class Way:
-    """``kind``: of ``families.SIDES``. ``loader_augments``: a worker of the loader does to pixels what the model's
+    """``kind``: of ``families.CONTENDERS``. ``loader_augments``: a worker of the loader does to pixels what the model's
     hook does else."""
 
     kind: str
@@ -53,16 +54,17 @@ WAYS = {
     "recipe with a worker that augments": Way("ours", ONE_WORKER, loader_augments=True),
     "recipe with torch_compile": Way("ours", ("--torch_compile", "true")),
 }
-"""Sides by name. bf16 is what the recipe chooses where the CPU has it, and float32 elsewhere."""
+"""Contenders by name. bf16 is what the recipe chooses where the CPU has it, and float32 elsewhere."""
 
 
-def side_of(name: str, steps: int, flags: Sequence[str], compiled: str) -> Side:
+def contender_of(name: str, steps: int, flags: Sequence[str], compiled: str) -> Contender:
     """``compiled``: folder of what torch.compile makes: the first repeat fills it, later ones find it."""
-    return Side(name, train, (name, steps, tuple(flags)), (("TORCHINDUCTOR_CACHE_DIR", compiled),))
+    return Contender(name, train, (name, steps, tuple(flags)), (("TORCHINDUCTOR_CACHE_DIR", compiled),))
 
 
 def train(turns: Turns, name: str, steps: int, flags: tuple[str, ...]) -> dict[str, Any]:
-    """In a process of its own: one side to its end, its held-out score, and its peak above what the loaded job held."""
+    """In a process of its own: one contender to its end, its held-out score, and its peak above what the loaded job
+    held."""
     way, witness = WAYS[name], Witness("cpu")
     with run_log(), tempfile.TemporaryDirectory() as folder:
         job = read(RECIPE, steps, folder, (*flags, *way.flags))
@@ -71,7 +73,7 @@ def train(turns: Turns, name: str, steps: int, flags: tuple[str, ...]) -> dict[s
             parts = augmented_by_loader(parts)
         loaded_bytes = witness.start()
         given = {"witness": witness} if way.kind == "ours" else {}
-        model = SIDES[way.kind](parts, job, turns, **given)
+        model = CONTENDERS[way.kind](parts, job, turns, **given)
         witness.read()
         peak_bytes = witness.highest_bytes - loaded_bytes
         score = job.kind.score(model, parts)
@@ -105,7 +107,7 @@ class _Augments:
 
 
 def tiny(name: str) -> tuple[str, ...]:
-    """Flags of a side that only shows that it runs. What compiles traces, and makes no code."""
+    """Flags of a contender that only shows that it runs. What compiles traces, and makes no code."""
     flags = ("--dataset_size", "200", "--per_device_train_batch_size", "4")
     return (*flags, "--torch_compile_backend", "eager") if "--torch_compile" in WAYS[name].flags else flags
 
@@ -125,11 +127,11 @@ class StepSeconds:
         self.begin()
 
 
-def tried_out(sides: Sequence[Side]) -> dict[str, Ended]:
-    """All sides, one after the other in this process: shows that they run, not how fast."""
+def tried_out(contenders: Sequence[Contender]) -> dict[str, Ended]:
+    """All contenders, one after the other in this process: shows that they run, not how fast."""
     found = {}
-    for side in sides:
+    for contender in contenders:
         turns = StepSeconds()
-        with patch.dict(os.environ, dict(side.environment)):  # TrainingArguments leave what accelerate is to read
-            found[side.name] = Ended(turns.seconds, side.work(turns, *side.arguments))
+        with patch.dict(os.environ, dict(contender.environment)):  # TrainingArguments leave what accelerate is to read
+            found[contender.name] = Ended(turns.seconds, contender.work(turns, *contender.arguments))
     return found
