@@ -233,8 +233,7 @@ def same(found: list[Any], wanted: list[Any]) -> bool:
     return len(found) == len(wanted) and all(map(equal, found, wanted))
 
 
-# -- micro-batches of training, parts of evaluation: noted, and run again
-# ----------------------------------------------------
+# -- micro-batches of training, parts of evaluation: noted, and run again ----------------------------------------------
 
 
 def record(case: Case, trainer: SCUTrainer) -> list:

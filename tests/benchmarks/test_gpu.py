@@ -1,4 +1,4 @@
-"""The GPU benchmark, tried_out on the CPU: equal work, what becomes of sides that cannot run, the arithmetic shown."""
+"""The GPU benchmark, tried out on the CPU: equal work, what becomes of sides that cannot run, the arithmetic shown."""
 
 from __future__ import annotations
 

@@ -259,8 +259,7 @@ def test_what_a_resume_finds_again_holds_no_secret(monkeypatch):
     assert "TOKENIZERS_PARALLELISM" in found
 
 
-# -- the supervisor, in this process
-# ---------------------------------------------------------------------------------------
+# -- the supervisor, in this process -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -245,8 +245,7 @@ def test_packed_weights_take_the_bytes_that_bitsandbytes_takes(in_8bit, double, 
         assert stored == pytest.approx(wanted, rel=0.03)
 
 
-# -- the largest micro-batch
-# -------------------------------------------------------------------------------------------------
+# -- the largest micro-batch -------------------------------------------------------------------------------------------
 
 
 def padded(*lengths: int) -> dict[str, torch.Tensor]:
@@ -255,7 +254,7 @@ def padded(*lengths: int) -> dict[str, torch.Tensor]:
 
 
 def largest_piece(settings: MemorySettings, *batches: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, length) of the largest piece that the memory loop plans."""
+    """(rows, length) of the largest micro-batch that the memory loop plans."""
     window = AccumulationWindow([read_layout(padded(*lengths)) for lengths in batches], Reduction("num_items"))
     loop = MicroBatchSizer(settings, None, CPU)
     pieces = loop.begin(window, step=1)
