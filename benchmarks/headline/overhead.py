@@ -5,7 +5,7 @@
 A Llama of hidden 256 with 4 layers and 2,048 words on 8 rows of 256 tokens per optimizer step, float32, AdamW, trained
 as LoRA of rank 8 and as a whole. No padding to save, and too few words for the chunked loss: what is left is the cost
 of the loops. Contenders in turns of five steps, each a process of its own: a plain PyTorch loop, which is the floor,
-the stock Trainer, ours with every loop off, and ours with all three loops, measuring and pulling lambda at every step,
+the stock Trainer, ours with every loop off, and ours with all three loops, measuring and decaying at every step,
 booking each row's loss. Ratios are medians over pairs of turns; medians of the repeats are shown.
 """
 

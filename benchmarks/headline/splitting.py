@@ -94,15 +94,16 @@ def padding(lengths: Lengths, longest_row: int, windows: int) -> dict[str, Any]:
     in_window = PADDING_ROWS // BATCH_ROWS
     for a in range(0, len(batches), in_window):
         for loop in loops.values():
-            pieces = loop.begin(AccumulationWindow(batches[a : a + in_window], Reduction("num_items")), step=a)
-            loop.end([(piece, torch.zeros(())) for piece in pieces], all_reduce_max=list)
+            window = AccumulationWindow(batches[a : a + in_window], Reduction("num_items"))
+            micro_batches = loop.begin(window, step=a)
+            loop.end([(micro_batch, torch.zeros(())) for micro_batch in micro_batches], all_reduce_max=list)
     statistics = {device: loop.statistics for device, loop in loops.items()}
     return {
         "lengths": lengths.name,
         "rows": len(rows),
         "cut_to_longest": sum(length == longest_row for length in rows.lengths),
         "stock": statistics["cpu"].stock_tokens / statistics["cpu"].real_tokens,
-        **{device: book.processed_tokens / book.real_tokens for device, book in statistics.items()},
+        **{device: of.processed_tokens / of.real_tokens for device, of in statistics.items()},
     }
 
 

@@ -82,7 +82,7 @@ def finish(
 ) -> Optional[Path]:
     """Print, and write results/NAME.json. ``results``: the raw numbers behind the grid, ``repeats`` among them.
 
-    ``test run``: sizes too small for any verdict; nothing is written.
+    ``quick``: sizes too small for any verdict; nothing is written.
     """
     console = Console(width=140)
     console.print(grid.table(title))

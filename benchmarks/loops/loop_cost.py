@@ -3,7 +3,7 @@
     python benchmarks/loops/loop_cost.py [--steps 200]
 
 Prints the ratio of the median step time with the loop to that without it, for LoRA and for full tuning of the embedded
-model on the recipe's batch, measuring and pulling at every step.
+model on the recipe's batch, measuring and decaying at every step.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main() -> None:
     options = parser.parse_args()
     with run_log():
         results = [measure(tuning, options.steps, options.batch_rows) for tuning in ("lora", "full")]
-    table = Table(title="cost of the regularization loop, measuring and pulling at every step")
+    table = Table(title="cost of the regularization loop, measuring and decaying at every step")
     for name in (
         "tuning",
         "step off, ms",

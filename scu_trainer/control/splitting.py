@@ -63,12 +63,8 @@ def cut(
 
     limits = [most_rows(length) for length in ascending]
     ends = _cheapest_ends(ascending, limits, min_rows, _micro_batch_cost(ascending, token_cap))
-    starts = [0, *ends[:-1]]
-    return (
-        [MicroBatchPlan(tuple(order[a:b]), ascending[b - 1]) for a, b in zip(starts, ends, strict=True)]
-        if order
-        else []
-    )
+    starts = [0, *ends[:-1]] if order else []
+    return [MicroBatchPlan(tuple(order[a:b]), ascending[b - 1]) for a, b in zip(starts, ends, strict=True)]
 
 
 def halve(plan: MicroBatchPlan, lengths: Sequence[int], min_rows: int = 1) -> tuple[MicroBatchPlan, MicroBatchPlan]:
@@ -85,8 +81,7 @@ def halve(plan: MicroBatchPlan, lengths: Sequence[int], min_rows: int = 1) -> tu
 
 
 def split_to(plan: MicroBatchPlan, lengths: Sequence[int], token_cap: int, min_rows: int = 1) -> list[MicroBatchPlan]:
-    """``plan`` cut again under a smaller cap: at least two micro-batches, or the micro-batch itself below 2 *
-    ``min_rows`` rows."""
+    """``plan`` cut again under a smaller cap: at least two plans, or ``plan`` itself below 2 * ``min_rows`` rows."""
     planned = cut([lengths[row] for row in plan.rows], token_cap, min_rows=min_rows)
     if len(planned) > 1:
         return [MicroBatchPlan(tuple(plan.rows[i] for i in part.rows), part.length) for part in planned]

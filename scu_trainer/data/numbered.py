@@ -78,7 +78,7 @@ def _generators_kept() -> Iterator[None]:
 class NumberedCollator:
     """Any collator, with ``sample_index`` added to its batch: int64, shape (rows,).
 
-    Raises DataError where the batch has not one entry per row: losses could not be distinguished by rows.
+    Raises DataError where the batch has not one entry per row: losses could not be attributed to rows.
     """
 
     def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
@@ -149,7 +149,7 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def _arrow_lengths(rows: Any, length_column: str) -> numpy.ndarray:
-    """Piece by block, and without turning tokens or lengths into Python numbers."""
+    """Block by block, and without turning tokens or lengths into Python numbers."""
     import pyarrow.compute as compute
 
     has_lengths = length_column in rows.column_names

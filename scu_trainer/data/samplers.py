@@ -171,7 +171,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         """Go on where ``state_dict`` was taken, ``done`` micro-batches (of all ranks) into its epoch.
 
         Returns sentences about what is not as it was. The interrupted epoch ends as it was planned; with another number
-        of ranks or rows per batch, or ``cut_again``, the rows that it has not seen yet are cut again, and it goes on
+        of ranks or rows per batch, or ``recut``, the rows that it has not seen yet are cut again, and it goes on
         with them from their first micro-batch. Raises CheckpointError where the data are not the same.
         """
         self._require_same_data(state)

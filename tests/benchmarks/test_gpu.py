@@ -1,4 +1,4 @@
-"""The GPU benchmark, tried_out on the CPU: equal work, what becomes of contenders that cannot run, the arithmetic
+"""The GPU benchmark, tried out on the CPU: equal work, what becomes of contenders that cannot run, the arithmetic
 shown."""
 
 from __future__ import annotations

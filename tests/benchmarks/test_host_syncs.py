@@ -106,9 +106,9 @@ def test_the_table_adds_up():
     assert figures["waits per step in scu_trainer, ours, memory"].value == 3
 
 
-def test_ours_waits_once_per_chunk_for_the_loss_and_never_in_sizing_it():
+def test_ours_waits_once_per_micro_batch_for_the_loss_and_never_in_sizing_it():
     found = host_syncs.counted("ours, memory", 1)
 
     places = {wait["place"]: wait["count"] for wait in found["waits"]}
     assert places["scu_trainer/kernels.py: _order"] == found["forwards"]
-    assert not any("micro_batch_sizer" in place or "step.py" in place for place in places)
+    assert not any("micro_batch_sizer" in place or "attempts.py" in place for place in places)

@@ -1,4 +1,4 @@
-"""A toy device for the memory law: a micro_batch takes a + b * tokens + c * rows * length^2 above what is in use."""
+"""A toy device for the memory law: a micro-batch takes a + b * tokens + c * rows * length^2 above what is in use."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ class Plant:
         return round(self.fixed_bytes + self.bytes_per_token * micro_batch.tokens + quadratic)
 
     def _observed(self, took_bytes: int) -> int:
-        """What the gauge around one micro_batch sees of it."""
+        """What the gauge around one micro-batch sees of it."""
         return took_bytes
 
 
 class Run:
-    """What happened: ``caps`` in force, by step; ``ooms`` as (step, tokens); ``micro-batches`` that ran."""
+    """What happened: ``caps`` in force, by step; ``ooms`` as (step, tokens); ``chunks``: micro-batches that ran."""
 
     def __init__(self) -> None:
         self.caps: list[int] = []

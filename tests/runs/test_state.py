@@ -1,5 +1,5 @@
-"""What is reported of a run, from what was read: a dead run is never reported as running, and why it died is
-distinguished."""
+"""What is reported of a run, from what was read: a dead run is never reported as running, and what
+ended it is named."""
 
 from __future__ import annotations
 

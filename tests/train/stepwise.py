@@ -34,7 +34,7 @@ class Recorder(TrainerCallback):
 
 
 def record_micro_batches(trainer) -> Steps:
-    """The pieces of every optimizer step to come, in the order in which they succeeded."""
+    """The micro-batches of every optimizer step to come, in the order in which they succeeded."""
     steps: Steps = []
     end = trainer.micro_batches.loop.end
 
@@ -47,7 +47,7 @@ def record_micro_batches(trainer) -> Steps:
 
 
 def replay_micro_batches(trainer, steps: Sequence[Sequence[MicroBatch]]) -> None:
-    """Run exactly these pieces: they bear ``has_run``, so nothing cuts them again."""
+    """Run exactly these micro-batches: they bear ``has_run``, so nothing cuts them again."""
     begin = trainer.micro_batches.loop.begin
 
     def recorded(window, step, keep_step=None):

@@ -127,7 +127,7 @@ def test_a_stock_checkpoint_has_no_manifest_and_no_fault(tmp_path):
     assert fault_of(tmp_path / "checkpoint-3", None) is None
 
 
-# -- a directory that is locked ---------------------------------------------------------------------------------------
+# -- a directory that is locked ----------------------------------------------------------------------------------------
 
 
 def unfinished(run: Path, *steps: int) -> Path:

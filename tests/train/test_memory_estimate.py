@@ -254,7 +254,7 @@ def padded(*lengths: int) -> dict[str, torch.Tensor]:
 
 
 def largest_piece(settings: MemorySettings, *batches: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, length) of the largest piece that the memory loop plans."""
+    """(rows, length) of the largest micro-batch that the memory loop plans."""
     window = AccumulationWindow([read_layout(padded(*lengths)) for lengths in batches], Reduction("num_items"))
     loop = MicroBatchSizer(settings, None, CPU)
     pieces = loop.begin(window, step=1)

@@ -49,7 +49,7 @@ CASES = {
 """By number of processes. ``LOW_PRECISION`` keeps its sums beside ``.grad``."""
 
 FAULTS = {"first chunk": (0, "forward"), "last chunk": (7, "backward")}
-"""MicroBatchPlan and place. The last of the first window on rank 1, of the second in a process alone."""
+"""Micro-batch and place. The last of the first window on rank 1, of the second in a process alone."""
 
 
 def configuration(stage: int, offload: bool = False, bf16: bool = False, **changes) -> dict:

@@ -1,4 +1,4 @@
-"""NaN and infinities in a loss, a gradient, a layer, a row, a weight: the step is skipped, told and counted, and
+"""NaN and infinities in a loss, a gradient, a layer, a row, a weight: the step is skipped, reported and counted, and
 nothing of it stays anywhere.
 
 The reference of a skipped step is the same training without the guard, in which a callback drops the healthy gradients

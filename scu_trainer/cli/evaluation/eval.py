@@ -150,18 +150,18 @@ def _evaluate(
     """Everything that is reported, JSON-like."""
     from scu_trainer.cli.evaluation.report import held_out_report, models_report, notes_of, tasks_report
 
-    question = _question(subjects, typed, options, asked)
-    answers = [question.ask(subject) for subject in subjects]
-    has_documents = question.settings is not None
+    request = _question(subjects, typed, options, asked)
+    results = [request.ask(subject) for subject in subjects]
+    has_documents = request.settings is not None
     return {
-        "task": question.task.name,
-        **(held_out_report(question, subjects, answers) if has_documents else {"documents": None}),
-        "mixed_precision": question.precision,
+        "task": request.task.name,
+        **(held_out_report(request, subjects, results) if has_documents else {"documents": None}),
+        "mixed_precision": request.precision,
         "resamples": options.resamples,
         "seed": options.seed,
-        **models_report(subjects, answers, options),
-        "tasks": tasks_report(subjects, answers, asked, options) if asked.names else None,
-        "notes": notes_of(question, subjects, answers, typed),
+        **models_report(subjects, results, options),
+        "tasks": tasks_report(subjects, results, asked, options) if asked.names else None,
+        "notes": notes_of(request, subjects, results, typed),
     }
 
 
@@ -178,19 +178,19 @@ def _question(
     _require_task(task, subjects, typed, options, asked)
     refuse_windows(options, task.name, typed)
     precision = (owner.mixed_precision or "no") if options.mixed_precision == "auto" else options.mixed_precision
-    question = EvaluationRequest(task, None, owner, options.seed, precision, options.batch_tokens or BATCH_TOKENS)
+    request = EvaluationRequest(task, None, owner, options.seed, precision, options.batch_tokens or BATCH_TOKENS)
     if owner.run or typed or not asked.names:
-        question.settings, question.seed = held_out_settings(owner, typed, options.seed)
+        request.settings, request.seed = held_out_settings(owner, typed, options.seed)
         is_given = owner.run is not None or "block_size" in typed
-        question.windows = windows_of(options, question.settings, subjects, is_given)
+        request.windows = windows_of(options, request.settings, subjects, is_given)
     elif options.stride is not None or options.batch_tokens is not None:
         name = "stride" if options.stride is not None else "batch_tokens"
         raise SettingsError(f"{name} is for held-out documents, and only tasks are asked; add --dataset, or drop it")
     tokenizers = [load_tokenizer(subject.model) for subject in subjects] if task.name == TEXT else []
-    if tokenizers and question.settings is not None:
+    if tokenizers and request.settings is not None:
         _require_same_tokens(subjects, tokenizers)
-    question.harness = _harness(asked, options, subjects, tokenizers)
-    return question
+    request.harness = _harness(asked, options, subjects, tokenizers)
+    return request
 
 
 def _require_task(

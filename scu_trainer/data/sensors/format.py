@@ -146,7 +146,7 @@ def _kept(name: str, array: numpy.ndarray) -> numpy.ndarray:
 def _numbers(name: str, array: numpy.ndarray, form: Form) -> numpy.ndarray:
     if array.dtype.name == "uint16":
         array = array.astype("float32") / 100 + ABSOLUTE_ZERO_CELSIUS
-    with numpy.errstate(over="ignore"):  # distinguished from a number right below
+    with numpy.errstate(over="ignore"):  # what overflows is refused right below
         kept = array.astype(form.kept_as)
     wrong = ~numpy.isfinite(kept)
     if wrong.any():

@@ -1,7 +1,7 @@
 """What of ours takes room on the disk and is used by nobody: caches, and what killed runs left behind.
 
 Finding removes nothing; ``remove`` looks again before it does. An entry is in use while a living process has a file of
-it open or mapped, or has locked_by it by a lock, or where that is not known.
+it open or mapped, or has locked it, or where that is not known.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def verdicts(record: Record) -> list[tuple[str, str]]:
 
 
 def cost_line(record: Record) -> Optional[str]:
-    """What measuring and pulling took of the time of training: a figure that differs from one run to the next."""
+    """What measuring and decaying took of the time of training: a figure that differs from one run to the next."""
     costs = [(row["arm"], row["overhead_fraction"]) for row in record["table"]]
     known = [f"{arm} {cost:.1%}" for arm, cost in costs if cost is not None]
     return f"cost of the loop, share of the time of training: {', '.join(known)}" if known else None

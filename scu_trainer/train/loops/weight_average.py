@@ -1,7 +1,7 @@
 """An exponential moving average of the trained weights: what evaluations and the final model use.
 
-The average is taken after each optimizer step and whatever the regularization loop decays behind it. Training itself
-never sees it: the weights of every step are those of a training without it, bit for bit.
+The average is taken after each optimizer step and after the regularization loop's decay that follows it. Training
+itself never sees it: the weights of every step are those of a training without it, bit for bit.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class RowShapes:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of a device. ``rows`` x ``length``: its largest micro-batch. ``micro-batches``: at least so
+    """One optimizer step of a device. ``rows`` x ``length``: its largest micro-batch. ``micro_batches``: at least so
     many."""
 
     rows: int
@@ -47,9 +47,8 @@ class Step:
 
     def with_rows(self, rows: int) -> Step:
         """The same rows in micro-batches of ``rows``."""
-        return replace(
-            self, rows=rows, micro_batches=max(self.micro_batches, -(-self.rows * self.micro_batches // rows))
-        )
+        needed = -(-self.rows * self.micro_batches // rows)
+        return replace(self, rows=rows, micro_batches=max(self.micro_batches, needed))
 
 
 def planned_step(

@@ -104,7 +104,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _trained(subject: EstimatedStep, live: LiveBytes, after_others: bool) -> Iterator[None]:
-    """Gradients are distinguished inside, and are gone afterwards."""
+    """Inside, gradients are counted as gradients; afterwards they are gone."""
     subject.model.train()
     hooks = live.hold_gradients(subject.trained)
     if after_others:

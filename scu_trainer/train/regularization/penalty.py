@@ -189,7 +189,7 @@ class Prior:
 
     @torch.no_grad()
     def measured_gain(self, shrink: float = 0.01) -> Optional[float]:
-        """-d ln||w - w0||^2 / d(-ln(1 - u)), found by pulling copies of the weights in their own precision.
+        """-d ln||w - w0||^2 / d(-ln(1 - u)), found by decaying copies of the weights in their own precision.
 
         2 when the weights can follow; near 0 when rounding swallows the decay. None while w still equals w0.
         """

@@ -1,4 +1,4 @@
-"""Pulling weights under DeepSpeed ZeRO-1 and ZeRO-2, where the numbers that training keeps are partitioned fp32
+"""Decaying weights under DeepSpeed ZeRO-1 and ZeRO-2, where the numbers that training keeps are partitioned fp32
 masters."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The directory of a run, locked: decided on by rank 0, locked, and cleared of what killed runs left half-done."""
+"""The directory of a run: decided on by rank 0, locked, and cleared of what killed runs left half-done."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ def _checked(start: Start, request: Request) -> Start:
 
 def from_first_rank(decision: Callable[[], T], rank: int, world_size: int) -> T:
     """``decision()``, taken by rank 0 and sent to all; a UserError of it is raised on all of them."""
-    answer: list[Any] = [_result_or_error(decision) if rank == 0 else None]
+    outcome: list[Any] = [_result_or_error(decision) if rank == 0 else None]
     if world_size > 1:
         from accelerate.utils import broadcast_object_list
 
-        broadcast_object_list(answer)
-    if isinstance(answer[0], UserError):
-        raise answer[0]
-    return answer[0]
+        broadcast_object_list(outcome)
+    if isinstance(outcome[0], UserError):
+        raise outcome[0]
+    return outcome[0]
 
 
 def _result_or_error(decision: Callable[[], T]) -> T | UserError:

@@ -106,10 +106,8 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
     end_with_launcher()
     early = _begin(job, console)
     configuration = job.as_dict()  # as it was asked for: loading settles some of it
-    with RunDirectoryLock(
-        job.training, configuration if job.safety.resume else None, job.safety.weights_only
-    ) as directory:
-        start = directory.start
+    with RunDirectoryLock(job.training, configuration if job.safety.resume else None, job.safety.weights_only) as lock:
+        start = lock.start
         if start.line:
             console.print(start.line, soft_wrap=True)
         if start.is_done:
@@ -123,7 +121,7 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         findings = _look(job, parts, early, start.output_dir, console)
         description = _description(job, parts, configuration, findings)
         _look_at_checkpoint(job, start, description, console)
-        if aside := directory.put_aside():
+        if aside := lock.put_aside():
             console.print(f"put aside, of a past that is not gone on with: {', '.join(aside)}", soft_wrap=True)
         job.training.output_dir = str(start.output_dir)
         request = StopRequest(job.safety.grace_period_s, is_launched())

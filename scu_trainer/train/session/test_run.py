@@ -86,9 +86,8 @@ def try_out(job: Job, console: Optional[Console] = None, log: Optional[RunLog] =
         estimate = _estimate(job, parts, trainer, load_s)
         checkpoint = Path(scratch) / f"checkpoint-{SAVE_AT}"
         if resumes:
-            parts.model.load_state_dict(
-                start, strict=False
-            )  # lambda decays weights toward where a new process would begin
+            # Lambda decays weights toward where a new process would begin.
+            parts.model.load_state_dict(start, strict=False)
             resumed = build_trainer(replace_training(job, scratch), parts, None, Console(quiet=True))
             resumed.train(resume_from_checkpoint=str(checkpoint))
         _say(console, estimate, resumes, size_bytes(checkpoint), Path(job.training.output_dir))

@@ -3,9 +3,9 @@ and run again.
 
     micro-batches = plan
     for each micro-batch:   too large by now?  cut it before it fails
-                      snapshot (RNG, buffers, gradients) -> forward, backward
-                      out of memory?  put back what the snapshot holds; gradients of this window are made again if
-                      touched
+                            snapshot (RNG, buffers, gradients) -> forward, backward
+                            out of memory?  put back what the snapshot holds; gradients of this window are made again
+                            if touched
 
 Nothing here knows the Trainer: ``attempt`` runs one micro-batch, ``sizes`` decides how large a micro-batch may be.
 """
@@ -99,7 +99,7 @@ def run(
     """Every row once: the micro-batches in the order in which they ran, with their losses. Gradients add up in
     ``.grad``.
 
-    ``attempt(micro-batch, last)`` runs forward and backward of one micro-batch; ``last``: no other follows.
+    ``attempt(micro_batch, last)`` runs forward and backward of one micro-batch; ``last``: no other follows.
 
     Raises what ``attempt`` raises, but for out-of-memory; OutOfMemory (from ``sizes``) for a micro-batch that fails and
     cannot be cut, with gradients, RNG and buffers as they were before it.

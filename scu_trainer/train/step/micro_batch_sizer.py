@@ -46,8 +46,8 @@ class MemoryStatistics:
 
     ``real_tokens``: without padding. ``processed_tokens``: with the padding that was left. ``stock_tokens``: what the
     stock loop would have processed. ``failed_tokens``: in micro-batches that ran out of memory. ``predicted``:
-    micro-batches cut because they were predicted not to fit. ``micro-batches``: forward and backward passes that were
-    kept. ``peak_bytes``: the most that this process used in a step.
+    micro-batches cut because they were predicted not to fit. ``chunks``: micro-batches whose forward and backward
+    were kept. ``peak_bytes``: the most that this process used in a step.
     """
 
     windows: int = 0
@@ -63,7 +63,7 @@ class MemoryStatistics:
 
 
 class MicroBatchSizer:
-    """One training run's memory control; also the ``Sizes`` that ``step.run`` asks.
+    """One training run's memory control; also the ``Sizes`` that ``attempts.run`` asks.
 
     ``gauge``: None without ``memory_control``. ``gradient_bytes``: the most that gradients add within a window.
     ``on_row`` gets every row for memory_history.json.
@@ -208,7 +208,7 @@ class MicroBatchSizer:
         if self.gauge is not None:
             self._look()
 
-    # -- what step.run asks --------------------------------------------------------------------------------------------
+    # -- what attempts.run asks ----------------------------------------------------------------------------------------
 
     def fit(self, micro_batch: MicroBatch) -> Sequence[MicroBatch]:
         limit = self._cap

@@ -157,7 +157,7 @@ class LossAnalysis:
     # -- auditing ------------------------------------------------------------------------------------------------------
 
     def holds(self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any) -> bool:
-        """Whether the loss of a batch still is the sum over its ``micro-batches``, looked at in the steps 1, 2, 4, 8,
+        """Whether the loss of a batch still is the sum over its ``micro_batches``, looked at in the steps 1, 2, 4, 8,
         ... of this start, in those of the steps that cut batches, and in the last one. Where it is not ``reduction``
         says so.
         """

@@ -38,7 +38,7 @@ from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory
 from scu_trainer.train.step.recovery.second_try import retry_unchanged
 
 FOLLOWS = 0.75
-"""Told twice the count, a loss that is divided by it halves; nearly so with a part of its own that nobody counts."""
+"""Given twice the count, a loss that is divided by it halves; nearly so with a part of its own that nobody counts."""
 
 
 def analyze(
@@ -165,9 +165,8 @@ class _Trial:
         if reduction is None:
             return None
         trims = self._trims(together, asked[0]) if trim else False
-        return replace(
-            reduction, trims=trims, reads_padding="less of it gives another loss" if trims is False else None
-        )
+        reads_padding = "less of it gives another loss" if trims is False else None
+        return replace(reduction, trims=trims, reads_padding=reads_padding)
 
     def _reduction_from(self, asked: list[Optional[Observation]], known, follows) -> Optional[Reduction]:
         if any(one is None for one in asked):

@@ -156,7 +156,7 @@ class AccumulationWindow:
     def split(
         self, micro_batch: MicroBatch, token_cap: int, max_rows: Optional[int], min_rows: int
     ) -> list[MicroBatch]:
-        """``micro-batch`` under a smaller cap; [micro-batch] if it cannot be cut any further."""
+        """``micro_batch`` under a smaller cap; [micro_batch] if it cannot be cut any further."""
         min_rows = max(min_rows, self.fewest_rows)
         is_movable = self.reduction is not None and self.batches[micro_batch.batch].obstacle is None
         is_movable = is_movable and self.uncuttable is None

@@ -6,7 +6,7 @@ agreement.
             with ranks.micro_batch(last=i == len(micro_batches) - 1):
                 ...                               # forward and backward; gradients add up on this rank
         # out of memory: ranks.drop_gradients(), then the window's micro-batches from the first one on
-        shared = ranks.all_reduce_max([...])               # every rank learns what happened on any of them
+        shared = ranks.all_reduce_max([...])      # every rank learns what happened on any of them
     # Left without an exception: gradients are what stock training has before its optimizer step.
     ranks.finish()                                # at the last accumulation batch: DeepSpeed's optimizer step
 

@@ -188,7 +188,7 @@ class OptimizerGuard:
         return False
 
     def _fitting(self, part: ParameterGroupPart) -> list[ParameterGroupPart]:
-        """``part`` in the size that the last failure has taught."""
+        """``part``, cut to the size that the last failure has left."""
         is_divisible = part.copied and len(part.pairs) > 1
         return cut(part.pairs, self._part_bytes) if is_divisible else [part]
 

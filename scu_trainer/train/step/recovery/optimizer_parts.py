@@ -67,7 +67,7 @@ class SavedPart:
         self._state = optimizer.state
         self._parameters = [parameter for parameter, _ in part.pairs]
         self._entries = {p: dict(self._state[p]) for p in self._parameters if p in self._state}
-        state = (part for entry in self._entries.values() for value in entry.values() for part in stored(value))
+        state = (tensor for entry in self._entries.values() for value in entry.values() for tensor in stored(value))
         gradients = (gradient for _, gradient in part.pairs if _writes_gradients(optimizer))
         alike = _alike((*self._parameters, *state, *gradients))
         self._copies = [copy for tensors in alike for copy in _copies(tensors, part.copy_to_host)]

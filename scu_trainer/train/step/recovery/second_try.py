@@ -4,7 +4,7 @@ line.
     second_try   something that changes nothing before it succeeds: measuring, copying, counting, joining
     last_word    around all of a training or an evaluation: whatever else runs out of memory ends with our message
 
-A micro-batch has smaller parts to try (``step.py``), the optimizer too (``optimizer_guard.py``); these have none.
+A micro-batch has smaller parts to try (``attempts.py``), the optimizer too (``optimizer_guard.py``); these have none.
 """
 
 from __future__ import annotations
