@@ -30,7 +30,7 @@ import numpy as np
 from scu_trainer.control import batches as cutting
 from scu_trainer.control import selection
 from scu_trainer.control.batches import Batches
-from scu_trainer.control.curriculum_law import CurriculumConfig
+from scu_trainer.control.curriculum_config import CurriculumConfig
 from scu_trainer.control.difficulty import Snapshot
 from scu_trainer.control.selection import Selection
 

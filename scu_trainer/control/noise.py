@@ -22,7 +22,7 @@ import numpy as np
 from scu_trainer.control.difficulty import Snapshot
 
 if TYPE_CHECKING:
-    from scu_trainer.control.curriculum_law import CurriculumConfig
+    from scu_trainer.control.curriculum_config import CurriculumConfig
 
 CLIP = 4.0
 """Units of chance above which a loss is only large: one absurd value must not draw the cut up to itself."""

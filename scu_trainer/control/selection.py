@@ -19,7 +19,7 @@ from scu_trainer.control import noise
 from scu_trainer.control.difficulty import Snapshot
 
 if TYPE_CHECKING:
-    from scu_trainer.control.curriculum_law import CurriculumConfig
+    from scu_trainer.control.curriculum_config import CurriculumConfig
 
 STRATA = 8
 """Bins of difficulty in ``acmds``, of equal numbers of rows."""

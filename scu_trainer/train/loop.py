@@ -1,4 +1,4 @@
-"""What a feedback loop is: a ``TrainerCallback`` with the moments of a step that the stock Trainer has no event for.
+"""What a feedback loop is: a ``TrainerCallback`` with hooks where the stock Trainer has no event.
 
 A training runs like this; names in brackets are methods of every loop, in the order of ``trainer.loops``:
 

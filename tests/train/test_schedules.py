@@ -14,7 +14,7 @@ from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings
 from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
-from scu_trainer.train.loops.schedules import falling_in_steps
+from scu_trainer.train.loops.rate_steps import falling_in_steps
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, arguments, llama, trained
 

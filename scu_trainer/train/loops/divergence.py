@@ -43,9 +43,8 @@ class DivergenceWatch:
 
     def begin_epoch(self) -> None:
         if self._epochs_differ:
-            self._state = (
-                control.DivergenceState()
-            )  # this epoch's samples may be harder ones, and their loss is another loss
+            # This epoch's samples may be harder ones, and their loss is another loss.
+            self._state = control.DivergenceState()
 
     def count(self) -> None:
         """An optimizer step whose loss goes into the next log."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+from bisect import bisect_right
+from collections.abc import Callable
 from typing import Optional
 
 from torch.optim import Optimizer
@@ -10,7 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.loop import Loop
-from scu_trainer.train.loops.schedules import falling_in_steps
+
+logger = logging.getLogger("scu_trainer")
 
 
 class RateSteps(Loop):
@@ -35,3 +40,40 @@ class RateSteps(Loop):
             total_steps=total_steps,
             warmup_steps=self.trainer.args.get_warmup_steps(total_steps),
         )
+
+
+def falling_in_steps(
+    settings: EfficiencySettings, optimizer: Optimizer, *, steps_per_epoch: int, total_steps: int, warmup_steps: int
+) -> LambdaLR:
+    """``torch.optim.lr_scheduler.StepLR`` or ``MultiStepLR`` with a linear warm-up, stepped once per optimizer step.
+
+    Epochs are those of the run: the warm-up is part of the first ones. A ``LambdaLR``, because the position of such a
+    schedule can be set where a curriculum makes epochs shorter.
+    """
+    drops = _drops(settings, steps_per_epoch, total_steps)
+    if not drops(total_steps - 1):
+        logger.warning(
+            "the learning rate never falls: lr_step_size or the first of lr_milestones lies behind the end of the run, "
+            "%d steps of %d per epoch",
+            total_steps,
+            steps_per_epoch,
+        )
+    return LambdaLR(optimizer, functools.partial(_factor, drops, settings.lr_gamma, warmup_steps))
+
+
+def _factor(drops: Callable[[float], int], gamma: float, warmup_steps: int, position: float) -> float:
+    """Of the learning rate at ``position``, in optimizer steps; a fraction where an epoch is shorter than the first."""
+    warm = min(1.0, position / warmup_steps) if warmup_steps else 1.0
+    return warm * gamma ** drops(position)
+
+
+def _drops(settings: EfficiencySettings, steps_per_epoch: int, total_steps: int) -> Callable[[float], int]:
+    """How often the rate has fallen at a position."""
+    if settings.lr_step_size is not None:
+        return functools.partial(_whole_intervals, settings.lr_step_size * steps_per_epoch)
+    unit = total_steps if settings.milestones_are_shares else steps_per_epoch
+    return functools.partial(bisect_right, [milestone * unit for milestone in settings.lr_milestones])
+
+
+def _whole_intervals(interval: int, position: float) -> int:
+    return int(position // interval)
