@@ -49,14 +49,14 @@ def _train(run: Path, settings: dict) -> int:
     print(f"begins at {newest}", flush=True)
     for step in range(newest + 1, settings.get("steps", STEPS) + 1):
         status.update(status="running", pid=os.getpid(), step=step, max_steps=settings.get("steps", STEPS), loss=1.0)
+        while Path(settings.get("held_by", run / "nothing")).exists():
+            time.sleep(0.02)
         if wanted:
             (run / f"checkpoint-{step}").mkdir()
             write_json(run / f"checkpoint-{step}" / "trainer_state.json", {"signals": len(wanted)})
             status.update(status="stopped")
             return 3
         time.sleep(0.02)
-        while Path(settings.get("held_by", run / "nothing")).exists():
-            time.sleep(0.02)
     status.update(status="finished", eta_s=0.0)
     return 0
 
