@@ -173,6 +173,9 @@ def _measure(batch: Batch) -> None:
         batch.needed_decoder = [batch.decoder_width] * batch.rows if batch.decoder_width else []
         return
     inputs, labels = batch.inputs, batch.inputs.get("labels")
+    if _is_full(batch):
+        batch.needed = [batch.width] * batch.rows
+        return
     own = _last_used(inputs["attention_mask"].ne(0))
     target = None
     if has_time("labels", labels):
@@ -189,6 +192,13 @@ def _measure(batch: Batch) -> None:
     both = torch.stack([own] if target is None else [own, target]).clamp(min=1).tolist()
     batch.needed = both[0]
     batch.needed_decoder = both[1] if target is not None else []
+
+
+def _is_full(batch: Batch) -> bool:
+    """Whether no row is padded, where asking costs less than measuring; elsewhere it would wait for the device."""
+    mask = batch.inputs["attention_mask"]
+    has_decoder = batch.decoder_width > 0 or "decoder_attention_mask" in batch.inputs
+    return mask.device.type == "cpu" and not has_decoder and bool(mask.all())
 
 
 def _last_used(used: torch.Tensor) -> torch.Tensor:

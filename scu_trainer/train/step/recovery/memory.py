@@ -259,8 +259,7 @@ class CpuGauge(Gauge):
         """Sizes of this process in bytes, by the names that the kernel gives them."""
         if not self._has_status:
             return {"VmRSS": psutil.Process().memory_info().rss}
-        with open(self._status_path, "rb") as file:
-            status = file.read()
+        status = _content(self._status_path)
         return {name: _kilobytes(status, name) * 1024 for name in ("VmRSS", "VmHWM", "VmData", "VmSize")}
 
     def _can_restart_peak(self) -> bool:
@@ -289,14 +288,22 @@ def machine_memory(root: Path = cgroup.ROOT) -> Any:
     """``total`` and ``available`` bytes of main memory. As psutil has them, which parses all of /proc/meminfo for two
     numbers: several times in each step that is a tenth of a millisecond each."""
     try:
-        with open(os.path.join(root, "proc/meminfo"), "rb") as file:
-            text = b"\n" + file.read()
+        text = b"\n" + _content(os.path.join(root, "proc/meminfo"))
         total_bytes, available_bytes = (_kilobytes(text, name) * 1024 for name in ("MemTotal", "MemAvailable"))
     except (OSError, ValueError):  # no Linux, or one that hides it
         total_bytes = available_bytes = 0
     if 0 < available_bytes <= total_bytes:  # else a container that mixes its own figures with the machine's
         return MachineMemory(total_bytes, available_bytes)
     return psutil.virtual_memory()
+
+
+def _content(path: str) -> bytes:
+    """Of a file of the kernel's, read several times in each step: a file object takes twice as long."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 1 << 16)
+    finally:
+        os.close(descriptor)
 
 
 def gauge_for(device: torch.device) -> Gauge:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -117,11 +117,11 @@ class OptimizerGuard:
         is_last = next(reversed(optimizer._optimizer_step_pre_hooks)) == self._hooks[0].id
         if has_closure or not is_last:
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._whole = ParameterGroupPart(tuple((p, p.grad) for p in parameters if p.grad is not None))
+        groups = [[(p, p.grad) for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
+        self._whole = ParameterGroupPart(tuple(pair for pairs in groups for pair in pairs))
         try:
             with torch.no_grad():
-                self._step_parts()
+                self._step_parts(groups)
         except BaseException:
             self._show_all()
             raise
@@ -134,9 +134,9 @@ class OptimizerGuard:
         self._whole.show()
         self._whole = ParameterGroupPart(())
 
-    def _step_parts(self) -> None:
+    def _step_parts(self, groups: Sequence[list[Pair]]) -> None:
         self.half_stepped = False
-        pending = deque(self._plan())
+        pending = deque(self._plan(groups))
         self._whole.hide()
         while pending:
             part = pending.popleft()
@@ -146,26 +146,27 @@ class OptimizerGuard:
                 pending = deque(part for rest in [*self._smaller(part), *pending] for part in self._fitting(rest))
         self.half_stepped = False
 
-    def _plan(self) -> list[ParameterGroupPart]:
-        """Parts with copies first, the largest parameters first: if one cannot be stepped, nothing is changed yet."""
+    def _plan(self, groups: Sequence[list[Pair]]) -> list[ParameterGroupPart]:
+        """Parts with copies first, the largest parameters first: if one cannot be stepped, nothing is changed yet.
+
+        ``groups``: what is updated of each of the optimizer's groups.
+        """
         copied: list[Pair] = []
         in_place: dict[Any, list[Pair]] = defaultdict(list)
         has_kernel = step_module(self.optimizer) in FUSED_IN_PLACE
-        for index, group in enumerate(self.optimizer.param_groups):
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                pair = (parameter, parameter.grad)
-                if has_kernel and self._updates_in_place(group, parameter):
-                    in_place[index, parameter.device, parameter.dtype].append(pair)  # one kernel each
-                else:
-                    copied.append(pair)
+        for index, (group, pairs) in enumerate(zip(self.optimizer.param_groups, groups, strict=True)):
+            if not (has_kernel and group.get("fused", False)):
+                copied += pairs
+                continue
+            needs_state = group.get("momentum") != 0
+            for parameter, gradient in pairs:
+                if needs_state and not self.optimizer.state.get(parameter):
+                    copied.append((parameter, gradient))
+                else:  # one kernel each
+                    in_place[index, parameter.device, parameter.dtype].append((parameter, gradient))
         return cut(copied, self._part_bytes) + [
             ParameterGroupPart(tuple(pairs), copied=False) for pairs in in_place.values()
         ]
-
-    def _updates_in_place(self, group: dict[str, Any], parameter: torch.Tensor) -> bool:
-        return group.get("fused", False) and (bool(self.optimizer.state.get(parameter)) or group.get("momentum") == 0)
 
     def _attempt(self, part: ParameterGroupPart) -> bool:
         """Update ``part``; on failure it is as before, and memory has been freed."""
