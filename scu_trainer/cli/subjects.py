@@ -26,6 +26,10 @@ WHICH_DOCUMENTS = (
     "max_eval_documents",
     "streaming",
     "text_column",
+    "prompt_column",
+    "response_column",
+    "system_column",
+    "messages_column",
     "dataset_size",
 )
 """Data settings that belong to the dataset they were written for: another ``dataset`` starts from their defaults."""

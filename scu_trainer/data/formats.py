@@ -1,21 +1,56 @@
-"""What a row says: plain text, a prompt with its completion, or a conversation. Checked here, tokenized elsewhere.
+"""What a row says: plain text, a prompt with its completion, a question with its answer, or a conversation.
 
-The columns decide, row by row: ``messages`` or ``conversations``, then ``prompt`` with ``completion``, else the text
-column. A text column that was named in the settings and is there comes first.
+The names of the columns decide, row by row, in this order: columns that the settings name; a conversation
+(``messages``, ``conversations``); ``prompt`` with ``completion``, as TRL has them; a question with an answer under the
+names that Alpaca, Dolly, GSM8K and their like use; ``text``. Every column that is not read is named in the statistics.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Union
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Optional, Union
 
+from scu_trainer.data.messages import messages_of, tools_of
 from scu_trainer.data.records import BadRow
 from scu_trainer.errors import nearest
 
 DEFAULT_TEXT_COLUMN = "text"
-CHAT_COLUMNS = ("messages", "conversations")
-KNOWN_COLUMNS = (*CHAT_COLUMNS, "prompt", "completion", "tools")
+CHAT_COLUMNS = ("messages", "conversations", "conversation")
+PROMPTS = ("instruction", "question", "prompt", "query", "problem")
+ANSWERS = ("output", "response", "answer", "completion", "solution")
+CONTEXTS = ("input", "context")
+SYSTEMS = ("system", "system_prompt")
+TOOLS = ("tools", "functions")
+IMAGES = ("images", "image", "videos", "video", "audios", "audio")
+"""What a conversation shows beside its words, which this task cannot learn from."""
 
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+PREFERENCES = ("chosen", "rejected")
+LABELS = ("label", "kto_tag")
+"""Whether an answer is a good one, as KTO has it: true or false."""
+
+KNOWN_COLUMNS = (
+    *(*CHAT_COLUMNS, *PROMPTS, *ANSWERS, *CONTEXTS, *SYSTEMS, *TOOLS, *IMAGES, *PREFERENCES, *LABELS),
+    *("history", "text"),
+)
+
+
+class Columns(NamedTuple):
+    """Names that the settings give; None: the usual ones."""
+
+    text: str = DEFAULT_TEXT_COLUMN
+    prompt: Optional[str] = None
+    response: Optional[str] = None
+    system: Optional[str] = None
+    messages: Optional[str] = None
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return tuple(name for name in self if name is not None)
+
+    @property
+    def are_named(self) -> bool:
+        """Whether somebody said where the content stands."""
+        return self.named != (DEFAULT_TEXT_COLUMN,)
 
 
 class Text(NamedTuple):
@@ -31,38 +66,232 @@ class Completion(NamedTuple):
     completion: str
 
 
+class Pair(NamedTuple):
+    """A question and its answer, after earlier ones: a conversation where the tokenizer has a template, else text.
+
+    With ``completion_only_loss`` the answers are learned. ``history``: (question, answer) of earlier turns.
+    """
+
+    prompt: str
+    answer: str
+    system: str = ""
+    history: tuple[tuple[str, str], ...] = ()
+
+    def as_chat(self) -> Chat:
+        turns = [
+            turn for question, answer in (*self.history, (self.prompt, self.answer)) for turn in (question, answer)
+        ]
+        messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(turns)]
+        system = [{"role": "system", "content": self.system}] if self.system.strip() else []
+        return Chat([*system, *messages], is_pair=True)
+
+    def as_completion(self) -> Completion:
+        """Parts with a blank line between them."""
+        before = [self.system, *(text for turn in self.history for text in turn), self.prompt]
+        return Completion("".join(f"{text}\n\n" for text in before if text.strip()), self.answer)
+
+
 class Chat(NamedTuple):
     """With ``assistant_only_loss`` the assistant's turns are learned.
 
     With ``prompt_turns`` the row was a prompt and a completion made of messages: ``completion_only_loss`` decides, and
-    the turns after the first ``prompt_turns`` are learned.
+    the turns after the first ``prompt_turns`` are learned. ``is_pair``: it was a question with its answer, for which
+    ``completion_only_loss`` decides too.
     """
 
     messages: list[dict]
     tools: Optional[list] = None
     prompt_turns: Optional[int] = None
+    is_pair: bool = False
 
 
-def understand(row: dict, text_column: str) -> Union[Text, Completion, Chat]:
+Content = Union[Text, Completion, Pair, Chat]
+
+
+class Understood(NamedTuple):
+    """``format``: its name, with the columns that it is read from. ``not_used``: the other columns with a value."""
+
+    content: Content
+    format: str
+    not_used: tuple[str, ...]
+
+
+def understand(row: dict, columns: Columns) -> Understood:
     """The content of one row. Raises BadRow with the reason if it has none that can be used."""
-    if text_column != DEFAULT_TEXT_COLUMN and text_column in row:
-        return Text(_string(row, text_column))
-    for column in CHAT_COLUMNS:
-        if row.get(column) is not None:
-            return Chat(_messages(row[column], column), _tools(row))
-    if "prompt" in row and "completion" in row:
-        return _prompt_and_completion(row)
-    if text_column not in row:
-        raise BadRow(_no_column(row, text_column))
-    return Text(_string(row, text_column))
+    read = _named(row, columns) if columns.are_named else None
+    name, content, used = read or _chat(row) or _completion(row) or _pair(row) or _text(row, columns.text)
+    if not columns.are_named:
+        _refuse_what_would_be_lost(row, content)
+    used = tuple(column for column in used if column in row)
+    marks = () if isinstance(content, Text) else tuple(name for name in LABELS if row.get(name) is True)
+    not_used = tuple(str(name) for name, value in row.items() if name not in (*used, *marks) and not _is_empty(value))
+    return Understood(content, f"{name} ({', '.join(used)})", not_used)
+
+
+Read = tuple[str, Content, Sequence[str]]
+"""(name of the format, content, columns that it may stand in)"""
+
+
+def _named(row: dict, columns: Columns) -> Optional[Read]:
+    """From the columns of the settings; None where the row has none of them, and the usual names decide."""
+    if columns.messages is not None:
+        return _conversation(row, _present(row, columns.messages, "messages_column"), columns.system)
+    if columns.prompt is not None or columns.response is not None:
+        prompt = columns.prompt or _only(row, PROMPTS, "prompt_column")
+        response = columns.response or _only(row, ANSWERS, "response_column")
+        for name, setting in ((prompt, "prompt_column"), (response, "response_column")):
+            _present(row, name, setting)
+        if isinstance(row[prompt], list) or isinstance(row[response], list):
+            return _messages_pair(row, prompt, response)
+        return _question(row, prompt, response, columns.system)
+    if columns.text != DEFAULT_TEXT_COLUMN and columns.text in row:
+        return _text(row, columns.text)
+    return None
+
+
+def _chat(row: dict) -> Optional[Read]:
+    column = next((name for name in CHAT_COLUMNS if row.get(name) is not None), None)
+    return None if column is None else _conversation(row, column, None)
+
+
+def _conversation(row: dict, column: str, system_column: Optional[str]) -> Read:
+    messages = messages_of(row[column], column)
+    tools_column = next((name for name in TOOLS if not _is_empty(row.get(name))), TOOLS[0])
+    system_column = system_column or next((name for name in SYSTEMS if not _is_empty(row.get(name))), SYSTEMS[0])
+    system = row.get(system_column)
+    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    is_sharegpt = isinstance(row[column], list) and isinstance(row[column][0], dict) and "from" in row[column][0]
+    name = "ShareGPT conversations" if is_sharegpt else "messages"
+    return name, Chat(messages, tools_of(row.get(tools_column))), (column, tools_column, system_column)
+
+
+def _completion(row: dict) -> Optional[Read]:
+    if "prompt" not in row or "completion" not in row:
+        return None
+    if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
+        return _messages_pair(row, "prompt", "completion")
+    content = Completion(_string(row, "prompt"), _string(row, "completion"))
+    return "prompt and completion", content, ("prompt", "completion")
+
+
+def _messages_pair(row: dict, prompt: str, response: str) -> Read:
+    """A prompt and a completion made of messages; the prompt may be part of the answer's list already."""
+    before = _as_messages(row[prompt], prompt, "user")
+    after = _as_messages(row[response], response, "assistant")
+    if after[: len(before)] == before:
+        after = after[len(before) :]
+    tools = next((name for name in TOOLS if not _is_empty(row.get(name))), TOOLS[0])
+    content = Chat(before + after, tools_of(row.get(tools)), prompt_turns=len(before))
+    return "prompt and completion as messages", content, (prompt, response, tools)
+
+
+def _as_messages(value: Any, column: str, role: str) -> list[dict]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else messages_of(value, column)
+
+
+def _pair(row: dict) -> Optional[Read]:
+    """A question and its answer under usual names, of each exactly one with text."""
+    prompts, answers = ([name for name in names if isinstance(row.get(name), str)] for names in (PROMPTS, ANSWERS))
+    prompts = prompts or [name for name in CONTEXTS[:1] if isinstance(row.get(name), str)]
+    if not prompts or not answers:
+        return None
+    if len(prompts) > 1 or len(answers) > 1:
+        raise BadRow(
+            f"has several columns that may be the question or the answer: {', '.join((*prompts, *answers))}. Name "
+            f"them, for instance --prompt_column {prompts[0]} --response_column {answers[0]}"
+        )
+    return _question(row, prompts[0], answers[0], None)
+
+
+def _question(row: dict, prompt: str, answer: str, system_column: Optional[str]) -> Read:
+    context = next((name for name in CONTEXTS if name in row and name not in (prompt, answer)), CONTEXTS[0])
+    system_column = system_column or next((name for name in SYSTEMS if name in row), SYSTEMS[0])
+    given = row.get(context) if context not in (prompt, answer) else None
+    extra = given if isinstance(given, str) and given.strip() else ""
+    system = row.get(system_column)
+    pair = Pair(
+        _string(row, prompt) + (f"\n{extra}" if extra else ""),
+        _string(row, answer),
+        system if isinstance(system, str) else "",
+        _history(row.get("history")),
+    )
+    is_alpaca = prompt == "instruction" and answer == "output"
+    used = (prompt, *((context,) if given is None or isinstance(given, str) else ()), answer, system_column, "history")
+    return "Alpaca" if is_alpaca else "question and answer", pair, used
+
+
+def _history(value: Any) -> tuple[tuple[str, str], ...]:
+    """Of Alpaca: a list of [question, answer]."""
+    turns = tuple(tuple(turn) if isinstance(turn, (list, tuple)) else () for turn in value or ())
+    if not all(len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns):
+        raise BadRow("column 'history' holds something else than a list of [question, answer]")
+    return turns
+
+
+def _text(row: dict, column: str) -> Read:
+    if column not in row:
+        raise BadRow(_no_column(row, column))
+    return "text", Text(_string(row, column)), (column,)
+
+
+def _refuse_what_would_be_lost(row: dict, content: Content) -> None:
+    """Rows whose meaning stands in a column that this task does not learn from."""
+    if all(not _is_empty(row.get(name)) for name in PREFERENCES) and not isinstance(content, Text):
+        raise BadRow(_PREFERENCE)
+    if isinstance(content, Text):
+        return
+    shown = next((name for name in IMAGES if not _is_empty(row.get(name))), None)
+    if shown is not None:
+        raise BadRow(
+            f"belongs to what its column {shown!r} shows, and only text is learned by this task; take such rows out, "
+            "or name the columns with the words (prompt_column and response_column, or messages_column) to learn them "
+            "alone"
+        )
+    mark = next((name for name in LABELS if row.get(name) is False), None)
+    if mark is not None:
+        raise BadRow(
+            f"is marked as a bad answer ({mark}: false), and would be learned as a good one; take such rows out, or "
+            "train with TRL's KTOTrainer and our loops (see docs/any_trainer.md)"
+        )
+
+
+_PREFERENCE = (
+    "is a pair of a chosen and a rejected answer, and the rejected one is not learned from by this task; train with "
+    "TRL's DPOTrainer and our loops (see docs/any_trainer.md), or learn the chosen answers alone: "
+    "--prompt_column prompt --response_column chosen, or --messages_column chosen where it holds the whole conversation"
+)
+
+
+def _present(row: dict, column: str, setting: str) -> str:
+    if column not in row:
+        raise BadRow(
+            f"has no column {column!r}, which {setting} names{nearest(column, map(str, row))}; {_columns(row)}"
+        )
+    return column
+
+
+def _only(row: dict, names: Sequence[str], setting: str) -> str:
+    found = [name for name in names if name in row]
+    if len(found) != 1:
+        raise BadRow(f"has {len(found)} columns that may be meant; name it with --{setting}; {_columns(row)}")
+    return found[0]
+
+
+def _columns(row: dict) -> str:
+    return f"its columns: {', '.join(map(str, row)) or 'none'}"
 
 
 def _no_column(row: dict, text_column: str) -> str:
-    example = next((column for column, value in row.items() if isinstance(value, str)), "X")
+    if any(not _is_empty(row.get(name)) for name in PREFERENCES):
+        return _PREFERENCE
+    texts = [str(column) for column, value in row.items() if isinstance(value, str)]
+    example = texts[0] if texts else "X"
+    pair = f", or --prompt_column {texts[0]} --response_column {texts[-1]} for a question with its answer"
     return (
-        f"has no column {text_column!r}; its columns: {', '.join(map(str, row)) or 'none'}"
-        f"{nearest(text_column, map(str, row))}. Name the one with the text, for instance --text_column {example}, "
-        "or use the columns messages, or prompt and completion"
+        f"has no column {text_column!r}; {_columns(row)}{nearest(text_column, map(str, row))}. Name the one with the "
+        f"text, for instance --text_column {example}{pair if len(texts) > 1 else ''}, or use the columns messages, or "
+        "prompt and completion"
     )
 
 
@@ -73,38 +302,6 @@ def _string(row: dict, column: str) -> str:
     return value
 
 
-def _prompt_and_completion(row: dict) -> Union[Completion, Chat]:
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, list) and isinstance(completion, list):
-        before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
-        return Chat(before + after, _tools(row), prompt_turns=len(before))
-    return Completion(_string(row, "prompt"), _string(row, "completion"))
-
-
-def _tools(row: dict) -> Optional[list]:
-    tools = row.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise BadRow(f"column 'tools' holds {type(tools).__name__}, not a list")
-    return tools
-
-
-def _messages(value, column: str) -> list[dict]:
-    if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else type(value).__name__
-        raise BadRow(f"column {column!r} holds {found}, not a list of messages")
-    return [_message(item, f"message {number} of {column!r}") for number, item in enumerate(value, start=1)]
-
-
-def _message(item, where: str) -> dict:
-    if not isinstance(item, dict):
-        raise BadRow(f"{where} is {type(item).__name__}, not an object with role and content")
-    if isinstance(item.get("from"), str) and "value" in item:
-        item = {"role": _SHAREGPT_ROLES.get(item["from"], item["from"]), "content": item["value"]}
-    message = {key: value for key, value in item.items() if value is not None}  # arrow fills absent keys with None
-    if not isinstance(message.get("role"), str):
-        raise BadRow(f"{where} has no role; a message is {{'role': 'user', 'content': '...'}}")
-    if "content" not in message and "tool_calls" not in message:
-        raise BadRow(f"{where} has no content; a message is {{'role': 'user', 'content': '...'}}")
-    if not isinstance(message.get("content", ""), str):
-        raise BadRow(f"content of {where} is {type(message['content']).__name__}; only text can be used")
-    return message
+def _is_empty(value: Any) -> bool:
+    """None, "", [] and {}; 0 and False say something."""
+    return value is None or (isinstance(value, (str, list, dict, tuple)) and not value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 
 class Record(NamedTuple):
@@ -14,6 +14,13 @@ class Record(NamedTuple):
     place: str
     value: Optional[dict]
     problem: Optional[str] = None
+
+
+def without_padding(value: Any) -> Any:
+    """A value of Arrow or Parquet without the keys that such files add to every object because another one has them."""
+    if isinstance(value, dict):
+        return {key: without_padding(inner) for key, inner in value.items() if inner is not None}
+    return [without_padding(inner) for inner in value] if isinstance(value, list) else value
 
 
 class BadRow(Exception):

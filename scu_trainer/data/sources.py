@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from scu_trainer.data.embedded import embedded_identity, read_embedded
 from scu_trainer.data.formats import KNOWN_COLUMNS
@@ -30,7 +30,7 @@ from scu_trainer.data.readers import (
     shown_name,
     split_named_by,
 )
-from scu_trainer.data.records import Record
+from scu_trainer.data.records import Record, without_padding
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import EMBEDDED_DATASETS, DataSettings
 
@@ -41,12 +41,14 @@ WHOLE_HASH_BYTES = 2**20  # files up to this size are known by content, larger o
 
 @dataclass(frozen=True)
 class Source:
-    """``read()`` starts at the first record each time; ``identity`` is JSON-like and changes with the content."""
+    """``read()`` starts at the first record each time; ``identity`` is JSON-like and changes with the content.
+    ``columns_not_read()``: columns of a dataset that its records come without."""
 
     name: str
     identity: list
     read: Callable[[], Iterable[Record]]
     held_out: Optional[Source] = None
+    columns_not_read: Callable[[], Sequence[str]] = tuple
     notes: tuple[str, ...] = ()
 
 
@@ -261,7 +263,8 @@ def _from_loaded(
 ) -> Source:
     def build(label: str, split: str) -> Source:
         rows = loaded[split] if isinstance(loaded, Mapping) else loaded
-        return Source(label, identity(split), partial(_read_rows, label, rows, (settings.text_column, *columns)))
+        read, left = _selected(rows, (*named_columns(settings), *columns))
+        return Source(label, identity(split), partial(_read_rows, label, read), columns_not_read=partial(tuple, left))
 
     if isinstance(loaded, Mapping):
         return _from_splits(name, {split: split for split in loaded}, wanted, settings, build)
@@ -270,12 +273,23 @@ def _from_loaded(
     return build(name, wanted[-1])
 
 
-def _read_rows(name: str, rows, wanted: tuple[str, ...]) -> Iterator[Record]:
-    known = [column for column in rows.column_names or () if column in (*KNOWN_COLUMNS, *wanted)]
-    if known:  # other columns may hold images or audio, which cost time to decode
-        rows = rows.select_columns(known)
+def named_columns(settings: DataSettings) -> tuple[str, ...]:
+    """The columns that the settings name."""
+    given = (settings.text_column, settings.prompt_column, settings.response_column, settings.system_column)
+    return tuple(name for name in (*given, settings.messages_column) if name is not None)
+
+
+def _selected(rows, wanted: tuple[str, ...]) -> tuple[Any, list[str]]:
+    """Rows with the columns that a format may read, and the other columns: they may hold images or audio, which cost
+    time to decode."""
+    names = list(rows.column_names or ())
+    known = [column for column in names if column in (*KNOWN_COLUMNS, *wanted)]
+    return (rows.select_columns(known), [name for name in names if name not in known]) if known else (rows, [])
+
+
+def _read_rows(name: str, rows) -> Iterator[Record]:
     for number, row in enumerate(rows, start=1):
-        yield Record(f"{name} row {number}", row)
+        yield Record(f"{name} row {number}", {column: without_padding(value) for column, value in row.items()})
 
 
 def _from_splits(name: str, splits: Mapping, wanted: tuple[str, ...], settings: DataSettings, build) -> Source:

@@ -8,6 +8,7 @@ from typing import Optional
 from scu_trainer.settings.base import check_fields, option, require
 from scu_trainer.settings.stock import MOST_WORKERS
 
+CHAT_TEMPLATES = ("alpaca", "chatml", "gemma", "llama3", "mistral", "phi3", "qwen", "vicuna")
 EMBEDDED_DATASETS = ("python_docs", "stdlib_docstrings", "stdlib_source")
 
 
@@ -17,8 +18,8 @@ class DataSettings:
 
     dataset: str = option(
         "stdlib_docstrings",
-        "embedded name (python_docs, stdlib_docstrings, stdlib_source), a .txt/.jsonl/.csv/.parquet file, a folder of "
-        "such files or of `datasets.save_to_disk`, or a Hub id",
+        "embedded name (python_docs, stdlib_docstrings, stdlib_source), a .txt, .jsonl, .json, .csv, .tsv, .parquet or "
+        ".arrow file, a folder of such files or of `datasets.save_to_disk`, or a Hub id",
     )
     dataset_config_name: Optional[str] = option(None, "configuration of a Hub dataset")
     dataset_split: str = option("train", "split to train on")
@@ -27,13 +28,20 @@ class DataSettings:
     max_eval_documents: Optional[int] = option(None, "cap on held-out documents")
     streaming: bool = option(False, "read a Hub dataset or large files as they come; needs max_steps")
     text_column: str = option("text", "column with plain text")
+    prompt_column: Optional[str] = option(None, "column with the question; default: instruction, question, prompt, ...")
+    response_column: Optional[str] = option(None, "column with the answer; default: output, response, answer, ...")
+    system_column: Optional[str] = option(None, "column with the system message; default: system, system_prompt")
+    messages_column: Optional[str] = option(None, "column with a conversation; default: messages, conversations")
     dataset_size: Optional[int] = option(None, "cap on documents, taken before the split")
     block_size: int = option(512, "tokens per training row")
     packing: bool = option(True, "fill rows with several documents, one after the other")
     isolate_documents: bool = option(False, "packed documents do not attend to each other")
     completion_only_loss: bool = option(True, "prompt/completion rows: learn the completion's tokens only")
     assistant_only_loss: bool = option(True, "chat rows: learn the assistant's tokens only")
-    chat_template: Optional[str] = option(None, "file with a Jinja chat template; default: the tokenizer's own")
+    chat_template: Optional[str] = option(
+        None,
+        f"chat template: {', '.join(CHAT_TEMPLATES)}, or a Jinja file; default: the tokenizer's own",
+    )
     skip_bad_rows: bool = option(False, "count and skip unreadable rows instead of stopping at the first")
     preprocessing_num_workers: int = option(1, "processes that tokenize")
     cache_dir: Optional[str] = option(None, "where tokenized data and the embedded base are kept")
@@ -42,6 +50,11 @@ class DataSettings:
         check_fields(self)
         require(bool(self.dataset), "dataset is empty; give an embedded name, a path or a Hub id")
         require(self.block_size >= 8, f"block_size is {self.block_size}; it must be 8 tokens or more")
+        named = [name for name in ("prompt_column", "response_column") if getattr(self, name) is not None]
+        require(
+            self.messages_column is None or not named,
+            f"messages_column and {' and '.join(named)} both say where the content stands; keep one of the two ways",
+        )
         for name in ("dataset_size", "max_eval_documents"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} is {value}; it must be 1 or more")

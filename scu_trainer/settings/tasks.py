@@ -22,6 +22,10 @@ ONLY_TEXT = (
     "completion_only_loss",
     "assistant_only_loss",
     "chat_template",
+    "prompt_column",
+    "response_column",
+    "system_column",
+    "messages_column",
     "streaming",
     "embedded_base_steps",
 )

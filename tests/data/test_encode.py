@@ -71,15 +71,15 @@ def test_prompt_is_learned_too_when_asked(encoder):
 def test_prompt_and_completion_of_messages(encoder):
     encode = encoder()
     document = one(encode, {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]})
-    assert learned_text(encode, document) == "Green tea.<|im_end|>\n<|eos|>"
+    assert learned_text(encode, document) == "Green tea.<|im_end|><|eos|>\n"
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])
 def test_assistant_tokens_by_generation_marks(encoder, column):
     encode = encoder()
     document = one(encode, {column: CONVERSATION})
-    assert learned_text(encode, document) == "Green tea.<|im_end|>Black — with milk.<|im_end|>"
-    assert encode.tokenizer.decode(document.input_ids).endswith("<|im_end|>\n<|eos|>")
+    assert learned_text(encode, document) == "Green tea.<|im_end|>Black — with milk.<|im_end|><|eos|>"
+    assert encode.tokenizer.decode(document.input_ids).endswith("<|im_end|><|eos|>\n")
 
 
 def test_assistant_tokens_by_difference_of_prefixes(encoder, tokenizer):
@@ -87,7 +87,7 @@ def test_assistant_tokens_by_difference_of_prefixes(encoder, tokenizer):
     document = one(encode, {"messages": CONVERSATION})
     assert learned_text(encode, document, skip_special_tokens=True) == "Green tea.\nBlack — with milk.\n"
     marked = one(encoder(), {"messages": CONVERSATION})
-    assert (document.input_ids == marked.input_ids[1:]).all()  # this template writes no bos
+    assert (document.input_ids[:-2] == marked.input_ids[1:-2]).all()  # this template writes no bos, and no eos
 
 
 def test_eos_ends_an_answer_that_the_template_leaves_open(encoder, tokenizer):
@@ -115,7 +115,7 @@ def test_eos_of_the_template_is_kept_alone(encoder, tokenizer):
 def test_sharegpt_names_of_roles(encoder):
     rows = [{"from": "human", "value": "Which tea?"}, {"from": "gpt", "value": "Green."}]
     encode = encoder()
-    assert learned_text(encode, one(encode, {"conversations": rows})) == "Green.<|im_end|>"
+    assert learned_text(encode, one(encode, {"conversations": rows})) == "Green.<|im_end|><|eos|>"
 
 
 def test_template_that_rewrites_the_past_is_refused(encoder, tokenizer):
@@ -131,9 +131,7 @@ def test_conversation_that_the_template_refuses_is_a_bad_row(encoder, tokenizer)
 
 
 def test_chat_without_template_says_what_to_do(encoder, tokenizer):
-    with pytest.raises(
-        DataError, match="tokenizer of tiny has no chat template; give a Jinja file with --chat_template"
-    ):
+    with pytest.raises(DataError, match="tokenizer of tiny has no chat template; give one with --chat_template NAME"):
         one(encoder(with_template(tokenizer, None)), {"messages": CONVERSATION})
 
 

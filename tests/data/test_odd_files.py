@@ -32,7 +32,7 @@ def test_packed_and_capital_names_give_the_same_rows(tmp_path, suffix, packed):
     assert rows[0] == rows[1] and rows[0]
 
 
-@pytest.mark.parametrize("name", ["a", "a.gz", "a.parquet.gz", "a.jsonl.zst", "a.tsv", ".jsonl.bak"])
+@pytest.mark.parametrize("name", ["a", "a.gz", "a.parquet.gz", "a.jsonl.zst", "a.xlsx", ".jsonl.bak"])
 def test_a_format_that_is_not_known_is_refused_with_those_that_are(tmp_path, name):
     (tmp_path / name).write_bytes(LINES)
     assert kind_of(tmp_path / name) is None

@@ -9,23 +9,37 @@ import jinja2
 
 from scu_trainer.data.formats import Chat
 from scu_trainer.data.records import BadRow
-from scu_trainer.errors import DataError
+from scu_trainer.errors import DataError, nearest
 from scu_trainer.run_files import read_regular
+from scu_trainer.settings.data import CHAT_TEMPLATES
 
+TEMPLATES = Path(__file__).with_name("templates")
 MOST_TEMPLATE_BYTES = 2**20
 
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError)
 """A template is a program: it adds up, indexes and calls what a message lacks or holds."""
 
+_MARKER = re.compile(r"<\|[a-z_]+\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def read_chat_template(path: str) -> str:
-    """The text of a template file. Raises DataError if there is no such file."""
+def read_chat_template(name: str) -> str:
+    """The text of one of our templates, or of a template file. Raises DataError if there is no such one."""
+    path = TEMPLATES / f"{name}.jinja" if name in CHAT_TEMPLATES else Path(name).expanduser()
     try:
-        return read_regular(Path(path).expanduser(), MOST_TEMPLATE_BYTES).decode()
+        return read_regular(path, MOST_TEMPLATE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"chat_template {path!r} cannot be read: {error}; give the path of a Jinja file") from None
+        raise DataError(
+            f"chat_template {name!r} cannot be read: {error}{nearest(name, CHAT_TEMPLATES)}; give one of "
+            f"{', '.join(CHAT_TEMPLATES)}, or the path of a Jinja file"
+        ) from None
+
+
+def spelled_markers(tokenizer, name: str) -> list[str]:
+    """Markers of one of our templates that the tokenizer has no token for, and writes in several."""
+    text = read_chat_template(name)
+    markers = dict.fromkeys(_MARKER.findall(text))
+    return [one for one in markers if len(tokenizer(one, add_special_tokens=False, verbose=False)["input_ids"]) > 1]
 
 
 def chat_template_of(tokenizer, model_name: str) -> str:
@@ -34,8 +48,8 @@ def chat_template_of(tokenizer, model_name: str) -> str:
         return tokenizer.get_chat_template()
     except ValueError:
         raise DataError(
-            f"the data holds conversations, but the tokenizer of {model_name} has no chat template; give a Jinja file "
-            "with --chat_template FILE, or use an instruction-tuned model"
+            f"the data holds conversations, but the tokenizer of {model_name} has no chat template; give one with "
+            f"--chat_template NAME ({', '.join(CHAT_TEMPLATES)}) or a Jinja file, or use an instruction-tuned model"
         ) from None
 
 
@@ -50,7 +64,7 @@ def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> tuple[list[
     if learn == "all":
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids, [True] * len(ids), text
-    if learn == "assistant" and _GENERATION.search(template):
+    if learn == "assistant" and _GENERATION.search(template) and not _has_weights(chat):
         return *_by_generation_marks(tokenizer, chat), text
     spans = [_completion_span(render, chat)] if learn == "completion" else _assistant_spans(render, chat)
     return *_by_spans(tokenizer, text, spans), text
@@ -79,12 +93,21 @@ def _by_generation_marks(tokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
     return encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]]
 
 
+def _has_weights(chat: Chat) -> bool:
+    """Whether a turn is not to be learned: a weight of 0, as OpenAI's files have it."""
+    return any(message.get("weight") == 0 for message in chat.messages)
+
+
 def _completion_span(render, chat: Chat) -> tuple[int, int]:
     return _span(render, chat.messages, chat.prompt_turns, len(chat.messages))
 
 
 def _assistant_spans(render, chat: Chat) -> list[tuple[int, int]]:
-    turns = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    turns = [
+        number
+        for number, message in enumerate(chat.messages)
+        if message["role"] == "assistant" and message.get("weight") != 0
+    ]
     return [_span(render, chat.messages, turn, turn + 1) for turn in turns]
 
 

@@ -13,7 +13,7 @@ import numpy
 from scu_trainer.data.sources import Source
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
-from scu_trainer.data.text.encode import UNREADABLE, Document, Dropped, Encoder, encoded
+from scu_trainer.data.text.encode import UNREADABLE, Document, Dropped, Encoder, Reading, encoded
 from scu_trainer.data.text.packing import NumberedDocument, record_batches
 from scu_trainer.errors import DataError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow
 
-DOCUMENTS_VERSION = 1  # raise it when the same text would give other documents
+DOCUMENTS_VERSION = 2  # raise it when the same text would give other documents
 DOCUMENTS_PER_READ = 64
 
 
@@ -88,19 +88,32 @@ def usable_documents(
     from tqdm.auto import tqdm
 
     results = encoded(source.read(), encoder, processes)
+    not_read = source.columns_not_read()
     shown = tqdm(results, desc=f"tokenizing {source.name}", unit=" rows", delay=2, disable=None, leave=False)
     yield from islice(_kept(shown, encoder.skip_bad_rows, statistics), limit)
+    statistics.columns_not_used.update(dict.fromkeys(not_read, statistics.rows_read))
 
 
 def _kept(results: Iterable[Document | Dropped], skip_bad_rows: bool, statistics: DataStatistics) -> Iterator[Document]:
     for result in results:
         statistics.rows_read += 1
         if isinstance(result, Document):
+            _count_reading(result.read, statistics)
             yield result
         elif result.reason == UNREADABLE and not skip_bad_rows:
             raise DataError(f"{result.example}. Repair the row, or count and skip such rows with --skip_bad_rows true")
         else:
             statistics.drop(result.reason, result.example)
+
+
+def _count_reading(read: Reading, statistics: DataStatistics) -> None:
+    statistics.formats[read.format] = statistics.formats.get(read.format, 0) + 1
+    for counts, names in (
+        (statistics.columns_not_used, read.not_used),
+        (statistics.rendered_away, read.rendered_away),
+    ):
+        for name in names:
+            counts[name] = counts.get(name, 0) + 1
 
 
 def _schema() -> pyarrow.Schema:

@@ -11,17 +11,27 @@ from typing import NamedTuple, Optional
 import numpy
 import xxhash
 
-from scu_trainer.data.formats import Chat, Completion, Text, understand
+from scu_trainer.data.formats import Chat, Columns, Completion, Content, Pair, Text, understand
 from scu_trainer.data.records import BadRow, Record
 from scu_trainer.data.store import digest_of
 from scu_trainer.data.text.chat import chat_template_of, encode_chat
+from scu_trainer.data.text.rendering import rendered_away
 from scu_trainer.settings import DataSettings
 
 NOT_LEARNED = -100
+RULES = ("completion_only_loss", "assistant_only_loss", "skip_bad_rows")
 UNREADABLE, EMPTY, NOTHING_TO_LEARN = "unreadable row", "empty text", "no token to learn"
 
 BATCH_CHARACTERS = 2_000_000  # bounds memory: a token costs some 36 bytes while it is a Python int
 BATCH_RECORDS = 512
+
+
+class Reading(NamedTuple):
+    """How a row was read: in which format, without which columns; what the chat template left out."""
+
+    format: str
+    not_used: tuple[str, ...]
+    rendered_away: tuple[str, ...] = ()
 
 
 class Document(NamedTuple):
@@ -31,6 +41,7 @@ class Document(NamedTuple):
     labels: numpy.ndarray
     name: str
     utf8_bytes: int
+    read: Optional[Reading] = None
 
     @property
     def digest(self) -> int:
@@ -50,7 +61,7 @@ class Encoder:
     """Tokenizer and rules; can be sent to another process."""
 
     tokenizer: object
-    text_column: str
+    columns: Columns
     completion_only_loss: bool
     assistant_only_loss: bool
     skip_bad_rows: bool
@@ -58,58 +69,67 @@ class Encoder:
 
     @classmethod
     def of(cls, settings: DataSettings, tokenizer, model_name: str) -> Encoder:
-        rules = ("text_column", "completion_only_loss", "assistant_only_loss", "skip_bad_rows")
-        return cls(tokenizer, **{name: getattr(settings, name) for name in rules}, model_name=model_name)
+        rules = {name: getattr(settings, name) for name in RULES}
+        return cls(tokenizer, columns_of(settings), **rules, model_name=model_name)
 
     @property
     def identity(self) -> str:
         """Changes when the same rows would give other tokens."""
-        rules = [self.text_column, self.completion_only_loss, self.assistant_only_loss, self.skip_bad_rows]
-        return digest_of(rules, _tokenizer_state(self.tokenizer))
+        return digest_of(self.columns, [getattr(self, name) for name in RULES], _tokenizer_state(self.tokenizer))
 
     def encode(self, records: list[Record]) -> list[Document | Dropped]:
         """One result per record."""
-        results: list = [self._understand(record) for record in records]
-        texts = [index for index, result in enumerate(results) if isinstance(result, Text)]
-        for index, ids in zip(texts, self._ids([results[index].text for index in texts]), strict=True):
-            results[index] = self._finish(ids, [True] * len(ids), records[index], results[index].text)
-        return [self._encode_one(*pair) for pair in zip(records, results, strict=True)]
+        rows = [self._understand(record) for record in records]
+        texts = [row[0].text for row in rows if not isinstance(row, Dropped) and isinstance(row[0], Text)]
+        ids = iter(self._ids(texts))
+        return [
+            row if isinstance(row, Dropped) else self._encoded(record, *row, ids)
+            for record, row in zip(records, rows, strict=True)
+        ]
 
-    def _understand(self, record: Record) -> Text | Completion | Chat | Dropped:
+    def _understand(self, record: Record) -> tuple[Content, Reading] | Dropped:
         try:
             if record.problem:
                 raise BadRow(record.problem)
-            content = understand(record.value, self.text_column)
+            content, name, not_used = understand(record.value, self.columns)
         except BadRow as error:
             return Dropped(UNREADABLE, f"{record.place}: {error}")
-        text = content.text if isinstance(content, Text) else getattr(content, "completion", "-")
-        return content if text.strip() else Dropped(EMPTY, record.place)
+        if isinstance(content, Pair):
+            has_template = getattr(self.tokenizer, "chat_template", None) is not None
+            content = content.as_chat() if has_template else content.as_completion()
+            name += " by the chat template" if has_template else " as plain text, for there is no chat template"
+        return (content, Reading(name, not_used)) if _says_something(content) else Dropped(EMPTY, record.place)
 
-    def _encode_one(self, record: Record, content) -> Document | Dropped:
+    def _encoded(
+        self, record: Record, content: Content, read: Reading, ids_of_texts: Iterator[list[int]]
+    ) -> Document | Dropped:
+        if isinstance(content, Text):
+            ids = next(ids_of_texts)
+            return self._finish(ids, [True] * len(ids), record, content.text, read)
         if isinstance(content, Completion):
-            return self._completion(record, content)
-        if not isinstance(content, Chat):
-            return content
+            return self._completion(record, content, read)
         try:
-            return self._chat(record, content)
+            return self._chat(record, content, read)
         except BadRow as error:
             return Dropped(UNREADABLE, f"{record.place}: {error}")
 
-    def _completion(self, record: Record, content: Completion) -> Document | Dropped:
+    def _completion(self, record: Record, content: Completion, read: Reading) -> Document | Dropped:
         # Two calls: at inference the prompt is tokenized alone, and a token must not straddle the boundary.
         prompt = _without_end(self._ids([content.prompt])[0], self._end_ids)
         completion = self._ids([content.completion], add_special_tokens=False)[0]
         learned = [not self.completion_only_loss] * len(prompt) + [True] * len(completion)
-        return self._finish(prompt + completion, learned, record, content.prompt + content.completion)
+        return self._finish(prompt + completion, learned, record, content.prompt + content.completion, read)
 
-    def _chat(self, record: Record, content: Chat) -> Document | Dropped:
+    def _chat(self, record: Record, content: Chat, read: Reading) -> Document | Dropped:
         template = chat_template_of(self.tokenizer, self.model_name)
         ids, learned, text = encode_chat(self.tokenizer, template, content, self._learned_part(content))
-        return self._finish(
-            ids, learned, record, text, end_within=2
-        )  # templates break the line after their last marker
+        read = read._replace(rendered_away=rendered_away(content, text, learns_prompt=all(learned)))
+        # Templates break the line after their last marker.
+        return self._finish(ids, learned, record, text, read, end_within=2)
 
     def _learned_part(self, content: Chat) -> str:
+        if content.is_pair:
+            return "assistant" if self.completion_only_loss else "all"
         if content.prompt_turns is not None:
             return "completion" if self.completion_only_loss else "all"
         return "assistant" if self.assistant_only_loss else "all"
@@ -120,7 +140,13 @@ class Encoder:
         return self.tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
     def _finish(
-        self, ids: list[int], learned: list[bool], record: Record, text: str, end_within: int = 1
+        self,
+        ids: list[int],
+        learned: list[bool],
+        record: Record,
+        text: str,
+        read: Reading,
+        end_within: int = 1,
     ) -> Document | Dropped:
         """Append eos unless one of the last ``end_within`` tokens is it; learned if it ends something learned."""
         end = self.tokenizer.eos_token_id
@@ -130,11 +156,23 @@ class Encoder:
         labels = numpy.where(learned, input_ids, numpy.int32(NOT_LEARNED)).astype(numpy.int32)
         if not (labels[1:] != NOT_LEARNED).any():  # the first token has nothing before it to be predicted from
             return Dropped(NOTHING_TO_LEARN, record.place)
-        return Document(input_ids, labels, record.place, len(text.encode("utf-8", "surrogatepass")))
+        return Document(input_ids, labels, record.place, len(text.encode("utf-8", "surrogatepass")), read)
 
     @property
     def _end_ids(self) -> set[Optional[int]]:
         return {self.tokenizer.eos_token_id, self.tokenizer.sep_token_id} - {None}
+
+
+def columns_of(settings: DataSettings) -> Columns:
+    """Where the settings say that the content stands."""
+    return Columns(settings.text_column, *(getattr(settings, f"{name}_column") for name in Columns._fields[1:]))
+
+
+def _says_something(content: Content) -> bool:
+    text = content.text if isinstance(content, Text) else getattr(content, "completion", "-")
+    if isinstance(content, Chat) and content.is_pair:
+        text = content.messages[-1]["content"]
+    return bool(text.strip())
 
 
 def _without_end(ids: list[int], end_ids: set[Optional[int]]) -> list[int]:

@@ -19,7 +19,7 @@ import numpy
 from scu_trainer.data.sources import Source, held_out_source, training_source
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import built_once, open_arrow, write_arrow
-from scu_trainer.data.text.chat import read_chat_template
+from scu_trainer.data.text.chat import read_chat_template, spelled_markers
 from scu_trainer.data.text.documents import TokenizedDocuments, tokenized_documents
 from scu_trainer.data.text.encode import Encoder
 from scu_trainer.data.text.packing import held_out_rows, held_out_schema, record_batches, training_rows, training_schema
@@ -27,6 +27,7 @@ from scu_trainer.data.text.plan import EncodingPlan, HeldOutDocument, PreparedDa
 from scu_trainer.data.text.stream import prepare_stream
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
+from scu_trainer.settings.data import CHAT_TEMPLATES
 
 if TYPE_CHECKING:
     import datasets
@@ -70,11 +71,22 @@ def whole_held_out(
 
 
 def _plan(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model_name: str) -> EncodingPlan:
+    source = training_source(settings, cache_dir)
     if settings.chat_template is not None:
         tokenizer.chat_template = read_chat_template(settings.chat_template)
-    source = training_source(settings, cache_dir)
+        source = replace(source, notes=(*source.notes, *_spelled(tokenizer, settings.chat_template)))
     held_out = held_out_source(settings, cache_dir) if settings.eval_dataset else source.held_out
     return EncodingPlan(settings, Encoder.of(settings, tokenizer, model_name), source, held_out, seed, cache_dir)
+
+
+def _spelled(tokenizer, template: str) -> list[str]:
+    spelled = spelled_markers(tokenizer, template) if template in CHAT_TEMPLATES else []
+    if not spelled:
+        return []
+    return [
+        f"chat_template {template}: this tokenizer has no token for {', '.join(spelled)} and spells "
+        f"{'it' if len(spelled) == 1 else 'them'} out; that is learned too, but takes more tokens"
+    ]
 
 
 def _open(folder: Path) -> PreparedData:

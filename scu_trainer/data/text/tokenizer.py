@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from scu_trainer.data.embedded import embedded_identity, read_embedded
 from scu_trainer.data.store import built_once
+from scu_trainer.data.text.chat import read_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -16,18 +17,8 @@ TOKENIZER_VERSION = 1  # raise it when anything below changes
 BOS, EOS, PAD, UNK = "<|bos|>", "<|eos|>", "<|pad|>", "<|unk|>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 
-# {% generation %} marks what the assistant says: those tokens can be learned alone.
-CHAT_TEMPLATE = (
-    "{{- bos_token }}"
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
-    "{%- if message['role'] == 'assistant' %}"
-    "{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}"
-    "{%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}"
-    "{{- '\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
+CHAT_TEMPLATE = "qwen"
+"""With tools, calls and reasoning, and an end that is learned."""
 
 
 def embedded_tokenizer(cache_dir: Path) -> PreTrainedTokenizerFast:
@@ -36,7 +27,9 @@ def embedded_tokenizer(cache_dir: Path) -> PreTrainedTokenizerFast:
 
     name = "-".join(["bpe", str(TOKENIZER_VERSION), *embedded_identity("python_docs")[2:]])
     folder = built_once(cache_dir / "tokenizer" / name, lambda new: _train(cache_dir).save_pretrained(new))
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = read_chat_template(CHAT_TEMPLATE)
+    return tokenizer
 
 
 def _train(cache_dir: Path) -> PreTrainedTokenizerFast:
@@ -67,5 +60,4 @@ def _train(cache_dir: Path) -> PreTrainedTokenizerFast:
         unk_token=UNK,
         additional_special_tokens=[TURN_START, TURN_END],
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
     )

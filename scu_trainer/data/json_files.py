@@ -1,0 +1,150 @@
+"""JSON files -> records: one object per line, a list of objects, or an object that holds such a list."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from scu_trainer.data.opening import opened, shown_name
+from scu_trainer.data.records import Record
+from scu_trainer.errors import DataError
+
+READ_CHARACTERS = 2**20  # of a list at a time
+DEEPEST_ROW = 100  # lists and objects in each other; no conversation and no description of a tool comes near
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_LONE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a character, which is one only beside its other half
+
+
+def read_json_lines(path: Path) -> Iterator[Record]:
+    with opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.strip():
+                yield _json_record(f"{shown_name(path)} row {number}", line)
+
+
+def _json_record(place: str, line: bytes) -> Record:
+    try:
+        value = json.loads(line)
+    except ValueError as error:  # broken JSON, or bytes that are not UTF-8
+        return Record(place, None, f"not readable as JSON: {error}")
+    except RecursionError:
+        return Record(place, None, TOO_DEEP)
+    return _object_record(place, value, line)
+
+
+TOO_DEEP = f"lists and objects lie in each other deeper than {DEEPEST_ROW} levels"
+
+
+def _object_record(place: str, value, text: bytes) -> Record:
+    """``text``: what the value was read from, or more; most rows need no second look."""
+    if not isinstance(value, dict):
+        return Record(place, None, f"holds {type(value).__name__}, not an object with named columns")
+    if text.count(b"[") + text.count(b"{") > DEEPEST_ROW and _is_too_deep(value):
+        return Record(place, None, TOO_DEEP)
+    if _LONE.search(text) and _has_half_character(value):
+        return Record(place, None, "a text holds half of a character (a lone surrogate such as \\ud83d)")
+    return Record(place, value)
+
+
+def _is_too_deep(value) -> bool:
+    level = [value]
+    for _ in range(DEEPEST_ROW):
+        level = [part for item in level for part in _parts(item) if isinstance(part, (dict, list))]
+    return bool(level)
+
+
+def _parts(item) -> Iterable:
+    return item.values() if isinstance(item, dict) else item
+
+
+def _has_half_character(value) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def read_json_file(path: Path) -> Iterator[Record]:
+    """A .json file: one list of objects, an object that holds such a list, or one object per line."""
+    with opened(path) as file:
+        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+        is_line = _is_whole_object(start.partition(b"\n")[0])
+    if start.startswith(b"["):
+        return _json_list(path)
+    return read_json_lines(path) if is_line or not start.startswith(b"{") else _json_object(path)
+
+
+def _is_whole_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return len(line) > 4000  # longer than what was read: a row of its own, or a mistake that its reader will name
+
+
+def _json_list(path: Path) -> Iterator[Record]:
+    """Element by element: only a few of them are in memory."""
+    name = shown_name(path)
+    try:
+        with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+            for number, (value, written) in enumerate(_elements(text), start=1):
+                yield _object_record(f"{name} row {number}", value, written)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path} starts like a list but is not readable as JSON: {error}; write one object per line and name the "
+            "file .jsonl, then bad rows can be skipped one by one"
+        ) from None
+
+
+def _elements(text: TextIO) -> Iterator[tuple[Any, bytes]]:
+    """The elements of a JSON list, each with what it was written as. Raises ValueError where it is none."""
+    decoder, buffer, place, is_first = json.JSONDecoder(), text.read(READ_CHARACTERS).lstrip()[1:], 0, True
+    while True:
+        place = _SPACE.match(buffer, place).end()
+        if buffer[place : place + 1] == "]" and is_first:
+            return
+        try:
+            value, end = decoder.raw_decode(buffer, place)
+            following = _SPACE.match(buffer, end).end()
+            if following == len(buffer):  # a number may go on, and what comes next is not known
+                raise ValueError("the list does not end")
+        except ValueError:
+            more = text.read(
+                max(READ_CHARACTERS, len(buffer) - place)
+            )  # doubling: a long row is not read again and again
+            if not more:
+                raise
+            buffer, place = buffer[place:] + more, 0
+            continue
+        yield value, buffer[place:end].encode("utf-8", "surrogatepass")
+        is_first = False
+        if buffer[following] == "]":
+            return
+        if buffer[following] != ",":
+            raise ValueError(f"a comma or ] is missing behind {buffer[max(place, end - 40) : end]!r}")
+        place = following + 1
+
+
+def _json_object(path: Path) -> Iterator[Record]:
+    """One object over several lines: its one list of objects holds the rows."""
+    with opened(path) as file:
+        content = file.read()
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not readable as JSON: {error}; a .json file is a list of objects") from None
+    lists = [name for name, held in value.items() if isinstance(held, list) and held and isinstance(held[0], dict)]
+    if len(lists) != 1:
+        found = f"has the lists {', '.join(lists)}" if lists else f"has no list, but {', '.join(list(value)[:20])}"
+        raise DataError(
+            f"{path} is one object that {found}; its rows must be one list of objects, or one object per line (.jsonl)"
+        )
+    for number, row in enumerate(value[lists[0]], start=1):
+        yield _object_record(f"{shown_name(path)} row {number} of {lists[0]!r}", row, content)

@@ -1,0 +1,151 @@
+"""Conversations as people write them -> messages as chat templates read them.
+
+Read are the messages of OpenAI (content a string, null or a list of parts; tool_calls; function_call; reasoning) and of
+ShareGPT (``from`` and ``value``). What comes out has roles system, user, assistant and tool (or an unknown one as it
+was), content as text, arguments of calls as objects, and reasoning under the names that templates use.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Optional
+
+from scu_trainer.data.records import BadRow
+
+ROLES = {
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "bot", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
+}
+"""What other tools call a speaker. Another name stays as it is: the template may know it."""
+
+CALLS = ("function_call", "tool_call")
+"""Speakers of ShareGPT whose value is a call of a function, or several."""
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+REASONING_PARTS = ("thinking", "reasoning")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+MEDIA = ("image", "audio", "video", "file")
+
+
+def messages_of(value: Any, column: str) -> list[dict]:
+    """The messages of a column. Raises BadRow where it holds something else."""
+    value = (_parsed(value) or value) if isinstance(value, str) else value
+    if not isinstance(value, list) or not value:
+        found = "an empty list" if value == [] else type(value).__name__
+        raise BadRow(f"column {column!r} holds {found}, not a list of messages")
+    return [_message(item, f"message {number} of {column!r}") for number, item in enumerate(value, start=1)]
+
+
+def tools_of(value: Any) -> Optional[list]:
+    """The tools that a conversation may call, as JSON schemas; None where there are none."""
+    tools = _parsed(value) if isinstance(value, str) else value
+    if isinstance(tools, dict):
+        tools = [tools]
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise BadRow(f"column 'tools' holds {type(value).__name__}, not a list of tools or such a list as JSON")
+    return [_tool(_parsed(tool) if isinstance(tool, str) else tool) for tool in tools]
+
+
+def _tool(tool: Any) -> dict:
+    if not isinstance(tool, dict):
+        raise BadRow("column 'tools' holds something else than objects that describe functions")
+    is_bare = "function" not in tool and "name" in tool
+    return {"type": "function", "function": tool} if is_bare else tool
+
+
+def _message(item: Any, where: str) -> dict:
+    if not isinstance(item, dict):
+        raise BadRow(f"{where} is {type(item).__name__}, not an object with role and content")
+    if isinstance(item.get("from"), str) and "value" in item:
+        item = {**{key: item[key] for key in item if key not in ("from", "value")}, **_said(item, where)}
+    message = {key: value for key, value in item.items() if value is not None}  # arrow fills absent keys with None
+    if not isinstance(message.get("role"), str):
+        raise BadRow(f"{where} has no role; a message is {{'role': 'user', 'content': '...'}}")
+    message["role"] = ROLES.get(message["role"], message["role"])
+    return _with_content(_with_reasoning(_with_calls(message, where)), where)
+
+
+def _said(item: dict, where: str) -> dict:
+    """A message of ShareGPT."""
+    if item["from"] in CALLS:
+        calls = _parsed(item["value"]) if isinstance(item["value"], str) else item["value"]
+        if not isinstance(calls, (dict, list)):
+            raise BadRow(f"{where} is a {item['from']}, but its value is no JSON object with name and arguments")
+        return {"role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    return {"role": item["from"], "content": item["value"]}
+
+
+def _with_calls(message: dict, where: str) -> dict:
+    calls = message.pop("tool_calls", None)
+    calls = _parsed(calls) if isinstance(calls, str) else calls
+    single = message.pop("function_call", None)
+    calls = [single] if single and not calls else calls
+    if not calls:
+        return message
+    if not isinstance(calls, list):
+        raise BadRow(f"tool_calls of {where} is {type(calls).__name__}, not a list of calls")
+    return {**message, "tool_calls": [_call(call, where) for call in calls]}
+
+
+def _call(call: Any, where: str) -> dict:
+    """Arguments become an object: a template that writes them as JSON would encode a string a second time."""
+    call = _parsed(call) if isinstance(call, str) else call
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRow(f"a call in {where} has no name; a call is {{'function': {{'name': ..., 'arguments': ...}}}}")
+    arguments = function.get("arguments", function.get("parameters")) or {}
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments)
+    if not isinstance(arguments, dict):
+        raise BadRow(f"the arguments of {function['name']} in {where} are no JSON object")
+    outer = {key: value for key, value in call.items() if key == "id" and value}
+    return {**outer, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _with_reasoning(message: dict) -> dict:
+    """Under each of the names that templates read; a list of parts may hold it too."""
+    found = [message.pop(name) for name in REASONING if isinstance(message.get(name), str)]
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") in REASONING_PARTS]
+        found += [str(part.get(part["type"]) or part.get("text") or "") for part in parts]
+        message["content"] = [part for part in content if part not in parts]
+    reasoning = next((text for text in found if text.strip()), None)
+    return message if reasoning is None else {**message, "reasoning_content": reasoning, "thinking": reasoning}
+
+
+def _with_content(message: dict, where: str) -> dict:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_text_of(part, where) for part in content)
+    if content is None:
+        if "tool_calls" not in message and "reasoning_content" not in message:
+            raise BadRow(f"{where} has no content; a message is {{'role': 'user', 'content': '...'}}")
+        content = ""
+    if isinstance(content, dict) and message["role"] == "tool":
+        content = json.dumps(content, ensure_ascii=False)
+    if not isinstance(content, str):
+        raise BadRow(f"content of {where} is {type(content).__name__}; only text can be used")
+    return {**message, "content": content}
+
+
+def _text_of(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else type(part).__name__
+    if kind in TEXT_PARTS and isinstance(part.get("text", part.get(kind)), str):
+        return part.get("text", part.get(kind))
+    if isinstance(kind, str) and any(name in kind for name in MEDIA):
+        raise BadRow(f"content of {where} has a part of type {kind!r}; only text can be used by this task")
+    raise BadRow(f"content of {where} has a part of type {kind!r}; known are {', '.join(TEXT_PARTS)}")
+
+
+def _parsed(text: str) -> Any:
+    """What a JSON text says; None where it is none."""
+    try:
+        return json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError):
+        return None

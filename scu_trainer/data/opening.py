@@ -1,0 +1,34 @@
+"""A file of the user's, opened: what cannot be read becomes one message."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from scu_trainer.errors import DataError
+
+
+def shown_name(path: Path) -> str:
+    """The name of a file for a person, also where its bytes are no UTF-8."""
+    return os.fsencode(path.name).decode(errors="replace")
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, unpacked where its name ends in .gz. What cannot be read becomes a DataError."""
+    try:
+        # Without waiting: a pipe that nobody writes to, and a device, would never begin or never end.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise DataError(f"{path} is a pipe or a device; write its content to a file first")
+            with gzip.open(file) if path.name.lower().endswith(".gz") else contextlib.nullcontext(file) as content:
+                yield content
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path} cannot be read: {reason}; check the file, its permissions and its suffix") from error

@@ -1,0 +1,100 @@
+"""Is all of a conversation in what the chat template made of it? A template drops in silence what it does not know."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from scu_trainer.data.formats import Chat
+from scu_trainer.data.records import BadRow
+
+_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
+ANYWHERE = ("system", "developer")
+"""Roles whose words templates put where they like."""
+
+
+class Part(NamedTuple):
+    """``what`` a message says, as ``texts`` of which each must be there. ``is_target``: it is to be learned."""
+
+    what: str
+    texts: list[str]
+    is_target: bool
+    message: int = 0
+    is_in_order: bool = True
+
+
+def rendered_away(chat: Chat, text: str, learns_prompt: bool) -> tuple[str, ...]:
+    """What of ``chat`` is not in ``text``, in words. Raises BadRow where something is missing that is to be learned.
+
+    ``learns_prompt``: every token is learned, what others say too.
+    """
+    missing, place = [], 0
+    for part in _parts(chat, learns_prompt):
+        found = [_end_of(piece, text, place if part.is_in_order else 0) for piece in part.texts]
+        if None not in found:
+            place = max([place, *found]) if part.is_in_order else place
+        elif part.is_target:
+            raise BadRow(
+                f"the chat template leaves out the {part.what} of message {part.message}, which is to be learned; give "
+                "a template that renders it (--chat_template qwen renders tools, calls and reasoning), or take it out "
+                "of the row"
+            )
+        else:
+            missing.append(part.what)
+    return tuple(dict.fromkeys(missing))
+
+
+def _parts(chat: Chat, learns_prompt: bool) -> Iterator[Part]:
+    for tool in chat.tools or ():
+        described = tool.get("function", tool) if isinstance(tool, dict) else {}
+        yield Part("tools", [str(described.get("name", ""))], False, is_in_order=False)
+    last_question = max((n for n, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
+    for number, message in enumerate(chat.messages):
+        is_answer = message["role"] == "assistant" and message.get("weight") != 0
+        is_learned = learns_prompt or (is_answer and number >= (chat.prompt_turns or 0))
+        yield from _parts_of(message, number + 1, is_learned, number > last_question)
+
+
+def _parts_of(message: dict, number: int, is_learned: bool, is_last_answer: bool) -> Iterator[Part]:
+    """Templates may drop the reasoning of earlier turns, as the models do at inference: that is counted."""
+    if "reasoning_content" in message:
+        yield Part("reasoning", [message["reasoning_content"]], is_learned and is_last_answer, number)
+    content = message["content"] if "content" in message else ""
+    if "<think>" in content:
+        thoughts = _THOUGHT.findall(content)
+        yield Part("reasoning", [thought[7:-8] for thought in thoughts], is_learned and is_last_answer, number)
+        content = content.rpartition("</think>")[2]
+    role = message["role"]
+    what = f"words of the role {role!r}"
+    yield Part(what, [content], is_learned, number, is_in_order=role not in ANYWHERE)
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        yield Part("tool calls", [function["name"], *_leaves(function["arguments"])], is_learned, number, False)
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """The words and numbers in an argument."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield str(name)
+            yield from _leaves(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner)
+    else:
+        yield value if isinstance(value, str) else json.dumps(value)
+
+
+def _end_of(piece: str, text: str, start: int) -> int | None:
+    """Where ``piece`` ends in ``text`` behind ``start``, as it is or as JSON writes it; None where it is missing."""
+    piece = piece.strip()
+    if not piece:
+        return start
+    forms = (piece, json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1])
+    for form in dict.fromkeys(forms):
+        place = text.find(form, start)
+        if place >= 0:
+            return place + len(form)
+    return None

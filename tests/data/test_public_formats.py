@@ -1,0 +1,297 @@
+"""Files as other tools' users have them, small: the format that is read, what is learned of it by hand, what is not read."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from scu_trainer.data.text.encode import NOT_LEARNED
+from scu_trainer.errors import DataError
+
+END = "<|im_end|><|eos|>"
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
+
+
+def json_array(path: Path, rows: list[dict]) -> None:
+    path.write_text(json.dumps(rows, indent=2))
+
+
+def json_lines(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def packed_lines(path: Path, rows: list[dict]) -> None:
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+
+
+def wrapped(path: Path, rows: list[dict]) -> None:
+    path.write_text(json.dumps({"version": 1, "data": rows}, indent=1))
+
+
+def table(path: Path, rows: list[dict]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def parquet(path: Path, rows: list[dict]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def arrow_stream(path: Path, rows: list[dict]) -> None:
+    import pyarrow
+
+    of_rows = pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_stream(path, of_rows.schema) as writer:
+        writer.write_table(of_rows)
+
+
+def feather(path: Path, rows: list[dict]) -> None:
+    import pyarrow
+    from pyarrow import feather
+
+    feather.write_feather(pyarrow.Table.from_pylist(rows), path)
+
+
+ALPACA = [
+    {"instruction": "Name a tea.", "input": "", "output": "Assam.", "text": "Below is an instruction. Assam."},
+    {"instruction": "Translate.", "input": "Tee", "output": "Tea", "text": "Below is another. Tea"},
+]
+GSM8K = [{"question": "2 + 3?", "answer": "2 + 3 = 5\n#### 5"}, {"question": "1 + 1?", "answer": "#### 2"}]
+SHAREGPT_TOOLS = [
+    {
+        "conversations": [
+            {"from": "human", "value": "Rain in Łódź?"},
+            {"from": "function_call", "value": json.dumps({"name": "weather", "arguments": {"city": "Łódź"}})},
+            {"from": "observation", "value": '{"rain": true}'},
+            {"from": "gpt", "value": "Yes, it rains."},
+        ],
+        "system": "Be brief.",
+        "tools": json.dumps([TOOL["function"]]),
+    }
+]
+OPENAI_TOOLS = [
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Rain in "}, {"type": "text", "text": "Łódź?"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {
+                        "id": "1",
+                        "type": "function",
+                        "function": {"name": "weather", "arguments": '{"city": "Łódź"}'},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": '{"rain": true}'},
+            {"role": "assistant", "content": "Yes, it rains.", "reasoning_content": "The tool says so."},
+        ],
+        "tools": [TOOL],
+    }
+]
+
+CASES = {
+    "Alpaca, a JSON array": ("a.json", json_array, ALPACA, {}, "Alpaca", ["Assam." + END, "Tea" + END], {"text": 2}),
+    "Alpaca, with system and history": (
+        "a.json",
+        json_array,
+        [{**ALPACA[0], "text": "", "system": "Be brief.", "history": [["Hi?", "Hello."], ["Well?", "Yes."]]}],
+        {},
+        "Alpaca (instruction, input, output, system, history) by the chat template",
+        ["Hello.<|im_end|>Yes.<|im_end|>Assam." + END],
+        {},
+    ),
+    "GSM8K": ("a.jsonl", json_lines, GSM8K, {}, "question and answer (question, answer)", None, {}),
+    "GSM8K as parquet": ("a.parquet", parquet, GSM8K, {}, "question and answer (question, answer)", None, {}),
+    "GSM8K as an Arrow stream": (
+        "a.arrow",
+        arrow_stream,
+        GSM8K,
+        {},
+        "question and answer (question, answer)",
+        None,
+        {},
+    ),
+    "GSM8K as Feather": ("a.feather", feather, GSM8K, {}, "question and answer (question, answer)", None, {}),
+    "GSM8K packed": ("a.jsonl.gz", packed_lines, GSM8K, {}, "question and answer (question, answer)", None, {}),
+    "GSM8K in an object": ("a.json", wrapped, GSM8K, {}, "question and answer (question, answer)", None, {}),
+    "GSM8K as a table": ("a.csv", table, GSM8K, {}, "question and answer (question, answer)", None, {}),
+    "GSM8K with tabs": ("a.tsv", table, GSM8K, {}, "question and answer (question, answer)", None, {}),
+    "Dolly": (
+        "a.jsonl",
+        json_lines,
+        [{"instruction": "Why?", "context": "It is late.", "response": "So.", "category": "open_qa"}],
+        {},
+        "question and answer (instruction, context, response)",
+        ["So." + END],
+        {"category": 1},
+    ),
+    "prompt and response": (
+        "a.jsonl",
+        json_lines,
+        [{"prompt": "Why?", "response": "So."}],
+        {},
+        "question and answer (prompt, response)",
+        ["So." + END],
+        {},
+    ),
+    "prompt and completion of TRL": (
+        "a.jsonl",
+        json_lines,
+        [{"prompt": "2 + 2 =", "completion": " 4", "id": 7}],
+        {},
+        "prompt and completion (prompt, completion)",
+        [" 4<|eos|>"],
+        {"id": 1},
+    ),
+    "names of one's own": (
+        "a.jsonl",
+        json_lines,
+        [{"frage": "Why?", "antwort": "So.", "rolle": "Be brief.", "quelle": "x"}],
+        {"prompt_column": "frage", "response_column": "antwort", "system_column": "rolle"},
+        "question and answer (frage, antwort, rolle)",
+        ["So." + END],
+        {"quelle": 1},
+    ),
+    "a conversation under another name": (
+        "a.jsonl",
+        json_lines,
+        [{"dialogue": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}],
+        {"messages_column": "dialogue"},
+        "messages (dialogue)",
+        ["So." + END],
+        {},
+    ),
+    "the chosen answers of preferences": (
+        "a.jsonl",
+        json_lines,
+        [{"prompt": "Why?", "chosen": "So.", "rejected": "No."}],
+        {"prompt_column": "prompt", "response_column": "chosen"},
+        "question and answer (prompt, chosen)",
+        ["So." + END],
+        {"rejected": 1},
+    ),
+    "answers marked as good": (
+        "a.jsonl",
+        json_lines,
+        [{"prompt": "Why?", "completion": "So.", "label": True}],
+        {},
+        "prompt and completion (prompt, completion)",
+        ["So.<|eos|>"],
+        {},
+    ),
+    "ShareGPT with all its roles": (
+        "a.json",
+        json_array,
+        SHAREGPT_TOOLS,
+        {},
+        "ShareGPT conversations (conversations, tools, system)",
+        [CALL + "<|im_end|>Yes, it rains." + END],
+        {},
+    ),
+    "messages with calls, parts, null and reasoning": (
+        "a.jsonl",
+        json_lines,
+        OPENAI_TOOLS,
+        {},
+        "messages (messages, tools)",
+        [CALL + "<|im_end|><think>\nThe tool says so.\n</think>\n\nYes, it rains." + END],
+        {},
+    ),
+    "the same as parquet": (
+        "a.parquet",
+        parquet,
+        [{**OPENAI_TOOLS[0], "tools": json.dumps([TOOL])}],
+        {},
+        "messages (messages, tools)",
+        [CALL + "<|im_end|><think>\nThe tool says so.\n</think>\n\nYes, it rains." + END],
+        {},
+    ),
+    "a turn of weight 0": (
+        "a.jsonl",
+        json_lines,
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": "Tea?"},
+                    {"role": "assistant", "content": "Never.", "weight": 0},
+                    {"role": "user", "content": "Sure?"},
+                    {"role": "assistant", "content": "Yes, tea.", "weight": 1},
+                ]
+            }
+        ],
+        {},
+        "messages (messages)",
+        ["Yes, tea." + END + "\n"],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_public_format(prepared, tokenizer, tmp_path, case):
+    name, write, rows, settings, read, answers, not_used = CASES[case]
+    write(tmp_path / name, rows)
+    rules = {"packing": False, "block_size": 512, "validation_split_percentage": 0.0, **settings}
+    data = prepared(tmp_path / name, **rules)
+    answers = [row["answer"] + END for row in rows] if answers is None else answers
+    learned = [[label for label in row["labels"] if label != NOT_LEARNED] for row in data.train]
+    assert sorted(map(tokenizer.decode, learned)) == sorted(answers)
+    by_hand = sum(len(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in answers)
+    assert data.statistics.supervised_tokens == by_hand
+    [(said, count)] = data.statistics.formats.items()
+    assert said.startswith(read) and count == len(rows)
+    assert data.statistics.columns_not_used == not_used
+
+
+REFUSED = {
+    "preferences": ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "chosen and a rejected.*DPOTrainer"),
+    "preferences as conversations": ({"chosen": [], "rejected": [{"role": "user"}]}, "has no column 'text'"),
+    "answers marked as bad": ({"prompt": "Why?", "completion": "No.", "label": False}, r"bad answer \(label: false\)"),
+    "images": (
+        {"messages": [{"role": "user", "content": "<image>?"}], "images": ["a.png"]},
+        "its column 'images' shows.*only text",
+    ),
+    "two answers": (
+        {"problem": "1?", "solution": "It is 1.", "answer": "1"},
+        "--prompt_column problem --response_column",
+    ),
+    "an image part": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "type 'image_url'; only text",
+    ),
+    "arguments that are no object": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "now"}}]}]},
+        "arguments of f in message 1 of 'messages' are no JSON object",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_lost_is_refused(prepared, jsonl, case):
+    row, words = REFUSED[case]
+    with pytest.raises(DataError, match=words):
+        prepared(jsonl([row] * 3))
+
+
+def test_rows_without_a_template_are_plain_text(prepared, jsonl, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    data = prepared(jsonl(GSM8K), packing=False, validation_split_percentage=0.0)
+    assert sorted(tokenizer.decode(row["input_ids"]) for row in data.train) == [
+        "<|bos|>1 + 1?\n\n#### 2<|eos|>",
+        "<|bos|>2 + 3?\n\n2 + 3 = 5\n#### 5<|eos|>",
+    ]
+    assert list(data.statistics.formats) == [
+        "question and answer (question, answer) as plain text, for there is no chat template"
+    ]
