@@ -1,4 +1,4 @@
-"""Files as other tools' users have them, small: the format that is read, what is learned of it by hand, what is not read."""
+"""Files as users of other tools have them, small: the format read, what is learned by hand count, what is not read."""
 
 from __future__ import annotations
 
@@ -101,6 +101,8 @@ OPENAI_TOOLS = [
     }
 ]
 
+QUESTIONS = "question and answer (question, answer)"
+
 CASES = {
     "Alpaca, a JSON array": ("a.json", json_array, ALPACA, {}, "Alpaca", ["Assam." + END, "Tea" + END], {"text": 2}),
     "Alpaca, with system and history": (
@@ -112,8 +114,8 @@ CASES = {
         ["Hello.<|im_end|>Yes.<|im_end|>Assam." + END],
         {},
     ),
-    "GSM8K": ("a.jsonl", json_lines, GSM8K, {}, "question and answer (question, answer)", None, {}),
-    "GSM8K as parquet": ("a.parquet", parquet, GSM8K, {}, "question and answer (question, answer)", None, {}),
+    "GSM8K as JSON lines": ("a.jsonl", json_lines, GSM8K, {}, QUESTIONS, None, {}),
+    "GSM8K as parquet": ("a.parquet", parquet, GSM8K, {}, QUESTIONS, None, {}),
     "GSM8K as an Arrow stream": (
         "a.arrow",
         arrow_stream,
@@ -123,11 +125,11 @@ CASES = {
         None,
         {},
     ),
-    "GSM8K as Feather": ("a.feather", feather, GSM8K, {}, "question and answer (question, answer)", None, {}),
-    "GSM8K packed": ("a.jsonl.gz", packed_lines, GSM8K, {}, "question and answer (question, answer)", None, {}),
-    "GSM8K in an object": ("a.json", wrapped, GSM8K, {}, "question and answer (question, answer)", None, {}),
-    "GSM8K as a table": ("a.csv", table, GSM8K, {}, "question and answer (question, answer)", None, {}),
-    "GSM8K with tabs": ("a.tsv", table, GSM8K, {}, "question and answer (question, answer)", None, {}),
+    "GSM8K as Feather": ("a.feather", feather, GSM8K, {}, QUESTIONS, None, {}),
+    "GSM8K packed": ("a.jsonl.gz", packed_lines, GSM8K, {}, QUESTIONS, None, {}),
+    "GSM8K in an object": ("a.json", wrapped, GSM8K, {}, QUESTIONS, None, {}),
+    "GSM8K as a table": ("a.csv", table, GSM8K, {}, QUESTIONS, None, {}),
+    "GSM8K with tabs": ("a.tsv", table, GSM8K, {}, QUESTIONS, None, {}),
     "Dolly": (
         "a.jsonl",
         json_lines,
@@ -212,7 +214,12 @@ CASES = {
     "the same as parquet": (
         "a.parquet",
         parquet,
-        [{**OPENAI_TOOLS[0], "tools": json.dumps([TOOL])}],
+        [
+            {
+                "messages": [{"role": "user", "content": "Rain in Łódź?"}, *OPENAI_TOOLS[0]["messages"][1:]],
+                "tools": json.dumps([TOOL]),
+            }
+        ],
         {},
         "messages (messages, tools)",
         [CALL + "<|im_end|><think>\nThe tool says so.\n</think>\n\nYes, it rains." + END],
@@ -257,7 +264,10 @@ def test_a_public_format(prepared, tokenizer, tmp_path, case):
 
 REFUSED = {
     "preferences": ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "chosen and a rejected.*DPOTrainer"),
-    "preferences as conversations": ({"chosen": [], "rejected": [{"role": "user"}]}, "has no column 'text'"),
+    "preferences as conversations": (
+        {"chosen": [{"role": "user", "content": "?"}], "rejected": [{"role": "user", "content": "?"}]},
+        "chosen and a rejected.*--messages_column chosen",
+    ),
     "answers marked as bad": ({"prompt": "Why?", "completion": "No.", "label": False}, r"bad answer \(label: false\)"),
     "images": (
         {"messages": [{"role": "user", "content": "<image>?"}], "images": ["a.png"]},

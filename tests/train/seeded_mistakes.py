@@ -20,6 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests import tiny
+from tests.train.silent_losses import ROWS, Rows
 
 Flags = dict[str, Any]
 IMAGES = {"task": "image-classification", "model_name_or_path": None, "block_size": None, "image_size": 32}
@@ -167,6 +168,19 @@ ONLY_END_MARKED = (
 )
 LONG_PROMPT = "Read this with care, for the answer is hidden in one of its many words. " * 8
 
+
+def _lost(rows: Rows, flags: Flags) -> Callable[[Bench], Flags]:
+    def build(bench: Bench) -> Flags:
+        template = bench.template(flags["chat_template"]) if "chat_template" in flags else {}
+        return {**flags, "dataset": bench.rows(map(rows, range(60))), "packing": False, **template}
+
+    return build
+
+
+LOSSES = tuple(
+    Mistake(name, "common", did, _lost(rows, flags), expected, refused)
+    for name, did, rows, flags, expected, refused in ROWS
+)
 MISTAKES = (
     # -- refused before preflight --------------------------------------------------------------------------------------
     Mistake("unknown-key", "common", "misspelt a setting", lambda b: {"learning_rat": 1}, "did you mean", True),
@@ -182,7 +196,7 @@ MISTAKES = (
         "nothing-to-learn",
         "unsloth#2900",
         "conversations in which nobody is the assistant, answers only learned",
-        lambda b: b.chats(role=lambda i: "bot"),
+        lambda b: b.chats(role=lambda i: "helper"),
         "no document to learn from",
         True,
     ),
@@ -473,7 +487,7 @@ MISTAKES = (
         "half-masked",
         "TRL#3927",
         "every second conversation calls the assistant by another name",
-        lambda b: b.chats(role=lambda i: ("assistant", "bot")[i % 2]),
+        lambda b: b.chats(role=lambda i: ("assistant", "helper")[i % 2]),
         "many-dropped",
     ),
     Mistake(
@@ -561,7 +575,7 @@ MISTAKES = (
             "dataset": b.rows({"instruction": f"Say {i}", "output": f"I say {i}"} for i in range(60)),
             "text_column": "output",
         },
-        "prompt-left-out",
+        "question-not-read",
     ),
     Mistake(
         "empty-prompts",
@@ -659,4 +673,5 @@ MISTAKES = (
         lambda b: {**b.adapter(), "lora_r": 4},
         "adapter-keeps-configuration",
     ),
+    *LOSSES,
 )

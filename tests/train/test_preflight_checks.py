@@ -19,11 +19,11 @@ from scu_trainer.train.preflight import (
     CHECKS,
     before_training,
     classes,
+    columns,
     counts,
     length,
     optimization,
     plan,
-    raw_rows,
     room,
     rows,
     surroundings,
@@ -377,16 +377,14 @@ def test_few_duplicates_and_few_drops_are_silent():
     assert ids(counts._samples(job_of(), statistics)) == ["many-dropped", "held-out-seen"]
 
 
-def test_folders_and_files_that_name_no_columns_are_left_alone(tmp_path):
+def test_folders_of_datasets_and_names_of_the_hub_are_left_alone(tmp_path):
     file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps({"question": f"q{i}", "answer": f"a{i}"}) + "\n" for i in range(4)))
-    flags = {"text_column": "answer"}
-    assert ids(raw_rows.before_loading(job_of(dataset=file, **flags))) == ["prompt-left-out"]
-    assert ids(raw_rows.before_loading(job_of(dataset=tmp_path, **flags))) == ["prompt-left-out"]
-    assert ids(raw_rows.before_loading(job_of(dataset=file, text_column="question"))) == []
-    assert ids(raw_rows.before_loading(job_of(dataset="no_such", **flags))) == []
+    file.write_text("".join(json.dumps({"prompt": "", "completion": f"a{i}"}) + "\n" for i in range(4)))
+    assert ids(columns.before_loading(job_of(dataset=file))) == ["prompts-empty"]
+    assert ids(columns.before_loading(job_of(dataset=tmp_path))) == ["prompts-empty"]
+    assert ids(columns.before_loading(job_of(dataset="no_such"))) == []
     (tmp_path / "state.json").write_text("{}")
-    assert ids(raw_rows.before_loading(job_of(dataset=tmp_path, **flags))) == []
+    assert ids(columns.before_loading(job_of(dataset=tmp_path))) == []
 
 
 def test_shares_in_words():

@@ -18,12 +18,12 @@ from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight import (
     classes,
+    columns,
     counts,
     length,
     optimization,
     pitfalls,
     plan,
-    raw_rows,
     room,
     rows,
     surroundings,
@@ -35,7 +35,7 @@ from scu_trainer.train.preflight.report import report
 
 __all__ = ["CHECKS", "Check", "Finding", "before_loading", "before_training", "report"]
 
-EARLY = (optimization, pitfalls, length, surroundings, raw_rows, plan)
+EARLY = (optimization, pitfalls, length, surroundings, columns, plan)
 
 
 def before_loading(job: Job) -> list[Finding]:
@@ -52,6 +52,7 @@ def before_training(job: Job, parts: TrainingComponents, output_dir: Path) -> li
     count = len(train) if has_length(train) else None
     steps = training.max_steps if count is None else job.planned_steps(count)
     findings = [*length.before_training(job, train), *counts.before_training(job, parts)]
+    findings += columns.before_training(parts.data.statistics)
     if not isinstance(parts.data, PreparedSamples):
         findings += rows.before_training(job, parts, rows.facts_of(parts))
     findings += classes.before_training(job, parts)

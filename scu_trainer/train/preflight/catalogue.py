@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from scu_trainer.train.preflight import (
     classes,
+    columns,
     counts,
     length,
     optimization,
     pitfalls,
     plan,
-    raw_rows,
     room,
     rows,
     surroundings,
@@ -17,6 +17,6 @@ from scu_trainer.train.preflight import (
 )
 from scu_trainer.train.preflight.finding import Check
 
-MODULES = (optimization, pitfalls, length, surroundings, raw_rows, counts, rows, classes, weights, room, plan)
+MODULES = (optimization, pitfalls, length, surroundings, columns, counts, rows, classes, weights, room, plan)
 CHECKS = {check.id: check for module in MODULES for check in vars(module).values() if isinstance(check, Check)}
 LOOKED_FOR = sum(check.level != "note" for check in CHECKS.values())

@@ -1,0 +1,126 @@
+"""Columns: chosen wrongly, as the first rows of a local dataset show, or not read although they look as if they
+mattered; and what a chat template leaves out of the conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.data import formats
+from scu_trainer.data.readers import kind_of, read_file
+from scu_trainer.data.sources import visible_files
+from scu_trainer.data.statistics import DataStatistics
+from scu_trainer.settings.tasks import TEXT
+from scu_trainer.train.job.job import Job
+from scu_trainer.train.preflight.finding import Check, Finding, percent
+
+EMPTY_PROMPTS = Check(
+    "prompts-empty",
+    "warning",
+    "nearly all prompts are empty, so the completions are learned as answers to nothing",
+    "look at the column prompt: perhaps its text stands in another one",
+)
+SAME_BOTH = Check(
+    "prompt-is-completion",
+    "warning",
+    "prompt and completion are the same text in most rows: the model learns to copy",
+    "look at how the columns were filled",
+)
+
+ANSWER_NOT_READ = Check(
+    "answer-not-read",
+    "warning",
+    "a column that looks like an answer is not read",
+    "name the columns with prompt_column and response_column, or take the column out of the data",
+)
+QUESTION_NOT_READ = Check(
+    "question-not-read",
+    "warning",
+    "a column that looks like a question or an instruction is not read",
+    "name the columns with prompt_column and response_column, or take the column out of the data",
+)
+LABEL_NOT_READ = Check(
+    "label-not-read",
+    "warning",
+    "a column that looks like a label or a rating is not read: bad rows are learned like good ones",
+    "take out the rows that should not be learned, or train a reward model or a classifier with them",
+)
+PREFERENCE_NOT_READ = Check(
+    "preference-not-read",
+    "warning",
+    "a column of preferred or rejected answers is not read",
+    "train with TRL's DPOTrainer and our loops (docs/any_trainer.md), or take the column out of the data",
+)
+MEDIA_NOT_READ = Check(
+    "media-not-read",
+    "warning",
+    "a column of pictures, recordings or films is not read: the words are learned without what they are about",
+    "make sure that the words alone are worth learning, or take the column out of the data",
+)
+RENDERED_AWAY = Check(
+    "rendered-away",
+    "warning",
+    "the chat template leaves a part of the conversations out",
+    "give a template that renders it (--chat_template qwen renders tools, calls and reasoning)",
+)
+LOOKS_LIKE = (
+    (ANSWER_NOT_READ, (*formats.ANSWERS, "answers", "target", "targets", "reply", "reasoning", "tool_calls")),
+    (QUESTION_NOT_READ, (*formats.PROMPTS, *formats.SYSTEMS, *formats.CHAT_COLUMNS, *formats.TOOLS, "history")),
+    (
+        LABEL_NOT_READ,
+        (*formats.LABELS, "labels", "score", "rating", "reward", "rank", "correct", "is_correct", "is_bad"),
+    ),
+    (PREFERENCE_NOT_READ, (*formats.PREFERENCES, "preferred", "dispreferred", "preference")),
+    (MEDIA_NOT_READ, formats.IMAGES),
+)
+
+READ_ROW_BY_ROW = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
+ROWS_LOOKED_AT = 64
+MOST = 0.9
+
+
+def before_loading(job: Job) -> Iterator[Finding]:
+    file = _first_file(Path(job.data.dataset).expanduser()) if job.task.task == TEXT else None
+    if file is None:
+        return
+    records = islice(read_file(file, job.data.text_column), ROWS_LOOKED_AT)
+    rows = [record.value for record in records if not record.problem]
+    if rows:
+        yield from _pairs(rows)
+
+
+def before_training(statistics: Any) -> Iterator[Finding]:
+    """``statistics`` of the prepared data, whatever they were read from."""
+    if not isinstance(statistics, DataStatistics):
+        return
+    for check, names in LOOKS_LIKE:
+        for column in (column for column in statistics.columns_not_used if column.lower() in names):
+            rows = statistics.columns_not_used[column]
+            yield check.found(f"{column!r} has a value in {rows:,} rows and is not read", f"column {column}")
+    for what, count in statistics.rendered_away.items():
+        yield RENDERED_AWAY.found(f"{what}: left out of {count:,} conversations", "chat_template")
+
+
+def _first_file(path: Path) -> Optional[Path]:
+    """With columns, and cheap to begin. None where there is none, and for folders of the datasets library."""
+    if not path.is_dir():
+        return path if path.is_file() and kind_of(path) in READ_ROW_BY_ROW else None
+    if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return None
+    return next((file for file in visible_files(path) if kind_of(file) in READ_ROW_BY_ROW), None)
+
+
+def _pairs(rows: list[dict[str, Any]]) -> Iterator[Finding]:
+    pairs = [(row.get("prompt"), row.get("completion")) for row in rows]
+    pairs = [pair for pair in pairs if all(isinstance(side, str) for side in pair)]
+    if not pairs:
+        return
+    among = f"of the first {len(pairs)} rows"
+    empty = sum(not prompt.strip() for prompt, _ in pairs) / len(pairs)
+    if empty >= MOST:
+        yield EMPTY_PROMPTS.found(f"{percent(empty)} {among} have an empty prompt", "column prompt")
+    same = sum(prompt.strip() == completion.strip() != "" for prompt, completion in pairs) / len(pairs)
+    if same >= MOST:
+        yield SAME_BOTH.found(f"{percent(same)} {among} repeat the prompt as completion", "columns prompt, completion")

@@ -1,0 +1,106 @@
+"""Our own chat templates: nothing is dropped in silence, the end of an answer is learned, turns add up."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from scu_trainer.data.records import Record
+from scu_trainer.data.text.chat import read_chat_template
+from scu_trainer.data.text.encode import NOT_LEARNED, Document, Encoder
+from scu_trainer.errors import DataError
+from scu_trainer.settings import DataSettings
+from scu_trainer.settings.data import CHAT_TEMPLATES
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Which tea?"},
+    {"role": "assistant", "content": "Green."},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "Black, with milk."},
+]
+MARKERS = {
+    "chatml": "<|im_end|>",
+    "qwen": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "phi3": "<|end|>",
+    "mistral": "<|eos|>",
+    "alpaca": "<|eos|>",
+    "vicuna": "<|eos|>",
+}
+KNOW_TOOLS = ("qwen", "llama3")
+
+
+@pytest.fixture(params=CHAT_TEMPLATES)
+def template(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def encode(tokenizer, template):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = read_chat_template(template)
+    encoder = Encoder.of(DataSettings(chat_template=template), own, "tiny")
+
+    def run(messages, **columns):
+        [result] = encoder.encode([Record("row 1", {"messages": messages, **columns})])
+        return result
+
+    run.tokenizer = own
+    return run
+
+
+def learned(encode, document: Document) -> str:
+    return encode.tokenizer.decode([label for label in document.labels if label != NOT_LEARNED])
+
+
+def test_answers_are_learned_with_their_ends(encode, template):
+    document, end = encode(CONVERSATION), MARKERS[template]
+    last = end if end == "<|eos|>" else end + "<|eos|>"
+    said = learned(encode, document).replace(" Green", "Green").replace(" Black", "Black")
+    assert said == f"Green.{end}Black, with milk.{last}"
+    assert document.read.rendered_away == ()
+
+
+def test_a_prompt_is_the_beginning_of_its_conversation(encode, template):
+    """What the model is asked with is what it has seen before the answer."""
+    render = encode.tokenizer.apply_chat_template
+    asked = render(CONVERSATION[:-1], tokenize=False, add_generation_prompt=True)
+    assert render(CONVERSATION, tokenize=False).startswith(asked)
+    assert asked.count("<|bos|>") == 1
+
+
+def test_tools_calls_and_reasoning_are_rendered_or_named(encode, template):
+    call = {"function": {"name": "weather", "arguments": '{"city": "Łódź", "days": 3}'}}
+    messages = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    result = encode(messages, tools=[{"type": "function", "function": {"name": "weather", "parameters": {}}}])
+    if template in KNOW_TOOLS:
+        assert '{"city": "Łódź", "days": 3}' in encode.tokenizer.decode(result.input_ids)
+        assert result.read.rendered_away == ()
+    else:
+        assert "leaves out the tool calls of message 2" in result.example
+    thinking = encode([messages[0], {"role": "assistant", "content": "Yes.", "reasoning_content": "It is autumn."}])
+    if template == "qwen":
+        assert "It is autumn." in learned(encode, thinking)
+    else:
+        assert "leaves out the reasoning of message 2" in thinking.example
+
+
+def test_markers_that_the_tokenizer_spells_out_are_named(prepared, jsonl, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template)  # as it will be set: put back at the end
+    data = prepared(jsonl([{"messages": CONVERSATION}] * 3), chat_template="llama3")
+    assert "no token for <|start_header_id|>, <|end_header_id|>, <|eot_id|>" in "\n".join(data.statistics.lines())
+    with_tokens = prepared(jsonl([{"messages": CONVERSATION}] * 3), chat_template="chatml")
+    assert "no token for" not in "\n".join(with_tokens.statistics.lines())
+
+
+def test_a_name_that_is_nearly_one_of_ours(prepared, jsonl):
+    with pytest.raises(DataError, match=r"chat_template 'lama3'.*did you mean 'llama3'.*chatml.*Jinja file"):
+        prepared(jsonl([{"messages": CONVERSATION}] * 3), chat_template="lama3")
