@@ -305,3 +305,25 @@ def test_rows_without_a_template_are_plain_text(prepared, jsonl, tokenizer, monk
     assert list(data.statistics.formats) == [
         "question and answer (question, answer) as plain text, for there is no chat template"
     ]
+
+
+def test_the_rows_of_the_page_are_read_as_they_stand(prepared, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    lines = page.partition("<!-- rows -->")[2].partition("```json\n")[2].partition("```")[0].splitlines()
+    assert len(lines) == 9
+    for number, line in enumerate(lines):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(line + "\n")
+        statistics = prepared(path, packing=False, block_size=512, validation_split_percentage=0.0).statistics
+        assert statistics.documents == 1 and not statistics.rows_dropped and not statistics.rendered_away
+        assert list(statistics.columns_not_used) == (["category"] if "category" in line else [])
+
+
+def test_columns_of_a_saved_dataset_that_are_not_read_are_named(prepared, tmp_path):
+    import datasets
+
+    rows = [{**row, "source": "x", "embedding": [0.1, 0.2]} for row in GSM8K]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    statistics = prepared(tmp_path / "saved", packing=False, validation_split_percentage=0.0).statistics
+    assert statistics.columns_not_used == {"source": 2, "embedding": 2}
+    assert any(line == "columns not used: source (2 rows), embedding (2 rows)" for line in statistics.lines())
