@@ -8,17 +8,20 @@ names that Alpaca, Dolly, GSM8K and their like use; ``text``. Every column that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional
 
 from scu_trainer.data.messages import messages_of, tools_of
-from scu_trainer.data.records import BadRow
+from scu_trainer.data.records import BadRow, Chat, Completion, Content, Pair, Text
 from scu_trainer.errors import nearest
 
 DEFAULT_TEXT_COLUMN = "text"
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 PROMPTS = ("instruction", "question", "prompt", "query", "problem")
-ANSWERS = ("output", "response", "answer", "completion", "solution")
+ANSWERS = ("output", "response", "answer", "completion", "solution", "targets")
 CONTEXTS = ("input", "context")
+ALONE = ("input", "inputs")
+"""Names of a question where there is no other one."""
+
 SYSTEMS = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
 IMAGES = ("images", "image", "videos", "video", "audios", "audio")
@@ -30,7 +33,7 @@ LABELS = ("label", "kto_tag")
 
 KNOWN_COLUMNS = (
     *(*CHAT_COLUMNS, *PROMPTS, *ANSWERS, *CONTEXTS, *SYSTEMS, *TOOLS, *IMAGES, *PREFERENCES, *LABELS),
-    *("history", "text"),
+    *("history", "text", "inputs"),
 )
 
 
@@ -53,61 +56,6 @@ class Columns(NamedTuple):
         return self.named != (DEFAULT_TEXT_COLUMN,)
 
 
-class Text(NamedTuple):
-    """Every token is learned."""
-
-    text: str
-
-
-class Completion(NamedTuple):
-    """With ``completion_only_loss`` the tokens of ``completion`` are learned."""
-
-    prompt: str
-    completion: str
-
-
-class Pair(NamedTuple):
-    """A question and its answer, after earlier ones: a conversation where the tokenizer has a template, else text.
-
-    With ``completion_only_loss`` the answers are learned. ``history``: (question, answer) of earlier turns.
-    """
-
-    prompt: str
-    answer: str
-    system: str = ""
-    history: tuple[tuple[str, str], ...] = ()
-
-    def as_chat(self) -> Chat:
-        turns = [
-            turn for question, answer in (*self.history, (self.prompt, self.answer)) for turn in (question, answer)
-        ]
-        messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(turns)]
-        system = [{"role": "system", "content": self.system}] if self.system.strip() else []
-        return Chat([*system, *messages], is_pair=True)
-
-    def as_completion(self) -> Completion:
-        """Parts with a blank line between them."""
-        before = [self.system, *(text for turn in self.history for text in turn), self.prompt]
-        return Completion("".join(f"{text}\n\n" for text in before if text.strip()), self.answer)
-
-
-class Chat(NamedTuple):
-    """With ``assistant_only_loss`` the assistant's turns are learned.
-
-    With ``prompt_turns`` the row was a prompt and a completion made of messages: ``completion_only_loss`` decides, and
-    the turns after the first ``prompt_turns`` are learned. ``is_pair``: it was a question with its answer, for which
-    ``completion_only_loss`` decides too.
-    """
-
-    messages: list[dict]
-    tools: Optional[list] = None
-    prompt_turns: Optional[int] = None
-    is_pair: bool = False
-
-
-Content = Union[Text, Completion, Pair, Chat]
-
-
 class Understood(NamedTuple):
     """``format``: its name, with the columns that it is read from. ``not_used``: the other columns with a value."""
 
@@ -123,9 +71,18 @@ def understand(row: dict, columns: Columns) -> Understood:
     if not columns.are_named:
         _refuse_what_would_be_lost(row, content)
     used = tuple(column for column in used if column in row)
-    marks = () if isinstance(content, Text) else tuple(name for name in LABELS if row.get(name) is True)
-    not_used = tuple(str(name) for name, value in row.items() if name not in (*used, *marks) and not _is_empty(value))
+    marks = () if isinstance(content, Text) else tuple(name for name in LABELS if _mark(row.get(name)) is True)
+    left = [name for name, value in row.items() if name not in (*used, *marks) and not _is_empty(value)]
+    said = _said(content) if left else ()
+    not_used = tuple(f"{name} (a copy)" if row[name] in said else str(name) for name in left)
     return Understood(content, f"{name} ({', '.join(used)})", not_used)
+
+
+def _said(content: Content) -> list[Any]:
+    """Texts, and the conversation, of which a column may be a copy."""
+    if isinstance(content, Chat):
+        return [*(message["content"] for message in content.messages), content.messages]
+    return list(content)
 
 
 Read = tuple[str, Content, Sequence[str]]
@@ -159,11 +116,13 @@ def _conversation(row: dict, column: str, system_column: Optional[str]) -> Read:
     tools_column = next((name for name in TOOLS if not _is_empty(row.get(name))), TOOLS[0])
     system_column = system_column or next((name for name in SYSTEMS if not _is_empty(row.get(name))), SYSTEMS[0])
     system = row.get(system_column)
-    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+    takes_system = isinstance(system, str) and messages[0]["role"] != "system"
+    if takes_system and system.strip():
         messages = [{"role": "system", "content": system}, *messages]
     is_sharegpt = isinstance(row[column], list) and isinstance(row[column][0], dict) and "from" in row[column][0]
     name = "ShareGPT conversations" if is_sharegpt else "messages"
-    return name, Chat(messages, tools_of(row.get(tools_column))), (column, tools_column, system_column)
+    used = (column, tools_column, *((system_column,) if takes_system else ()))
+    return name, Chat(messages, tools_of(row.get(tools_column))), used
 
 
 def _completion(row: dict) -> Optional[Read]:
@@ -193,15 +152,23 @@ def _as_messages(value: Any, column: str, role: str) -> list[dict]:
 def _pair(row: dict) -> Optional[Read]:
     """A question and its answer under usual names, of each exactly one with text."""
     prompts, answers = ([name for name in names if isinstance(row.get(name), str)] for names in (PROMPTS, ANSWERS))
-    prompts = prompts or [name for name in CONTEXTS[:1] if isinstance(row.get(name), str)]
+    prompts = prompts or [name for name in ALONE if isinstance(row.get(name), str)]
     if not prompts or not answers:
-        return None
+        return _no_pair(row)
     if len(prompts) > 1 or len(answers) > 1:
         raise BadRow(
             f"has several columns that may be the question or the answer: {', '.join((*prompts, *answers))}. Name "
             f"them, for instance --prompt_column {prompts[0]} --response_column {answers[0]}"
         )
     return _question(row, prompts[0], answers[0], None)
+
+
+def _no_pair(row: dict) -> None:
+    """Raises BadRow where a question and an answer have their columns, and one of them holds no text in this row."""
+    both = [next((name for name in names if name in row), None) for names in ((*PROMPTS, *ALONE), ANSWERS)]
+    if None not in both and DEFAULT_TEXT_COLUMN not in row:
+        for name in both:
+            _string(row, name)
 
 
 def _question(row: dict, prompt: str, answer: str, system_column: Optional[str]) -> Read:
@@ -248,12 +215,18 @@ def _refuse_what_would_be_lost(row: dict, content: Content) -> None:
             "or name the columns with the words (prompt_column and response_column, or messages_column) to learn them "
             "alone"
         )
-    mark = next((name for name in LABELS if row.get(name) is False), None)
+    mark = next((name for name in LABELS if _mark(row.get(name)) is False), None)
     if mark is not None:
         raise BadRow(
             f"is marked as a bad answer ({mark}: false), and would be learned as a good one; take such rows out, or "
             "train with TRL's KTOTrainer and our loops (see docs/any_trainer.md)"
         )
+
+
+def _mark(value: Any) -> Optional[bool]:
+    """A mark of KTO, which a table holds as a word; None for anything else: a number may be a class."""
+    words = {"true": True, "false": False}
+    return value if isinstance(value, bool) else words.get(value.lower()) if isinstance(value, str) else None
 
 
 _PREFERENCE = (
@@ -285,13 +258,11 @@ def _columns(row: dict) -> str:
 def _no_column(row: dict, text_column: str) -> str:
     if any(not _is_empty(row.get(name)) for name in PREFERENCES):
         return _PREFERENCE
-    texts = [str(column) for column, value in row.items() if isinstance(value, str)]
-    example = texts[0] if texts else "X"
-    pair = f", or --prompt_column {texts[0]} --response_column {texts[-1]} for a question with its answer"
+    example = next((str(column) for column, value in row.items() if isinstance(value, str)), "X")
     return (
         f"has no column {text_column!r}; {_columns(row)}{nearest(text_column, map(str, row))}. Name the one with the "
-        f"text, for instance --text_column {example}{pair if len(texts) > 1 else ''}, or use the columns messages, or "
-        "prompt and completion"
+        f"text, for instance --text_column {example}; those of a question and its answer with --prompt_column and "
+        "--response_column; that of a conversation with --messages_column"
     )
 
 

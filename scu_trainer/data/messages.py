@@ -34,7 +34,15 @@ def messages_of(value: Any, column: str) -> list[dict]:
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else type(value).__name__
         raise BadRow(f"column {column!r} holds {found}, not a list of messages")
-    return [_message(item, f"message {number} of {column!r}") for number, item in enumerate(value, start=1)]
+    turns = [turn for item in value for turn in _turns(item)]
+    return [_message(item, f"message {number} of {column!r}") for number, item in enumerate(turns, start=1)]
+
+
+def _turns(item: Any) -> list[Any]:
+    """Two messages for an object that holds a question and its answer, as Capybara's do."""
+    if not isinstance(item, dict) or set(item) != {"input", "output"}:
+        return [item]
+    return [{"role": "user", "content": item["input"]}, {"role": "assistant", "content": item["output"]}]
 
 
 def tools_of(value: Any) -> Optional[list]:

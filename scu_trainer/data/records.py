@@ -1,8 +1,8 @@
-"""A record: one row of a source as it was read, before anybody knows whether it is usable."""
+"""A record: one row of a source as it was read, before anybody knows whether it is usable; and what a row can say."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 
 class Record(NamedTuple):
@@ -25,3 +25,58 @@ def without_padding(value: Any) -> Any:
 
 class BadRow(Exception):
     """One row that cannot be used; its message says why. It stays in this room: counted, or turned into a DataError."""
+
+
+class Text(NamedTuple):
+    """Every token is learned."""
+
+    text: str
+
+
+class Completion(NamedTuple):
+    """With ``completion_only_loss`` the tokens of ``completion`` are learned."""
+
+    prompt: str
+    completion: str
+
+
+class Pair(NamedTuple):
+    """A question and its answer, after earlier ones: a conversation where the tokenizer has a template, else text.
+
+    With ``completion_only_loss`` the answers are learned. ``history``: (question, answer) of earlier turns.
+    """
+
+    prompt: str
+    answer: str
+    system: str = ""
+    history: tuple[tuple[str, str], ...] = ()
+
+    def as_chat(self) -> Chat:
+        turns = [
+            turn for question, answer in (*self.history, (self.prompt, self.answer)) for turn in (question, answer)
+        ]
+        messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(turns)]
+        system = [{"role": "system", "content": self.system}] if self.system.strip() else []
+        return Chat([*system, *messages], is_pair=True)
+
+    def as_completion(self) -> Completion:
+        """Parts with a blank line between them."""
+        before = [self.system, *(text for turn in self.history for text in turn), self.prompt]
+        return Completion("".join(f"{text}\n\n" for text in before if text.strip()), self.answer)
+
+
+class Chat(NamedTuple):
+    """With ``assistant_only_loss`` the assistant's turns are learned.
+
+    With ``prompt_turns`` the row was a prompt and a completion made of messages: ``completion_only_loss`` decides, and
+    the turns after the first ``prompt_turns`` are learned. ``is_pair``: it was a question with its answer, for which
+    ``completion_only_loss`` decides too.
+    """
+
+    messages: list[dict]
+    tools: Optional[list] = None
+    prompt_turns: Optional[int] = None
+    is_pair: bool = False
+
+
+Content = Union[Text, Completion, Pair, Chat]

@@ -225,6 +225,51 @@ CASES = {
         [CALL + "<|im_end|><think>\nThe tool says so.\n</think>\n\nYes, it rains." + END],
         {},
     ),
+    "Capybara": (
+        "a.jsonl",
+        json_lines,
+        [{"conversation": [{"input": "Tea?", "output": "Yes."}, {"input": "Now?", "output": "So."}], "source": "x"}],
+        {},
+        "messages (conversation)",
+        ["Yes.<|im_end|>So." + END],
+        {"source": 1},
+    ),
+    "copies of what is read": (
+        "a.jsonl",
+        json_lines,
+        [{"problem": "1?", "messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1."}]}],
+        {},
+        "messages (messages)",
+        ["1." + END],
+        {"problem (a copy)": 1},
+    ),
+    "a system message in two places": (
+        "a.jsonl",
+        json_lines,
+        [
+            {
+                "conversations": [
+                    {"from": "system", "value": "Be brief."},
+                    {"from": "human", "value": "Tea?"},
+                    {"from": "gpt", "value": "Yes."},
+                ],
+                "system": "Be long.",
+            }
+        ],
+        {},
+        "ShareGPT conversations (conversations)",
+        ["Yes." + END],
+        {"system": 1},
+    ),
+    "inputs and targets": (
+        "a.tsv",
+        table,
+        [{"inputs": "Tea?", "targets": "Yes."}],
+        {},
+        "question and answer (inputs, targets)",
+        ["Yes." + END],
+        {},
+    ),
     "a turn of weight 0": (
         "a.jsonl",
         json_lines,
@@ -269,6 +314,8 @@ REFUSED = {
         "chosen and a rejected.*--messages_column chosen",
     ),
     "answers marked as bad": ({"prompt": "Why?", "completion": "No.", "label": False}, r"bad answer \(label: false\)"),
+    "the same in a table": ({"prompt": "Why?", "response": "No.", "label": "False"}, r"bad answer \(label: false\)"),
+    "no answer": ({"question": "Why?", "answer": None}, "column 'answer' holds NoneType, not text"),
     "images": (
         {"messages": [{"role": "user", "content": "<image>?"}], "images": ["a.png"]},
         "its column 'images' shows.*only text",

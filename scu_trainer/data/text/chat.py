@@ -7,8 +7,7 @@ from pathlib import Path
 
 import jinja2
 
-from scu_trainer.data.formats import Chat
-from scu_trainer.data.records import BadRow
+from scu_trainer.data.records import BadRow, Chat
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.run_files import read_regular
 from scu_trainer.settings.data import CHAT_TEMPLATES

@@ -11,8 +11,8 @@ from typing import NamedTuple, Optional
 import numpy
 import xxhash
 
-from scu_trainer.data.formats import Chat, Columns, Completion, Content, Pair, Text, understand
-from scu_trainer.data.records import BadRow, Record
+from scu_trainer.data.formats import Columns, understand
+from scu_trainer.data.records import BadRow, Chat, Completion, Content, Pair, Record, Text
 from scu_trainer.data.store import digest_of
 from scu_trainer.data.text.chat import chat_template_of, encode_chat
 from scu_trainer.data.text.rendering import rendered_away

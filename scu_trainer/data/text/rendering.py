@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from scu_trainer.data.formats import Chat
-from scu_trainer.data.records import BadRow
+from scu_trainer.data.records import BadRow, Chat
 
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 ANYWHERE = ("system", "developer")

@@ -28,7 +28,7 @@ def embedded_tokenizer(cache_dir: Path) -> PreTrainedTokenizerFast:
     name = "-".join(["bpe", str(TOKENIZER_VERSION), *embedded_identity("python_docs")[2:]])
     folder = built_once(cache_dir / "tokenizer" / name, lambda new: _train(cache_dir).save_pretrained(new))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer.chat_template = read_chat_template(CHAT_TEMPLATE)
+    tokenizer.chat_template = read_chat_template(CHAT_TEMPLATE)  # the folder may hold that of an earlier version
     return tokenizer
 
 
@@ -60,4 +60,5 @@ def _train(cache_dir: Path) -> PreTrainedTokenizerFast:
         unk_token=UNK,
         additional_special_tokens=[TURN_START, TURN_END],
         clean_up_tokenization_spaces=False,
+        chat_template=read_chat_template(CHAT_TEMPLATE),
     )
