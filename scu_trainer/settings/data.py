@@ -35,7 +35,11 @@ class DataSettings:
     dataset_size: Optional[int] = option(None, "cap on documents, taken before the split")
     block_size: int = option(512, "tokens per training row")
     packing: bool = option(True, "fill rows with several documents, one after the other")
-    isolate_documents: bool = option(False, "packed documents do not attend to each other")
+    isolate_documents: Optional[bool] = option(
+        None,
+        "packed documents do not see each other; default: so where the model can, and no packing where it cannot; "
+        "false: packed whatever they see",
+    )
     completion_only_loss: bool = option(True, "prompt/completion rows: learn the completion's tokens only")
     assistant_only_loss: bool = option(True, "chat rows: learn the assistant's tokens only")
     chat_template: Optional[str] = option(
@@ -63,6 +67,6 @@ class DataSettings:
         percentage = self.validation_split_percentage
         require(0 <= percentage < 100, f"validation_split_percentage is {percentage}; allowed: 0 to below 100")
         require(
-            not (self.isolate_documents and not self.packing),
+            self.packing or not self.isolate_documents,
             "isolate_documents has an effect only with packing; set packing: true or drop it",
         )

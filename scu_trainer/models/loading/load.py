@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import ModelError, UserError
 from scu_trainer.models.loading.adapters import adapter_targets, checked_targets
+from scu_trainer.models.loading.causal import require_causal
 from scu_trainer.models.loading.dispatch import Free, Placement, place
 from scu_trainer.models.loading.mapped_files import release_mapped_files
 from scu_trainer.models.loading.offloaded import adapt, adapt_as_saved, has_offloaded_weights
@@ -156,10 +157,11 @@ def load_model(
     with as_model_error(name, "model", settings.model_revision):
         announce_code(located(name), settings)
         require_safe_weights(located(name), settings)
+        config = _config_of(name, settings)
+        require_causal(config, name)
         packing = _packing(name, settings, device)
         given: dict[str, Any] = {} if packing is None else {"quantization_config": packing}
         if placement is None:
-            config = _config_of(name, settings)
             require_room_for(config, name, _bytes_per_weight(config, dtype, settings), settings.trust_remote_code)
         if settings.tuning == "qlora":
             given["device_map"] = {"": device}
@@ -182,6 +184,17 @@ def load_model(
         return model
     release_mapped_files()  # what was packed is not read again
     return prepare_quantized(model)
+
+
+def causal_config(settings: ModelSettings) -> PretrainedConfig:
+    """Of the model that ``load_model`` would load. Raises ModelError where it is no causal language model."""
+    name = base_of(Path(located(settings.model_name_or_path)))
+    check_source(settings.model_name_or_path)
+    with as_model_error(name, "model", settings.model_revision):
+        announce_code(located(name), settings)
+        config = _config_of(name, settings)
+    require_causal(config, name)
+    return config
 
 
 def _packing(name: str, settings: ModelSettings, device: torch.device) -> Optional[BitsAndBytesConfig]:

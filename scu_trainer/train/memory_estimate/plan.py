@@ -23,6 +23,7 @@ from scu_trainer.train.memory_estimate.shapes import RowShapes, Step
 from scu_trainer.train.memory_estimate.skeleton import of_configuration
 from scu_trainer.train.memory_estimate.step import EstimatedStep, trace
 from scu_trainer.train.tasks.common import checkpoints
+from scu_trainer.train.tasks.packing import Packing
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -80,13 +81,14 @@ class FromConfiguration:
         self.job, self.config, self.device = job, config, device
         self.stored_dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
         self.is_quantized = bool(getattr(config, "quantization_config", None))
+        self._is_packed = Packing.expected(job.data, config).applied(job.data).packing
         self._kinds = kinds_of(config)
         self._deep = functools.cache(self._trace)
 
     def step(self, choice: SettingChoice) -> Step:
         """RowShapes as long as a row may be: which ones there are is not known before they are read."""
         length = choice.block_size
-        is_uneven = not self.job.data.packing
+        is_uneven = not self._is_packed
         return step_of(self.job, RowShapes(length, length, is_uneven), self.device)
 
     def estimate(self, choice: SettingChoice, step: Step) -> MemoryEstimate:
@@ -126,7 +128,7 @@ class FromConfiguration:
             compute_dtype=half or torch.float32,
             is_checkpointed=choice.checkpoint_every_layer,
         )
-        return EstimatedStep(model, mode, _tokens if job.data.packing else _padded, loss_kind(job, model), half)
+        return EstimatedStep(model, mode, _tokens if self._is_packed else _padded, loss_kind(job, model), half)
 
 
 @dataclass(frozen=True)

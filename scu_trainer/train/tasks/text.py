@@ -13,10 +13,15 @@ from rich.console import Console
 from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer, prepare
 from scu_trainer.data.text.prepare import whole_held_out
 from scu_trainer.models.fit import require_fit
-from scu_trainer.models.isolation import require_isolation
 from scu_trainer.models.kernels import best_attention
 from scu_trainer.models.loading.dispatch import check_limits, refuse_unsound
-from scu_trainer.models.loading.load import load_for_evaluation, load_model, load_tokenizer, plan_placement
+from scu_trainer.models.loading.load import (
+    causal_config,
+    load_for_evaluation,
+    load_model,
+    load_tokenizer,
+    plan_placement,
+)
 from scu_trainer.models.quantize import require_quantization
 from scu_trainer.settings import ModelSettings
 from scu_trainer.train.evaluation.scoring import (
@@ -32,6 +37,7 @@ from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, say_data
+from scu_trainer.train.tasks.packing import Packing
 
 PROBED_TOKENS = 32
 """Enough to see which kernels run; whole rows with their logits belong to the memory loop."""
@@ -55,18 +61,22 @@ class TextTask:
         settings = replace(
             settings, attn_implementation=best_attention(settings.attn_implementation, device, _is_half(job, settings))
         )
+        packing = Packing.expected(job.data, causal_config(settings))
         placement = plan_placement(settings, job.memory, free_memory(job.training), device=device)
         if placement is not None:
             console.print(placement.line(checkpoints(job)), soft_wrap=True)
-        data = prepare(
-            job.data, tokenizer, seed=job.training.seed, cache_dir=cache_dir, model_name=settings.model_name_or_path
-        )
+        of_model = {"seed": job.training.seed, "cache_dir": cache_dir, "model_name": settings.model_name_or_path}
+        data = prepare(packing.applied(job.data), tokenizer, **of_model)
         say_data(console, data)
         before_model_bytes = begin_model(job)
         model = load_model(settings, device=device, placement=placement)
         require_fit(model, settings.model_name_or_path, len(tokenizer), job.data.block_size)
-        if job.data.isolate_documents:
-            require_isolation(model, len(tokenizer))
+        asked = packing.asked_of(model, len(tokenizer))
+        if asked.applied(job.data) != packing.applied(job.data):
+            data = prepare(asked.applied(job.data), tokenizer, **of_model)
+            say_data(console, data)
+        if job.data.packing:
+            console.print(asked.line(), soft_wrap=True)
         return finish(
             job,
             console,

@@ -1,0 +1,66 @@
+"""How documents are laid into rows where nobody says it: packed where the model keeps them apart, else one to a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Optional
+
+from scu_trainer.errors import ModelError
+from scu_trainer.models.isolation import can_be_asked, declared_leak, isolates
+from scu_trainer.settings import DataSettings
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+ANYHOW = "isolate_documents: false packs them whatever they see"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """``asked``: the setting ``isolate_documents``. ``isolates``: whether the model keeps documents apart. ``why``: the
+    reason, for a person."""
+
+    asked: Optional[bool]
+    isolates: bool
+    why: str
+
+    @classmethod
+    def expected(cls, data: DataSettings, config: PretrainedConfig) -> Packing:
+        """What ``config`` lets expect, before there is a model to ask."""
+        leak = declared_leak(config)
+        return cls(data.isolate_documents, leak is None, f"{config.model_type} {leak or 'is to be asked'}")
+
+    def applied(self, data: DataSettings) -> DataSettings:
+        """``data`` with ``packing`` and ``isolate_documents`` decided."""
+        if not data.packing or data.isolate_documents is not None:
+            return replace(data, isolate_documents=bool(data.isolate_documents))
+        return replace(data, packing=self.isolates, isolate_documents=self.isolates)
+
+    def asked_of(self, model: nn.Module, vocab_size: int) -> Packing:
+        """What the model itself says, where nothing is declared already. Raises ModelError where isolation was demanded
+        and is not there.
+
+        A model in parts on several ranks cannot be asked: its documents are not packed, for nobody would know.
+        """
+        if self.asked is False or (self.asked is None and not self.isolates):
+            return self
+        name = type(model).__name__
+        if not can_be_asked(model):
+            return replace(self, isolates=False, why=f"the weights of {name} are in parts, so it cannot be asked")
+        keeps_apart = isolates(model, vocab_size)
+        if self.asked and not keeps_apart:
+            raise ModelError(
+                f"isolate_documents: {name} lets packed documents see each other; set packing: false, leave "
+                "isolate_documents out, which does the same, or set it to false to accept it"
+            )
+        why = f"{name} {'keeps packed documents apart' if keeps_apart else 'lets packed documents see each other'}"
+        return replace(self, isolates=keeps_apart, why=why)
+
+    def line(self) -> str:
+        """What was chosen, and why."""
+        if self.asked is False:
+            return "rows: packed, and documents see those before them in the row, as isolate_documents: false says"
+        if self.isolates:
+            return f"rows: packed, {self.why}"
+        return f"rows: one document each, not packed, for {self.why}; {ANYHOW}"
