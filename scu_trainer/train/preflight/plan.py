@@ -41,7 +41,8 @@ def before_training(
     how += f" x {training.world_size} ranks" if training.world_size > 1 else ""
     what = f"{steps:,} steps of {per_step:,} rows ({how})"
     if rows:
-        what += f", {steps * per_step / rows:.1f} epochs of {rows:,} rows"
+        what, seen = _with_epochs(what, steps, per_step, rows)
+        per_step = seen / steps
     if isinstance(statistics, DataStatistics) and statistics.blocks and not statistics.streaming:
         tokens = per_step * statistics.train_tokens / statistics.blocks
         what += f", about {tokens:,.0f} tokens per step"
@@ -50,6 +51,20 @@ def before_training(
         yield ROWS.found(f"left out: {sum(statistics.dropped.values()):,} of {statistics.read:,} {statistics.item}s")
     elif not statistics.streaming:
         yield ROWS.found(_of_documents(statistics))
+
+
+def _with_epochs(what: str, steps: int, per_step: int, rows: int) -> tuple[str, int]:
+    """``what`` and how often the rows are seen; and how many are trained on in all. No step reaches into the next epoch:
+    the last one of each has the rows that are left."""
+    per_epoch, last = -(-rows // per_step), rows % per_step or per_step
+    whole, begun = divmod(steps, per_epoch)
+    seen = whole * rows + begun * per_step
+    if per_epoch == 1 and last < per_step:
+        what = f"{what[: what.index(' of ')]} of {rows:,} rows, which is all of them: {what.partition('(')[2][:-1]}"
+        what += f" would take {per_step:,}"
+    elif last < per_step:
+        what += f", the last of each epoch of {last:,}"
+    return f"{what}, {seen / rows:.1f} epochs of {rows:,} rows", seen
 
 
 def _of_documents(statistics: DataStatistics) -> str:
