@@ -23,6 +23,7 @@ ONLY_TEXT = (
     "assistant_only_loss",
     "chat_template",
     "streaming",
+    "stopping_strategy",
     "embedded_base_steps",
 )
 LANGUAGE = ("text_column", "block_size", "preprocessing_num_workers", "chunked_loss")

@@ -42,8 +42,8 @@ ORDER = frozenset(
 )
 DATA = frozenset(
     "dataset dataset_size dataset_split dataset_config_name eval_dataset validation_split_percentage text_column "
-    "block_size packing synthetic sensor_samples streaming chat_template completion_only_loss assistant_only_loss "
-    "isolate_documents lowercase min_word_count".split()
+    "stopping_strategy block_size packing synthetic sensor_samples streaming chat_template completion_only_loss "
+    "assistant_only_loss isolate_documents lowercase min_word_count".split()
 )
 
 

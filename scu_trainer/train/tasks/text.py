@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer, prepare
-from scu_trainer.data.text.prepare import whole_held_out
+from scu_trainer.data.text.mixture import whole_held_out
 from scu_trainer.models.fit import require_fit
 from scu_trainer.models.isolation import require_isolation
 from scu_trainer.models.kernels import best_attention
