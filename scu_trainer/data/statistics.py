@@ -80,7 +80,8 @@ class DataStatistics:
         for reason, count in sorted(self.rows_dropped.items()):
             lines.append(f"dropped{so_far}: {count:,} × {reason}, first: {self.examples[reason][0]}")
         lines += [
-            f"the chat template leaves out {what}, in {count:,} conversations" for what, count in self.rendered_away.items()
+            f"the chat template leaves out {what}, in {count:,} conversations"
+            for what, count in self.rendered_away.items()
         ]
         if self.heldout_duplicates:
             lines.append(f"{self.heldout_duplicates:,} held-out documents are also in the training data, word for word")

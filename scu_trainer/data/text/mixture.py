@@ -72,9 +72,7 @@ def whole_held_out(
     if mixture.held_out is not None:
         return one_source.whole_held_out_of(mixture.held_out)
     parts = [one_source.whole_held_out_of(plan) for plan in mixture.plans]
-    found = [
-        renumbered_in_memory(rows, source, len(parts)) for source, rows in enumerate(parts) if rows is not None
-    ]
+    found = [renumbered_in_memory(rows, source, len(parts)) for source, rows in enumerate(parts) if rows is not None]
     return datasets.concatenate_datasets(found) if found else None
 
 
@@ -121,9 +119,7 @@ def _order(mixture: MixturePlan, parts: Sequence[PreparedData]) -> numpy.ndarray
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
-def _write(
-    folder: Path, mixture: MixturePlan, parts: Sequence[PreparedData], held_out: Optional[PreparedData]
-) -> None:
+def _write(folder: Path, mixture: MixturePlan, parts: Sequence[PreparedData], held_out: Optional[PreparedData]) -> None:
     statistics = _statistics(mixture, parts, held_out)
     for source, part in enumerate(parts):
         for side, column in (("train", "documents"), ("eval", "document")):

@@ -72,14 +72,21 @@ def mixture_plan(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, 
     return MixturePlan(settings, sources, tuple(plans), held_out)
 
 
-def statistics_of(mixture: MixturePlan, parts: Sequence[DataStatistics]) -> DataStatistics:
-    """What the sources read, dropped and held out, added up. ``parts``: of the sources, in their order."""
+def statistics_of(
+    mixture: MixturePlan, parts: Sequence[DataStatistics], held_out: Optional[DataStatistics] = None
+) -> DataStatistics:
+    """What was read, dropped and held out, added up. ``parts``: of the sources, in their order. ``held_out``: of the
+    rows that were read beside them."""
     total = DataStatistics(streaming=mixture.settings.streaming)
     for name, part in zip(mixture.names, parts, strict=True):
         total.add(part)
         for count in ("documents", "eval_documents", "documents_cut", "eval_rows", "eval_tokens"):
             setattr(total, count, getattr(total, count) + getattr(part, count))
         total.notes += [f"{name}: {note}" for note in part.notes]
+    if held_out is not None:
+        total.add(held_out)
+        for count in ("eval_documents", "eval_rows", "eval_tokens"):
+            setattr(total, count, getattr(held_out, count))
     return total
 
 

@@ -29,8 +29,15 @@ class MixtureStream:
     that it is read in a pass; its rows are counted each time.
     """
 
-    def __init__(self, mixture: MixturePlan, streams: Sequence[TrainingStream], statistics: DataStatistics) -> None:
-        self.mixture, self.streams, self.statistics = mixture, list(streams), statistics
+    def __init__(
+        self,
+        mixture: MixturePlan,
+        streams: Sequence[TrainingStream],
+        statistics: DataStatistics,
+        held_out: Optional[DataStatistics],
+    ) -> None:
+        """``held_out``: of what was read beside the sources."""
+        self.mixture, self.streams, self.statistics, self.held_out = mixture, list(streams), statistics, held_out
         self._at_start = statistics.as_dict()
 
     def __call__(self) -> Iterator[dict]:
@@ -61,19 +68,11 @@ class MixtureStream:
         for count, found in zip(counts, source_statistics(self.mixture, of_streams), strict=True):
             count.rows_read, count.rows_dropped, count.documents = found.rows_read, found.rows_dropped, found.documents
         set_shares(counts)
-        total = _total(self.mixture, of_streams, self._at_start)
-        total.sources = [asdict(count) for count in counts]
+        total = statistics_of(self.mixture, of_streams, self.held_out)
+        total.sources, total.notes = [asdict(count) for count in counts], self._at_start["notes"]
         for name, more in (("blocks", 1), ("train_tokens", len(row["labels"])), ("supervised_tokens", learned)):
             setattr(total, name, getattr(self.statistics, name) + more)
         vars(self.statistics).update(vars(total))
-
-
-def _total(mixture: MixturePlan, of_streams: Sequence[DataStatistics], at_start: dict) -> DataStatistics:
-    """Sums over the sources; what was held out stands fixed from the start."""
-    total = statistics_of(mixture, of_streams)
-    for name in ("eval_documents", "eval_rows", "eval_tokens", "notes"):
-        setattr(total, name, at_start[name])
-    return total
 
 
 def prepare_mixture_stream(
@@ -82,23 +81,25 @@ def prepare_mixture_stream(
     """``parts``: streams of the sources; ``held_out``: what ``eval_dataset`` holds out, if there is one."""
     import datasets
 
-    statistics = statistics_of(mixture, [part.statistics for part in parts])
-    statistics.sources = [asdict(item) for item in source_statistics(mixture, [part.statistics for part in parts])]
+    of_parts = [part.statistics for part in parts]
+    beside = None if held_out is None else held_out.statistics
+    statistics = statistics_of(mixture, of_parts, beside)
+    statistics.sources = [asdict(item) for item in source_statistics(mixture, of_parts)]
     if mixture.shares is None:
         statistics.notes.append("streaming without weights: one source after the other; give weights to mix them")
-    if held_out is not None:
-        for name in ("eval_documents", "eval_rows", "eval_tokens"):
-            setattr(statistics, name, getattr(held_out.statistics, name))
     streams = [
         TrainingStream(plan, _skipped(part, mixture, plan), part.statistics)
         for plan, part in zip(mixture.plans, parts, strict=True)
     ]
     features = datasets.Features.from_arrow_schema(training_schema(mixture.settings.isolate_documents))
-    train = datasets.IterableDataset.from_generator(MixtureStream(mixture, streams, statistics), features=features)
+    rows_of = MixtureStream(mixture, streams, statistics, beside)
+    train = datasets.IterableDataset.from_generator(rows_of, features=features)
     if held_out is not None:
         return PreparedData(train, held_out.eval, statistics, mixture.fingerprint, held_out.eval_documents)
     own = [
-        renumbered_in_memory(part.eval, source, len(parts)) for source, part in enumerate(parts) if part.eval is not None
+        renumbered_in_memory(part.eval, source, len(parts))
+        for source, part in enumerate(parts)
+        if part.eval is not None
     ]
     rows = datasets.concatenate_datasets(own) if own else None
     return PreparedData(train, rows, statistics, mixture.fingerprint, described_in_mixture(parts), mixture.names)
