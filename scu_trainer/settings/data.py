@@ -30,7 +30,7 @@ class DataSettings:
     streaming: bool = option(False, "read a Hub dataset or large files as they come; needs max_steps")
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = option(
         "first_exhausted",
-        "an epoch of a mixture with weights: no row twice (first_exhausted), or every row at least once (all_exhausted)",
+        "an epoch of a mixture with weights: no row twice (first_exhausted) or every row at least once (all_exhausted)",
     )
     text_column: str = option("text", "column with plain text")
     dataset_size: Optional[int] = option(None, "cap on documents, taken before the split")

@@ -43,8 +43,8 @@ def dataset_of(value: Union[str, list]) -> Union[str, list]:
     except (ValueError, RecursionError) as error:
         raise SettingsError(
             f"dataset is {short(value)}, which begins as a list and is no valid JSON ({error}); write "
-            '\'[{"dataset": "a.jsonl", "weight": 3}, {"dataset": "b.jsonl", "weight": 1}]\', or ./ before the name of a '
-            "file that begins with ["
+            '\'[{"dataset": "a.jsonl", "weight": 3}, {"dataset": "b.jsonl", "weight": 1}]\', or ./ before the name '
+            "of a file that begins with ["
         ) from error
 
 
@@ -95,7 +95,8 @@ def _source(number: int, entry: Any, hints: Mapping[str, Any]) -> SourceSettings
     for key in entry:
         require(
             key in ENTRY_KEYS,
-            f"{place} has the unknown key {short(key)}{nearest(str(key), ENTRY_KEYS)}; allowed: {', '.join(ENTRY_KEYS)}",
+            f"{place} has the unknown key {short(key)}{nearest(str(key), ENTRY_KEYS)}; allowed: "
+            + ", ".join(ENTRY_KEYS),
         )
     dataset = entry.get("dataset")
     require(

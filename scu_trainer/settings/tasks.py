@@ -67,8 +67,8 @@ def require_mixable(data: DataSettings, task: str) -> None:
     """Raise SettingsError for a list of datasets and a task that cannot mix them."""
     require(
         not data.is_mixture or task == TEXT,
-        f"dataset is a list of {len(data.sources)} sources ({data.shown_dataset}); task: {TEXT} alone mixes sources, and "
-        f"task is {task}; give one dataset",
+        f"dataset is a list of {len(data.sources)} sources ({data.shown_dataset}); task: {TEXT} alone mixes sources, "
+        f"and task is {task}; give one dataset",
     )
 
 

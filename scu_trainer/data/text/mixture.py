@@ -20,7 +20,6 @@ import numpy
 from scu_trainer.data.statistics import DataStatistics, set_shares
 from scu_trainer.data.store import built_once, open_arrow, write_arrow
 from scu_trainer.data.text import prepare as one_source
-from scu_trainer.data.text.encode import NOT_LEARNED
 from scu_trainer.data.text.mixture_plan import (
     MixturePlan,
     described_in_mixture,
@@ -29,6 +28,7 @@ from scu_trainer.data.text.mixture_plan import (
     numbers,
     renumbered,
     renumbered_in_memory,
+    row_tokens,
     source_statistics,
     statistics_of,
 )
@@ -40,8 +40,6 @@ from scu_trainer.settings import DataSettings
 
 if TYPE_CHECKING:
     import datasets
-
-ROWS_AT_ONCE = 1024
 
 
 def prepare(settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, model_name: str) -> PreparedData:
@@ -152,7 +150,7 @@ def _open(
         if part.eval is not None
     ]
     rows = datasets.concatenate_datasets(own) if own else None
-    return PreparedData(train, rows, statistics, folder.name, described_in_mixture(parts), mixture.names)
+    return PreparedData(train, rows, statistics, folder.name, described_in_mixture(parts), sources=mixture.names)
 
 
 # -- counts ------------------------------------------------------------------------------------------------------------
@@ -186,16 +184,8 @@ def _tokens(part: PreparedData, chosen: numpy.ndarray) -> tuple[int, int]:
     if len(chosen) == len(part.train):
         return part.statistics.train_tokens, part.statistics.supervised_tokens
     times = numpy.bincount(chosen, minlength=len(part.train))
-    tokens = learned = start = 0
-    for table in part.train.select_columns(["labels"]).with_format("arrow").iter(ROWS_AT_ONCE):
-        labels = table["labels"].combine_chunks()
-        ends = numpy.asarray(labels.offsets)
-        of_rows = numpy.add.reduceat(labels.flatten().to_numpy() != NOT_LEARNED, ends[:-1] - ends[0], dtype=numpy.int64)
-        here = times[start : start + len(of_rows)]
-        tokens += int(here @ numpy.diff(ends))
-        learned += int(here @ of_rows)
-        start += len(of_rows)
-    return tokens, learned
+    tokens, learned = row_tokens(part.train)
+    return int(times @ tokens), int(times @ learned)
 
 
 def _duplicates(mixture: MixturePlan, statistics: DataStatistics) -> int:

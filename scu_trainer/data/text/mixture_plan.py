@@ -8,10 +8,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
+import numpy
+
 from scu_trainer.data.sources import held_out_source
 from scu_trainer.data.statistics import DataStatistics, SourceStatistics
 from scu_trainer.data.store import digest_of
-from scu_trainer.data.text.encode import Encoder
+from scu_trainer.data.text.encode import NOT_LEARNED, Encoder
 from scu_trainer.data.text.packing import held_out_schema, training_schema
 from scu_trainer.data.text.plan import EncodingPlan, HeldOutDocument, PreparedData
 from scu_trainer.data.text.prepare import plan_of
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 MIXTURE_VERSION = 1  # raise it when the same sources would give other rows
-ROWS_AT_ONCE = 8192
+ROWS_AT_ONCE = 1024
 
 
 class MixturePlan(NamedTuple):
@@ -170,3 +172,15 @@ def renumbered_in_memory(rows: datasets.Dataset, source: int, count: int) -> dat
 
     table = pyarrow.Table.from_batches(list(numbers(rows, "document", source, count)), number_schema("document"))
     return renumbered(rows, "document", datasets.Dataset(table))
+
+
+def row_tokens(rows: datasets.Dataset) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Tokens of every row, and those of them that are learned; int64 of shape (rows,). No row may be empty."""
+    tokens, learned = [numpy.zeros(0, dtype=numpy.int64)], [numpy.zeros(0, dtype=numpy.int64)]
+    for table in rows.select_columns(["labels"]).with_format("arrow").iter(ROWS_AT_ONCE):
+        labels = table["labels"].combine_chunks()
+        borders = numpy.asarray(labels.offsets).astype(numpy.int64)
+        is_learned = labels.flatten().to_numpy() != NOT_LEARNED
+        tokens.append(numpy.diff(borders))
+        learned.append(numpy.add.reduceat(is_learned, borders[:-1] - borders[0], dtype=numpy.int64))
+    return numpy.concatenate(tokens), numpy.concatenate(learned)

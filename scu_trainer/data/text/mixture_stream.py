@@ -102,7 +102,9 @@ def prepare_mixture_stream(
         if part.eval is not None
     ]
     rows = datasets.concatenate_datasets(own) if own else None
-    return PreparedData(train, rows, statistics, mixture.fingerprint, described_in_mixture(parts), mixture.names)
+    return PreparedData(
+        train, rows, statistics, mixture.fingerprint, described_in_mixture(parts), sources=mixture.names
+    )
 
 
 def _skipped(part: PreparedData, mixture: MixturePlan, plan) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Optional, Union
 
@@ -42,7 +42,7 @@ class PreparedData:
     statistics: DataStatistics
     fingerprint: str
     eval_documents: tuple[HeldOutDocument, ...]
-    sources: tuple[str, ...] = ()
+    sources: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 class EncodingPlan(NamedTuple):

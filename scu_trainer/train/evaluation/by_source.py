@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from scu_trainer.data.text.encode import NOT_LEARNED
+from scu_trainer.data.text.mixture_plan import row_tokens
 from scu_trainer.data.text.plan import PreparedData
 from scu_trainer.train.evaluation.scoring import DocumentScores
 
 logger = logging.getLogger("scu_trainer")
-
-ROWS_AT_ONCE = 1024
 
 
 def scores_by_source(scores: DocumentScores, data: Any) -> dict[str, DocumentScores]:
@@ -44,12 +42,7 @@ def metrics_by_source(compute_metrics: Callable[[Any], dict], data: Any) -> Call
 def _of_rows(data: PreparedData) -> tuple[np.ndarray, np.ndarray]:
     """Source and predicted tokens of every held-out row, each of shape (rows,)."""
     sources = np.asarray(data.eval["document"]) % len(data.sources)
-    tokens = [
-        int((np.asarray(labels) != NOT_LEARNED).sum())
-        for table in data.eval.select_columns(["labels"]).with_format("arrow").iter(ROWS_AT_ONCE)
-        for labels in table["labels"].combine_chunks()
-    ]
-    return sources, np.asarray(tokens)
+    return sources, row_tokens(data.eval)[1]
 
 
 def _metrics(
