@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from collections import Counter
 from fractions import Fraction
@@ -251,6 +252,7 @@ def test_rows_stay_in_the_files_of_their_sources(mixed, files, tmp_path):
     data = mixed(weighted(files, web=1, code=1))
     names = {item["filename"] for item in data.train.cache_files}
     assert len(names) == 4 and all(str(tmp_path / "cache") in name for name in names)
+    assert pickle.loads(pickle.dumps(data.train)).to_list() == data.train.to_list(), "loader workers get such a copy"
 
 
 def test_lines_say_what_was_asked_and_what_is_so(mixed, files):

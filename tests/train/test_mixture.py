@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from scu_trainer.cli import train
 from scu_trainer.cli.evaluation import eval as command
+from scu_trainer.cli.publishing import merge, report
 from scu_trainer.run_files import read_json
 from scu_trainer.train.evaluation.by_source import metrics_by_source, scores_by_source
 from scu_trainer.train.evaluation.scoring import DocumentScores, bpt_metrics
@@ -97,15 +98,24 @@ def test_every_source_has_its_held_out_figures(whole):
 def test_eval_says_the_same_of_each_source(whole, capsys):
     capsys.readouterr()
     assert command.main([str(whole), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)
     expected = read_json(whole / "scu_metrics.json")["held_out_sources"]
-    assert report["dataset"].count(".jsonl") == 2 and report["notes"] == []
-    for name, source in report["model"]["sources"].items():
+    assert found["dataset"].count(".jsonl") == 2 and found["notes"] == []
+    for name, source in found["model"]["sources"].items():
         assert source["bpt"]["value"] == pytest.approx(expected[name]["bpt_after"]["value"], rel=1e-5)
     assert command.main([str(whole), "--against", "base", "--max_length", "16", "--stride", "8"]) == 0
     printed = capsys.readouterr().out
     assert "whole by source, bits/token:" in printed and "base by source" in printed
     assert "8 documents" in printed and "3 documents" in printed
+
+
+def test_the_card_and_the_report_name_every_source(whole):
+    card = (whole / "README.md").read_text()
+    assert "- dataset: web.jsonl + code.jsonl" in card and "- source web: 7" in card
+    assert f"{whole.parent}/web" not in card
+    assert report.main([str(whole)]) == 0
+    assert "code.jsonl" in (whole / "report" / "index.html").read_text()
+    assert merge.main([str(whole), "--output", str(whole.parent / "merged")]) == 0
 
 
 def test_another_mixture_may_hold_learned_documents(work, whole, capsys):

@@ -78,11 +78,12 @@ def _table(report: dict[str, Any], models: list[dict[str, Any]], labels: list[st
     for model, label in zip(models, labels, strict=True):
         if "sources" in model:
             yield from ("", f"{label} by source, bits/{report['unit']}:")
-            yield from (_source_row(name, source) for name, source in model["sources"].items())
+            width = max(NAME_COLUMNS, *map(len, model["sources"]))
+            yield from (_source_row(name, source, width) for name, source in model["sources"].items())
 
 
-def _source_row(name: str, source: dict[str, Any]) -> str:
-    row = _row(name, *_words(source["bpt"], "bpt"))
+def _source_row(name: str, source: dict[str, Any], width: int) -> str:
+    row = _row(name, *_words(source["bpt"], "bpt"), width=width)
     return f"{row}  {source['documents']:,} documents, {source['tokens']:,} tokens"
 
 
