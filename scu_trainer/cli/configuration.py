@@ -33,6 +33,7 @@ from scu_trainer.settings import (
 )
 from scu_trainer.settings.base import check_text, check_values, require, short
 from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.settings.mixture import dataset_of
 from scu_trainer.settings.stock import ALLOWED
 from scu_trainer.settings.tasks import KINDS, TaskSettings
 
@@ -104,9 +105,11 @@ def our_parser(*more: type) -> HfArgumentParser:
     kinds += [_grouped(SafetySettings, "safety")]
     kinds += [_grouped(kind.settings, f"task {name}") for name, kind in KINDS.items() if kind.settings is not None]
     kinds += more
-    return Parser(
+    parser = Parser(
         kinds, prog="scu-trainer train", allow_abbrev=False, usage="%(prog)s [--config FILE] [--FIELD VALUE ...]"
     )
+    parser._option_string_actions["--dataset"].type = dataset_of  # a name, or a JSON list
+    return parser
 
 
 def _grouped(kind: type, title: str) -> type:
@@ -305,7 +308,10 @@ def _entries(config: str, parser: HfArgumentParser, names: set[str]) -> dict[str
             raise SettingsError(f"{config}: unknown key {short(key)}{nearest(name, names)}")
         if name in found:
             raise SettingsError(f"{config}: {name} stands there twice, once with hyphens; keep one of them")
-        _check_shape(f"{config}: {name}", value, name in takes_list, name in takes_mapping)
+        if _is_mixture(name, value):
+            _check_content(f"{config}: {name}", value)
+        else:
+            _check_shape(f"{config}: {name}", value, name in takes_list, name in takes_mapping)
         found[name] = value
     return found
 
@@ -332,8 +338,13 @@ def _check_shape(place: str, value: Any, takes_list: bool, takes_mapping: bool) 
         require(value is None or _is_word(value), f"{place} is {_kind(value)}; it takes text, a number, true or false")
 
 
+def _is_mixture(name: str, value: Any) -> bool:
+    """A list of sources is one value, however many there are."""
+    return name == "dataset" and isinstance(value, list)
+
+
 def _check_content(place: str, value: Any) -> None:
-    """Of a mapping: what JSON can say."""
+    """Of a mapping or a list of sources: what JSON can say."""
     if isinstance(value, dict):
         require(all(isinstance(key, str) for key in value), f"{place} has a key that is no text; put it in quotes")
         value = list(value.values())
@@ -364,6 +375,8 @@ def _as_flags(name: str, value: Any) -> list[str]:
         return []
     if isinstance(value, bool):
         return [f"--{name}", str(value).lower()]
+    if _is_mixture(name, value):
+        return [f"--{name}={json.dumps(value)}"]
     if isinstance(value, list):
         return [f"--{name}", *map(str, value)] if value else []
     # "=" keeps a value that starts with a dash, such as -1, from looking like a flag

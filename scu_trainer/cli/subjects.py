@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -11,6 +12,7 @@ from scu_trainer.models.loading.load import base_of, check_source, is_adapter
 from scu_trainer.report.comparison.report import COMPARISON_FILE
 from scu_trainer.run_files import read_json
 from scu_trainer.settings import DataSettings, ModelSettings
+from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.settings.tasks import KINDS, TEXT
 
 BASE, MERGED = "base", "merged"
@@ -25,6 +27,7 @@ WHICH_DOCUMENTS = (
     "validation_split_percentage",
     "max_eval_documents",
     "streaming",
+    "stopping_strategy",
     "text_column",
     "prompt_column",
     "response_column",
@@ -209,8 +212,11 @@ def own_split(subject: Subject) -> dict[str, Any]:
 def may_have_learned(subject: Subject, settings: DataSettings, seed: int, own: dict[str, Any]) -> bool:
     """Whether documents that ``settings`` and ``own`` (see ``own_split``) hold out can be among those that ``subject``
     was trained on."""
-    if subject.run is None or not _is_same(settings.eval_dataset or settings.dataset, subject.data.dataset):
+    if subject.run is None or not _share_a_dataset(settings.eval_dataset or settings.dataset, subject.data.dataset):
         return False
+    is_mixed = settings.is_mixture or subject.data.is_mixture
+    if is_mixed and (settings.eval_dataset is not None or settings.dataset != subject.data.dataset):
+        return True  # the split of each source is its own
     if subject.task == TEXT and _is_capped_further(settings, subject.data):
         settings = replace(settings, max_eval_documents=subject.data.max_eval_documents)
     return (_split_rules(subject.data, own_split(subject)), subject.run["seed"]) != (_split_rules(settings, own), seed)
@@ -223,8 +229,12 @@ def _is_capped_further(settings: DataSettings, trained: DataSettings) -> bool:
     return cap is not None and not trained.streaming and (limit is None or cap < limit)
 
 
-def _is_same(dataset: str, other: str) -> bool:
-    return dataset == other or Path(dataset).expanduser().resolve() == Path(other).expanduser().resolve()
+def _share_a_dataset(dataset: Any, other: Any) -> bool:
+    """Of mixtures: whether one source is in both."""
+    return any(
+        one == two or Path(one).expanduser().resolve() == Path(two).expanduser().resolve()
+        for one, two in itertools.product(dataset_names(dataset), dataset_names(other))
+    )
 
 
 def _split_rules(settings: DataSettings, own: dict[str, Any]) -> list[Any]:

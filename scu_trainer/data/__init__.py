@@ -4,8 +4,8 @@ left."""
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import default_cache_dir
 from scu_trainer.data.text.collate import Collator
+from scu_trainer.data.text.mixture import prepare
 from scu_trainer.data.text.plan import HeldOutDocument, PreparedData
-from scu_trainer.data.text.prepare import prepare
 from scu_trainer.data.text.tokenizer import embedded_tokenizer
 
 __all__ = [

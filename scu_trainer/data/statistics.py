@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 MOST_EXAMPLES = 3  # per reason
 
@@ -18,7 +19,8 @@ class DataStatistics:
     other than -100, which is what the loss counts after the causal shift. heldout_duplicates: held-out documents whose
     tokens are also a training document (None while streaming: not looked for). formats: rows by the format that they
     were read in, with its columns. columns_not_used: rows that had a value in a column that is not read, by column.
-    rendered_away: conversations of which the chat template leaves something out, by what.
+    rendered_away: conversations of which the chat template leaves something out, by what. sources: of a mixture, the
+    counts of each source, see ``SourceStatistics``; blocks and tokens are then those of one epoch.
     """
 
     streaming: bool = False
@@ -37,6 +39,7 @@ class DataStatistics:
     formats: dict[str, int] = field(default_factory=dict)
     columns_not_used: dict[str, int] = field(default_factory=dict)
     rendered_away: dict[str, int] = field(default_factory=dict)
+    sources: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def drop(self, reason: str, example: str, count: int = 1) -> None:
@@ -71,6 +74,7 @@ class DataStatistics:
             f"training: {self.blocks:,} rows, {self.train_tokens:,} tokens, {self.supervised_tokens:,} learned{so_far}",
             f"held out: {self.eval_rows:,} rows, {self.eval_tokens:,} tokens predicted",
         ]
+        lines += [SourceStatistics(**source).line(so_far) for source in self.sources]
         if self.documents_cut:
             lines.append(f"{self.documents_cut:,} documents are longer than a row and go on in the next ones")
         for reason, count in sorted(self.rows_dropped.items()):
@@ -97,3 +101,56 @@ def count_all(into: dict[str, int], more: Mapping[str, int]) -> None:
     """Add the counts of ``more``."""
     for name, count in more.items():
         into[name] = into.get(name, 0) + count
+
+
+@dataclass
+class SourceStatistics:
+    """One source of a mixture. available_rows: its training rows (None while streaming: not known). rows: how many an
+    epoch has, repeated ones included; while streaming, how many were given. rows_left_out: of available_rows, those
+    that no epoch has. passes: rows / available_rows; while streaming, how often it was begun. supervised_tokens: in
+    ``rows``. Shares between 0 and 1: of the rows as asked (None without weights), of the rows and of the tokens learned
+    as they are.
+    """
+
+    name: str
+    dataset: str
+    rows_read: int = 0
+    rows_dropped: int = 0
+    documents: int = 0
+    eval_documents: int = 0
+    available_rows: int | None = None
+    rows: int = 0
+    rows_left_out: int | None = None
+    passes: float = 0.0
+    supervised_tokens: int = 0
+    asked_share: float | None = None
+    row_share: float = 0.0
+    token_share: float = 0.0
+
+    def line(self, so_far: str) -> str:
+        """For a person."""
+        asked = "" if self.asked_share is None else f"{self.asked_share:.2%} asked, "
+        if not self.rows:  # streaming, before the first row
+            return f"source {self.name}: {asked}no row{so_far}, {self.eval_documents:,} documents held out"
+        return (
+            f"source {self.name}: {self.rows_read:,} rows read, {self.documents:,} documents for training, "
+            f"{self.eval_documents:,} held out; {asked}{self.row_share:.2%} of the rows ({self.rows:,}) and "
+            f"{self.token_share:.2%} of the tokens learned ({self.supervised_tokens:,}){so_far}{self._repeated()}"
+        )
+
+    def _repeated(self) -> str:
+        if self.available_rows is None:
+            return f"; begun {self.passes:g} times" if self.passes > 1 else ""
+        if self.rows_left_out:
+            return f"; an epoch leaves out {self.rows_left_out:,} of its {self.available_rows:,} rows"
+        if self.rows > self.available_rows:
+            return f"; an epoch has each of its {self.available_rows:,} rows {self.passes:.2f} times on average"
+        return ""
+
+
+def set_shares(sources: list[SourceStatistics]) -> None:
+    """The observed shares, from the counts."""
+    rows, tokens = (sum(getattr(source, name) for source in sources) for name in ("rows", "supervised_tokens"))
+    for source in sources:
+        source.row_share = source.rows / rows if rows else 0.0
+        source.token_share = source.supervised_tokens / tokens if tokens else 0.0

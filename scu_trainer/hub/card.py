@@ -15,6 +15,7 @@ from scu_trainer.hub.facts import IMAGES, TEXT, Facts, read_facts
 from scu_trainer.hub.local_paths import is_local
 from scu_trainer.run_files import write_text
 from scu_trainer.secrets import redact
+from scu_trainer.settings.mixture import dataset_names
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
@@ -100,8 +101,8 @@ def _tags(facts: Facts) -> list[str]:
 
 def _datasets(facts: Facts) -> Optional[list[str]]:
     """Only ids of the Hub: what is embedded or a file here is nothing to link to."""
-    name = facts.settings.get("dataset")
-    return [name] if name and "/" in name and not is_local(name, facts.weights) else None
+    names = dataset_names(facts.settings.get("dataset"))
+    return [name for name in names if "/" in name and not is_local(name, facts.weights)] or None
 
 
 def _results(facts: Facts) -> list[EvalResult]:

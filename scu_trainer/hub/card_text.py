@@ -9,6 +9,7 @@ from scu_trainer.hub.card_use import loading
 from scu_trainer.hub.facts import IMAGES, TEXT, Facts
 from scu_trainer.hub.local_paths import is_local, public_name
 from scu_trainer.settings import EMBEDDED_DATASETS
+from scu_trainer.settings.mixture import dataset_names
 
 TASKS = {
     TEXT: "causal language model",
@@ -38,7 +39,7 @@ def body(facts: Facts, name: str, license: str, base_id: Optional[str]) -> str:
 def dataset_name(facts: Facts) -> str:
     """As somebody else would call it: a path of this machine is its last part."""
     name = facts.settings.get("dataset") or facts.settings.get("image_dataset") or "not stated"
-    return public_name(name)
+    return " + ".join(map(public_name, dataset_names(name)))
 
 
 def held_out_name(facts: Facts) -> str:
@@ -153,7 +154,7 @@ def _license(facts: Facts, license: str) -> str:
 
 
 def _limits(facts: Facts) -> str:
-    dataset = dataset_name(facts)
+    names = dataset_names(facts.settings.get("dataset"))
     whose = "the same dataset" if not facts.settings.get("eval_dataset") else "the held-out dataset"
     lines = [
         f"- Measured on {whose} alone ({held_out_name(facts)}): what the model does on other data was not measured."
@@ -164,8 +165,8 @@ def _limits(facts: Facts) -> str:
         if "seed" in facts.description
         else "- Nothing is known about its training: no files of a run were beside it.",
     ]
-    if dataset in EMBEDDED_DATASETS:
+    if names and {*names} <= {*EMBEDDED_DATASETS}:
         lines.append("- A small model on a small dataset that comes with Python: an example, not a tool.")
-    if is_local(facts.settings.get("dataset"), facts.weights):
+    if any(is_local(name, facts.weights) for name in dataset_names(facts.settings.get("dataset"))):
         lines.append("- The data lie on the machine that trained it, and are not published here.")
     return "\n".join(["## Limits", "", *lines])

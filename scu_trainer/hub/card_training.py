@@ -28,6 +28,11 @@ def data(facts: Facts, name: str) -> str:
     if not statistics:
         return ""
     lines = ["## Data", "", f"- dataset: {name}", *_counts(statistics)]
+    lines += [
+        f"- source {source['name']}: {source['row_share']:.1%} of the training rows, "
+        f"{source['token_share']:.1%} of the learned tokens"
+        for source in statistics.get("sources") or ()
+    ]
     dropped = statistics.get("rows_dropped") or statistics.get("dropped") or {}
     lines += [f"- left out: {count:,} ({reason})" for reason, count in sorted(dropped.items())]
     if not dropped:

@@ -9,6 +9,7 @@ from typing import Any, Optional
 from scu_trainer.report.files import RunFiles, newest, points
 from scu_trainer.report.run_plots import in_bits, number, ooms
 from scu_trainer.run_files import readable
+from scu_trainer.settings.mixture import shown
 
 NONE = "-"
 
@@ -105,7 +106,7 @@ def _ooms(run: RunFiles) -> str:
 def _data(run: RunFiles) -> str:
     data = run.config.get("data") or {}
     rows = data.get("blocks", data.get("samples", data.get("rows_read")))
-    named = str(run.settings.get("dataset") or NONE)
+    named = shown(run.settings.get("dataset")) or NONE
     return f"{named}, {rows:,} rows" if isinstance(rows, int) else named
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Optional
+from dataclasses import dataclass, replace
+from typing import Literal, Optional, get_type_hints
 
+from scu_trainer.errors import SettingsError
 from scu_trainer.settings.base import check_fields, option, require
+from scu_trainer.settings.mixture import SourceSettings, dataset_of, shown, sources_of
 from scu_trainer.settings.stock import MOST_WORKERS
 
 CHAT_TEMPLATES = ("alpaca", "chatml", "gemma", "llama3", "mistral", "phi3", "qwen", "vicuna")
@@ -19,7 +21,7 @@ class DataSettings:
     dataset: str = option(
         "stdlib_docstrings",
         "embedded name (python_docs, stdlib_docstrings, stdlib_source), a .txt, .jsonl, .json, .csv, .tsv, .parquet or "
-        ".arrow file, a folder of such files or of `datasets.save_to_disk`, or a Hub id",
+        ".arrow file, a folder of such files or of `datasets.save_to_disk`, a Hub id, or a list of these (a mixture)",
     )
     dataset_config_name: Optional[str] = option(None, "configuration of a Hub dataset")
     dataset_split: str = option("train", "split to train on")
@@ -27,6 +29,10 @@ class DataSettings:
     validation_split_percentage: float = option(5.0, "share of the documents held out when eval_dataset is not given")
     max_eval_documents: Optional[int] = option(None, "cap on held-out documents")
     streaming: bool = option(False, "read a Hub dataset or large files as they come; needs max_steps")
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = option(
+        "first_exhausted",
+        "an epoch of a mixture with weights: no row twice (first_exhausted) or every row at least once (all_exhausted)",
+    )
     text_column: str = option("text", "column with plain text")
     prompt_column: Optional[str] = option(None, "column with the question; default: instruction, question, prompt, ...")
     response_column: Optional[str] = option(None, "column with the answer; default: output, response, answer, ...")
@@ -51,8 +57,9 @@ class DataSettings:
     cache_dir: Optional[str] = option(None, "where tokenized data and the embedded base are kept")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dataset", dataset_of(self.dataset))
         check_fields(self)
-        require(bool(self.dataset), "dataset is empty; give an embedded name, a path or a Hub id")
+        require(self.dataset not in ("", None), "dataset is empty; give an embedded name, a path or a Hub id")
         require(self.block_size >= 8, f"block_size is {self.block_size}; it must be 8 tokens or more")
         named = [name for name in ("prompt_column", "response_column") if getattr(self, name) is not None]
         require(
@@ -70,3 +77,36 @@ class DataSettings:
             self.packing or not self.isolate_documents,
             "isolate_documents has an effect only with packing; set packing: true or drop it",
         )
+        self._check_sources()
+
+    def _check_sources(self) -> None:
+        is_weighted = any(source.weight is not None for source in self.sources)
+        require(
+            is_weighted or self.stopping_strategy == "first_exhausted",
+            f"stopping_strategy {self.stopping_strategy} has an effect only on a dataset that is a list with weights; "
+            "give its entries weights, or drop it",
+        )
+        for number, source in enumerate(self.sources, start=1):
+            try:
+                self.of_source(source)
+            except SettingsError as error:
+                raise SettingsError(f"entry {number} of dataset ({source.name}): {error}") from error
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether ``dataset`` is a list."""
+        return isinstance(self.dataset, list)
+
+    @property
+    def shown_dataset(self) -> str:
+        """``dataset`` in a message: one name, or those of all sources."""
+        return shown(self.dataset)
+
+    @property
+    def sources(self) -> tuple[SourceSettings, ...]:
+        """Entries of a list; empty for one dataset."""
+        return sources_of(self.dataset, get_type_hints(type(self))) if self.is_mixture else ()
+
+    def of_source(self, source: SourceSettings) -> DataSettings:
+        """These settings for one source alone: what its entry says goes before what stands beside the list."""
+        return replace(self, dataset=source.dataset, stopping_strategy="first_exhausted", **source.own)

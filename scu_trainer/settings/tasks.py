@@ -12,7 +12,8 @@ from typing import Any, Literal, Optional
 
 from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.settings import images, sensors, text, words
-from scu_trainer.settings.base import check_fields, option
+from scu_trainer.settings.base import check_fields, option, require
+from scu_trainer.settings.data import DataSettings
 
 TEXT = "text-generation"
 
@@ -27,6 +28,7 @@ ONLY_TEXT = (
     "system_column",
     "messages_column",
     "streaming",
+    "stopping_strategy",
     "embedded_base_steps",
 )
 LANGUAGE = ("text_column", "block_size", "preprocessing_num_workers", "chunked_loss")
@@ -63,6 +65,15 @@ KINDS = {
     "word-generation": _kind(words.WordSettings, words, NOT_WORDS, ("category_column",)),
     "sensor-classification": _kind(sensors.SensorSettings, sensors, (*ONLY_TEXT, *LANGUAGE), RECORDINGS),
 }
+
+
+def require_mixable(data: DataSettings, task: str) -> None:
+    """Raise SettingsError for a list of datasets and a task that cannot mix them."""
+    require(
+        not data.is_mixture or task == TEXT,
+        f"dataset is a list of {len(data.sources)} sources ({data.shown_dataset}); task: {TEXT} alone mixes sources, "
+        f"and task is {task}; give one dataset",
+    )
 
 
 @dataclass(frozen=True)

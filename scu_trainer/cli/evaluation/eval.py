@@ -31,7 +31,7 @@ from scu_trainer.cli.subjects import (
 from scu_trainer.errors import ModelError, SettingsError
 from scu_trainer.models.loading.load import load_tokenizer
 from scu_trainer.settings import DataSettings
-from scu_trainer.settings.tasks import TEXT, TaskSettings
+from scu_trainer.settings.tasks import TEXT, TaskSettings, require_mixable
 
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
@@ -159,7 +159,7 @@ def _evaluate(
         "mixed_precision": request.precision,
         "resamples": options.resamples,
         "seed": options.seed,
-        **models_report(subjects, results, options),
+        **models_report(subjects, results, options, request.data),
         "tasks": tasks_report(subjects, results, asked, options) if asked.names else None,
         "notes": notes_of(request, subjects, results, typed),
     }
@@ -181,6 +181,7 @@ def _question(
     request = EvaluationRequest(task, None, owner, options.seed, precision, options.batch_tokens or BATCH_TOKENS)
     if owner.run or typed or not asked.names:
         request.settings, request.seed = held_out_settings(owner, typed, options.seed)
+        require_mixable(request.settings, task.name)
         is_given = owner.run is not None or "block_size" in typed
         request.windows = windows_of(options, request.settings, subjects, is_given)
     elif options.stride is not None or options.batch_tokens is not None:

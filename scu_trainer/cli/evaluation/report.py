@@ -52,7 +52,7 @@ def held_out_report(
     return {
         "item": request.task.item,
         "unit": request.task.unit,
-        "dataset": settings.eval_dataset or settings.dataset,
+        "dataset": settings.eval_dataset or settings.shown_dataset,
         "fingerprint": request.data.fingerprint,
         "split_seed": request.seed,
         "documents": len(scores.tokens),
@@ -72,16 +72,19 @@ def _windows(request: EvaluationRequest) -> Optional[dict[str, int]]:
     return {**asdict(windows), "least_context": windows.least_context}
 
 
-def models_report(subjects: list[Subject], answers: list[EvaluationResult], options: EvalOptions) -> dict[str, Any]:
-    """``model``: the first one; ``against``: the others, each with its own difference, model minus other."""
-    rows = [_figures_of(subject, result, options) for subject, result in zip(subjects, answers, strict=True)]
+def models_report(
+    subjects: list[Subject], answers: list[EvaluationResult], options: EvalOptions, data: Any
+) -> dict[str, Any]:
+    """``model``: the first one; ``against``: the others, each with its own difference, model minus other. ``data``:
+    the held-out rows; of a mixture each model has figures by source too."""
+    rows = [_figures_of(subject, result, options, data) for subject, result in zip(subjects, answers, strict=True)]
     for row, result in zip(rows[1:], answers[1:], strict=True):
         if result.scores is not None:
             row["difference"] = _difference(result.scores, answers[0].scores, options)
     return {"model": rows[0], "against": rows[1:]}
 
 
-def _figures_of(subject: Subject, result: EvaluationResult, options: EvalOptions) -> dict[str, Any]:
+def _figures_of(subject: Subject, result: EvaluationResult, options: EvalOptions, data: Any) -> dict[str, Any]:
     from scu_trainer.train.evaluation.scoring import bootstrap_accuracy, bootstrap_bpt
 
     scores, row = result.scores, {"name": subject.name, "word": subject.word}
@@ -94,7 +97,24 @@ def _figures_of(subject: Subject, result: EvaluationResult, options: EvalOptions
         return {**row, "accuracy": _bounds(bootstrap_accuracy(scores, **options.how), scores)}
     bits = row["bpt"]
     powers = {name: _perplexity(bits[name]) for name in ("value", "low", "high")}
-    return {**row, "perplexity": {**powers, "confidence": options.confidence}}
+    sources = _by_source(scores, options, data)
+    return {**row, "perplexity": {**powers, "confidence": options.confidence}, **sources}
+
+
+def _by_source(scores: DocumentScores, options: EvalOptions, data: Any) -> dict[str, Any]:
+    """Nothing without a mixture."""
+    from scu_trainer.train.evaluation.by_source import scores_by_source
+    from scu_trainer.train.evaluation.scoring import bootstrap_bpt
+
+    found = {
+        name: {
+            "documents": len(part.tokens),
+            "tokens": int(part.tokens.sum()),
+            "bpt": _bounds(bootstrap_bpt(part, **options.how), part),
+        }
+        for name, part in scores_by_source(scores, data).items()
+    }
+    return {"sources": found} if found else {}
 
 
 def _perplexity(bits: Optional[float]) -> Optional[float]:

@@ -107,7 +107,7 @@ class EvaluationRequest:
         parts = replace(self.task.load_scored(source), batch_tokens=self.batch_tokens)
         if parts.data.eval is None:
             raise DataError(
-                f"no {self.task.item} of {self.settings.dataset} is held out; add --eval_dataset NAME_OR_PATH"
+                f"no {self.task.item} of {self.settings.shown_dataset} is held out; add --eval_dataset NAME_OR_PATH"
             )
         self._require_same_rows(subject, parts.data.eval)
         if self.data is None or subject is self.owner:

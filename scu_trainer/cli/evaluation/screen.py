@@ -75,6 +75,16 @@ def _table(report: dict[str, Any], models: list[dict[str, Any]], labels: list[st
     yield _row("", *(word for _, title in figures for word in (title, level)))
     for model, label in zip(models, labels, strict=True):
         yield _row(label, *(word for name, _ in figures for word in _words(model[name], name)))
+    for model, label in zip(models, labels, strict=True):
+        if "sources" in model:
+            yield from ("", f"{label} by source, bits/{report['unit']}:")
+            width = max(NAME_COLUMNS, *map(len, model["sources"]))
+            yield from (_source_row(name, source, width) for name, source in model["sources"].items())
+
+
+def _source_row(name: str, source: dict[str, Any], width: int) -> str:
+    row = _row(name, *_words(source["bpt"], "bpt"), width=width)
+    return f"{row}  {source['documents']:,} documents, {source['tokens']:,} tokens"
 
 
 def _titles(report: dict[str, Any]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from scu_trainer.hub.local_paths import public_name
 from scu_trainer.models.loading.load import is_adapter
 from scu_trainer.run_files import readable, require_room, require_writable, write_json, write_text
 from scu_trainer.settings import DataSettings
+from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.settings.tasks import TEXT
 
 if TYPE_CHECKING:
@@ -281,7 +282,7 @@ def _loaded(subject: Subject) -> tuple[TrainingComponents, str]:
         print(f"the data of the run cannot be read ({error}); checked on {ALWAYS_THERE} instead", file=sys.stderr)
         data = elsewhere
         parts = task.load_scored(Source(subject.model, data, own, seed))
-    name = public_name(data.dataset)
+    name = " + ".join(map(public_name, dataset_names(data.dataset)))
     if data is elsewhere:
         return parts, f"{name} (comes with Python)"
     return parts, f"{name} ({'held out' if parts.data.eval is not None else 'trained on'})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Optional, Union
 
@@ -33,6 +33,8 @@ class PreparedData:
 
     train: input_ids, labels, length, documents (numbers of those inside), and position_ids if they are isolated.
     eval: input_ids, labels, length, document. ``fingerprint`` names data, settings and tokenizer together.
+    ``sources``: names of a mixture's sources, in order; empty without a mixture, or with held-out data of its own.
+    Document d then belongs to source d modulo their number.
     """
 
     train: Union[datasets.Dataset, datasets.IterableDataset]
@@ -40,6 +42,7 @@ class PreparedData:
     statistics: DataStatistics
     fingerprint: str
     eval_documents: tuple[HeldOutDocument, ...]
+    sources: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 class EncodingPlan(NamedTuple):

@@ -45,10 +45,14 @@ def prepare(settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, mo
     ``model_name`` appears in messages only. Raises DataError if there is nothing to learn from, StorageError if
     ``cache_dir`` cannot be written.
     """
-    plan = _plan(settings, tokenizer, seed, cache_dir, model_name)
-    if settings.streaming:
+    return prepare_plan(plan_of(settings, tokenizer, seed, cache_dir, model_name))
+
+
+def prepare_plan(plan: EncodingPlan) -> PreparedData:
+    """The same, of one source whose plan is made."""
+    if plan.settings.streaming:
         return prepare_stream(plan)
-    folder = built_once(cache_dir / "tokenized" / plan.fingerprint, lambda new: _write(new, plan))
+    folder = built_once(plan.cache_dir / "tokenized" / plan.fingerprint, lambda new: _write(new, plan))
     return _open(folder)
 
 
@@ -57,20 +61,25 @@ def whole_held_out(
 ) -> Optional[datasets.Dataset]:
     """The documents that ``prepare`` holds out, in memory, each in one row however long it is; columns and numbers of
     documents as in ``PreparedData.eval``. None if nothing is held out."""
+    return whole_held_out_of(plan_of(replace(settings, block_size=WHOLE), tokenizer, seed, cache_dir, model_name))
+
+
+def whole_held_out_of(plan: EncodingPlan) -> Optional[datasets.Dataset]:
+    """The same, of one source whose plan is made with a block_size of WHOLE."""
     import datasets
     import pyarrow
 
-    plan = _plan(replace(settings, block_size=WHOLE), tokenizer, seed, cache_dir, model_name)
-    if settings.streaming:
+    if plan.settings.streaming:
         return prepare_stream(plan).eval
     statistics = DataStatistics()  # prepare has counted what is dropped
-    _, _, documents, order = both_sides(plan, functools.partial(_tokenized, plan, statistics=statistics), statistics)
+    _, _, documents, order = both_sides(plan, functools.partial(tokenized, plan, statistics=statistics), statistics)
     rows = held_out_rows(documents.numbered(order), plan.settings, statistics)
     batches = list(record_batches(rows, held_out_schema()))
     return datasets.Dataset(pyarrow.Table.from_batches(batches)) if batches else None
 
 
-def _plan(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model_name: str) -> EncodingPlan:
+def plan_of(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model_name: str) -> EncodingPlan:
+    """What decides the rows of one source. Raises DataError if it cannot be found or read."""
     source = training_source(settings, cache_dir)
     if settings.chat_template is not None:
         tokenizer.chat_template = read_chat_template(settings.chat_template)
@@ -99,7 +108,7 @@ def _open(folder: Path) -> PreparedData:
 def _write(folder: Path, plan: EncodingPlan) -> None:
     settings = plan.settings
     statistics = DataStatistics(notes=[*plan.source.notes])
-    read = functools.partial(_tokenized, plan, statistics=statistics)
+    read = functools.partial(tokenized, plan, statistics=statistics)
     documents, train_order, eval_source, eval_order = both_sides(plan, read, statistics)
     _write_training_rows(folder, documents, train_order, plan, statistics)
     _write_held_out_rows(folder, eval_source, eval_order, settings, statistics)
@@ -126,7 +135,8 @@ def both_sides(
     return documents, train_order, eval_source, eval_order
 
 
-def _tokenized(plan: EncodingPlan, source: Source, limit: int | None, statistics: DataStatistics) -> TokenizedDocuments:
+def tokenized(plan: EncodingPlan, source: Source, limit: int | None, statistics: DataStatistics) -> TokenizedDocuments:
+    """The first ``limit`` documents of ``source``, counted in ``statistics``. Raises DataError if there is none."""
     workers = plan.settings.preprocessing_num_workers
     documents = tokenized_documents(source, plan.encoder, limit, plan.cache_dir, workers)
     statistics.add(documents.statistics)

@@ -42,8 +42,9 @@ ORDER = frozenset(
 )
 DATA = frozenset(
     "dataset dataset_size dataset_split dataset_config_name eval_dataset validation_split_percentage text_column "
-    "prompt_column response_column system_column messages_column block_size packing synthetic sensor_samples streaming "
-    "chat_template completion_only_loss assistant_only_loss isolate_documents lowercase min_word_count".split()
+    "prompt_column response_column system_column messages_column stopping_strategy block_size packing synthetic "
+    "sensor_samples streaming chat_template completion_only_loss assistant_only_loss isolate_documents lowercase "
+    "min_word_count".split()
 )
 
 

@@ -26,7 +26,7 @@ from scu_trainer.settings import (
 )
 from scu_trainer.settings.base import require
 from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
-from scu_trainer.settings.tasks import TaskSettings
+from scu_trainer.settings.tasks import TaskSettings, require_mixable
 from scu_trainer.train.curriculum.rules import obstacle, require_enough_epochs
 from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.job.checks import check_evaluation, check_memory, check_training_optimizer, check_words
@@ -110,6 +110,7 @@ class Job:
     def check(self) -> None:
         """Raise SettingsError for settings that contradict each other, or would write a secret into the run's files."""
         training = self.training
+        require_mixable(self.data, self.task.task)
         training.hub_token = secret(training.hub_token)
         _refuse_secrets(self.as_dict())
         require(

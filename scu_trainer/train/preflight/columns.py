@@ -12,6 +12,7 @@ from scu_trainer.data import formats
 from scu_trainer.data.readers import kind_of, read_file
 from scu_trainer.data.sources import visible_files
 from scu_trainer.data.statistics import DataStatistics
+from scu_trainer.settings import DataSettings
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
@@ -82,10 +83,17 @@ MOST = 0.9
 
 
 def before_loading(job: Job) -> Iterator[Finding]:
-    file = _first_file(Path(job.data.dataset).expanduser()) if job.task.task == TEXT else None
+    if job.task.task != TEXT:
+        return
+    for data in [job.data.of_source(source) for source in job.data.sources] or [job.data]:
+        yield from _of_one(data)
+
+
+def _of_one(data: DataSettings) -> Iterator[Finding]:
+    file = _first_file(Path(data.dataset).expanduser())
     if file is None:
         return
-    records = islice(read_file(file, job.data.text_column), ROWS_LOOKED_AT)
+    records = islice(read_file(file, data.text_column), ROWS_LOOKED_AT)
     rows = [record.value for record in records if not record.problem]
     if rows:
         yield from _pairs(rows)

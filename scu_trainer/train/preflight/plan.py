@@ -54,8 +54,8 @@ def before_training(
 
 
 def _with_epochs(what: str, steps: int, per_step: int, rows: int) -> tuple[str, int]:
-    """``what`` and how often the rows are seen; and how many are trained on in all. No step reaches into the next epoch:
-    the last one of each has the rows that are left."""
+    """``what`` with the epochs; and how many rows are trained on in all. No step reaches into the next epoch: the last
+    one of each has the rows that are left."""
     per_epoch, last = -(-rows // per_step), rows % per_step or per_step
     whole, begun = divmod(steps, per_epoch)
     seen = whole * rows + begun * per_step

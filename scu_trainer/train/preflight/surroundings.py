@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from scu_trainer.data.store import default_cache_dir
 from scu_trainer.errors import StorageError
 from scu_trainer.hardware.probe import usable_cores
 from scu_trainer.run_files import nearest_existing, require_writable
+from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding
 
@@ -154,8 +156,9 @@ def _folders(job: Job) -> Iterator[Finding]:
         require_writable(cache_dir, "cache_dir")
     except StorageError as error:
         yield CACHE.found(str(error), "cache_dir")
-    dataset = Path(job.data.dataset).expanduser()
-    for name, folder in (("output_dir", Path(job.training.output_dir)), ("cache_dir", cache_dir)):
+    datasets = [Path(name).expanduser() for name in dataset_names(job.data.dataset)]
+    folders = (("output_dir", Path(job.training.output_dir)), ("cache_dir", cache_dir))
+    for dataset, (name, folder) in itertools.product(datasets, folders):
         if dataset.is_dir() and folder.expanduser().resolve().is_relative_to(dataset.resolve()):
             yield OUTPUT_IN_DATA.found(f"{name} {folder} lies inside the dataset {dataset}", name)
     yield from _inodes(Path(job.training.output_dir))

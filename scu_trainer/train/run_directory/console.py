@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from transformers import TrainerCallback
 
+OF_SOURCE = "eval_bpt_"
+
 
 class ConsoleCallback(TrainerCallback):
     """Prints step, loss, S, lambda, learning rate and the time that is left; only in the process that leads.
@@ -44,7 +46,7 @@ class ConsoleCallback(TrainerCallback):
             right = f"{logs['eval_accuracy']:.1%} right, "
             self._print(f"step {_of(state)}  held-out {right}{logs['eval_bpt']:.3f} bits per {self._unit}")
         elif "eval_bpt" in logs:
-            self._print(f"step {_of(state)}  held-out {logs['eval_bpt']:.3f} bits per {self._unit}")
+            self._print(f"step {_of(state)}  held-out {logs['eval_bpt']:.3f} bits per {self._unit}{_sources(logs)}")
         elif "loss" in logs:
             self._print(self._line(state, logs))
 
@@ -78,6 +80,12 @@ class ConsoleCallback(TrainerCallback):
 def seconds_left(done: int, remaining: int, spent_s: float) -> Optional[float]:
     """Remaining steps at the mean pace so far; None before the first step is done."""
     return spent_s / done * remaining if done > 0 else None
+
+
+def _sources(logs: dict[str, float]) -> str:
+    """Of a mixture, the figure of each source."""
+    found = [f"{key.removeprefix(OF_SOURCE)} {value:.3f}" for key, value in logs.items() if key.startswith(OF_SOURCE)]
+    return f" ({', '.join(found)})" if found else ""
 
 
 def _of(state) -> str:

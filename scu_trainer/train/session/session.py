@@ -27,6 +27,7 @@ from scu_trainer.settings.stock import ALLOWED, LEFT_TO_PREFLIGHT
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.checkpoints.compatibility import check_compatibility
 from scu_trainer.train.checkpoints.writer import written_or_refused
+from scu_trainer.train.evaluation.by_source import metrics_by_source
 from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, is_main_process
@@ -40,7 +41,7 @@ from scu_trainer.train.run_directory.log_history import LogHistoryCallback
 from scu_trainer.train.run_directory.logs import RunLog, run_log
 from scu_trainer.train.run_directory.resume import ASKED_FOR, START_NUMBER, Start, next_start_number
 from scu_trainer.train.session.stopping import StopCallback, StopRequest
-from scu_trainer.train.session.summary import best_held_out, held_out_figures, print_table
+from scu_trainer.train.session.summary import best_held_out, held_out_by_source, held_out_figures, print_table
 from scu_trainer.train.step.costs import StepTimes, above_baseline, cost_figures, step_peaks
 from scu_trainer.train.step.distributed.launched import end_with_launcher, is_launched
 from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded, training_precision
@@ -218,7 +219,7 @@ def build_trainer(job: Job, parts: TrainingComponents, status: Optional[RunStatu
             train_dataset=parts.data.train,
             eval_dataset=parts.data.eval,
             processing_class=parts.processor,
-            compute_metrics=job.kind.compute_metrics,
+            compute_metrics=metrics_by_source(job.kind.compute_metrics, parts.data),
             preprocess_logits_for_metrics=job.kind.preprocess_logits,
             regularization=job.regularization,
             regularization_tokens=parts.data.statistics.supervised_tokens or None,
@@ -285,6 +286,7 @@ def _train(
         "unit": job.kind.unit,
         "has_base": job.task.task == TEXT,  # other models get a new head, or start from nothing
         **held_out_figures(before.value, after),
+        **held_out_by_source(before.value, after, parts.data),
         "best_held_out": best_held_out(trainer.state.log_history),
         "costs": cost_figures(job.training.device, times, parts.before_model_bytes, peaks),
     }

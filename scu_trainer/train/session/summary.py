@@ -11,6 +11,7 @@ from typing import Any, Optional
 from rich.console import Console
 from rich.table import Table
 
+from scu_trainer.train.evaluation.by_source import scores_by_source
 from scu_trainer.train.evaluation.scoring import (
     DocumentScores,
     bootstrap_accuracy,
@@ -40,6 +41,25 @@ def held_out_figures(before: Optional[DocumentScores], after: Optional[DocumentS
         "held_out_bpt_after": asdict(bootstrap_bpt(after)),
         "held_out_bpt_change": asdict(bootstrap_difference(before, after)),
     }
+
+
+def held_out_by_source(
+    before: Optional[DocumentScores], after: Optional[DocumentScores], data: Any
+) -> dict[str, dict[str, Any]]:
+    """Of a mixture: documents, tokens and bits per token before and after, by name of the source; else empty."""
+    if before is None or after is None or not getattr(data, "sources", ()):
+        return {}
+    first, second = scores_by_source(before, data), scores_by_source(after, data)
+    found = {
+        name: {
+            "documents": len(first[name].tokens),
+            "tokens": int(first[name].tokens.sum()),
+            "bpt_before": asdict(bootstrap_bpt(first[name])),
+            "bpt_after": asdict(bootstrap_bpt(second[name])),
+        }
+        for name in first
+    }
+    return {"held_out_sources": found}
 
 
 def best_held_out(log_history: list[dict[str, Any]]) -> Optional[dict[str, Any]]:
@@ -84,6 +104,10 @@ def _held_out_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
     if "held_out_accuracy_after" in figures:
         return [*_accuracy_lines(figures), _bits_line(figures, unit), ("held out", held_out)]
     lines = [_bits_line(figures, unit), ("change, 95 % interval", _change(figures["held_out_bpt_change"], "+.3f"))]
+    for name, source in figures.get("held_out_sources", {}).items():
+        lines.append(
+            (f"  {name}", f"{source['bpt_before']['value']:.3f} before, {source['bpt_after']['value']:.3f} after")
+        )
     best = figures.get("best_held_out")
     if best and best["bpt"] < figures["held_out_bpt_after"]["value"] - 1e-4:
         lines.append(("best on the way", f"{best['bpt']:.3f} at step {best['step']}"))

@@ -49,8 +49,8 @@ def finish(
     """
     if data.eval is None and job.training.eval_strategy != "no":
         raise DataError(
-            f"eval_strategy is {job.training.eval_strategy.value}, and nothing of {job.data.dataset} is held out; "
-            "raise validation_split_percentage, give eval_dataset, or set eval_strategy: no"
+            f"eval_strategy is {job.training.eval_strategy.value}, and nothing of {job.data.shown_dataset} is held "
+            "out; raise validation_split_percentage, give eval_dataset, or set eval_strategy: no"
         )
     model = _tunable(model, settings, job, console, adapters)
     averaged = job.efficiency.ema_decay is not None

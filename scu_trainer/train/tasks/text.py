@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer, prepare
-from scu_trainer.data.text.prepare import whole_held_out
+from scu_trainer.data.text.mixture import whole_held_out
 from scu_trainer.models.fit import require_fit
 from scu_trainer.models.kernels import best_attention
 from scu_trainer.models.loading.dispatch import check_limits, refuse_unsound
@@ -93,10 +93,11 @@ class TextTask:
         tokenizer, cache_dir = load_tokenizer(source.model), default_cache_dir(source.data.cache_dir)
         makes_rows = tokenizer if of_rows == source.model else load_tokenizer(of_rows)
         of_split = {"seed": source.seed, "cache_dir": cache_dir, "model_name": of_rows.model_name_or_path}
-        data = prepare(source.data, makes_rows, **of_split)
+        model = load_for_evaluation(name, source.model)
+        packing = Packing.expected(source.data, model.config).asked_of(model, len(tokenizer))
+        data = prepare(packing.applied(source.data), makes_rows, **of_split)
         if source.windows is not None and data.eval is not None:
             data = replace(data, eval=SlidingRows(whole_held_out(source.data, makes_rows, **of_split), source.windows))
-        model = load_for_evaluation(name, source.model)
         if data.eval is not None:
             require_fit(model, name, len(tokenizer), max(data.eval["length"]))
         return TrainingComponents(tokenizer, data, model, Collator.of(tokenizer))

@@ -1,0 +1,205 @@
+"""Several sources in one training set.
+
+    sources ─▶ rows of each (cached, see prepare.py) ─▶ one after the other, or those that make the asked shares
+
+The rows stay in the files of their sources. A mixture adds numbers of documents that are its own, and says which rows
+an epoch has: a list of row numbers that depends on settings and seed alone, so a resumed run finds the same rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+import numpy
+
+from scu_trainer.data.statistics import DataStatistics, set_shares
+from scu_trainer.data.store import built_once, open_arrow, write_arrow
+from scu_trainer.data.text import prepare as one_source
+from scu_trainer.data.text.mixture_plan import (
+    MixturePlan,
+    described_in_mixture,
+    mixture_plan,
+    number_schema,
+    numbers,
+    renumbered,
+    renumbered_in_memory,
+    row_tokens,
+    source_statistics,
+    statistics_of,
+)
+from scu_trainer.data.text.mixture_stream import prepare_mixture_stream
+from scu_trainer.data.text.plan import PreparedData
+from scu_trainer.data.text.shares import chosen_rows, interleaved, rows_per_epoch
+from scu_trainer.errors import DataError
+from scu_trainer.settings import DataSettings
+
+if TYPE_CHECKING:
+    import datasets
+
+
+def prepare(settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, model_name: str) -> PreparedData:
+    """Training rows and held-out rows of one dataset or of a mixture, from the cache if nothing changed.
+
+    Everything else as in ``prepare.prepare``, whose rows a mixture is made of.
+    """
+    if not settings.is_mixture:
+        return one_source.prepare(settings, tokenizer, seed=seed, cache_dir=cache_dir, model_name=model_name)
+    mixture = mixture_plan(settings, tokenizer, seed, cache_dir, model_name)
+    parts = [one_source.prepare_plan(plan) for plan in mixture.plans]
+    held_out = None if mixture.held_out is None else one_source.prepare_plan(mixture.held_out)
+    if settings.streaming:
+        return prepare_mixture_stream(mixture, parts, held_out)
+    folder = cache_dir / "mixtures" / mixture.fingerprint
+    return _open(built_once(folder, lambda new: _write(new, mixture, parts, held_out)), mixture, parts, held_out)
+
+
+def whole_held_out(
+    settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, model_name: str
+) -> Optional[datasets.Dataset]:
+    """As ``prepare.whole_held_out``, also of a mixture."""
+    import datasets
+
+    if not settings.is_mixture:
+        return one_source.whole_held_out(settings, tokenizer, seed=seed, cache_dir=cache_dir, model_name=model_name)
+    mixture = mixture_plan(replace(settings, block_size=one_source.WHOLE), tokenizer, seed, cache_dir, model_name)
+    if mixture.held_out is not None:
+        return one_source.whole_held_out_of(mixture.held_out)
+    parts = [one_source.whole_held_out_of(plan) for plan in mixture.plans]
+    found = [renumbered_in_memory(rows, source, len(parts)) for source, rows in enumerate(parts) if rows is not None]
+    return datasets.concatenate_datasets(found) if found else None
+
+
+# -- the rows of an epoch ----------------------------------------------------------------------------------------------
+
+
+def _counts(mixture: MixturePlan, parts: Sequence[PreparedData]) -> list[int]:
+    """Rows of each source in an epoch. Raises DataError for a source that would have none."""
+    rows = [len(part.train) for part in parts]
+    if mixture.shares is None:
+        return rows
+    counts = rows_per_epoch(rows, mixture.shares, mixture.settings.stopping_strategy)
+    for name, share, count in zip(mixture.names, mixture.shares, counts, strict=True):
+        if not count:
+            few = mixture.names[rows.index(min(rows))]
+            raise DataError(
+                f"source {name} has no row in an epoch: {float(share):.3%} of {sum(counts):,} rows is less than one. "
+                f"Give it a larger weight, stopping_strategy: all_exhausted, or more data for {few}, which has "
+                f"{min(rows):,} rows"
+            )
+    return counts
+
+
+def _chosen(mixture: MixturePlan, parts: Sequence[PreparedData], counts: Sequence[int]) -> list[numpy.ndarray]:
+    """Row numbers within each source, int64 of shape (rows of it in an epoch,)."""
+    seed = mixture.plans[0].seed
+    return [
+        chosen_rows(count, len(part.train), numpy.random.default_rng([seed, source]))
+        for source, (part, count) in enumerate(zip(parts, counts, strict=True))
+    ]
+
+
+def _order(mixture: MixturePlan, parts: Sequence[PreparedData]) -> numpy.ndarray:
+    """Row numbers of an epoch among the rows of all sources, one source after the other; int64 of shape (rows,)."""
+    counts = _counts(mixture, parts)
+    sources, order = interleaved(counts), numpy.empty(sum(counts), dtype=numpy.int64)
+    start = 0
+    for source, (part, chosen) in enumerate(zip(parts, _chosen(mixture, parts, counts), strict=True)):
+        order[sources == source] = start + chosen
+        start += len(part.train)
+    return order
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+
+def _write(folder: Path, mixture: MixturePlan, parts: Sequence[PreparedData], held_out: Optional[PreparedData]) -> None:
+    statistics = _statistics(mixture, parts, held_out)
+    for source, part in enumerate(parts):
+        for side, column in (("train", "documents"), ("eval", "document")):
+            rows = getattr(part, side)
+            if rows is not None:
+                batches = numbers(rows, column, source, len(parts))
+                write_arrow(folder / f"{side}-{source}.arrow", number_schema(column), batches)
+    (folder / "books.json").write_text(json.dumps(statistics.as_dict()))
+
+
+def _open(
+    folder: Path, mixture: MixturePlan, parts: Sequence[PreparedData], held_out: Optional[PreparedData]
+) -> PreparedData:
+    import datasets
+
+    train = datasets.concatenate_datasets(
+        [
+            renumbered(part.train, "documents", open_arrow(folder / f"train-{source}.arrow"))
+            for source, part in enumerate(parts)
+        ]
+    )
+    if mixture.shares is not None:
+        train = train.select(_order(mixture, parts))
+    statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
+    if held_out is not None:
+        return PreparedData(train, held_out.eval, statistics, folder.name, held_out.eval_documents)
+    own = [
+        renumbered(part.eval, "document", open_arrow(folder / f"eval-{source}.arrow"))
+        for source, part in enumerate(parts)
+        if part.eval is not None
+    ]
+    rows = datasets.concatenate_datasets(own) if own else None
+    return PreparedData(train, rows, statistics, folder.name, described_in_mixture(parts), sources=mixture.names)
+
+
+# -- counts ------------------------------------------------------------------------------------------------------------
+
+
+def _statistics(
+    mixture: MixturePlan, parts: Sequence[PreparedData], held_out: Optional[PreparedData]
+) -> DataStatistics:
+    of_parts = [part.statistics for part in parts]
+    statistics, sources = statistics_of(mixture, of_parts), source_statistics(mixture, of_parts)
+    counts = _counts(mixture, parts)
+    for source, part, chosen in zip(sources, parts, _chosen(mixture, parts, counts), strict=True):
+        source.available_rows, source.rows = len(part.train), len(chosen)
+        source.rows_left_out = max(0, source.available_rows - source.rows)
+        source.passes = source.rows / source.available_rows
+        tokens, source.supervised_tokens = _tokens(part, chosen)
+        statistics.blocks += source.rows
+        statistics.train_tokens += tokens
+        statistics.supervised_tokens += source.supervised_tokens
+    set_shares(sources)
+    statistics.sources = [asdict(source) for source in sources]
+    if held_out is not None:
+        for name in ("eval_documents", "eval_rows", "eval_tokens"):
+            setattr(statistics, name, getattr(held_out.statistics, name))
+    statistics.heldout_duplicates = _duplicates(mixture, statistics)
+    return statistics
+
+
+def _tokens(part: PreparedData, chosen: numpy.ndarray) -> tuple[int, int]:
+    """Tokens in the chosen training rows, and those of them that are learned."""
+    if len(chosen) == len(part.train):
+        return part.statistics.train_tokens, part.statistics.supervised_tokens
+    times = numpy.bincount(chosen, minlength=len(part.train))
+    tokens, learned = row_tokens(part.train)
+    return int(times @ tokens), int(times @ learned)
+
+
+def _duplicates(mixture: MixturePlan, statistics: DataStatistics) -> int:
+    """Held-out documents, of whatever source, that are also a training document of any. Counts in ``statistics`` what
+    an ``eval_dataset`` read: the sources have not."""
+    trained, held_out = [], []
+    for plan in mixture.plans:
+        uncounted = DataStatistics()
+        read = functools.partial(one_source.tokenized, plan, statistics=uncounted)
+        documents, train_order, eval_source, eval_order = one_source.both_sides(plan, read, uncounted)
+        trained.append(documents.digests[train_order])
+        held_out.append(eval_source.digests[eval_order])
+    if mixture.held_out is not None:
+        plan = mixture.held_out
+        limit = plan.settings.max_eval_documents
+        held_out = [one_source.tokenized(plan, plan.source, limit, statistics).digests]
+    return int(numpy.isin(numpy.concatenate(held_out), numpy.concatenate(trained)).sum())

@@ -1,0 +1,186 @@
+"""What a mixture is made of, and numbers of documents that no two of its sources share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Optional
+
+import numpy
+
+from scu_trainer.data.sources import held_out_source
+from scu_trainer.data.statistics import DataStatistics, SourceStatistics
+from scu_trainer.data.store import digest_of
+from scu_trainer.data.text.encode import NOT_LEARNED, Encoder
+from scu_trainer.data.text.packing import held_out_schema, training_schema
+from scu_trainer.data.text.plan import EncodingPlan, HeldOutDocument, PreparedData
+from scu_trainer.data.text.prepare import plan_of
+from scu_trainer.settings import DataSettings
+from scu_trainer.settings.mixture import SourceSettings, shares_of
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow
+
+MIXTURE_VERSION = 1  # raise it when the same sources would give other rows
+ROWS_AT_ONCE = 1024
+
+
+class MixturePlan(NamedTuple):
+    """``plans``: of the ``sources``, in their order. ``held_out``: of ``eval_dataset``, which takes the place of all
+    that the sources would hold out; None without one."""
+
+    settings: DataSettings
+    sources: tuple[SourceSettings, ...]
+    plans: tuple[EncodingPlan, ...]
+    held_out: Optional[EncodingPlan]
+
+    @property
+    def shares(self) -> Optional[list[Fraction]]:
+        """None without weights."""
+        return None if self.sources[0].weight is None else shares_of(self.sources)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(source.name for source in self.sources)
+
+    @property
+    def fingerprint(self) -> str:
+        plans = [plan.fingerprint for plan in (*self.plans, *([self.held_out] if self.held_out else []))]
+        sources = [(source.name, source.weight) for source in self.sources]
+        return digest_of(MIXTURE_VERSION, plans, sources, self.settings.stopping_strategy, self.plans[0].seed)
+
+
+def mixture_plan(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model_name: str) -> MixturePlan:
+    """Raises DataError if a source cannot be found or read."""
+    sources = settings.sources
+    plans = [plan_of(settings.of_source(source), tokenizer, seed, cache_dir, model_name) for source in sources]
+    if settings.eval_dataset is None:
+        return MixturePlan(settings, sources, tuple(plans), None)
+    plans = [
+        plan._replace(held_out=None, settings=replace(plan.settings, validation_split_percentage=0.0)) for plan in plans
+    ]
+    # Only what it holds out is used; its training rows are as few as can be asked for.
+    alone = replace(
+        settings,
+        dataset=settings.eval_dataset,
+        stopping_strategy="first_exhausted",
+        dataset_size=settings.max_eval_documents,
+    )
+    source = held_out_source(settings, cache_dir)
+    held_out = EncodingPlan(alone, Encoder.of(settings, tokenizer, model_name), source, source, seed, cache_dir)
+    return MixturePlan(settings, sources, tuple(plans), held_out)
+
+
+def statistics_of(
+    mixture: MixturePlan, parts: Sequence[DataStatistics], held_out: Optional[DataStatistics] = None
+) -> DataStatistics:
+    """What was read, dropped and held out, added up. ``parts``: of the sources, in their order. ``held_out``: of the
+    rows that were read beside them."""
+    total = DataStatistics(streaming=mixture.settings.streaming)
+    for name, part in zip(mixture.names, parts, strict=True):
+        total.add(part)
+        for count in ("documents", "eval_documents", "documents_cut", "eval_rows", "eval_tokens"):
+            setattr(total, count, getattr(total, count) + getattr(part, count))
+        total.notes += [f"{name}: {note}" for note in part.notes]
+    if held_out is not None:
+        total.add(held_out)
+        for count in ("eval_documents", "eval_rows", "eval_tokens"):
+            setattr(total, count, getattr(held_out, count))
+    return total
+
+
+def source_statistics(mixture: MixturePlan, parts: Sequence[DataStatistics]) -> list[SourceStatistics]:
+    """The counts of each source, before it is known which of its rows an epoch has."""
+    shares = mixture.shares or [None] * len(mixture.sources)
+    return [
+        SourceStatistics(
+            source.name,
+            source.dataset,
+            rows_read=part.rows_read,
+            rows_dropped=sum(part.rows_dropped.values()),
+            documents=part.documents,
+            eval_documents=part.eval_documents,
+            asked_share=None if share is None else float(share),
+        )
+        for source, part, share in zip(mixture.sources, parts, shares, strict=True)
+    ]
+
+
+# -- numbers of documents ----------------------------------------------------------------------------------------------
+
+
+def number_in_mixture(document: int, source: int, count: int) -> int:
+    """``document``: number within its source, the one at place ``source`` of ``count``."""
+    return document * count + source
+
+
+def described_in_mixture(parts: Sequence[PreparedData]) -> tuple[HeldOutDocument, ...]:
+    return tuple(
+        item._replace(document=number_in_mixture(item.document, source, len(parts)))
+        for source, part in enumerate(parts)
+        for item in part.eval_documents
+    )
+
+
+def number_schema(column: str) -> pyarrow.Schema:
+    """Of ``documents`` (training rows) or ``document`` (held-out rows) alone."""
+    import pyarrow
+
+    rows = training_schema(isolate=False) if column == "documents" else held_out_schema()
+    return pyarrow.schema([rows.field(column)])
+
+
+def numbers(rows: datasets.Dataset, column: str, source: int, count: int) -> Iterator[pyarrow.RecordBatch]:
+    """``column`` of the rows of one source as it is in the mixture."""
+    import pyarrow
+    import pyarrow.compute
+
+    schema = number_schema(column)
+    for table in rows.select_columns([column]).with_format("arrow").iter(ROWS_AT_ONCE):
+        found = table[column].combine_chunks()
+        if column == "documents":
+            starts = pyarrow.compute.subtract(found.offsets, found.offsets[0])
+            found = pyarrow.ListArray.from_arrays(starts, _in_mixture(found.flatten(), source, count))
+        else:
+            found = _in_mixture(found, source, count)
+        yield pyarrow.RecordBatch.from_arrays([found], schema=schema)
+
+
+def _in_mixture(values: pyarrow.Array, source: int, count: int) -> pyarrow.Array:
+    """As ``number_in_mixture``, int32. More documents than that holds are an error of Arrow, not other numbers."""
+    import pyarrow
+    import pyarrow.compute
+
+    wide = values.cast(pyarrow.int64())
+    return pyarrow.compute.add(pyarrow.compute.multiply(wide, count), source).cast(pyarrow.int32())
+
+
+def renumbered(rows: datasets.Dataset, column: str, new: datasets.Dataset) -> datasets.Dataset:
+    """The same rows with ``new`` in the place of ``column``; nothing is copied."""
+    import datasets
+
+    return datasets.concatenate_datasets([rows.remove_columns([column]), new], axis=1)
+
+
+def renumbered_in_memory(rows: datasets.Dataset, source: int, count: int) -> datasets.Dataset:
+    """Held-out rows with their numbers in the mixture."""
+    import datasets
+    import pyarrow
+
+    table = pyarrow.Table.from_batches(list(numbers(rows, "document", source, count)), number_schema("document"))
+    return renumbered(rows, "document", datasets.Dataset(table))
+
+
+def row_tokens(rows: datasets.Dataset) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Tokens of every row, and those of them that are learned; int64 of shape (rows,). No row may be empty."""
+    tokens, learned = [numpy.zeros(0, dtype=numpy.int64)], [numpy.zeros(0, dtype=numpy.int64)]
+    for table in rows.select_columns(["labels"]).with_format("arrow").iter(ROWS_AT_ONCE):
+        labels = table["labels"].combine_chunks()
+        borders = numpy.asarray(labels.offsets).astype(numpy.int64)
+        is_learned = labels.flatten().to_numpy() != NOT_LEARNED
+        tokens.append(numpy.diff(borders))
+        learned.append(numpy.add.reduceat(is_learned, borders[:-1] - borders[0], dtype=numpy.int64))
+    return numpy.concatenate(tokens), numpy.concatenate(learned)

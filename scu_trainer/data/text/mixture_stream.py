@@ -1,0 +1,112 @@
+"""A mixture whose rows are made while training reads; every pass gives the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Optional
+
+from scu_trainer.data.statistics import DataStatistics, SourceStatistics, set_shares
+from scu_trainer.data.text.encode import NOT_LEARNED
+from scu_trainer.data.text.mixture_plan import (
+    MixturePlan,
+    described_in_mixture,
+    number_in_mixture,
+    renumbered_in_memory,
+    source_statistics,
+    statistics_of,
+)
+from scu_trainer.data.text.packing import training_schema
+from scu_trainer.data.text.plan import PreparedData
+from scu_trainer.data.text.shares import in_shares
+from scu_trainer.data.text.stream import TrainingStream
+
+
+class MixtureStream:
+    """Each call reads the sources from their starts: in the asked shares, or one after the other without weights.
+
+    ``statistics`` describe the latest pass in this process. What a source read and dropped is counted the first time
+    that it is read in a pass; its rows are counted each time.
+    """
+
+    def __init__(
+        self,
+        mixture: MixturePlan,
+        streams: Sequence[TrainingStream],
+        statistics: DataStatistics,
+        held_out: Optional[DataStatistics],
+    ) -> None:
+        """``held_out``: of what was read beside the sources."""
+        self.mixture, self.streams, self.statistics, self.held_out = mixture, list(streams), statistics, held_out
+        self._at_start = statistics.as_dict()
+
+    def __call__(self) -> Iterator[dict]:
+        vars(self.statistics).update(DataStatistics(**self._at_start).as_dict())
+        counts = [SourceStatistics(**source) for source in self._at_start["sources"]]
+        for source, row in self._rows(counts):
+            self._count(counts, source, row)
+            documents = [number_in_mixture(number, source, len(counts)) for number in row["documents"]]
+            yield {**row, "documents": documents}
+
+    def _rows(self, counts: list[SourceStatistics]) -> Iterator[tuple[int, dict]]:
+        def start(source: int) -> Iterator[dict]:
+            counts[source].passes += 1
+            stream = self.streams[source]
+            if counts[source].passes > 1:
+                stream = TrainingStream(stream.plan, stream.skip, DataStatistics(streaming=True))
+            return stream()
+
+        if self.mixture.shares is None:
+            return ((source, row) for source in range(len(counts)) for row in start(source))
+        return in_shares(self.mixture.shares, start, self.mixture.settings.stopping_strategy)
+
+    def _count(self, counts: list[SourceStatistics], source: int, row: dict) -> None:
+        learned = int((row["labels"] != NOT_LEARNED).sum())
+        counts[source].rows += 1
+        counts[source].supervised_tokens += learned
+        of_streams = [stream.statistics for stream in self.streams]
+        for count, found in zip(counts, source_statistics(self.mixture, of_streams), strict=True):
+            count.rows_read, count.rows_dropped, count.documents = found.rows_read, found.rows_dropped, found.documents
+        set_shares(counts)
+        total = statistics_of(self.mixture, of_streams, self.held_out)
+        total.sources, total.notes = [asdict(count) for count in counts], self._at_start["notes"]
+        for name, more in (("blocks", 1), ("train_tokens", len(row["labels"])), ("supervised_tokens", learned)):
+            setattr(total, name, getattr(self.statistics, name) + more)
+        vars(self.statistics).update(vars(total))
+
+
+def prepare_mixture_stream(
+    mixture: MixturePlan, parts: Sequence[PreparedData], held_out: Optional[PreparedData]
+) -> PreparedData:
+    """``parts``: streams of the sources; ``held_out``: what ``eval_dataset`` holds out, if there is one."""
+    import datasets
+
+    of_parts = [part.statistics for part in parts]
+    beside = None if held_out is None else held_out.statistics
+    statistics = statistics_of(mixture, of_parts, beside)
+    statistics.sources = [asdict(item) for item in source_statistics(mixture, of_parts)]
+    if mixture.shares is None:
+        statistics.notes.append("streaming without weights: one source after the other; give weights to mix them")
+    streams = [
+        TrainingStream(plan, _skipped(part, mixture, plan), part.statistics)
+        for plan, part in zip(mixture.plans, parts, strict=True)
+    ]
+    features = datasets.Features.from_arrow_schema(training_schema(mixture.settings.isolate_documents))
+    rows_of = MixtureStream(mixture, streams, statistics, beside)
+    train = datasets.IterableDataset.from_generator(rows_of, features=features)
+    if held_out is not None:
+        return PreparedData(train, held_out.eval, statistics, mixture.fingerprint, held_out.eval_documents)
+    own = [
+        renumbered_in_memory(part.eval, source, len(parts))
+        for source, part in enumerate(parts)
+        if part.eval is not None
+    ]
+    rows = datasets.concatenate_datasets(own) if own else None
+    return PreparedData(
+        train, rows, statistics, mixture.fingerprint, described_in_mixture(parts), sources=mixture.names
+    )
+
+
+def _skipped(part: PreparedData, mixture: MixturePlan, plan) -> int:
+    """Documents at the start of a source that are held out."""
+    return 0 if mixture.held_out is not None or plan.held_out is not None else len(part.eval_documents)

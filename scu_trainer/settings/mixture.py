@@ -1,0 +1,141 @@
+"""A list in the place of one dataset: which sources are mixed, under what names, with what weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import PurePosixPath
+from typing import Any, Optional, Union, get_args
+
+from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.settings.base import MOST_NUMBER, require, short
+
+COLUMNS = ("text_column", "prompt_column", "response_column", "system_column", "messages_column")
+SOURCE_FIELDS = ("dataset_config_name", "dataset_split", *COLUMNS, "dataset_size")
+"""Fields of ``DataSettings`` that an entry of the list may set for its source alone."""
+
+ENTRY_KEYS = ("dataset", "weight", "name", *SOURCE_FIELDS)
+
+FILE_SUFFIXES = (".gz", ".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".ndjson", ".feather")
+ALLOWED_NAME = re.compile(r"[\w.-]+")
+
+
+@dataclass(frozen=True)
+class SourceSettings:
+    """One entry. ``weight``: None where no entry has one. ``own``: values for this source alone, by field."""
+
+    dataset: str
+    name: str
+    weight: Optional[float] = None
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+
+def dataset_of(value: Union[str, list]) -> Union[str, list]:
+    """The value of ``dataset`` as it is kept: a text that begins with "[" is a JSON list. Raises SettingsError."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return list(value) if isinstance(value, tuple) else value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(
+            f"dataset is {short(value)}, which begins as a list and is no valid JSON ({error}); write "
+            '\'[{"dataset": "a.jsonl", "weight": 3}, {"dataset": "b.jsonl", "weight": 1}]\', or ./ before the name '
+            "of a file that begins with ["
+        ) from error
+
+
+def dataset_names(value: Any) -> list[str]:
+    """Datasets that a value of ``dataset`` names, in their order; [] for none. Takes what old files hold as well."""
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    names = [entry.get("dataset") if isinstance(entry, Mapping) else entry for entry in entries]
+    return [str(name) for name in names if name]
+
+
+def shown(value: Any) -> str:
+    """A value of ``dataset`` in a message or a title."""
+    return " + ".join(dataset_names(value))
+
+
+def sources_of(entries: list[Any], hints: Mapping[str, Any]) -> tuple[SourceSettings, ...]:
+    """The sources of a list. ``hints``: types of the fields of ``DataSettings``. Raises SettingsError for an entry that
+    is no source, for weights on some only, and for two sources with one name."""
+    require(bool(entries), "dataset is an empty list; give at least one entry, or one name without a list")
+    found = tuple(_source(number, entry, hints) for number, entry in enumerate(entries, start=1))
+    without = [source.name for source in found if source.weight is None]
+    require(
+        len(without) in (0, len(found)),
+        f"dataset has weights on some of its sources only; give {', '.join(without)} one too, or drop all of them",
+    )
+    name, count = Counter(source.name for source in found).most_common(1)[0]
+    require(
+        count == 1,
+        f"dataset has {count} sources with the name {name!r}; tell them apart, for instance name: {name}_2",
+    )
+    return found
+
+
+def shares_of(sources: tuple[SourceSettings, ...]) -> list[Fraction]:
+    """Asked share of the rows of each weighted source, exact; the sum is 1."""
+    weights = [Fraction(source.weight) for source in sources]
+    return [weight / sum(weights) for weight in weights]
+
+
+def _source(number: int, entry: Any, hints: Mapping[str, Any]) -> SourceSettings:
+    place = f"entry {number} of dataset"
+    if isinstance(entry, str):
+        entry = {"dataset": entry}
+    require(
+        isinstance(entry, Mapping),
+        f"{place} is {short(entry)}; it takes a name, or a mapping with dataset and {', '.join(ENTRY_KEYS[1:])}",
+    )
+    for key in entry:
+        require(
+            key in ENTRY_KEYS,
+            f"{place} has the unknown key {short(key)}{nearest(str(key), ENTRY_KEYS)}; allowed: "
+            + ", ".join(ENTRY_KEYS),
+        )
+    dataset = entry.get("dataset")
+    require(
+        isinstance(dataset, str) and bool(dataset) and not dataset.lstrip().startswith("["),
+        f"{place} has {short(dataset)} as its dataset; it takes an embedded name, a path or a Hub id",
+    )
+    name = short_name(dataset) if entry.get("name") is None else entry["name"]
+    require(
+        isinstance(name, str) and ALLOWED_NAME.fullmatch(name) is not None,
+        f"{place} has the name {short(name)}; it takes letters, digits and _ . - because figures are named after it",
+    )
+    own = {key: entry[key] for key in SOURCE_FIELDS if entry.get(key) is not None}
+    for key, value in own.items():
+        _check_kind(f"{place} ({name}) has {key}: {short(value)}", value, hints[key])
+    return SourceSettings(dataset, name, _weight(f"{place} ({name})", entry.get("weight")), own)
+
+
+def _weight(place: str, value: Any) -> Optional[float]:
+    if value is None:
+        return None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    require(
+        is_number and 0 < value <= MOST_NUMBER,
+        f"{place} has weight: {short(value)}; it takes a number above 0, such as 1 (to leave a source out, drop it)",
+    )
+    return float(value)
+
+
+def _check_kind(found: str, value: Any, hint: Any) -> None:
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+    is_right = isinstance(value, tuple(kinds)) and (bool in kinds or not isinstance(value, bool))
+    words = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+    require(is_right, f"{found}; it takes {' or '.join(words.get(kind, kind.__name__) for kind in kinds)}")
+
+
+def short_name(dataset: str) -> str:
+    """The last part of a path or Hub id, without the suffix of a file."""
+    path = PurePosixPath(dataset)
+    while path.suffix.lower() in FILE_SUFFIXES and path.stem:
+        path = path.with_suffix("")
+    return re.sub(r"[^\w.-]+", "_", path.name).strip("_") or "source"

@@ -1,0 +1,60 @@
+"""Held-out figures of each source of a mixture, beside those over all."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from scu_trainer.data.text.mixture_plan import row_tokens
+from scu_trainer.data.text.plan import PreparedData
+from scu_trainer.train.evaluation.scoring import DocumentScores
+
+logger = logging.getLogger("scu_trainer")
+
+
+def scores_by_source(scores: DocumentScores, data: Any) -> dict[str, DocumentScores]:
+    """``scores`` of the held-out documents of ``data``, by name of the source; empty without a mixture. Sources that
+    held nothing out are left out."""
+    names = getattr(data, "sources", ())
+    if not names:
+        return {}
+    sources = np.unique(np.asarray(data.eval["document"])) % len(names)  # scores are in the order of the numbers
+    return {
+        name: DocumentScores(scores.nats[sources == source], scores.tokens[sources == source])
+        for source, name in enumerate(names)
+        if (sources == source).any()
+    }
+
+
+def metrics_by_source(compute_metrics: Callable[[Any], dict], data: Any) -> Callable[[Any], dict]:
+    """``compute_metrics`` of a Trainer that also gives bpt_NAME of every source of ``data``; the same function where
+    ``data`` is no mixture. Predictions: (rows, 2), nats and predicted tokens, as ``preprocess_logits`` gives them."""
+    if not getattr(data, "sources", ()) or data.eval is None:
+        return compute_metrics
+    return functools.partial(_metrics, compute_metrics, data.sources, *_of_rows(data))
+
+
+def _of_rows(data: PreparedData) -> tuple[np.ndarray, np.ndarray]:
+    """Source and predicted tokens of every held-out row, each of shape (rows,)."""
+    sources = np.asarray(data.eval["document"]) % len(data.sources)
+    return sources, row_tokens(data.eval)[1]
+
+
+def _metrics(
+    compute_metrics: Callable[[Any], dict], names: tuple[str, ...], sources: np.ndarray, tokens: np.ndarray, found: Any
+) -> dict[str, float]:
+    metrics = compute_metrics(found)
+    rows = found.predictions.astype(np.float64)
+    if not np.array_equal(rows[:, 1], tokens):  # another sampler, or columns that were taken for others
+        logger.warning("held-out rows came in another order than they are stored, so no figures by source")
+        return metrics
+    for source, name in enumerate(names):
+        nats, predicted = rows[sources == source].sum(axis=0)
+        if predicted:
+            metrics[f"bpt_{name}"] = nats / predicted / math.log(2.0)
+    return metrics
