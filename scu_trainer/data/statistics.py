@@ -14,7 +14,8 @@ class DataStatistics:
     """Counts of one preparation. While streaming they grow as training reads, and start over with each pass.
 
     documents, eval_documents: documents in training and held out. documents_cut: documents longer than a row, cut into
-    several (nothing of them is lost). rows_read: rows of the sources that were looked at. rows_dropped: by reason.
+    several (nothing of them is lost). answers_cut: conversations, and prompts with completions, whose answer goes on in
+    a row without the question. rows_read: rows of the sources that were looked at. rows_dropped: by reason.
     blocks, eval_rows: rows of tokens. train_tokens: tokens in training rows. supervised_tokens, eval_tokens: labels
     other than -100, which is what the loss counts after the causal shift. heldout_duplicates: held-out documents whose
     tokens are also a training document (None while streaming: not looked for). formats: rows by the format that they
@@ -28,6 +29,7 @@ class DataStatistics:
     documents: int = 0
     eval_documents: int = 0
     documents_cut: int = 0
+    answers_cut: int = 0
     blocks: int = 0
     eval_rows: int = 0
     train_tokens: int = 0
@@ -77,6 +79,11 @@ class DataStatistics:
         lines += [SourceStatistics(**source).line(so_far) for source in self.sources]
         if self.documents_cut:
             lines.append(f"{self.documents_cut:,} documents are longer than a row and go on in the next ones")
+        if self.answers_cut:
+            lines.append(
+                f"{self.answers_cut:,} conversations are cut: their answers go on in a row without the question "
+                "(a larger block_size or packing: false leaves more of them whole)"
+            )
         for reason, count in sorted(self.rows_dropped.items()):
             lines.append(f"dropped{so_far}: {count:,} × {reason}, first: {self.examples[reason][0]}")
         lines += [

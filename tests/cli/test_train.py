@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -378,3 +379,17 @@ def test_a_mistake_may_be_made_on_purpose(capsys, flags, tmp_path):
     assert train.main([*flags, "--save_steps", "5000", "--preflight", "off"]) == 0
     assert "preflight" not in capsys.readouterr().out
     assert (tmp_path / "run" / "scu_metrics.json").is_file()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_says_at_the_end_what_was_read(capsys, flags, workers):
+    words = ["--streaming", "true", "--max_eval_documents", "4", "--dataloader_num_workers", str(workers)]
+    assert train.main([*flags, *words]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    before, _, after = printed.partition("preflight:")
+    assert "read as: text (text)" in before
+    if workers:
+        assert "counted by the loader's workers and is not known here" in after
+    else:
+        assert re.search(r"documents: [1-9]\d* read, [1-9]\d* for training so far, 4 held out", after)
+        assert re.search(r"training: [1-9]\d* rows, [\d,]+ tokens, [\d,]+ learned so far", after)

@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy
 import pytest
 
+from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.text.packing import (
     MOST_ROWS_PER_BATCH,
     MOST_VALUES_PER_BATCH,
@@ -12,8 +13,10 @@ from scu_trainer.data.text.packing import (
     held_out_schema,
     packed,
     record_batches,
+    training_rows,
     windows,
 )
+from scu_trainer.settings import DataSettings
 
 LENGTHS = (5, 30, 8, 1, 17, 64)
 
@@ -80,3 +83,18 @@ def test_arrow_batches_are_few_for_short_rows_and_small_for_long_ones(tokens, ro
     batches = list(record_batches(given, held_out_schema()))
     numbers = [number for batch in batches for number in batch["document"].to_pylist()]
     assert numbers == list(range(rows)) and len(batches) == 3
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_conversations_whose_answer_goes_on_elsewhere_are_counted_as_conversations(packing):
+    def conversation(number: int, asked: int, answered: int) -> NumberedDocument:
+        ids = numpy.arange(asked + answered, dtype=numpy.int32)
+        return NumberedDocument(number, ids, numpy.where(ids < asked, -100, ids).astype(numpy.int32))
+
+    sizes = [(4, 12), (4, 60), (40, 4), (0, 50)]  # whole; cut four times; only its question is cut; plain text
+    documents = [conversation(number, *size) for number, size in enumerate(sizes)]
+    statistics = DataStatistics()
+    rows = list(training_rows(documents, DataSettings(block_size=16, packing=packing), statistics))
+    assert len(rows) == statistics.blocks > 4
+    assert statistics.answers_cut == 2
+    assert "2 conversations are cut" in "\n".join(statistics.lines())

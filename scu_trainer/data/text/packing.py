@@ -105,16 +105,43 @@ def _learnable(rows: Iterable[Row], statistics: DataStatistics) -> Iterator[Row]
             statistics.drop(f"row of tokens with {NOTHING_TO_LEARN}", f"document {row.documents[0]}")
 
 
+class _Prompted:
+    """Conversations, and other documents of which a part is not learned, that go on in a further row: there the answer
+    stands without its question. Each is counted once."""
+
+    def __init__(self, statistics: DataStatistics) -> None:
+        self._statistics = statistics
+        self._waiting: set[int] = set()
+
+    def watched(self, documents: Iterable[NumberedDocument]) -> Iterator[NumberedDocument]:
+        for document in documents:
+            if (document.labels[1:] == NOT_LEARNED).any():
+                self._waiting.add(document.number)
+            yield document
+
+    def counted(self, rows: Iterable[Row]) -> Iterator[Row]:
+        last = None
+        for row in rows:
+            first = row.documents[0]
+            if first == last and first in self._waiting and row.learned_tokens:
+                self._statistics.answers_cut += 1
+                self._waiting.discard(first)
+            last = row.documents[-1]
+            self._waiting &= {last}
+            yield row
+
+
 def training_rows(
     documents: Iterable[NumberedDocument], settings: DataSettings, statistics: DataStatistics
 ) -> Iterator[dict]:
     """Columns of the training rows, counted in ``statistics``."""
-    documents = _count_cuts(documents, settings.block_size, statistics)
+    prompted = _Prompted(statistics)
+    documents = prompted.watched(_count_cuts(documents, settings.block_size, statistics))
     if settings.packing:
         rows = packed(documents, settings.block_size, settings.isolate_documents)
     else:
         rows = windows(documents, settings.block_size)
-    for row in _learnable(rows, statistics):
+    for row in _learnable(prompted.counted(rows), statistics):
         statistics.blocks += 1
         statistics.train_tokens += len(row.input_ids)
         statistics.supervised_tokens += row.learned_tokens

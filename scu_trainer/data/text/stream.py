@@ -60,8 +60,8 @@ def prepare_stream(plan: EncodingPlan) -> PreparedData:
     import datasets
     import pyarrow
 
-    statistics = DataStatistics(streaming=True, notes=[*plan.source.notes])
-    held_out = _held_out_documents(plan, statistics)
+    statistics, first = DataStatistics(streaming=True, notes=[*plan.source.notes]), DataStatistics()
+    held_out = _held_out_documents(plan, statistics, first)
     skip = 0 if plan.held_out else len(held_out)
     if skip:
         statistics.notes.append(f"streaming: the first {skip} documents are held out")
@@ -69,6 +69,7 @@ def prepare_stream(plan: EncodingPlan) -> PreparedData:
     batches = list(record_batches(rows, held_out_schema()))
     features = datasets.Features.from_arrow_schema(training_schema(plan.settings.isolate_documents))
     train = datasets.IterableDataset.from_generator(TrainingStream(plan, skip, statistics), features=features)
+    statistics.add(first)  # to be shown until training reads these rows again, and counts them then
     return PreparedData(
         train=train,
         eval=datasets.Dataset(pyarrow.Table.from_batches(batches)) if batches else None,
@@ -81,11 +82,12 @@ def prepare_stream(plan: EncodingPlan) -> PreparedData:
     )
 
 
-def _held_out_documents(plan: EncodingPlan, statistics: DataStatistics) -> list[Document]:
+def _held_out_documents(plan: EncodingPlan, statistics: DataStatistics, first: DataStatistics) -> list[Document]:
+    """``first``: takes the counts of what the training stream will read again."""
     if plan.held_out:
         documents = _first_documents(plan, plan.held_out, _held_out_limit(plan), statistics)
     elif plan.settings.validation_split_percentage:
-        documents = _first_of_training(plan)
+        documents = _first_of_training(plan, first)
     else:
         documents = []
     statistics.eval_documents = len(documents)
@@ -96,13 +98,10 @@ def _held_out_limit(plan: EncodingPlan) -> int:
     return plan.settings.max_eval_documents or HELD_OUT_DOCUMENTS
 
 
-def _first_of_training(plan: EncodingPlan) -> list[Document]:
+def _first_of_training(plan: EncodingPlan, statistics: DataStatistics) -> list[Document]:
     """The first documents of the training stream, which must go on after them."""
     limit = _held_out_limit(plan)
-    # The training pass reads and counts these rows again, so they are not counted here.
-    documents = _first_documents(
-        plan, plan.source, min(limit + 1, plan.settings.dataset_size or limit + 1), DataStatistics()
-    )
+    documents = _first_documents(plan, plan.source, min(limit + 1, plan.settings.dataset_size or limit + 1), statistics)
     if len(documents) <= limit:
         raise DataError(
             f"{plan.source.name} gives {len(documents)} documents and streaming holds the first {limit} out, so none "

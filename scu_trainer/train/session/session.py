@@ -251,6 +251,18 @@ def _stock_refusals() -> Iterator[None]:
         raise SettingsError(str(error)) from error
 
 
+def _of_stream(job: Job, parts: TrainingComponents) -> list[str]:
+    """What streaming data turned out to hold; their counts are known when they were read."""
+    if not job.data.streaming:
+        return []
+    if job.training.dataloader_num_workers > 0:
+        return [
+            "streaming: what was read and left out was counted by the loader's workers and is not known here; "
+            "dataloader_num_workers: 0 counts it"
+        ]
+    return parts.data.statistics.lines()
+
+
 def _train(
     job: Job,
     parts: TrainingComponents,
@@ -270,6 +282,8 @@ def _train(
     if before.is_late and start.checkpoint is not None:
         console.print("the figures before training will be those of the checkpoint", soft_wrap=True)
     outcome = trainer.train(resume_from_checkpoint=start.checkpoint)
+    for line in _of_stream(job, parts):
+        console.print(line, soft_wrap=True)
     if stop.stopped_at is not None:
         raise _stopped(trainer, stop.stopped_at, request)
     trainer.before_save()
