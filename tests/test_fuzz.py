@@ -103,7 +103,7 @@ LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] *
         ("[1, 2]: 3\n", "a key is no word, line 1"),
         ("max_steps: 1\nmax-steps: 2\n", "stands there twice"),
         ("max_steps: {a: 1}\n", "max_steps is a mapping; it takes one value"),
-        ("dataset: [a, b]\n", "dataset is a list of 2; it takes one value"),
+        ("text_column: [a, b]\n", "text_column is a list of 2; it takes one value"),
         ("dataset: !!set {a}\n", "dataset is a set; it takes text"),
         ("max_steps: !!int x\n", "no valid YAML"),
         ('dataset: "a\\0b"\n', "with a NUL character"),

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from scu_trainer.data.text.collate import Collator
 from scu_trainer.data.text.packing import NumberedDocument, packed, windows
 from scu_trainer.errors import ModelError
-from scu_trainer.models.isolation import TOLERANCE, can_be_asked, declared_leak, isolates, leak
+from scu_trainer.models.isolation import MEASURED, TOLERANCE, can_be_asked, declared_leak, isolates, leak
 from scu_trainer.settings import DataSettings
 from scu_trainer.train.tasks.packing import Packing
 from tests import tiny
@@ -112,7 +112,7 @@ def test_what_was_chosen_is_said_with_the_reason():
     llama, hybrid = tiny.llama(), tiny.granite_hybrid()
     data = DataSettings()
     assert Packing.expected(data, llama.config).asked_of(llama, tiny.VOCAB).line() == (
-        "rows: packed, LlamaForCausalLM keeps packed documents apart"
+        "rows: packed, documents isolated: LlamaForCausalLM keeps packed documents apart"
     )
     assert "rows: one document each, not packed, for granitemoehybrid has layers that carry their state" in (
         Packing.expected(data, hybrid.config).asked_of(hybrid, tiny.VOCAB).line()
@@ -130,7 +130,14 @@ def test_a_model_that_lies_in_parts_is_not_asked():
         model = AutoModelForCausalLM.from_config(tiny.llama().config)
     assert not can_be_asked(model)
     chosen = Packing.expected(DataSettings(), model.config).asked_of(model, tiny.VOCAB)
-    assert not chosen.isolates and "cannot be asked" in chosen.line()
+    assert chosen.isolates and "cannot be asked; others of its family" in chosen.line()
+    unknown = AutoConfig.for_model("cohere")
+    chosen = Packing.expected(DataSettings(), unknown).asked_of(model, tiny.VOCAB)
+    assert not chosen.isolates and "its family was not measured" in chosen.line()
+
+
+def test_the_measured_families_are_those_of_this_file():
+    assert set(FAMILIES) - NOT_PACKED == MEASURED
 
 
 def test_a_configuration_that_is_wrong_about_the_model_is_not_believed():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Optional
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.isolation import can_be_asked, declared_leak, isolates
+from scu_trainer.models.isolation import MEASURED, can_be_asked, declared_leak, isolates
 from scu_trainer.settings import DataSettings
 
 if TYPE_CHECKING:
@@ -19,17 +19,19 @@ ANYHOW = "isolate_documents: false packs them whatever they see"
 @dataclass(frozen=True)
 class Packing:
     """``asked``: the setting ``isolate_documents``. ``isolates``: whether the model keeps documents apart. ``why``: the
-    reason, for a person."""
+    reason, for a person. ``is_measured``: other models of this family were seen to keep documents apart."""
 
     asked: Optional[bool]
     isolates: bool
     why: str
+    is_measured: bool = False
 
     @classmethod
     def expected(cls, data: DataSettings, config: PretrainedConfig) -> Packing:
         """What ``config`` lets expect, before there is a model to ask."""
         leak = declared_leak(config)
-        return cls(data.isolate_documents, leak is None, f"{config.model_type} {leak or 'is to be asked'}")
+        why = f"{config.model_type} {leak or 'is to be asked'}"
+        return cls(data.isolate_documents, leak is None, why, leak is None and config.model_type in MEASURED)
 
     def applied(self, data: DataSettings) -> DataSettings:
         """``data`` with ``packing`` and ``isolate_documents`` decided."""
@@ -41,13 +43,16 @@ class Packing:
         """What the model itself says, where nothing is declared already. Raises ModelError where isolation was demanded
         and is not there.
 
-        A model in parts on several ranks cannot be asked: its documents are not packed, for nobody would know.
+        A model in parts on several ranks cannot be asked: its family decides, and of one that was not measured rows are
+        not packed, for nobody would know.
         """
         if self.asked is False or (self.asked is None and not self.isolates):
             return self
         name = type(model).__name__
         if not can_be_asked(model):
-            return replace(self, isolates=False, why=f"the weights of {name} are in parts, so it cannot be asked")
+            seen = "others of its family keep documents apart" if self.is_measured else "its family was not measured"
+            why = f"the weights of {name} are in parts, so it cannot be asked; {seen}"
+            return replace(self, isolates=self.is_measured, why=why)
         keeps_apart = isolates(model, vocab_size)
         if self.asked and not keeps_apart:
             raise ModelError(
@@ -62,5 +67,5 @@ class Packing:
         if self.asked is False:
             return "rows: packed, and documents see those before them in the row, as isolate_documents: false says"
         if self.isolates:
-            return f"rows: packed, {self.why}"
+            return f"rows: packed, documents isolated: {self.why}"
         return f"rows: one document each, not packed, for {self.why}; {ANYHOW}"
