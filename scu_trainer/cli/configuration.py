@@ -168,6 +168,27 @@ def read_values(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
     return vars(parser.parse_args(arguments))
 
 
+def read_data(config: str | None, flags: Sequence[str]) -> tuple[str, ModelSettings, DataSettings]:
+    """Task, model and data of a job, without torch: what only transformers.TrainingArguments know is not looked at.
+    Raises SettingsError."""
+    parser = our_parser()
+    names = field_names(parser)
+    content = {} if config is None else _content(config)
+    entries = {str(key).replace("-", "_"): value for key, value in content.items()}
+    known = {name: value for name, value in entries.items() if name in names}
+    given = _given(flags, names)
+    typed, _ = parser.parse_known_args([*_all_as_flags(known), *flags])
+    task = TaskSettings(typed.task, typed.preset, typed.mode)
+    if "mode" in given:  # a typed one goes before the file
+        known = {name: value for name, value in known.items() if name not in task.mode_values}
+    parser.set_defaults(**{name: value for name, value in task.defaults.items() if name in names})
+    typed, _ = parser.parse_known_args([*_all_as_flags(known), *flags])
+    return typed.task, *(
+        kind(**{item.name: getattr(typed, item.name) for item in dataclasses.fields(kind)})
+        for kind in (ModelSettings, DataSettings)
+    )
+
+
 def _read(
     config: str | None, flags: Sequence[str]
 ) -> tuple[HfArgumentParser, list[str], TaskSettings, tuple[str, ...]]:
@@ -293,14 +314,7 @@ def _name(flag: str) -> str:
 def _entries(config: str, parser: HfArgumentParser, names: set[str]) -> dict[str, Any]:
     """Values of a file by field."""
     found: dict[str, Any] = {}
-    content = read_file(Path(config))
-    if {"configuration", "versions", "data"} <= {*content}:  # training_config.json of a run
-        content = content["configuration"]
-        if not isinstance(content, dict):
-            raise SettingsError(
-                f"{config}: configuration is a {type(content).__name__}; it must be a mapping of fields"
-            )
-        content["report_to"] = content.get("report_to") or "none"  # an empty list in a file means the default
+    content = _content(config)
     takes_list, takes_mapping = _containers(parser)
     for key, value in content.items():
         name = str(key).replace("-", "_")
@@ -314,6 +328,19 @@ def _entries(config: str, parser: HfArgumentParser, names: set[str]) -> dict[str
             _check_shape(f"{config}: {name}", value, name in takes_list, name in takes_mapping)
         found[name] = value
     return found
+
+
+def _content(config: str) -> dict[str, Any]:
+    """The mapping of a file, or of the configuration that a run was made with."""
+    content = read_file(Path(config))
+    if {"configuration", "versions", "data"} <= {*content}:  # training_config.json of a run
+        content = content["configuration"]
+        if not isinstance(content, dict):
+            raise SettingsError(
+                f"{config}: configuration is a {type(content).__name__}; it must be a mapping of fields"
+            )
+        content["report_to"] = content.get("report_to") or "none"  # an empty list in a file means the default
+    return content
 
 
 def _containers(parser: HfArgumentParser) -> tuple[set[str], set[str]]:

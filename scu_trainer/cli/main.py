@@ -27,6 +27,7 @@ COMMANDS = {
     "variants": "memory-efficient paths, each run for a few steps: what it costs; --limit finds one that fits",
     "hardware": "what this machine has: profile, check, monitor, optimize",
     "plan": "what a job takes of a machine's memory, before it runs, and the fastest settings that fit",
+    "data": "what is learned of a dataset: format, columns, lengths, repetitions, rows with the learned tokens marked",
     "modes": "how long a job takes in its sizes tiny, standard and extended, from a few measured steps of each",
     "runs": "train in the background: start, list, status, monitor, logs, stop, resume; alone: a menu",
     "eval": "held-out bits per token of a run, an adapter or a base model, with a confidence interval",
@@ -37,6 +38,7 @@ COMMANDS = {
 }
 
 MODULES = {
+    "data": "looking.data",
     "hardware": "machine.hardware",
     "plan": "planning.plan",
     "runs": "background.runs",

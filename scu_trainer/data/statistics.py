@@ -66,10 +66,7 @@ class DataStatistics:
     def lines(self) -> list[str]:
         """A few lines for a person."""
         so_far = " so far" if self.streaming else ""
-        lines = [f"read as: {name} ({count:,} rows)" for name, count in self.formats.items()]
-        if self.columns_not_used:
-            named = (f"{name} ({count:,} rows)" for name, count in self.columns_not_used.items())
-            lines.append(f"columns not used: {', '.join(named)}")
+        lines = self._lines_of_columns()
         lines += [
             f"documents: {self.rows_read:,} read, {self.documents:,} for training{so_far}, "
             f"{self.eval_documents:,} held out",
@@ -84,15 +81,30 @@ class DataStatistics:
                 f"{self.answers_cut:,} conversations are cut: their answers go on in a row without the question "
                 "(a larger block_size or packing: false leaves more of them whole)"
             )
-        for reason, count in sorted(self.rows_dropped.items()):
-            lines.append(f"dropped{so_far}: {count:,} × {reason}, first: {self.examples[reason][0]}")
-        lines += [
-            f"the chat template leaves out {what}, in {count:,} conversations"
-            for what, count in self.rendered_away.items()
-        ]
+        lines += self._lines_of_losses(so_far)
         if self.heldout_duplicates:
             lines.append(f"{self.heldout_duplicates:,} held-out documents are also in the training data, word for word")
         return [*lines, *self.notes]
+
+    def lines_of_reading(self) -> list[str]:
+        """What was read and what was left out, without what became of it."""
+        return [*self._lines_of_columns(), *self._lines_of_losses(""), *self.notes]
+
+    def _lines_of_columns(self) -> list[str]:
+        lines = [f"read as: {name} ({count:,} rows)" for name, count in self.formats.items()]
+        if self.columns_not_used:
+            named = (f"{name} ({count:,} rows)" for name, count in self.columns_not_used.items())
+            lines.append(f"columns not used: {', '.join(named)}")
+        return lines
+
+    def _lines_of_losses(self, so_far: str) -> list[str]:
+        lines = [
+            f"dropped{so_far}: {count:,} × {reason}, first: {self.examples[reason][0]}"
+            for reason, count in sorted(self.rows_dropped.items())
+        ]
+        for what, count in self.rendered_away.items():
+            lines.append(f"the chat template leaves out {what}, in {count:,} conversations")
+        return lines
 
     @property
     def is_anything_dropped(self) -> bool:

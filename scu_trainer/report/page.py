@@ -34,6 +34,15 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Stretches:
+    """A text in stretches: (text, whether it is marked)."""
+
+    caption: str
+    parts: Sequence[tuple[str, bool]]
+    kind: str = "stretches"
+
+
+@dataclass(frozen=True)
 class Drawing:
     """A plot in two widths; without panels its notes alone."""
 
@@ -46,7 +55,7 @@ class Drawing:
 @dataclass(frozen=True)
 class Section:
     title: str
-    blocks: Sequence[Table | Text | Drawing]
+    blocks: Sequence[Table | Text | Stretches | Drawing]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from scu_trainer.data.records import Record
-from scu_trainer.data.text.encode import EMPTY, NOT_LEARNED, NOTHING_TO_LEARN, UNREADABLE, encoded
+from scu_trainer.data.text.encode import EMPTY, NO_ANSWER, NOT_LEARNED, NOTHING_TO_LEARN, UNREADABLE, encoded
 from scu_trainer.errors import DataError
 
 WITHOUT_GENERATION = (
@@ -149,7 +149,7 @@ def test_chat_without_template_says_what_to_do(encoder, tokenizer):
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, UNREADABLE, "only text can be used"),
         ({"prompt": 1, "completion": "a"}, UNREADABLE, "column 'prompt' holds int"),
         ({"text": " \n"}, EMPTY, "row 1"),
-        ({"prompt": "a", "completion": ""}, EMPTY, "row 1"),
+        ({"prompt": "a", "completion": ""}, NO_ANSWER, "row 1"),
         ({"messages": [{"role": "user", "content": "a"}]}, NOTHING_TO_LEARN, "row 1"),
     ],
 )

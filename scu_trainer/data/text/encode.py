@@ -20,7 +20,8 @@ from scu_trainer.settings import DataSettings
 
 NOT_LEARNED = -100
 RULES = ("completion_only_loss", "assistant_only_loss", "skip_bad_rows")
-UNREADABLE, EMPTY, NOTHING_TO_LEARN = "unreadable row", "empty text", "no token to learn"
+UNREADABLE, NOTHING_TO_LEARN = "unreadable row", "no token to learn"
+EMPTY, NO_ANSWER = "empty text", "empty answer"
 
 BATCH_CHARACTERS = 2_000_000  # bounds memory: a token costs some 36 bytes while it is a Python int
 BATCH_RECORDS = 512
@@ -98,7 +99,9 @@ class Encoder:
             has_template = getattr(self.tokenizer, "chat_template", None) is not None
             content = content.as_chat() if has_template else content.as_completion()
             name += " by the chat template" if has_template else " as plain text, for there is no chat template"
-        return (content, Reading(name, not_used)) if _says_something(content) else Dropped(EMPTY, record.place)
+        if not _says_something(content):
+            return Dropped(EMPTY if isinstance(content, Text) else NO_ANSWER, record.place)
+        return content, Reading(name, not_used)
 
     def _encoded(
         self, record: Record, content: Content, read: Reading, ids_of_texts: Iterator[list[int]]

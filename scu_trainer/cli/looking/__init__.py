@@ -1,0 +1,1 @@
+"""What is learned of the data, before anything is trained."""

@@ -1,0 +1,205 @@
+"""``scu-trainer data``: what is read of a dataset, and what of it is learned, before anything is trained."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.errors import DataError, SettingsError
+from scu_trainer.imports import without_collector
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from scu_trainer.data.text.encode import Document
+    from scu_trainer.settings import DataSettings, ModelSettings
+
+DESCRIPTION = """\
+Shows what is learned of the data of a job: format, columns, lengths, repetitions, strange rows, and some rows with the
+learned tokens marked. Flags of `scu-trainer train` are accepted as well. Nothing is trained, no model is loaded."""
+
+SAMPLE = 2000
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _parser() -> argparse.ArgumentParser:
+    usage = "%(prog)s [CONFIG] [OPTIONS] [--FIELD VALUE ...]"
+    parser = Parser(prog="scu-trainer data", description=DESCRIPTION, usage=usage)
+    parser.add_argument("--config", help="YAML or JSON file of the job; the first word may be this file too")
+    parser.add_argument("--rows", type=int, default=3, help="rows that are shown in full (default 3)")
+    parser.add_argument(
+        "--sample", default=str(SAMPLE), help=f"documents that are looked at, or all (default {SAMPLE})"
+    )
+    parser.add_argument("--html", type=Path, help="write the look as one HTML page, too")
+    parser.add_argument("--export", type=Path, help="write all rows as they are trained, one JSON object per line")
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    if argv and not argv[0].startswith("-"):
+        argv = ["--config", *argv]
+    options, flags = _parser().parse_known_args(argv)
+    limit = _limit(options)
+    for path in (options.export, options.html):
+        if path is not None:
+            _check_place(path, is_kept=path == options.export)
+    with without_collector(freeze=True):
+        from rich.console import Console
+
+        from scu_trainer.cli import configuration
+        from scu_trainer.train.run_directory.logs import run_log
+
+        task, model, data = configuration.read_data(options.config, flags)
+    if task != "text-generation":
+        raise SettingsError(
+            f"scu-trainer data looks at texts, and this job is {task}; scu-trainer train --preflight_only looks at its "
+            "samples"
+        )
+    console = Console(highlight=False, markup=False)
+    looks = [
+        _look(console, options, model, part, limit)
+        for part in ([data.of_source(source) for source in data.sources] or [data])
+    ]
+    with run_log():  # names and values that only training knows, after the first rows: they need torch
+        configuration.read_values(options.config, flags)
+    if options.html:
+        _write_page(options.html, looks, console)
+    if options.export:
+        _export(options.export, model, data, looks[0].tokenizer, console)
+    return 0
+
+
+def _limit(options: argparse.Namespace) -> Optional[int]:
+    if options.sample == "all":
+        return None
+    if not options.sample.isdecimal() or int(options.sample) < 1:
+        raise SettingsError(f"--sample is {options.sample!r}; give a number of documents, 1 or more, or all")
+    if options.rows < 0:
+        raise SettingsError(f"--rows is {options.rows}; give 0 or more")
+    return int(options.sample)
+
+
+def _check_place(path: Path, is_kept: bool) -> None:
+    from scu_trainer.cli.looking.export import check_export
+
+    if is_kept:
+        check_export(path)
+    elif path.is_dir() or not path.parent.is_dir():
+        raise SettingsError(f"--html {path} is a folder, or lies in one that does not exist; give the name of a file")
+
+
+@dataclass
+class Look:
+    """What was seen of one source. ``sample``: which documents, in words."""
+
+    name: str
+    sample: str
+    tokenizer: Any
+    lines: list[str]
+    documents: list[Document]
+    texts: list[str]
+    shown: list[tuple[Document, list[Any]]]
+    facts: Any
+    block_size: int
+
+
+def _look(
+    console: Console, options: argparse.Namespace, model: ModelSettings, data: DataSettings, limit: Optional[int]
+) -> Look:
+    from scu_trainer.cli.looking import screen
+    from scu_trainer.cli.looking.shown import stretches
+    from scu_trainer.data.statistics import DataStatistics
+    from scu_trainer.data.store import default_cache_dir
+    from scu_trainer.data.text.documents import usable_documents
+    from scu_trainer.data.text.prepare import plan_of
+
+    cache_dir = default_cache_dir(data.cache_dir)
+    tokenizer = _tokenizer(model, cache_dir)
+    plan = plan_of(data, tokenizer, 0, cache_dir, model.model_name_or_path or "the embedded base")
+    statistics = DataStatistics(notes=[*plan.source.notes])
+    wanted = min((number for number in (limit, data.dataset_size) if number is not None), default=None)
+    documents: list[Document] = []
+    shown = []
+    console.print(f"{plan.source.name} ({screen.legend(console)})", soft_wrap=True, style="bold")
+    for document in usable_documents(plan.source, plan.encoder, wanted, 1, statistics):
+        documents.append(document)
+        if len(shown) < options.rows:
+            shown.append((document, stretches(tokenizer, document)))
+            screen.print_row(console, *shown[-1])
+    if not documents:
+        raise DataError(f"{plan.source.name} has no document to learn from; dropped: {statistics.dropped_in_words()}")
+    return _seen(console, plan.source.name, tokenizer, data, statistics, documents, shown, wanted)
+
+
+def _seen(console, name, tokenizer, data, statistics, documents, shown, wanted) -> Look:
+    from scu_trainer.cli.looking import screen
+    from scu_trainer.cli.looking.facts import facts_of
+
+    is_part = wanted is not None and len(documents) == wanted
+    sample = f"{'the first' if is_part else 'all'} {len(documents):,} documents of {name}"
+    texts = tokenizer.batch_decode([document.input_ids for document in documents], skip_special_tokens=True)
+    facts = facts_of(documents, texts)
+    tokens, learned = int(facts.lengths.sum()), int(facts.learned.sum())
+    lines = [
+        *statistics.lines_of_reading(),
+        f"{statistics.rows_read:,} rows read, {len(documents):,} documents; {tokens:,} tokens, {learned:,} learned "
+        f"({learned / tokens:.0%})",
+    ]
+    console.print(f"\n{sample}", style="bold", soft_wrap=True)
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    screen.print_facts(console, facts, documents, texts, data.block_size)
+    return Look(name, sample, tokenizer, lines, documents, texts, shown, facts, data.block_size)
+
+
+def _tokenizer(model: ModelSettings, cache_dir: Path) -> Any:
+    if model.model_name_or_path is None:
+        from scu_trainer.data.text.tokenizer import embedded_tokenizer
+
+        return embedded_tokenizer(cache_dir)
+    from scu_trainer.models.loading.load import load_tokenizer
+
+    return load_tokenizer(model)
+
+
+def _write_page(path: Path, looks: Sequence[Look], console: Console) -> None:
+    from datetime import datetime
+
+    from scu_trainer import __version__
+    from scu_trainer.cli.looking.page import data_page
+
+    written = f"scu-trainer {__version__}, {datetime.now():%Y-%m-%d %H:%M}"
+    for number, look in enumerate(looks):
+        place = path if number == 0 else path.with_stem(f"{path.stem}-{number + 1}")
+        seen = (look.shown, look.facts, look.documents, look.texts, look.block_size)
+        page = data_page(look.name, look.sample, look.lines, *seen, written)
+        place.write_text(page, encoding="utf-8")
+        console.print(f"page: {place}", soft_wrap=True)
+
+
+def _export(path: Path, model: ModelSettings, data: DataSettings, tokenizer: Any, console: Console) -> None:
+    from scu_trainer.cli.looking.export import export
+    from scu_trainer.data import default_cache_dir, prepare
+    from scu_trainer.models.embedded import base_config
+    from scu_trainer.models.loading.load import causal_config
+    from scu_trainer.train.tasks.packing import Packing
+
+    if data.streaming:
+        raise SettingsError("--export writes all rows, and a stream has no end that is known; set streaming: false")
+    named = model.model_name_or_path
+    config = causal_config(model) if named else base_config(len(tokenizer), 0, 1, 2)
+    packing = Packing.expected(data, config)
+    cache_dir = default_cache_dir(data.cache_dir)
+    of_model = {"seed": 42, "cache_dir": cache_dir, "model_name": named or "the embedded base"}
+    prepared = prepare(packing.applied(data), tokenizer, **of_model)
+    count = export(path, prepared.train, tokenizer)
+    console.print(f"{count:,} rows as they are trained: {path}", soft_wrap=True)

@@ -1,0 +1,121 @@
+"""What a sample of documents shows: lengths, repetitions, rows that are unlike the others. Arithmetic only."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy
+
+from scu_trainer.data.text.encode import NOT_LEARNED, Document
+
+STRANGE = 6.0
+"""Distances from the median, in robust standard deviations, from which a document is shown as a strange one."""
+
+LEAST_SPREAD = 0.05
+"""Of the median: documents that are all alike make no other one strange by a hair."""
+
+MEASURES = ("tokens", "characters per token", "share of letters", "share of learned tokens", "repetition")
+MOST_SHOWN = 5
+
+
+class Strange(NamedTuple):
+    """A document by its number in the sample. ``measure`` made it strange: its ``value``, the ``median`` of all, and
+    how many robust standard deviations lie between."""
+
+    number: int
+    measure: str
+    value: float
+    median: float
+    deviations: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """``lengths``: tokens of each document, shape (documents,). ``learned``: of these, learned ones. ``repeated``:
+    (places of the documents with the same tokens), the most frequent first. ``longest``: numbers of documents."""
+
+    lengths: numpy.ndarray
+    learned: numpy.ndarray
+    repeated: list[list[int]]
+    longest: list[int]
+    strange: list[Strange]
+
+    @property
+    def duplicates(self) -> int:
+        """Documents beyond the first of each."""
+        return sum(len(places) - 1 for places in self.repeated)
+
+    def longer_than(self, tokens: int) -> int:
+        return int((self.lengths > tokens).sum())
+
+
+def facts_of(documents: Sequence[Document], texts: Sequence[str]) -> Facts:
+    """``texts``: of each document, as it was tokenized."""
+    lengths = numpy.array([len(document.input_ids) for document in documents])
+    learned = numpy.array([int((document.labels != NOT_LEARNED).sum()) for document in documents])
+    return Facts(lengths, learned, _repeated(documents), _longest(lengths), _strange(lengths, learned, texts))
+
+
+def histogram(lengths: numpy.ndarray) -> list[tuple[int, int, int]]:
+    """(tokens from, tokens below, documents): widths double, from the shortest to the longest."""
+    bins, start = [], 8
+    bins.append((0, start, int((lengths < start).sum())))
+    while start <= lengths.max():
+        bins.append((start, 2 * start, int(((lengths >= start) & (lengths < 2 * start)).sum())))
+        start *= 2
+    filled = [number for number, one in enumerate(bins) if one[2]]
+    return bins[filled[0] : filled[-1] + 1]
+
+
+def bar(count: int, most: int, width: int) -> str:
+    """Of ``width`` characters for the most; whatever is there is seen."""
+    return "█" * round(width * count / most) or "▏" * bool(count)
+
+
+def _repeated(documents: Sequence[Document]) -> list[list[int]]:
+    digests = [document.digest for document in documents]
+    often = {digest for digest, count in Counter(digests).items() if count > 1}
+    places: dict[int, list[int]] = {}
+    for number, digest in enumerate(digests):
+        if digest in often:
+            places.setdefault(digest, []).append(number)
+    return sorted(places.values(), key=len, reverse=True)
+
+
+def _longest(lengths: numpy.ndarray) -> list[int]:
+    return numpy.argsort(-lengths, kind="stable")[:MOST_SHOWN].tolist()
+
+
+def _strange(lengths: numpy.ndarray, learned: numpy.ndarray, texts: Sequence[str]) -> list[Strange]:
+    """Each document once, by the measure in which it is farthest from the others."""
+    values = numpy.array(
+        [_measured(*each) for each in zip(lengths.tolist(), learned.tolist(), texts, strict=True)], dtype=float
+    )
+    medians = numpy.median(values, axis=0)
+    spread = 1.4826 * numpy.median(numpy.abs(values - medians), axis=0)  # of a normal distribution: its deviation
+    deviations = numpy.abs(values - medians) / numpy.maximum(spread, numpy.maximum(LEAST_SPREAD * medians, 1e-9))
+    deviations[:, 0] = numpy.abs(numpy.log(values[:, 0] / max(medians[0], 1))) * 3  # lengths differ by factors
+    worst = deviations.argmax(axis=1)
+    far = [number for number in range(len(values)) if deviations[number, worst[number]] >= STRANGE]
+    far.sort(key=lambda number: -deviations[number, worst[number]])
+    return [
+        Strange(
+            number,
+            MEASURES[worst[number]],
+            float(values[number, worst[number]]),
+            float(medians[worst[number]]),
+            float(deviations[number, worst[number]]),
+        )
+        for number in far[:MOST_SHOWN]
+    ]
+
+
+def _measured(tokens: int, learned: int, text: str) -> tuple[float, ...]:
+    """In the order of ``MEASURES``. Repetition: how many times smaller zlib makes the text."""
+    raw = text.encode("utf-8", "replace")
+    letters = sum(map(str.isalpha, text)) / max(1, len(text))
+    return tokens, len(text) / max(1, tokens), letters, learned / max(1, tokens), len(raw) / len(zlib.compress(raw))

@@ -1,0 +1,83 @@
+"""The look at the data as one HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy
+
+from scu_trainer.cli.looking.facts import STRANGE, Facts, bar, histogram
+from scu_trainer.cli.looking.shown import Stretch, excerpt
+from scu_trainer.data.text.encode import Document
+from scu_trainer.report.page import Page, Section, Stretches, Table, Text, html
+
+BAR_WIDTH = 10
+"""Characters of the longest bar: a telephone is 390 pixels wide."""
+
+
+def data_page(
+    title: str,
+    sample: str,
+    lines: Sequence[str],
+    shown: Sequence[tuple[Document, Sequence[Stretch]]],
+    facts: Facts,
+    documents: Sequence[Document],
+    texts: Sequence[str],
+    block_size: int,
+    written: str,
+) -> str:
+    """``sample``: which documents are counted here. ``lines``: statistics for a person. ``shown``: rows in full."""
+    sections = [
+        Section("What is read", [Text(line) for line in lines]),
+        Section("Some rows, as they are learned", _rows(shown)),
+        Section("Lengths in tokens", _lengths(facts, block_size)),
+        Section("The longest", [_named(facts.longest, documents, texts, lambda n: f"{facts.lengths[n]:,} tokens")]),
+        Section("The strangest", _strange(facts, documents, texts)),
+        Section("There more than once", _repeated(facts, documents, texts)),
+    ]
+    return html(Page(title, sample, [], sections, written))
+
+
+def _rows(shown: Sequence[tuple[Document, Sequence[Stretch]]]) -> list[Stretches | Text]:
+    rows = [
+        Stretches(f"{document.name}: {len(document.input_ids):,} tokens", [tuple(part) for part in parts])
+        for document, parts in shown
+    ]
+    return [Text("Marked text is learned; the rest is only read."), *rows]
+
+
+def _lengths(facts: Facts, block_size: int) -> list[Text | Table]:
+    median, high = numpy.percentile(facts.lengths, [50, 95])
+    longer = facts.longer_than(block_size)
+    said = f"Median {median:,.0f}, 95 % below {high:,.0f}, longest {facts.lengths.max():,}. Longer than block_size "
+    bins = histogram(facts.lengths)
+    most = max(count for *_, count in bins)
+    rows = [
+        (
+            f"{start:,} to {end - 1:,}",
+            f"{count:,}",
+            bar(count, most, BAR_WIDTH) + ("  block_size" if start <= block_size < end else ""),
+        )
+        for start, end, count in bins
+    ]
+    return [Text(f"{said}{block_size:,}: {longer:,}."), Table(("tokens", "documents", ""), rows)]
+
+
+def _named(numbers: Sequence[int], documents: Sequence[Document], texts: Sequence[str], what) -> Table:
+    rows = [(documents[number].name, what(number), excerpt(texts[number])) for number in numbers]
+    return Table(("row", "", "begins with"), rows)
+
+
+def _strange(facts: Facts, documents: Sequence[Document], texts: Sequence[str]) -> list[Text | Table]:
+    if not facts.strange:
+        return [Text(f"No document is unlike the others by {STRANGE:g} robust standard deviations.")]
+    by_number = {one.number: f"{one.measure}: {one.value:.3g}, median {one.median:.3g}" for one in facts.strange}
+    return [_named(list(by_number), documents, texts, by_number.get)]
+
+
+def _repeated(facts: Facts, documents: Sequence[Document], texts: Sequence[str]) -> list[Text | Table]:
+    if not facts.repeated:
+        return [Text("No document is there twice.")]
+    often = {places[0]: f"{len(places)} times" for places in facts.repeated[:10]}
+    said = f"Documents that repeat an earlier one, token by token: {facts.duplicates:,}."
+    return [Text(said), _named(list(often), documents, texts, often.get)]

@@ -1,0 +1,94 @@
+"""The look at the data on a terminal; in a pipe learned text stands in brackets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from scu_trainer.cli.looking.facts import MOST_SHOWN, STRANGE, Facts, bar, histogram
+from scu_trainer.cli.looking.shown import Stretch, excerpt
+from scu_trainer.data.text.encode import Document
+
+LEARNED, OPEN, CLOSE = "bold green", "⟦", "⟧"
+BAR_WIDTH = 40
+
+
+def print_row(console: Console, document: Document, parts: Sequence[Stretch]) -> None:
+    learned = int((document.labels != -100).sum())
+    console.print(f"\n{document.name}: {len(document.input_ids):,} tokens, {learned:,} learned", style="bold")
+    console.print(_painted(console, parts), soft_wrap=True)
+
+
+def legend(console: Console) -> str:
+    return "green is learned" if _has_color(console) else f"{OPEN}learned{CLOSE}"
+
+
+def print_facts(
+    console: Console, facts: Facts, documents: Sequence[Document], texts: Sequence[str], block_size: int
+) -> None:
+    _print_lengths(console, facts, block_size)
+    _print_repeated(console, facts, documents, texts)
+    table = _table("the longest", "row", "tokens")
+    for number in facts.longest:
+        table.add_row(documents[number].name, f"{facts.lengths[number]:,}", excerpt(texts[number]))
+    console.print("", table, sep="\n")
+    _print_strange(console, facts, documents, texts)
+
+
+def _print_lengths(console: Console, facts: Facts, block_size: int) -> None:
+    median, high = numpy.percentile(facts.lengths, [50, 95])
+    longer = facts.longer_than(block_size)
+    console.print(
+        f"\nlengths in tokens: median {median:,.0f}, 95 % below {high:,.0f}, longest {facts.lengths.max():,}; longer "
+        f"than block_size {block_size:,}: {longer:,} ({longer / len(facts.lengths):.1%})",
+        soft_wrap=True,
+    )
+    bins = histogram(facts.lengths)
+    most = max(count for *_, count in bins)
+    for start, end, count in bins:
+        mark = "  <- block_size" if start <= block_size < end else ""
+        console.print(f"{start:>9,} to {end - 1:<9,} {bar(count, most, BAR_WIDTH):<{BAR_WIDTH}} {count:,}{mark}")
+
+
+def _print_repeated(console: Console, facts: Facts, documents: Sequence[Document], texts: Sequence[str]) -> None:
+    if not facts.repeated:
+        console.print("\nno document is there twice")
+        return
+    console.print(f"\ndocuments that repeat an earlier one, token by token: {facts.duplicates:,}")
+    for places in facts.repeated[:MOST_SHOWN]:
+        named = ", ".join(documents[number].name for number in places[:3])
+        more = f" and {len(places) - 3:,} more" if len(places) > 3 else ""
+        console.print(f"  {len(places)} x {excerpt(texts[places[0]], 50)!r}: {named}{more}", soft_wrap=True)
+
+
+def _print_strange(console: Console, facts: Facts, documents: Sequence[Document], texts: Sequence[str]) -> None:
+    if not facts.strange:
+        console.print(f"\nno document is unlike the others (by {STRANGE:g} robust standard deviations)")
+        return
+    table = _table(f"the strangest (by {STRANGE:g} robust standard deviations or more)", "row", "what is strange", "")
+    for one in facts.strange:
+        values = f"{one.value:.3g}, median {one.median:.3g}"
+        table.add_row(documents[one.number].name, one.measure, values, excerpt(texts[one.number]))
+    console.print("", table, sep="\n")
+
+
+def _table(title: str, *columns: str) -> Table:
+    """With a last column that is cut where the terminal ends."""
+    table = Table(*columns, title=title, title_justify="left", box=None, expand=True)
+    table.add_column("begins with", no_wrap=True, overflow="ellipsis", ratio=1)
+    return table
+
+
+def _painted(console: Console, parts: Sequence[Stretch]) -> Any:
+    if _has_color(console):
+        return Text.assemble(*((part.text, LEARNED if part.is_learned else "dim") for part in parts))
+    return Text("".join(f"{OPEN}{part.text}{CLOSE}" if part.is_learned else part.text for part in parts))
+
+
+def _has_color(console: Console) -> bool:
+    return console.is_terminal and not console.no_color

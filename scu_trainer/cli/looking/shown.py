@@ -1,0 +1,37 @@
+"""A document as stretches of text that are learned, and stretches that are not."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from scu_trainer.data.text.encode import NOT_LEARNED, Document
+
+MOST_TOKENS = 600
+"""Of a row that is shown; the rest is counted."""
+
+
+class Stretch(NamedTuple):
+    text: str
+    is_learned: bool
+
+
+def stretches(tokenizer: Any, document: Document) -> list[Stretch]:
+    """Special tokens are written out; line breaks stay."""
+    labelled = list(zip(document.input_ids.tolist(), (document.labels != NOT_LEARNED).tolist(), strict=True))
+    found = [
+        Stretch(tokenizer.decode([token for token, _ in part], clean_up_tokenization_spaces=False), is_learned)
+        for is_learned, part in ((key, list(group)) for key, group in groupby(labelled[:MOST_TOKENS], _is_learned))
+    ]
+    left = len(labelled) - MOST_TOKENS
+    return [*found, Stretch(f" … and {left:,} tokens more", False)] if left > 0 else found
+
+
+def _is_learned(pair: tuple[int, bool]) -> bool:
+    return pair[1]
+
+
+def excerpt(text: str, characters: int = 90) -> str:
+    """The beginning, in one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= characters else f"{line[: characters - 1]}…"
