@@ -37,7 +37,7 @@ from scu_trainer.control.selection import Selection
 POOL_BATCHES = 100
 """Micro-batches' worth of rows that ``token_budget`` sorts together: few enough to mix again every epoch."""
 
-GUARD, CHOICE, CUT, CUT_REST = range(4)
+GUARD, CHOICE, CUT, CUT_REST, FOLLOW = range(5)
 """Streams of random numbers, one per use, so that a method draws the same whatever else is on."""
 
 WARMUP_MULTIPLE = 8
@@ -141,6 +141,36 @@ def rest_of(
     return replace(
         old, batches=batches, repeated=repeated, notes=_repeat_notes(old.epoch, left.size, repeated.size, world)
     )
+
+
+def followed(
+    old: EpochPlan,
+    done_micro_batches: int,
+    law: CurriculumConfig,
+    snapshot: Snapshot,
+    epochs: Optional[float],
+    lengths: np.ndarray,
+    seed: int,
+) -> EpochPlan:
+    """What ``acmds`` would choose now for the rows that come behind ``done_micro_batches`` (of all ranks).
+
+    As many rows, in micro-batches of the same sizes: the epoch keeps its length. The ``old`` plan itself where there is
+    nothing to choose: another method, batches of equal tokens, or no row that was left out.
+    """
+    start = int(old.batches.ends[done_micro_batches - 1]) if done_micro_batches else 0
+    rest, left_out = old.batches.order[start:], old.skipped.get("acmds")
+    if not rest.size or left_out is None or not left_out.size or "token_budget" in law.methods or old.repeated.size:
+        return old
+    pool = np.sort(np.append(rest, left_out))
+    usable = pool[~snapshot.quarantined[pool]]
+    pool = usable if usable.size >= rest.size else pool
+    rng = _stream(seed, old.epoch, FOLLOW, done_micro_batches)
+    costs = lengths if snapshot.costs is None else snapshot.costs
+    pool = rng.permutation(pool)
+    chosen = selection.acmds(snapshot, pool, law, old.epoch, epochs, rng, costs, rows=rest.size).ids
+    out = np.setdiff1d(np.append(rest, left_out), chosen)
+    order = np.append(old.batches.order[:start], chosen)
+    return replace(old, batches=Batches(order, old.batches.ends), skipped={**old.skipped, "acmds": out})
 
 
 def warmup_limit(law: CurriculumConfig, step: int, max_steps: int, longest: int) -> Optional[int]:

@@ -107,12 +107,13 @@ def acmds(
     epochs: Optional[float],
     rng: np.random.Generator,
     costs: Optional[np.ndarray] = None,
+    rows: Optional[int] = None,
 ) -> Selection:
     """A share ``law.acmds_fraction`` of the rows, around a difficulty that grows with the epochs and with free memory.
 
     A row that was never seen, or not in the last ``law.window_epochs`` epochs, is always in: any that many epochs in a
     row show every row, and an epoch may hold more than its share for it. ``costs``: memory by sample number; where
-    memory is short, cheap rows of a stratum go first.
+    memory is short, cheap rows of a stratum go first. ``rows``: exactly so many instead of a share.
     """
     scores = snapshot.scores[ids]
     overdue = snapshot.last_epoch[ids] <= epoch - law.window_epochs
@@ -121,11 +122,15 @@ def acmds(
     taken = np.isnan(scores)
     unscored = int(np.count_nonzero(taken))
     strata = np.array_split(np.argsort(scores, kind="stable")[: ids.size - unscored], STRATA)
-    slots = max(0, math.ceil(law.acmds_fraction * ids.size) - unscored)
+    wanted = math.ceil(law.acmds_fraction * ids.size) if rows is None else rows
+    slots = max(0, wanted - unscored)
     overdue_rows = [np.count_nonzero(overdue[stratum]) for stratum in strata]
     target = difficulty_target(law, epoch, epochs, snapshot.availability)
-    for stratum, rows in zip(strata, _rows_per_stratum(strata, overdue_rows, slots, target), strict=True):
-        taken[_lowest(keys, stratum, rows)] = True
+    for stratum, share in zip(strata, _rows_per_stratum(strata, overdue_rows, slots, target), strict=True):
+        taken[_lowest(keys, stratum, share)] = True
+    if rows is not None and (excess := np.count_nonzero(taken) - rows) > 0:  # the least shares of the strata
+        spare = np.flatnonzero(taken & ~overdue)
+        taken[spare[np.argsort(keys[spare])[-excess:]]] = False
     return Selection(ids[taken], {"acmds": ids[~taken]})
 
 

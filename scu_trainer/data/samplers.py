@@ -60,7 +60,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         self.settings, self.epochs, self.seed, self.rank, self.world = settings, epochs, seed, rank, world
         self.content = content
         self.law = law_of(settings, rows_per_batch)
-        self.difficulty = Difficulty(len(self.lengths), settings.difficulty_alpha, settings.difficulty_window)
+        self.difficulty = Difficulty(len(self.lengths), settings.difficulty_alpha, settings.difficulty_stale_epochs)
         self.availability = 1.0
         self.costs: Optional[numpy.ndarray] = None
         self.was_recut = False  # the rest of an epoch that was begun otherwise
@@ -72,9 +72,8 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         return self.nominal_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        plan = self._plan
-        for batch in range(self.rank, plan.micro_batches, self.world):
-            yield plan.batches[batch].tolist()
+        for batch in range(self.rank, self._plan.micro_batches, self.world):
+            yield self._plan.batches[batch].tolist()  # what ``follow`` has put there by now
 
     def set_epoch(self, epoch: int) -> None:
         self.plan(epoch)
@@ -100,6 +99,14 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
             )
         except ValueError as error:
             raise DataError(f"epoch {epoch} has nothing to train on: {error}") from error
+
+    def follow(self, done: int) -> bool:
+        """Choose again what the epoch holds behind its first ``done`` micro-batches (of all ranks), by what is known
+        now. Returns whether anything changed."""
+        before = self._plan
+        snapshot = self.difficulty.view(self.availability, self.costs)
+        self._plan = control.followed(before, done, self.law, snapshot, self.epochs, self.lengths, self.seed)
+        return self._plan is not before
 
     def update(
         self, ids: numpy.ndarray, losses: numpy.ndarray, epoch: int, labels: Optional[numpy.ndarray] = None
@@ -179,7 +186,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         self.law = replace(self.law, classes=state["classes"])
         self._plan = control.EpochPlan.from_arrays(_Under("plan", arrays), state["epoch"], state["notes"])
         now = self._identity()
-        changes = {name: (state[name], value) for name, value in now.items() if state[name] != value}
+        changes = {name: (state[name], value) for name, value in now.items() if state.get(name, value) != value}
         left = len(self._plan.batches.order) - int(self._plan.batches.ends[done - 1] if done else 0)
         recut = recut or not changes.keys().isdisjoint({"rows_per_batch", "processes"})
         self.was_recut = recut and left > 0
@@ -248,7 +255,7 @@ def law_of(settings: CurriculumSettings, rows_per_batch: int) -> control.Curricu
         methods=settings.methods,
         rows_per_batch=rows_per_batch,
         token_budget=settings.token_budget,
-        window_epochs=settings.difficulty_window,
+        window_epochs=settings.difficulty_stale_epochs,
         guard_max_fraction=settings.noise_guard_max_fraction,
         guard_readmit=settings.noise_guard_readmit_fraction,
         prune_ratio=settings.infobatch_prune_ratio,

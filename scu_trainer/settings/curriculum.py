@@ -28,7 +28,10 @@ class CurriculumSettings:
     )
     difficulty_alpha: float = option(0.3, "weight of the newest loss in a sample's running average")
     difficulty_window: int = option(
-        3, "epochs after which a score counts as stale; acmds shows every sample at least once in it"
+        1000, "acmds: samples after which it looks at memory and scores again, within the epoch; not epochs"
+    )
+    difficulty_stale_epochs: int = option(
+        3, "epochs after which a score counts as stale; acmds shows every sample at least once in them"
     )
     noise_guard_max_fraction: float = option(0.5, "noise_guard: never leaves out more than this share of the rows")
     noise_guard_readmit_fraction: float = option(
@@ -55,7 +58,10 @@ class CurriculumSettings:
             0 < self.difficulty_alpha <= 1,
             f"difficulty_alpha is {self.difficulty_alpha}; it must be above 0 and at most 1",
         )
-        require(self.difficulty_window >= 1, f"difficulty_window is {self.difficulty_window}; it must be 1 or more")
+        for name, unit in (("difficulty_window", "samples"), ("difficulty_stale_epochs", "epochs")):
+            require(
+                getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it counts {unit}, and must be 1 or more"
+            )
         for name in ("noise_guard_max_fraction", "noise_guard_readmit_fraction", "infobatch_final_fraction"):
             require(0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; allowed: 0 to 1")
         require(

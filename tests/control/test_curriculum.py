@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import doctest
 import time
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
 
 from scu_trainer.control import curriculum
-from scu_trainer.control.curriculum import CurriculumConfig, EpochPlan, check_methods, plan, rest_of, warmup_limit
+from scu_trainer.control.curriculum import (
+    CurriculumConfig,
+    EpochPlan,
+    check_methods,
+    followed,
+    plan,
+    rest_of,
+    warmup_limit,
+)
 from scu_trainer.control.difficulty import Difficulty, Snapshot
 
 NAMES = ("token_budget", "noise_guard", "acmds", "infobatch", "length_warmup")
@@ -308,3 +317,47 @@ def test_a_plan_survives_a_checkpoint(method):
     assert (after.weights is None) == (before.weights is None)
     assert after.weights is None or after.weights.tobytes() == before.weights.tobytes()
     assert (after.epoch, after.notes) == (before.epoch, before.notes)
+
+
+# An epoch that follows memory
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("broken", [0, 20])
+def test_an_epoch_that_is_chosen_again_keeps_what_was_done_and_its_length(world, broken):
+    before, law = trained(333, broken=broken), CurriculumConfig(("acmds",), rows_per_batch=5, acmds_fraction=0.5)
+    old = planned(["acmds"], 333, world, snapshot=before, rows_per_batch=5, acmds_fraction=0.5)
+    overdue = np.flatnonzero((before.last_epoch <= 4 - law.window_epochs) & ~before.quarantined)
+    for done in range(0, old.micro_batches, world):
+        now = replace(before, availability=0.1)
+        new = followed(old, done, law, now, 10, some_lengths(333), seed=0)
+        delivered = int(old.batches.ends[done - 1]) if done else 0
+        assert new.batches.order[:delivered].tolist() == old.batches.order[:delivered].tolist()
+        assert new.batches.ends.tolist() == old.batches.ends.tolist()
+        assert np.unique(new.batches.order).size == old.batches.order.size, "no row twice"
+        assert sorted([*new.batches.order, *new.skipped["acmds"]]) == sorted(
+            [*old.batches.order, *old.skipped["acmds"]]
+        )
+        assert np.isin(overdue, new.batches.order).all()
+        assert new.skipped["quarantined"].tolist() == old.skipped["quarantined"].tolist()
+
+
+def test_less_memory_makes_the_rest_of_an_epoch_easier():
+    before = trained(800)
+    old = planned(["acmds"], 800, snapshot=before, acmds_fraction=0.4)
+    law = CurriculumConfig(("acmds",), rows_per_batch=8, acmds_fraction=0.4)
+    scores = {
+        free: before.scores[
+            followed(old, 10, law, replace(before, availability=free), 10, some_lengths(800), 0).batches.order[80:]
+        ]
+        for free in (0.1, 0.5, 1.0)
+    }
+    easier, same, harder = (np.nanmean(found) for found in scores.values())
+    assert easier < same < harder
+
+
+@pytest.mark.parametrize("methods", [(), ("infobatch",), ("token_budget", "acmds")])
+def test_there_is_nothing_to_choose_again_for_other_methods(methods):
+    old = planned(methods)
+    law = CurriculumConfig(methods, rows_per_batch=8)
+    assert followed(old, 3, law, trained(200), 10, some_lengths(200), 0) is old

@@ -31,11 +31,11 @@ class Watched(SCUTrainer):
 
     def _run_epoch(self, **kwargs):
         self.now = kwargs["epoch"]
-        if self.curriculum is not None:
-            self.plans[self.now] = self.curriculum.sampler.plan(self.now)
         return super()._run_epoch(**kwargs)
 
     def stock_training_step(self, model, inputs, *args, **kwargs):
+        if self.curriculum is not None:
+            self.plans.setdefault(self.now, self.curriculum.sampler.current)  # as the epoch began
         if "sample_index" in inputs:
             self.delivered.append((self.now, inputs["sample_index"].tolist()))
         return super().stock_training_step(model, inputs, *args, **kwargs)

@@ -152,7 +152,7 @@ def test_the_learning_rate_follows_the_epochs_down_to_zero(runs, name):
 
 
 def test_a_part_of_a_short_epoch_is_a_part_of_its_own_steps(tmp_path):
-    settings = CurriculumSettings("acmds", acmds_fraction=0.4, difficulty_window=9)
+    settings = CurriculumSettings("acmds", acmds_fraction=0.4, difficulty_stale_epochs=9)
     changes = {"num_train_epochs": 2.5, "lr_scheduler_type": "linear", "gradient_accumulation_steps": 1}
     trainer = curriculum_run(tmp_path, settings, data=UnevenRows(24), **changes)
     steps = [plan.micro_batches for plan in trainer.plans.values()]
@@ -161,7 +161,7 @@ def test_a_part_of_a_short_epoch_is_a_part_of_its_own_steps(tmp_path):
 
 
 def test_max_steps_go_on_past_the_epochs_that_uniform_would_take(tmp_path):
-    settings = CurriculumSettings("acmds", acmds_fraction=0.4, difficulty_window=9)
+    settings = CurriculumSettings("acmds", acmds_fraction=0.4, difficulty_stale_epochs=9)
     trainer = curriculum_run(
         tmp_path, settings, data=UnevenRows(24), max_steps=15, lr_scheduler_type="linear", logging_steps=1
     )
@@ -172,7 +172,7 @@ def test_max_steps_go_on_past_the_epochs_that_uniform_would_take(tmp_path):
 
 
 def test_run_json_counts_what_will_run(tmp_path):
-    settings = CurriculumSettings("acmds", acmds_fraction=0.5, difficulty_window=9)
+    settings = CurriculumSettings("acmds", acmds_fraction=0.5, difficulty_stale_epochs=9)
     status, seen = RunStatus(tmp_path / "run.json"), []
     update = status.update
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from scu_trainer.run_files import read_rows
-from scu_trainer.settings import MemorySettings
+from scu_trainer.settings import CurriculumSettings, MemorySettings
 from tests import processes
 from tests.tiny import UnevenRows, llama, same, weights_of
 from tests.train.curricula import SGD, PoisonedRows, checkpoints, curriculum_run, poisoned
@@ -24,12 +24,14 @@ from tests.train.test_loss_path import CHUNKED, by_tokens
 ROOT = Path(__file__).resolve().parents[2]
 
 TOGETHER = "token_budget+noise_guard+infobatch"
+IN_WINDOWS = CurriculumSettings("acmds", acmds_fraction=0.5, difficulty_window=4)
 RESUMED = {
     "none": ("none", {}),
     "acmds": ("acmds", {}),
     "together": (TOGETHER, {}),
     "together, memory, workers": (TOGETHER, {"memory": MemorySettings(), "dataloader_num_workers": 1}),
 }
+WINDOWS = {"windows": (IN_WINDOWS, {"data": UnevenRows(40), "gradient_accumulation_steps": 1, "num_train_epochs": 2})}
 LENGTH = {"num_train_epochs": 4, "ddp_timeout": 60, "per_device_train_batch_size": 2}
 SAVED = {**LENGTH, "lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 1}
 EQUAL = {**LENGTH, **SGD, "gradient_accumulation_steps": 1}
@@ -56,7 +58,7 @@ def outcome(trainer) -> dict:
 def main(folder: Path) -> None:
     gc.freeze()
     found = {}
-    for name, (methods, changes) in RESUMED.items():
+    for name, (methods, changes) in {**RESUMED, **WINDOWS}.items():
         every = 1 if name == "together" else 3
         found[name] = resume_from(folder / name, methods, every, **changes)
     found["equal"] = outcome(curriculum_run(folder / "equal", "infobatch", **EQUAL))
@@ -110,7 +112,16 @@ def test_ranks_plan_the_same_epochs_and_share_their_rows(two_ranks, name):
         numpy.testing.assert_array_equal(first["difficulty"][key], second["difficulty"][key])
 
 
-@pytest.mark.parametrize("name", RESUMED)
+def test_ranks_choose_the_rest_of_an_epoch_together(two_ranks, folder):
+    first, second = (rank["windows"]["whole"] for rank in two_ranks)
+    seen, other = first["rows"][1], second["rows"][1]
+    assert len(seen) == len(other) and len({*seen, *other}) == len(seen) + len(other) == len(first["planned"][1])
+    assert {*seen, *other} != set(first["planned"][1]), "nothing was chosen again"
+    assert read_rows(folder / "windows" / "curriculum.json")[1]["adjustments"] > 0
+    assert same(first["weights"], second["weights"])
+
+
+@pytest.mark.parametrize("name", [*RESUMED, *WINDOWS])
 def test_resumed_from_every_step_is_uninterrupted_bit_for_bit(two_ranks, folder, name):
     rows = read_rows(folder / name / "curriculum.json")
     for rank in two_ranks:

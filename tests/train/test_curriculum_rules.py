@@ -109,7 +109,8 @@ FLAGS = {
     "curriculum": "noise_guard+token_budget",
     "token_budget": 256,
     "difficulty_alpha": 0.5,
-    "difficulty_window": 2,
+    "difficulty_window": 7,
+    "difficulty_stale_epochs": 2,
     "noise_guard_max_fraction": 0.25,
     "length_warmup_start": 32,
 }

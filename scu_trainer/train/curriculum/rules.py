@@ -96,6 +96,15 @@ def check_loss_path(settings: CurriculumSettings, trainer_name: str) -> str:
     return f"compute_loss of {trainer_name} does not call the trainer's own: difficulties stay unknown"
 
 
+def require_whole_steps(settings: CurriculumSettings, rows_per_step: int) -> None:
+    """Raise SettingsError where a window of ``acmds`` is shorter than a step: it may be meant in epochs."""
+    if "acmds" in settings.methods and settings.difficulty_window < rows_per_step:
+        raise SettingsError(
+            f"difficulty_window is {settings.difficulty_window} samples, and an optimizer step takes {rows_per_step}; "
+            f"give {rows_per_step} or more. Epochs after which a score is stale are difficulty_stale_epochs"
+        )
+
+
 def require_enough_epochs(settings: CurriculumSettings, epochs: float) -> None:
     """Raises SettingsError for infobatch in too short a run."""
     if "infobatch" in settings.methods and epochs < FEWEST_EPOCHS_TO_PRUNE:

@@ -5,6 +5,7 @@
     batches            delivered batches are counted, and cut while the length warms up
     see                each row's loss, from the forward that trains
     on_optimizer_step  the learning rate follows the share of the epochs that is done
+    on_step_end        after a window of samples acmds chooses the rows behind the next one again
     end_epoch          a row of curriculum.json
 
 Nothing here looks into a batch's values.
@@ -13,6 +14,7 @@ Nothing here looks into a batch's values.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -35,7 +37,13 @@ from scu_trainer.run_files import write_json
 from scu_trainer.settings import CurriculumSettings
 from scu_trainer.train.checkpoints.saved_state import read_state, reading
 from scu_trainer.train.curriculum.deliveries import Deliveries, DeliveryCounts
-from scu_trainer.train.curriculum.rules import check_loss_path, check_reading, refuse, require_enough_epochs
+from scu_trainer.train.curriculum.rules import (
+    check_loss_path,
+    check_reading,
+    refuse,
+    require_enough_epochs,
+    require_whole_steps,
+)
 from scu_trainer.train.curriculum.run_length import RunLength
 from scu_trainer.train.curriculum.seen_losses import Losses, SeenLosses
 from scu_trainer.train.curriculum.suspects import SUSPECTS_FILE, write_suspects
@@ -74,6 +82,7 @@ class CurriculumLoop(Loop):
         self.sampler: Optional[CurriculumSampler] = None
         self.newest: Optional[dict[str, Any]] = None
         self.notices: list[str] = []
+        self._follows = "acmds" in settings.methods
         self._classes: Optional[int] = None  # known from the first batch of the first training on
 
     @property
@@ -110,8 +119,12 @@ class CurriculumLoop(Loop):
         self.sampler.epochs = self.length.epochs
         self._tell_classes()
         require_enough_epochs(self.settings, self.length.epochs)
+        require_whole_steps(
+            self.settings, self.sampler.world * args.gradient_accumulation_steps * self.sampler.law.rows_per_batch
+        )
         self.counts, self.totals, self._totals_before = DeliveryCounts(), DeliveryCounts(), DeliveryCounts()
         self.notices = []
+        self.adjustments = 0  # of this epoch's rows, within it
         self.owes_row = False  # of an epoch whose last step was saved before it was recorded
         self._resumed_at: Optional[tuple[int, float]] = None
         self._seen, self._deliveries = SeenLosses(), Deliveries(trainer.model)
@@ -175,6 +188,10 @@ class CurriculumLoop(Loop):
         if self.sampler.world == 1 and self._seen.is_full:
             self.gather()
 
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._follows:
+            self._follow(state.global_step - self.length.first_step)
+
     def on_epoch_end(self, args, state, control, **kwargs):
         self.end_epoch()
 
@@ -188,12 +205,30 @@ class CurriculumLoop(Loop):
         batches = plan.micro_batches // self.sampler.world
         first_step = state.global_step - skipped_batches // self.trainer.args.gradient_accumulation_steps
         resumed, self._resumed_at = self._resumed_at, None
-        progress = resumed[1] if resumed is not None and resumed[0] == epoch else float(epoch)
+        goes_on = resumed is not None and resumed[0] == epoch
+        progress = resumed[1] if goes_on else float(epoch)
+        self.adjustments = self.adjustments if goes_on else 0
         self.length.begin(epoch, first_step, batches, progress)
         self.length.tell(state)
         self._plan_weights()
         self._say(plan.notes)
         return {"steps_in_epoch": batches, "num_update_steps_per_epoch": self.length.steps}
+
+    def _follow(self, steps_done: int) -> None:
+        """Rows are loaded ahead: what is found at the end of a window holds from the end of the next one on, whatever
+        was loaded by then."""
+        args = self.trainer.args
+        per_step = self.sampler.world * args.gradient_accumulation_steps
+        window = math.ceil(self.settings.difficulty_window / (per_step * self.sampler.law.rows_per_batch))
+        if steps_done % window:
+            return
+        loaded_ahead = 2 + args.dataloader_num_workers * (args.dataloader_prefetch_factor or 2)  # of a rank
+        ahead = max(window, math.ceil(loaded_ahead / args.gradient_accumulation_steps))
+        done = (steps_done + ahead) * per_step
+        if done < self.sampler.current.micro_batches:
+            self.gather()
+            self._look_at_memory()
+            self.adjustments += self.sampler.follow(done)
 
     def _plan_weights(self) -> None:
         per_window = self.sampler.world * self.trainer.args.gradient_accumulation_steps
@@ -208,7 +243,7 @@ class CurriculumLoop(Loop):
             logger.warning(note)
 
     def _look_at_memory(self) -> None:
-        if "acmds" not in self.settings.methods or self._micro_batches is None:
+        if not self._follows or self._micro_batches is None:
             return
         loop, lengths = self._micro_batches.loop, self.sampler.lengths
         free = 1.0
@@ -306,6 +341,7 @@ class CurriculumLoop(Loop):
             "steps": step - length.first_step,
             "complete": step - length.first_step >= length.steps,
             "curriculum": self.settings.curriculum,
+            "adjustments": self.adjustments,
             **asdict(self.counts),
             **self.sampler.report(),
         }
@@ -371,6 +407,7 @@ class CurriculumLoop(Loop):
             "progress_before": length.progress_before,
             "counts": asdict(self.counts),
             "totals": asdict(self.totals),
+            "adjustments": self.adjustments,
             "notices": self.notices,
         }
         write_json(Path(folder) / STATE_FILE, state)
@@ -390,6 +427,7 @@ class CurriculumLoop(Loop):
         self.notices = [*state["notices"], *(note for note in self.notices if note not in state["notices"])]
         self.counts, self.totals = DeliveryCounts(**state["counts"]), DeliveryCounts(**state["totals"])
         self._totals_before = self.totals + self.counts
+        self.adjustments = state.get("adjustments", 0)
         epoch, steps_done = state["epoch"], state["steps_done"]
         first_step = self.trainer.state.global_step - steps_done
         self.length.begin(epoch, first_step, 1, state["progress_before"])
