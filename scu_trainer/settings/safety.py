@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import TYPE_CHECKING, Literal, Optional
 
 from scu_trainer.settings.base import check_fields, option, require
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,9 @@ class SafetySettings:
     preflight: Literal["stop", "warn", "off"] = option(
         "stop",
         "what a mistake that is found before the first step does: stop the run, only report it, or not be looked for",
+    )
+    save_epochs: Optional[int] = option(
+        None, "with save_strategy: epoch, a checkpoint after so many epochs, and at the end; default: after each"
     )
     max_nonfinite_steps: int = option(
         3,
@@ -45,6 +51,10 @@ class SafetySettings:
     def __post_init__(self) -> None:
         check_fields(self)
         require(
+            self.save_epochs is None or self.save_epochs >= 1,
+            f"save_epochs is {self.save_epochs}; it must be 1 epoch or more",
+        )
+        require(
             self.max_nonfinite_steps >= 0,
             f"max_nonfinite_steps is {self.max_nonfinite_steps}; allowed: 0 or more steps",
         )
@@ -56,3 +66,17 @@ class SafetySettings:
             self.grace_period_s is None or (math.isfinite(self.grace_period_s) and self.grace_period_s > 0),
             f"grace_period_s is {self.grace_period_s}; allowed: above 0 seconds, such as 30",
         )
+
+
+def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:
+    """Raise SettingsError for settings that contradict the stock arguments."""
+    strategy = getattr(training.save_strategy, "value", training.save_strategy)
+    require(
+        safety.save_epochs is None or strategy == "epoch",
+        f"save_epochs counts epochs, and save_strategy is {strategy}; set save_strategy: epoch",
+    )
+    require(
+        safety.save_epochs in (None, 1) or not training.load_best_model_at_end,
+        f"save_epochs: {safety.save_epochs} may leave out the best checkpoint that load_best_model_at_end wants; leave "
+        "one of them out",
+    )

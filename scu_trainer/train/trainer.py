@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -30,6 +30,7 @@ from scu_trainer.train.checkpoints.findings import has_optimizer
 from scu_trainer.train.checkpoints.pushing import Pushes
 from scu_trainer.train.checkpoints.selection import catch_up, selected_checkpoint, tell_of_fresh_optimizer
 from scu_trainer.train.checkpoints.writer import CheckpointWriter
+from scu_trainer.train.epochs import epochs, handed_over
 from scu_trainer.train.loop import Loop, LoopEvents
 from scu_trainer.train.loops import difficulty_of, make_loops
 from scu_trainer.train.loss.wrap import adopt, countable, weighed
@@ -62,6 +63,7 @@ class SCUTrainer(Trainer):
     engine: StockEngine = None
     regularizer = micro_batches = prediction = curriculum = nonfinite_guard = loss_path = None
     new_loss_path: Callable[[], Any] = staticmethod(lambda: None)
+    after_epoch: Optional[Callable[[dict[str, float]], None]] = None
     _events: Optional[LoopEvents] = None
     _own_loops: tuple[Loop, ...] = ()
     _steps_per_epoch: Optional[int] = None
@@ -163,6 +165,27 @@ class SCUTrainer(Trainer):
             if self._events is not None:
                 self._events.close()
 
+    def epochs(self, **arguments: Any) -> Iterator[dict[str, float]]:
+        """``train(**arguments)``, epoch by epoch: ``for metrics in trainer.epochs(): ...``
+
+        metrics: ``epoch`` and ``step`` that are done, ``train_loss`` (mean over the epoch's steps), and the figures
+        ``eval_...`` of the epoch's last evaluation. Leaving the loop ends the training as a callback would. Raises
+        ControlError while another ``epochs`` of this trainer goes on, and whatever ``train`` raises.
+        """
+        return epochs(self, **arguments)
+
+    def save(self, path: Union[str, Path]) -> None:
+        """A checkpoint in the new folder ``path``: weights, optimizer, loops, random numbers, whole or not at all.
+
+        ``train(resume_from_checkpoint=path)`` goes on from it. It is none of those that ``save_total_limit`` counts.
+        Every rank calls it, between steps or after training. Raises ControlError before the first training,
+        StorageError where ``path`` is there already or cannot be written.
+        """
+        if self.optimizer is None or self.state.global_step == 0:
+            raise ControlError("there is no training to save yet: call train() or epochs() first, or save_model(path)")
+        self.before_save()
+        self.checkpoints.save_as(Path(path), functools.partial(super()._save_checkpoint, self.model_wrapped, None))
+
     def _begin(self) -> None:
         """What an earlier ``train`` of this trainer has counted, and found out about its model, is not of this one."""
         missing = [type(one).__name__ for one in self._own_loops if one not in self.loops]
@@ -219,7 +242,7 @@ class SCUTrainer(Trainer):
         skipped = kwargs["steps_trained_in_current_epoch"] if is_resumed else 0
         for loop in self.loops:
             kwargs |= loop.begin_epoch(kwargs["epoch"], skipped)
-        return super()._run_epoch(**kwargs)
+        return handed_over(self, functools.partial(super()._run_epoch, **kwargs))
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         rows = _first(loop.rows_trained for loop in self.loops)

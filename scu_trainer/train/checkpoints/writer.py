@@ -64,6 +64,31 @@ class CheckpointWriter:
             push, self._waiting_push = self._waiting_push, None
             push(str(final))
 
+    def save_as(self, final: Path, stock_save: Callable[[], None]) -> None:
+        """The same under a name of its own, beside those that are rotated and pushed. Every rank calls it. Raises
+        StorageError."""
+        if final.exists():
+            raise StorageError(
+                f"{final} is there already, and a checkpoint takes a folder of its own; give another path"
+            )
+        step = self.trainer.state.global_step
+        staging = files.staging_of(final.parent, step)
+        try:
+            with written_or_refused(str(final)):
+                if self.trainer.args.should_save:
+                    _rebuild(staging)
+                self._fill(staging, stock_save)
+                if self.trainer.args.should_save:
+                    staged = staging / f"checkpoint-{step}"
+                    files.seal(staged, {"step": step, **self.facts})
+                    files.publish(staged, final)
+                self._wait()
+        except StorageError:
+            self._clear(staging)
+            raise
+        finally:
+            self._waiting_push = None
+
     def push_later(self, push: Callable[[str], None]) -> None:
         """Uploads go on in the background, so they begin when the folder has the name that it keeps."""
         self._waiting_push = push

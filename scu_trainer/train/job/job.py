@@ -26,6 +26,7 @@ from scu_trainer.settings import (
 )
 from scu_trainer.settings.base import require
 from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
+from scu_trainer.settings.safety import check_safety
 from scu_trainer.settings.tasks import TaskSettings, require_mixable
 from scu_trainer.train.curriculum.rules import obstacle, require_enough_epochs
 from scu_trainer.train.evaluation.scoring import DocumentScores
@@ -139,6 +140,7 @@ class Job:
         check_memory(training, self.memory)
         self._check_curriculum()
         check_efficiency(self.efficiency, training)
+        check_safety(self.safety, training)
         self.kind.check(self)
         check_resumable(training)
 

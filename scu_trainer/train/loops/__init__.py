@@ -12,6 +12,7 @@ from scu_trainer.hardware.heap import keep_freed
 from scu_trainer.models.memory_format import apply_channels_last
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
+from scu_trainer.settings.safety import check_safety
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.loops.curriculum import CurriculumLoop
 from scu_trainer.train.loops.memory import MemoryLoop
@@ -20,6 +21,7 @@ from scu_trainer.train.loops.overflow import OverflowWatch
 from scu_trainer.train.loops.profile import Profile
 from scu_trainer.train.loops.rate_steps import RateSteps
 from scu_trainer.train.loops.regularization import RegularizationLoop
+from scu_trainer.train.loops.save_epochs import SaveEpochs
 from scu_trainer.train.loops.throughput import Throughput
 from scu_trainer.train.loops.weight_average import WeightAverage
 from scu_trainer.train.loss.loss_path import LossPath
@@ -40,6 +42,7 @@ ORDER = (
     RegularizationLoop,  # measures the weights as the step leaves them, and decays them
     WeightAverage,  # averages the weights as the loop before leaves them
     RateSteps,
+    SaveEpochs,
     Throughput,  # counts what all of the above take
     Profile,
 )
@@ -69,6 +72,9 @@ def make_loops(
         epochs_differ = curriculum is not None and bool(curriculum.methods)
         trainer.nonfinite_guard = NonFiniteGuard(trainer, safety, epochs_differ)
         loops.append(trainer.nonfinite_guard)
+        check_safety(safety, trainer.args)
+        if safety.save_epochs is not None:
+            loops.append(SaveEpochs(safety.save_epochs))
     if memory is not None and memory.acts:
         refuse_arguments(trainer)
         trainer.micro_batches = MicroBatchStep(trainer, memory, memory_gauge)
