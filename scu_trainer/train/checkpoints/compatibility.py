@@ -21,10 +21,10 @@ HARMLESS = frozenset(
     "output_dir run_name resume resume_from_checkpoint weights_only allow_pickle preflight grace_period_s divergence "
     "divergence_factor max_nonfinite_steps report_to disable_tqdm logging_steps logging_strategy logging_first_step "
     "log_level log_level_replica log_on_each_node save_strategy save_steps save_epochs save_total_limit push_to_hub "
-    "hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision dataloader_num_workers dataloader_pin_memory "
-    "dataloader_persistent_workers dataloader_prefetch_factor preprocessing_num_workers cache_dir use_cpu "
-    "ddp_timeout throughput peak_tflops predict_memory profile_steps include_num_input_tokens_seen project "
-    "trackio_space_id trackio_bucket_id trackio_static_space_id".split()
+    "hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision dataloader_num_workers "
+    "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor preprocessing_num_workers "
+    "cache_dir use_cpu ddp_timeout throughput peak_tflops predict_memory profile_steps include_num_input_tokens_seen "
+    "project trackio_space_id trackio_bucket_id trackio_static_space_id".split()
 )
 """Settings that change no weight."""
 
