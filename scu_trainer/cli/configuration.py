@@ -168,6 +168,13 @@ def read_values(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
     return vars(parser.parse_args(arguments))
 
 
+def typed_entries(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
+    """What a file and flags say, by field; a flag goes before the file. Raises SettingsError."""
+    values = read_values(config, flags)
+    in_file = [] if config is None else [str(name).replace("-", "_") for name in _content(config)]
+    return {name: values[name] for name in dict.fromkeys([*in_file, *_given(flags, values)])}
+
+
 def read_data(config: str | None, flags: Sequence[str]) -> tuple[str, ModelSettings, DataSettings]:
     """Task, model and data of a job, without torch: what only transformers.TrainingArguments know is not looked at.
     Raises SettingsError."""

@@ -61,6 +61,8 @@ def check(wish: Wish, root: Path) -> None:
         raise SettingsError(f"the name {wish.name!r} is in use: {path} is there; give another --name")
     if not 0 <= options.nice <= 19:
         raise SettingsError(f"nice is {options.nice}; allowed: 0 (as others) to 19 (last)")
+    if options.numa_node not in ("auto", "off") and not options.numa_node.isdecimal():
+        raise SettingsError(f"numa_node is {options.numa_node!r}; allowed: auto, off, or the number of a node")
     if options.threads is not None and options.threads < 1:
         raise SettingsError(f"threads is {options.threads}; give 1 or more")
     for name in ("max_ram_percent", "max_gpu_percent"):

@@ -36,6 +36,7 @@ class Options:
     threads: Optional[int] = None
     max_ram_percent: float = 90.0
     max_gpu_percent: float = 90.0
+    numa_node: str = "auto"
 
 
 @dataclass(frozen=True)

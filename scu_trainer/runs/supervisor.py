@@ -17,7 +17,7 @@ from typing import NoReturn, Optional
 
 from scu_trainer.errors import StorageError, UserError
 from scu_trainer.run_files import RunStatus
-from scu_trainer.runs import room
+from scu_trainer.runs import numa, room
 from scu_trainer.runs.process import Machine, Platform, this_platform
 from scu_trainer.runs.progress import last_error
 from scu_trainer.runs.queue import Line, wait_for_turn
@@ -111,7 +111,16 @@ class _Supervisor:
             wait_for_turn(line, place, lambda name=name: self._lacks(name, record), self._tell, self.outside.sleep)
             line.keep_through_exec()
         os.environ.update(room.visible_devices(chosen))
-        return record
+        return self._bind(record, chosen)
+
+    def _bind(self, record: RunRecord, devices: Sequence[str]) -> RunRecord:
+        note = numa.bind(record.options.numa_node, devices)
+        if note is None:
+            return record
+        print(note, flush=True)
+        if record.options.threads is None:  # more than the cores that are left would take turns
+            os.environ["OMP_NUM_THREADS"] = str(room.default_threads())
+        return self.run.change(notes=(*record.notes, note))
 
     def _devices(self, record: RunRecord) -> list[str]:
         found, asked = self.outside.devices(), record.options.device

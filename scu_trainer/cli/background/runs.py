@@ -12,6 +12,7 @@ from typing import Optional
 from scu_trainer.cli.background import screens
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.planning import OPTIMAL
 from scu_trainer.errors import SettingsError
 from scu_trainer.runs.control import Hands, Wish, resume, start, stop
 from scu_trainer.runs.monitor import follow, log_of, watch
@@ -88,13 +89,17 @@ def _add(actions, action: str, text: str, name: Optional[str] = "") -> argparse.
 def _add_start(actions) -> None:
     default = Options()
     parser = _add(actions, "start", "start a run that outlives this terminal; any flag of train may follow")
-    parser.usage = "scu-trainer runs start --config FILE [--name NAME] [--FIELD VALUE ...]"
-    parser.add_argument("--config", required=True, help="YAML or JSON file, as for train")
+    parser.usage = "scu-trainer runs start [--config FILE] [--name NAME] [--FIELD VALUE ...]"
+    parser.add_argument("--config", help=f"YAML or JSON file, as for train; default: {OPTIMAL}, of hardware config")
     parser.add_argument("--name", help="of the run and its directory; default: that of output_dir in the file")
     parser.add_argument("--device", default=default.device, help="auto (shortest line), cpu, gpu-0, ...")
     parser.add_argument("--launcher", choices=LAUNCHERS, default=default.launcher, help="python is one process")
     parser.add_argument("--nice", type=int, default=default.nice, help="0 as other programs, 19 last (10)")
     parser.add_argument("--threads", type=int, help="of the CPU; default: all cores but one")
+    parser.add_argument(
+        "--numa_node", "--numa-node", default=default.numa_node,
+        help="of several nodes of memory the one to stay on: a number, off, or auto (the GPU's own)",
+    )  # fmt: skip
     parser.add_argument(
         "--max_ram_percent", "--max-ram-percent", type=float, metavar="N", default=default.max_ram_percent,
         help="wait while more memory than this is used (90)",
@@ -125,17 +130,28 @@ def _count(text: str) -> int:
 
 
 def _start(options: argparse.Namespace, flags: list[str], hands: Hands) -> int:
+    options.config = options.config or _written_for_this_machine()
     entries, text = _read(Path(options.config))
     _check_flags(flags)
     name = options.name or _free_name(options, entries)
     settings = Options(
         options.launcher, _device(options, entries, flags), options.nice, options.threads,
-        options.max_ram_percent, options.max_gpu_percent,
+        options.max_ram_percent, options.max_gpu_percent, options.numa_node,
     )  # fmt: skip
     record = start(Wish(name, text, tuple(flags), settings), options.root, hands)
     screens.say(f"{name} has started in the background, process {record.process.pid}")
     _say_commands(name, options.root)
     return 0
+
+
+def _written_for_this_machine() -> str:
+    if not Path(OPTIMAL).is_file():
+        raise SettingsError(
+            f"there is no --config and no {OPTIMAL} here; give one, or write it: scu-trainer hardware config [--FIELD "
+            "VALUE ...]"
+        )
+    screens.say(f"{OPTIMAL} is read, for there is no --config")
+    return OPTIMAL
 
 
 def _read(config: Path) -> tuple[dict, str]:

@@ -1,5 +1,6 @@
 """``scu-trainer hardware``. ``profile``: what is here; ``check``: is it enough; ``monitor``: its memory, live;
-``optimize``: room that our own leftovers take; ``recommend``, also ``plan``: ``scu-trainer plan`` by other names."""
+``optimize``: room that our own leftovers take; ``recommend``, also ``plan``: ``scu-trainer plan`` by other names;
+``config``: the same, which also writes the settings for this machine."""
 
 from __future__ import annotations
 
@@ -29,12 +30,18 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         from scu_trainer.cli.planning.plan import main as plan
 
         return plan(words[1:])
+    if words and words[0] == "config":
+        from scu_trainer.cli.planning import OPTIMAL
+        from scu_trainer.cli.planning.plan import main as plan
+
+        is_named = any(word.partition("=")[0] == "--output" for word in words)
+        return plan(words[1:] if is_named else [*words[1:], "--output", OPTIMAL])
     return guarded(_main, words)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="scu-trainer hardware")
-    which = "profile|check|recommend|monitor|optimize"
+    which = "profile|check|recommend|config|monitor|optimize"
     actions = parser.add_subparsers(dest="action", required=True, metavar=which, parser_class=Parser)
     profile = actions.add_parser("profile", help="GPUs and who uses them, CPU, memory, disks, versions")
     profile.add_argument("--json", action="store_true", help="as one JSON object")
@@ -45,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--gpu", action="store_true", help="only: is there a GPU that torch can use; exit code 2 if not")
     check.add_argument("--config", help="YAML or JSON file of a job, and any flag of scu-trainer train")
     actions.add_parser(PLANS[0], help="the same as scu-trainer plan: settings with which a job fits a machine")
+    actions.add_parser("config", help="the same, written to optimal_config.yaml (--output FILE) for --config to read")
     monitor = actions.add_parser("monitor", help="memory of the machine and its GPUs, live, and of one run")
     monitor.add_argument("run", nargs="?", metavar="RUN_OR_PID", help="directory of a run, or number of a process")
     monitor.add_argument("--duration", type=float, help="seconds; default: until Ctrl-C or the end of the run")

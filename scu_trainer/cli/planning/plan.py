@@ -50,6 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", help="memory that the training may take, such as 6GB; default: what is free")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="also write the job with those settings, to be read by --config"
+    )
+    parser.add_argument(
         "--accuracy",
         nargs="?",
         const="runs",
@@ -67,6 +70,10 @@ def _main(argv: list[str]) -> int:
         return accuracy(Path(options.accuracy), options.json)
     if options.here and (options.gpu or options.ram):
         raise SettingsError("--here is this machine, and --gpu or --ram name another one; keep one of them")
+    if options.output is not None:
+        from scu_trainer.cli.planning.written import check_place
+
+        check_place(options.output)
     with without_collector(freeze=True):
         from scu_trainer.train.run_directory.logs import run_log
 
@@ -96,7 +103,20 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
     }
     words = [*([] if options.config is None else ["--config", options.config]), *flags]
     print(json.dumps(report, indent=2) if options.json else plan_screen.screen(report, words))
-    return 0 if best is not None else 2
+    if best is None:
+        return 2
+    if options.output is not None:
+        _write(options, flags, report, job)
+    return 0
+
+
+def _write(options: argparse.Namespace, flags: list[str], report: dict[str, Any], job: Job) -> None:
+    from scu_trainer.cli.configuration import typed_entries
+    from scu_trainer.cli.planning.written import write
+
+    precision = job.model.mixed_precision, job.notes[0].removeprefix("precision: ")
+    write(options.output, typed_entries(options.config, flags), report, precision)
+    print(f"\nwritten: {options.output}", file=sys.stderr if options.json else sys.stdout)
 
 
 # -- what is planned ---------------------------------------------------------------------------------------------------

@@ -69,14 +69,14 @@ def _head(report: dict[str, Any]) -> str:
     is_cut = cut["rows_per_chunk"] < asked["rows_per_chunk"]
     verdict = "fits" if cut["fits"] and not is_cut else "does not fit"
     return (
-        f"As asked, in micro-batches of {_in_words(asked)}: a peak of {readable(asked['peak_bytes'])}, which {verdict} "
+        f"As asked, in micro-batches of {in_words(asked)}: a peak of {readable(asked['peak_bytes'])}, which {verdict} "
         f"in the {readable(report['limit_bytes'])} of {report['machine']} ({report['margin']:.0%} are kept free for "
         "what a prediction does not know)"
-        + (f"; in micro-batches of {_in_words(cut)} {readable(cut['peak_bytes'])} do" if cut["fits"] and is_cut else "")
+        + (f"; in micro-batches of {in_words(cut)} {readable(cut['peak_bytes'])} do" if cut["fits"] and is_cut else "")
     )
 
 
-def _in_words(planned: dict[str, Any]) -> str:
+def in_words(planned: dict[str, Any]) -> str:
     rows, length = planned["rows_per_chunk"], planned["tokens_per_row"]
     return f"{rows} x {length} tokens" if length > 1 else f"{rows} rows"
 
@@ -106,7 +106,7 @@ def _choices(report: dict[str, Any]):
         table.add_row(
             ", ".join(f"{name}: {_plain(value)}" for name, value in choice["settings"].items()) or "as asked",
             readable(choice["peak_bytes"]),
-            _in_words(choice).removesuffix(" tokens"),
+            in_words(choice).removesuffix(" tokens"),
             "yes" if choice["fits"] else "no",
             f"{choice['relative_time']:.2f}",
             choice["changes"],
@@ -140,9 +140,7 @@ def _cut(report: dict[str, Any]) -> str:
     best = next(choice for choice in report["choices"] if choice["fits"])
     if best["rows_per_chunk"] >= report["predicted"]["rows_per_chunk"]:
         return ""
-    return (
-        f"\nMemory control makes micro-batches of about {_in_words(best)}; the optimizer sees the same rows per step."
-    )
+    return f"\nMemory control makes micro-batches of about {in_words(best)}; the optimizer sees the same rows per step."
 
 
 def _plain(value: Any) -> str:

@@ -1,0 +1,71 @@
+"""A plan as a configuration file that ``--config`` reads back, each value with its reason beside it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scu_trainer.cli.planning.screen import in_words
+from scu_trainer.errors import SettingsError, StorageError
+from scu_trainer.run_files import readable
+
+REASONS = {
+    "tuning": "only adapters have gradients and optimizer states",
+    "load_in_8bit": "frozen weights in 8 bits",
+    "dtype": "frozen weights in half precision take half the memory",
+    "mixed_precision": "the device computes in half precision, and activations take half the memory",
+    "checkpoint_every_layer": "activations are computed again instead of kept",
+    "optim": "its states take about a byte per weight",
+    "block_size": "shorter rows take less at once, and see less context",
+    "deepspeed": "the optimizer's states lie in main memory",
+    "token_cap": "rows go through the model in parts of so many tokens",
+    "dataloader_num_workers": "rows are made for each batch, beside the GPU",
+}
+
+
+def check_place(path: Path) -> None:
+    """Raise SettingsError where something stands in the way of ``path``."""
+    if path.exists():
+        raise SettingsError(f"{path} is there already; remove it, or give --output another name")
+    if path.suffix not in (".yaml", ".yml"):
+        raise SettingsError(f"--output {path}: a configuration with comments is YAML; give a name that ends in .yaml")
+    if not path.parent.is_dir():
+        raise SettingsError(f"the folder of {path} does not exist; make it, or give --output another name")
+
+
+def write(path: Path, entries: Mapping[str, Any], report: Mapping[str, Any], precision: tuple[str, str]) -> None:
+    """``entries``: what was typed for the job, by name. ``report``: of the plan, with settings that fit. ``precision``:
+    (mixed_precision that the job gets on this machine, why)."""
+    try:
+        path.write_text(_text(path, entries, report, precision), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}; give --output another place") from error
+
+
+def _text(path: Path, entries: Mapping[str, Any], report: Mapping[str, Any], precision: tuple[str, str]) -> str:
+    asked, changed = report["predicted"], report["recommended"]
+    best = next(choice for choice in report["choices"] if choice["fits"])
+    head = [
+        f"For {report['machine']}, of whose memory {readable(report['limit_bytes'])} may be used.",
+        f"Read back: {shlex.join(['scu-trainer', 'train', '--config', str(path)])}",
+        f"As asked it would take {readable(asked['peak_bytes'])} in micro-batches of {in_words(asked)}.",
+    ]
+    if best["peak_bytes"] != asked["peak_bytes"]:
+        head.append(f"So it takes {readable(best['peak_bytes'])} in micro-batches of {in_words(best)}.")
+    kept = {name: value for name, value in entries.items() if name not in changed}
+    parts = ["".join(f"# {line}\n" for line in head)]
+    parts += [_entry(name, value, "as asked") for name, value in kept.items()]
+    parts += [_entry(name, value, REASONS.get(name, "fits")) for name, value in changed.items()]
+    if not {"mixed_precision", "bf16", "fp16"} & {*kept, *changed}:
+        parts.append(_entry("mixed_precision", *precision))
+    return "".join(parts)
+
+
+def _entry(name: str, value: Any, reason: str) -> str:
+    text = yaml.safe_dump({name: value}, sort_keys=False, width=1000)
+    first, end, rest = text.partition("\n")
+    return f"{first}  # {reason}{end}{rest}"

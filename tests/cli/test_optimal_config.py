@@ -1,0 +1,73 @@
+"""A plan that is written as a configuration, and read back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from scu_trainer.cli import main as cli
+from scu_trainer.cli.background import runs
+from scu_trainer.cli.configuration import read_job
+
+JOB = ["--tuning", "full", "--block_size", "1024", "--per_device_train_batch_size", "16", "--lr_milestones", "1", "2"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def planned(capsys, *words) -> dict:
+    assert cli.main(["plan", *JOB, "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_fits_is_written_with_reasons_and_read_back(here, capsys):
+    asked = planned(capsys)["predicted"]["peak_bytes"]
+    report = planned(capsys, "--limit", f"{0.98 * asked / 2**20:.0f}MiB", "--output", "mine.yaml")
+    assert report["recommended"], "the limit lies below what is asked for"
+    text = (here / "mine.yaml").read_text()
+    read = yaml.safe_load(text)
+    assert {name: read[name] for name in report["recommended"]} == report["recommended"]
+    assert read["block_size"] == 1024 and read["lr_milestones"] == [1, 2]
+    for line in text.splitlines():
+        assert line.startswith(("#", "-")) or line.partition("  # ")[2], "a value without its reason"
+    job = read_job("mine.yaml", [])
+    assert job.model.tuning == read["tuning"] and job.efficiency.lr_milestones == [1, 2]
+    assert job.model.mixed_precision == read["mixed_precision"]
+
+
+def test_hardware_config_is_the_same_under_its_own_name(here, capsys):
+    assert cli.main(["hardware", "config", *JOB]) == 0
+    assert "written: optimal_config.yaml" in capsys.readouterr().out
+    assert yaml.safe_load((here / "optimal_config.yaml").read_text())["tuning"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("there.yaml", "is there already"), ("a.json", "is YAML"), ("/nowhere/a.yaml", "does not exist")],
+)
+def test_a_place_that_cannot_be_is_refused_before_anything_is_planned(here, capsys, name, message):
+    (here / "there.yaml").write_text("")
+    assert cli.main(["plan", "--output", name]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_background_run_without_a_file_takes_the_one_of_this_machine(here, capsys, monkeypatch):
+    assert runs.main(["start"]) == 2
+    assert "scu-trainer hardware config" in capsys.readouterr().err
+    (here / "optimal_config.yaml").write_text("tuning: lora\noutput_dir: runs/mine\n")
+    wishes = []
+    monkeypatch.setattr(runs, "start", lambda wish, root, hands: wishes.append(wish) or _record())
+    assert runs.main(["start", "--max_steps", "3"]) == 0
+    assert wishes[0].name == "mine" and wishes[0].config.startswith("tuning: lora")
+    assert "optimal_config.yaml is read, for there is no --config" in capsys.readouterr().out
+
+
+def _record():
+    from types import SimpleNamespace
+
+    return SimpleNamespace(process=SimpleNamespace(pid=1))
