@@ -40,7 +40,7 @@ def documents(tmp_path_factory) -> Path:
 
 
 def test_recipes_of_every_path_are_there():
-    assert RECIPES == sorted(["deepspeed.yaml", *TEXT, *FAMILIES])
+    assert RECIPES == sorted(["deepspeed.yaml", "granite.yaml", *TEXT, *FAMILIES])  # tests/cli/test_granite.py
 
 
 @pytest.mark.parametrize("name", TEXT)
