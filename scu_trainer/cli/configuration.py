@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Optional, get_type_hints
 
 import yaml
 
+from scu_trainer.cli.names import translated, translated_entries
 from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.run_files import read_regular
 from scu_trainer.secrets import redact_data
@@ -171,8 +172,8 @@ def read_values(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
 def typed_entries(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
     """What a file and flags say, by field; a flag goes before the file. Raises SettingsError."""
     values = read_values(config, flags)
-    in_file = [] if config is None else [str(name).replace("-", "_") for name in _content(config)]
-    return {name: values[name] for name in dict.fromkeys([*in_file, *_given(flags, values)])}
+    in_file = [] if config is None else _named_as_here(config, values)[0]
+    return {name: values[name] for name in dict.fromkeys([*in_file, *_given(translated(flags, values)[0], values)])}
 
 
 def read_data(config: str | None, flags: Sequence[str]) -> tuple[str, ModelSettings, DataSettings]:
@@ -180,8 +181,8 @@ def read_data(config: str | None, flags: Sequence[str]) -> tuple[str, ModelSetti
     Raises SettingsError."""
     parser = our_parser()
     names = field_names(parser)
-    content = {} if config is None else _content(config)
-    entries = {str(key).replace("-", "_"): value for key, value in content.items()}
+    entries = {} if config is None else _named_as_here(config, names)[0]
+    flags, _ = translated(flags, names)
     known = {name: value for name, value in entries.items() if name in names}
     given = _given(flags, names)
     typed, _ = parser.parse_known_args([*_all_as_flags(known), *flags])
@@ -205,7 +206,10 @@ def _read(
     parser = our_parser(TrainingArguments)
     parser.set_defaults(**TRAINING_DEFAULTS, use_cpu=not _has_accelerator())
     names = field_names(parser)
+    flags, read_as = translated(flags, names)
     arguments, notes = _arguments(parser, config, flags, names)
+    if read_as:
+        notes = (f"read: {'; '.join(read_as)}", *notes)
     task, typed = _task(parser, arguments, names), vars(parser.parse_args(arguments))
     for action in parser._actions:  # argparse takes "--" for the end of the flags, and leaves nothing behind
         found = typed.get(action.dest)
@@ -224,7 +228,8 @@ def _arguments(
     entries = {} if config is None else _entries(config, parser, names)
     check_names(flags, names)
     typed_names = _given(flags, names)
-    note: tuple[str, ...] = ()
+    read_as = [] if config is None else _named_as_here(config, names)[1]
+    note = (f"read in {config}: {'; '.join(read_as)}",) if read_as else ()
     if "mode" in typed_names:
         typed = parser.parse_args([*_all_as_flags(entries), *flags])
         task = TaskSettings(typed.task, typed.preset, typed.mode)
@@ -232,7 +237,7 @@ def _arguments(
         replaced = {name: entries[name] for name in meant if name in entries and entries[name] != meant[name]}
         entries = {name: value for name, value in entries.items() if name not in meant}
         words = [f"{name} {_word(meant[name])} for {_word(value)}" for name, value in replaced.items()]
-        note = (f"mode {task.mode}, in the place of {config}: {', '.join(words)}",) if words else ()
+        note += (f"mode {task.mode}, in the place of {config}: {', '.join(words)}",) if words else ()
     return [*_all_as_flags(entries), *flags], note
 
 
@@ -321,20 +326,30 @@ def _name(flag: str) -> str:
 def _entries(config: str, parser: HfArgumentParser, names: set[str]) -> dict[str, Any]:
     """Values of a file by field."""
     found: dict[str, Any] = {}
-    content = _content(config)
     takes_list, takes_mapping = _containers(parser)
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
+    for name, value in _named_as_here(config, names)[0].items():
         if name not in names:
-            raise SettingsError(f"{config}: unknown key {short(key)}{nearest(name, names)}")
-        if name in found:
-            raise SettingsError(f"{config}: {name} stands there twice, once with hyphens; keep one of them")
+            raise SettingsError(f"{config}: unknown key {short(name)}{nearest(name, names)}")
         if _is_mixture(name, value):
             _check_content(f"{config}: {name}", value)
         else:
             _check_shape(f"{config}: {name}", value, name in takes_list, name in takes_mapping)
         found[name] = value
     return found
+
+
+def _named_as_here(config: str, names: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    """Entries of a file by our names, and what was read as what. Raises SettingsError."""
+    entries: dict[str, Any] = {}
+    for key, value in _content(config).items():
+        name = str(key).replace("-", "_")
+        if name in entries:
+            raise SettingsError(f"{config}: {name} stands there twice, once with hyphens; keep one of them")
+        entries[name] = value
+    try:
+        return translated_entries(entries, names)
+    except SettingsError as error:
+        raise SettingsError(f"{config}: {error}") from error
 
 
 def _content(config: str) -> dict[str, Any]:

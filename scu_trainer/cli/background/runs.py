@@ -11,6 +11,7 @@ from typing import Optional
 
 from scu_trainer.cli.background import screens
 from scu_trainer.cli.main import guarded
+from scu_trainer.cli.names import translated
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.planning import OPTIMAL
 from scu_trainer.errors import SettingsError
@@ -130,6 +131,7 @@ def _count(text: str) -> int:
 
 
 def _start(options: argparse.Namespace, flags: list[str], hands: Hands) -> int:
+    flags, _ = translated(flags, ())
     options.config = options.config or _written_for_this_machine()
     entries, text = _read(Path(options.config))
     _check_flags(flags)

@@ -1,0 +1,94 @@
+"""Names that other programs have for our settings: taken, said, or explained; never a silent other meaning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from scu_trainer.cli import names
+from scu_trainer.cli.configuration import field_names, our_parser, read_data, read_job, typed_entries
+from scu_trainer.cli.names import NAMES, PATHS, Same, Switch, translated, translated_entries
+from scu_trainer.errors import SettingsError
+
+ROOT = Path(__file__).parents[2]
+OURS = field_names(our_parser(TrainingArguments))
+
+
+def test_no_name_of_ours_is_taken_and_every_counterpart_is_there():
+    assert not OURS & NAMES.keys() and PATHS.keys() <= OURS
+    for meant in NAMES.values():
+        if isinstance(meant, Switch):
+            assert meant.means.keys() <= OURS
+        elif isinstance(meant, Same):
+            found = {meant.name} if isinstance(meant.name, str) else {meant.name("resnet50"), meant.name("mine")}
+            assert found <= OURS
+    assert all((ROOT / path).is_file() for path in names.ZERO.values())
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["--epochs", "3"], {"num_train_epochs": 3}),
+        (["--epochs=3"], {"num_train_epochs": 3}),
+        (["--grad-accum-steps", "4", "--batch-size", "2"], {"gradient_accumulation_steps": 4}),
+        (["--qlora", "--seed", "7"], {"tuning": "qlora", "seed": 7}),
+        (["--qlora", "false", "--seed", "7"], {"tuning": "lora", "seed": 7}),
+        (["--no-amp"], {"mixed_precision": "no"}),
+        (["--no-checkpointing"], {"checkpoint_every_layer": False}),
+        (["--optimizer", "AdamW8bit"], {"optim": "adamw_8bit"}),
+        (["--model", "resnet50", "--task", "image-classification"], {"architecture": "resnet50"}),
+        (["--model", "me/mine"], {"model_name_or_path": "me/mine"}),
+        (["--resume", "runs/x/checkpoint-4"], {"resume_from_checkpoint": "runs/x/checkpoint-4", "resume": True}),
+        (["--resume", "false"], {"resume_from_checkpoint": None, "resume": False}),
+    ],
+)
+def test_the_same_meaning_is_taken(typed, meant):
+    entries = read_job(None, typed).as_dict()
+    assert {name: entries[name] for name in meant} == meant
+
+
+def test_it_is_said_and_so_it_is_for_a_file(tmp_path):
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps({"epochs": 2, "use-bf16": True, "seed": 3}))
+    job = read_job(str(path), ["--lr", "1e-3"])
+    assert job.training.num_train_epochs == 2 and job.training.learning_rate == 1e-3 and job.training.bf16
+    said = " ".join(job.notes)
+    assert "read: lr as learning_rate" in said
+    assert f"read in {path}: epochs as num_train_epochs; use_bf16 as mixed_precision: bf16" in said
+    assert typed_entries(str(path), ["--lr", "1e-3"]).keys() == {
+        "num_train_epochs", "mixed_precision", "seed", "learning_rate",
+    }  # fmt: skip
+    assert read_data(str(path), ["--model", "me/mine"])[1].model_name_or_path == "me/mine"
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (["--epochs", "3", "--num-train-epochs", "3"], "--epochs is num_train_epochs here, and both are given"),
+        (["--checkpoint-interval", "5"], "checkpoint_interval is unknown here: write save_strategy: epoch"),
+        (["--multi-gpu"], "multi_gpu is unknown here: start one process per GPU"),
+        (["--qlora", "maybe"], "qlora is a switch and takes no 'maybe'"),
+        (["--lr", "--seed", "1"], "lr is given no value"),
+        (["--epoks", "3"], "unknown option --epoks"),
+    ],
+)
+def test_what_has_no_counterpart_is_explained(typed, message):
+    with pytest.raises(SettingsError, match=message):
+        read_job(None, typed)
+
+
+def test_a_file_that_gives_both_names_it(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("lr: 1\nlearning_rate: 2\n")
+    with pytest.raises(SettingsError, match=r"job\.yaml: lr is learning_rate here, and both are given"):
+        read_job(str(path), [])
+
+
+def test_nothing_else_is_touched():
+    words = ["--dataset", "a b", "--lr_milestones", "1", "2", "--no_scu", "free"]
+    assert translated(words, OURS) == (words, [])
+    entries = {"dataset": [{"dataset": "a", "weight": 1}], "resume": True, "odd": 1}
+    assert translated_entries(entries, OURS) == (entries, [])
