@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Optional
 
 
 class UserError(Exception):
@@ -58,7 +59,10 @@ class PreflightError(UserError):
 
 
 class OutOfMemory(UserError):
-    """Something does not fit in memory even in its smallest part."""
+    """Something does not fit in memory even in its smallest part. ``steps_done``: of the run whose training it ended;
+    None outside of a training."""
+
+    steps_done: Optional[int] = None
 
 
 class HubError(UserError):

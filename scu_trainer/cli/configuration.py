@@ -415,10 +415,10 @@ def _kind(value: Any) -> str:
 
 
 def _all_as_flags(entries: dict[str, Any]) -> list[str]:
-    return [word for name, value in entries.items() for word in _as_flags(name, value)]
+    return [word for name, value in entries.items() for word in as_flags(name, value)]
 
 
-def _as_flags(name: str, value: Any) -> list[str]:
+def as_flags(name: str, value: Any) -> list[str]:
     """One entry of a file as command-line words; null means the default."""
     if value is None:
         return []

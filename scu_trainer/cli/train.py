@@ -44,7 +44,7 @@ def _main(argv: list[str]) -> int:
         if modes.print_config:
             print(configuration.as_yaml(job), end="")
             return 0
-        return _train(job, log, modes)
+        return _train(job, log, modes, flags)
 
 
 def _mode_parser() -> argparse.ArgumentParser:
@@ -74,7 +74,7 @@ def _help(with_stock_fields: bool) -> str:
     return f"{configuration.our_parser(*kinds).format_help()}\nmodes:\n{modes}\n{note}"
 
 
-def _train(job, log, modes: argparse.Namespace) -> int:
+def _train(job, log, modes: argparse.Namespace, flags: Sequence[str]) -> int:
     with without_collector(freeze=True):
         from scu_trainer.cli.publishing.sharing import after_training, refuse_useless_push, require_open_hub
         from scu_trainer.train.run_directory.directory_lock import from_first_rank
@@ -92,6 +92,10 @@ def _train(job, log, modes: argparse.Namespace) -> int:
             look_only(job)
         elif modes.test_run:
             try_out(job, log=log)
+        elif job.model.tuning_path == "auto":
+            from scu_trainer.cli.planning.paths import train_on_a_path
+
+            job = train_on_a_path(modes.config, flags, job, lambda chosen: run(chosen, log=log))
         else:
             run(job, log=log)
         succeeded = True

@@ -42,6 +42,11 @@ class ModelSettings:
     tuning: Literal["full", "lora", "qlora"] = option(
         "lora", "train all weights; low-rank adapters; or adapters over weights that are stored in 4 or 8 bits"
     )
+    tuning_path: Literal["given", "auto"] = option(
+        "given",
+        "auto: the planner picks before the run how frozen weights are held (as they are, in half precision, in 8 or 4 "
+        "bits, in main memory and on disk), and the next way where one cannot hold a row",
+    )
     load_in_8bit: bool = option(False, "qlora: store frozen weights in 8 bits (LLM.int8) instead of 4 (NF4)")
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "qlora: the 16 values that 4 bits stand for")
     bnb_4bit_use_double_quant: bool = option(True, "qlora: quantize the scales of 4-bit weights too")

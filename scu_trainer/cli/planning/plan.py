@@ -87,8 +87,8 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
 
     target = _target(options, flags)
     job = _job(options.config, flags, target)
-    target = target.limited(_limit(options.limit, job))
-    source = _source(job, target)
+    target = target.limited(limit_of(options.limit, job))
+    source = source_of(job, target)
     tried = considered(source, job, target)
     best = next((planned for planned in tried if planned.fits), None)
     report = {
@@ -140,7 +140,7 @@ def _job(config: Optional[str], flags: Sequence[str], target: Target) -> Job:
     return job
 
 
-def _limit(text: Optional[str], job: Job) -> Optional[int]:
+def limit_of(text: Optional[str], job: Job) -> Optional[int]:
     from scu_trainer.hardware.presets import parse_bytes
 
     if text is not None:
@@ -149,7 +149,7 @@ def _limit(text: Optional[str], job: Job) -> Optional[int]:
     return None if limit_gb is None else round(limit_gb * 2**30)
 
 
-def _source(job: Job, target: Target) -> Source:
+def source_of(job: Job, target: Target) -> Source:
     from scu_trainer.hardware.heap import keep_freed
     from scu_trainer.train.memory_estimate.plan import FromConfiguration, FromParts
 
@@ -201,11 +201,11 @@ def considered(source: Source, job: Job, target: Target) -> list[Planned]:
     too_large: set[tuple] = set()
     fastest, faster, lowest_bytes = math.inf, 0, math.inf
     hopeless = OVERHEAD.get(target.device, OVERHEAD["cpu"]).fixed_bytes > target.limit_bytes
-    for choice in choices(asked, _means(source, job, target), target.device)[: 1 if hopeless else None]:
+    for choice in choices(asked, means(source, job, target), target.device)[: 1 if hopeless else None]:
         time = choice.time(target.device)
         if faster == FASTER_ONES or time > CLEARLY_FASTER * fastest or _stored(choice) in too_large:
             continue
-        candidate = _planned(source, choice, asked, job, target)
+        candidate = planned_choice(source, choice, asked, job, target)
         if candidate is None:
             continue
         if candidate.estimate.lasting_bytes > target.limit_bytes:
@@ -219,7 +219,7 @@ def considered(source: Source, job: Job, target: Target) -> list[Planned]:
     return found
 
 
-def _planned(
+def planned_choice(
     source: Source, choice: SettingChoice, asked: SettingChoice, job: Job, target: Target
 ) -> Optional[Planned]:
     """None for a choice with which the model's code fails. Raises ModelError where it fails as it was asked for."""
@@ -250,7 +250,7 @@ def fits_as_asked(asked: Planned, job: Job) -> bool:
     return asked.fits and (job.memory.memory_control or asked.step == asked.whole)
 
 
-def _means(source: Source, job: Job, target: Target) -> Any:
+def means(source: Source, job: Job, target: Target) -> Any:
     from scu_trainer.hardware.recommend import Means
 
     is_text = job.kind.name == "text-generation"

@@ -1,0 +1,124 @@
+"""``tuning_path: auto``: how the weights of a job are held on this machine, and the next way where that is not enough.
+
+The planner is asked for what fits and changes least; weights that fit nowhere lie in main memory and on the disk. A way
+that cannot hold one row in its first step is left for the next one: nothing was trained by then, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.cli.configuration import as_flags, read_job
+from scu_trainer.cli.planning.screen import without
+from scu_trainer.errors import OutOfMemory, RequirementError
+from scu_trainer.run_files import read_json, readable
+from scu_trainer.train.run_directory.resume import latest_run
+
+if TYPE_CHECKING:
+    from scu_trainer.hardware.estimate import MemoryEstimate
+    from scu_trainer.train.job.job import Job
+
+AUTO = "auto"
+PATH_FIELDS = ("tuning", "load_in_8bit", "dtype", "mixed_precision", "checkpoint_every_layer", "deepspeed")
+OFFLOADED = {"device_map": AUTO, "checkpoint_every_layer": True}
+
+
+def train_on_a_path(config: Optional[str], flags: Sequence[str], job: Job, train: Callable[[Job], None]) -> Job:
+    """Train ``job`` on the first way that holds it. Returns it with the settings that it got.
+
+    Raises OutOfMemory where even the last way cannot hold one row, and what ``train`` raises.
+    """
+    if job.training.world_size > 1:
+        raise RequirementError(
+            "tuning_path: auto chooses for one process; ask scu-trainer plan, and give its settings to the launcher"
+        )
+    failure: Optional[str] = None
+    for settings, why in _ways(config, flags, job):
+        chosen = _chosen(config, flags, settings, why if failure is None else f"{failure}; now {why}")
+        if failure is not None and not (job.training.resume_from_checkpoint or job.training.save_only_model):
+            chosen.training.resume_from_checkpoint = AUTO  # into the folder of the one before, which holds no step
+        try:
+            train(chosen)
+            return chosen
+        except Exception as error:
+            if not _held_no_row(error, job):
+                raise
+            failure = f"{_named(settings)} could not hold one row: {' '.join(str(error).split())[:200]}"
+        gc.collect()
+    raise OutOfMemory(
+        f"tuning_path: auto found no way to hold one row here: {failure or 'nothing that changes no result fits'}; a "
+        "shorter block_size, tuning: lora, or a smaller model takes less (scu-trainer plan names them)"
+    )
+
+
+def _ways(config: Optional[str], flags: Sequence[str], job: Job) -> Iterator[tuple[dict[str, Any], str]]:
+    """(settings, why), each taking less than the one before."""
+    begun = _begun(job)
+    if begun is not None:
+        yield begun, "as this run was begun"
+        return
+    yield from _planned(job)
+    if job.kind.name == "text-generation" and job.model.tuning != "full" and job.model.device_map is None:
+        folder = str(Path(job.training.output_dir) / "offload")
+        yield {**OFFLOADED, "offload_folder": folder}, "weights lie in main memory and, beyond that, on the disk"
+
+
+def _planned(job: Job) -> Iterator[tuple[dict[str, Any], str]]:
+    from scu_trainer.cli.planning.plan import limit_of, means, planned_choice, source_of
+    from scu_trainer.hardware.recommend import ROUNDING, choices
+    from scu_trainer.hardware.target import here
+    from scu_trainer.train.memory_estimate.plan import choice_of
+
+    target = here(job.training.use_cpu).limited(limit_of(None, job))
+    source, asked, before = source_of(job, target), choice_of(job), None
+    for choice in choices(asked, means(source, job, target), target.device):
+        if choice.change(asked) > ROUNDING:
+            continue
+        found = planned_choice(source, choice, asked, job, target)
+        if found is None or not found.fits or (before is not None and not _takes_less(found.estimate, before)):
+            continue
+        before = found.estimate
+        yield choice.settings(asked), f"predicted {readable(before.peak_bytes)} of {readable(target.limit_bytes)}"
+
+
+def _takes_less(now: MemoryEstimate, before: MemoryEstimate) -> bool:
+    """At the peak, or of what stays whatever a micro-batch holds."""
+    return now.peak_bytes < before.peak_bytes or now.lasting_bytes < before.lasting_bytes
+
+
+def _begun(job: Job) -> Optional[dict[str, Any]]:
+    """What an unfinished run in ``output_dir`` took, so that the same command goes on with it."""
+    run = latest_run(Path(job.training.output_dir)) if job.safety.resume else None
+    if run is None or read_json(run / "run.json").get("status") == "finished" or not any(run.glob("checkpoint-*")):
+        return None
+    configuration = read_json(run / "training_config.json").get("configuration", {})
+    if configuration.get("tuning_path") != AUTO:
+        return None
+    names = (*PATH_FIELDS, *OFFLOADED, "offload_folder")
+    return {name: configuration[name] for name in names if configuration.get(name) is not None}
+
+
+def _chosen(config: Optional[str], flags: Sequence[str], settings: Mapping[str, Any], why: str) -> Job:
+    words = [word for name, value in settings.items() for word in as_flags(name, value)]
+    job = read_job(config, [*without(flags, settings), *words])
+    job.notes = (*job.notes, f"tuning_path: {_named(settings)} ({why})")
+    return job
+
+
+def _named(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}: {str(value).lower()}" for name, value in settings.items()) or "as asked"
+
+
+def _held_no_row(error: Exception, job: Job) -> bool:
+    """Before any step of this run: while the model was loaded, in the evaluation before it, or in the first step."""
+    from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
+
+    if isinstance(error, OutOfMemory) and error.steps_done is not None:
+        return error.steps_done == 0
+    if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
+        return False
+    run = latest_run(Path(job.training.output_dir))
+    return run is None or read_json(run / "run.json").get("step") is None
