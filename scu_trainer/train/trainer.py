@@ -20,7 +20,7 @@ from typing import Any, Optional, Union
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-from scu_trainer.errors import ControlError, NonFiniteLoss, OutOfMemory
+from scu_trainer.errors import ControlError, NonFiniteLoss
 from scu_trainer.models.loading.hub_errors import as_hub_error
 from scu_trainer.models.loading.safety import tensors_only
 from scu_trainer.secrets import secret
@@ -158,9 +158,6 @@ class SCUTrainer(Trainer):
         try:
             with self.engine.doing(lambda: f"step {self.state.global_step + 1} of training"):
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        except OutOfMemory as error:
-            error.steps_done = self.state.global_step
-            raise
         finally:
             self._is_training = False
             for loop in self.loops:

@@ -16,7 +16,7 @@ from typing import Any, Optional, TypeVar
 from rich.console import Console
 from transformers import PrinterCallback
 
-from scu_trainer.errors import SettingsError, Stopped, StorageError
+from scu_trainer.errors import OutOfMemory, SettingsError, Stopped, StorageError
 from scu_trainer.models.kernels import kernel_line
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.models.loading.safety import refuse_pickle
@@ -281,7 +281,11 @@ def _train(
     before = Beforehand(trainer, lambda: _before(job, trainer, parts, console))
     if before.is_late and start.checkpoint is not None:
         console.print("the figures before training will be those of the checkpoint", soft_wrap=True)
-    outcome = trainer.train(resume_from_checkpoint=start.checkpoint)
+    try:
+        outcome = trainer.train(resume_from_checkpoint=start.checkpoint)
+    except OutOfMemory as error:
+        error.steps_done = trainer.state.global_step
+        raise
     for line in _of_stream(job, parts):
         console.print(line, soft_wrap=True)
     if stop.stopped_at is not None:
