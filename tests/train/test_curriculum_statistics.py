@@ -100,6 +100,24 @@ def test_inputs_without_a_length_count_rows(tmp_path):
     assert row["rows"] == row["real_tokens"] == row["padded_tokens"] == 9
 
 
+@pytest.mark.parametrize("memory", [None, MemorySettings(max_batch_size=1)], ids=["whole", "chunks"])
+def test_the_accuracy_of_training_is_that_of_its_own_forwards(tmp_path, memory):
+    model, data = vit(), images(9)
+    with torch.no_grad():
+        logits = [model.eval()(data[row]["pixel_values"][None]).logits[0] for row in range(9)]
+    right = sum(int(found.argmax()) == int(data[row]["labels"]) for row, found in enumerate(logits))
+    options = {"remove_unused_columns": False, "num_train_epochs": 1, "learning_rate": 0.0, "logging_steps": 1}
+    trainer = curriculum_run(tmp_path, "none", model=model, data=data, memory=memory, **options)
+    (row,) = read_rows(tmp_path / "curriculum.json")
+    assert (row["classified"], row["correct"], row["train_accuracy"]) == (9, right, right / 9)
+    assert any(entry.get("train_accuracy") == right / 9 for entry in trainer.state.log_history)
+
+
+def test_texts_have_no_accuracy_of_classes(runs):
+    rows = read_rows(runs["none"][1] / "curriculum.json")
+    assert all(row["train_accuracy"] is None and row["classified"] == 0 for row in rows)
+
+
 def test_an_epoch_that_is_cut_short_says_so(tmp_path):
     curriculum_run(tmp_path, "none", data=DATA, num_train_epochs=1.5)
     first, second = read_rows(tmp_path / "curriculum.json")

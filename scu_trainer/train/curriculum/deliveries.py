@@ -15,7 +15,8 @@ from scu_trainer.train.step.batches.rows import NOT_LEARNED, PADDING, has_time
 @dataclass
 class DeliveryCounts:
     """What was delivered. ``real_tokens``: of the rows as they are in the dataset; ``padded_tokens``: of the batches
-    that were made of them; ``cut_tokens``: taken away by length warm-up.
+    that were made of them; ``cut_tokens``: taken away by length warm-up. ``classified``: rows that the model gave a
+    class in training; ``correct``: those that it gave their own.
 
     Tokens are those of ``input_ids``, and rows for inputs without a length.
     """
@@ -24,6 +25,8 @@ class DeliveryCounts:
     real_tokens: int = 0
     padded_tokens: int = 0
     cut_tokens: int = 0
+    classified: int = 0
+    correct: int = 0
 
     def __add__(self, other: DeliveryCounts) -> DeliveryCounts:
         return DeliveryCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))

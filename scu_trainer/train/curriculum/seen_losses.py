@@ -36,13 +36,14 @@ class Losses:
     """Arrays of shape (k,), in the order in which rows were seen, each row once per optimizer step.
 
     ``losses``: mean, nats; NaN where nothing in the row is learned or its loss cannot be read (``known`` is False
-    there), and where it is not finite. ``labels``: class, or -1.
+    there), and where it is not finite. ``labels``: class, or -1; ``predicted``: the class that the model gave, or -1.
     """
 
     steps: numpy.ndarray
     ids: numpy.ndarray
     losses: numpy.ndarray
     labels: numpy.ndarray
+    predicted: numpy.ndarray
     known: numpy.ndarray
 
     @classmethod
@@ -60,7 +61,9 @@ class Losses:
         return Losses(*(getattr(self, name)[which] for name in type(self).__annotations__))
 
 
-NOTHING = Losses(*(numpy.zeros(0, kind) for kind in (numpy.int64, numpy.int64, numpy.float64, numpy.int64, bool)))
+NOTHING = Losses(
+    *(numpy.zeros(0, kind) for kind in (numpy.int64, numpy.int64, numpy.float64, numpy.int64, numpy.int64, bool))
+)
 
 
 class SeenLosses:
@@ -139,21 +142,23 @@ class SeenLosses:
         steps = numpy.repeat([step for step, _, _ in pending], [len(ids) for _, ids, _ in pending])
         ids = _joined([ids for _, ids, _ in pending])
         columns = zip(*(_parts(ids, losses) for _, ids, losses in pending), strict=True)
-        sums, counts, labels = (_joined(column) for column in columns)
+        sums, counts, labels, predicted = (_joined(column) for column in columns)
         known = counts > 0
         means = numpy.where(known, sums.astype(numpy.float64) / numpy.maximum(counts, 1), numpy.nan)
-        self._on_host.append(Losses(steps.astype(numpy.int64), ids, means, labels, known))
+        self._on_host.append(Losses(steps.astype(numpy.int64), ids, means, labels, predicted, known))
         self._pending = []
 
 
-def _parts(ids: torch.Tensor, losses: Optional[RowLosses]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(sums, counts, labels), shape (rows,) each."""
+def _parts(ids: torch.Tensor, losses: Optional[RowLosses]) -> tuple[torch.Tensor, ...]:
+    """(sums, counts, labels, predicted), shape (rows,) each."""
     nothing = torch.zeros(ids.shape, device=ids.device)
     no_label = torch.full_like(ids, -1)
     if losses is None:
-        return nothing, nothing, no_label
-    labels = no_label if losses.labels is None else losses.labels.to(no_label)
-    return losses.sums, losses.counts, labels
+        return nothing, nothing, no_label, no_label
+    labels, predicted = (
+        no_label if found is None else found.to(no_label) for found in (losses.labels, losses.predicted)
+    )
+    return losses.sums, losses.counts, labels, predicted
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> numpy.ndarray:

@@ -327,6 +327,9 @@ class CurriculumLoop(Loop):
         self.sampler.difficulty.see(seen.ids, epoch)
         self.counts.real_tokens += int(self.sampler.lengths[seen.ids].sum())
         known = seen.take(seen.known)
+        judged = (known.labels >= 0) & (known.predicted >= 0)
+        self.counts.classified += int(judged.sum())
+        self.counts.correct += int((known.labels == known.predicted)[judged].sum())
         self.sampler.update(known.ids, known.losses, epoch, known.labels)
 
     # -- statistics ----------------------------------------------------------------------------------------------------
@@ -343,6 +346,7 @@ class CurriculumLoop(Loop):
             "curriculum": self.settings.curriculum,
             "adjustments": self.adjustments,
             **asdict(self.counts),
+            "train_accuracy": self.counts.correct / self.counts.classified if self.counts.classified else None,
             **self.sampler.report(),
         }
         self.record(self.newest)
@@ -357,6 +361,7 @@ class CurriculumLoop(Loop):
         row, self.newest = self.newest or {}, None
         found = {f"curriculum/{name}": row[name] for name in ("epoch", *REPORTED_COUNTS) if row.get(name) is not None}
         found |= {f"curriculum/difficulty_{name}": value for name, value in (row.get("difficulty") or {}).items()}
+        found |= {"train_accuracy": row["train_accuracy"]} if row.get("train_accuracy") is not None else {}
         return found | ({"curriculum/skipped": sum(row["skipped"].values())} if row else {})
 
     def final_scalars(self) -> dict[str, float]:

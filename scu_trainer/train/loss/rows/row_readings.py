@@ -24,11 +24,13 @@ percents away."""
 
 @dataclass(frozen=True)
 class RowLosses:
-    """``sums`` in nats, the ``counts`` of what they run over, and in a classification the ``labels``; (rows,) each."""
+    """``sums`` in nats, the ``counts`` of what they run over, and in a classification the ``labels`` and what was
+    ``predicted`` in their place; (rows,) each."""
 
     sums: torch.Tensor
     counts: torch.Tensor
     labels: Optional[torch.Tensor] = None
+    predicted: Optional[torch.Tensor] = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ class RowLossReading:
         """Without gradient; squares instead of nats for "numbers"."""
         with torch.no_grad():
             sums, counts = _rows(self.kind, outputs, labels)
-        return RowLosses(sums, counts, labels.reshape(-1) if self.kind == "classes" else None)
+            if self.kind != "classes":
+                return RowLosses(sums, counts)
+            return RowLosses(sums, counts, labels.reshape(-1), logits_of(outputs).argmax(dim=-1).reshape(-1))
 
     def sums_with_gradient(self, outputs: Any, labels: Any) -> torch.Tensor:
         """The sums alone, differentiable."""
