@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from scu_trainer.data.sensors.collate import SensorCollator
+from scu_trainer.data.sensors.collate import SensorCollator, mask_name
 from scu_trainer.data.sensors.synthetic import synthetic
 from scu_trainer.errors import ModelError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
@@ -32,8 +32,10 @@ from scu_trainer.models.sensors.loading import (
     stored_config,
     trained_label_names,
 )
+from scu_trainer.models.sensors.trident_branches import BRANCHES as MODULES
+from scu_trainer.models.sensors.trident_branches import _of_the_same_moment
 from scu_trainer.settings import ModelSettings
-from scu_trainer.settings.sensors import BRANCHES, SensorSettings
+from scu_trainer.settings.sensors import BRANCHES, DEFAULT_BRANCHES, WITH_TRANSFORMER, SensorSettings
 from tests.recordings import SHAPES, TINY, rows_of, trident
 
 CPU = torch.device("cpu")
@@ -61,14 +63,15 @@ def own(**changes) -> SensorSettings:
 # -- masks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("branch", range(3))
-def test_what_stands_in_a_missing_branch_does_not_count(batch, branch):
-    model, reads = trident(), (["visible"], ["infrared", "cooling_curve"], ["kinematics"])[branch]
+@pytest.mark.parametrize("name", BRANCHES)
+def test_what_stands_in_a_missing_branch_does_not_count(batch, name):
+    others = [other for other, arrays in BRANCHES.items() if other == name or not {*arrays} & {*BRANCHES[name]}]
+    model, branch = trident(branches=others), list(BRANCHES).index(name)
     batch["branch_mask"][:, branch] = False
     before = logits(model, batch)
-    for name in reads:
-        filling = 200 if name == "visible" else float("nan")
-        batch[name] = torch.full_like(batch[name], filling)
+    for item in BRANCHES[name]:
+        filling = 200 if item == "visible" else float("nan")
+        batch[item] = torch.full_like(batch[item], filling)
     assert torch.equal(logits(model, batch), before)
     batch["branch_mask"][:, branch] = True
     assert not torch.equal(logits(model, batch), before)
@@ -83,7 +86,7 @@ def test_a_missing_branch_has_exactly_no_gradient(batch):
 
 
 def test_padding_does_not_count(batch):
-    model = trident()
+    model = trident(branches=list(BRANCHES))
     before = logits(model, batch)
     for name in SHAPES:
         mask = "cooling_mask" if name == "cooling_curve" else f"{name}_mask"
@@ -95,7 +98,7 @@ def test_padding_does_not_count(batch):
 
 
 def test_a_row_does_not_depend_on_the_others():
-    model, rows = trident(), rows_of(synthetic(6, 4, 0, 0.5))
+    model, rows = trident(branches=list(BRANCHES)), rows_of(synthetic(6, 4, 0, 0.5))
     collate = SensorCollator(SHAPES)
     together = logits(model, collate(rows))
     assert (logits(model, collate(rows[::-1])).flip(0) - together).abs().max() < 1e-6
@@ -129,12 +132,53 @@ def test_a_row_without_any_branch_is_a_number(batch):
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_each_branch_is_a_model_of_its_own(batch, branch):
     model = trident(branches=[branch])
-    assert list(model.trident.branches) == [branch] and model.main_input_name == branch
-    needed = {name: value for name, value in batch.items() if name in ("labels", "branch_mask") or branch in name}
-    if branch == "infrared":
-        needed |= {"cooling_curve": batch["cooling_curve"], "cooling_mask": batch["cooling_mask"]}
+    assert list(model.trident.branches) == [branch] and model.main_input_name == BRANCHES[branch][0]
+    reads = {*BRANCHES[branch], *map(mask_name, BRANCHES[branch])}
+    needed = {name: value for name, value in batch.items() if name in ("labels", "branch_mask") or name in reads}
     model(**needed).loss.backward()
     assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_branches_read_what_the_settings_say():
+    assert tuple(BRANCHES) == TridentConfig.ALL_BRANCHES
+    assert {name: branch.inputs for name, branch in MODULES.items()} == BRANCHES
+    with_transformer = {name for name, part in trident(branches=list(BRANCHES)).parts().items() if has_layers(part)}
+    assert with_transformer == {*WITH_TRANSFORMER}
+    assert tuple(TridentConfig().branches) == DEFAULT_BRANCHES
+
+
+def has_layers(part) -> bool:
+    return any(".layers." in f".{name}" for name, _ in part.named_modules())
+
+
+def test_frames_of_two_cameras_are_paired_by_their_place_in_the_recording():
+    """Six visible frames beside three infrared ones; four beside one; none at all. Padding moves nothing."""
+    frames = torch.arange(6)[None].expand(3, -1)
+    mask = torch.arange(6)[None] < torch.tensor([[6], [4], [0]])
+    other = torch.arange(5)[None] < torch.tensor([[3], [1], [2]])
+    found = _of_the_same_moment(frames, mask, other)
+    assert found[0, :3].tolist() == [0, 2, 4] and found[1, :1].tolist() == [0] and found.shape == (3, 5)
+
+
+@pytest.mark.parametrize("gone", ["visible", "infrared"])
+def test_two_cameras_side_by_side_say_nothing_of_a_recording_that_lacks_one(batch, gone):
+    model, other = trident(branches=["dual_vision", "geometry"]), {"visible": "infrared", "infrared": "visible"}[gone]
+    batch[f"{gone}_mask"][:] = False
+    before = logits(model, batch)
+    batch[other] = torch.full_like(batch[other], 7)
+    assert torch.equal(logits(model, batch), before)
+    assert torch.equal(before, logits(trident(branches=["dual_vision", "geometry"]), {**batch, gone: batch[gone] * 0}))
+
+
+def test_large_and_small_numbers_of_geometry_both_count():
+    branch = trident(branches=["geometry"]).trident.branches["geometry"]
+    numbers = torch.tensor([[[4000.0, 0.1, 0.2, 150.0]]])
+    before, mask = branch(numbers, torch.ones(1, 1, dtype=torch.bool))
+    assert mask.all() and before.abs().max() < 50
+    for place, change in ((0, 1000.0), (1, 0.3), (3, 60.0)):
+        moved = numbers.clone()
+        moved[0, 0, place] += change
+        assert (branch(moved, mask)[0] - before).abs().max() > 1e-3
 
 
 def test_an_input_that_is_not_there_is_named(batch):
@@ -207,7 +251,7 @@ def test_a_model_reads_branches_that_all_recordings_lack():
     there = {"kinematics": SHAPES["kinematics"]}
     rows = [{name: row[name] for name in ("kinematics", "labels")} for row in rows_of(synthetic(3, 4, 0))]
     batch = SensorCollator(input_shapes(model.config, there))(rows)
-    assert batch["branch_mask"].tolist() == [[False, False, True]] * 3
+    assert batch["branch_mask"].tolist() == [[name == "kinematics" for name in BRANCHES]] * 3
     full = SensorCollator(SHAPES)(rows)
     assert torch.equal(logits(model, batch), logits(model, full))  # how small the nothing is does not count
 
@@ -271,7 +315,7 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ModelError, match="9 channels of kinematics, and the model takes 6"):
         make_trident(settings, own(), NAMES, {**SHAPES, "kinematics": (9,)}, CPU)
     with pytest.raises(ModelError, match="are not those of the recordings"):
-        load_scored_trident(settings, NAMES, SHAPES)
+        load_scored_trident(settings, own(), NAMES, SHAPES)
     config = json.loads((tmp_path / "all" / "config.json").read_text())
     (tmp_path / "all" / "config.json").write_text(json.dumps({**config, "num_fusion_layers": 2}))
     with pytest.raises(ModelError, match=r"lacks weights of a TRIDENT: trident.fusion.layers.1"):
@@ -332,7 +376,7 @@ def test_an_adapter_is_saved_with_its_head_and_scored(tmp_path, batch):
     model.save_pretrained(tmp_path / "adapter")
     assert any("classifier" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
     again = load_scored_trident(
-        ModelSettings(model_name_or_path=str(tmp_path / "adapter"), tuning="lora"), NAMES, SHAPES
+        ModelSettings(model_name_or_path=str(tmp_path / "adapter"), tuning="lora"), own(), NAMES, SHAPES
     )
     assert torch.equal(logits(again, batch), logits(model, batch))
 
@@ -352,6 +396,21 @@ def test_qlora_packs_the_linear_layers_of_the_blocks_only(tmp_path, batch):
     assert losses[-1] < losses[0]
 
 
+def test_qlora_packs_chosen_parts_only(tmp_path, batch):
+    pytest.importorskip("bitsandbytes")
+    base = saved(tmp_path, hidden_size=32, intermediate_size=64).model_name_or_path
+    settings = ModelSettings(model_name_or_path=base, tuning="qlora", lora_r=2, mixed_precision="no")
+    chosen = own(quantized_branches=["fusion", "kinematics"])
+    model, _ = make_trident(settings, chosen, NAMES, SHAPES, CPU)
+    packed = {name for name, _ in quantized_modules(model)}
+    parts = ("trident.fusion.", "trident.branches.kinematics.")
+    assert packed == {name for name in model.transformer_linears() if name.startswith(parts)} and len(packed) == 12
+    adapted = prepare_for_tuning(model, settings, adapter_plan(model))
+    adapted(**batch).loss.backward()
+    gradients = {name: weight.grad for name, weight in adapted.named_parameters() if "lora_B" in name}
+    assert len(gradients) == 18 and all(gradient.any() for name, gradient in gradients.items() if "key" not in name)
+
+
 def test_what_may_be_packed_is_what_gets_adapters():
     model = trident(hidden_size=32, intermediate_size=64)
     assert quantizable_layers(model) == model.transformer_linears()
@@ -360,12 +419,13 @@ def test_what_may_be_packed_is_what_gets_adapters():
 # -- less memory -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("branches", [None, ("visible",), ("infrared", "fusion")])
+@pytest.mark.parametrize("branches", [None, ("visible",), ("infrared", "fusion"), ("dual_vision", "plume", "geometry")])
 def test_checkpointed_branches_give_the_same_gradients(batch, branches):
-    plain, checkpointed = trident(), trident()
+    plain, checkpointed = (trident(branches=list(BRANCHES)) for _ in range(2))
     checkpointed.checkpointed = branches
     parts = [*plain.trident.branches.items(), ("fusion", None)]
     expected = {"visible": 3, "infrared": 3, "kinematics": 1, "fusion": 1}
+    expected |= {"dual_vision": 2, "plume": 3, "cooling": 1, "geometry": 2}
     wanted = [name for name, _ in parts if branches is None or name in branches]
     assert checkpoint_every_layer(checkpointed) == sum(expected[name] for name in wanted)
     for model in (plain, checkpointed):

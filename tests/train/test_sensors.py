@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from safetensors.torch import load_file
 
 from scu_trainer.cli import configuration, train
 from scu_trainer.data.sensors.collate import SensorCollator
@@ -22,7 +23,7 @@ from scu_trainer.settings import (
     ModelSettings,
     RegularizationSettings,
 )
-from scu_trainer.settings.sensors import BRANCHES, SYNTHETIC, SensorSettings
+from scu_trainer.settings.sensors import BRANCHES, DEFAULT_BRANCHES, SYNTHETIC, SensorSettings
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.sensors import SensorTask
 from scu_trainer.train.trainer import SCUTrainer
@@ -53,7 +54,7 @@ def rows(tmp_path_factory):
 def accuracy(data, epochs: int) -> float:
     """Of a small model on held-out recordings, trained by hand."""
     collate = SensorCollator(data.train.store.shapes)
-    branches = [name for name in BRANCHES if name in data.train.store.shapes]
+    branches = [name for name in DEFAULT_BRANCHES if name in data.train.store.shapes]
     model = trident(hidden_size=32, intermediate_size=64, branches=branches, initializer_range=0.1)
     loader = torch.utils.data.DataLoader(data.train, 16, shuffle=True, collate_fn=collate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -281,6 +282,39 @@ def test_each_branch_alone_goes_through_the_command(tmp_path, recordings, branch
     assert read_json(tmp_path / "run" / "config.json")["branches"] == [branch]
 
 
+def test_frozen_branches_of_a_trained_model_stay_as_they_are(tmp_path, recordings, base):
+    frozen = {"model_name_or_path": base, "frozen_branches": "infrared fusion", "learning_rate": 1e-2}
+    assert train.main(words_of(tmp_path / "run", recordings, **frozen)) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "run"))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    kept = ("trident.branches.infrared.", "trident.fusion.")
+    assert moved == {name for name in before if not name.startswith(kept)} and moved < {*before}
+
+
+def test_all_branches_train_by_the_command(tmp_path, recordings):
+    every = {"branches": " ".join(BRANCHES), "checkpoint_branches": "dual_vision plume cooling geometry"}
+    assert train.main(words_of(tmp_path / "run", recordings, **every)) == 0
+    assert read_json(tmp_path / "run" / "config.json")["branches"] == list(BRANCHES)
+    again = scored(tmp_path / "run", recordings)
+    assert list(again.model.trident.branches) == list(BRANCHES)
+    scores = SensorTask().score(again.model, again)
+    assert len(scores.nats) == len(again.data.eval)
+
+
+def test_micro_batches_of_all_branches_are_exact(tmp_path):
+    own = {"sensor_missing_share": 0.4, "branches": list(BRANCHES)}
+    rows = prepared(SYNTHETIC, tmp_path / "cache", own=own).train
+    given = {"per_device_train_batch_size": 8, "max_steps": 2, "data_collator": collator()}
+    every = {"branches": list(BRANCHES)}
+    _, stock = compared(trident(**every), tmp_path / "stock", None, rows, None, **given)
+    trainer, found = compared(
+        trident(**every), tmp_path / "ours", MemorySettings(max_batch_size=3), rows, None, **given
+    )
+    assert trainer.micro_batches.reduction.is_exact
+    for ours, theirs in zip(found.gradients, stock.gradients, strict=True):
+        assert error_of(ours, theirs) < 2e-5
+
+
 def load(job):
     return SensorTask().load(job, Console(quiet=True))
 
@@ -324,7 +358,7 @@ def test_a_model_is_tuned_on_recordings_that_all_lack_a_branch(tmp_path, blind, 
         load(job_of(tmp_path / "new", blind))
     parts = load(job_of(tmp_path / "run", blind, model_name_or_path=base))
     batch = parts.collator([parts.data.train[number] for number in range(4)])
-    assert list(parts.model.config.branches) == list(BRANCHES) and not batch["visible_mask"].any()
+    assert list(parts.model.config.branches) == list(DEFAULT_BRANCHES) and not batch["visible_mask"].any()
     assert torch.isfinite(parts.model(**batch).loss)
 
 
@@ -357,6 +391,13 @@ def test_checkpointing_of_chosen_branches(tmp_path, recordings):
 
 
 REFUSED = [
+    ({"frozen_branches": "plume"}, "frozen_branches has 'plume', and the model has visible, infrared"),
+    ({"frozen_branches": "visible"}, "frozen_branches keeps what a trained model knows, and there is none"),
+    (
+        {"frozen_branches": "visible", "model_name_or_path": "/some/model", "tuning": "lora"},
+        "frozen_branches is for tuning: full, and tuning: lora keeps all",
+    ),
+    ({"quantized_branches": "visible"}, "quantized_branches is for tuning: qlora, and tuning is full"),
     ({"tuning": "lora"}, "tuning: lora adapts a trained model, and there is none"),
     ({"synthetic": "true"}, "synthetic: true generates recordings, and dataset is"),
     ({"device_map": "auto"}, "use offload_linears_mb"),
@@ -383,4 +424,4 @@ def test_the_recipe_is_for_this_task(tmp_path):
     assert recipe["task"] == SensorTask.name and recipe["synthetic"] is True
     job = configuration.read_job(str(RECIPE), ["--use_cpu", "true", "--output_dir", str(tmp_path / "run")])
     job.check()
-    assert job.data.dataset == SYNTHETIC and job.own.branches == list(BRANCHES)
+    assert job.data.dataset == SYNTHETIC and job.own.branches == list(DEFAULT_BRANCHES)

@@ -15,14 +15,13 @@ from typing import Optional
 import numpy
 
 from scu_trainer.data.samples import PreparedSamples, SampleStatistics
-from scu_trainer.data.sensors.format import FORMS
 from scu_trainer.data.sensors.manifest import HELD_OUT
 from scu_trainer.data.sensors.sources import SensorSource, folder_source, generated_source
 from scu_trainer.data.sensors.store import Recordings
 from scu_trainer.data.store import digest_of
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
-from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
+from scu_trainer.settings.sensors import BRANCHES, SYNTHETIC, SensorSettings
 
 
 def prepare_sensors(
@@ -67,12 +66,13 @@ def prepare_sensors(
 
 
 def _require_branches(source: SensorSource, own: SensorSettings) -> None:
-    lacking = [name for name in own.branches if not any(FORMS[array].branch == name for array in source.store.shapes)]
+    complete = [name for name, arrays in BRANCHES.items() if {*arrays} <= {*source.store.shapes}]
+    lacking = [name for name in own.branches if name not in complete]
     if lacking:
-        there = [name for name in own.branches if name not in lacking]
-        raise DataError(
-            f"no recording of {source.name} has the branch {lacking[0]}; set branches: [{', '.join(there)}]"
-        )
+        there = [name for name in own.branches if name in complete] or complete
+        absent = [name for name in BRANCHES[lacking[0]] if name not in source.store.shapes]
+        fix = f"set branches: [{', '.join(there)}]" if there else f"add {', '.join(absent)}, which it reads"
+        raise DataError(f"no recording of {source.name} has the branch {lacking[0]}; {fix}")
 
 
 # -- held out ----------------------------------------------------------------------------------------------------------

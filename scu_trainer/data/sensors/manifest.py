@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.data.samples import SampleStatistics
-from scu_trainer.data.sensors.format import MANIFEST, BadRecording
+from scu_trainer.data.sensors.format import FORMS, MANIFEST, BadRecording
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings.base import short
-from scu_trainer.settings.sensors import BRANCHES
 
 CSV_MANIFEST = "manifest.csv"
 COLUMNS = ("file", "label", "split", "missing")
@@ -149,8 +148,8 @@ def _label(value: Any) -> Any:
 def _missing(row: dict) -> tuple[str, ...]:
     value = row.get("missing") or []
     names = [name.strip() for name in value.split(";")] if isinstance(value, str) else value
-    if not isinstance(names, list) or not set(map(str, names)) <= set(BRANCHES):
-        raise BadRecording("unknown branch", f"missing is {value!r}; allowed: {', '.join(BRANCHES)}")
+    if not isinstance(names, list) or not set(map(str, names)) <= set(FORMS):
+        raise BadRecording("unknown branch", f"missing is {value!r}; allowed: {', '.join(FORMS)}")
     return tuple(names)
 
 

@@ -11,7 +11,14 @@ from typing import Optional
 import numpy
 
 from scu_trainer.data.samples import SampleStatistics
-from scu_trainer.data.sensors.format import FORMS, BadRecording, SharedShapes, array_names, read_arrays
+from scu_trainer.data.sensors.format import (
+    BadRecording,
+    SharedShapes,
+    array_names,
+    present,
+    read_arrays,
+    with_time_first,
+)
 from scu_trainer.data.sensors.manifest import (
     Entry,
     Rejections,
@@ -104,9 +111,8 @@ def _offered_by_generator(samples: int, classes: int, seed: int) -> Offered:
 def _generate(recipe: tuple, wanted: Sequence[str], statistics: SampleStatistics) -> Iterator[Found]:
     for number, recording in enumerate(synthetic(*recipe)):
         statistics.read += 1
-        arrays = {name: recording.arrays[name] for name in wanted if name in recording.arrays}
-        if "visible" in arrays:
-            arrays["visible"] = arrays["visible"].transpose(0, 3, 1, 2)
+        found = recording.arrays
+        arrays = {name: with_time_first(name, found[name]) for name in wanted if name in found}
         if arrays:
             yield number, (int(recording.label), arrays)
         else:
@@ -181,7 +187,7 @@ def _checked(
 ) -> Iterator[Found]:
     for number, (entry, label) in enumerate(zip(entries, labels.tolist(), strict=True)):
         try:
-            arrays = read_arrays(entry.file, [name for name in wanted if FORMS[name].branch not in entry.missing])
+            arrays = read_arrays(entry.file, present(wanted, entry.missing))
             shapes.check(arrays, entry.place)
         except BadRecording as error:
             rejections.add(entry.place, error)

@@ -22,13 +22,15 @@ from scu_trainer.models.sensors.configuration_trident import TridentConfig
 from scu_trainer.models.sensors.modeling_trident import TridentForSensorClassification
 from scu_trainer.run_files import read_json
 from scu_trainer.settings import ModelSettings
-from scu_trainer.settings.sensors import BRANCHES, SensorSettings
+from scu_trainer.settings.sensors import BRANCHES, DEFAULT_BRANCHES, SensorSettings
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 HEAD = "classifier"
+VECTORS = ("kinematics", "geometry")
+"""Arrays whose last axis a layer of the model has the size of."""
 RUN_FILE = "training_config.json"
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -58,7 +60,7 @@ def branches_of(config: Optional[TridentConfig], own: SensorSettings) -> list[st
     """Those of a stored model. Raises ModelError where the settings ask for others."""
     if config is None or own.branches == list(config.branches):
         return list(own.branches)
-    if own.branches == list(BRANCHES):  # as good as not set
+    if own.branches == list(DEFAULT_BRANCHES):  # as good as not set
         return list(config.branches)
     raise ModelError(
         f"branches is {', '.join(own.branches)}, and the model has {', '.join(config.branches)}; drop branches, or "
@@ -99,12 +101,9 @@ def require_same_classes(settings: ModelSettings, label_names: Sequence[str]) ->
 def input_shapes(config: TridentConfig, shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """``shapes`` of the recordings, and the smallest of what all of them lack: a model reads all of its branches, each
     with a mask."""
-    smallest = {
-        "visible": {"visible": (3, 1, 1)},
-        "infrared": {"infrared": (1, 1), "cooling_curve": ()},
-        "kinematics": {"kinematics": (config.kinematics_channels,)},
-    }
-    return {name: shapes.get(name, shape) for branch in config.branches for name, shape in smallest[branch].items()}
+    smallest = {"visible": (3, 1, 1), "infrared": (1, 1), "cooling_curve": (), "plume": (1, 1)}
+    smallest |= {name: (getattr(config, f"{name}_channels"),) for name in VECTORS}
+    return {name: shapes.get(name, smallest[name]) for branch in config.branches for name in BRANCHES[branch]}
 
 
 def make_trident(
@@ -120,14 +119,16 @@ def make_trident(
         model = TridentForSensorClassification(_new_config(own, label_names, shapes)).to(_dtype(settings))
         return model, ["TRIDENT, from scratch"]
     _require_takes(config, shapes)
-    model = _loaded(settings, config, label_names, device)
+    model = _loaded(settings, own, config, label_names, device)
     lines = [f"{settings.model_name_or_path}: TRIDENT with {', '.join(config.branches)}"]
     if label_names_of(config) != list(label_names):
         lines.append(f"the head is made again: {len(label_names)} classes that are not the model's {config.num_labels}")
     return model, lines
 
 
-def load_scored_trident(settings: ModelSettings, label_names: Sequence[str], shapes: Shapes) -> nn.Module:
+def load_scored_trident(
+    settings: ModelSettings, own: SensorSettings, label_names: Sequence[str], shapes: Shapes
+) -> nn.Module:
     """A trained model in evaluation mode, with its adapter if it is one. Raises ModelError where its classes are not
     ``label_names``."""
     import torch
@@ -140,7 +141,7 @@ def load_scored_trident(settings: ModelSettings, label_names: Sequence[str], sha
             f"the recordings ({', '.join(label_names[:5])}); give recordings that it was trained for"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model: nn.Module = _loaded(settings, config, label_names, device)
+    model: nn.Module = _loaded(settings, own, config, label_names, device)
     if is_adapter(path):
         model = with_adapter(model, path, is_trainable=False, allow_pickle=settings.allow_pickle)
     model = model.eval().requires_grad_(False)
@@ -153,7 +154,7 @@ def adapter_plan(model: TridentForSensorClassification) -> AdapterPlan:
 
 
 def _new_config(own: SensorSettings, label_names: Sequence[str], shapes: Shapes) -> TridentConfig:
-    channels = {"kinematics_channels": shapes["kinematics"][0]} if "kinematics" in shapes else {}
+    channels = {f"{name}_channels": shapes[name][0] for name in VECTORS if name in shapes}
     return TridentConfig(
         branches=list(own.branches),
         hidden_size=own.sensor_hidden_size,
@@ -183,16 +184,22 @@ def _dtype(settings: ModelSettings) -> torch.dtype:
 
 
 def _require_takes(config: TridentConfig, shapes: Shapes) -> None:
-    channels = shapes["kinematics"][0] if "kinematics" in shapes else config.kinematics_channels
-    if channels != config.kinematics_channels:
-        raise ModelError(
-            f"the recordings have {channels} channels of kinematics, and the model takes {config.kinematics_channels}; "
-            "give recordings of the same sensors"
-        )
+    for name in VECTORS:
+        takes = getattr(config, f"{name}_channels")
+        found = shapes.get(name, (takes,))[0]
+        if found != takes and any(name in BRANCHES[branch] for branch in config.branches):
+            raise ModelError(
+                f"the recordings have {found} channels of {name}, and the model takes {takes}; give recordings of the "
+                "same sensors"
+            )
 
 
 def _loaded(
-    settings: ModelSettings, config: TridentConfig, label_names: Sequence[str], device: torch.device
+    settings: ModelSettings,
+    own: SensorSettings,
+    config: TridentConfig,
+    label_names: Sequence[str],
+    device: torch.device,
 ) -> TridentForSensorClassification:
     name = base_of(Path(located(settings.model_name_or_path)))
     with as_model_error(name, "model"):
@@ -204,7 +211,7 @@ def _loaded(
             use_safetensors=safetensors_only(settings),
             ignore_mismatched_sizes=True,  # they are in the report, with their names
             output_loading_info=True,
-            **_packing(settings, config, device),
+            **_packing(settings, own, config, device),
             **_classes(label_names),
         )
     lacking = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
@@ -216,7 +223,9 @@ def _loaded(
     return prepare_quantized(model) if settings.tuning == "qlora" else model
 
 
-def _packing(settings: ModelSettings, config: TridentConfig, device: torch.device) -> dict[str, Any]:
+def _packing(
+    settings: ModelSettings, own: SensorSettings, config: TridentConfig, device: torch.device
+) -> dict[str, Any]:
     """What makes ``from_pretrained`` store the linear layers of the transformer blocks in 4 or 8 bits."""
     import torch
 
@@ -225,4 +234,10 @@ def _packing(settings: ModelSettings, config: TridentConfig, device: torch.devic
     with torch.device("meta"):
         skeleton = TridentForSensorClassification(config)
     packing = quantization_config(settings, skeleton, compute_dtype_of(settings, device))
+    if packing is not None and own.quantized_branches is not None:
+        kept = [module for name, module in skeleton.parts().items() if name not in own.quantized_branches]
+        whole = {id(inner) for part in kept for inner in part.modules()}
+        packing.llm_int8_skip_modules += [
+            name for name in skeleton.transformer_linears() if id(skeleton.get_submodule(name)) in whole
+        ]
     return {"device_map": {"": device}, **({} if packing is None else {"quantization_config": packing})}

@@ -1,9 +1,13 @@
-"""TRIDENT: a classifier of recordings by up to three sensors, any of which may be missing.
+"""TRIDENT: a classifier of recordings by several sensors, any of which may be missing.
 
-    visible    (frames)  3D CNN ─▶ transformer ──┐
-    infrared   (frames)  detection CNN ──────────┤   tokens that     cross-attention of
-               (curve)   MLP ────────────────────┼─▶ count      ──▶  learned queries   ──▶ head ──▶ logits
-    kinematics (time)    patches ─▶ transformer ─┘
+    visible     (frames)  3D CNN ─▶ transformer ──┐
+    infrared    (frames)  detection CNN ──────────┤
+                (curve)   MLP ────────────────────┤
+    kinematics  (time)    patches ─▶ transformer ─┤   tokens that     cross-attention of
+    dual_vision (frames)  detection CNN ──────────┼─▶ count      ──▶  learned queries   ──▶ head ──▶ logits
+    plume       (frames)  CNN ────────────────────┤
+    cooling     (curve)   MLP ────────────────────┤
+    geometry    (numbers) MLP ────────────────────┘
 
 Nothing mixes rows, and what a mask hides has weight 0 in every sum: a row's logits do not depend on the padding, on
 the other rows, or on what stands in a branch that it lacks.
@@ -55,6 +59,9 @@ class Fusion(nn.Module):
         self.queries = nn.Parameter(torch.empty(config.fusion_queries, config.hidden_size))
         self.kinds = nn.Parameter(torch.empty(len(config.branches), config.hidden_size))
         self.norm, self.layers = nn.LayerNorm(config.hidden_size), transformer(config, config.num_fusion_layers)
+
+    def blocks(self) -> Iterator[nn.Module]:
+        yield from self.layers
 
     def forward(self, tokens: list[Tensor], masks: list[Tensor]) -> Tensor:
         """Per branch (rows, tokens, width) and bool (rows, tokens) -> (rows, queries, width)."""
@@ -115,9 +122,9 @@ class TridentForSensorClassification(TridentPreTrainedModel):
 
     def __init__(self, config: TridentConfig) -> None:
         super().__init__(config)
-        self.main_input_name = config.branches[0]
         self.loss_type = "ForSequenceClassification"  # else the Trainer takes labels for tokens and counts one too few
         self.trident = TridentModel(config)
+        self.main_input_name = self.trident.branches[config.branches[0]].inputs[0]
         self.classifier = nn.Linear(config.fusion_queries * config.hidden_size, config.num_labels)
         self.checkpointed: Optional[tuple[str, ...]] = None
         """Which branches, or "fusion", ``checkpoint_blocks`` names; None: all."""
@@ -133,16 +140,21 @@ class TridentForSensorClassification(TridentPreTrainedModel):
         cooling_mask: Optional[Tensor] = None,
         kinematics: Optional[Tensor] = None,
         kinematics_mask: Optional[Tensor] = None,
+        plume: Optional[Tensor] = None,
+        plume_mask: Optional[Tensor] = None,
+        geometry: Optional[Tensor] = None,
+        geometry_mask: Optional[Tensor] = None,
         branch_mask: Optional[Tensor] = None,
         labels: Optional[Tensor] = None,
         num_items_in_batch: Optional[Tensor] = None,
         return_dict: Optional[bool] = None,
     ) -> SequenceClassifierOutput:
         """
-        visible: (rows, frames, 3, height, width), 0 to 255. infrared: (rows, frames, height, width) and cooling_curve:
-        (rows, points), degrees Celsius. kinematics: (rows, time, channels). Lengths may differ between them. Masks:
-        bool, (rows, length), True where a recording has content. branch_mask: bool (rows, 3), True where a row has the
-        branch; columns visible, infrared, kinematics, whichever of them the model has. labels: (rows,).
+        visible: (rows, frames, 3, height, width), 0 to 255. infrared and plume: (rows, frames, height, width) and
+        cooling_curve: (rows, points), degrees Celsius. kinematics: (rows, time, channels). geometry: (rows, sets,
+        numbers). Lengths may differ between them. Masks: bool, (rows, length), True where a recording has content.
+        branch_mask: bool (rows, branches), True where a row has the branch; columns as in
+        ``TridentConfig.ALL_BRANCHES``, whichever of them the model has. labels: (rows,).
 
         The loss is the mean cross-entropy in nats, or the sum over ``num_items_in_batch``. ``logits``: (rows, classes).
         """
@@ -156,6 +168,10 @@ class TridentForSensorClassification(TridentPreTrainedModel):
             cooling_mask=cooling_mask,
             kinematics=kinematics,
             kinematics_mask=kinematics_mask,
+            plume=plume,
+            plume_mask=plume_mask,
+            geometry=geometry,
+            geometry_mask=geometry_mask,
         )
         logits = self.classifier(collected.flatten(1))
         loss = None if labels is None else _loss(logits, labels, num_items_in_batch)
@@ -164,11 +180,13 @@ class TridentForSensorClassification(TridentPreTrainedModel):
 
     def checkpoint_blocks(self) -> Iterator[nn.Module]:
         """Parts of the chosen branches that keep their inputs only."""
-        for name, branch in self.trident.branches.items():
+        for name, part in self.parts().items():
             if self.checkpointed is None or name in self.checkpointed:
-                yield from branch.blocks()
-        if self.checkpointed is None or "fusion" in self.checkpointed:
-            yield from self.trident.fusion.layers
+                yield from part.blocks()
+
+    def parts(self) -> dict[str, nn.Module]:
+        """The branches and "fusion", by name."""
+        return {**self.trident.branches, "fusion": self.trident.fusion}
 
     def transformer_linears(self) -> list[str]:
         """Names of the linear layers of all transformer blocks: what adapters go on, and what 4 or 8 bits may hold."""

@@ -62,7 +62,27 @@ class SensorTask:
             own.checkpoint_branches is None or not checkpoints(job),
             "checkpoint_every_layer covers all branches, and checkpoint_branches names some; drop one of them",
         )
+        if model.model_name_or_path is None:
+            own.check_parts()
+        self._check_parts(job)
         self._check_offloading(job)
+
+    def _check_parts(self, job: Job) -> None:
+        model, own = job.model, job.own
+        require(
+            own.frozen_branches is None or model.model_name_or_path is not None,
+            "frozen_branches keeps what a trained model knows, and there is none: from scratch the branches are random "
+            "numbers; drop frozen_branches, or give model_name_or_path",
+        )
+        require(
+            own.frozen_branches is None or model.tuning == "full",
+            f"frozen_branches is for tuning: full, and tuning: {model.tuning} keeps all branches as they are beside "
+            "its adapters; drop one of them",
+        )
+        require(
+            own.quantized_branches is None or model.tuning == "qlora",
+            f"quantized_branches is for tuning: qlora, and tuning is {model.tuning}; drop one of them",
+        )
 
     def _check_offloading(self, job: Job) -> None:
         if job.own.offload_linears_mb is None:
@@ -86,6 +106,7 @@ class SensorTask:
         require_quantization(job.model, job.training.device)
         config = stored_config(job.model)
         own = replace(job.own, branches=branches_of(config, job.own))
+        own.check_parts()
         data = prepare_sensors(
             job.data,
             own,
@@ -101,6 +122,8 @@ class SensorTask:
         shapes = input_shapes(model.config, shapes)
         for line in lines:
             console.print(line, soft_wrap=True)
+        for name in own.frozen_branches or ():
+            model.parts()[name].requires_grad_(False)
         model.checkpointed = None if own.checkpoint_branches is None else tuple(own.checkpoint_branches)
         self._offload(job, model, console)
         parts = finish(
@@ -144,7 +167,7 @@ class SensorTask:
             may_lack_branches=True,
         )
         shapes = _shapes(data)
-        model = load_scored_trident(source.model, data.label_names, shapes)
+        model = load_scored_trident(source.model, own, data.label_names, shapes)
         return TrainingComponents(None, data, model, SensorCollator(input_shapes(config, shapes)))
 
     def score(self, model: torch.nn.Module, parts: TrainingComponents) -> DocumentScores:
