@@ -64,6 +64,12 @@ class SensorSettings:
     sensor_channels: int = option(16, "channels of the first convolution of a branch that looks at frames")
     sensor_patch: int = option(4, "kinematics: points of time that make one token")
     sensor_dropout: float = option(0.0, "dropout inside the transformers")
+    report_head: bool = option(
+        False, "also learn to write the short text that recordings have as their report; a trained model keeps its head"
+    )
+    report_weight: Optional[float] = option(
+        None, "of the loss of the report (nats per word) beside that of the class; default: 1, or the trained model's"
+    )
     checkpoint_branches: Optional[list[str]] = option(
         None, "branches (and fusion) whose blocks keep only their inputs and compute the rest again in backward"
     )
@@ -114,6 +120,8 @@ class SensorSettings:
             f"sensor_hidden_size {width} must be a multiple of twice sensor_heads ({heads}); "
             f"for instance {max(1, width // (2 * heads)) * 2 * heads}",
         )
+        weight = self.report_weight
+        require(weight is None or weight > 0, f"report_weight is {weight}; it must be above 0")
         for name in ("sensor_dropout", "sensor_missing_share"):
             value = getattr(self, name)
             require(0 <= value < 1, f"{name} is {value}; allowed: 0 to below 1")

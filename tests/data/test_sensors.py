@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from scu_trainer.data.sensors.collate import SensorCollator
+from scu_trainer.data.sensors.data import prepare_sensors
 from scu_trainer.data.sensors.format import MANIFEST, Recording, write_recordings
 from scu_trainer.data.sensors.manifest import CSV_MANIFEST
 from scu_trainer.data.sensors.synthetic import ceiling_alone, export_synthetic, synthetic
 from scu_trainer.errors import DataError, SettingsError, StorageError
+from scu_trainer.settings import DataSettings
 from scu_trainer.settings.sensors import BRANCHES, SYNTHETIC, SensorSettings
 from scu_trainer.train.step.batches.rows import read_layout, take
 from tests.recordings import SHAPES, edit_manifest, folder_of, prepared, rows_of
@@ -199,6 +201,59 @@ def test_held_out_rows_have_the_names_of_their_files(folder, tmp_path):
     held_out = prepared(folder, tmp_path / "cache").eval
     assert held_out.keys() == ["000002.npz", "000008.npz"]
     assert pickle.loads(pickle.dumps(held_out)).keys() == held_out.keys()
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def test_reports_become_numbers_of_words_that_training_reports_have(folder, tmp_path):
+    edit_manifest(folder, 1, report="Class 0, plume dim, WIND strong", split="eval")
+    edit_manifest(folder, 2, report=None)
+    edit_manifest(folder, 3, report="  ")
+    data = prepared(folder, tmp_path / "cache", own={"report_head": True})
+    words = list(data.report_words)
+    assert words[:4] == ["<pad>", "<unk>", "<bos>", "<eos>"] and "wind" not in words and {"plume", ","} <= {*words}
+    assert [words[number] for number in data.eval[0]["report_ids"]] == (
+        "<bos> class 0 , plume dim , <unk> <unk> <eos>".split()
+    )
+    assert data.train[0]["report_ids"].shape == data.train[1]["report_ids"].shape == (0,)
+    line = "reports: 13 of 15 training recordings have one, 16 words, 2 of the words in reports are none of them"
+    assert line in data.statistics.lines()
+    batch = SensorCollator(data.train.store.shapes)([data.train[number] for number in range(4)])
+    assert batch["report_ids"].shape == (4, 10) and (batch["report_ids"][0] == -100).all()
+    without = SensorCollator(data.train.store.shapes)([data.train[0], data.train[1]])
+    assert without["report_ids"].tolist() == [[-100, -100]] * 2
+
+
+def test_reports_that_a_trained_model_reads_are_in_its_words(folder, tmp_path):
+    words = ["<pad>", "<unk>", "<bos>", "<eos>", "plume"]
+    settings = SensorSettings(report_head=True, num_classes=4)
+    data = prepare_sensors(
+        DataSettings(dataset=str(folder)), settings, seed=0, cache_dir=tmp_path / "cache", report_words=words
+    )
+    assert data.report_words == words and data.train[0]["report_ids"].tolist() == [2, 1, 1, 1, 4, 1, 1, 1, 1, 3]
+
+
+def test_rows_hold_no_report_unless_it_is_learned(folder, tmp_path):
+    plain, learned = (prepared(folder, tmp_path / "cache", own={"report_head": head}) for head in (False, True))
+    assert "report_ids" not in plain.train[0] and not plain.report_words
+    assert plain.fingerprint != learned.fingerprint
+    edit_manifest(folder, 3, report="something else")
+    assert prepared(folder, tmp_path / "cache", own={"report_head": True}).fingerprint != learned.fingerprint
+
+
+def test_recordings_without_any_report_have_nothing_to_learn_from(folder, tmp_path):
+    for number in range(1, 17):
+        edit_manifest(folder, number, report=None)
+    with pytest.raises(DataError, match=r"no training recording of .* has one; add \"report\""):
+        prepared(folder, tmp_path / "cache", own={"report_head": True})
+
+
+@pytest.mark.parametrize(("report", "message"), [(7, "its report is 7"), ("a " * 300, "has 599 letters; at most 500")])
+def test_reports_that_are_no_short_texts_are_refused(folder, tmp_path, report, message):
+    edit_manifest(folder, 3, report=report)
+    with pytest.raises(DataError, match=rf"manifest.jsonl line 3.*{message}"):
+        prepared(folder, tmp_path / "cache")
 
 
 def test_what_a_branch_reads_may_be_declared_missing_by_itself(folder, tmp_path):

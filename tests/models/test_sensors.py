@@ -23,6 +23,7 @@ from scu_trainer.models.loading.offloaded import has_offloaded_weights
 from scu_trainer.models.quantize import quantizable_layers, quantized_modules
 from scu_trainer.models.sensors import TridentConfig, TridentForSensorClassification
 from scu_trainer.models.sensors.loading import (
+    Heads,
     adapter_plan,
     branches_of,
     input_shapes,
@@ -202,6 +203,92 @@ def test_attention_goes_through_sdpa(batch, monkeypatch):
     assert len(calls) == 3  # visible, kinematics, fusion
 
 
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+WORDS = ["<pad>", "<unk>", "<bos>", "<eos>", *"abcdef"]
+HEAD = {"report_words": WORDS, "report_length": 5}
+
+
+def with_reports(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Six rows with reports of one to three words, the last without any."""
+    ids = torch.full((6, 5), -100)
+    for row, words in enumerate(([4], [5, 6], [7, 8, 9], [4, 4], [6])):
+        ids[row, : len(words) + 2] = torch.tensor([2, *words, 3])
+    return {**batch, "report_ids": ids}
+
+
+def test_the_loss_of_a_report_is_that_of_its_words_beside_that_of_the_class(batch):
+    model = trident(**HEAD, report_weight=0.5).eval()
+    batch = with_reports(batch)
+    with torch.no_grad():
+        output, plain = model(**batch), model(**{**batch, "report_ids": None})
+        collected = model.trident(**{name: value for name, value in batch.items() if name in MASKED})
+        steps = [model.report(collected, batch["report_ids"][:, :time].clamp(min=0))[:, -1] for time in range(1, 5)]
+    expected = torch.zeros(6)
+    for row, count in enumerate((2, 3, 4, 3, 2, 0)):
+        chosen = [steps[time][row].log_softmax(dim=0)[batch["report_ids"][row, time + 1]] for time in range(count)]
+        expected[row] = -sum(chosen) if count else 0.0
+    counts = torch.tensor([2.0, 3, 4, 3, 2, 0])
+    assert torch.allclose(output.report_scores[:, 0], expected, atol=1e-5)
+    assert torch.equal(output.report_scores[:, 1], counts)
+    added = 0.5 * (expected / counts.clamp(min=1)).mean()
+    assert output.loss.item() == pytest.approx((plain.loss + added).item(), rel=1e-5)
+    part = model(**batch, num_items_in_batch=torch.tensor(12)).loss
+    assert part.item() == pytest.approx(output.loss.item() / 2, rel=1e-5)
+    assert torch.equal(output.logits, plain.logits) and plain.report_scores is None
+
+
+MASKED = {*SHAPES, *map(mask_name, SHAPES), "branch_mask"}
+
+
+def test_a_later_word_does_not_change_what_stands_before_it(batch):
+    model = trident(**HEAD).eval()
+    collected = model.trident(**{name: value for name, value in batch.items() if name in MASKED})
+    ids = torch.tensor([[2, 4, 5, 6]] * 6)
+    changed = torch.tensor([[2, 4, 5, 9]] * 6)
+    before, after = model.report(collected, ids), model.report(collected, changed)
+    assert torch.allclose(before[:, :3], after[:, :3], atol=1e-6) and not torch.allclose(before[:, 3], after[:, 3])
+    other = model.report(collected.flip(0), ids)
+    assert torch.allclose(other.flip(0), before, atol=1e-6) and not torch.allclose(other, before)
+
+
+def test_a_report_counts_as_exact_where_it_is_what_the_model_writes(batch):
+    model = trident(**HEAD).eval()
+    texts = model.generate_report(**batch)
+    assert len(texts) == 6 and all({*text.split()} <= {*WORDS} for text in texts)
+    ids = torch.full((6, 8), -100)
+    for row, text in enumerate(texts):
+        numbers = [2, *(WORDS.index(word) for word in text.split()), 3]
+        ids[row, : len(numbers)] = torch.tensor(numbers)
+    ids[0, 1] = 4 if ids[0, 1] != 4 else 5
+    with torch.no_grad():
+        exact = model(**{**batch, "report_ids": ids}).report_scores[:, 2]
+    ended = torch.tensor([len(text.split()) < model.config.report_length for text in texts])
+    assert not exact[0] and torch.equal(exact[1:].bool(), ended[1:])
+
+
+def test_a_model_without_a_report_head_writes_none(batch):
+    with pytest.raises(ValueError, match="no report head"):
+        trident().generate_report(**batch)
+    assert not any("report" in name for name in trident().state_dict())
+
+
+def test_a_report_head_is_kept_or_added(tmp_path):
+    stored = trident(**HEAD)
+    stored.config.id2label = dict(enumerate(NAMES))
+    stored.save_pretrained(tmp_path / "with")
+    settings = ModelSettings(model_name_or_path=str(tmp_path / "with"), tuning="full")
+    again, lines = make_trident(settings, own(), Heads(NAMES, WORDS, 5), SHAPES, CPU)
+    assert torch.equal(again.report.embedding.weight, stored.report.embedding.weight) and len(lines) == 1
+    plain = trident()
+    plain.config.id2label = dict(enumerate(NAMES))
+    plain.save_pretrained(tmp_path / "without")
+    settings = ModelSettings(model_name_or_path=str(tmp_path / "without"), tuning="full")
+    more, lines = make_trident(settings, own(), Heads(NAMES, WORDS, 5, 0.25), SHAPES, CPU)
+    assert more.report.words == tuple(WORDS) and "head for reports is new: 10 words" in lines[1]
+    assert torch.equal(more.classifier.weight, plain.classifier.weight) and more.config.report_weight == 0.25
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -216,32 +303,37 @@ def test_known_to_the_auto_classes(tmp_path, batch):
 
 
 def test_loads_where_this_project_is_not_installed(tmp_path, batch):
-    model = trident()
+    model = trident(**HEAD)
     model.save_pretrained(tmp_path / "model")
-    expected = logits(model, batch)
+    expected, reports = logits(model, batch), model.generate_report(**batch)
     torch.save({name: value for name, value in batch.items() if name != "labels"}, tmp_path / "batch.pt")
     code = f"""
 import sys; sys.modules["scu_trainer"] = None
 import torch; from transformers import AutoModel
 model = AutoModel.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True).eval()
 with torch.no_grad():
-    torch.save(model(**torch.load({str(tmp_path / "batch.pt")!r})).logits, {str(tmp_path / "logits.pt")!r})
+    batch = torch.load({str(tmp_path / "batch.pt")!r})
+    torch.save(model(**batch).logits, {str(tmp_path / "logits.pt")!r})
+    print("reports:", model.generate_report(**batch))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
+    assert f"reports: {reports}" in done.stdout
 
 
 def test_made_from_settings(tmp_path):
     settings = own(branches=["visible", "kinematics"], sensor_layers=3, sensor_dropout=0.1)
-    model, lines = make_trident(ModelSettings(tuning="full"), settings, NAMES, {**SHAPES, "kinematics": (9,)}, CPU)
+    model, lines = make_trident(
+        ModelSettings(tuning="full"), settings, Heads(NAMES), {**SHAPES, "kinematics": (9,)}, CPU
+    )
     assert model.config.kinematics_channels == 9 and model.config.dropout == 0.1
     assert len(model.trident.branches["visible"].layers) == 3 and "infrared" not in model.trident.branches
     assert model.config.id2label == dict(enumerate(NAMES)) and "from scratch" in lines[0]
 
 
 def test_made_in_the_dtype_that_was_asked_for(batch):
-    model, _ = make_trident(ModelSettings(tuning="full", dtype="bfloat16"), own(), NAMES, SHAPES, CPU)
+    model, _ = make_trident(ModelSettings(tuning="full", dtype="bfloat16"), own(), Heads(NAMES), SHAPES, CPU)
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
     assert torch.isfinite(model(**batch).loss)
 
@@ -293,10 +385,10 @@ def test_a_model_gets_a_new_head_for_other_classes(tmp_path):
     stored.config.id2label = dict(enumerate(NAMES))
     stored.save_pretrained(tmp_path)
     settings = ModelSettings(model_name_or_path=str(tmp_path), tuning="full")
-    same, lines = make_trident(settings, own(), NAMES, SHAPES, CPU)
+    same, lines = make_trident(settings, own(), Heads(NAMES), SHAPES, CPU)
     assert torch.equal(same.classifier.weight, stored.classifier.weight) and len(lines) == 1
     for names in (["a", "b", "c"], ["a", "b", "c", "d"]):
-        other, lines = make_trident(settings, own(), names, SHAPES, CPU)
+        other, lines = make_trident(settings, own(), Heads(names), SHAPES, CPU)
         assert other.classifier.weight.shape[0] == len(names) and "head is made again" in lines[1]
         assert not torch.equal(other.classifier.weight[:3], stored.classifier.weight[:3])
         kept = other.trident.fusion.queries, stored.trident.fusion.queries
@@ -313,13 +405,13 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path):
     trident().save_pretrained(tmp_path / "all")
     settings = ModelSettings(model_name_or_path=str(tmp_path / "all"), tuning="full")
     with pytest.raises(ModelError, match="9 channels of kinematics, and the model takes 6"):
-        make_trident(settings, own(), NAMES, {**SHAPES, "kinematics": (9,)}, CPU)
+        make_trident(settings, own(), Heads(NAMES), {**SHAPES, "kinematics": (9,)}, CPU)
     with pytest.raises(ModelError, match="are not those of the recordings"):
-        load_scored_trident(settings, own(), NAMES, SHAPES)
+        load_scored_trident(settings, own(), Heads(NAMES), SHAPES)
     config = json.loads((tmp_path / "all" / "config.json").read_text())
     (tmp_path / "all" / "config.json").write_text(json.dumps({**config, "num_fusion_layers": 2}))
     with pytest.raises(ModelError, match=r"lacks weights of a TRIDENT: trident.fusion.layers.1"):
-        make_trident(settings, own(), NAMES, SHAPES, CPU)
+        make_trident(settings, own(), Heads(NAMES), SHAPES, CPU)
 
 
 def test_a_model_of_another_kind_is_refused(tmp_path):
@@ -341,7 +433,7 @@ def saved(folder: Path, **changes) -> ModelSettings:
 
 
 def tuned(settings: ModelSettings):
-    model, _ = make_trident(settings, own(), NAMES, SHAPES, CPU)
+    model, _ = make_trident(settings, own(), Heads(NAMES), SHAPES, CPU)
     torch.manual_seed(1)
     return prepare_for_tuning(model, settings, adapter_plan(model))
 
@@ -376,7 +468,7 @@ def test_an_adapter_is_saved_with_its_head_and_scored(tmp_path, batch):
     model.save_pretrained(tmp_path / "adapter")
     assert any("classifier" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
     again = load_scored_trident(
-        ModelSettings(model_name_or_path=str(tmp_path / "adapter"), tuning="lora"), own(), NAMES, SHAPES
+        ModelSettings(model_name_or_path=str(tmp_path / "adapter"), tuning="lora"), own(), Heads(NAMES), SHAPES
     )
     assert torch.equal(logits(again, batch), logits(model, batch))
 
@@ -387,7 +479,7 @@ def test_qlora_packs_the_linear_layers_of_the_blocks_only(tmp_path, batch):
     settings = ModelSettings(
         model_name_or_path=settings.model_name_or_path, tuning="qlora", lora_r=2, mixed_precision="no"
     )
-    model, _ = make_trident(settings, own(), NAMES, SHAPES, CPU)
+    model, _ = make_trident(settings, own(), Heads(NAMES), SHAPES, CPU)
     packed = {name for name, _ in quantized_modules(model)}
     assert packed == {*model.transformer_linears()} and len(packed) == 3 * 6
     assert {weight.dtype for name, weight in model.named_parameters() if ".layers." not in name} == {torch.float32}
@@ -401,7 +493,7 @@ def test_qlora_packs_chosen_parts_only(tmp_path, batch):
     base = saved(tmp_path, hidden_size=32, intermediate_size=64).model_name_or_path
     settings = ModelSettings(model_name_or_path=base, tuning="qlora", lora_r=2, mixed_precision="no")
     chosen = own(quantized_branches=["fusion", "kinematics"])
-    model, _ = make_trident(settings, chosen, NAMES, SHAPES, CPU)
+    model, _ = make_trident(settings, chosen, Heads(NAMES), SHAPES, CPU)
     packed = {name for name, _ in quantized_modules(model)}
     parts = ("trident.fusion.", "trident.branches.kinematics.")
     assert packed == {name for name in model.transformer_linears() if name.startswith(parts)} and len(packed) == 12
@@ -454,7 +546,7 @@ def test_offloaded_linear_layers_train_to_the_same_losses(tmp_path, batch):
     settings = saved(tmp_path / "base")
 
     def losses(folder, smallest: int):
-        model, _ = make_trident(settings, own(), NAMES, SHAPES, CPU)
+        model, _ = make_trident(settings, own(), Heads(NAMES), SHAPES, CPU)
         moved = offload_linears(model, model.transformer_linears(), smallest, CPU, folder)
         torch.manual_seed(1)
         adapted = prepare_for_tuning(model, settings, adapter_plan(model))
@@ -486,7 +578,7 @@ import sys, torch
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.loading.load import prepare_for_tuning
 from scu_trainer.models.loading.offload_linears import offload_linears
-from scu_trainer.models.sensors.loading import adapter_plan, make_trident
+from scu_trainer.models.sensors.loading import Heads, adapter_plan, make_trident
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.sensors import SensorSettings
 
@@ -497,7 +589,7 @@ def largest(base, folder):
     settings, cpu, seen = ModelSettings(model_name_or_path=base, tuning="lora"), torch.device("cpu"), []
     before = own_bytes()
     names, shapes = ["0", "1", "2", "3"], {"kinematics": (6,)}
-    model, _ = make_trident(settings, SensorSettings(branches=["kinematics"]), names, shapes, cpu)
+    model, _ = make_trident(settings, SensorSettings(branches=["kinematics"]), Heads(names), shapes, cpu)
     if folder:
         offload_linears(model, model.transformer_linears(), 2**20, cpu, folder)
     model = prepare_for_tuning(model, settings, adapter_plan(model)).train()

@@ -11,6 +11,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from scu_trainer.cli import configuration, train
+from scu_trainer.cli.evaluation import eval as evaluate
 from scu_trainer.data.sensors.collate import SensorCollator
 from scu_trainer.data.sensors.synthetic import ceiling_alone, export_synthetic
 from scu_trainer.errors import DataError, ModelError, SettingsError
@@ -24,6 +25,7 @@ from scu_trainer.settings import (
     RegularizationSettings,
 )
 from scu_trainer.settings.sensors import BRANCHES, DEFAULT_BRANCHES, SYNTHETIC, SensorSettings
+from scu_trainer.train.evaluation.classification import score_samples
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.sensors import SensorTask
 from scu_trainer.train.trainer import SCUTrainer
@@ -206,6 +208,56 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, rows):
     assert (resumed.difficulty.scores == whole.difficulty.scores).all()
 
 
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Recordings with reports, a third without; and the head that knows their words."""
+    folder = folder_of(tmp_path_factory.mktemp("written") / "recordings", samples=48)
+    for number in range(3, 49, 3):
+        edit_manifest(folder, number, report=None)
+    data = prepared(folder, folder.parent / "cache", own={"report_head": True})
+    return data, {"report_words": list(data.report_words), "report_length": 12}
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_micro_batches_with_reports_are_exact(tmp_path, written, weight):
+    """Reports of uneven counts, some rows without: the loss is a sum over rows all the same."""
+    data, head = written
+    head = {**head, "report_weight": weight}
+    given = {"per_device_train_batch_size": 8, "max_steps": 2, "data_collator": collator()}
+    _, stock = compared(trident(**head), tmp_path / "stock", None, data.train, None, **given)
+    trainer, found = compared(
+        trident(**head), tmp_path / "ours", MemorySettings(max_batch_size=3), data.train, None, **given
+    )
+    assert trainer.micro_batches.reduction.is_exact
+    for ours, theirs in zip(found.gradients, stock.gradients, strict=True):
+        assert error_of(ours, theirs) < 2e-5
+
+
+def test_reports_are_learned_word_for_word(tmp_path):
+    """The report follows from the class here, so a model that knows the class can write it."""
+    data = prepared(SYNTHETIC, tmp_path, own={"branches": ["cooling", "geometry"], "sensor_samples": 480} | REPORTS)
+    head = {"report_words": list(data.report_words), "report_length": 12}
+    model = trident(hidden_size=32, intermediate_size=64, branches=["cooling", "geometry"], **head)
+    collate = SensorCollator(data.train.store.shapes)
+    loader = torch.utils.data.DataLoader(data.train, 16, shuffle=True, collate_fn=collate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for batch in (batch for _ in range(8) for batch in loader):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    scores = score_samples(model.eval(), data.eval, collate)
+    batch = collate([data.eval[number] for number in range(len(data.eval))])
+    texts = [text.replace(" ,", ",") for text in model.generate_report(**batch)]
+    exact = [text == report for text, report in zip(texts, data.eval.reports, strict=True)]
+    assert scores.reports.correct.mean() == sum(exact) / len(exact) > 0.8 and scores.reports.bpt < 0.5
+
+
+REPORTS = {"report_head": True, "sensor_missing_share": 0.0}
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -251,6 +303,39 @@ def test_the_command_trains_and_writes_a_run(base):
     assert metrics["steps"] == 3 and read_json(base / "run.json")["status"] == "finished"
     assert read_json(base / "training_config.json")["data"]["per_class"] == {"0": 6, "1": 6, "2": 6, "3": 6}
     assert (base / "config.json").is_file() and (base / "modeling_trident.py").is_file()
+
+
+def test_the_command_learns_reports_and_tells_how_well(tmp_path, recordings, capsys):
+    run = tmp_path / "run"
+    given = {"report_head": "true", "report_weight": 0.5, "eval_strategy": "steps", "eval_steps": 3, "scu": "true"}
+    assert train.main(words_of(run, recordings, **given)) == 0
+    assert "reports word for word" in capsys.readouterr().out
+    metrics, config = read_json(run / "scu_metrics.json"), read_json(run / "config.json")
+    assert (
+        metrics["held_out_report_bpt_after"]["value"] > 0 and 0 <= metrics["held_out_report_exact_after"]["value"] <= 1
+    )
+    assert config["report_weight"] == 0.5 and config["report_words"][:4] == ["<pad>", "<unk>", "<bos>", "<eos>"]
+    row = next(row for row in read_json(run / "trainer_state.json")["log_history"] if "eval_report_bpt" in row)
+    assert row["eval_report_bpt"] == pytest.approx(metrics["held_out_report_bpt_after"]["value"], rel=1e-4)
+    assert {"eval_report_exact", "eval_accuracy", "eval_bpt"} <= {*row}
+    again = scored(run, recordings)  # the head of a trained model is kept without being asked for
+    assert list(again.data.report_words) == config["report_words"]
+    assert SensorTask().score(again.model, again).reports is not None
+    capsys.readouterr()
+    assert evaluate.main([str(run), "--cache_dir", str(run.parent / "cache")]) == 0
+    assert "word for word" in capsys.readouterr().out
+
+
+def test_adapters_keep_a_report_head_and_make_no_new_one(tmp_path, recordings, base):
+    changes = {"tuning": "lora", "lora_r": 2, "report_head": "true"}
+    with pytest.raises(SettingsError, match=r"report_head: true makes a new head on .* use tuning: full"):
+        load(job_of(tmp_path / "a", recordings, model_name_or_path=base, **changes))
+    run = tmp_path / "run"
+    assert train.main(words_of(run, recordings, model_name_or_path=base, report_head="true", max_steps=1)) == 0
+    parts = load(job_of(tmp_path / "b", recordings, model_name_or_path=run, **changes))
+    trains = {name for name, weight in parts.model.named_parameters() if weight.requires_grad}
+    assert any(".report." in name for name in trains)
+    assert all("lora_" in name or "classifier" in name or ".report." in name for name in trains)
 
 
 def test_a_bad_recording_stops_the_command_before_training(tmp_path, recordings, capsys):
@@ -391,6 +476,7 @@ def test_checkpointing_of_chosen_branches(tmp_path, recordings):
 
 
 REFUSED = [
+    ({"report_weight": 0.5}, "report_weight is 0.5, and no report is learned; set report_head: true"),
     ({"frozen_branches": "plume"}, "frozen_branches has 'plume', and the model has visible, infrared"),
     ({"frozen_branches": "visible"}, "frozen_branches keeps what a trained model knows, and there is none"),
     (

@@ -12,6 +12,8 @@ import torch
 from scu_trainer.data.sensors.format import FORMS
 from scu_trainer.settings.sensors import BRANCHES
 
+NOT_LEARNED = -100
+
 
 @dataclass(frozen=True)
 class SensorCollator:
@@ -21,7 +23,8 @@ class SensorCollator:
     frames, 3, height, width) uint8, infrared and plume (rows, frames, height, width) float16 and cooling_curve (rows,
     points) float32 in degrees Celsius, kinematics (rows, time, channels) and geometry (rows, 1, numbers) float32;
     ``branch_mask`` (rows, branches), columns as in ``BRANCHES``, True where a row has something that the branch reads;
-    ``labels`` (rows,) int64. What a row lacks is 0 under a mask that is False.
+    ``labels`` (rows,) int64; ``report_ids`` (rows, words) int64, -100 behind each report, where rows hold them. What a
+    row lacks is 0 under a mask that is False.
 
     ``shapes``: per array of the model's branches, the shape behind its time axis.
     """
@@ -36,6 +39,8 @@ class SensorCollator:
         batch["branch_mask"] = torch.tensor(has)
         if "labels" in rows[0]:
             batch["labels"] = torch.tensor([row["labels"] for row in rows])
+        if "report_ids" in rows[0]:
+            batch["report_ids"] = _reports([row["report_ids"] for row in rows])
         return batch
 
     def _has(self, row: Mapping[str, Any], arrays: Sequence[str]) -> bool:
@@ -44,6 +49,12 @@ class SensorCollator:
 
 def mask_name(name: str) -> str:
     return "cooling_mask" if name == "cooling_curve" else f"{name}_mask"
+
+
+def _reports(numbers: Sequence[numpy.ndarray]) -> torch.Tensor:
+    longest = max(2, *map(len, numbers))  # the begin and one word: the head takes part, so that its gradients are there
+    padded = [numpy.pad(row, (0, longest - len(row)), constant_values=NOT_LEARNED) for row in numbers]
+    return torch.from_numpy(numpy.stack(padded))
 
 
 def _padded(

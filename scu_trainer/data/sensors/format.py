@@ -12,6 +12,7 @@ Columns of the manifest:
     missing   optional: sensors or arrays that the recording lacks, a list (in CSV: separated by ";"); a sensor stands
               for all of its arrays. What is declared is not read; what the branches in use read and is neither there
               nor declared is an error
+    report    optional: a short text about the recording, which report_head: true learns to write
 
 Arrays of a .npz, by name. Lengths (frames, points, time) may differ between recordings and between the arrays of one;
 height, width, channels and the count of numbers are the same in all recordings. Only arrays that a branch in use reads
@@ -83,12 +84,13 @@ FORMS = {
 @dataclass(frozen=True)
 class Recording:
     """``arrays``: by name, as in the file. ``missing``: sensors or arrays that it lacks. ``split``: None where nobody
-    said."""
+    said. ``report``: a short text about it, None for none."""
 
     arrays: dict[str, numpy.ndarray]
     label: Union[int, str]
     missing: tuple[str, ...] = ()
     split: Optional[str] = None
+    report: Optional[str] = None
 
 
 UNREADABLE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError, MemoryError)
@@ -256,4 +258,5 @@ def write_recordings(folder: Path, recordings: Iterable[Recording]) -> int:
 
 def _row(name: str, recording: Recording) -> dict:
     row = {"file": name, "label": recording.label, "split": recording.split, "missing": list(recording.missing)}
+    row["report"] = recording.report
     return {key: value for key, value in row.items() if value not in (None, [])}

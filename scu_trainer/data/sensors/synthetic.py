@@ -68,7 +68,19 @@ def synthetic(
             "plume": _plume(rng, column, side),  # later ones last: the others keep their random numbers
             "geometry": _geometry(rng, (row + column) % side, side),
         }
-        yield Recording({name: arrays[name] for name in present(arrays, missing)}, label, missing)
+        shown = {name: arrays[name] for name in present(arrays, missing)}
+        yield Recording(shown, label, missing, report=report_of(label, side))
+
+
+def report_of(label: int, side: int) -> str:
+    """What is written about a recording of this class, for instance "class 3, plume dim, speed medium"."""
+    row, column = divmod(label, side)
+    plume, speed = _in_words(column, side, "dim", "bright"), _in_words((row + column) % side, side, "low", "high")
+    return f"class {label}, plume {plume}, speed {speed}"
+
+
+def _in_words(level: int, side: int, lowest: str, highest: str) -> str:
+    return {0: lowest, side - 1: highest}.get(level, "medium")
 
 
 def export_synthetic(folder: str | Path, samples: int = 200, classes: int = DEFAULT_CLASSES, seed: int = 0) -> int:

@@ -15,6 +15,10 @@ class TridentConfig(PreTrainedConfig):
     token of kinematics. kinematics_channels, geometry_channels: of their input. fusion_queries: learned queries that
     collect what the branches say. infrared_center, infrared_scale: degrees Celsius that become 0, and that become 1
     above it.
+
+    report_words: that reports are written in, by number; the first four are padding, what is unknown, the begin and the
+    end; empty for a model without a report head. report_length: words of the longest report, with the end.
+    report_weight: of the loss of a report beside that of the class. num_report_layers: of its decoder.
     """
 
     model_type: ClassVar[str] = "trident"
@@ -43,3 +47,7 @@ class TridentConfig(PreTrainedConfig):
     infrared_center: float = 25.0
     infrared_scale: float = 10.0
     initializer_range: float = 0.02
+    report_words: list[str] | tuple[str, ...] = ()
+    report_length: int = 0
+    report_weight: float = 1.0
+    num_report_layers: int = 1

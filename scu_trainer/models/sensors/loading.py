@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -28,13 +29,34 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-HEAD = "classifier"
+HEAD, REPORT = "classifier", "report"
 VECTORS = ("kinematics", "geometry")
 """Arrays whose last axis a layer of the model has the size of."""
 RUN_FILE = "training_config.json"
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Per array of the recordings, the shape behind its time axis."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What the heads of a model are for: the classes, and the words of its reports (none: no report head), of which the
+    longest has ``report_length`` with its end. ``report_weight``: None for the trained model's, or 1."""
+
+    label_names: Sequence[str]
+    report_words: Sequence[str] = ()
+    report_length: int = 0
+    report_weight: Optional[float] = None
+
+    def fields(self) -> dict[str, Any]:
+        """Of the configuration."""
+        weight = {} if self.report_weight is None else {"report_weight": self.report_weight}
+        report = {"report_words": list(self.report_words), "report_length": self.report_length, **weight}
+        return {
+            "id2label": dict(enumerate(self.label_names)),
+            "label2id": {name: number for number, name in enumerate(self.label_names)},
+            **(report if self.report_words else {}),
+        }
 
 
 def stored_config(settings: ModelSettings) -> Optional[TridentConfig]:
@@ -107,33 +129,34 @@ def input_shapes(config: TridentConfig, shapes: Shapes) -> dict[str, tuple[int, 
 
 
 def make_trident(
-    settings: ModelSettings, own: SensorSettings, label_names: Sequence[str], shapes: Shapes, device: torch.device
+    settings: ModelSettings, own: SensorSettings, heads: Heads, shapes: Shapes, device: torch.device
 ) -> tuple[TridentForSensorClassification, list[str]]:
-    """From scratch, or loaded with a head for ``label_names``; on the CPU but for ``tuning: qlora``. Beside it
-    lines for a person.
+    """From scratch, or loaded with ``heads``; on the CPU but for ``tuning: qlora``. Beside it lines for a person.
 
     Raises ModelError where the files do not hold such a model, or where it takes other recordings.
     """
     config = stored_config(settings)
     if config is None:
-        model = TridentForSensorClassification(_new_config(own, label_names, shapes)).to(_dtype(settings))
+        model = TridentForSensorClassification(_new_config(own, heads, shapes)).to(_dtype(settings))
         return model, ["TRIDENT, from scratch"]
     _require_takes(config, shapes)
-    model = _loaded(settings, own, config, label_names, device)
+    model = _loaded(settings, own, config, heads, device)
     lines = [f"{settings.model_name_or_path}: TRIDENT with {', '.join(config.branches)}"]
-    if label_names_of(config) != list(label_names):
-        lines.append(f"the head is made again: {len(label_names)} classes that are not the model's {config.num_labels}")
+    if label_names_of(config) != list(heads.label_names):
+        count = len(heads.label_names)
+        lines.append(f"the head is made again: {count} classes that are not the model's {config.num_labels}")
+    if heads.report_words and not config.report_words:
+        lines.append(f"a head for reports is new: {len(heads.report_words)} words")
     return model, lines
 
 
-def load_scored_trident(
-    settings: ModelSettings, own: SensorSettings, label_names: Sequence[str], shapes: Shapes
-) -> nn.Module:
+def load_scored_trident(settings: ModelSettings, own: SensorSettings, heads: Heads, shapes: Shapes) -> nn.Module:
     """A trained model in evaluation mode, with its adapter if it is one. Raises ModelError where its classes are not
-    ``label_names``."""
+    those of ``heads``."""
     import torch
 
     config, path = stored_config(settings), Path(settings.model_name_or_path).expanduser()
+    label_names = heads.label_names
     _require_takes(config, shapes)
     if not is_adapter(path) and label_names_of(config) != list(label_names):
         raise ModelError(
@@ -141,7 +164,7 @@ def load_scored_trident(
             f"the recordings ({', '.join(label_names[:5])}); give recordings that it was trained for"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model: nn.Module = _loaded(settings, own, config, label_names, device)
+    model: nn.Module = _loaded(settings, own, config, heads, device)
     if is_adapter(path):
         model = with_adapter(model, path, is_trainable=False, allow_pickle=settings.allow_pickle)
     model = model.eval().requires_grad_(False)
@@ -149,11 +172,12 @@ def load_scored_trident(
 
 
 def adapter_plan(model: TridentForSensorClassification) -> AdapterPlan:
-    """Adapters on the transformer blocks only; the head is trained whole. peft has no name for this kind of task."""
-    return AdapterPlan(task_type=None, targets=model.transformer_linears(), modules_to_save=[HEAD])
+    """Adapters on the transformer blocks only; heads are trained whole. peft has no name for this kind of task."""
+    heads = [HEAD, *([REPORT] if model.report is not None else [])]
+    return AdapterPlan(task_type=None, targets=model.transformer_linears(), modules_to_save=heads)
 
 
-def _new_config(own: SensorSettings, label_names: Sequence[str], shapes: Shapes) -> TridentConfig:
+def _new_config(own: SensorSettings, heads: Heads, shapes: Shapes) -> TridentConfig:
     channels = {f"{name}_channels": shapes[name][0] for name in VECTORS if name in shapes}
     return TridentConfig(
         branches=list(own.branches),
@@ -166,15 +190,8 @@ def _new_config(own: SensorSettings, label_names: Sequence[str], shapes: Shapes)
         patch=own.sensor_patch,
         dropout=own.sensor_dropout,
         **channels,
-        **_classes(label_names),
+        **heads.fields(),
     )
-
-
-def _classes(label_names: Sequence[str]) -> dict[str, Any]:
-    return {
-        "id2label": dict(enumerate(label_names)),
-        "label2id": {name: number for number, name in enumerate(label_names)},
-    }
 
 
 def _dtype(settings: ModelSettings) -> torch.dtype:
@@ -195,11 +212,7 @@ def _require_takes(config: TridentConfig, shapes: Shapes) -> None:
 
 
 def _loaded(
-    settings: ModelSettings,
-    own: SensorSettings,
-    config: TridentConfig,
-    label_names: Sequence[str],
-    device: torch.device,
+    settings: ModelSettings, own: SensorSettings, config: TridentConfig, heads: Heads, device: torch.device
 ) -> TridentForSensorClassification:
     name = base_of(Path(located(settings.model_name_or_path)))
     with as_model_error(name, "model"):
@@ -212,13 +225,15 @@ def _loaded(
             ignore_mismatched_sizes=True,  # they are in the report, with their names
             output_loading_info=True,
             **_packing(settings, own, config, device),
-            **_classes(label_names),
+            **heads.fields(),
         )
     lacking = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
-    inside = [key for key in lacking if not key.startswith(f"{HEAD}.")]
+    new = (f"{HEAD}.", *([] if config.report_words else [f"{REPORT}."]))
+    inside = [key for key in lacking if not key.startswith(new)]
     if inside:
         raise ModelError(f"{name!r} lacks weights of a TRIDENT: {inside[0]}; give the folder of a complete model")
-    if label_names_of(config) != list(label_names) and not lacking:
+    is_new_head = any(key.startswith(f"{HEAD}.") for key in lacking)
+    if label_names_of(config) != list(heads.label_names) and not is_new_head:
         model.classifier.reset_parameters()  # as many classes, but other ones
     return prepare_quantized(model) if settings.tuning == "qlora" else model
 

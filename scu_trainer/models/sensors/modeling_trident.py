@@ -7,7 +7,7 @@
     dual_vision (frames)  detection CNN ──────────┼─▶ count      ──▶  learned queries   ──▶ head ──▶ logits
     plume       (frames)  CNN ────────────────────┤
     cooling     (curve)   MLP ────────────────────┤
-    geometry    (numbers) MLP ────────────────────┘
+    geometry    (numbers) MLP ────────────────────┘                               └─▶ decoder ──▶ report
 
 Nothing mixes rows, and what a mask hides has weight 0 in every sum: a row's logits do not depend on the padding, on
 the other rows, or on what stands in a branch that it lacks.
@@ -18,6 +18,7 @@ This file is copied beside saved models, so it names nothing of this project.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -30,6 +31,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from .configuration_trident import TridentConfig
 from .trident_branches import BRANCHES, transformer
 from .trident_layers import without_padding
+from .trident_report import ReportDecoder, report_scores
 
 
 class TridentPreTrainedModel(PreTrainedModel):
@@ -117,8 +119,16 @@ def mask_name(item: str) -> str:
     return "cooling_mask" if item == "cooling_curve" else f"{item}_mask"
 
 
+@dataclass
+class TridentOutput(SequenceClassifierOutput):
+    """``report_scores`` (rows, 3), float32: of each row's report its loss in nats, its words with the end, and 1 where
+    the likeliest word was right at each place, so that ``generate_report`` writes just this text."""
+
+    report_scores: Optional[Tensor] = None
+
+
 class TridentForSensorClassification(TridentPreTrainedModel):
-    """Logits of classes. See the top of this file."""
+    """Logits of classes, and reports. See the top of this file."""
 
     def __init__(self, config: TridentConfig) -> None:
         super().__init__(config)
@@ -126,6 +136,7 @@ class TridentForSensorClassification(TridentPreTrainedModel):
         self.trident = TridentModel(config)
         self.main_input_name = self.trident.branches[config.branches[0]].inputs[0]
         self.classifier = nn.Linear(config.fusion_queries * config.hidden_size, config.num_labels)
+        self.report = ReportDecoder(config) if config.report_words else None
         self.checkpointed: Optional[tuple[str, ...]] = None
         """Which branches, or "fusion", ``checkpoint_blocks`` names; None: all."""
         self.post_init()
@@ -146,17 +157,21 @@ class TridentForSensorClassification(TridentPreTrainedModel):
         geometry_mask: Optional[Tensor] = None,
         branch_mask: Optional[Tensor] = None,
         labels: Optional[Tensor] = None,
+        report_ids: Optional[Tensor] = None,
         num_items_in_batch: Optional[Tensor] = None,
         return_dict: Optional[bool] = None,
-    ) -> SequenceClassifierOutput:
+    ) -> TridentOutput:
         """
         visible: (rows, frames, 3, height, width), 0 to 255. infrared and plume: (rows, frames, height, width) and
         cooling_curve: (rows, points), degrees Celsius. kinematics: (rows, time, channels). geometry: (rows, sets,
         numbers). Lengths may differ between them. Masks: bool, (rows, length), True where a recording has content.
         branch_mask: bool (rows, branches), True where a row has the branch; columns as in
         ``TridentConfig.ALL_BRANCHES``, whichever of them the model has. labels: (rows,).
+        report_ids: (rows, words), numbers of words from the begin to the end, -100 behind it.
 
-        The loss is the mean cross-entropy in nats, or the sum over ``num_items_in_batch``. ``logits``: (rows, classes).
+        The loss is the mean over rows, or the sum over ``num_items_in_batch``, of the cross-entropy of the class in
+        nats and, where the row has a report, ``report_weight`` times that of its words, their mean. ``logits``: (rows,
+        classes).
         """
         collected = self.trident(
             branch_mask,
@@ -174,29 +189,49 @@ class TridentForSensorClassification(TridentPreTrainedModel):
             geometry_mask=geometry_mask,
         )
         logits = self.classifier(collected.flatten(1))
-        loss = None if labels is None else _loss(logits, labels, num_items_in_batch)
-        output = SequenceClassifierOutput(loss=loss, logits=logits)
+        scores = None
+        if self.report is not None and report_ids is not None:
+            scores = report_scores(self.report(collected, report_ids[:, :-1].clamp(min=0)), report_ids[:, 1:])
+        loss = None if labels is None else self._loss(logits, labels, scores, num_items_in_batch)
+        output = TridentOutput(loss=loss, logits=logits, report_scores=scores)
         return output.to_tuple() if return_dict is False else output
+
+    def _loss(
+        self, logits: Tensor, labels: Tensor, scores: Optional[Tensor], num_items_in_batch: Optional[Tensor]
+    ) -> Tensor:
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = functional.cross_entropy(logits.float(), labels, reduction=reduction)
+        if scores is not None:
+            by_row = scores[:, 0] / scores[:, 1].clamp(min=1)
+            loss = loss + self.config.report_weight * (by_row.mean() if reduction == "mean" else by_row.sum())
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    @torch.no_grad()
+    def generate_report(self, **inputs: Tensor) -> list[str]:
+        """The likeliest word after the other, for each row of a batch as ``forward`` takes it: words with blanks
+        between them. Raises ValueError for a model without a report head."""
+        if self.report is None:
+            raise ValueError("this model has no report head: train one with report_head: true")
+        taken = {name: value for name, value in inputs.items() if name not in ("labels", "report_ids")}
+        return self.report.written(self.trident(**taken))
 
     def checkpoint_blocks(self) -> Iterator[nn.Module]:
         """Parts of the chosen branches that keep their inputs only."""
         for name, part in self.parts().items():
             if self.checkpointed is None or name in self.checkpointed:
                 yield from part.blocks()
+        if self.checkpointed is None and self.report is not None:
+            yield from self.report.layers
 
     def parts(self) -> dict[str, nn.Module]:
         """The branches and "fusion", by name."""
         return {**self.trident.branches, "fusion": self.trident.fusion}
 
     def transformer_linears(self) -> list[str]:
-        """Names of the linear layers of all transformer blocks: what adapters go on, and what 4 or 8 bits may hold."""
-        return [name for name, module in self.named_modules() if isinstance(module, nn.Linear) and ".layers." in name]
-
-
-def _loss(logits: Tensor, labels: Tensor, num_items_in_batch: Optional[Tensor]) -> Tensor:
-    if num_items_in_batch is None:
-        return functional.cross_entropy(logits.float(), labels)
-    return functional.cross_entropy(logits.float(), labels, reduction="sum") / num_items_in_batch
+        """Names of the linear layers of all transformer blocks before the heads: what adapters go on, and what 4 or 8
+        bits may hold."""
+        linears = (name for name, module in self.trident.named_modules() if isinstance(module, nn.Linear))
+        return [f"trident.{name}" for name in linears if ".layers." in name]
 
 
 TridentConfig.register_for_auto_class()

@@ -89,7 +89,7 @@ class InfraredBranch(ThermalBranch):
             frames = convolution(frames, mask)
         spots = self.project(self.spots(frames.flatten(0, 1)).unflatten(0, mask.shape))
         cooled = self.curve(self._normal(curve), curve_mask)
-        tokens = torch.cat([_placed(spots), cooled[:, None]], dim=1)
+        tokens = torch.cat([placed(spots), cooled[:, None]], dim=1)
         return tokens, torch.cat([mask, curve_mask.any(dim=1, keepdim=True)], dim=1)
 
 
@@ -120,7 +120,7 @@ class DualVisionBranch(ThermalBranch):
         frames = torch.cat([colours, heat[:, :, None]], dim=2)
         for convolution in self.detector:
             frames = convolution(frames, mask)
-        return _placed(self.project(self.spots(frames.flatten(0, 1)).unflatten(0, mask.shape))), mask
+        return placed(self.project(self.spots(frames.flatten(0, 1)).unflatten(0, mask.shape))), mask
 
 
 class PlumeBranch(ThermalBranch):
@@ -142,7 +142,7 @@ class PlumeBranch(ThermalBranch):
         frames = self._normal(plume)[:, :, None]
         for convolution in self.stem:
             frames = convolution(frames, mask)
-        return _placed(self.project(_pooled(frames))), mask
+        return placed(self.project(_pooled(frames))), mask
 
 
 class CoolingBranch(ThermalBranch):
@@ -241,7 +241,8 @@ def _pooled(frames: Tensor) -> Tensor:
     return functional.adaptive_avg_pool2d(frames.flatten(0, 1), GRID).flatten(1).unflatten(0, frames.shape[:2])
 
 
-def _placed(tokens: Tensor) -> Tensor:
+def placed(tokens: Tensor) -> Tensor:
+    """``tokens`` (rows, time, width) with where each of them stands."""
     return tokens + positions(tokens.size(1), tokens.size(2), tokens)
 
 
@@ -271,7 +272,7 @@ def transformer(config: TridentConfig, layers: int | None = None) -> nn.ModuleLi
 
 
 def attended(layers: nn.ModuleList, tokens: Tensor, mask: Tensor) -> Tensor:
-    tokens = _placed(tokens)
+    tokens = placed(tokens)
     for layer in layers:
         tokens = layer(tokens, at_least_one(mask))
     return tokens

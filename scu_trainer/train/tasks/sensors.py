@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from rich.console import Console
@@ -16,8 +16,9 @@ from scu_trainer.data.sensors.data import prepare_sensors
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.loading.offload_linears import offload_linears
 from scu_trainer.models.quantize import require_quantization
-from scu_trainer.models.sensors import TridentForSensorClassification
+from scu_trainer.models.sensors import TridentConfig, TridentForSensorClassification
 from scu_trainer.models.sensors.loading import (
+    Heads,
     adapter_plan,
     branches_of,
     input_shapes,
@@ -28,8 +29,12 @@ from scu_trainer.models.sensors.loading import (
     trained_label_names,
 )
 from scu_trainer.settings.base import require
-from scu_trainer.settings.sensors import SYNTHETIC
-from scu_trainer.train.evaluation.classification import class_metrics, preprocess_class_logits, score_samples
+from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
+from scu_trainer.train.evaluation.classification import (
+    class_and_report_metrics,
+    preprocess_class_and_report,
+    score_samples,
+)
 from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
@@ -43,8 +48,8 @@ class SensorTask:
     """See ``task.Task``."""
 
     name, item, unit = "sensor-classification", "recording", "label"
-    compute_metrics = staticmethod(class_metrics)
-    preprocess_logits = staticmethod(preprocess_class_logits)
+    compute_metrics = staticmethod(class_and_report_metrics)
+    preprocess_logits = staticmethod(preprocess_class_and_report)
 
     def check(self, job: Job) -> None:
         model, own = job.model, job.own
@@ -64,6 +69,10 @@ class SensorTask:
         )
         if model.model_name_or_path is None:
             own.check_parts()
+            require(
+                own.report_head or own.report_weight is None,
+                f"report_weight is {own.report_weight}, and no report is learned; set report_head: true, or drop it",
+            )
         self._check_parts(job)
         self._check_offloading(job)
 
@@ -105,20 +114,27 @@ class SensorTask:
     def load(self, job: Job, console: Console) -> TrainingComponents:
         require_quantization(job.model, job.training.device)
         config = stored_config(job.model)
-        own = replace(job.own, branches=branches_of(config, job.own))
+        own = own_of(config, job.own)
         own.check_parts()
+        require(
+            job.model.tuning == "full" or config is None or not own.report_head or bool(config.report_words),
+            f"report_head: true makes a new head on {job.model.model_name_or_path}, and an adapter alone could not say "
+            "which words it knows; use tuning: full, or give a model that was trained with report_head: true",
+        )
         data = prepare_sensors(
             job.data,
             own,
             seed=job.training.seed,
             cache_dir=default_cache_dir(job.data.cache_dir),
+            report_words=known_report_words(config),
             may_lack_branches=config is not None,
         )
         say_data(console, data)
         require_same_classes(job.model, data.label_names)
         before_model_bytes = begin_model(job)
         shapes = _shapes(data)
-        model, lines = make_trident(job.model, own, data.label_names, shapes, job.training.device)
+        heads = Heads(data.label_names, data.report_words, _report_length(config, data), own.report_weight)
+        model, lines = make_trident(job.model, own, heads, shapes, job.training.device)
         shapes = input_shapes(model.config, shapes)
         for line in lines:
             console.print(line, soft_wrap=True)
@@ -157,17 +173,19 @@ class SensorTask:
 
     def load_scored(self, source: Source) -> TrainingComponents:
         config = stored_config(source.model)
-        own = replace(source.own, branches=branches_of(config, source.own))
+        own = own_of(config, source.own)
         data = prepare_sensors(
             source.data,
             own,
             seed=source.seed,
             cache_dir=default_cache_dir(source.data.cache_dir),
             label_names=trained_label_names(source.model),
+            report_words=known_report_words(config),
             may_lack_branches=True,
         )
         shapes = _shapes(data)
-        model = load_scored_trident(source.model, own, data.label_names, shapes)
+        heads = Heads(data.label_names, data.report_words, _report_length(config, data))
+        model = load_scored_trident(source.model, own, heads, shapes)
         return TrainingComponents(None, data, model, SensorCollator(input_shapes(config, shapes)))
 
     def score(self, model: torch.nn.Module, parts: TrainingComponents) -> DocumentScores:
@@ -176,6 +194,23 @@ class SensorTask:
     def example_inputs(self, parts: TrainingComponents) -> Mapping[str, Any]:
         batch = parts.collator([parts.data.train[0]])
         return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def own_of(config: Optional[TridentConfig], own: SensorSettings) -> SensorSettings:
+    """Branches and heads as a trained model has them. Raises ModelError where other branches are asked for."""
+    has_reports = own.report_head or known_report_words(config) is not None
+    return replace(own, branches=branches_of(config, own), report_head=has_reports)
+
+
+def known_report_words(config: Optional[TridentConfig]) -> Optional[list[str]]:
+    """Of a trained model; None where there is no model, or none with a report head."""
+    return list(config.report_words) if config is not None and config.report_words else None
+
+
+def _report_length(config: Optional[TridentConfig], data: PreparedSamples) -> int:
+    """Words of the longest report that was trained on, with the end."""
+    longest = max((len(ids) - 1 for ids in data.train.report_ids or ()), default=0)
+    return longest if config is None else max(longest, config.report_length)
 
 
 def _shapes(data: PreparedSamples) -> dict[str, tuple[int, ...]]:
