@@ -29,6 +29,7 @@ from scu_trainer.models.sensors.loading import (
     input_shapes,
     load_scored_trident,
     make_trident,
+    random_start,
     require_same_classes,
     stored_config,
     trained_label_names,
@@ -501,6 +502,30 @@ def test_qlora_packs_chosen_parts_only(tmp_path, batch):
     adapted(**batch).loss.backward()
     gradients = {name: weight.grad for name, weight in adapted.named_parameters() if "lora_B" in name}
     assert len(gradients) == 18 and all(gradient.any() for name, gradient in gradients.items() if "key" not in name)
+
+
+def test_everything_outside_of_transformer_blocks_is_named_once():
+    """But for the learned queries and kinds of the fusion, which are no layers."""
+    model = trident(branches=list(BRANCHES), **HEAD)
+    parts = [dict(model.get_submodule(name).named_parameters(prefix=name)) for name in model.outside_blocks()]
+    named = [name for part in parts for name in part]
+    blocks = {name for name, _ in model.trident.named_parameters(prefix="trident") if ".layers." in name}
+    rest = {"trident.fusion.queries", "trident.fusion.kinds"}
+    assert len(named) == len({*named})
+    assert {*named} == {name for name, _ in model.trident.named_parameters(prefix="trident")} - blocks - rest
+
+
+def test_a_random_start_is_written_once_and_depends_on_the_seed(tmp_path):
+    given = (ModelSettings(tuning="qlora"), own(), Heads(NAMES), SHAPES, tmp_path)
+
+    def start(seed: int) -> Path:
+        torch.manual_seed(seed)
+        return random_start(*given)
+
+    first, again, other = start(1), start(1), start(2)
+    assert first == again != other
+    one, two = (load_file(folder / "model.safetensors") for folder in (first, other))
+    assert one.keys() == two.keys() and not torch.equal(one["classifier.weight"], two["classifier.weight"])
 
 
 def test_what_may_be_packed_is_what_gets_adapters():

@@ -367,6 +367,41 @@ def test_each_branch_alone_goes_through_the_command(tmp_path, recordings, branch
     assert read_json(tmp_path / "run" / "config.json")["branches"] == [branch]
 
 
+def test_qlora_over_random_weights_trains_all_but_the_packed_blocks(tmp_path, recordings):
+    """From scratch: the weights that the adapters lie over are kept; the run is scored, and made again bit for bit."""
+    pytest.importorskip("bitsandbytes")
+    cache = tmp_path / "cache"
+    given = {"tuning": "qlora", "sensor_hidden_size": 32, "cache_dir": cache, "learning_rate": 1e-2}
+    assert train.main(words_of(tmp_path / "run", recordings, **given)) == 0
+    (start,) = (cache / "starts").glob("trident-????????????")
+    assert read_json(tmp_path / "run" / "adapter_config.json")["base_model_name_or_path"] == str(start)
+    before, after = load_file(start / "model.safetensors"), load_file(tmp_path / "run" / "adapter_model.safetensors")
+    whole = {name.removeprefix("base_model.model."): weight for name, weight in after.items() if "lora_" not in name}
+    assert {*whole} <= {*before} and {"trident.branches.visible.stem.0.filter.weight", "trident.norm.weight"} <= {
+        *whole
+    }
+    assert {name for name in before if ".layers." not in name} - {*whole} == {
+        f"trident.fusion.{n}" for n in ("queries", "kinds")
+    }
+    still = {name for name, weight in whole.items() if torch.equal(weight, before[name])}
+    assert not still
+    again = scored(tmp_path / "run", recordings, "qlora")
+    accuracy = SensorTask().score(again.model, again).accuracy
+    figures = read_json(tmp_path / "run" / "scu_metrics.json")
+    assert accuracy == pytest.approx(figures["held_out_accuracy_after"]["value"])
+    assert train.main(words_of(tmp_path / "same", recordings, **given)) == 0  # found in the cache: the same run
+    other = load_file(tmp_path / "same" / "adapter_model.safetensors")
+    assert all(torch.equal(after[name], other[name]) for name in after)
+
+
+def test_qlora_over_random_weights_needs_blocks_to_pack(tmp_path, recordings):
+    with pytest.raises(ModelError, match="would quantize nothing"):
+        load(job_of(tmp_path / "run", recordings, tuning="qlora", branches="cooling geometry", **NARROW))
+
+
+NARROW = {"sensor_hidden_size": 16, "sensor_fusion_layers": 1}
+
+
 def test_frozen_branches_of_a_trained_model_stay_as_they_are(tmp_path, recordings, base):
     frozen = {"model_name_or_path": base, "frozen_branches": "infrared fusion", "learning_rate": 1e-2}
     assert train.main(words_of(tmp_path / "run", recordings, **frozen)) == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from scu_trainer.data.store import built_once, digest_of
 from scu_trainer.errors import ModelError
 from scu_trainer.models.loading.load import (
     AdapterPlan,
@@ -171,10 +173,24 @@ def load_scored_trident(settings: ModelSettings, own: SensorSettings, heads: Hea
     return model if settings.tuning == "qlora" else model.to(device)
 
 
-def adapter_plan(model: TridentForSensorClassification) -> AdapterPlan:
-    """Adapters on the transformer blocks only; heads are trained whole. peft has no name for this kind of task."""
-    heads = [HEAD, *([REPORT] if model.report is not None else [])]
-    return AdapterPlan(task_type=None, targets=model.transformer_linears(), modules_to_save=heads)
+def random_start(settings: ModelSettings, own: SensorSettings, heads: Heads, shapes: Shapes, folder: Path) -> Path:
+    """Write a TRIDENT from scratch into a folder inside of ``folder``, named by what it is made of, unless it is there:
+    adapters need the weights that they lie over for as long as they are used. Its numbers are those of torch's seed."""
+    import torch
+    import transformers
+
+    config = _new_config(own, heads, shapes)
+    made_of = [config.to_diff_dict(), str(_dtype(settings)), torch.initial_seed()]
+    name = digest_of(json.loads(json.dumps(made_of, default=str)), torch.__version__, transformers.__version__)
+    model = TridentForSensorClassification(config).to(_dtype(settings))
+    return built_once(folder / f"trident-{name[:12]}", model.save_pretrained)
+
+
+def adapter_plan(model: TridentForSensorClassification, is_random: bool = False) -> AdapterPlan:
+    """Adapters on the transformer blocks only; heads are trained whole, and where nothing was trained before all other
+    layers too. peft has no name for this kind of task."""
+    trained = [HEAD, *([REPORT] if model.report is not None else []), *(model.outside_blocks() if is_random else [])]
+    return AdapterPlan(task_type=None, targets=model.transformer_linears(), modules_to_save=trained)
 
 
 def _new_config(own: SensorSettings, heads: Heads, shapes: Shapes) -> TridentConfig:

@@ -29,8 +29,8 @@ from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from .configuration_trident import TridentConfig
-from .trident_branches import BRANCHES, transformer
-from .trident_layers import without_padding
+from .trident_branches import BRANCHES, Branch, transformer
+from .trident_layers import TransformerLayer, without_padding
 from .trident_report import ReportDecoder, report_scores
 
 
@@ -226,6 +226,19 @@ class TridentForSensorClassification(TridentPreTrainedModel):
     def parts(self) -> dict[str, nn.Module]:
         """The branches and "fusion", by name."""
         return {**self.trident.branches, "fusion": self.trident.fusion}
+
+    def outside_blocks(self) -> list[str]:
+        """Names of the layers of branches and fusion that lie in no transformer block."""
+        blocks = {
+            id(inner) for block in self.modules() if isinstance(block, TransformerLayer) for inner in block.modules()
+        }
+        lists = (nn.ModuleList, nn.ModuleDict, Branch, Fusion, TridentModel)
+        found: list[str] = []
+        for name, module in self.trident.named_modules(prefix="trident"):
+            inside = any(name.startswith(f"{other}.") for other in found)
+            if not (inside or isinstance(module, lists) or id(module) in blocks):
+                found.append(name)
+        return found
 
     def transformer_linears(self) -> list[str]:
         """Names of the linear layers of all transformer blocks before the heads: what adapters go on, and what 4 or 8

@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 import torch
 from rich.console import Console
+from transformers import set_seed
 
 from scu_trainer.data import default_cache_dir
 from scu_trainer.data.samples import PreparedSamples
@@ -24,6 +25,7 @@ from scu_trainer.models.sensors.loading import (
     input_shapes,
     load_scored_trident,
     make_trident,
+    random_start,
     require_same_classes,
     stored_config,
     trained_label_names,
@@ -43,6 +45,9 @@ from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, say
 
 MEBIBYTE = 2**20
 
+STARTS = "starts"
+"""Folder of the cache with random weights that adapters lie over. ``scu-trainer hardware optimize`` leaves it alone."""
+
 
 class SensorTask:
     """See ``task.Task``."""
@@ -58,9 +63,9 @@ class SensorTask:
             f"synthetic: true generates recordings, and dataset is {job.data.dataset!r}; drop one of them",
         )
         require(
-            model.tuning == "full" or model.model_name_or_path is not None,
-            f"tuning: {model.tuning} adapts a trained model, and there is none; use tuning: full, or give "
-            "model_name_or_path",
+            model.tuning != "lora" or model.model_name_or_path is not None,
+            "tuning: lora adapts a trained model, and there is none; use tuning: full, give model_name_or_path, or use "
+            "tuning: qlora, which packs random transformer blocks and trains all else beside their adapters",
         )
         require(model.device_map is None, "device_map places language models; for sensors use offload_linears_mb")
         require(
@@ -131,10 +136,16 @@ class SensorTask:
         )
         say_data(console, data)
         require_same_classes(job.model, data.label_names)
-        before_model_bytes = begin_model(job)
         shapes = _shapes(data)
         heads = Heads(data.label_names, data.report_words, _report_length(config, data), own.report_weight)
-        model, lines = make_trident(job.model, own, heads, shapes, job.training.device)
+        is_random, settings = config is None, job.model
+        if is_random and settings.tuning == "qlora":
+            set_seed(job.training.seed)
+            folder = random_start(settings, own, heads, shapes, default_cache_dir(job.data.cache_dir) / STARTS)
+            console.print(f"random weights that adapters will lie over: {folder}", soft_wrap=True)
+            settings = replace(settings, model_name_or_path=str(folder))
+        before_model_bytes = begin_model(job)
+        model, lines = make_trident(settings, own, heads, shapes, job.training.device)
         shapes = input_shapes(model.config, shapes)
         for line in lines:
             console.print(line, soft_wrap=True)
@@ -145,13 +156,13 @@ class SensorTask:
         parts = finish(
             job,
             console,
-            settings=job.model,
+            settings=settings,
             processor=None,
             data=data,
             model=model,
             collator=SensorCollator(shapes),
             before_model_bytes=before_model_bytes,
-            adapters=adapter_plan(model),
+            adapters=adapter_plan(model, is_random),
         )
         if own.checkpoint_branches is not None:
             blocks, where = checkpoint_every_layer(parts.model), ", ".join(own.checkpoint_branches)
