@@ -29,7 +29,7 @@ from scu_trainer.models.sensors.loading import (
     input_shapes,
     load_scored_trident,
     make_trident,
-    random_start,
+    new_trident,
     require_same_classes,
     stored_config,
     trained_label_names,
@@ -38,6 +38,7 @@ from scu_trainer.models.sensors.trident_branches import BRANCHES as MODULES
 from scu_trainer.models.sensors.trident_branches import _of_the_same_moment
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.sensors import BRANCHES, DEFAULT_BRANCHES, WITH_TRANSFORMER, SensorSettings
+from scu_trainer.train.fixtures.random_start import random_start
 from tests.recordings import SHAPES, TINY, rows_of, trident
 
 CPU = torch.device("cpu")
@@ -516,11 +517,9 @@ def test_everything_outside_of_transformer_blocks_is_named_once():
 
 
 def test_a_random_start_is_written_once_and_depends_on_the_seed(tmp_path):
-    given = (ModelSettings(tuning="qlora"), own(), Heads(NAMES), SHAPES, tmp_path)
-
     def start(seed: int) -> Path:
         torch.manual_seed(seed)
-        return random_start(*given)
+        return random_start(new_trident(ModelSettings(), own(), Heads(NAMES), SHAPES), seed, tmp_path)
 
     first, again, other = start(1), start(1), start(2)
     assert first == again != other

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from scu_trainer.data.store import built_once, digest_of
 from scu_trainer.errors import ModelError
 from scu_trainer.models.loading.load import (
     AdapterPlan,
@@ -139,8 +137,7 @@ def make_trident(
     """
     config = stored_config(settings)
     if config is None:
-        model = TridentForSensorClassification(_new_config(own, heads, shapes)).to(_dtype(settings))
-        return model, ["TRIDENT, from scratch"]
+        return new_trident(settings, own, heads, shapes), ["TRIDENT, from scratch"]
     _require_takes(config, shapes)
     model = _loaded(settings, own, config, heads, device)
     lines = [f"{settings.model_name_or_path}: TRIDENT with {', '.join(config.branches)}"]
@@ -173,17 +170,11 @@ def load_scored_trident(settings: ModelSettings, own: SensorSettings, heads: Hea
     return model if settings.tuning == "qlora" else model.to(device)
 
 
-def random_start(settings: ModelSettings, own: SensorSettings, heads: Heads, shapes: Shapes, folder: Path) -> Path:
-    """Write a TRIDENT from scratch into a folder inside of ``folder``, named by what it is made of, unless it is there:
-    adapters need the weights that they lie over for as long as they are used. Its numbers are those of torch's seed."""
-    import torch
-    import transformers
-
-    config = _new_config(own, heads, shapes)
-    made_of = [config.to_diff_dict(), str(_dtype(settings)), torch.initial_seed()]
-    name = digest_of(json.loads(json.dumps(made_of, default=str)), torch.__version__, transformers.__version__)
-    model = TridentForSensorClassification(config).to(_dtype(settings))
-    return built_once(folder / f"trident-{name[:12]}", model.save_pretrained)
+def new_trident(
+    settings: ModelSettings, own: SensorSettings, heads: Heads, shapes: Shapes
+) -> TridentForSensorClassification:
+    """From scratch, on the CPU."""
+    return TridentForSensorClassification(_new_config(own, heads, shapes)).to(_dtype(settings))
 
 
 def adapter_plan(model: TridentForSensorClassification, is_random: bool = False) -> AdapterPlan:

@@ -25,7 +25,7 @@ from scu_trainer.models.sensors.loading import (
     input_shapes,
     load_scored_trident,
     make_trident,
-    random_start,
+    new_trident,
     require_same_classes,
     stored_config,
     trained_label_names,
@@ -38,15 +38,13 @@ from scu_trainer.train.evaluation.classification import (
     score_samples,
 )
 from scu_trainer.train.evaluation.scoring import DocumentScores
+from scu_trainer.train.fixtures.random_start import random_start
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, say_data
 
 MEBIBYTE = 2**20
-
-STARTS = "starts"
-"""Folder of the cache with random weights that adapters lie over. ``scu-trainer hardware optimize`` leaves it alone."""
 
 
 class SensorTask:
@@ -141,7 +139,8 @@ class SensorTask:
         is_random, settings = config is None, job.model
         if is_random and settings.tuning == "qlora":
             set_seed(job.training.seed)
-            folder = random_start(settings, own, heads, shapes, default_cache_dir(job.data.cache_dir) / STARTS)
+            start = new_trident(settings, own, heads, shapes)
+            folder = random_start(start, job.training.seed, default_cache_dir(job.data.cache_dir))
             console.print(f"random weights that adapters will lie over: {folder}", soft_wrap=True)
             settings = replace(settings, model_name_or_path=str(folder))
         before_model_bytes = begin_model(job)
