@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from scu_trainer.errors import nearest
 from scu_trainer.settings.base import check_fields, option, require
@@ -81,6 +82,9 @@ class SensorSettings:
         "tuning: qlora: parts whose transformer blocks are stored in 4 or 8 bits, of "
         f"{', '.join(WITH_TRANSFORMER)}; default: all that the model has",
     )
+    branch_devices: Optional[Union[dict, str]] = option(
+        None, 'branches that lie and are computed on a device of their own, for instance {"geometry": "cpu"}'
+    )
     offload_linears_mb: Optional[float] = option(
         None,
         "tuning: lora: frozen linear layers of at least this many MiB lie in main memory, or in "
@@ -99,13 +103,14 @@ class SensorSettings:
                 object.__setattr__(self, name, _ordered(name, getattr(self, name), names))
         if self.branches != list(DEFAULT_BRANCHES):  # else a trained model may bring its own
             self.check_parts()
+        object.__setattr__(self, "branch_devices", _devices(self.branch_devices))
         self._check_sizes()
         self._check_offloading()
 
     def check_parts(self) -> None:
         """Raise SettingsError where a list names a branch that is none of ``branches``."""
         there = (*self.branches, FUSION)
-        for name in ("checkpoint_branches", "frozen_branches", "quantized_branches"):
+        for name in ("checkpoint_branches", "frozen_branches", "quantized_branches", "branch_devices"):
             for part in getattr(self, name) or ():
                 require(part in there, f"{name} has {part!r}, and the model has {', '.join(there)}; drop {part}")
 
@@ -137,6 +142,22 @@ class SensorSettings:
             "offload_linears_folder is where offload_linears_mb puts linear layers, and that is not set; "
             "add offload_linears_mb, for instance 16",
         )
+
+
+def _devices(given: Any) -> Optional[dict[str, str]]:
+    """As a file gives them, or as JSON of a flag."""
+    if given is None:
+        return None
+    example = 'give something like {"geometry": "cpu"}'
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        found = given
+    require(isinstance(found, dict) and bool(found), f"branch_devices is {given!r}; {example}")
+    for branch, device in found.items():
+        _ordered("branch_devices", branch, tuple(BRANCHES))
+        require(isinstance(device, str), f"branch_devices has {device!r} for {branch}; {example}")
+    return found
 
 
 def _ordered(name: str, found: Any, allowed: tuple[str, ...]) -> list[str]:

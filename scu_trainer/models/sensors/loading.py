@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import ModelError
+from scu_trainer.models.loading.dispatch import Free, Placement, place
 from scu_trainer.models.loading.load import (
     AdapterPlan,
     as_model_error,
@@ -22,12 +23,13 @@ from scu_trainer.models.quantize import compute_dtype_of, prepare_quantized, qua
 from scu_trainer.models.sensors.configuration_trident import TridentConfig
 from scu_trainer.models.sensors.modeling_trident import TridentForSensorClassification
 from scu_trainer.run_files import read_json
-from scu_trainer.settings import ModelSettings
+from scu_trainer.settings import MemorySettings, ModelSettings
 from scu_trainer.settings.sensors import BRANCHES, DEFAULT_BRANCHES, SensorSettings
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from transformers import BitsAndBytesConfig
 
 HEAD, REPORT = "classifier", "report"
 VECTORS = ("kinematics", "geometry")
@@ -129,9 +131,15 @@ def input_shapes(config: TridentConfig, shapes: Shapes) -> dict[str, tuple[int, 
 
 
 def make_trident(
-    settings: ModelSettings, own: SensorSettings, heads: Heads, shapes: Shapes, device: torch.device
+    settings: ModelSettings,
+    own: SensorSettings,
+    heads: Heads,
+    shapes: Shapes,
+    device: torch.device,
+    placement: Optional[Placement] = None,
 ) -> tuple[TridentForSensorClassification, list[str]]:
-    """From scratch, or loaded with ``heads``; on the CPU but for ``tuning: qlora``. Beside it lines for a person.
+    """From scratch, or loaded with ``heads``; on the CPU but for ``tuning: qlora`` and a ``placement``. Beside it lines
+    for a person.
 
     Raises ModelError where the files do not hold such a model, or where it takes other recordings.
     """
@@ -139,7 +147,7 @@ def make_trident(
     if config is None:
         return new_trident(settings, own, heads, shapes), ["TRIDENT, from scratch"]
     _require_takes(config, shapes)
-    model = _loaded(settings, own, config, heads, device)
+    model = _loaded(settings, own, config, heads, device, placement)
     lines = [f"{settings.model_name_or_path}: TRIDENT with {', '.join(config.branches)}"]
     if label_names_of(config) != list(heads.label_names):
         count = len(heads.label_names)
@@ -147,6 +155,21 @@ def make_trident(
     if heads.report_words and not config.report_words:
         lines.append(f"a head for reports is new: {len(heads.report_words)} words")
     return model, lines
+
+
+def plan_trident_placement(
+    settings: ModelSettings, own: SensorSettings, memory: MemorySettings, free: Free, device: torch.device
+) -> Optional[Placement]:
+    """Where ``device_map`` puts the weights of a stored model, heads aside, known before any is loaded; None without
+    it. Raises a UserError where they do not fit or could not be trained there."""
+    from transformers import AutoModelForSequenceClassification
+
+    if settings.device_map is None:
+        return None
+    config = stored_config(settings)
+    there = replace(settings, model_name_or_path=located(base_of(Path(located(settings.model_name_or_path)))))
+    packing = _packing(settings, own, config, device)
+    return place(there, memory, free, packing, AutoModelForSequenceClassification, kept=(HEAD, REPORT))
 
 
 def load_scored_trident(settings: ModelSettings, own: SensorSettings, heads: Heads, shapes: Shapes) -> nn.Module:
@@ -219,9 +242,21 @@ def _require_takes(config: TridentConfig, shapes: Shapes) -> None:
 
 
 def _loaded(
-    settings: ModelSettings, own: SensorSettings, config: TridentConfig, heads: Heads, device: torch.device
+    settings: ModelSettings,
+    own: SensorSettings,
+    config: TridentConfig,
+    heads: Heads,
+    device: torch.device,
+    placement: Optional[Placement] = None,
 ) -> TridentForSensorClassification:
     name = base_of(Path(located(settings.model_name_or_path)))
+    folder = None if placement is None else placement.private_folder()
+    packing = _packing(settings, own, config, device)
+    given: dict[str, Any] = {} if packing is None else {"quantization_config": packing}
+    if settings.tuning == "qlora":
+        given["device_map"] = {"": device}
+    if placement is not None:
+        given |= placement.arguments(folder)
     with as_model_error(name, "model"):
         require_safe_weights(located(name), settings)
         model, report = TridentForSensorClassification.from_pretrained(
@@ -231,9 +266,10 @@ def _loaded(
             use_safetensors=safetensors_only(settings),
             ignore_mismatched_sizes=True,  # they are in the report, with their names
             output_loading_info=True,
-            **_packing(settings, own, config, device),
+            **given,
             **heads.fields(),
         )
+    model.offload_folder = folder  # there as long as the model is
     lacking = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
     new = (f"{HEAD}.", *([] if config.report_words else [f"{REPORT}."]))
     inside = [key for key in lacking if not key.startswith(new)]
@@ -247,12 +283,12 @@ def _loaded(
 
 def _packing(
     settings: ModelSettings, own: SensorSettings, config: TridentConfig, device: torch.device
-) -> dict[str, Any]:
+) -> Optional[BitsAndBytesConfig]:
     """What makes ``from_pretrained`` store the linear layers of the transformer blocks in 4 or 8 bits."""
     import torch
 
     if settings.tuning != "qlora":
-        return {}
+        return None
     with torch.device("meta"):
         skeleton = TridentForSensorClassification(config)
     packing = quantization_config(settings, skeleton, compute_dtype_of(settings, device))
@@ -262,4 +298,4 @@ def _packing(
         packing.llm_int8_skip_modules += [
             name for name in skeleton.transformer_linears() if id(skeleton.get_submodule(name)) in whole
         ]
-    return {"device_map": {"": device}, **({} if packing is None else {"quantization_config": packing})}
+    return packing

@@ -39,7 +39,7 @@ class TridentPreTrainedModel(PreTrainedModel):
 
     config_class = TridentConfig
     base_model_prefix = "trident"
-    _no_split_modules = ("TransformerLayer", "FrameConvolution")
+    _no_split_modules = ("TransformerLayer", "FrameConvolution", "Fusion")
     _supports_sdpa = True
     accepts_loss_kwargs = True  # the Trainer looks for **kwargs only, and this forward names what it takes
 

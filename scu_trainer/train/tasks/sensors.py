@@ -15,6 +15,7 @@ from scu_trainer.data.samples import PreparedSamples
 from scu_trainer.data.sensors.collate import SensorCollator
 from scu_trainer.data.sensors.data import prepare_sensors
 from scu_trainer.models.checkpointing import checkpoint_every_layer
+from scu_trainer.models.loading.dispatch import check_limits, refuse_unsound
 from scu_trainer.models.loading.offload_linears import offload_linears
 from scu_trainer.models.quantize import require_quantization
 from scu_trainer.models.sensors import TridentConfig, TridentForSensorClassification
@@ -26,10 +27,12 @@ from scu_trainer.models.sensors.loading import (
     load_scored_trident,
     make_trident,
     new_trident,
+    plan_trident_placement,
     require_same_classes,
     stored_config,
     trained_label_names,
 )
+from scu_trainer.models.sensors.placing import device_refusal, place_branches
 from scu_trainer.settings.base import require
 from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
 from scu_trainer.train.evaluation.classification import (
@@ -40,7 +43,7 @@ from scu_trainer.train.evaluation.classification import (
 from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.fixtures.random_start import random_start
 from scu_trainer.train.job.components import TrainingComponents
-from scu_trainer.train.job.job import Job
+from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, say_data
 
@@ -65,7 +68,8 @@ class SensorTask:
             "tuning: lora adapts a trained model, and there is none; use tuning: full, give model_name_or_path, or use "
             "tuning: qlora, which packs random transformer blocks and trains all else beside their adapters",
         )
-        require(model.device_map is None, "device_map places language models; for sensors use offload_linears_mb")
+        refuse_unsound(model, job.training)
+        check_limits(model, job.memory, len(cuda_bytes(job.training)))
         require(
             own.checkpoint_branches is None or not checkpoints(job),
             "checkpoint_every_layer covers all branches, and checkpoint_branches names some; drop one of them",
@@ -78,6 +82,32 @@ class SensorTask:
             )
         self._check_parts(job)
         self._check_offloading(job)
+        self._check_devices(job)
+
+    def _check_devices(self, job: Job) -> None:
+        devices, model, training = job.own.branch_devices, job.model, job.training
+        if devices is None:
+            return
+        others = {"device_map": model.device_map, "offload_linears_mb": job.own.offload_linears_mb}
+        for name, value in others.items():
+            require(value is None, f"branch_devices and {name} both decide where weights lie; drop one of them")
+        require(
+            model.tuning != "qlora",
+            "branch_devices moves layers in full precision, and tuning is qlora, which packs them where they are "
+            "computed; use tuning: full or lora, or drop branch_devices",
+        )
+        require(
+            training.world_size == 1 and not training.deepspeed and not training.fsdp,
+            "branch_devices is for one process without DeepSpeed or FSDP, which place weights themselves; drop it",
+        )
+        require(
+            not training.torch_compile,
+            "branch_devices moves tensors in hooks that torch.compile cannot trace; set torch_compile: false, or drop "
+            "branch_devices",
+        )
+        for branch, device in devices.items():
+            refusal = device_refusal(device)
+            require(refusal is None, f"branch_devices puts {branch} on {device}: {refusal}")
 
     def _check_parts(self, job: Job) -> None:
         model, own = job.model, job.own
@@ -137,20 +167,27 @@ class SensorTask:
         shapes = _shapes(data)
         heads = Heads(data.label_names, data.report_words, _report_length(config, data), own.report_weight)
         is_random, settings = config is None, job.model
-        if is_random and settings.tuning == "qlora":
+        if is_random and (settings.tuning == "qlora" or settings.device_map is not None):
             set_seed(job.training.seed)
             start = new_trident(settings, own, heads, shapes)
             folder = random_start(start, job.training.seed, default_cache_dir(job.data.cache_dir))
-            console.print(f"random weights that adapters will lie over: {folder}", soft_wrap=True)
+            console.print(f"random weights to begin with: {folder}", soft_wrap=True)
             settings = replace(settings, model_name_or_path=str(folder))
+        device = job.training.device
+        placement = plan_trident_placement(settings, own, job.memory, free_memory(job.training), device)
+        if placement is not None:
+            saves = checkpoints(job) or own.checkpoint_branches is not None
+            console.print(placement.line(saves), soft_wrap=True)
         before_model_bytes = begin_model(job)
-        model, lines = make_trident(settings, own, heads, shapes, job.training.device)
+        model, lines = make_trident(settings, own, heads, shapes, device, placement)
         shapes = input_shapes(model.config, shapes)
         for line in lines:
             console.print(line, soft_wrap=True)
         for name in own.frozen_branches or ():
             model.parts()[name].requires_grad_(False)
         model.checkpointed = None if own.checkpoint_branches is None else tuple(own.checkpoint_branches)
+        if own.branch_devices is not None:
+            console.print(place_branches(model, own.branch_devices, device), soft_wrap=True)
         self._offload(job, model, console)
         parts = finish(
             job,
