@@ -35,10 +35,10 @@ export TOKENIZERS_PARALLELISM = false
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help deps verify-install plan background check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map train-resnet train-efficientnet train-gru train-sensors compare regressions test test-fast test-cpu test-smoke coverage lint
+.PHONY: help deps verify-install plan background check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map train-resnet train-efficientnet train-gru train-sensors train-sensors-deepspeed train-sensors-device-map train-sensors-qlora compare regressions test test-fast test-cpu test-smoke coverage lint
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-25s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 deps: $(STAMP) ## install everything into .venv, once (about 2 minutes)
 
@@ -86,6 +86,15 @@ train-gru: $(STAMP) ## CADENCE, a GRU language model over words and their catego
 
 train-sensors: $(STAMP) ## TRIDENT, a classifier of video, infrared and motion, on generated recordings
 	$(BIN)/python scripts/train.py --config recipes/sensors.yaml $(ARGS)
+
+train-sensors-deepspeed: $(STAMP) ## the same with ZeRO-2 and the optimizer in main memory, started by deepspeed; ARGS="--max_steps 5" is a look
+	$(BIN)/scu-trainer launch deepspeed --processes '$(PROCESSES)' --config recipes/sensors.yaml --deepspeed ds_configs/zero2_offload.json --output_dir runs/sensors_deepspeed $(ARGS)
+
+train-sensors-device-map: $(STAMP) ## the same with its weights spread over the GPUs of one process (and, for adapters, main memory and disk)
+	$(BIN)/python scripts/train.py --config recipes/sensors.yaml --device_map auto --output_dir runs/sensors_device_map $(ARGS)
+
+train-sensors-qlora: $(STAMP) ## the same with transformer blocks in 4 bits beside adapters, all else in full precision and trained
+	$(BIN)/python scripts/train.py --config recipes/sensors.yaml --tuning qlora --output_dir runs/sensors_qlora $(ARGS)
 
 compare: $(STAMP) ## controllers against each other on embedded data, equal tokens, 3 seeds: table and verdict (see docs/compare.md)
 	$(BIN)/python scripts/compare_controllers.py --config recipes/compare.yaml --output_dir runs/compare $(ARGS)

@@ -94,6 +94,21 @@ def test_make_lists_every_target():
         ),
         ("train-qlora", ".venv/bin/python scripts/train.py --config recipes/qlora.yaml --x 1"),
         ("train-device-map", ".venv/bin/python scripts/train.py --config recipes/device_map.yaml --x 1"),
+        (
+            "train-sensors-deepspeed",
+            ".venv/bin/scu-trainer launch deepspeed --processes '' --config recipes/sensors.yaml"
+            " --deepspeed ds_configs/zero2_offload.json --output_dir runs/sensors_deepspeed --x 1",
+        ),
+        (
+            "train-sensors-device-map",
+            ".venv/bin/python scripts/train.py --config recipes/sensors.yaml --device_map auto"
+            " --output_dir runs/sensors_device_map --x 1",
+        ),
+        (
+            "train-sensors-qlora",
+            ".venv/bin/python scripts/train.py --config recipes/sensors.yaml --tuning qlora"
+            " --output_dir runs/sensors_qlora --x 1",
+        ),
         ("test-cpu", "CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n 2 --dist loadfile --x 1"),
         (
             "coverage",

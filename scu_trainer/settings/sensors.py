@@ -101,9 +101,9 @@ class SensorSettings:
         for name, names in allowed.items():
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _ordered(name, getattr(self, name), names))
+        object.__setattr__(self, "branch_devices", _devices(self.branch_devices))
         if self.branches != list(DEFAULT_BRANCHES):  # else a trained model may bring its own
             self.check_parts()
-        object.__setattr__(self, "branch_devices", _devices(self.branch_devices))
         self._check_sizes()
         self._check_offloading()
 

@@ -521,7 +521,7 @@ REFUSED = [
     ({"quantized_branches": "visible"}, "quantized_branches is for tuning: qlora, and tuning is full"),
     ({"tuning": "lora"}, "tuning: lora adapts a trained model, and there is none"),
     ({"synthetic": "true"}, "synthetic: true generates recordings, and dataset is"),
-    ({"device_map": "auto"}, "use offload_linears_mb"),
+    ({"device_map": "auto", "torch_compile": "true"}, "device_map auto fetches weights in hooks that torch.compile"),
     (
         {"checkpoint_every_layer": "true", "checkpoint_branches": "visible"},
         "checkpoint_every_layer covers all branches",

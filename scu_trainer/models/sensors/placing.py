@@ -35,9 +35,11 @@ def place_branches(model: TridentForSensorClassification, devices: Mapping[str, 
     """Put branches on their device and all else on ``main``; a line for a person. Each device must hold numbers, see
     ``device_refusal``."""
     move_rest(model, main)
+    # The Trainer and accelerate leave a model with such a map where it is. Devices and not their names: "cpu" would mean
+    # weights that are only kept there.
+    model.hf_device_map = {"": main}
     for name, device in devices.items():
         hook = AlignDevicesHook(execution_device=torch.device(device), io_same_device=True, place_submodules=True)
         add_hook_to_module(model.trident.branches[name], hook)
-    # The Trainer and accelerate leave a model with such a map where it is.
-    model.hf_device_map = {"": str(main), **{f"trident.branches.{name}": device for name, device in devices.items()}}
+        model.hf_device_map[f"trident.branches.{name}"] = torch.device(device)
     return f"branches: {', '.join(f'{name} on {device}' for name, device in devices.items())}; all else on {main}"
