@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
+from scu_trainer.cli.machine.optimize import CACHE_KINDS
 from scu_trainer.data.sensors.collate import SensorCollator, mask_name
 from scu_trainer.data.sensors.synthetic import synthetic
 from scu_trainer.errors import ModelError
@@ -522,6 +523,7 @@ def test_a_random_start_is_written_once_and_depends_on_the_seed(tmp_path):
         return random_start(new_trident(ModelSettings(), own(), Heads(NAMES), SHAPES), seed, tmp_path)
 
     first, again, other = start(1), start(1), start(2)
+    assert first.parent.name not in CACHE_KINDS  # nobody could make the adapters' base again who removes it
     assert first == again != other
     one, two = (load_file(folder / "model.safetensors") for folder in (first, other))
     assert one.keys() == two.keys() and not torch.equal(one["classifier.weight"], two["classifier.weight"])

@@ -236,6 +236,22 @@ def test_micro_batches_with_reports_are_exact(tmp_path, written, weight):
         assert error_of(ours, theirs) < 2e-5
 
 
+def test_the_curriculum_sees_the_loss_of_class_and_report(tmp_path, written):
+    """And may weigh rows by it: the sum of what each row gives is the loss."""
+    data, head = written
+    given = {"train_dataset": data.train, "data_collator": collator(), "curriculum": CurriculumSettings("infobatch")}
+    changes = {"per_device_train_batch_size": 6, "max_steps": -1, "num_train_epochs": 4, "learning_rate": 0.0}
+    trainer = SCUTrainer(model := trident(**head, report_weight=2.0), arguments(tmp_path, **changes), **given)
+    trainer.train()
+    model.eval()
+    with torch.no_grad():
+        rows = [collator()([data.train[number]]) for number in range(len(data.train))]
+        expected = [model(**row).loss.item() for row in rows]
+        of_classes = [model(**{**row, "report_ids": None}).loss.item() for row in rows]
+    assert trainer.difficulty.scores.tolist() == pytest.approx(expected, rel=1e-4)
+    assert max(abs(one - two) for one, two in zip(expected, of_classes, strict=True)) > 1
+
+
 def test_reports_are_learned_word_for_word(tmp_path):
     """The report follows from the class here, so a model that knows the class can write it."""
     data = prepared(SYNTHETIC, tmp_path, own={"branches": ["cooling", "geometry"], "sensor_samples": 480} | REPORTS)

@@ -122,9 +122,11 @@ def mask_name(item: str) -> str:
 @dataclass
 class TridentOutput(SequenceClassifierOutput):
     """``report_scores`` (rows, 3), float32: of each row's report its loss in nats, its words with the end, and 1 where
-    the likeliest word was right at each place, so that ``generate_report`` writes just this text."""
+    the likeliest word was right at each place, so that ``generate_report`` writes just this text. ``losses`` (rows,):
+    of class and report together."""
 
     report_scores: Optional[Tensor] = None
+    losses: Optional[Tensor] = None
 
 
 class TridentForSensorClassification(TridentPreTrainedModel):
@@ -192,19 +194,18 @@ class TridentForSensorClassification(TridentPreTrainedModel):
         scores = None
         if self.report is not None and report_ids is not None:
             scores = report_scores(self.report(collected, report_ids[:, :-1].clamp(min=0)), report_ids[:, 1:])
-        loss = None if labels is None else self._loss(logits, labels, scores, num_items_in_batch)
-        output = TridentOutput(loss=loss, logits=logits, report_scores=scores)
+        loss = losses = None
+        if labels is not None and scores is None:
+            loss = _class_loss(logits, labels, num_items_in_batch)
+        elif labels is not None:
+            losses = self._row_losses(logits, labels, scores)
+            loss = losses.mean() if num_items_in_batch is None else losses.sum() / num_items_in_batch
+        output = TridentOutput(loss=loss, logits=logits, report_scores=scores, losses=losses)
         return output.to_tuple() if return_dict is False else output
 
-    def _loss(
-        self, logits: Tensor, labels: Tensor, scores: Optional[Tensor], num_items_in_batch: Optional[Tensor]
-    ) -> Tensor:
-        reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = functional.cross_entropy(logits.float(), labels, reduction=reduction)
-        if scores is not None:
-            by_row = scores[:, 0] / scores[:, 1].clamp(min=1)
-            loss = loss + self.config.report_weight * (by_row.mean() if reduction == "mean" else by_row.sum())
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+    def _row_losses(self, logits: Tensor, labels: Tensor, scores: Tensor) -> Tensor:
+        of_classes = functional.cross_entropy(logits.float(), labels, reduction="none")
+        return of_classes + self.config.report_weight * scores[:, 0] / scores[:, 1].clamp(min=1)
 
     @torch.no_grad()
     def generate_report(self, **inputs: Tensor) -> list[str]:
@@ -245,6 +246,12 @@ class TridentForSensorClassification(TridentPreTrainedModel):
         bits may hold."""
         linears = (name for name, module in self.trident.named_modules() if isinstance(module, nn.Linear))
         return [f"trident.{name}" for name in linears if ".layers." in name]
+
+
+def _class_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Optional[Tensor]) -> Tensor:
+    if num_items_in_batch is None:
+        return functional.cross_entropy(logits.float(), labels)
+    return functional.cross_entropy(logits.float(), labels, reduction="sum") / num_items_in_batch
 
 
 TridentConfig.register_for_auto_class()

@@ -35,8 +35,8 @@ def place_branches(model: TridentForSensorClassification, devices: Mapping[str, 
     """Put branches on their device and all else on ``main``; a line for a person. Each device must hold numbers, see
     ``device_refusal``."""
     move_rest(model, main)
-    # The Trainer and accelerate leave a model with such a map where it is. Devices and not their names: "cpu" would mean
-    # weights that are only kept there.
+    # The Trainer and accelerate leave a model with such a map where it is. Devices and not their names: "cpu" would
+    # mean weights that are only kept there.
     model.hf_device_map = {"": main}
     for name, device in devices.items():
         hook = AlignDevicesHook(execution_device=torch.device(device), io_same_device=True, place_submodules=True)
