@@ -18,16 +18,26 @@ PROCESSES ?=
 # Tests run in so many processes, a file of tests in one of them; `make test WORKERS=0` runs them in one.
 WORKERS ?= 2
 
-# Tests for while one works: rooms that train nothing, and one training by the command per task.
+# One training by the command per task.
+TRAININGS := tests/cli/test_train.py::test_a_run_writes_what_the_contract_promises \
+	'tests/cli/test_recipes.py::test_a_recipe_of_another_task_trains[resnet.yaml]' \
+	tests/train/test_words.py::test_the_command_trains_with_all_loops \
+	tests/train/test_sensors.py::test_the_command_trains_and_writes_a_run
+
+# Tests for while one works: rooms that train nothing, and the trainings above.
 FAST := tests/control tests/hardware --ignore=tests/hardware/test_heap.py tests/report \
 	$(patsubst %,tests/test_%.py,docs import_arrows run_files safe_paths secrets settings) \
 	$(patsubst %,tests/data/test_%.py,collate encode images numbered odd_files packing samplers sensors) \
 	$(patsubst %,tests/data/test_%.py,sources store stream tokenizer) \
 	$(patsubst %,tests/runs/test_%.py,budget comparison_plan launch process queue state variants) \
-	tests/cli/test_train.py::test_a_run_writes_what_the_contract_promises \
-	'tests/cli/test_recipes.py::test_a_recipe_of_another_task_trains[resnet.yaml]' \
-	tests/train/test_words.py::test_the_command_trains_with_all_loops \
-	tests/train/test_sensors.py::test_the_command_trains_and_writes_a_run
+	$(TRAININGS)
+
+# What shows that a machine without a GPU trains: a few steps of every task, and of every way to use less memory.
+SMOKE := $(TRAININGS) tests/cli/test_recipes.py::test_a_recipe_trains \
+	$(patsubst %,tests/train/test_sensors.py::test_%,all_branches_train_by_the_command \
+	the_command_learns_reports_and_tells_how_well qlora_over_random_weights_trains_all_but_the_packed_blocks) \
+	$(patsubst %,tests/train/test_sensors_placed.py::test_%,a_model_that_fits_is_trained_the_same_with_a_device_map \
+	adapters_over_weights_on_disk_are_adapters_over_weights_in_memory deepspeed_trains_what_plain_python_trains)
 
 # Tokenizers warn once per fork otherwise; data loading forks after tokenizing.
 export TOKENIZERS_PARALLELISM = false
@@ -35,10 +45,10 @@ export TOKENIZERS_PARALLELISM = false
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help deps verify-install plan background check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map train-resnet train-efficientnet train-gru train-sensors compare regressions test test-fast test-cpu test-smoke coverage lint
+.PHONY: help deps verify-install plan background check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map train-resnet train-efficientnet train-gru train-sensors train-sensors-deepspeed train-sensors-device-map train-sensors-qlora compare regressions test test-fast test-cpu test-smoke coverage lint
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-25s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 deps: $(STAMP) ## install everything into .venv, once (about 2 minutes)
 
@@ -87,6 +97,15 @@ train-gru: $(STAMP) ## CADENCE, a GRU language model over words and their catego
 train-sensors: $(STAMP) ## TRIDENT, a classifier of video, infrared and motion, on generated recordings
 	$(BIN)/python scripts/train.py --config recipes/sensors.yaml $(ARGS)
 
+train-sensors-deepspeed: $(STAMP) ## the same with ZeRO-2 and the optimizer in main memory, started by deepspeed; ARGS="--max_steps 5" is a look
+	$(BIN)/scu-trainer launch deepspeed --processes '$(PROCESSES)' --config recipes/sensors.yaml --deepspeed ds_configs/zero2_offload.json --output_dir runs/sensors_deepspeed $(ARGS)
+
+train-sensors-device-map: $(STAMP) ## the same with its weights spread over the GPUs of one process (and, for adapters, main memory and disk)
+	$(BIN)/python scripts/train.py --config recipes/sensors.yaml --device_map auto --output_dir runs/sensors_device_map $(ARGS)
+
+train-sensors-qlora: $(STAMP) ## the same with transformer blocks in 4 bits beside adapters, all else in full precision and trained
+	$(BIN)/python scripts/train.py --config recipes/sensors.yaml --tuning qlora --output_dir runs/sensors_qlora $(ARGS)
+
 compare: $(STAMP) ## controllers against each other on embedded data, equal tokens, 3 seeds: table and verdict (see docs/compare.md)
 	$(BIN)/python scripts/compare_controllers.py --config recipes/compare.yaml --output_dir runs/compare $(ARGS)
 
@@ -99,8 +118,8 @@ test: $(STAMP) $(BROWSER) ## run the tests; ARGS="-k resume" adds pytest flags
 test-fast: $(STAMP) $(BROWSER) ## less than a minute: rooms that train nothing, and one training by the command per task
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(FAST) $(ARGS)
 
-test-cpu: $(STAMP) $(BROWSER) ## run the tests as on a machine without a GPU
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+test-cpu: $(STAMP) ## about a minute: a few steps of every task on the CPU, also where there is a GPU
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(SMOKE) $(ARGS)
 
 test-smoke: $(STAMP) ## every memory-efficient path for a few real steps: peak memory, step time, loss (about 10 minutes)
 	$(BIN)/scu-trainer variants $(ARGS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from scu_trainer.data.sensors.data import prepare_sensors
-from scu_trainer.data.sensors.format import FORMS, MANIFEST, Recording, write_recordings
+from scu_trainer.data.sensors.format import FORMS, MANIFEST, Recording, with_time_first, write_recordings
 from scu_trainer.data.sensors.synthetic import synthetic
 from scu_trainer.models.sensors import TridentConfig, TridentForSensorClassification
 from scu_trainer.settings import DataSettings
@@ -57,11 +57,16 @@ def rows_of(recordings: Iterable[Recording]) -> list[dict]:
     """As a dataset gives them to the collator."""
     rows = []
     for recording in recordings:
-        arrays = dict(recording.arrays)
-        if "visible" in arrays:
-            arrays["visible"] = arrays["visible"].transpose(0, 3, 1, 2)
+        arrays = {name: with_time_first(name, array) for name, array in recording.arrays.items()}
         rows.append({**{name: arrays[name] for name in FORMS if name in arrays}, "labels": recording.label})
     return rows
 
 
-SHAPES = {"visible": (3, 16, 16), "infrared": (12, 12), "cooling_curve": (), "kinematics": (6,)}
+SHAPES = {
+    "visible": (3, 16, 16),
+    "infrared": (12, 12),
+    "cooling_curve": (),
+    "kinematics": (6,),
+    "plume": (24, 24),
+    "geometry": (4,),
+}

@@ -94,7 +94,21 @@ def test_make_lists_every_target():
         ),
         ("train-qlora", ".venv/bin/python scripts/train.py --config recipes/qlora.yaml --x 1"),
         ("train-device-map", ".venv/bin/python scripts/train.py --config recipes/device_map.yaml --x 1"),
-        ("test-cpu", "CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n 2 --dist loadfile --x 1"),
+        (
+            "train-sensors-deepspeed",
+            ".venv/bin/scu-trainer launch deepspeed --processes '' --config recipes/sensors.yaml"
+            " --deepspeed ds_configs/zero2_offload.json --output_dir runs/sensors_deepspeed --x 1",
+        ),
+        (
+            "train-sensors-device-map",
+            ".venv/bin/python scripts/train.py --config recipes/sensors.yaml --device_map auto"
+            " --output_dir runs/sensors_device_map --x 1",
+        ),
+        (
+            "train-sensors-qlora",
+            ".venv/bin/python scripts/train.py --config recipes/sensors.yaml --tuning qlora"
+            " --output_dir runs/sensors_qlora --x 1",
+        ),
         (
             "coverage",
             ".venv/bin/python -m pytest -n 2 --dist loadfile --cov=scu_trainer --cov-report=term-missing --x 1",
@@ -118,14 +132,31 @@ def test_targets_install_first_and_then_run(tmp_path, target, command):
     assert make("-n", target, "ARGS=--x 1", cwd=tmp_path).stdout.splitlines() == [command]
 
 
-def test_the_fast_tests_are_there_and_train_every_task():
-    (line,) = [line for line in make("-n", "test-fast").stdout.splitlines() if "-m pytest" in line]
+def chosen_tests(target: str) -> tuple[list[list[str]], dict[str, str]]:
+    """Places of the tests that a target runs, and text of the file of each that is named."""
+    (line,) = [line for line in make("-n", target).stdout.splitlines() if "-m pytest" in line]
     words = shlex.split(line)
+    assert (words[0] == "CUDA_VISIBLE_DEVICES=") == (target == "test-cpu")
     places = [word.split("::") for word in words[words.index("loadfile") + 1 :] if not word.startswith("-")]
-    assert {"tests/control", "tests/test_settings.py"} <= {place[0] for place in places if len(place) == 1}
     assert all((ROOT / place[0]).exists() for place in places)
-    trainings = {place[1].partition("[")[0]: (ROOT / place[0]).read_text() for place in places if len(place) > 1}
-    assert len(trainings) == 4 and all(f"def {name}(" in text for name, text in trainings.items())
+    named = {place[1].partition("[")[0]: (ROOT / place[0]).read_text() for place in places if len(place) > 1}
+    assert all(f"def {name}(" in text for name, text in named.items())
+    return places, named
+
+
+def test_the_fast_tests_are_there_and_train_every_task():
+    places, trainings = chosen_tests("test-fast")
+    assert {"tests/control", "tests/test_settings.py"} <= {place[0] for place in places if len(place) == 1}
+    assert len(trainings) == 4
+
+
+def test_the_smoke_test_of_a_cpu_trains_every_task_and_every_way_to_save_memory():
+    """No whole file of tests: it stays a matter of minutes."""
+    places, trainings = chosen_tests("test-cpu")
+    assert all(len(place) == 2 for place in places)
+    assert {*chosen_tests("test-fast")[1]} < {*trainings} and "test_a_recipe_trains" in trainings
+    for way in ("qlora", "device_map", "deepspeed", "on_disk", "reports", "all_branches"):
+        assert any(way in name for name in trainings), way
 
 
 def test_an_old_or_missing_python_is_one_clear_line(tmp_path):

@@ -71,7 +71,8 @@ class SampleStatistics:
 class PreparedSamples:
     """``train``, ``eval``: map-style datasets of rows with ``labels``; ``eval`` is None if nothing is held out.
 
-    ``label_names``: by label, from 0. ``fingerprint`` names data and settings together.
+    ``label_names``: by label, from 0. ``fingerprint`` names data and settings together. ``report_words``: of recordings
+    whose rows hold ``report_ids``, the words by number.
     """
 
     train: Any
@@ -79,3 +80,4 @@ class PreparedSamples:
     statistics: SampleStatistics
     fingerprint: str
     label_names: Sequence[str]
+    report_words: Sequence[str] = ()

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from scu_trainer.errors import nearest
 from scu_trainer.settings.base import check_fields, option, require
 
-BRANCHES = ("visible", "infrared", "kinematics")
-"""In the order of the columns of a branch mask."""
+BRANCHES = {
+    "visible": ("visible",),
+    "infrared": ("infrared", "cooling_curve"),
+    "kinematics": ("kinematics",),
+    "dual_vision": ("visible", "infrared"),
+    "plume": ("plume",),
+    "cooling": ("cooling_curve",),
+    "geometry": ("geometry",),
+}
+"""Arrays of a recording that each branch reads; in the order of the columns of a branch mask."""
+
+DEFAULT_BRANCHES = ("visible", "infrared", "kinematics")
+
+FUSION = "fusion"
+"""Stands beside the branches where parts of the model are named."""
+
+WITH_TRANSFORMER = ("visible", "kinematics", FUSION)
+"""Parts whose linear layers adapters go on, and that 4 or 8 bits may hold."""
 
 SYNTHETIC = "synthetic_sensors"
 
@@ -35,7 +52,9 @@ class SensorSettings:
         None, "number of classes; default: those found in the manifest, 9 for synthetic recordings (a square number)"
     )
     branches: Optional[list[str]] = option(
-        None, f"sensors that the model looks at, of {', '.join(BRANCHES)}; default: all of them"
+        None,
+        f"what the model looks at, of {', '.join(BRANCHES)}; default: {', '.join(DEFAULT_BRANCHES)}, or those of the "
+        "trained model",
     )
     sensor_samples: int = option(1500, "synthetic recordings that are generated, before the split")
     sensor_missing_share: float = option(0.1, "synthetic recordings: share that lacks one of its branches")
@@ -43,11 +62,28 @@ class SensorSettings:
     sensor_layers: int = option(2, "transformer layers of the visible and of the kinematics branch")
     sensor_fusion_layers: int = option(2, "cross-attention layers that join the branches")
     sensor_heads: int = option(4, "attention heads")
-    sensor_channels: int = option(16, "channels of the first convolution of visible and infrared")
+    sensor_channels: int = option(16, "channels of the first convolution of a branch that looks at frames")
     sensor_patch: int = option(4, "kinematics: points of time that make one token")
     sensor_dropout: float = option(0.0, "dropout inside the transformers")
+    report_head: bool = option(
+        False, "also learn to write the short text that recordings have as their report; a trained model keeps its head"
+    )
+    report_weight: Optional[float] = option(
+        None, "of the loss of the report (nats per word) beside that of the class; default: 1, or the trained model's"
+    )
     checkpoint_branches: Optional[list[str]] = option(
         None, "branches (and fusion) whose blocks keep only their inputs and compute the rest again in backward"
+    )
+    frozen_branches: Optional[list[str]] = option(
+        None, "tuning: full: branches (and fusion) of a trained model that stay as they are"
+    )
+    quantized_branches: Optional[list[str]] = option(
+        None,
+        "tuning: qlora: parts whose transformer blocks are stored in 4 or 8 bits, of "
+        f"{', '.join(WITH_TRANSFORMER)}; default: all that the model has",
+    )
+    branch_devices: Optional[Union[dict, str]] = option(
+        None, 'branches that lie and are computed on a device of their own, for instance {"geometry": "cpu"}'
     )
     offload_linears_mb: Optional[float] = option(
         None,
@@ -58,15 +94,25 @@ class SensorSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        wanted = BRANCHES if self.branches is None else self.branches
-        object.__setattr__(self, "branches", _ordered("branches", wanted, BRANCHES))
-        if self.checkpoint_branches is not None:
-            allowed = (*self.branches, "fusion")
-            object.__setattr__(
-                self, "checkpoint_branches", _ordered("checkpoint_branches", self.checkpoint_branches, allowed)
-            )
+        wanted = DEFAULT_BRANCHES if self.branches is None else self.branches
+        object.__setattr__(self, "branches", _ordered("branches", wanted, tuple(BRANCHES)))
+        parts = (*BRANCHES, FUSION)
+        allowed = {"checkpoint_branches": parts, "frozen_branches": parts, "quantized_branches": WITH_TRANSFORMER}
+        for name, names in allowed.items():
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _ordered(name, getattr(self, name), names))
+        object.__setattr__(self, "branch_devices", _devices(self.branch_devices))
+        if self.branches != list(DEFAULT_BRANCHES):  # else a trained model may bring its own
+            self.check_parts()
         self._check_sizes()
         self._check_offloading()
+
+    def check_parts(self) -> None:
+        """Raise SettingsError where a list names a branch that is none of ``branches``."""
+        there = (*self.branches, FUSION)
+        for name in ("checkpoint_branches", "frozen_branches", "quantized_branches", "branch_devices"):
+            for part in getattr(self, name) or ():
+                require(part in there, f"{name} has {part!r}, and the model has {', '.join(there)}; drop {part}")
 
     def _check_sizes(self) -> None:
         require(self.num_classes is None or self.num_classes >= 2, f"num_classes is {self.num_classes}; 2 or more")
@@ -79,6 +125,8 @@ class SensorSettings:
             f"sensor_hidden_size {width} must be a multiple of twice sensor_heads ({heads}); "
             f"for instance {max(1, width // (2 * heads)) * 2 * heads}",
         )
+        weight = self.report_weight
+        require(weight is None or weight > 0, f"report_weight is {weight}; it must be above 0")
         for name in ("sensor_dropout", "sensor_missing_share"):
             value = getattr(self, name)
             require(0 <= value < 1, f"{name} is {value}; allowed: 0 to below 1")
@@ -94,6 +142,22 @@ class SensorSettings:
             "offload_linears_folder is where offload_linears_mb puts linear layers, and that is not set; "
             "add offload_linears_mb, for instance 16",
         )
+
+
+def _devices(given: Any) -> Optional[dict[str, str]]:
+    """As a file gives them, or as JSON of a flag."""
+    if given is None:
+        return None
+    example = 'give something like {"geometry": "cpu"}'
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        found = given
+    require(isinstance(found, dict) and bool(found), f"branch_devices is {given!r}; {example}")
+    for branch, device in found.items():
+        _ordered("branch_devices", branch, tuple(BRANCHES))
+        require(isinstance(device, str), f"branch_devices has {device!r} for {branch}; {example}")
+    return found
 
 
 def _ordered(name: str, found: Any, allowed: tuple[str, ...]) -> list[str]:

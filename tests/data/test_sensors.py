@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from scu_trainer.data.sensors.collate import SensorCollator
+from scu_trainer.data.sensors.data import prepare_sensors
 from scu_trainer.data.sensors.format import MANIFEST, Recording, write_recordings
 from scu_trainer.data.sensors.manifest import CSV_MANIFEST
 from scu_trainer.data.sensors.synthetic import ceiling_alone, export_synthetic, synthetic
 from scu_trainer.errors import DataError, SettingsError, StorageError
-from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
+from scu_trainer.settings import DataSettings
+from scu_trainer.settings.sensors import BRANCHES, SYNTHETIC, SensorSettings
 from scu_trainer.train.step.batches.rows import read_layout, take
 from tests.recordings import SHAPES, edit_manifest, folder_of, prepared, rows_of
 
@@ -65,7 +67,8 @@ def test_classes_that_are_no_square_are_refused(tmp_path):
 
 def test_exported_recordings_are_read_as_they_were_generated(tmp_path):
     export_synthetic(tmp_path / "out", samples=24, classes=4, seed=3)
-    data = prepared(tmp_path / "out", tmp_path / "cache", validation_split_percentage=0)
+    own = {"branches": list(BRANCHES)}
+    data = prepared(tmp_path / "out", tmp_path / "cache", own=own, validation_split_percentage=0)
     expected = rows_of(synthetic(24, 4, 3, missing_share=0.1))
     for number, row in enumerate(expected):
         found = data.train[number]
@@ -198,6 +201,88 @@ def test_held_out_rows_have_the_names_of_their_files(folder, tmp_path):
     held_out = prepared(folder, tmp_path / "cache").eval
     assert held_out.keys() == ["000002.npz", "000008.npz"]
     assert pickle.loads(pickle.dumps(held_out)).keys() == held_out.keys()
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def test_reports_become_numbers_of_words_that_training_reports_have(folder, tmp_path):
+    edit_manifest(folder, 1, report="Class 0, plume dim, WIND strong", split="eval")
+    edit_manifest(folder, 2, report=None)
+    edit_manifest(folder, 3, report="  ")
+    data = prepared(folder, tmp_path / "cache", own={"report_head": True})
+    words = list(data.report_words)
+    assert words[:4] == ["<pad>", "<unk>", "<bos>", "<eos>"] and "wind" not in words and {"plume", ","} <= {*words}
+    assert [words[number] for number in data.eval[0]["report_ids"]] == (
+        "<bos> class 0 , plume dim , <unk> <unk> <eos>".split()
+    )
+    assert data.train[0]["report_ids"].shape == data.train[1]["report_ids"].shape == (0,)
+    line = "reports: 13 of 15 training recordings have one, 16 words, 2 of the words in reports are none of them"
+    assert line in data.statistics.lines()
+    batch = SensorCollator(data.train.store.shapes)([data.train[number] for number in range(4)])
+    assert batch["report_ids"].shape == (4, 10) and (batch["report_ids"][0] == -100).all()
+    without = SensorCollator(data.train.store.shapes)([data.train[0], data.train[1]])
+    assert without["report_ids"].tolist() == [[-100, -100]] * 2
+
+
+def test_reports_that_a_trained_model_reads_are_in_its_words(folder, tmp_path):
+    words = ["<pad>", "<unk>", "<bos>", "<eos>", "plume"]
+    settings = SensorSettings(report_head=True, num_classes=4)
+    data = prepare_sensors(
+        DataSettings(dataset=str(folder)), settings, seed=0, cache_dir=tmp_path / "cache", report_words=words
+    )
+    assert data.report_words == words and data.train[0]["report_ids"].tolist() == [2, 1, 1, 1, 4, 1, 1, 1, 1, 3]
+
+
+def test_rows_hold_no_report_unless_it_is_learned(folder, tmp_path):
+    plain, learned = (prepared(folder, tmp_path / "cache", own={"report_head": head}) for head in (False, True))
+    assert "report_ids" not in plain.train[0] and not plain.report_words
+    assert plain.fingerprint != learned.fingerprint
+    edit_manifest(folder, 3, report="something else")
+    assert prepared(folder, tmp_path / "cache", own={"report_head": True}).fingerprint != learned.fingerprint
+
+
+def test_recordings_without_any_report_have_nothing_to_learn_from(folder, tmp_path):
+    for number in range(1, 17):
+        edit_manifest(folder, number, report=None)
+    with pytest.raises(DataError, match=r"no training recording of .* has one; add \"report\""):
+        prepared(folder, tmp_path / "cache", own={"report_head": True})
+
+
+@pytest.mark.parametrize(("report", "message"), [(7, "its report is 7"), ("a " * 300, "has 599 letters; at most 500")])
+def test_reports_that_are_no_short_texts_are_refused(folder, tmp_path, report, message):
+    edit_manifest(folder, 3, report=report)
+    with pytest.raises(DataError, match=rf"manifest.jsonl line 3.*{message}"):
+        prepared(folder, tmp_path / "cache")
+
+
+def test_what_a_branch_reads_may_be_declared_missing_by_itself(folder, tmp_path):
+    """A camera without the crop of the plume still has its frames; without the camera there is no crop either."""
+    for number in range(2, 17):
+        edit_manifest(folder, number, missing=["plume"] if number % 2 else ["infrared"])
+    change_arrays(folder / "000004.npz", plume=None)
+    own = {"branches": ["infrared", "plume", "geometry"]}
+    data = prepared(folder, tmp_path / "cache", own=own, validation_split_percentage=0)
+    assert data.train[0].keys() == {"infrared", "cooling_curve", "plume", "geometry", "labels"}
+    assert data.train[1].keys() == {"geometry", "labels"}
+    assert data.train[4].keys() == {"infrared", "cooling_curve", "geometry", "labels"}
+    assert data.train[0]["geometry"].shape == (1, 4) and data.train[0]["plume"].shape[1:] == (24, 24)
+    edit_manifest(folder, 5, missing=None)
+    with pytest.raises(DataError, match=r"no array 'plume'.*\"missing\": \[\"plume\"\]"):
+        prepared(folder, tmp_path / "cache", own=own)
+
+
+def test_geometry_of_another_length_is_refused(folder, tmp_path):
+    change_arrays(folder / "000002.npz", geometry=numpy.zeros(5, dtype="float32"))
+    with pytest.raises(DataError, match=r"line 3 .*geometry has 5 numbers, and .* has 4 numbers"):
+        prepared(folder, tmp_path / "cache", own={"branches": ["geometry"]})
+
+
+def test_two_cameras_side_by_side_need_both(folder, tmp_path):
+    for number in range(1, 17):
+        edit_manifest(folder, number, missing=["infrared"])
+    with pytest.raises(DataError, match=r"has the branch dual_vision; set branches: \[visible\]"):
+        prepared(folder, tmp_path / "cache", own={"branches": ["dual_vision"]})
 
 
 def test_a_branch_that_no_recording_has_is_refused(folder, tmp_path):
@@ -510,7 +595,8 @@ def test_the_collator_pads_on_the_right_and_says_where():
             assert valid.tolist() == [step < length for step in range(len(valid))]
             assert numpy.array_equal(value[:length].numpy(), row.get(name, value[:0]))
             assert not value[length:].any()
-    assert batch["branch_mask"].tolist() == [["visible" in row, "infrared" in row, "kinematics" in row] for row in rows]
+    has = [[any(name in row for name in arrays) for arrays in BRANCHES.values()] for row in rows]
+    assert batch["branch_mask"].tolist() == has and not all(map(all, has))
     assert batch["labels"].dtype == torch.int64 and batch["visible"].dtype == torch.uint8
     assert batch["infrared"].dtype == torch.float16
 
@@ -540,6 +626,11 @@ def test_batches_can_be_cut_by_rows():
         ({"branches": []}, "branches is empty"),
         ({"branches": ["visible", "visible"]}, "names a branch twice"),
         ({"branches": ["visible"], "checkpoint_branches": ["infrared"]}, "checkpoint_branches has 'infrared'"),
+        (
+            {"branches": ["geometry"], "frozen_branches": ["plume"]},
+            "frozen_branches has 'plume', and the model has geom",
+        ),
+        ({"quantized_branches": ["plume"]}, "quantized_branches has 'plume'; allowed: visible, kinematics, fusion"),
         ({"num_classes": 1}, "num_classes is 1"),
         ({"sensor_hidden_size": 20, "sensor_heads": 4}, "multiple of twice sensor_heads .*for instance 16"),
         ({"sensor_layers": 0}, "sensor_layers is 0"),

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from scu_trainer.data.sensors.collate import SensorCollator
+from scu_trainer.cli.machine.optimize import CACHE_KINDS
+from scu_trainer.data.sensors.collate import SensorCollator, mask_name
 from scu_trainer.data.sensors.synthetic import synthetic
 from scu_trainer.errors import ModelError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
@@ -23,17 +24,22 @@ from scu_trainer.models.loading.offloaded import has_offloaded_weights
 from scu_trainer.models.quantize import quantizable_layers, quantized_modules
 from scu_trainer.models.sensors import TridentConfig, TridentForSensorClassification
 from scu_trainer.models.sensors.loading import (
+    Heads,
     adapter_plan,
     branches_of,
     input_shapes,
     load_scored_trident,
     make_trident,
+    new_trident,
     require_same_classes,
     stored_config,
     trained_label_names,
 )
+from scu_trainer.models.sensors.trident_branches import BRANCHES as MODULES
+from scu_trainer.models.sensors.trident_branches import _of_the_same_moment
 from scu_trainer.settings import ModelSettings
-from scu_trainer.settings.sensors import BRANCHES, SensorSettings
+from scu_trainer.settings.sensors import BRANCHES, DEFAULT_BRANCHES, WITH_TRANSFORMER, SensorSettings
+from scu_trainer.train.fixtures.random_start import random_start
 from tests.recordings import SHAPES, TINY, rows_of, trident
 
 CPU = torch.device("cpu")
@@ -61,14 +67,15 @@ def own(**changes) -> SensorSettings:
 # -- masks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("branch", range(3))
-def test_what_stands_in_a_missing_branch_does_not_count(batch, branch):
-    model, reads = trident(), (["visible"], ["infrared", "cooling_curve"], ["kinematics"])[branch]
+@pytest.mark.parametrize("name", BRANCHES)
+def test_what_stands_in_a_missing_branch_does_not_count(batch, name):
+    others = [other for other, arrays in BRANCHES.items() if other == name or not {*arrays} & {*BRANCHES[name]}]
+    model, branch = trident(branches=others), list(BRANCHES).index(name)
     batch["branch_mask"][:, branch] = False
     before = logits(model, batch)
-    for name in reads:
-        filling = 200 if name == "visible" else float("nan")
-        batch[name] = torch.full_like(batch[name], filling)
+    for item in BRANCHES[name]:
+        filling = 200 if item == "visible" else float("nan")
+        batch[item] = torch.full_like(batch[item], filling)
     assert torch.equal(logits(model, batch), before)
     batch["branch_mask"][:, branch] = True
     assert not torch.equal(logits(model, batch), before)
@@ -83,7 +90,7 @@ def test_a_missing_branch_has_exactly_no_gradient(batch):
 
 
 def test_padding_does_not_count(batch):
-    model = trident()
+    model = trident(branches=list(BRANCHES))
     before = logits(model, batch)
     for name in SHAPES:
         mask = "cooling_mask" if name == "cooling_curve" else f"{name}_mask"
@@ -95,7 +102,7 @@ def test_padding_does_not_count(batch):
 
 
 def test_a_row_does_not_depend_on_the_others():
-    model, rows = trident(), rows_of(synthetic(6, 4, 0, 0.5))
+    model, rows = trident(branches=list(BRANCHES)), rows_of(synthetic(6, 4, 0, 0.5))
     collate = SensorCollator(SHAPES)
     together = logits(model, collate(rows))
     assert (logits(model, collate(rows[::-1])).flip(0) - together).abs().max() < 1e-6
@@ -129,12 +136,53 @@ def test_a_row_without_any_branch_is_a_number(batch):
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_each_branch_is_a_model_of_its_own(batch, branch):
     model = trident(branches=[branch])
-    assert list(model.trident.branches) == [branch] and model.main_input_name == branch
-    needed = {name: value for name, value in batch.items() if name in ("labels", "branch_mask") or branch in name}
-    if branch == "infrared":
-        needed |= {"cooling_curve": batch["cooling_curve"], "cooling_mask": batch["cooling_mask"]}
+    assert list(model.trident.branches) == [branch] and model.main_input_name == BRANCHES[branch][0]
+    reads = {*BRANCHES[branch], *map(mask_name, BRANCHES[branch])}
+    needed = {name: value for name, value in batch.items() if name in ("labels", "branch_mask") or name in reads}
     model(**needed).loss.backward()
     assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_branches_read_what_the_settings_say():
+    assert tuple(BRANCHES) == TridentConfig.ALL_BRANCHES
+    assert {name: branch.inputs for name, branch in MODULES.items()} == BRANCHES
+    with_transformer = {name for name, part in trident(branches=list(BRANCHES)).parts().items() if has_layers(part)}
+    assert with_transformer == {*WITH_TRANSFORMER}
+    assert tuple(TridentConfig().branches) == DEFAULT_BRANCHES
+
+
+def has_layers(part) -> bool:
+    return any(".layers." in f".{name}" for name, _ in part.named_modules())
+
+
+def test_frames_of_two_cameras_are_paired_by_their_place_in_the_recording():
+    """Six visible frames beside three infrared ones; four beside one; none at all. Padding moves nothing."""
+    frames = torch.arange(6)[None].expand(3, -1)
+    mask = torch.arange(6)[None] < torch.tensor([[6], [4], [0]])
+    other = torch.arange(5)[None] < torch.tensor([[3], [1], [2]])
+    found = _of_the_same_moment(frames, mask, other)
+    assert found[0, :3].tolist() == [0, 2, 4] and found[1, :1].tolist() == [0] and found.shape == (3, 5)
+
+
+@pytest.mark.parametrize("gone", ["visible", "infrared"])
+def test_two_cameras_side_by_side_say_nothing_of_a_recording_that_lacks_one(batch, gone):
+    model, other = trident(branches=["dual_vision", "geometry"]), {"visible": "infrared", "infrared": "visible"}[gone]
+    batch[f"{gone}_mask"][:] = False
+    before = logits(model, batch)
+    batch[other] = torch.full_like(batch[other], 7)
+    assert torch.equal(logits(model, batch), before)
+    assert torch.equal(before, logits(trident(branches=["dual_vision", "geometry"]), {**batch, gone: batch[gone] * 0}))
+
+
+def test_large_and_small_numbers_of_geometry_both_count():
+    branch = trident(branches=["geometry"]).trident.branches["geometry"]
+    numbers = torch.tensor([[[4000.0, 0.1, 0.2, 150.0]]])
+    before, mask = branch(numbers, torch.ones(1, 1, dtype=torch.bool))
+    assert mask.all() and before.abs().max() < 50
+    for place, change in ((0, 1000.0), (1, 0.3), (3, 60.0)):
+        moved = numbers.clone()
+        moved[0, 0, place] += change
+        assert (branch(moved, mask)[0] - before).abs().max() > 1e-3
 
 
 def test_an_input_that_is_not_there_is_named(batch):
@@ -158,6 +206,92 @@ def test_attention_goes_through_sdpa(batch, monkeypatch):
     assert len(calls) == 3  # visible, kinematics, fusion
 
 
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+WORDS = ["<pad>", "<unk>", "<bos>", "<eos>", *"abcdef"]
+HEAD = {"report_words": WORDS, "report_length": 5}
+
+
+def with_reports(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Six rows with reports of one to three words, the last without any."""
+    ids = torch.full((6, 5), -100)
+    for row, words in enumerate(([4], [5, 6], [7, 8, 9], [4, 4], [6])):
+        ids[row, : len(words) + 2] = torch.tensor([2, *words, 3])
+    return {**batch, "report_ids": ids}
+
+
+def test_the_loss_of_a_report_is_that_of_its_words_beside_that_of_the_class(batch):
+    model = trident(**HEAD, report_weight=0.5).eval()
+    batch = with_reports(batch)
+    with torch.no_grad():
+        output, plain = model(**batch), model(**{**batch, "report_ids": None})
+        collected = model.trident(**{name: value for name, value in batch.items() if name in MASKED})
+        steps = [model.report(collected, batch["report_ids"][:, :time].clamp(min=0))[:, -1] for time in range(1, 5)]
+    expected = torch.zeros(6)
+    for row, count in enumerate((2, 3, 4, 3, 2, 0)):
+        chosen = [steps[time][row].log_softmax(dim=0)[batch["report_ids"][row, time + 1]] for time in range(count)]
+        expected[row] = -sum(chosen) if count else 0.0
+    counts = torch.tensor([2.0, 3, 4, 3, 2, 0])
+    assert torch.allclose(output.report_scores[:, 0], expected, atol=1e-5)
+    assert torch.equal(output.report_scores[:, 1], counts)
+    added = 0.5 * (expected / counts.clamp(min=1)).mean()
+    assert output.loss.item() == pytest.approx((plain.loss + added).item(), rel=1e-5)
+    part = model(**batch, num_items_in_batch=torch.tensor(12)).loss
+    assert part.item() == pytest.approx(output.loss.item() / 2, rel=1e-5)
+    assert torch.equal(output.logits, plain.logits) and plain.report_scores is None
+
+
+MASKED = {*SHAPES, *map(mask_name, SHAPES), "branch_mask"}
+
+
+def test_a_later_word_does_not_change_what_stands_before_it(batch):
+    model = trident(**HEAD).eval()
+    collected = model.trident(**{name: value for name, value in batch.items() if name in MASKED})
+    ids = torch.tensor([[2, 4, 5, 6]] * 6)
+    changed = torch.tensor([[2, 4, 5, 9]] * 6)
+    before, after = model.report(collected, ids), model.report(collected, changed)
+    assert torch.allclose(before[:, :3], after[:, :3], atol=1e-6) and not torch.allclose(before[:, 3], after[:, 3])
+    other = model.report(collected.flip(0), ids)
+    assert torch.allclose(other.flip(0), before, atol=1e-6) and not torch.allclose(other, before)
+
+
+def test_a_report_counts_as_exact_where_it_is_what_the_model_writes(batch):
+    model = trident(**HEAD).eval()
+    texts = model.generate_report(**batch)
+    assert len(texts) == 6 and all({*text.split()} <= {*WORDS} for text in texts)
+    ids = torch.full((6, 8), -100)
+    for row, text in enumerate(texts):
+        numbers = [2, *(WORDS.index(word) for word in text.split()), 3]
+        ids[row, : len(numbers)] = torch.tensor(numbers)
+    ids[0, 1] = 4 if ids[0, 1] != 4 else 5
+    with torch.no_grad():
+        exact = model(**{**batch, "report_ids": ids}).report_scores[:, 2]
+    ended = torch.tensor([len(text.split()) < model.config.report_length for text in texts])
+    assert not exact[0] and torch.equal(exact[1:].bool(), ended[1:])
+
+
+def test_a_model_without_a_report_head_writes_none(batch):
+    with pytest.raises(ValueError, match="no report head"):
+        trident().generate_report(**batch)
+    assert not any("report" in name for name in trident().state_dict())
+
+
+def test_a_report_head_is_kept_or_added(tmp_path):
+    stored = trident(**HEAD)
+    stored.config.id2label = dict(enumerate(NAMES))
+    stored.save_pretrained(tmp_path / "with")
+    settings = ModelSettings(model_name_or_path=str(tmp_path / "with"), tuning="full")
+    again, lines = make_trident(settings, own(), Heads(NAMES, WORDS, 5), SHAPES, CPU)
+    assert torch.equal(again.report.embedding.weight, stored.report.embedding.weight) and len(lines) == 1
+    plain = trident()
+    plain.config.id2label = dict(enumerate(NAMES))
+    plain.save_pretrained(tmp_path / "without")
+    settings = ModelSettings(model_name_or_path=str(tmp_path / "without"), tuning="full")
+    more, lines = make_trident(settings, own(), Heads(NAMES, WORDS, 5, 0.25), SHAPES, CPU)
+    assert more.report.words == tuple(WORDS) and "head for reports is new: 10 words" in lines[1]
+    assert torch.equal(more.classifier.weight, plain.classifier.weight) and more.config.report_weight == 0.25
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -172,32 +306,37 @@ def test_known_to_the_auto_classes(tmp_path, batch):
 
 
 def test_loads_where_this_project_is_not_installed(tmp_path, batch):
-    model = trident()
+    model = trident(**HEAD)
     model.save_pretrained(tmp_path / "model")
-    expected = logits(model, batch)
+    expected, reports = logits(model, batch), model.generate_report(**batch)
     torch.save({name: value for name, value in batch.items() if name != "labels"}, tmp_path / "batch.pt")
     code = f"""
 import sys; sys.modules["scu_trainer"] = None
 import torch; from transformers import AutoModel
 model = AutoModel.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True).eval()
 with torch.no_grad():
-    torch.save(model(**torch.load({str(tmp_path / "batch.pt")!r})).logits, {str(tmp_path / "logits.pt")!r})
+    batch = torch.load({str(tmp_path / "batch.pt")!r})
+    torch.save(model(**batch).logits, {str(tmp_path / "logits.pt")!r})
+    print("reports:", model.generate_report(**batch))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
+    assert f"reports: {reports}" in done.stdout
 
 
 def test_made_from_settings(tmp_path):
     settings = own(branches=["visible", "kinematics"], sensor_layers=3, sensor_dropout=0.1)
-    model, lines = make_trident(ModelSettings(tuning="full"), settings, NAMES, {**SHAPES, "kinematics": (9,)}, CPU)
+    model, lines = make_trident(
+        ModelSettings(tuning="full"), settings, Heads(NAMES), {**SHAPES, "kinematics": (9,)}, CPU
+    )
     assert model.config.kinematics_channels == 9 and model.config.dropout == 0.1
     assert len(model.trident.branches["visible"].layers) == 3 and "infrared" not in model.trident.branches
     assert model.config.id2label == dict(enumerate(NAMES)) and "from scratch" in lines[0]
 
 
 def test_made_in_the_dtype_that_was_asked_for(batch):
-    model, _ = make_trident(ModelSettings(tuning="full", dtype="bfloat16"), own(), NAMES, SHAPES, CPU)
+    model, _ = make_trident(ModelSettings(tuning="full", dtype="bfloat16"), own(), Heads(NAMES), SHAPES, CPU)
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
     assert torch.isfinite(model(**batch).loss)
 
@@ -207,7 +346,7 @@ def test_a_model_reads_branches_that_all_recordings_lack():
     there = {"kinematics": SHAPES["kinematics"]}
     rows = [{name: row[name] for name in ("kinematics", "labels")} for row in rows_of(synthetic(3, 4, 0))]
     batch = SensorCollator(input_shapes(model.config, there))(rows)
-    assert batch["branch_mask"].tolist() == [[False, False, True]] * 3
+    assert batch["branch_mask"].tolist() == [[name == "kinematics" for name in BRANCHES]] * 3
     full = SensorCollator(SHAPES)(rows)
     assert torch.equal(logits(model, batch), logits(model, full))  # how small the nothing is does not count
 
@@ -249,10 +388,10 @@ def test_a_model_gets_a_new_head_for_other_classes(tmp_path):
     stored.config.id2label = dict(enumerate(NAMES))
     stored.save_pretrained(tmp_path)
     settings = ModelSettings(model_name_or_path=str(tmp_path), tuning="full")
-    same, lines = make_trident(settings, own(), NAMES, SHAPES, CPU)
+    same, lines = make_trident(settings, own(), Heads(NAMES), SHAPES, CPU)
     assert torch.equal(same.classifier.weight, stored.classifier.weight) and len(lines) == 1
     for names in (["a", "b", "c"], ["a", "b", "c", "d"]):
-        other, lines = make_trident(settings, own(), names, SHAPES, CPU)
+        other, lines = make_trident(settings, own(), Heads(names), SHAPES, CPU)
         assert other.classifier.weight.shape[0] == len(names) and "head is made again" in lines[1]
         assert not torch.equal(other.classifier.weight[:3], stored.classifier.weight[:3])
         kept = other.trident.fusion.queries, stored.trident.fusion.queries
@@ -269,13 +408,13 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path):
     trident().save_pretrained(tmp_path / "all")
     settings = ModelSettings(model_name_or_path=str(tmp_path / "all"), tuning="full")
     with pytest.raises(ModelError, match="9 channels of kinematics, and the model takes 6"):
-        make_trident(settings, own(), NAMES, {**SHAPES, "kinematics": (9,)}, CPU)
+        make_trident(settings, own(), Heads(NAMES), {**SHAPES, "kinematics": (9,)}, CPU)
     with pytest.raises(ModelError, match="are not those of the recordings"):
-        load_scored_trident(settings, NAMES, SHAPES)
+        load_scored_trident(settings, own(), Heads(NAMES), SHAPES)
     config = json.loads((tmp_path / "all" / "config.json").read_text())
     (tmp_path / "all" / "config.json").write_text(json.dumps({**config, "num_fusion_layers": 2}))
     with pytest.raises(ModelError, match=r"lacks weights of a TRIDENT: trident.fusion.layers.1"):
-        make_trident(settings, own(), NAMES, SHAPES, CPU)
+        make_trident(settings, own(), Heads(NAMES), SHAPES, CPU)
 
 
 def test_a_model_of_another_kind_is_refused(tmp_path):
@@ -297,7 +436,7 @@ def saved(folder: Path, **changes) -> ModelSettings:
 
 
 def tuned(settings: ModelSettings):
-    model, _ = make_trident(settings, own(), NAMES, SHAPES, CPU)
+    model, _ = make_trident(settings, own(), Heads(NAMES), SHAPES, CPU)
     torch.manual_seed(1)
     return prepare_for_tuning(model, settings, adapter_plan(model))
 
@@ -332,7 +471,7 @@ def test_an_adapter_is_saved_with_its_head_and_scored(tmp_path, batch):
     model.save_pretrained(tmp_path / "adapter")
     assert any("classifier" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
     again = load_scored_trident(
-        ModelSettings(model_name_or_path=str(tmp_path / "adapter"), tuning="lora"), NAMES, SHAPES
+        ModelSettings(model_name_or_path=str(tmp_path / "adapter"), tuning="lora"), own(), Heads(NAMES), SHAPES
     )
     assert torch.equal(logits(again, batch), logits(model, batch))
 
@@ -343,13 +482,51 @@ def test_qlora_packs_the_linear_layers_of_the_blocks_only(tmp_path, batch):
     settings = ModelSettings(
         model_name_or_path=settings.model_name_or_path, tuning="qlora", lora_r=2, mixed_precision="no"
     )
-    model, _ = make_trident(settings, own(), NAMES, SHAPES, CPU)
+    model, _ = make_trident(settings, own(), Heads(NAMES), SHAPES, CPU)
     packed = {name for name, _ in quantized_modules(model)}
     assert packed == {*model.transformer_linears()} and len(packed) == 3 * 6
     assert {weight.dtype for name, weight in model.named_parameters() if ".layers." not in name} == {torch.float32}
     adapted = prepare_for_tuning(model, settings, adapter_plan(model))
     losses = trained(adapted, batch)
     assert losses[-1] < losses[0]
+
+
+def test_qlora_packs_chosen_parts_only(tmp_path, batch):
+    pytest.importorskip("bitsandbytes")
+    base = saved(tmp_path, hidden_size=32, intermediate_size=64).model_name_or_path
+    settings = ModelSettings(model_name_or_path=base, tuning="qlora", lora_r=2, mixed_precision="no")
+    chosen = own(quantized_branches=["fusion", "kinematics"])
+    model, _ = make_trident(settings, chosen, Heads(NAMES), SHAPES, CPU)
+    packed = {name for name, _ in quantized_modules(model)}
+    parts = ("trident.fusion.", "trident.branches.kinematics.")
+    assert packed == {name for name in model.transformer_linears() if name.startswith(parts)} and len(packed) == 12
+    adapted = prepare_for_tuning(model, settings, adapter_plan(model))
+    adapted(**batch).loss.backward()
+    gradients = {name: weight.grad for name, weight in adapted.named_parameters() if "lora_B" in name}
+    assert len(gradients) == 18 and all(gradient.any() for name, gradient in gradients.items() if "key" not in name)
+
+
+def test_everything_outside_of_transformer_blocks_is_named_once():
+    """But for the learned queries and kinds of the fusion, which are no layers."""
+    model = trident(branches=list(BRANCHES), **HEAD)
+    parts = [dict(model.get_submodule(name).named_parameters(prefix=name)) for name in model.outside_blocks()]
+    named = [name for part in parts for name in part]
+    blocks = {name for name, _ in model.trident.named_parameters(prefix="trident") if ".layers." in name}
+    rest = {"trident.fusion.queries", "trident.fusion.kinds"}
+    assert len(named) == len({*named})
+    assert {*named} == {name for name, _ in model.trident.named_parameters(prefix="trident")} - blocks - rest
+
+
+def test_a_random_start_is_written_once_and_depends_on_the_seed(tmp_path):
+    def start(seed: int) -> Path:
+        torch.manual_seed(seed)
+        return random_start(new_trident(ModelSettings(), own(), Heads(NAMES), SHAPES), seed, tmp_path)
+
+    first, again, other = start(1), start(1), start(2)
+    assert first.parent.name not in CACHE_KINDS  # nobody could make the adapters' base again who removes it
+    assert first == again != other
+    one, two = (load_file(folder / "model.safetensors") for folder in (first, other))
+    assert one.keys() == two.keys() and not torch.equal(one["classifier.weight"], two["classifier.weight"])
 
 
 def test_what_may_be_packed_is_what_gets_adapters():
@@ -360,12 +537,13 @@ def test_what_may_be_packed_is_what_gets_adapters():
 # -- less memory -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("branches", [None, ("visible",), ("infrared", "fusion")])
+@pytest.mark.parametrize("branches", [None, ("visible",), ("infrared", "fusion"), ("dual_vision", "plume", "geometry")])
 def test_checkpointed_branches_give_the_same_gradients(batch, branches):
-    plain, checkpointed = trident(), trident()
+    plain, checkpointed = (trident(branches=list(BRANCHES)) for _ in range(2))
     checkpointed.checkpointed = branches
     parts = [*plain.trident.branches.items(), ("fusion", None)]
     expected = {"visible": 3, "infrared": 3, "kinematics": 1, "fusion": 1}
+    expected |= {"dual_vision": 2, "plume": 3, "cooling": 1, "geometry": 2}
     wanted = [name for name, _ in parts if branches is None or name in branches]
     assert checkpoint_every_layer(checkpointed) == sum(expected[name] for name in wanted)
     for model in (plain, checkpointed):
@@ -394,7 +572,7 @@ def test_offloaded_linear_layers_train_to_the_same_losses(tmp_path, batch):
     settings = saved(tmp_path / "base")
 
     def losses(folder, smallest: int):
-        model, _ = make_trident(settings, own(), NAMES, SHAPES, CPU)
+        model, _ = make_trident(settings, own(), Heads(NAMES), SHAPES, CPU)
         moved = offload_linears(model, model.transformer_linears(), smallest, CPU, folder)
         torch.manual_seed(1)
         adapted = prepare_for_tuning(model, settings, adapter_plan(model))
@@ -426,7 +604,7 @@ import sys, torch
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.loading.load import prepare_for_tuning
 from scu_trainer.models.loading.offload_linears import offload_linears
-from scu_trainer.models.sensors.loading import adapter_plan, make_trident
+from scu_trainer.models.sensors.loading import Heads, adapter_plan, make_trident
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.sensors import SensorSettings
 
@@ -437,7 +615,7 @@ def largest(base, folder):
     settings, cpu, seen = ModelSettings(model_name_or_path=base, tuning="lora"), torch.device("cpu"), []
     before = own_bytes()
     names, shapes = ["0", "1", "2", "3"], {"kinematics": (6,)}
-    model, _ = make_trident(settings, SensorSettings(branches=["kinematics"]), names, shapes, cpu)
+    model, _ = make_trident(settings, SensorSettings(branches=["kinematics"]), Heads(names), shapes, cpu)
     if folder:
         offload_linears(model, model.transformer_linears(), 2**20, cpu, folder)
     model = prepare_for_tuning(model, settings, adapter_plan(model)).train()

@@ -8,8 +8,10 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from safetensors.torch import load_file
 
 from scu_trainer.cli import configuration, train
+from scu_trainer.cli.evaluation import eval as evaluate
 from scu_trainer.data.sensors.collate import SensorCollator
 from scu_trainer.data.sensors.synthetic import ceiling_alone, export_synthetic
 from scu_trainer.errors import DataError, ModelError, SettingsError
@@ -22,7 +24,8 @@ from scu_trainer.settings import (
     ModelSettings,
     RegularizationSettings,
 )
-from scu_trainer.settings.sensors import BRANCHES, SYNTHETIC, SensorSettings
+from scu_trainer.settings.sensors import BRANCHES, DEFAULT_BRANCHES, SYNTHETIC, SensorSettings
+from scu_trainer.train.evaluation.classification import score_samples
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.sensors import SensorTask
 from scu_trainer.train.trainer import SCUTrainer
@@ -53,7 +56,7 @@ def rows(tmp_path_factory):
 def accuracy(data, epochs: int) -> float:
     """Of a small model on held-out recordings, trained by hand."""
     collate = SensorCollator(data.train.store.shapes)
-    branches = [name for name in BRANCHES if name in data.train.store.shapes]
+    branches = [name for name in DEFAULT_BRANCHES if name in data.train.store.shapes]
     model = trident(hidden_size=32, intermediate_size=64, branches=branches, initializer_range=0.1)
     loader = torch.utils.data.DataLoader(data.train, 16, shuffle=True, collate_fn=collate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -205,6 +208,72 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, rows):
     assert (resumed.difficulty.scores == whole.difficulty.scores).all()
 
 
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Recordings with reports, a third without; and the head that knows their words."""
+    folder = folder_of(tmp_path_factory.mktemp("written") / "recordings", samples=48)
+    for number in range(3, 49, 3):
+        edit_manifest(folder, number, report=None)
+    data = prepared(folder, folder.parent / "cache", own={"report_head": True})
+    return data, {"report_words": list(data.report_words), "report_length": 12}
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_micro_batches_with_reports_are_exact(tmp_path, written, weight):
+    """Reports of uneven counts, some rows without: the loss is a sum over rows all the same."""
+    data, head = written
+    head = {**head, "report_weight": weight}
+    given = {"per_device_train_batch_size": 8, "max_steps": 2, "data_collator": collator()}
+    _, stock = compared(trident(**head), tmp_path / "stock", None, data.train, None, **given)
+    trainer, found = compared(
+        trident(**head), tmp_path / "ours", MemorySettings(max_batch_size=3), data.train, None, **given
+    )
+    assert trainer.micro_batches.reduction.is_exact
+    for ours, theirs in zip(found.gradients, stock.gradients, strict=True):
+        assert error_of(ours, theirs) < 2e-5
+
+
+def test_the_curriculum_sees_the_loss_of_class_and_report(tmp_path, written):
+    """And may weigh rows by it: the sum of what each row gives is the loss."""
+    data, head = written
+    given = {"train_dataset": data.train, "data_collator": collator(), "curriculum": CurriculumSettings("infobatch")}
+    changes = {"per_device_train_batch_size": 6, "max_steps": -1, "num_train_epochs": 4, "learning_rate": 0.0}
+    trainer = SCUTrainer(model := trident(**head, report_weight=2.0), arguments(tmp_path, **changes), **given)
+    trainer.train()
+    model.eval()
+    with torch.no_grad():
+        rows = [collator()([data.train[number]]) for number in range(len(data.train))]
+        expected = [model(**row).loss.item() for row in rows]
+        of_classes = [model(**{**row, "report_ids": None}).loss.item() for row in rows]
+    assert trainer.difficulty.scores.tolist() == pytest.approx(expected, rel=1e-4)
+    assert max(abs(one - two) for one, two in zip(expected, of_classes, strict=True)) > 1
+
+
+def test_reports_are_learned_word_for_word(tmp_path):
+    """The report follows from the class here, so a model that knows the class can write it."""
+    data = prepared(SYNTHETIC, tmp_path, own={"branches": ["cooling", "geometry"], "sensor_samples": 480} | REPORTS)
+    head = {"report_words": list(data.report_words), "report_length": 12}
+    model = trident(hidden_size=32, intermediate_size=64, branches=["cooling", "geometry"], **head)
+    collate = SensorCollator(data.train.store.shapes)
+    loader = torch.utils.data.DataLoader(data.train, 16, shuffle=True, collate_fn=collate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for batch in (batch for _ in range(8) for batch in loader):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    scores = score_samples(model.eval(), data.eval, collate)
+    batch = collate([data.eval[number] for number in range(len(data.eval))])
+    texts = [text.replace(" ,", ",") for text in model.generate_report(**batch)]
+    exact = [text == report for text, report in zip(texts, data.eval.reports, strict=True)]
+    assert scores.reports.correct.mean() == sum(exact) / len(exact) > 0.8 and scores.reports.bpt < 0.5
+
+
+REPORTS = {"report_head": True, "sensor_missing_share": 0.0}
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -252,6 +321,39 @@ def test_the_command_trains_and_writes_a_run(base):
     assert (base / "config.json").is_file() and (base / "modeling_trident.py").is_file()
 
 
+def test_the_command_learns_reports_and_tells_how_well(tmp_path, recordings, capsys):
+    run = tmp_path / "run"
+    given = {"report_head": "true", "report_weight": 0.5, "eval_strategy": "steps", "eval_steps": 3, "scu": "true"}
+    assert train.main(words_of(run, recordings, **given)) == 0
+    assert "reports word for word" in capsys.readouterr().out
+    metrics, config = read_json(run / "scu_metrics.json"), read_json(run / "config.json")
+    assert (
+        metrics["held_out_report_bpt_after"]["value"] > 0 and 0 <= metrics["held_out_report_exact_after"]["value"] <= 1
+    )
+    assert config["report_weight"] == 0.5 and config["report_words"][:4] == ["<pad>", "<unk>", "<bos>", "<eos>"]
+    row = next(row for row in read_json(run / "trainer_state.json")["log_history"] if "eval_report_bpt" in row)
+    assert row["eval_report_bpt"] == pytest.approx(metrics["held_out_report_bpt_after"]["value"], rel=1e-4)
+    assert {"eval_report_exact", "eval_accuracy", "eval_bpt"} <= {*row}
+    again = scored(run, recordings)  # the head of a trained model is kept without being asked for
+    assert list(again.data.report_words) == config["report_words"]
+    assert SensorTask().score(again.model, again).reports is not None
+    capsys.readouterr()
+    assert evaluate.main([str(run), "--cache_dir", str(run.parent / "cache")]) == 0
+    assert "word for word" in capsys.readouterr().out
+
+
+def test_adapters_keep_a_report_head_and_make_no_new_one(tmp_path, recordings, base):
+    changes = {"tuning": "lora", "lora_r": 2, "report_head": "true"}
+    with pytest.raises(SettingsError, match=r"report_head: true makes a new head on .* use tuning: full"):
+        load(job_of(tmp_path / "a", recordings, model_name_or_path=base, **changes))
+    run = tmp_path / "run"
+    assert train.main(words_of(run, recordings, model_name_or_path=base, report_head="true", max_steps=1)) == 0
+    parts = load(job_of(tmp_path / "b", recordings, model_name_or_path=run, **changes))
+    trains = {name for name, weight in parts.model.named_parameters() if weight.requires_grad}
+    assert any(".report." in name for name in trains)
+    assert all("lora_" in name or "classifier" in name or ".report." in name for name in trains)
+
+
 def test_a_bad_recording_stops_the_command_before_training(tmp_path, recordings, capsys):
     folder = tmp_path / "recordings"
     export_synthetic(folder, samples=32, classes=4)
@@ -279,6 +381,74 @@ def test_the_trained_model_is_scored_on_what_it_has_not_seen(base, recordings):
 def test_each_branch_alone_goes_through_the_command(tmp_path, recordings, branch):
     assert train.main(words_of(tmp_path / "run", recordings, branches=branch, max_steps=1)) == 0
     assert read_json(tmp_path / "run" / "config.json")["branches"] == [branch]
+
+
+def test_qlora_over_random_weights_trains_all_but_the_packed_blocks(tmp_path, recordings):
+    """From scratch: the weights that the adapters lie over are kept; the run is scored, and made again bit for bit."""
+    pytest.importorskip("bitsandbytes")
+    cache = tmp_path / "cache"
+    given = {"tuning": "qlora", "sensor_hidden_size": 32, "cache_dir": cache, "learning_rate": 1e-2}
+    assert train.main(words_of(tmp_path / "run", recordings, **given)) == 0
+    (start,) = (cache / "starts").glob("trident-????????????")
+    assert read_json(tmp_path / "run" / "adapter_config.json")["base_model_name_or_path"] == str(start)
+    before, after = load_file(start / "model.safetensors"), load_file(tmp_path / "run" / "adapter_model.safetensors")
+    whole = {name.removeprefix("base_model.model."): weight for name, weight in after.items() if "lora_" not in name}
+    assert {*whole} <= {*before} and {"trident.branches.visible.stem.0.filter.weight", "trident.norm.weight"} <= {
+        *whole
+    }
+    assert {name for name in before if ".layers." not in name} - {*whole} == {
+        f"trident.fusion.{n}" for n in ("queries", "kinds")
+    }
+    still = {name for name, weight in whole.items() if torch.equal(weight, before[name])}
+    assert not still
+    again = scored(tmp_path / "run", recordings, "qlora")
+    accuracy = SensorTask().score(again.model, again).accuracy
+    figures = read_json(tmp_path / "run" / "scu_metrics.json")
+    assert accuracy == pytest.approx(figures["held_out_accuracy_after"]["value"])
+    assert train.main(words_of(tmp_path / "same", recordings, **given)) == 0  # found in the cache: the same run
+    other = load_file(tmp_path / "same" / "adapter_model.safetensors")
+    assert all(torch.equal(after[name], other[name]) for name in after)
+
+
+def test_qlora_over_random_weights_needs_blocks_to_pack(tmp_path, recordings):
+    with pytest.raises(ModelError, match="would quantize nothing"):
+        load(job_of(tmp_path / "run", recordings, tuning="qlora", branches="cooling geometry", **NARROW))
+
+
+NARROW = {"sensor_hidden_size": 16, "sensor_fusion_layers": 1}
+
+
+def test_frozen_branches_of_a_trained_model_stay_as_they_are(tmp_path, recordings, base):
+    frozen = {"model_name_or_path": base, "frozen_branches": "infrared fusion", "learning_rate": 1e-2}
+    assert train.main(words_of(tmp_path / "run", recordings, **frozen)) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "run"))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    kept = ("trident.branches.infrared.", "trident.fusion.")
+    assert moved == {name for name in before if not name.startswith(kept)} and moved < {*before}
+
+
+def test_all_branches_train_by_the_command(tmp_path, recordings):
+    every = {"branches": " ".join(BRANCHES), "checkpoint_branches": "dual_vision plume cooling geometry"}
+    assert train.main(words_of(tmp_path / "run", recordings, **every)) == 0
+    assert read_json(tmp_path / "run" / "config.json")["branches"] == list(BRANCHES)
+    again = scored(tmp_path / "run", recordings)
+    assert list(again.model.trident.branches) == list(BRANCHES)
+    scores = SensorTask().score(again.model, again)
+    assert len(scores.nats) == len(again.data.eval)
+
+
+def test_micro_batches_of_all_branches_are_exact(tmp_path):
+    own = {"sensor_missing_share": 0.4, "branches": list(BRANCHES)}
+    rows = prepared(SYNTHETIC, tmp_path / "cache", own=own).train
+    given = {"per_device_train_batch_size": 8, "max_steps": 2, "data_collator": collator()}
+    every = {"branches": list(BRANCHES)}
+    _, stock = compared(trident(**every), tmp_path / "stock", None, rows, None, **given)
+    trainer, found = compared(
+        trident(**every), tmp_path / "ours", MemorySettings(max_batch_size=3), rows, None, **given
+    )
+    assert trainer.micro_batches.reduction.is_exact
+    for ours, theirs in zip(found.gradients, stock.gradients, strict=True):
+        assert error_of(ours, theirs) < 2e-5
 
 
 def load(job):
@@ -324,7 +494,7 @@ def test_a_model_is_tuned_on_recordings_that_all_lack_a_branch(tmp_path, blind, 
         load(job_of(tmp_path / "new", blind))
     parts = load(job_of(tmp_path / "run", blind, model_name_or_path=base))
     batch = parts.collator([parts.data.train[number] for number in range(4)])
-    assert list(parts.model.config.branches) == list(BRANCHES) and not batch["visible_mask"].any()
+    assert list(parts.model.config.branches) == list(DEFAULT_BRANCHES) and not batch["visible_mask"].any()
     assert torch.isfinite(parts.model(**batch).loss)
 
 
@@ -357,9 +527,17 @@ def test_checkpointing_of_chosen_branches(tmp_path, recordings):
 
 
 REFUSED = [
+    ({"report_weight": 0.5}, "report_weight is 0.5, and no report is learned; set report_head: true"),
+    ({"frozen_branches": "plume"}, "frozen_branches has 'plume', and the model has visible, infrared"),
+    ({"frozen_branches": "visible"}, "frozen_branches keeps what a trained model knows, and there is none"),
+    (
+        {"frozen_branches": "visible", "model_name_or_path": "/some/model", "tuning": "lora"},
+        "frozen_branches is for tuning: full, and tuning: lora keeps all",
+    ),
+    ({"quantized_branches": "visible"}, "quantized_branches is for tuning: qlora, and tuning is full"),
     ({"tuning": "lora"}, "tuning: lora adapts a trained model, and there is none"),
     ({"synthetic": "true"}, "synthetic: true generates recordings, and dataset is"),
-    ({"device_map": "auto"}, "use offload_linears_mb"),
+    ({"device_map": "auto", "torch_compile": "true"}, "device_map auto fetches weights in hooks that torch.compile"),
     (
         {"checkpoint_every_layer": "true", "checkpoint_branches": "visible"},
         "checkpoint_every_layer covers all branches",
@@ -383,4 +561,4 @@ def test_the_recipe_is_for_this_task(tmp_path):
     assert recipe["task"] == SensorTask.name and recipe["synthetic"] is True
     job = configuration.read_job(str(RECIPE), ["--use_cpu", "true", "--output_dir", str(tmp_path / "run")])
     job.check()
-    assert job.data.dataset == SYNTHETIC and job.own.branches == list(BRANCHES)
+    assert job.data.dataset == SYNTHETIC and job.own.branches == list(DEFAULT_BRANCHES)

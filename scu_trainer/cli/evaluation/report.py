@@ -85,7 +85,7 @@ def models_report(
 
 
 def _figures_of(subject: Subject, result: EvaluationResult, options: EvalOptions, data: Any) -> dict[str, Any]:
-    from scu_trainer.train.evaluation.scoring import bootstrap_accuracy, bootstrap_bpt
+    from scu_trainer.train.evaluation.scoring import bootstrap_accuracy, bootstrap_bpt, bootstrap_exact
 
     scores, row = result.scores, {"name": subject.name, "word": subject.word}
     if result.merge is not None:
@@ -94,7 +94,11 @@ def _figures_of(subject: Subject, result: EvaluationResult, options: EvalOptions
         return row
     row["bpt"] = _bounds(bootstrap_bpt(scores, **options.how), scores)
     if scores.correct is not None:
-        return {**row, "accuracy": _bounds(bootstrap_accuracy(scores, **options.how), scores)}
+        row["accuracy"] = _bounds(bootstrap_accuracy(scores, **options.how), scores)
+        if scores.reports is not None:
+            row["report_exact"] = _bounds(bootstrap_exact(scores.reports, **options.how), scores.reports)
+            row["report_bpt"] = _bounds(bootstrap_bpt(scores.reports, **options.how), scores.reports)
+        return row
     bits = row["bpt"]
     powers = {name: _perplexity(bits[name]) for name in ("value", "low", "high")}
     sources = _by_source(scores, options, data)

@@ -76,6 +76,11 @@ def _table(report: dict[str, Any], models: list[dict[str, Any]], labels: list[st
     for model, label in zip(models, labels, strict=True):
         yield _row(label, *(word for name, _ in figures for word in _words(model[name], name)))
     for model, label in zip(models, labels, strict=True):
+        if "report_exact" in model:
+            (exact, exact_range), (bits, bits_range) = (
+                _words(model[f"report_{name}"], "") for name in ("exact", "bpt")
+            )
+            yield f"reports of {label}: {exact} word for word ({exact_range}), {bits} bits/word ({bits_range})"
         if "sources" in model:
             yield from ("", f"{label} by source, bits/{report['unit']}:")
             width = max(NAME_COLUMNS, *map(len, model["sources"]))

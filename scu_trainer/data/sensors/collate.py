@@ -12,15 +12,19 @@ import torch
 from scu_trainer.data.sensors.format import FORMS
 from scu_trainer.settings.sensors import BRANCHES
 
+NOT_LEARNED = -100
+
 
 @dataclass(frozen=True)
 class SensorCollator:
     """Rows of ``Recordings`` -> a batch of tensors.
 
     Every array is padded on the right to the longest of the batch, with a bool mask (rows, length): visible (rows,
-    frames, 3, height, width) uint8, infrared (rows, frames, height, width) float16 and cooling_curve (rows, points)
-    float32 in degrees Celsius, kinematics (rows, time, channels) float32; ``branch_mask`` (rows, 3), columns visible,
-    infrared, kinematics; ``labels`` (rows,) int64. What a row lacks is 0 under a mask that is False.
+    frames, 3, height, width) uint8, infrared and plume (rows, frames, height, width) float16 and cooling_curve (rows,
+    points) float32 in degrees Celsius, kinematics (rows, time, channels) and geometry (rows, 1, numbers) float32;
+    ``branch_mask`` (rows, branches), columns as in ``BRANCHES``, True where a row has something that the branch reads;
+    ``labels`` (rows,) int64; ``report_ids`` (rows, words) int64, -100 behind each report, where rows hold them. What a
+    row lacks is 0 under a mask that is False.
 
     ``shapes``: per array of the model's branches, the shape behind its time axis.
     """
@@ -31,17 +35,26 @@ class SensorCollator:
         batch: dict[str, torch.Tensor] = {}
         for name, shape in self.shapes.items():
             batch[name], batch[mask_name(name)] = _padded([row.get(name) for row in rows], FORMS[name].kept_as, shape)
-        batch["branch_mask"] = torch.tensor([[self._has(row, branch) for branch in BRANCHES] for row in rows])
+        has = [[self._has(row, arrays) for arrays in BRANCHES.values()] for row in rows]
+        batch["branch_mask"] = torch.tensor(has)
         if "labels" in rows[0]:
             batch["labels"] = torch.tensor([row["labels"] for row in rows])
+        if "report_ids" in rows[0]:
+            batch["report_ids"] = _reports([row["report_ids"] for row in rows])
         return batch
 
-    def _has(self, row: Mapping[str, Any], branch: str) -> bool:
-        return any(name in row for name in self.shapes if FORMS[name].branch == branch)
+    def _has(self, row: Mapping[str, Any], arrays: Sequence[str]) -> bool:
+        return any(name in row for name in arrays if name in self.shapes)
 
 
 def mask_name(name: str) -> str:
     return "cooling_mask" if name == "cooling_curve" else f"{name}_mask"
+
+
+def _reports(numbers: Sequence[numpy.ndarray]) -> torch.Tensor:
+    longest = max(2, *map(len, numbers))  # the begin and one word: the head takes part, so that its gradients are there
+    padded = [numpy.pad(row, (0, longest - len(row)), constant_values=NOT_LEARNED) for row in numbers]
+    return torch.from_numpy(numpy.stack(padded))
 
 
 def _padded(

@@ -15,14 +15,14 @@ from typing import Optional
 import numpy
 
 from scu_trainer.data.samples import PreparedSamples, SampleStatistics
-from scu_trainer.data.sensors.format import FORMS
 from scu_trainer.data.sensors.manifest import HELD_OUT
+from scu_trainer.data.sensors.reports import UNKNOWN_NUMBER, encoded, learned_words
 from scu_trainer.data.sensors.sources import SensorSource, folder_source, generated_source
 from scu_trainer.data.sensors.store import Recordings
 from scu_trainer.data.store import digest_of
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
-from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
+from scu_trainer.settings.sensors import BRANCHES, SYNTHETIC, SensorSettings
 
 
 def prepare_sensors(
@@ -32,11 +32,13 @@ def prepare_sensors(
     seed: int,
     cache_dir: Path,
     label_names: Optional[Sequence[str]] = None,
+    report_words: Optional[Sequence[str]] = None,
     may_lack_branches: bool = False,
 ) -> PreparedSamples:
     """Training and held-out recordings, from the cache if nothing changed.
 
     ``label_names``: classes of a trained model that is to be scored, by label; the recordings must be of these.
+    ``report_words``: those that a trained model writes reports in; default: those of the training reports.
     ``may_lack_branches``: for a trained model, which has learned all of its branches. Raises DataError for bad
     recordings, named by line and file (``skip_bad_rows``: they are counted instead), for a class without training
     recordings, and for recordings of one class only; StorageError if ``cache_dir`` cannot be written.
@@ -55,24 +57,47 @@ def prepare_sensors(
         _require_several_classes(source, train)
     _require_classes(source, train, may_lack=data.skip_bad_rows or label_names is not None)
     _count(source, train, held_out)
+    words = _with_reports(source, train, held_out, report_words) if own.report_head else ()
+    content = [source.fingerprint, held_out.store.folder.name, train.numbers.tolist(), held_out.numbers.tolist()]
     return PreparedSamples(
         train=train,
         eval=held_out if len(held_out) else None,
         statistics=source.statistics,
-        fingerprint=digest_of(
-            source.fingerprint, held_out.store.folder.name, train.numbers.tolist(), held_out.numbers.tolist()
-        ),
+        fingerprint=digest_of(*content, *([train.reports, held_out.reports] if words else ())),
         label_names=source.label_names,
+        report_words=words,
     )
 
 
-def _require_branches(source: SensorSource, own: SensorSettings) -> None:
-    lacking = [name for name in own.branches if not any(FORMS[array].branch == name for array in source.store.shapes)]
-    if lacking:
-        there = [name for name in own.branches if name not in lacking]
+def _with_reports(
+    source: SensorSource, train: Recordings, held_out: Recordings, known: Optional[Sequence[str]]
+) -> Sequence[str]:
+    """The words; rows hold their reports from here on. Raises DataError where there is no report to learn from."""
+    written = sum(map(bool, train.reports))
+    if not written and not known:
         raise DataError(
-            f"no recording of {source.name} has the branch {lacking[0]}; set branches: [{', '.join(there)}]"
+            f"report_head learns to write the reports of recordings, and no training recording of {source.name} has "
+            'one; add "report": "..." to rows of the manifest, or set report_head: false'
         )
+    words = learned_words(train.reports) if known is None else known
+    for rows in (train, held_out):
+        rows.report_ids = encoded(rows.reports, words)
+    unknown = sum(int((ids == UNKNOWN_NUMBER).sum()) for rows in (train, held_out) for ids in rows.report_ids)
+    source.statistics.notes.append(
+        f"reports: {written:,} of {len(train):,} training recordings have one, {len(words):,} words, {unknown:,} of "
+        "the words in reports are none of them"
+    )
+    return words
+
+
+def _require_branches(source: SensorSource, own: SensorSettings) -> None:
+    complete = [name for name, arrays in BRANCHES.items() if {*arrays} <= {*source.store.shapes}]
+    lacking = [name for name in own.branches if name not in complete]
+    if lacking:
+        there = [name for name in own.branches if name in complete] or complete
+        absent = [name for name in BRANCHES[lacking[0]] if name not in source.store.shapes]
+        fix = f"set branches: [{', '.join(there)}]" if there else f"add {', '.join(absent)}, which it reads"
+        raise DataError(f"no recording of {source.name} has the branch {lacking[0]}; {fix}")
 
 
 # -- held out ----------------------------------------------------------------------------------------------------------

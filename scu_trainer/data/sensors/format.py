@@ -9,22 +9,31 @@ Columns of the manifest:
     label     class of the recording: a name, or a whole number from 0 on
     split     optional, in any case: "train" (or what dataset_split says) and "eval"; others are not used. Without
               "eval", a share is held out by chance
-    missing   optional: branches that the recording lacks, a list (in CSV: separated by ";"); declared branches are not
-              read, and a branch that is neither there nor declared is an error
+    missing   optional: sensors or arrays that the recording lacks, a list (in CSV: separated by ";"); a sensor stands
+              for all of its arrays. What is declared is not read; what the branches in use read and is neither there
+              nor declared is an error
+    report    optional: a short text about the recording, which report_head: true learns to write
 
 Arrays of a .npz, by name. Lengths (frames, points, time) may differ between recordings and between the arrays of one;
-height, width and channels are the same in all recordings. A branch that is not missing has all of its arrays.
+height, width, channels and the count of numbers are the same in all recordings. Only arrays that a branch in use reads
+have to be there (``settings.sensors.BRANCHES``).
 
-    branch      array          shape                       dtype          unit                       nominal rate
+    sensor      array          shape                       dtype          unit                       nominal rate
     visible     visible        (frames, height, width, 3)  uint8          red, green, blue; 0 to 255   30 per second
     infrared    infrared       (frames, height, width)     float, uint16  see below                     9 per second
                 cooling_curve  (points,)                   float, uint16  see below                     1 per second
+                plume          (frames, height, width)     float, uint16  see below                     9 per second
     kinematics  kinematics     (time, channels)            float          any, the same in all files  100 per second
+    geometry    geometry       (numbers,)                  float          any, the same in all files  once
+
+``plume`` is a crop of the infrared picture around the plume, in the camera's full resolution. Numbers of geometry are
+by convention range in m, azimuth and elevation in rad, and speed in m/s. The visible and the infrared camera film the
+same span of time: ``dual_vision`` sets each infrared frame beside the visible one in the same place of the recording.
 
 Temperatures: float16, float32 or float64 are degrees Celsius, uint16 are hundredths of a kelvin (29315 is 20 °C).
-Infrared frames are kept in float16: 0.03 °C below 64 °C, 0.06 °C below 128 °C. Channels of kinematics are by convention
-accelerations x, y, z in m/s² and rates of turn x, y, z in rad/s. The model has no clock: other rates are fine if all
-recordings share them.
+Infrared frames and crops are kept in float16: 0.03 °C below 64 °C, 0.06 °C below 128 °C. Channels of kinematics are by
+convention accelerations x, y, z in m/s² and rates of turn x, y, z in rad/s. The model has no clock: other rates are
+fine if all recordings share them.
 
 ``write_recordings`` writes this format; ``sensor_synthetic.export_synthetic`` writes generated recordings in it.
 """
@@ -43,6 +52,7 @@ import numpy
 
 from scu_trainer.data.records import BadRow
 from scu_trainer.errors import DataError
+from scu_trainer.settings.sensors import BRANCHES
 
 MANIFEST = "manifest.jsonl"
 ABSOLUTE_ZERO_CELSIUS = -273.15
@@ -50,10 +60,10 @@ ABSOLUTE_ZERO_CELSIUS = -273.15
 
 @dataclass(frozen=True)
 class Form:
-    """What an array must look like. ``axes``: names of its dimensions, time first. ``kinds``: of numpy's dtypes that
-    are allowed, beside uint16 for temperatures. ``kept_as``: dtype in memory and in the cache."""
+    """What an array must look like. ``sensor``: what it comes from. ``axes``: names of its dimensions, time first if it
+    has any. ``allowed``: numpy's dtypes. ``kept_as``: dtype in memory and in the cache."""
 
-    branch: str
+    sensor: str
     axes: tuple[str, ...]
     allowed: tuple[str, ...]
     kept_as: str
@@ -66,17 +76,21 @@ FORMS = {
     "infrared": Form("infrared", ("frames", "height", "width"), (*FLOATS, "uint16"), "float16", True),
     "cooling_curve": Form("infrared", ("points",), (*FLOATS, "uint16"), "float32", True),
     "kinematics": Form("kinematics", ("time", "channels"), FLOATS, "float32"),
+    "plume": Form("infrared", ("frames", "height", "width"), (*FLOATS, "uint16"), "float16", True),
+    "geometry": Form("geometry", ("numbers",), FLOATS, "float32"),
 }
 
 
 @dataclass(frozen=True)
 class Recording:
-    """``arrays``: by name, as in the file. ``missing``: branches that it lacks. ``split``: None where nobody said."""
+    """``arrays``: by name, as in the file. ``missing``: sensors or arrays that it lacks. ``split``: None where nobody
+    said. ``report``: a short text about it, None for none."""
 
     arrays: dict[str, numpy.ndarray]
     label: Union[int, str]
     missing: tuple[str, ...] = ()
     split: Optional[str] = None
+    report: Optional[str] = None
 
 
 UNREADABLE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError, MemoryError)
@@ -92,15 +106,21 @@ class BadRecording(BadRow):
 
 
 def array_names(branches: Sequence[str]) -> list[str]:
-    return [name for name, form in FORMS.items() if form.branch in branches]
+    """What these branches read, in the order of ``FORMS``."""
+    return [name for name in FORMS if any(name in BRANCHES[branch] for branch in branches)]
+
+
+def present(names: Iterable[str], missing: Sequence[str]) -> list[str]:
+    """Those of the arrays ``names`` that a recording has which lacks ``missing``."""
+    return [name for name in names if name not in missing and FORMS[name].sensor not in missing]
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
-    """The arrays of a .npz, checked and as they are kept: visible (frames, 3, height, width), temperatures in degrees
-    Celsius. Raises BadRecording, which does not name the file."""
+    """The arrays of a .npz, checked and as they are kept: see ``with_time_first``, temperatures in degrees Celsius.
+    Raises BadRecording, which does not name the file."""
     try:
         # Opened here: numpy leaves its own file open when the archive is torn.
         with open(path, "rb") as file:
@@ -111,11 +131,12 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
         raise BadRecording("unreadable file", f"not a readable .npz: {error}") from error
     absent = [name for name in names if name not in found]
     if absent:
-        branch = FORMS[absent[0]].branch
+        sensor = FORMS[absent[0]].sensor
+        lacked = absent[0] if any(FORMS[name].sensor == sensor for name in found) else sensor
         raise BadRecording(
             "missing branch",
             f"it has no array {absent[0]!r}, and the manifest does not declare it; "
-            f'write "missing": ["{branch}"] in its row if the recording lacks {branch}',
+            f'write "missing": ["{lacked}"] in its row if the recording lacks {lacked}',
         )
     return {name: _kept(name, array) for name, array in found.items()}
 
@@ -138,9 +159,17 @@ def _kept(name: str, array: numpy.ndarray) -> numpy.ndarray:
         raise BadRecording("wrong shape", f"{name} has shape {array.shape}; it must be {wanted}")
     if 0 in array.shape:
         raise BadRecording("no content", f"{name} has shape {array.shape}, nothing in it; declare the branch missing")
-    if array.dtype.name == "uint8":
-        return numpy.ascontiguousarray(array.transpose(0, 3, 1, 2))
-    return _numbers(name, array, form)
+    if array.dtype.name != "uint8":
+        array = _numbers(name, array, form)
+    return numpy.ascontiguousarray(with_time_first(name, array))
+
+
+def with_time_first(name: str, array: numpy.ndarray) -> numpy.ndarray:
+    """An array of a file in the order of axes in which it is kept: visible (frames, 3, height, width), geometry (1,
+    numbers), others as they are."""
+    if name == "visible":
+        return array.transpose(0, 3, 1, 2)
+    return array[None] if name == "geometry" else array
 
 
 def _numbers(name: str, array: numpy.ndarray, form: Form) -> numpy.ndarray:
@@ -205,7 +234,8 @@ class SharedShapes:
 
 
 def _axes(name: str, shape: tuple[int, ...]) -> str:
-    return f"{shape[0]} channels" if name == "kinematics" else f"frames of {shape[-2]} x {shape[-1]}"
+    unit = {"kinematics": "channels", "geometry": "numbers"}.get(name)
+    return f"frames of {shape[-2]} x {shape[-1]}" if unit is None else f"{shape[0]} {unit}"
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -228,4 +258,5 @@ def write_recordings(folder: Path, recordings: Iterable[Recording]) -> int:
 
 def _row(name: str, recording: Recording) -> dict:
     row = {"file": name, "label": recording.label, "split": recording.split, "missing": list(recording.missing)}
+    row["report"] = recording.report
     return {key: value for key, value in row.items() if value not in (None, [])}

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.data.samples import SampleStatistics
-from scu_trainer.data.sensors.format import MANIFEST, BadRecording
+from scu_trainer.data.sensors.format import FORMS, MANIFEST, BadRecording
+from scu_trainer.data.sensors.reports import MOST_LETTERS
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings.base import short
-from scu_trainer.settings.sensors import BRANCHES
 
 CSV_MANIFEST = "manifest.csv"
-COLUMNS = ("file", "label", "split", "missing")
+COLUMNS = ("file", "label", "split", "missing", "report")
 HELD_OUT = "eval"
 ALMOST_A_NUMBER = r"[-+]*[0-9]*\.?[0-9]*"
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # no name of a file holds one
@@ -29,7 +29,7 @@ MOST_UNSAID_CLASSES = 1000
 @dataclass(frozen=True)
 class Entry:
     """One row of a manifest that can be used. ``place`` names it for a person, ``key`` is its file as it stands there;
-    ``label`` is a number or a name; ``split`` in small letters."""
+    ``label`` is a number or a name; ``split`` in small letters; ``report`` is "" where there is none."""
 
     place: str
     key: str
@@ -37,6 +37,7 @@ class Entry:
     label: Any
     split: Optional[str]
     missing: tuple[str, ...]
+    report: str
 
 
 class Rejections:
@@ -125,7 +126,8 @@ def _entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> Entry:
     if not inside.is_relative_to(os.path.normpath(folder)):
         raise BadRecording("file outside", f"{file} lies outside of {folder}")
     shown = file if file.isprintable() else repr(file)
-    return Entry(f"{place} ({shown})", file, inside, _label(row.get("label")), _split(row), _missing(row))
+    label, split = _label(row.get("label")), _split(row)
+    return Entry(f"{place} ({shown})", file, inside, label, split, _missing(row), _report(row))
 
 
 def _split(row: dict) -> Optional[str]:
@@ -149,9 +151,19 @@ def _label(value: Any) -> Any:
 def _missing(row: dict) -> tuple[str, ...]:
     value = row.get("missing") or []
     names = [name.strip() for name in value.split(";")] if isinstance(value, str) else value
-    if not isinstance(names, list) or not set(map(str, names)) <= set(BRANCHES):
-        raise BadRecording("unknown branch", f"missing is {value!r}; allowed: {', '.join(BRANCHES)}")
+    if not isinstance(names, list) or not set(map(str, names)) <= set(FORMS):
+        raise BadRecording("unknown branch", f"missing is {value!r}; allowed: {', '.join(FORMS)}")
     return tuple(names)
+
+
+def _report(row: dict) -> str:
+    value = row.get("report")
+    if value is not None and (not isinstance(value, str) or HALF_CHARACTER.search(value)):
+        raise BadRecording("no report", f"its report is {short(value)}; it must be a text")
+    value = (value or "").strip()
+    if len(value) > MOST_LETTERS:
+        raise BadRecording("long report", f"its report has {len(value):,} letters; at most {MOST_LETTERS}")
+    return value
 
 
 # -- classes -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,14 @@ from typing import Optional
 import numpy
 
 from scu_trainer.data.samples import SampleStatistics
-from scu_trainer.data.sensors.format import FORMS, BadRecording, SharedShapes, array_names, read_arrays
+from scu_trainer.data.sensors.format import (
+    BadRecording,
+    SharedShapes,
+    array_names,
+    present,
+    read_arrays,
+    with_time_first,
+)
 from scu_trainer.data.sensors.manifest import (
     Entry,
     Rejections,
@@ -21,7 +28,7 @@ from scu_trainer.data.sensors.manifest import (
     with_labels_in_range,
 )
 from scu_trainer.data.sensors.store import Recordings, Sample, Store, write_store
-from scu_trainer.data.sensors.synthetic import DEFAULT_CLASSES, ceiling_alone, side_of, synthetic
+from scu_trainer.data.sensors.synthetic import DEFAULT_CLASSES, ceiling_alone, report_of, side_of, synthetic
 from scu_trainer.data.store import built_once, digest_of
 from scu_trainer.errors import DataError
 from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
@@ -37,13 +44,14 @@ class Offered:
 
     What is held out is drawn of these: models that look at different branches hold out the same recordings. ``keys``:
     file names, or the like. ``labels``: (recordings,). ``splits``: what the manifest says, "" for nothing.
-    ``places``: what a person calls them.
+    ``places``: what a person calls them. ``reports``: "" for none.
     """
 
     keys: Sequence[str]
     labels: numpy.ndarray
     splits: numpy.ndarray
     places: Sequence[str]
+    reports: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,10 @@ class SensorSource:
     def recordings(self, offered: numpy.ndarray) -> Recordings:
         """Those of the numbers ``offered`` that can be used."""
         rows = numpy.flatnonzero(numpy.isin(self.numbers, offered))
-        return Recordings(self.store, rows, [self.offered.keys[number] for number in self.numbers[rows]])
+        keys, reports = (
+            [texts[number] for number in self.numbers[rows]] for texts in (self.offered.keys, self.offered.reports)
+        )
+        return Recordings(self.store, rows, keys, reports)
 
 
 Found = tuple[int, Sample]
@@ -98,15 +109,16 @@ def _offered_by_generator(samples: int, classes: int, seed: int) -> Offered:
     numbers = range(samples)
     keys = [f"{SYNTHETIC} {seed} {number}" for number in numbers]
     places = [f"recording {number + 1}" for number in numbers]
-    return Offered(keys, numpy.arange(samples) % classes, numpy.full(samples, "", dtype="U1"), places)
+    labels = numpy.arange(samples) % classes
+    reports = [report_of(label, side_of(classes)) for label in labels.tolist()]
+    return Offered(keys, labels, numpy.full(samples, "", dtype="U1"), places, reports)
 
 
 def _generate(recipe: tuple, wanted: Sequence[str], statistics: SampleStatistics) -> Iterator[Found]:
     for number, recording in enumerate(synthetic(*recipe)):
         statistics.read += 1
-        arrays = {name: recording.arrays[name] for name in wanted if name in recording.arrays}
-        if "visible" in arrays:
-            arrays["visible"] = arrays["visible"].transpose(0, 3, 1, 2)
+        found = recording.arrays
+        arrays = {name: with_time_first(name, found[name]) for name in wanted if name in found}
         if arrays:
             yield number, (int(recording.label), arrays)
         else:
@@ -142,7 +154,8 @@ def folder_source(
     key = digest_of(STORE_VERSION, names, wanted, skip_bad_rows, sorted(seen.of.items()), statistics.as_dict(), content)
     folder = _built(cache_dir, key, wanted, statistics, lambda: _checked(entries, labels, wanted, seen, rejections))
     splits = numpy.array([entry.split or "" for entry in entries], dtype=str)
-    offered = Offered([entry.key for entry in entries], labels, splits, [entry.place for entry in entries])
+    keys, places, reports = ([getattr(entry, name) for entry in entries] for name in ("key", "place", "report"))
+    offered = Offered(keys, labels, splits, places, reports)
     return _opened(name, folder, names, offered)
 
 
@@ -181,7 +194,7 @@ def _checked(
 ) -> Iterator[Found]:
     for number, (entry, label) in enumerate(zip(entries, labels.tolist(), strict=True)):
         try:
-            arrays = read_arrays(entry.file, [name for name in wanted if FORMS[name].branch not in entry.missing])
+            arrays = read_arrays(entry.file, present(wanted, entry.missing))
             shapes.check(arrays, entry.place)
         except BadRecording as error:
             rejections.add(entry.place, error)

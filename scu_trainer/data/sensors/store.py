@@ -14,7 +14,7 @@ import math
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy
 import torch
@@ -125,17 +125,20 @@ def _torn(folder: Path, reason: str) -> StorageError:
 
 class Recordings(torch.utils.data.Dataset):
     """Some recordings of a store. A row holds ``labels`` (a number) and the arrays that the recording has, read when
-    they are asked for. ``keys``: what each is called wherever it is used."""
+    they are asked for. ``keys``: what each is called wherever it is used. ``reports``: a text of each, "" for none.
+    ``report_ids``: these in numbers of words, which rows hold from then on."""
 
-    def __init__(self, store: Store, numbers: numpy.ndarray, keys: Sequence[str]) -> None:
-        self.store, self.numbers, self._keys = store, numbers, keys
+    def __init__(self, store: Store, numbers: numpy.ndarray, keys: Sequence[str], reports: Sequence[str]) -> None:
+        self.store, self.numbers, self._keys, self.reports = store, numbers, keys, reports
+        self.report_ids: Optional[Sequence[numpy.ndarray]] = None
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         number = int(self.numbers[index])
-        return {**self.store.arrays(number), "labels": int(self.store.labels[number])}
+        row = {**self.store.arrays(number), "labels": int(self.store.labels[number])}
+        return row if self.report_ids is None else {**row, "report_ids": self.report_ids[index]}
 
     def keys(self) -> list[str]:
         """One per row, in order; the same whichever branches are read."""

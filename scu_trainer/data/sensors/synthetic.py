@@ -3,12 +3,14 @@
 There are k² classes (row r, column q). With s = (r + q) mod k, a Latin square:
 
     visible     shows r: the direction in which a bright blob moves; where it starts is chance
-    infrared    shows q: how fast the cooling curve falls, and how warm the hot spot is
+    infrared    shows q: how fast the cooling curve falls, and how warm the hot spot is, also in the crop of the plume
     kinematics  shows s: the frequency of an oscillation; its phase is chance
+    geometry    shows s: the speed; range, azimuth and elevation are chance
 
-Given one of r, q, s, each of k classes is equally likely: whatever is learned from one branch alone is right in at most
-1 / k of the recordings in expectation (1/3 of nine classes), with a missing branch no more often. Given any two of the
-three, the class is known: a recording that lacks one branch loses nothing. Noise never changes what a branch shows.
+Given one of r, q, s, each of k classes is equally likely: whatever is learned from one sensor alone is right in at most
+1 / k of the recordings in expectation (1/3 of nine classes), with a missing sensor no more often. Given any two of the
+three, the class is known: a recording that lacks one of the first three sensors loses nothing. Noise never changes what
+a sensor shows.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from pathlib import Path
 
 import numpy
 
-from scu_trainer.data.sensors.format import FORMS, Recording, write_recordings
+from scu_trainer.data.sensors.format import Recording, present, write_recordings
 from scu_trainer.errors import DataError
-from scu_trainer.settings.sensors import BRANCHES
+from scu_trainer.settings.sensors import DEFAULT_BRANCHES
 
 DEFAULT_CLASSES = 9
-VISIBLE_SIDE, INFRARED_SIDE = 16, 12
+VISIBLE_SIDE, INFRARED_SIDE, PLUME_SIDE = 16, 12, 24
 AMBIENT_CELSIUS = 22.0
 CHANNELS = 6
 
@@ -42,32 +44,47 @@ def side_of(classes: int) -> int:
 
 
 def ceiling_alone(classes: int) -> float:
-    """Highest expected accuracy from one branch."""
+    """Highest expected accuracy from one sensor."""
     return 1 / side_of(classes)
 
 
 def synthetic(
     samples: int, classes: int = DEFAULT_CLASSES, seed: int = 0, missing_share: float = 0.0
 ) -> Iterator[Recording]:
-    """``samples`` recordings, classes in turn. ``missing_share``: of them lacks one of its branches, by chance."""
+    """``samples`` recordings, classes in turn. ``missing_share``: of them lacks one of its first three sensors, by
+    chance."""
     side = side_of(classes)
     for number in range(samples):
         rng = numpy.random.default_rng([seed, number])
         label = number % classes
         row, column = divmod(label, side)
-        missing = (BRANCHES[rng.integers(len(BRANCHES))],) if rng.random() < missing_share else ()
+        sensors = DEFAULT_BRANCHES
+        missing = (sensors[rng.integers(len(sensors))],) if rng.random() < missing_share else ()
         arrays = {
             "visible": _visible(rng, row, side),
             "infrared": _infrared(rng, column, side),
             "cooling_curve": _cooling_curve(rng, column, side),
             "kinematics": _kinematics(rng, (row + column) % side, side),
+            "plume": _plume(rng, column, side),  # later ones last: the others keep their random numbers
+            "geometry": _geometry(rng, (row + column) % side, side),
         }
-        present = {name: array for name, array in arrays.items() if FORMS[name].branch not in missing}
-        yield Recording(present, label, missing)
+        shown = {name: arrays[name] for name in present(arrays, missing)}
+        yield Recording(shown, label, missing, report=report_of(label, side))
+
+
+def report_of(label: int, side: int) -> str:
+    """What is written about a recording of this class, for instance "class 3, plume dim, speed medium"."""
+    row, column = divmod(label, side)
+    plume, speed = _in_words(column, side, "dim", "bright"), _in_words((row + column) % side, side, "low", "high")
+    return f"class {label}, plume {plume}, speed {speed}"
+
+
+def _in_words(level: int, side: int, lowest: str, highest: str) -> str:
+    return {0: lowest, side - 1: highest}.get(level, "medium")
 
 
 def export_synthetic(folder: str | Path, samples: int = 200, classes: int = DEFAULT_CLASSES, seed: int = 0) -> int:
-    """Write generated recordings in the format of ``sensor_format``; a tenth lacks a branch. For instance
+    """Write generated recordings in the format of ``sensor_format``; a tenth lacks a sensor. For instance
 
     python -c "from scu_trainer.data.sensors.synthetic import export_synthetic; export_synthetic('recordings')"
     """
@@ -108,6 +125,22 @@ def _kinematics(rng: numpy.random.Generator, level: int, side: int) -> numpy.nda
     phase, amplitude = rng.uniform(0, 2 * math.pi, CHANNELS), rng.uniform(0.7, 1.3, CHANNELS)
     waves = amplitude * numpy.sin(2 * math.pi * cycles * numpy.arange(time)[:, None] + phase)
     return (waves + rng.normal(0, 0.3, waves.shape)).astype("float32")
+
+
+def _plume(rng: numpy.random.Generator, column: int, side: int) -> numpy.ndarray:
+    """A plume about the middle of its crop, stretched by chance: degrees Celsius, float16 (frames, 24, 24)."""
+    frames = int(rng.integers(2, 5))
+    at = (PLUME_SIDE - 1) / 2 + rng.normal(0, 1.5, size=(frames, 2))
+    above = 15 + 30 * (column + rng.uniform(-0.3, 0.3)) / (side - 1)
+    plume = above * _blobs(at, PLUME_SIDE, width=rng.uniform(2.5, 3.5))
+    return (AMBIENT_CELSIUS + plume + rng.normal(0, 0.5, plume.shape)).astype("float16")
+
+
+def _geometry(rng: numpy.random.Generator, level: int, side: int) -> numpy.ndarray:
+    """Range in m, azimuth and elevation in rad, speed in m/s: float32 (4,)."""
+    speed = 20 + 200 * (level + rng.uniform(-0.3, 0.3)) / (side - 1)
+    chance = (rng.uniform(500, 5000), rng.uniform(-math.pi, math.pi), rng.uniform(0, math.pi / 2))
+    return numpy.array([*chance, max(speed, 0.0)], dtype="float32")
 
 
 def _blobs(at: numpy.ndarray, side: int, width: float) -> numpy.ndarray:

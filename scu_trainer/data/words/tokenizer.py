@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from scu_trainer.settings.words import WordSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PAD, UNKNOWN, BEGIN, END = "<pad>", "<unk>", "<bos>", "<eos>"
+SPECIAL = PAD, UNKNOWN, BEGIN, END = "<pad>", "<unk>", "<bos>", "<eos>"
+"""The first words of every vocabulary, in this order."""
 
 
 def word_tokenizer(texts: Iterable[list[str]], own: WordSettings) -> PreTrainedTokenizerFast:
@@ -18,20 +19,41 @@ def word_tokenizer(texts: Iterable[list[str]], own: WordSettings) -> PreTrainedT
 
     A text that holds the likes of "<eos>" itself is cut like any other. Each text begins with <bos>.
     """
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import models, trainers
 
-    tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
-    if own.lowercase:
-        tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer = _cutting(models.WordLevel(unk_token=UNKNOWN), own.lowercase)
     trainer = trainers.WordLevelTrainer(
         vocab_size=own.vocabulary_size,
         min_frequency=own.min_word_count,
-        special_tokens=[PAD, UNKNOWN, BEGIN, END],
+        special_tokens=list(SPECIAL),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    return _ready(tokenizer)
+
+
+def tokenizer_of(words: Sequence[str], own: WordSettings) -> PreTrainedTokenizerFast:
+    """One that knows these ``words``, by number, special ones first as in ``word_tokenizer``."""
+    from tokenizers import models
+
+    known = {word: number for number, word in enumerate(words)}
+    return _ready(_cutting(models.WordLevel(known, unk_token=UNKNOWN), own.lowercase))
+
+
+def _cutting(words: Any, lowercase: bool) -> Any:
+    from tokenizers import Tokenizer, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(words)
+    if lowercase:
+        tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def _ready(tokenizer: Any) -> PreTrainedTokenizerFast:
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A", special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))]
     )

@@ -139,19 +139,29 @@ def check_limits(settings: ModelSettings, memory: MemorySettings, gpus: int) -> 
         require_writable(memory.offload_folder, "offload_folder")
 
 
-def place(settings: ModelSettings, memory: MemorySettings, free: Free, quantization_config: Any = None) -> Placement:
+def place(
+    settings: ModelSettings,
+    memory: MemorySettings,
+    free: Free,
+    quantization_config: Any = None,
+    auto: Any = None,
+    kept: Sequence[str] = (),
+) -> Placement:
     """Decide where each layer of ``settings.model_name_or_path``, which is no adapter, goes. Reads its config.json and
-    makes the model without memory for weights.
+    makes the model without memory for weights, by the class ``auto`` of transformers (None: a causal language model).
+    ``kept``: modules of the model that are trained as they are, and so lie where they are computed.
 
     Raises SettingsError where a limit is too small or weights that would be trained or are quantized are offloaded,
     StorageError where the disk has no room.
     """
-    skeleton, quantizer = _skeleton(settings, quantization_config)
+    skeleton, quantizer = _skeleton(settings, quantization_config, auto)
     sizes = _Sizes.of(skeleton, quantizer)
     limits = _limits(memory, free)
     device_map = _infer(skeleton, quantizer, settings.device_map, limits)
     if set(device_map.values()) == {"disk"}:  # one entry for all: accelerate would take the model for not dispatched
         device_map = {name: "disk" for name, _ in skeleton.named_children()}
+    first = next(iter(limits))
+    device_map |= {name: first for name in device_map if name.partition(".")[0] in kept}
     weight_bytes: dict[Device, int] = {}
     for name, device in device_map.items():
         weight_bytes[device] = weight_bytes.get(device, 0) + sizes.by_module[name]
@@ -163,7 +173,7 @@ def place(settings: ModelSettings, memory: MemorySettings, free: Free, quantizat
     return placement
 
 
-def _skeleton(settings: ModelSettings, quantization_config: Any) -> tuple[PreTrainedModel, Any]:
+def _skeleton(settings: ModelSettings, quantization_config: Any, auto: Any) -> tuple[PreTrainedModel, Any]:
     """The model on the meta device, its layers quantized as loading will, and the quantizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -172,7 +182,7 @@ def _skeleton(settings: ModelSettings, quantization_config: Any) -> tuple[PreTra
     remote = {"trust_remote_code": settings.trust_remote_code}
     config = AutoConfig.from_pretrained(settings.model_name_or_path, revision=settings.model_revision, **remote)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(settings, config), **remote)
+        model = (auto or AutoModelForCausalLM).from_config(config, dtype=_dtype(settings, config), **remote)
     if quantization_config is None:
         return model, None
     quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)

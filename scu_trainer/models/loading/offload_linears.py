@@ -53,7 +53,7 @@ def offload_linears(
         inside = OffloadFolder(folder)
     for name in chosen:
         _offload(modules[name], name, device, inside)
-    _move_rest(model, device)
+    move_rest(model, device)
     place = "cpu" if folder is None else "disk"
     if chosen:
         model.offload_folder = inside  # there as long as the model is
@@ -78,8 +78,8 @@ def _offload(linear: nn.Module, name: str, device: torch.device, folder: Optiona
     add_hook_to_module(linear, AlignDevicesHook(execution_device=device, offload=True, weights_map=weights))
 
 
-def _move_rest(model: nn.Module, device: torch.device) -> None:
-    """``model.to`` would fail on tensors without memory."""
+def move_rest(model: nn.Module, device: torch.device) -> None:
+    """Put all tensors that have memory on ``device``; ``model.to`` would fail on those without."""
     for module in model.modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if not tensor.is_meta:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import ModelError
+from scu_trainer.models.loading.dispatch import Free, Placement, place
 from scu_trainer.models.loading.load import (
     AdapterPlan,
     as_model_error,
@@ -21,18 +23,42 @@ from scu_trainer.models.quantize import compute_dtype_of, prepare_quantized, qua
 from scu_trainer.models.sensors.configuration_trident import TridentConfig
 from scu_trainer.models.sensors.modeling_trident import TridentForSensorClassification
 from scu_trainer.run_files import read_json
-from scu_trainer.settings import ModelSettings
-from scu_trainer.settings.sensors import BRANCHES, SensorSettings
+from scu_trainer.settings import MemorySettings, ModelSettings
+from scu_trainer.settings.sensors import BRANCHES, DEFAULT_BRANCHES, SensorSettings
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from transformers import BitsAndBytesConfig
 
-HEAD = "classifier"
+HEAD, REPORT = "classifier", "report"
+VECTORS = ("kinematics", "geometry")
+"""Arrays whose last axis a layer of the model has the size of."""
 RUN_FILE = "training_config.json"
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Per array of the recordings, the shape behind its time axis."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What the heads of a model are for: the classes, and the words of its reports (none: no report head), of which the
+    longest has ``report_length`` with its end. ``report_weight``: None for the trained model's, or 1."""
+
+    label_names: Sequence[str]
+    report_words: Sequence[str] = ()
+    report_length: int = 0
+    report_weight: Optional[float] = None
+
+    def fields(self) -> dict[str, Any]:
+        """Of the configuration."""
+        weight = {} if self.report_weight is None else {"report_weight": self.report_weight}
+        report = {"report_words": list(self.report_words), "report_length": self.report_length, **weight}
+        return {
+            "id2label": dict(enumerate(self.label_names)),
+            "label2id": {name: number for number, name in enumerate(self.label_names)},
+            **(report if self.report_words else {}),
+        }
 
 
 def stored_config(settings: ModelSettings) -> Optional[TridentConfig]:
@@ -58,7 +84,7 @@ def branches_of(config: Optional[TridentConfig], own: SensorSettings) -> list[st
     """Those of a stored model. Raises ModelError where the settings ask for others."""
     if config is None or own.branches == list(config.branches):
         return list(own.branches)
-    if own.branches == list(BRANCHES):  # as good as not set
+    if own.branches == list(DEFAULT_BRANCHES):  # as good as not set
         return list(config.branches)
     raise ModelError(
         f"branches is {', '.join(own.branches)}, and the model has {', '.join(config.branches)}; drop branches, or "
@@ -99,40 +125,60 @@ def require_same_classes(settings: ModelSettings, label_names: Sequence[str]) ->
 def input_shapes(config: TridentConfig, shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """``shapes`` of the recordings, and the smallest of what all of them lack: a model reads all of its branches, each
     with a mask."""
-    smallest = {
-        "visible": {"visible": (3, 1, 1)},
-        "infrared": {"infrared": (1, 1), "cooling_curve": ()},
-        "kinematics": {"kinematics": (config.kinematics_channels,)},
-    }
-    return {name: shapes.get(name, shape) for branch in config.branches for name, shape in smallest[branch].items()}
+    smallest = {"visible": (3, 1, 1), "infrared": (1, 1), "cooling_curve": (), "plume": (1, 1)}
+    smallest |= {name: (getattr(config, f"{name}_channels"),) for name in VECTORS}
+    return {name: shapes.get(name, smallest[name]) for branch in config.branches for name in BRANCHES[branch]}
 
 
 def make_trident(
-    settings: ModelSettings, own: SensorSettings, label_names: Sequence[str], shapes: Shapes, device: torch.device
+    settings: ModelSettings,
+    own: SensorSettings,
+    heads: Heads,
+    shapes: Shapes,
+    device: torch.device,
+    placement: Optional[Placement] = None,
 ) -> tuple[TridentForSensorClassification, list[str]]:
-    """From scratch, or loaded with a head for ``label_names``; on the CPU but for ``tuning: qlora``. Beside it
-    lines for a person.
+    """From scratch, or loaded with ``heads``; on the CPU but for ``tuning: qlora`` and a ``placement``. Beside it lines
+    for a person.
 
     Raises ModelError where the files do not hold such a model, or where it takes other recordings.
     """
     config = stored_config(settings)
     if config is None:
-        model = TridentForSensorClassification(_new_config(own, label_names, shapes)).to(_dtype(settings))
-        return model, ["TRIDENT, from scratch"]
+        return new_trident(settings, own, heads, shapes), ["TRIDENT, from scratch"]
     _require_takes(config, shapes)
-    model = _loaded(settings, config, label_names, device)
+    model = _loaded(settings, own, config, heads, device, placement)
     lines = [f"{settings.model_name_or_path}: TRIDENT with {', '.join(config.branches)}"]
-    if label_names_of(config) != list(label_names):
-        lines.append(f"the head is made again: {len(label_names)} classes that are not the model's {config.num_labels}")
+    if label_names_of(config) != list(heads.label_names):
+        count = len(heads.label_names)
+        lines.append(f"the head is made again: {count} classes that are not the model's {config.num_labels}")
+    if heads.report_words and not config.report_words:
+        lines.append(f"a head for reports is new: {len(heads.report_words)} words")
     return model, lines
 
 
-def load_scored_trident(settings: ModelSettings, label_names: Sequence[str], shapes: Shapes) -> nn.Module:
+def plan_trident_placement(
+    settings: ModelSettings, own: SensorSettings, memory: MemorySettings, free: Free, device: torch.device
+) -> Optional[Placement]:
+    """Where ``device_map`` puts the weights of a stored model, heads aside, known before any is loaded; None without
+    it. Raises a UserError where they do not fit or could not be trained there."""
+    from transformers import AutoModelForSequenceClassification
+
+    if settings.device_map is None:
+        return None
+    config = stored_config(settings)
+    there = replace(settings, model_name_or_path=located(base_of(Path(located(settings.model_name_or_path)))))
+    packing = _packing(settings, own, config, device)
+    return place(there, memory, free, packing, AutoModelForSequenceClassification, kept=(HEAD, REPORT))
+
+
+def load_scored_trident(settings: ModelSettings, own: SensorSettings, heads: Heads, shapes: Shapes) -> nn.Module:
     """A trained model in evaluation mode, with its adapter if it is one. Raises ModelError where its classes are not
-    ``label_names``."""
+    those of ``heads``."""
     import torch
 
     config, path = stored_config(settings), Path(settings.model_name_or_path).expanduser()
+    label_names = heads.label_names
     _require_takes(config, shapes)
     if not is_adapter(path) and label_names_of(config) != list(label_names):
         raise ModelError(
@@ -140,20 +186,29 @@ def load_scored_trident(settings: ModelSettings, label_names: Sequence[str], sha
             f"the recordings ({', '.join(label_names[:5])}); give recordings that it was trained for"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model: nn.Module = _loaded(settings, config, label_names, device)
+    model: nn.Module = _loaded(settings, own, config, heads, device)
     if is_adapter(path):
         model = with_adapter(model, path, is_trainable=False, allow_pickle=settings.allow_pickle)
     model = model.eval().requires_grad_(False)
     return model if settings.tuning == "qlora" else model.to(device)
 
 
-def adapter_plan(model: TridentForSensorClassification) -> AdapterPlan:
-    """Adapters on the transformer blocks only; the head is trained whole. peft has no name for this kind of task."""
-    return AdapterPlan(task_type=None, targets=model.transformer_linears(), modules_to_save=[HEAD])
+def new_trident(
+    settings: ModelSettings, own: SensorSettings, heads: Heads, shapes: Shapes
+) -> TridentForSensorClassification:
+    """From scratch, on the CPU."""
+    return TridentForSensorClassification(_new_config(own, heads, shapes)).to(_dtype(settings))
 
 
-def _new_config(own: SensorSettings, label_names: Sequence[str], shapes: Shapes) -> TridentConfig:
-    channels = {"kinematics_channels": shapes["kinematics"][0]} if "kinematics" in shapes else {}
+def adapter_plan(model: TridentForSensorClassification, is_random: bool = False) -> AdapterPlan:
+    """Adapters on the transformer blocks only; heads are trained whole, and where nothing was trained before all other
+    layers too. peft has no name for this kind of task."""
+    trained = [HEAD, *([REPORT] if model.report is not None else []), *(model.outside_blocks() if is_random else [])]
+    return AdapterPlan(task_type=None, targets=model.transformer_linears(), modules_to_save=trained)
+
+
+def _new_config(own: SensorSettings, heads: Heads, shapes: Shapes) -> TridentConfig:
+    channels = {f"{name}_channels": shapes[name][0] for name in VECTORS if name in shapes}
     return TridentConfig(
         branches=list(own.branches),
         hidden_size=own.sensor_hidden_size,
@@ -165,15 +220,8 @@ def _new_config(own: SensorSettings, label_names: Sequence[str], shapes: Shapes)
         patch=own.sensor_patch,
         dropout=own.sensor_dropout,
         **channels,
-        **_classes(label_names),
+        **heads.fields(),
     )
-
-
-def _classes(label_names: Sequence[str]) -> dict[str, Any]:
-    return {
-        "id2label": dict(enumerate(label_names)),
-        "label2id": {name: number for number, name in enumerate(label_names)},
-    }
 
 
 def _dtype(settings: ModelSettings) -> torch.dtype:
@@ -183,18 +231,32 @@ def _dtype(settings: ModelSettings) -> torch.dtype:
 
 
 def _require_takes(config: TridentConfig, shapes: Shapes) -> None:
-    channels = shapes["kinematics"][0] if "kinematics" in shapes else config.kinematics_channels
-    if channels != config.kinematics_channels:
-        raise ModelError(
-            f"the recordings have {channels} channels of kinematics, and the model takes {config.kinematics_channels}; "
-            "give recordings of the same sensors"
-        )
+    for name in VECTORS:
+        takes = getattr(config, f"{name}_channels")
+        found = shapes.get(name, (takes,))[0]
+        if found != takes and any(name in BRANCHES[branch] for branch in config.branches):
+            raise ModelError(
+                f"the recordings have {found} channels of {name}, and the model takes {takes}; give recordings of the "
+                "same sensors"
+            )
 
 
 def _loaded(
-    settings: ModelSettings, config: TridentConfig, label_names: Sequence[str], device: torch.device
+    settings: ModelSettings,
+    own: SensorSettings,
+    config: TridentConfig,
+    heads: Heads,
+    device: torch.device,
+    placement: Optional[Placement] = None,
 ) -> TridentForSensorClassification:
     name = base_of(Path(located(settings.model_name_or_path)))
+    folder = None if placement is None else placement.private_folder()
+    packing = _packing(settings, own, config, device)
+    given: dict[str, Any] = {} if packing is None else {"quantization_config": packing}
+    if settings.tuning == "qlora":
+        given["device_map"] = {"": device}
+    if placement is not None:
+        given |= placement.arguments(folder)
     with as_model_error(name, "model"):
         require_safe_weights(located(name), settings)
         model, report = TridentForSensorClassification.from_pretrained(
@@ -204,25 +266,36 @@ def _loaded(
             use_safetensors=safetensors_only(settings),
             ignore_mismatched_sizes=True,  # they are in the report, with their names
             output_loading_info=True,
-            **_packing(settings, config, device),
-            **_classes(label_names),
+            **given,
+            **heads.fields(),
         )
+    model.offload_folder = folder  # there as long as the model is
     lacking = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
-    inside = [key for key in lacking if not key.startswith(f"{HEAD}.")]
+    new = (f"{HEAD}.", *([] if config.report_words else [f"{REPORT}."]))
+    inside = [key for key in lacking if not key.startswith(new)]
     if inside:
         raise ModelError(f"{name!r} lacks weights of a TRIDENT: {inside[0]}; give the folder of a complete model")
-    if label_names_of(config) != list(label_names) and not lacking:
+    is_new_head = any(key.startswith(f"{HEAD}.") for key in lacking)
+    if label_names_of(config) != list(heads.label_names) and not is_new_head:
         model.classifier.reset_parameters()  # as many classes, but other ones
     return prepare_quantized(model) if settings.tuning == "qlora" else model
 
 
-def _packing(settings: ModelSettings, config: TridentConfig, device: torch.device) -> dict[str, Any]:
+def _packing(
+    settings: ModelSettings, own: SensorSettings, config: TridentConfig, device: torch.device
+) -> Optional[BitsAndBytesConfig]:
     """What makes ``from_pretrained`` store the linear layers of the transformer blocks in 4 or 8 bits."""
     import torch
 
     if settings.tuning != "qlora":
-        return {}
+        return None
     with torch.device("meta"):
         skeleton = TridentForSensorClassification(config)
     packing = quantization_config(settings, skeleton, compute_dtype_of(settings, device))
-    return {"device_map": {"": device}, **({} if packing is None else {"quantization_config": packing})}
+    if packing is not None and own.quantized_branches is not None:
+        kept = [module for name, module in skeleton.parts().items() if name not in own.quantized_branches]
+        whole = {id(inner) for part in kept for inner in part.modules()}
+        packing.llm_int8_skip_modules += [
+            name for name in skeleton.transformer_linears() if id(skeleton.get_submodule(name)) in whole
+        ]
+    return packing

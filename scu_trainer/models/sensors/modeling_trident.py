@@ -1,9 +1,13 @@
-"""TRIDENT: a classifier of recordings by up to three sensors, any of which may be missing.
+"""TRIDENT: a classifier of recordings by several sensors, any of which may be missing.
 
-    visible    (frames)  3D CNN ─▶ transformer ──┐
-    infrared   (frames)  detection CNN ──────────┤   tokens that     cross-attention of
-               (curve)   MLP ────────────────────┼─▶ count      ──▶  learned queries   ──▶ head ──▶ logits
-    kinematics (time)    patches ─▶ transformer ─┘
+    visible     (frames)  3D CNN ─▶ transformer ──┐
+    infrared    (frames)  detection CNN ──────────┤
+                (curve)   MLP ────────────────────┤
+    kinematics  (time)    patches ─▶ transformer ─┤   tokens that     cross-attention of
+    dual_vision (frames)  detection CNN ──────────┼─▶ count      ──▶  learned queries   ──▶ head ──▶ logits
+    plume       (frames)  CNN ────────────────────┤
+    cooling     (curve)   MLP ────────────────────┤
+    geometry    (numbers) MLP ────────────────────┘                               └─▶ decoder ──▶ report
 
 Nothing mixes rows, and what a mask hides has weight 0 in every sum: a row's logits do not depend on the padding, on
 the other rows, or on what stands in a branch that it lacks.
@@ -14,6 +18,7 @@ This file is copied beside saved models, so it names nothing of this project.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -24,8 +29,9 @@ from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from .configuration_trident import TridentConfig
-from .trident_branches import BRANCHES, transformer
-from .trident_layers import without_padding
+from .trident_branches import BRANCHES, Branch, transformer
+from .trident_layers import TransformerLayer, without_padding
+from .trident_report import ReportDecoder, report_scores
 
 
 class TridentPreTrainedModel(PreTrainedModel):
@@ -33,7 +39,7 @@ class TridentPreTrainedModel(PreTrainedModel):
 
     config_class = TridentConfig
     base_model_prefix = "trident"
-    _no_split_modules = ("TransformerLayer", "FrameConvolution")
+    _no_split_modules = ("TransformerLayer", "FrameConvolution", "Fusion")
     _supports_sdpa = True
     accepts_loss_kwargs = True  # the Trainer looks for **kwargs only, and this forward names what it takes
 
@@ -55,6 +61,9 @@ class Fusion(nn.Module):
         self.queries = nn.Parameter(torch.empty(config.fusion_queries, config.hidden_size))
         self.kinds = nn.Parameter(torch.empty(len(config.branches), config.hidden_size))
         self.norm, self.layers = nn.LayerNorm(config.hidden_size), transformer(config, config.num_fusion_layers)
+
+    def blocks(self) -> Iterator[nn.Module]:
+        yield from self.layers
 
     def forward(self, tokens: list[Tensor], masks: list[Tensor]) -> Tensor:
         """Per branch (rows, tokens, width) and bool (rows, tokens) -> (rows, queries, width)."""
@@ -110,15 +119,26 @@ def mask_name(item: str) -> str:
     return "cooling_mask" if item == "cooling_curve" else f"{item}_mask"
 
 
+@dataclass
+class TridentOutput(SequenceClassifierOutput):
+    """``report_scores`` (rows, 3), float32: of each row's report its loss in nats, its words with the end, and 1 where
+    the likeliest word was right at each place, so that ``generate_report`` writes just this text. ``losses`` (rows,):
+    of class and report together."""
+
+    report_scores: Optional[Tensor] = None
+    losses: Optional[Tensor] = None
+
+
 class TridentForSensorClassification(TridentPreTrainedModel):
-    """Logits of classes. See the top of this file."""
+    """Logits of classes, and reports. See the top of this file."""
 
     def __init__(self, config: TridentConfig) -> None:
         super().__init__(config)
-        self.main_input_name = config.branches[0]
         self.loss_type = "ForSequenceClassification"  # else the Trainer takes labels for tokens and counts one too few
         self.trident = TridentModel(config)
+        self.main_input_name = self.trident.branches[config.branches[0]].inputs[0]
         self.classifier = nn.Linear(config.fusion_queries * config.hidden_size, config.num_labels)
+        self.report = ReportDecoder(config) if config.report_words else None
         self.checkpointed: Optional[tuple[str, ...]] = None
         """Which branches, or "fusion", ``checkpoint_blocks`` names; None: all."""
         self.post_init()
@@ -133,18 +153,27 @@ class TridentForSensorClassification(TridentPreTrainedModel):
         cooling_mask: Optional[Tensor] = None,
         kinematics: Optional[Tensor] = None,
         kinematics_mask: Optional[Tensor] = None,
+        plume: Optional[Tensor] = None,
+        plume_mask: Optional[Tensor] = None,
+        geometry: Optional[Tensor] = None,
+        geometry_mask: Optional[Tensor] = None,
         branch_mask: Optional[Tensor] = None,
         labels: Optional[Tensor] = None,
+        report_ids: Optional[Tensor] = None,
         num_items_in_batch: Optional[Tensor] = None,
         return_dict: Optional[bool] = None,
-    ) -> SequenceClassifierOutput:
+    ) -> TridentOutput:
         """
-        visible: (rows, frames, 3, height, width), 0 to 255. infrared: (rows, frames, height, width) and cooling_curve:
-        (rows, points), degrees Celsius. kinematics: (rows, time, channels). Lengths may differ between them. Masks:
-        bool, (rows, length), True where a recording has content. branch_mask: bool (rows, 3), True where a row has the
-        branch; columns visible, infrared, kinematics, whichever of them the model has. labels: (rows,).
+        visible: (rows, frames, 3, height, width), 0 to 255. infrared and plume: (rows, frames, height, width) and
+        cooling_curve: (rows, points), degrees Celsius. kinematics: (rows, time, channels). geometry: (rows, sets,
+        numbers). Lengths may differ between them. Masks: bool, (rows, length), True where a recording has content.
+        branch_mask: bool (rows, branches), True where a row has the branch; columns as in
+        ``TridentConfig.ALL_BRANCHES``, whichever of them the model has. labels: (rows,).
+        report_ids: (rows, words), numbers of words from the begin to the end, -100 behind it.
 
-        The loss is the mean cross-entropy in nats, or the sum over ``num_items_in_batch``. ``logits``: (rows, classes).
+        The loss is the mean over rows, or the sum over ``num_items_in_batch``, of the cross-entropy of the class in
+        nats and, where the row has a report, ``report_weight`` times that of its words, their mean. ``logits``: (rows,
+        classes).
         """
         collected = self.trident(
             branch_mask,
@@ -156,26 +185,70 @@ class TridentForSensorClassification(TridentPreTrainedModel):
             cooling_mask=cooling_mask,
             kinematics=kinematics,
             kinematics_mask=kinematics_mask,
+            plume=plume,
+            plume_mask=plume_mask,
+            geometry=geometry,
+            geometry_mask=geometry_mask,
         )
         logits = self.classifier(collected.flatten(1))
-        loss = None if labels is None else _loss(logits, labels, num_items_in_batch)
-        output = SequenceClassifierOutput(loss=loss, logits=logits)
+        scores = None
+        if self.report is not None and report_ids is not None:
+            scores = report_scores(self.report(collected, report_ids[:, :-1].clamp(min=0)), report_ids[:, 1:])
+        loss = losses = None
+        if labels is not None and scores is None:
+            loss = _class_loss(logits, labels, num_items_in_batch)
+        elif labels is not None:
+            losses = self._row_losses(logits, labels, scores)
+            loss = losses.mean() if num_items_in_batch is None else losses.sum() / num_items_in_batch
+        output = TridentOutput(loss=loss, logits=logits, report_scores=scores, losses=losses)
         return output.to_tuple() if return_dict is False else output
+
+    def _row_losses(self, logits: Tensor, labels: Tensor, scores: Tensor) -> Tensor:
+        of_classes = functional.cross_entropy(logits.float(), labels, reduction="none")
+        return of_classes + self.config.report_weight * scores[:, 0] / scores[:, 1].clamp(min=1)
+
+    @torch.no_grad()
+    def generate_report(self, **inputs: Tensor) -> list[str]:
+        """The likeliest word after the other, for each row of a batch as ``forward`` takes it: words with blanks
+        between them. Raises ValueError for a model without a report head."""
+        if self.report is None:
+            raise ValueError("this model has no report head: train one with report_head: true")
+        taken = {name: value for name, value in inputs.items() if name not in ("labels", "report_ids")}
+        return self.report.written(self.trident(**taken))
 
     def checkpoint_blocks(self) -> Iterator[nn.Module]:
         """Parts of the chosen branches that keep their inputs only."""
-        for name, branch in self.trident.branches.items():
+        for name, part in self.parts().items():
             if self.checkpointed is None or name in self.checkpointed:
-                yield from branch.blocks()
-        if self.checkpointed is None or "fusion" in self.checkpointed:
-            yield from self.trident.fusion.layers
+                yield from part.blocks()
+        if self.checkpointed is None and self.report is not None:
+            yield from self.report.layers
+
+    def parts(self) -> dict[str, nn.Module]:
+        """The branches and "fusion", by name."""
+        return {**self.trident.branches, "fusion": self.trident.fusion}
+
+    def outside_blocks(self) -> list[str]:
+        """Names of the layers of branches and fusion that lie in no transformer block."""
+        blocks = {
+            id(inner) for block in self.modules() if isinstance(block, TransformerLayer) for inner in block.modules()
+        }
+        lists = (nn.ModuleList, nn.ModuleDict, Branch, Fusion, TridentModel)
+        found: list[str] = []
+        for name, module in self.trident.named_modules(prefix="trident"):
+            inside = any(name.startswith(f"{other}.") for other in found)
+            if not (inside or isinstance(module, lists) or id(module) in blocks):
+                found.append(name)
+        return found
 
     def transformer_linears(self) -> list[str]:
-        """Names of the linear layers of all transformer blocks: what adapters go on, and what 4 or 8 bits may hold."""
-        return [name for name, module in self.named_modules() if isinstance(module, nn.Linear) and ".layers." in name]
+        """Names of the linear layers of all transformer blocks before the heads: what adapters go on, and what 4 or 8
+        bits may hold."""
+        linears = (name for name, module in self.trident.named_modules() if isinstance(module, nn.Linear))
+        return [f"trident.{name}" for name in linears if ".layers." in name]
 
 
-def _loss(logits: Tensor, labels: Tensor, num_items_in_batch: Optional[Tensor]) -> Tensor:
+def _class_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Optional[Tensor]) -> Tensor:
     if num_items_in_batch is None:
         return functional.cross_entropy(logits.float(), labels)
     return functional.cross_entropy(logits.float(), labels, reduction="sum") / num_items_in_batch

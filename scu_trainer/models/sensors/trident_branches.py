@@ -1,10 +1,12 @@
-"""The branches of TRIDENT: each turns one sensor's recording into tokens of one width, and says which of them count.
+"""The branches of TRIDENT: each turns what it reads of a recording into tokens of one width, and says which of them
+count.
 
 This file is copied beside saved models, so it names nothing of this project.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -50,19 +52,28 @@ class VisibleBranch(Branch):
         frames = visible.to(self.dtype) / 127.5 - 1
         for convolution in self.stem:
             frames = convolution(frames, mask)
-        pooled = functional.adaptive_avg_pool2d(frames.flatten(0, 1), GRID).flatten(1).unflatten(0, mask.shape)
-        return attended(self.layers, self.project(pooled), mask), mask
+        return attended(self.layers, self.project(_pooled(frames)), mask), mask
 
 
-class InfraredBranch(Branch):
+class ThermalBranch(Branch):
+    """A branch that reads degrees Celsius."""
+
+    def __init__(self, config: TridentConfig) -> None:
+        super().__init__()
+        self.center, self.scale = config.infrared_center, config.infrared_scale
+
+    def _normal(self, celsius: Tensor) -> Tensor:
+        return (celsius.to(self.dtype) - self.center) / self.scale
+
+
+class InfraredBranch(ThermalBranch):
     """Thermal video and the curve of cooling: a detection CNN finds hot spots in each frame, an MLP reads the curve."""
 
     inputs = ("infrared", "cooling_curve")
 
     def __init__(self, config: TridentConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         first, second, width = config.stem_channels, 2 * config.stem_channels, config.hidden_size
-        self.center, self.scale = config.infrared_center, config.infrared_scale
         self.detector = nn.ModuleList([FrameConvolution(1, first, time=1), FrameConvolution(first, second, time=1)])
         self.spots = HotSpots(second)
         self.project = nn.Linear(self.spots.spots * (second + self.spots.features), width)
@@ -78,11 +89,77 @@ class InfraredBranch(Branch):
             frames = convolution(frames, mask)
         spots = self.project(self.spots(frames.flatten(0, 1)).unflatten(0, mask.shape))
         cooled = self.curve(self._normal(curve), curve_mask)
-        tokens = torch.cat([spots + positions(spots.size(1), spots.size(2), spots), cooled[:, None]], dim=1)
+        tokens = torch.cat([placed(spots), cooled[:, None]], dim=1)
         return tokens, torch.cat([mask, curve_mask.any(dim=1, keepdim=True)], dim=1)
 
-    def _normal(self, celsius: Tensor) -> Tensor:
-        return (celsius.to(self.dtype) - self.center) / self.scale
+
+class DualVisionBranch(ThermalBranch):
+    """Both cameras at once: a detection CNN whose input channels are a visible and an infrared frame of the same
+    moment. A frame counts where a recording has both."""
+
+    inputs = ("visible", "infrared")
+
+    def __init__(self, config: TridentConfig) -> None:
+        super().__init__(config)
+        first, second = config.stem_channels, 2 * config.stem_channels
+        self.detector = nn.ModuleList([FrameConvolution(4, first, time=1), FrameConvolution(first, second, time=1)])
+        self.spots = HotSpots(second)
+        self.project = nn.Linear(self.spots.spots * (second + self.spots.features), config.hidden_size)
+
+    def blocks(self) -> Iterator[nn.Module]:
+        yield from self.detector
+
+    def forward(
+        self, visible: Tensor, visible_mask: Tensor, infrared: Tensor, infrared_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """visible: (rows, frames, 3, height, width), 0 to 255. infrared: (rows, other frames, other height, other
+        width) in degrees Celsius, stretched to the size of the visible frames. One token per infrared frame."""
+        mask = infrared_mask & visible_mask.any(dim=1, keepdim=True)
+        colours = _of_the_same_moment(visible, visible_mask, infrared_mask).to(self.dtype) / 127.5 - 1
+        heat = functional.interpolate(self._normal(infrared), colours.shape[-2:], mode="bilinear")
+        frames = torch.cat([colours, heat[:, :, None]], dim=2)
+        for convolution in self.detector:
+            frames = convolution(frames, mask)
+        return placed(self.project(self.spots(frames.flatten(0, 1)).unflatten(0, mask.shape))), mask
+
+
+class PlumeBranch(ThermalBranch):
+    """A crop of thermal video around the plume, in full resolution: a deeper CNN over each frame."""
+
+    inputs = ("plume",)
+
+    def __init__(self, config: TridentConfig) -> None:
+        super().__init__(config)
+        channels = (1, config.stem_channels, 2 * config.stem_channels, 2 * config.stem_channels)
+        self.stem = nn.ModuleList([FrameConvolution(*sizes, time=1) for sizes in itertools.pairwise(channels)])
+        self.project = nn.Linear(GRID * GRID * channels[-1], config.hidden_size)
+
+    def blocks(self) -> Iterator[nn.Module]:
+        yield from self.stem
+
+    def forward(self, plume: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """plume: (rows, frames, height, width) in degrees Celsius. mask: bool (rows, frames)."""
+        frames = self._normal(plume)[:, :, None]
+        for convolution in self.stem:
+            frames = convolution(frames, mask)
+        return placed(self.project(_pooled(frames))), mask
+
+
+class CoolingBranch(ThermalBranch):
+    """The curve of cooling by itself: one token."""
+
+    inputs = ("cooling_curve",)
+
+    def __init__(self, config: TridentConfig) -> None:
+        super().__init__(config)
+        self.curve = CoolingCurve(config.hidden_size)
+
+    def blocks(self) -> Iterator[nn.Module]:
+        yield self.curve
+
+    def forward(self, curve: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """curve: (rows, points) in degrees Celsius. mask: bool (rows, points)."""
+        return self.curve(self._normal(curve), mask)[:, None], mask.any(dim=1, keepdim=True)
 
 
 class CoolingCurve(nn.Module):
@@ -127,6 +204,48 @@ class KinematicsBranch(Branch):
         return attended(self.layers, tokens, mask), mask
 
 
+class GeometryBranch(Branch):
+    """An MLP over a few numbers, such as range, azimuth, elevation and speed: one token per set of them.
+
+    The inverse hyperbolic sine (Johnson 1949) brings metres and radians to one scale: near zero it changes nothing,
+    large numbers become their logarithm.
+    """
+
+    inputs = ("geometry",)
+
+    def __init__(self, config: TridentConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.geometry_channels, config.intermediate_size)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def blocks(self) -> Iterator[nn.Module]:
+        yield from (self.up, self.down)
+
+    def forward(self, geometry: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """geometry: (rows, sets, numbers), any unit that all recordings share. mask: bool (rows, sets)."""
+        numbers = without_padding(geometry, mask).asinh().to(self.dtype)
+        return self.down(functional.gelu(self.up(numbers))), mask
+
+
+def _of_the_same_moment(frames: Tensor, mask: Tensor, other_mask: Tensor) -> Tensor:
+    """For each frame of another camera the one of ``frames`` (rows, frames, ...) in the same place of the recording.
+    Both film the same span, at rates of their own; padding is on the right."""
+    counts, others = mask.sum(dim=1, keepdim=True), other_mask.sum(dim=1, keepdim=True).clamp(min=1)
+    places = torch.arange(other_mask.size(1), device=mask.device)[None] * counts // others
+    rows = torch.arange(len(frames), device=mask.device)[:, None]
+    return frames[rows, places.clamp(max=frames.size(1) - 1)]
+
+
+def _pooled(frames: Tensor) -> Tensor:
+    """(rows, frames, channels, height, width) -> (rows, frames, GRID * GRID * channels)."""
+    return functional.adaptive_avg_pool2d(frames.flatten(0, 1), GRID).flatten(1).unflatten(0, frames.shape[:2])
+
+
+def placed(tokens: Tensor) -> Tensor:
+    """``tokens`` (rows, time, width) with where each of them stands."""
+    return tokens + positions(tokens.size(1), tokens.size(2), tokens)
+
+
 def _any_of_patch(mask: Tensor, patch: int) -> Tensor:
     """mask: 0 or 1, (rows, time), not bool: inductor writes C++ for the padding of one that does not compile. Returns
     bool (rows, time / patch)."""
@@ -140,6 +259,10 @@ BRANCHES: dict[str, type[Branch]] = {
     "visible": VisibleBranch,
     "infrared": InfraredBranch,
     "kinematics": KinematicsBranch,
+    "dual_vision": DualVisionBranch,
+    "plume": PlumeBranch,
+    "cooling": CoolingBranch,
+    "geometry": GeometryBranch,
 }
 
 
@@ -149,7 +272,7 @@ def transformer(config: TridentConfig, layers: int | None = None) -> nn.ModuleLi
 
 
 def attended(layers: nn.ModuleList, tokens: Tensor, mask: Tensor) -> Tensor:
-    tokens = tokens + positions(tokens.size(1), tokens.size(2), tokens)
+    tokens = placed(tokens)
     for layer in layers:
         tokens = layer(tokens, at_least_one(mask))
     return tokens

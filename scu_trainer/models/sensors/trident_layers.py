@@ -15,7 +15,7 @@ from torch.nn import functional
 class Attention(nn.Module):
     """Multi-head attention of ``queries`` (rows, q, width) to ``keys`` (rows, k, width).
 
-    ``mask``: bool (rows, k), True where a key counts. At least one key of each row must count.
+    ``mask``: bool (rows, k) or (rows, q, k), True where a key counts. At least one key of each query must count.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -29,7 +29,7 @@ class Attention(nn.Module):
             self._by_head(self.query(queries)),
             self._by_head(self.key(keys)),
             self._by_head(self.value(keys)),
-            attn_mask=mask[:, None, None, :],
+            attn_mask=mask[:, None, None, :] if mask.dim() == 2 else mask[:, None],
             dropout_p=self.dropout if self.training else 0.0,
         )
         return self.output(attended.transpose(1, 2).flatten(2))
@@ -48,13 +48,18 @@ class TransformerLayer(nn.Module):
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, tokens: Tensor, mask: Tensor, context: Tensor | None = None) -> Tensor:
-        """tokens: (rows, time, width). mask: bool, (rows, time), or (rows, time of context) if there is one."""
+    def forward(self, tokens: Tensor, mask: Tensor, context: Tensor | None = None, causal: bool = False) -> Tensor:
+        """tokens: (rows, time, width). mask: bool, (rows, time), or (rows, time of context) if there is one. causal: no
+        token sees a later one."""
         queries = keys = self.attention_norm(tokens)
         if context is not None:
             # The tokens themselves stay among the keys: a row in which nothing else counts has something to attend to.
             keys = torch.cat([queries, context], dim=1)
             mask = torch.cat([mask.new_ones(queries.shape[:2]), mask], dim=1)
+        if causal:
+            time = tokens.size(1)
+            earlier = mask.new_ones(time, time).tril()
+            mask = torch.cat([earlier.expand(len(mask), -1, -1), mask[:, None, time:].expand(-1, time, -1)], dim=2)
         tokens = tokens + self.dropout(self.attention(queries, keys, mask))
         return tokens + self.dropout(self.down(functional.gelu(self.up(self.mlp_norm(tokens)))))
 

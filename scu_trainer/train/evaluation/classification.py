@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -32,12 +32,32 @@ def preprocess_class_logits(logits: Any, labels: torch.Tensor) -> torch.Tensor:
     return class_scores(logits[0] if isinstance(logits, tuple) else logits, labels)
 
 
+def preprocess_class_and_report(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    """The same of a model that may give the scores of reports beside its logits: (rows, 2), or (rows, 5) with its
+    ``report_scores``."""
+    scores = preprocess_class_logits(logits, labels)
+    return torch.cat([scores, logits[1].float()], dim=1) if isinstance(logits, tuple) else scores
+
+
 def class_metrics(prediction: Any) -> dict[str, float]:
     """For ``Trainer(compute_metrics=...)`` beside ``preprocess_class_logits``: share of labels that were named right,
     and bits per label."""
     say_nonfinite(prediction.predictions[:, 0], "row")
-    nats, correct = prediction.predictions.astype(np.float64).mean(axis=0)
+    nats, correct = prediction.predictions[:, :2].astype(np.float64).mean(axis=0)
     return {"accuracy": correct, "bpt": nats / math.log(2.0)}
+
+
+def class_and_report_metrics(prediction: Any) -> dict[str, float]:
+    """The same, and of reports the bits per word and the share that is written as it stands, over rows with one."""
+    reports = _reports(prediction.predictions[:, 2:].astype(np.float64))
+    report = {} if reports is None else {"report_bpt": reports.bpt, "report_exact": float(reports.correct.mean())}
+    return {**class_metrics(prediction), **report}
+
+
+def _reports(scores: np.ndarray) -> Optional[DocumentScores]:
+    """Of the rows with a report; scores (rows, 3) or (rows, 0). None where there are none."""
+    scores = scores[scores[:, 1] > 0] if scores.shape[1] else scores[:0]
+    return DocumentScores(scores[:, 0], scores[:, 1].astype(np.int64), scores[:, 2]) if len(scores) else None
 
 
 @torch.no_grad()
@@ -62,9 +82,10 @@ def score_samples(
             found += [scores for _, scores in halving.run(len(numbers), score)]
     finally:
         model.train(was_training)
-    nats, correct = np.concatenate(found).T
+    found = np.concatenate(found)
+    nats, correct = found[:, :2].T
     say_nonfinite(nats, "sample")
-    return DocumentScores(nats, np.ones(len(nats), dtype=np.int64), correct)
+    return DocumentScores(nats, np.ones(len(nats), dtype=np.int64), correct, _reports(found[:, 2:]))
 
 
 def _batch_scores(model: nn.Module, batch: Mapping[str, Any], device: torch.device) -> np.ndarray:
@@ -72,4 +93,5 @@ def _batch_scores(model: nn.Module, batch: Mapping[str, Any], device: torch.devi
     labels = inputs.pop("labels")
     outputs = model(**inputs)
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-    return class_scores(logits, labels).double().cpu().numpy()
+    scores, reports = class_scores(logits, labels), getattr(outputs, "report_scores", None)
+    return (scores if reports is None else torch.cat([scores, reports], dim=1)).double().cpu().numpy()

@@ -34,11 +34,15 @@ MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "category_ids")
 @dataclass(frozen=True)
 class DocumentScores:
     """Per held-out document or sample: summed negative log-likelihood in nats, predicted tokens or labels, and of
-    classifiers how many of these had the largest logit. Shapes (documents,)."""
+    classifiers how many of these had the largest logit. Shapes (documents,).
+
+    ``reports``: of samples beside which a text is written, those of the texts; ``correct`` is 1 for a text that is
+    written as it stands."""
 
     nats: np.ndarray
     tokens: np.ndarray
     correct: Optional[np.ndarray] = None
+    reports: Optional[DocumentScores] = None
 
     @property
     def bpt(self) -> float:
@@ -189,6 +193,14 @@ def bootstrap_accuracy(
     """The same of the share of labels that a classifier named right."""
     (drawn,) = _resampled([scores.correct], scores.tokens, resamples, seed)
     return _interval(scores.accuracy, drawn, confidence)
+
+
+def bootstrap_exact(
+    reports: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
+) -> BootstrapInterval:
+    """The same of the share of texts that are written as they stand."""
+    (drawn,) = _resampled([reports.correct], np.ones_like(reports.tokens), resamples, seed)
+    return _interval(float(reports.correct.mean()), drawn, confidence)
 
 
 def bootstrap_difference(

@@ -18,6 +18,7 @@ from scu_trainer.train.evaluation.scoring import (
     bootstrap_accuracy_difference,
     bootstrap_bpt,
     bootstrap_difference,
+    bootstrap_exact,
 )
 
 
@@ -35,12 +36,24 @@ def held_out_figures(before: Optional[DocumentScores], after: Optional[DocumentS
         }
     return {
         **accuracy,
+        **_report_figures(before.reports, after.reports),
         "held_out_documents": len(before.tokens),
         "held_out_tokens": int(before.tokens.sum()),
         "held_out_bpt_before": asdict(bootstrap_bpt(before)),
         "held_out_bpt_after": asdict(bootstrap_bpt(after)),
         "held_out_bpt_change": asdict(bootstrap_difference(before, after)),
     }
+
+
+def _report_figures(before: Optional[DocumentScores], after: Optional[DocumentScores]) -> dict[str, Any]:
+    """Of texts that are written beside classes: bits per word and the share that is written as it stands."""
+    if before is None or after is None:
+        return {}
+    found = {}
+    for when, scores in (("before", before), ("after", after)):
+        found[f"held_out_report_bpt_{when}"] = asdict(bootstrap_bpt(scores))
+        found[f"held_out_report_exact_{when}"] = asdict(bootstrap_exact(scores))
+    return found
 
 
 def held_out_by_source(
@@ -102,7 +115,8 @@ def _held_out_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
     documents, tokens = figures["held_out_documents"], figures["held_out_tokens"]
     held_out = f"{documents:,} {figures.get('item', 'document')}s"
     if "held_out_accuracy_after" in figures:
-        return [*_accuracy_lines(figures), _bits_line(figures, unit), ("held out", held_out)]
+        of_classes = [*_accuracy_lines(figures), _bits_line(figures, unit)]
+        return [*of_classes, *_report_lines(figures), ("held out", held_out)]
     lines = [_bits_line(figures, unit), ("change, 95 % interval", _change(figures["held_out_bpt_change"], "+.3f"))]
     for name, source in figures.get("held_out_sources", {}).items():
         lines.append(
@@ -129,6 +143,19 @@ def _accuracy_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
     if best and best["accuracy"] > after["value"] + 1e-9:
         lines.append(("best on the way", f"{best['accuracy']:.1%} at step {best['step']}"))
     return lines
+
+
+def _report_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    if "held_out_report_exact_after" not in figures:
+        return []
+    exact, bits = (
+        [figures[f"held_out_report_{name}_{when}"]["value"] for when in ("before", "after")]
+        for name in ("exact", "bpt")
+    )
+    return [
+        ("reports word for word", f"{exact[0]:.1%} before, {exact[1]:.1%} after"),
+        ("bits per word of reports", f"{bits[0]:.3f} before, {bits[1]:.3f} after"),
+    ]
 
 
 def _change(change: dict[str, float], style: str) -> str:

@@ -1,0 +1,45 @@
+"""Branches of TRIDENT on devices of their own: accelerate's hooks take inputs there and bring tokens back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Optional
+
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+from scu_trainer.models.loading.offload_linears import move_rest
+from scu_trainer.models.sensors.modeling_trident import TridentForSensorClassification
+
+COMPUTES = ("cpu", "cuda")
+
+
+def device_refusal(name: str) -> Optional[str]:
+    """Why no branch can lie on the device ``name``; None where one can."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, ValueError):
+        return f"{name!r} is no device; give cpu, cuda or cuda:1"
+    if device.type == "meta":
+        return "the meta device holds shapes and no numbers, so nothing can be computed there; give cpu or cuda"
+    if device.type not in COMPUTES:
+        return f"branches lie on the CPU or on CUDA GPUs, and {name} is neither; give cpu or cuda"
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        found = f"{count} GPU{'s are' if count != 1 else ' is'}" if count else "no GPU is"
+        return f"{found} here for {name}; give cpu{f', or cuda:0 to cuda:{count - 1}' if count else ''}"
+    return None
+
+
+def place_branches(model: TridentForSensorClassification, devices: Mapping[str, str], main: torch.device) -> str:
+    """Put branches on their device and all else on ``main``; a line for a person. Each device must hold numbers, see
+    ``device_refusal``."""
+    move_rest(model, main)
+    # The Trainer and accelerate leave a model with such a map where it is. Devices and not their names: "cpu" would
+    # mean weights that are only kept there.
+    model.hf_device_map = {"": main}
+    for name, device in devices.items():
+        hook = AlignDevicesHook(execution_device=torch.device(device), io_same_device=True, place_submodules=True)
+        add_hook_to_module(model.trident.branches[name], hook)
+        model.hf_device_map[f"trident.branches.{name}"] = torch.device(device)
+    return f"branches: {', '.join(f'{name} on {device}' for name, device in devices.items())}; all else on {main}"
