@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Union, get_args, get_type_hints
+from typing import Any, Optional, Union, get_args, get_type_hints
 
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings.images import ImageSettings
@@ -17,17 +17,24 @@ from scu_trainer.settings.images import ImageSettings
 ARCHITECTURES = get_args(get_type_hints(ImageSettings)["architecture"])
 TRUE, FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
+NEEDED = object()
+"""In the place of a value that the user has to give beside."""
+
 
 @dataclass(frozen=True)
 class Same:
-    """Another name of ``name``, or of what that makes of a value. ``values``: those that are written otherwise here."""
+    """Another name of ``name``, or of what that makes of a value. ``values``: those that are written otherwise here.
+    ``form``: into which a value goes."""
 
     name: Union[str, Callable[[str], str]]
     values: Mapping[str, Any] = field(default_factory=dict)
+    form: Optional[str] = None
 
     def settings(self, value: Any) -> dict[str, Any]:
         name = self.name if isinstance(self.name, str) else self.name(str(value))
-        return {name: self.values.get(str(value).lower(), value)}
+        value = self.values.get(str(value).lower(), value)
+        words = WORDS.get(name, {}).get(str(value).lower())
+        return dict(words) if words else {name: value if self.form is None else self.form.format(value)}
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,19 @@ class Switch:
 
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_8bit", "pagedadamw8bit": "paged_adamw_8bit"}
+
+WORDS: dict[str, dict[str, dict[str, Any]]] = {
+    "optim": {
+        # Adam and AdamW are the same where no weight decays; with weight decay Adam's is another method.
+        "adam": {"optim": "adamw_torch_fused", "weight_decay": 0.0},
+        **{word: {"optim": name} for word, name in OPTIMIZERS.items()},
+    },
+    "lr_scheduler_type": {
+        "step": {"lr_scheduler_type": "constant", "lr_step_size": NEEDED},
+        "multi_step": {"lr_scheduler_type": "constant", "lr_milestones": NEEDED},
+    },
+}
+"""Values of our own names that are written otherwise elsewhere, and what they are here."""
 ZERO = {"2": "ds_configs/zero2_offload.json", "3": "ds_configs/zero3_offload.json"}
 
 NAMES: dict[str, Union[Same, Switch, str]] = {
@@ -52,7 +72,8 @@ NAMES: dict[str, Union[Same, Switch, str]] = {
     "model": Same(lambda value: "architecture" if value in ARCHITECTURES else "model_name_or_path"),
     "no_amp": Switch({"mixed_precision": "no"}),
     "no_checkpointing": Switch({"checkpoint_every_layer": False}),
-    "optimizer": Same("optim", OPTIMIZERS),
+    "momentum": Same("optim_args", form="momentum={}"),
+    "optimizer": Same("optim"),
     "qlora": Switch({"tuning": "qlora"}),
     "use_bf16": Switch({"mixed_precision": "bf16"}),
     "use_fp16": Switch({"mixed_precision": "fp16"}),
@@ -74,6 +95,7 @@ def translated(flags: Sequence[str], known: Collection[str]) -> tuple[list[str],
     Raises SettingsError for a name that has no counterpart, and where the counterpart is given as well.
     """
     words, notes, rest = [], [], list(flags)
+    given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
     while rest:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
@@ -84,8 +106,7 @@ def translated(flags: Sequence[str], known: Collection[str]) -> tuple[list[str],
             continue
         del rest[: 0 if equals else len(values)]
         settings = _settings(name, values)
-        for setting, meant in settings.items():
-            _refuse_twice(name, setting, flags)
+        for setting, meant in _checked(name, settings, given).items():
             words += [f"--{setting}", *map(_as_word, meant if isinstance(meant, list) else [meant])]
         notes.append(_note(name, settings, values))
     return words, notes
@@ -99,10 +120,7 @@ def translated_entries(entries: Mapping[str, Any], known: Collection[str]) -> tu
             found[name] = value
             continue
         settings = _settings(name, [] if value is True else [value])
-        for setting in settings:
-            if setting in entries:
-                raise SettingsError(f"{name} is {setting} here, and both are given; keep one of them")
-        found |= settings
+        found |= _checked(name, settings, entries)
         notes.append(_note(name, settings, [value]))
     return found, notes
 
@@ -110,11 +128,11 @@ def translated_entries(entries: Mapping[str, Any], known: Collection[str]) -> tu
 def _is_other(name: str, value: Any, known: Collection[str]) -> bool:
     if name in PATHS:
         return isinstance(value, str) and value.lower() not in (*TRUE, *FALSE)
-    return name not in known and name in NAMES
+    return (name not in known and name in NAMES) or str(value).lower() in WORDS.get(name, {})
 
 
 def _settings(name: str, values: Sequence[Any]) -> dict[str, Any]:
-    meant = Same(PATHS[name]) if name in PATHS else NAMES[name]
+    meant = Same(PATHS[name]) if name in PATHS else NAMES.get(name, Same(name))
     if isinstance(meant, str):
         raise SettingsError(f"{name} is unknown here: {meant}")
     if isinstance(meant, Switch):
@@ -132,17 +150,23 @@ def _values_of(words: Sequence[str]) -> Sequence[str]:
     return words[:end]
 
 
-def _refuse_twice(name: str, setting: str, flags: Sequence[str]) -> None:
-    given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
-    if setting in given:
-        raise SettingsError(f"--{name} is {setting} here, and both are given; keep one of them")
+def _checked(name: str, settings: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """Those that are to be set: none is given a second time, and those that are needed are given."""
+    for setting, meant in settings.items():
+        if meant is NEEDED and setting not in given:
+            raise SettingsError(f"this {name} needs {setting}; give it beside, in the same place")
+        if meant is not NEEDED and setting in given and setting != name:
+            raise SettingsError(f"{name} sets {setting} here, and both are given; keep one of them")
+    return {setting: meant for setting, meant in settings.items() if meant is not NEEDED}
 
 
 def _note(name: str, settings: Mapping[str, Any], values: Sequence[Any]) -> str:
     if not settings:
         return f"{name} as nothing to do"
     said = [
-        setting if [meant] == list(values) else f"{setting}: {_as_word(meant)}" for setting, meant in settings.items()
+        setting if [meant] == list(values) else f"{setting}: {_as_word(meant)}"
+        for setting, meant in settings.items()
+        if meant is not NEEDED
     ]
     return f"{name} as {', '.join(said)}"
 

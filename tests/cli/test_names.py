@@ -36,6 +36,17 @@ def test_no_name_of_ours_is_taken_and_every_counterpart_is_there():
         (["--grad-accum-steps", "4", "--batch-size", "2"], {"gradient_accumulation_steps": 4}),
         (["--qlora", "--seed", "7"], {"tuning": "qlora", "seed": 7}),
         (["--qlora", "false", "--seed", "7"], {"tuning": "lora", "seed": 7}),
+        (["--optimizer", "adam"], {"optim": "adamw_torch_fused", "weight_decay": 0.0}),
+        (["--optim", "adam"], {"optim": "adamw_torch_fused", "weight_decay": 0.0}),
+        (["--optim", "sgd", "--momentum", "0.9"], {"optim": "sgd", "optim_args": "momentum=0.9"}),
+        (
+            ["--lr-scheduler-type", "step", "--lr-step-size", "2"],
+            {"lr_scheduler_type": "constant", "lr_step_size": 2},
+        ),
+        (
+            ["--lr_milestones", "2", "4", "--lr_scheduler_type=multi_step"],
+            {"lr_scheduler_type": "constant", "lr_milestones": [2.0, 4.0]},
+        ),
         (["--no-amp"], {"mixed_precision": "no"}),
         (["--no-checkpointing"], {"checkpoint_every_layer": False}),
         (["--optimizer", "AdamW8bit"], {"optim": "adamw_8bit"}),
@@ -67,7 +78,9 @@ def test_it_is_said_and_so_it_is_for_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        (["--epochs", "3", "--num-train-epochs", "3"], "--epochs is num_train_epochs here, and both are given"),
+        (["--epochs", "3", "--num-train-epochs", "3"], "epochs sets num_train_epochs here, and both are given"),
+        (["--lr_scheduler_type", "step"], "this lr_scheduler_type needs lr_step_size"),
+        (["--optim", "adam", "--weight_decay", "0.1"], "optim sets weight_decay here, and both are given"),
         (["--checkpoint-interval", "5"], "checkpoint_interval is unknown here: write save_strategy: epoch"),
         (["--multi-gpu"], "multi_gpu is unknown here: start one process per GPU"),
         (["--qlora", "maybe"], "qlora is a switch and takes no 'maybe'"),
@@ -83,7 +96,7 @@ def test_what_has_no_counterpart_is_explained(typed, message):
 def test_a_file_that_gives_both_names_it(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("lr: 1\nlearning_rate: 2\n")
-    with pytest.raises(SettingsError, match=r"job\.yaml: lr is learning_rate here, and both are given"):
+    with pytest.raises(SettingsError, match=r"job\.yaml: lr sets learning_rate here, and both are given"):
         read_job(str(path), [])
 
 
