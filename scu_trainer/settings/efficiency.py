@@ -27,6 +27,11 @@ class EfficiencySettings:
         "and the final model use it, checkpoints keep the weights themselves as well",
     )
     channels_last: bool = option(False, "keep pictures and filters of convolutions with their channels last in memory")
+    cudnn_benchmark: bool = option(
+        False,
+        "on CUDA, let cuDNN time its convolutions for each new size of pictures and keep the fastest; sizes should not "
+        "change, and results may differ between runs in the last bits",
+    )
     keep_freed_memory: bool = option(
         False,
         "on a CPU, what a step frees stays with the process for the next one; the system would zero it again",
@@ -108,6 +113,11 @@ def check_efficiency(efficiency: EfficiencySettings, training: TrainingArguments
         efficiency.ema_decay is None or not (training.load_best_model_at_end and training.save_only_model),
         "ema_decay and load_best_model_at_end need the averages of the best checkpoint, and save_only_model keeps "
         "none; leave save_only_model out",
+    )
+    require(
+        not (efficiency.cudnn_benchmark and training.full_determinism),
+        "cudnn_benchmark picks what is fastest in the moment, and full_determinism wants the same each time; keep one "
+        "of them",
     )
     _check_one_schedule(efficiency, training)
 

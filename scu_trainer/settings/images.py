@@ -70,6 +70,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "optim": "adamw_torch_fused",
         "mixed_precision": "auto",
         "torch_compile": True,
+        "cudnn_benchmark": True,
         "channels_last": True,
     },
     "cpu": {

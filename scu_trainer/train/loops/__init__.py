@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Optional
 
+import torch
 from transformers import Trainer
 
 from scu_trainer.control.difficulty import Difficulty
@@ -102,6 +103,7 @@ def make_loops(
 def _for_efficiency(trainer: Trainer, settings: EfficiencySettings) -> list[Loop]:
     if settings.channels_last and not apply_channels_last(trainer.model):
         logger.warning("channels_last: the model has no convolution over pictures; nothing is changed")
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark or torch.backends.cudnn.benchmark
     if settings.keep_freed_memory and trainer.args.device.type == "cpu":
         keep_freed()
     loops: list[Loop] = []

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
+from scu_trainer.run_files import write_json
 from scu_trainer.train.loop import Loop
+from scu_trainer.train.loops.bottlenecks import PartTimes
 
 logger = logging.getLogger("scu_trainer")
 
@@ -17,6 +20,7 @@ WARMUP_STEPS = 2
 
 TRACE_FILE = "trace.json"
 TABLE_FILE = "top_operators.txt"
+PARTS_FILE = "bottlenecks.json"
 OPERATORS = 30
 
 
@@ -24,13 +28,16 @@ class Profile(Loop):
     """Records ``steps`` optimizer steps, from the third of a ``train`` call on, in the process that leads.
 
     ``logs/profile/trace.json`` is a Chrome trace (chrome://tracing, ui.perfetto.dev), ``top_operators.txt`` a table of
-    the operators that took most time.
+    the operators that took most time, ``bottlenecks.json`` where the time of these steps went: data, forward, backward,
+    optimizer, other.
     """
 
     name = "profile"
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
+        self._parts: Optional[PartTimes] = None
+        self._found: Optional[dict[str, Any]] = None
         self._profile: Optional[profile] = None
         self._written = False
 
@@ -51,11 +58,26 @@ class Profile(Loop):
         wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(supported_activities())
         self._profile = profile(activities=sorted(wanted, key=str), schedule=plan, on_trace_ready=self._write)
         self._profile.start()
+        self._parts, self._found = PartTimes(self.trainer), None
+
+    def batches(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
+        return batches if self._profile is None else self._parts.batches(batches)
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
+        if self._profile is not None:
+            self._stepping = self._parts.timing("optimizer")
+            self._stepping.__enter__()
+
+    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
+        if self._profile is not None:
+            self._stepping.__exit__(None, None, None)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self._profile is not None:
             self._ended += 1
             self._profile.step()
+            if self._ended == WARMUP_STEPS:
+                self._parts.start()
             if self._written:
                 self.close()
 
@@ -74,15 +96,31 @@ class Profile(Loop):
         running, self._profile = self._profile, None
         if running is not None:
             running.stop()
+            self._parts.stop()
 
     def _write(self, finished: profile) -> None:
         if self._written:
             return
         self._written = True
         self._folder.mkdir(parents=True, exist_ok=True)
+        if self._parts.is_running:
+            self._parts.stop()
+            self._found = self._parts.figures(self._ended - WARMUP_STEPS)
+            write_json(self._folder / PARTS_FILE, self._found)
         finished.export_chrome_trace(str(self._folder / TRACE_FILE))
         on_gpu = ProfilerActivity.CUDA in finished.activities
         by = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         table = finished.key_averages().table(sort_by=by, row_limit=OPERATORS)
         (self._folder / TABLE_FILE).write_text(table + "\n", encoding="utf-8")
         logger.info("profile of %d steps: %s", self._ended - WARMUP_STEPS, self._folder)
+
+    def figures(self) -> dict[str, Any]:
+        return {} if self._found is None else {self.name: self._found}
+
+    def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+        found = figures.get(self.name)
+        if found is None:
+            return []
+        largest_first = sorted(found["parts"].items(), key=lambda part: -part[1]["seconds"])
+        parts = ", ".join(f"{name} {part['share']:.0%}" for name, part in largest_first)
+        return [("time of a step", f"{1000 * found['seconds_per_step']:,.0f} ms under the profiler: {parts}")]

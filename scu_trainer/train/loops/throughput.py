@@ -23,21 +23,29 @@ from scu_trainer.train.step.batches.rows import rows_of
 from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.recovery.second_try import second_try
 
+RATES = ("samples_per_second", "seconds_per_step", "slowest_step_s", "tokens_per_second", "tflops", "mfu")
+
 
 @dataclass
 class Work:
     """What one rank did. ``tokens``: without padding, a number of the device that nobody has waited for yet; None for
-    rows that are no tokens."""
+    rows that are no tokens. ``slowest_s``: of the steps; on a GPU as the host sees them."""
 
     seconds: float = 0.0
     rows: int = 0
     tokens: Any = None
+    steps: int = 0
+    slowest_s: float = 0.0
 
-    def add(self, seconds: float = 0.0, rows: int = 0, tokens: Any = None) -> None:
+    def add(
+        self, seconds: float = 0.0, rows: int = 0, tokens: Any = None, steps: int = 0, slowest_s: float = 0.0
+    ) -> None:
         if tokens is not None:  # first: it may run out of memory, and is then repeated
             self.tokens = tokens if self.tokens is None else self.tokens + tokens
         self.seconds += seconds
         self.rows += rows
+        self.steps += steps
+        self.slowest_s = max(self.slowest_s, slowest_s)
 
 
 class Throughput(Loop):
@@ -76,7 +84,8 @@ class Throughput(Loop):
         if control.should_log or control.should_evaluate or control.should_save or self._is_first:
             _wait_for(args.device)  # work that is still under way belongs to the steps, not to what comes next
         if not self._is_first:
-            self._now.seconds = time.perf_counter() - self._begun_s
+            self._now.seconds = self._now.slowest_s = time.perf_counter() - self._begun_s
+            self._now.steps = 1
             for interval in (self._logged, self._total):
                 second_try(functools.partial(interval.add, **vars(self._now)), "counting the tokens of a step")
         self._is_first = False
@@ -128,13 +137,15 @@ class Throughput(Loop):
 
     def _rates(self, interval: Work) -> dict[str, Optional[float]]:
         if not interval.seconds:
-            return {"samples_per_second": None, "tokens_per_second": None, "tflops": None, "mfu": None}
+            return dict.fromkeys(RATES)
         seconds, ranks = interval.seconds, self.trainer.accelerator.num_processes
         tokens = None if interval.tokens is None else float(interval.tokens)
         tflops = None if self.count is None else self.count.of(interval.rows, tokens) / seconds / 1e12
         return {
             # 0: rows of no known number
             "samples_per_second": interval.rows * ranks / seconds if interval.rows else None,
+            "seconds_per_step": seconds / interval.steps,
+            "slowest_step_s": interval.slowest_s,
             "tokens_per_second": None if tokens is None else tokens * ranks / seconds,
             "tflops": None if tflops is None else tflops * ranks,
             "mfu": None if tflops is None or self.peak is None else tflops / self.peak.tflops,

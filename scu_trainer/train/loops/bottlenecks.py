@@ -1,0 +1,73 @@
+"""Where the time of a step goes: waiting for data, forward, backward, optimizer, and the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+PARTS = ("data", "forward", "backward", "optimizer")
+
+
+class PartTimes:
+    """Wall times of the parts of a trainer's steps, from ``start`` to ``stop``; on a GPU each part is waited for, which
+    the steps that are not timed are spared. ``other``, what is left of the time, is the host: loops, callbacks, logs.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.is_running = False
+
+    def start(self) -> None:
+        self.is_running, self._begun_s = True, self._now()
+        accelerator = self.trainer.accelerator
+        self.trainer.compute_loss = self._timed("forward", self.trainer.compute_loss)
+        accelerator.backward = self._timed("backward", accelerator.backward)
+
+    def stop(self) -> None:
+        if self.is_running:
+            self.is_running, self.total_s = False, self._now() - self._begun_s
+            del self.trainer.compute_loss, self.trainer.accelerator.backward  # the classes' own are under them
+
+    def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with self.timing("data"):
+                found = next(batches, self)
+            if found is self:
+                return
+            yield found
+
+    @contextlib.contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        if not self.is_running:
+            yield
+            return
+        begun_s = self._now()
+        yield
+        self.seconds[part] += self._now() - begun_s
+
+    def figures(self, steps: int) -> dict[str, Any]:
+        """``seconds_per_step``, and by part ``seconds`` per step and its ``share`` of it; shares sum up to 1."""
+        seconds = {**self.seconds, "other": max(0.0, self.total_s - sum(self.seconds.values()))}
+        total = sum(seconds.values())
+        parts = {name: {"seconds": value / steps, "share": value / total} for name, value in seconds.items()}
+        return {"steps": steps, "seconds_per_step": total / steps, "parts": parts}
+
+    def _timed(self, part: str, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def timed(*given: Any, **named: Any) -> Any:
+            with self.timing(part):
+                return function(*given, **named)
+
+        return timed
+
+    def _now(self) -> float:
+        if self.trainer.args.device.type == "cuda":
+            torch.cuda.synchronize(self.trainer.args.device)
+        return time.perf_counter()
