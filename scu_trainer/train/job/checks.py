@@ -9,7 +9,14 @@ from transformers import TrainingArguments
 
 from scu_trainer.errors import nearest
 from scu_trainer.hardware.optimizers import check_optimizer
-from scu_trainer.settings import DataSettings, MemorySettings, RegularizationSettings
+from scu_trainer.models.loading.load import check_source
+from scu_trainer.settings import (
+    CurriculumSettings,
+    DataSettings,
+    MemorySettings,
+    ModelSettings,
+    RegularizationSettings,
+)
 from scu_trainer.settings.base import require
 
 
@@ -93,3 +100,22 @@ def check_memory(training: TrainingArguments, memory: MemorySettings) -> None:
         f"min_batch_size {lowest} exceeds the {rows} rows of an optimizer step on a device "
         "(per_device_train_batch_size x gradient_accumulation_steps); lower min_batch_size",
     )
+
+
+def check_teacher(
+    training: TrainingArguments, model: ModelSettings, memory: MemorySettings, curriculum: CurriculumSettings
+) -> None:
+    """Of distillation, which takes the loss from the logits of both models."""
+    if model.teacher is None:
+        return
+    check_source(model.teacher, "teacher")
+    zero = getattr(training, "hf_deepspeed_config", None)
+    contradictions = {
+        "chunked_loss: always makes no logits": memory.chunked_loss == "always",
+        "use_liger_kernel makes no logits": training.use_liger_kernel,
+        "label_smoothing_factor is another loss": training.label_smoothing_factor,
+        "curriculum: infobatch weighs the task's loss of each row": "infobatch" in curriculum.methods,
+        "ZeRO-3 splits every model that is loaded": zero is not None and zero.is_zero3(),
+    }
+    found = next((reason for reason, is_so in contradictions.items() if is_so), None)
+    require(found is None, f"{found}, and a teacher needs the plain loss of whole models; drop one of them")

@@ -29,7 +29,13 @@ from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
 from scu_trainer.settings.tasks import TaskSettings, require_mixable
 from scu_trainer.train.curriculum.rules import obstacle, require_enough_epochs
 from scu_trainer.train.evaluation.scoring import DocumentScores
-from scu_trainer.train.job.checks import check_evaluation, check_memory, check_training_optimizer, check_words
+from scu_trainer.train.job.checks import (
+    check_evaluation,
+    check_memory,
+    check_teacher,
+    check_training_optimizer,
+    check_words,
+)
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.run_directory.resume import check_resumable
@@ -137,6 +143,7 @@ class Job:
         check_training_optimizer(training)
         check_evaluation(training, self.data, self.regularization)
         check_memory(training, self.memory)
+        check_teacher(training, self.model, self.memory, self.curriculum)
         self._check_curriculum()
         check_efficiency(self.efficiency, training)
         self.kind.check(self)

@@ -34,7 +34,7 @@ from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.job.source import Source
-from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, say_data
+from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, require_same, say_data, teacher_of
 
 MEBIBYTE = 2**20
 
@@ -95,6 +95,10 @@ class SensorTask:
         )
         say_data(console, data)
         require_same_classes(job.model, data.label_names)
+        teacher = teacher_of(job)
+        if teacher is not None:
+            require_same(job.model.teacher, trained_label_names(teacher), list(data.label_names), "classes")
+            require_same(job.model.teacher, branches_of(stored_config(teacher), own), own.branches, "branches")
         before_model_bytes = begin_model(job)
         shapes = _shapes(data)
         model, lines = make_trident(job.model, own, data.label_names, shapes, job.training.device)
@@ -114,6 +118,8 @@ class SensorTask:
             before_model_bytes=before_model_bytes,
             adapters=adapter_plan(model),
         )
+        if teacher is not None:
+            parts.teacher = load_scored_trident(teacher, data.label_names, shapes)
         if own.checkpoint_branches is not None:
             blocks, where = checkpoint_every_layer(parts.model), ", ".join(own.checkpoint_branches)
             console.print(f"activations: kept at the borders of {blocks} blocks of {where}", soft_wrap=True)
