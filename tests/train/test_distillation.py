@@ -60,7 +60,7 @@ def by_hand(student, teacher, steps, of_labels):
     return weights_of(student)
 
 
-class Seen(torch.utils.data.Dataset):
+class NotedRows(torch.utils.data.Dataset):
     """Rows that note in which order they were asked for."""
 
     def __init__(self, rows) -> None:
@@ -74,7 +74,7 @@ class Seen(torch.utils.data.Dataset):
         return self.rows[index]
 
 
-def windows(seen: Seen, collate, accumulation: int) -> list[list[dict]]:
+def windows(seen: NotedRows, collate, accumulation: int) -> list[list[dict]]:
     rows = [seen.rows[index] for index in seen.order]
     batches = [collate(rows[begin : begin + 4]) for begin in range(0, 4 * accumulation * STEPS, 4)]
     return [batches[begin : begin + accumulation] for begin in range(0, len(batches), accumulation)]
@@ -88,7 +88,7 @@ def assert_close(found, expected, bound=1e-6):
 
 @pytest.mark.parametrize("memory", [None, MemorySettings(), MemorySettings(max_batch_size=3)])
 def test_text_is_what_plain_torch_gives(tmp_path, memory):
-    seen = Seen(UnevenRows(32))
+    seen = NotedRows(UnevenRows(32))
     options = {**TEXT, "dataset": seen, "gradient_accumulation_steps": 2, "max_steps": STEPS}
     trainer = trained(llama(), tmp_path, callbacks=[distillation()], memory=memory, **options)
     steps = windows(seen, pad, 2)
@@ -99,7 +99,7 @@ def test_text_is_what_plain_torch_gives(tmp_path, memory):
 
 @pytest.mark.parametrize("memory", [None, MemorySettings(max_batch_size=1)])
 def test_classes_are_what_plain_torch_gives(tmp_path, memory):
-    seen = Seen(images(32))
+    seen = NotedRows(images(32))
     options = {**SGD, "dataset": seen, "data_collator": pad, "gradient_accumulation_steps": 2, "max_steps": STEPS}
     trainer = trained(vit(), tmp_path, callbacks=[distillation(vit(seed=5))], memory=memory, **options)
     expected = by_hand(vit(), vit(seed=5), windows(seen, pad, 2), lambda labels: labels)
@@ -160,7 +160,7 @@ def test_data_bpt_is_of_the_task(tmp_path):
     trained(llama(), tmp_path, regularization, **run)
     rows = json.loads((Path(tmp_path) / "scu_history.json").read_text())
     student = llama().train()
-    seen = Seen(UnevenRows(32))
+    seen = NotedRows(UnevenRows(32))
     trained(llama(), tmp_path / "order", callbacks=[distillation()], **{**TEXT, "dataset": seen})
     batch = pad([seen.rows[index] for index in seen.order[:4]])
     nats = student(**batch).loss.item()
