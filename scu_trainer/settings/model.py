@@ -27,7 +27,11 @@ class ModelSettings:
         "also read weights that are stored as pickle files (tensors only), and checkpoints of other runs whose files "
         "can hold code (DeepSpeed, sharded FSDP)",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "type of the frozen weights")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto",
+        "type of the frozen weights; with tuning: full of the trained ones, which in bfloat16 take half the bytes, and "
+        "an optimizer that keeps small steps, chosen where none is named",
+    )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
         "auto",
         "arithmetic of training: bf16 or fp16 autocast, or no: that of the weights. auto: what bf16, fp16 or the "
@@ -83,6 +87,11 @@ class ModelSettings:
             not (self.load_in_8bit and self.tuning != "qlora"),
             f"load_in_8bit stores weights that are not trained; it needs tuning: qlora, and tuning is {self.tuning}",
         )
+
+    @property
+    def trains_bfloat16(self) -> bool:
+        """Whether trained weights are stored in 16 bits, without a copy in 32."""
+        return self.dtype == "bfloat16" and self.tuning == "full"
 
     def _check_teacher(self) -> None:
         weight, temperature = self.teacher_weight, self.teacher_temperature

@@ -134,7 +134,7 @@ def test_what_a_config_cannot_say_is_refused(make, kinds, expected):
 
 
 def test_statistics_are_those_of_the_rows():
-    """Of the first BatchNorm, by the definition; and what a module is told otherwise stays."""
+    """Of the first BatchNorm, by the definition; and the momentum stays."""
     model = resnet("basic", 16)
     norm, seen = model.resnet.embedder.embedder.normalization, []
     handle = norm.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach()))

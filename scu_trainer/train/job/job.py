@@ -140,7 +140,7 @@ class Job:
         )
         check_deepspeed(training, self.model, self.memory, self.regularization)
         check_words(training)
-        check_training_optimizer(training)
+        check_training_optimizer(training, self.model)
         check_evaluation(training, self.data, self.regularization)
         check_memory(training, self.memory)
         check_teacher(training, self.model, self.memory, self.curriculum)

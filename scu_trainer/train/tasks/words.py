@@ -72,6 +72,7 @@ class WordTask:
         before_model_bytes = begin_model(job)
         if job.model.model_name_or_path is None:
             model = new_model(data, job.own)
+            model = model if job.model.dtype == "auto" else model.to(getattr(torch, job.model.dtype))
         else:
             model = load_model(job.model, device=job.training.device)
             console.print(f"words, categories and sizes: those of {job.model.model_name_or_path}", soft_wrap=True)
