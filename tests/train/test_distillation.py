@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional
+from transformers import Trainer
 
+from scu_trainer import with_loops
 from scu_trainer.errors import ControlError
 from scu_trainer.settings import MemorySettings, RegularizationSettings
 from scu_trainer.train.loops.distillation import Distillation, distance_to
 from tests import processes
 from tests.faults import fail_in_backward
-from tests.tiny import Rows, UnevenRows, images, llama, pad, same, trained, vit, weights_of
+from tests.tiny import Rows, UnevenRows, arguments, images, llama, pad, same, trained, vit, weights_of
 from tests.train.test_resume import StopAt
 
 WEIGHT, TEMPERATURE = 0.3, 2.5
@@ -191,6 +193,16 @@ def test_a_loss_of_its_own_is_refused(tmp_path):
         trained(model, tmp_path, callbacks=[distillation()], **TEXT)
     with pytest.raises(ControlError, match="takes the place of compute_loss_func"):
         trained(llama(), tmp_path, callbacks=[distillation()], label_smoothing_factor=0.1, **TEXT)
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path):
+    with pytest.raises(ControlError, match="compute_loss of OwnLoss is its own"):
+        with_loops(OwnLoss)(llama(), arguments(tmp_path), train_dataset=Rows(), callbacks=[distillation()])
 
 
 # -- two ranks; this file is also the program that both execute --------------------------------------------------------

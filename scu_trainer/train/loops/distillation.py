@@ -167,10 +167,11 @@ def _require_plain_loss(trainer: Trainer) -> None:
     config = getattr(model, "config", None)
     if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
         raise ControlError("a teacher takes the place of compute_loss_func and label_smoothing_factor; leave them out")
-    if kind not in PLAIN_LOSSES or getattr(config, "problem_type", None) in (
-        "regression",
-        "multi_label_classification",
-    ):
+    own = next((kind for kind in type(trainer).__mro__ if _has_own_loss(kind)), None)
+    if own is not None:
+        raise ControlError(f"compute_loss of {own.__name__} is its own, and a teacher takes its place; leave one out")
+    problem = getattr(config, "problem_type", None)
+    if kind not in PLAIN_LOSSES or problem in ("regression", "multi_label_classification"):
         raise ControlError(
             f"{type(model).__name__} has a loss of its own ({kind}), and a teacher goes with the cross-entropy of next "
             f"tokens or classes ({', '.join(PLAIN_LOSSES)}); leave the teacher out"
@@ -180,3 +181,7 @@ def _require_plain_loss(trainer: Trainer) -> None:
         raise ControlError(
             f"with a teacher {mixing} would be left out; set output_router_logits to false in its config"
         )
+
+
+def _has_own_loss(kind: type) -> bool:
+    return "compute_loss" in vars(kind) and kind.__module__.partition(".")[0] not in ("transformers", "scu_trainer")
