@@ -130,6 +130,7 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
     typed = parser.parse_args(arguments)
     prepare_environment(typed.deepspeed, typed.use_cpu)
     precision = _choose_precision(parser, typed, planned_for)
+    note += _choose_optimizer(parser, typed, arguments)
     with _stock_refusals():
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     _, model, data, scu, memory, curriculum, efficiency, safety, *own, training = parts
@@ -258,6 +259,20 @@ def _given(arguments: Iterable[str], names: Collection[str]) -> list[str]:
     """Fields that were given a value; ``--no_scu`` gives one to ``scu``."""
     given = [_name(word) for word in arguments if word.startswith("--")]
     return [name.removeprefix("no_") if name.startswith("no_") and name[3:] in names else name for name in given]
+
+
+def _choose_optimizer(parser: HfArgumentParser, typed: Any, arguments: Sequence[str]) -> tuple[str, ...]:
+    """For trained weights in bfloat16, where nobody names an optimizer; a line for the user about it. DeepSpeed trains
+    a copy in float32."""
+    from scu_trainer.hardware.optimizers import FOR_BFLOAT16, STOCHASTIC
+
+    is_deepspeed = typed.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    if (typed.dtype, typed.tuning) != ("bfloat16", "full") or is_deepspeed:
+        return ()
+    if "optim" in _given(arguments, field_names(parser)):
+        return ()
+    parser.set_defaults(optim=FOR_BFLOAT16, optim_args=STOCHASTIC)
+    return (f"optimizer: {FOR_BFLOAT16}, {STOCHASTIC}: weights are bfloat16, and small steps would round away",)
 
 
 def _choose_precision(parser: HfArgumentParser, typed: Any, planned_for: Optional[DeviceFacts]) -> PrecisionChoice:

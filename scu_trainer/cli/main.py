@@ -34,6 +34,7 @@ COMMANDS = {
     "compare": "controllers against each other at equal tokens, over several seeds: a table and a verdict",
     "report": "runs or a comparison as plots and one HTML page; --watch while they go on",
     "merge": "the adapter of a run in its base: full weights that need nothing of ours, checked against the adapter",
+    "prune": "a smaller model out of a trained one: least used neurons, heads or channels cut out; what that costs",
     "push": "a run to the Hub, adapter or merged, with a model card; --dry_run shows every file and byte",
 }
 
@@ -46,6 +47,7 @@ MODULES = {
     "compare": "comparison.compare",
     "report": "publishing.report",
     "merge": "publishing.merge",
+    "prune": "publishing.prune",
     "push": "publishing.push",
 }
 """Below ``scu_trainer.cli``; the others are named as the command."""

@@ -20,6 +20,9 @@ were off."""
 
 FLOAT32_BYTES = 4
 
+LOGITS_WITH_TEACHER = 3
+"""What the logits of a step take beside those of a teacher, in place of alone: its own, both softened, both learned."""
+
 
 @dataclass(frozen=True)
 class Overhead:
@@ -53,6 +56,7 @@ class MemoryEstimate:
     Fields:
         regularization: the weights where training began, toward which lambda decays.
         averages: the moving averages of weights.
+        teacher: the weights of a larger model that is learned from.
         exchange: what processes keep to exchange gradients.
         overhead: what the allocator cannot use again.
         libraries: their code and buffers; on a GPU its context, which no allocator counts.
@@ -63,6 +67,7 @@ class MemoryEstimate:
     optimizer: int
     regularization: int
     averages: int
+    teacher: int
     exchange: int
     activations: int
     logits: int
@@ -76,7 +81,8 @@ class MemoryEstimate:
     @property
     def lasting_bytes(self) -> int:
         """What no smaller micro-batch saves."""
-        return self.weights + self.optimizer + self.regularization + self.averages + self.exchange + self.libraries
+        beside = self.regularization + self.averages + self.teacher + self.exchange + self.libraries
+        return self.weights + self.optimizer + beside
 
     @property
     def needed_bytes(self) -> int:
@@ -97,13 +103,15 @@ PARTS = tuple(item.name for item in fields(MemoryEstimate))
 @dataclass(frozen=True)
 class Held:
     """What a run keeps of its trained weights beside them. ``processes``: that train together. ``zero_stage``: 1 or 2
-    of DeepSpeed, whose float32 weights and optimizer state are shared out; 0 without it."""
+    of DeepSpeed, whose float32 weights and optimizer state are shared out; 0 without it. ``teacher_bytes``: of the
+    weights of a model that is learned from."""
 
     optim: str
     holds_start: bool
     holds_averages: bool
     processes: int = 1
     zero_stage: int = 0
+    teacher_bytes: int = 0
 
     def bytes_of(self, trained: Trained) -> dict[str, int]:
         """By part."""
@@ -117,6 +125,7 @@ class Held:
             "optimizer": state,
             "regularization": trained.size_bytes if self.holds_start else 0,
             "averages": trained.size_bytes if self.holds_averages else 0,
+            "teacher": self.teacher_bytes,
             "exchange": exchange,
         }
 
@@ -127,6 +136,8 @@ def estimate_memory(
     """``traced``: bytes by part at the highest moment of a forward and backward pass: weights, gradients, activations
     and logits. ``device``: kind of the training device. ``heap_bytes``: to which the heap grows for all but weights, if
     that is known."""
+    if held.teacher_bytes:
+        traced = {**traced, "logits": LOGITS_WITH_TEACHER * traced["logits"]}
     passing = ("gradients", "activations", "logits")
     at_pass = sum(traced[part] for part in passing)
     stepping = int(needs_of(held.optim).step_copies * trained.largest_bytes)
@@ -137,5 +148,5 @@ def estimate_memory(
     beside = OVERHEAD.get(device, OVERHEAD["cpu"])
     unusable = beside.slack * (traced["activations"] + traced["logits"])
     if heap_bytes is not None:
-        unusable = max(0, heap_bytes - (found.peak_bytes - found.weights))
+        unusable = max(0, heap_bytes - (found.peak_bytes - found.weights - found.teacher))
     return replace(found, overhead=round(unusable), libraries=beside.fixed_bytes)

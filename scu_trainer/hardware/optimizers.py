@@ -146,6 +146,20 @@ def check_optimizer(
     raise RequirementError(f"optim: {optim} {obstacle}{moved}. Nearest that runs here: optim: {_nearest(needs, place)}")
 
 
+FOR_BFLOAT16, STOCHASTIC = "adamw_torch_8bit", "bf16_stochastic_round=True"
+"""What trains weights that are stored in bfloat16, where nobody names an optimizer, and its ``optim_args``."""
+
+
+def keeps_small_steps(optim: str, optim_args: Optional[str]) -> bool:
+    """Whether steps smaller than the last digit of a bfloat16 weight act in the mean, or add up: torchao rounds by
+    chance where ``optim_args`` say so, torch-optimi carries what was lost (Kahan summation) by itself."""
+    if optim == "stable_adamw":
+        return True
+    pairs = dict(pair.split("=", 1) for pair in (optim_args or "").replace(" ", "").split(",") if "=" in pair)
+    rounds_by_chance = pairs.get("bf16_stochastic_round", "").lower() in ("y", "yes", "t", "true", "on", "1")
+    return optim in ("adamw_torch_8bit", "adamw_torch_4bit") and rounds_by_chance
+
+
 def updates_in_backward(optim: str) -> bool:
     """Whether weights change while gradients are still being computed, so that there is no step to repeat or steer."""
     needs = OPTIMIZERS.get(optim)

@@ -129,7 +129,8 @@ def _of_one_length(asked: SettingChoice, means: Means) -> Iterator[SettingChoice
 
 
 def _of_full(choice: SettingChoice, means: Means) -> Iterator[SettingChoice]:
-    for optim in SMALL_OPTIMIZERS:
+    # Trained weights in bfloat16 are refused with these, and have an 8-bit state as it is.
+    for optim in SMALL_OPTIMIZERS if choice.dtype != "bfloat16" else ():
         if means.bitsandbytes or "bnb" not in optim:
             yield replace(choice, optim=optim)
     if means.offloading:

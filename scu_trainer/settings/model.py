@@ -27,7 +27,11 @@ class ModelSettings:
         "also read weights that are stored as pickle files (tensors only), and checkpoints of other runs whose files "
         "can hold code (DeepSpeed, sharded FSDP)",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "type of the frozen weights")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto",
+        "type of the frozen weights; with tuning: full of the trained ones, which in bfloat16 take half the bytes, and "
+        "an optimizer that keeps small steps, chosen where none is named",
+    )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
         "auto",
         "arithmetic of training: bf16 or fp16 autocast, or no: that of the weights. auto: what bf16, fp16 or the "
@@ -61,6 +65,15 @@ class ModelSettings:
     lora_target_modules: Optional[list[str]] = option(
         None, "names of the modules to adapt; default: every linear layer that the architecture really calls"
     )
+    teacher: Optional[str] = option(
+        None,
+        "run, folder or Hub id of a trained model of the same task whose answers are learned as well as the data "
+        "(distillation); it has the same tokenizer or classes, is not trained, and is not saved",
+    )
+    teacher_weight: float = option(0.5, "share of the loss that is the distance to the teacher; the rest is the task's")
+    teacher_temperature: float = option(
+        2.0, "by what logits of both are divided before they are compared; higher: also what the teacher finds unlikely"
+    )
     embedded_base_steps: int = option(240, "optimizer steps that make the embedded base model, once")
 
     def __post_init__(self) -> None:
@@ -69,6 +82,7 @@ class ModelSettings:
         require(self.lora_alpha > 0, f"lora_alpha is {self.lora_alpha}; it must be above 0")
         require(0 <= self.lora_dropout < 1, f"lora_dropout is {self.lora_dropout}; allowed: 0 to below 1")
         require(self.embedded_base_steps >= 1, f"embedded_base_steps is {self.embedded_base_steps}; 1 or more")
+        self._check_teacher()
         maps = DEVICE_MAPS
         require(
             self.device_map is None or self.device_map in maps,
@@ -78,3 +92,16 @@ class ModelSettings:
             not (self.load_in_8bit and self.tuning != "qlora"),
             f"load_in_8bit stores weights that are not trained; it needs tuning: qlora, and tuning is {self.tuning}",
         )
+
+    @property
+    def trains_bfloat16(self) -> bool:
+        """Whether trained weights are stored in 16 bits, without a copy in 32."""
+        return self.dtype == "bfloat16" and self.tuning == "full"
+
+    def _check_teacher(self) -> None:
+        weight, temperature = self.teacher_weight, self.teacher_temperature
+        require(0 < weight <= 1, f"teacher_weight is {weight}; allowed: above 0, up to 1, such as 0.5")
+        require(temperature > 0, f"teacher_temperature is {temperature}; it must be above 0, such as 2.0")
+        for name in ("teacher_weight", "teacher_temperature"):
+            is_default = getattr(self, name) == type(self).__dataclass_fields__[name].default
+            require(self.teacher is not None or is_default, f"{name} needs a teacher; add teacher: RUN, or drop it")

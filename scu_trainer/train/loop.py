@@ -15,7 +15,8 @@ A training runs like this; names in brackets are methods of every loop, in the o
             ``rate_factor``                       the learning rate is the scheduled one times those of all loops
             for each accumulation batch:
                 [on_batch]
-                forward and backward              by the engine; [on_nonfinite] where it ends without a finite loss
+                forward and backward              by the engine, in micro-batches: [on_forward], [task_loss];
+                                                  [on_nonfinite] where it ends without a finite loss
                 [on_loss]
             [on_gradients]                        they are complete, and not clipped yet
             [on_grad_norm]                        they are clipped; a loop may veto the step, [on_step_taken_back]
@@ -123,11 +124,21 @@ class Loop(TrainerCallback):
     def on_batch(self, inputs: Any, num_items: Any) -> None:
         """An accumulation batch is about to be trained on."""
 
+    def on_forward(self, inputs: Any) -> Any:
+        """``inputs``: of a micro-batch, on the device, with their labels, also where rows are only asked or evaluated.
+        Returns what the loss is taken of."""
+        return inputs
+
+    def task_loss(self, loss: torch.Tensor) -> Optional[torch.Tensor]:
+        """Of the micro-batch that was just trained on, whose ``loss`` has other parts as well: what of it is the task's
+        own, scaled alike. None: all of it."""
+
     def on_nonfinite(self, error: NonFiniteLoss) -> Optional[NoReturn]:
         """No finite loss could be had of a step. May raise a better error, after a checkpoint."""
 
     def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
-        """``loss``: of an accumulation batch, detached, on the device, as the stock ``training_step`` returns it."""
+        """``loss``: of an accumulation batch, detached, on the device, as the stock ``training_step`` returns it.
+        ``trainer.task_loss``: what of it is the task's own."""
 
     def on_gradients(self, loss_scale: float) -> None:
         """The gradients of the step are complete. ``loss_scale``: what a GradScaler has multiplied them by."""

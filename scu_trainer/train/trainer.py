@@ -68,6 +68,8 @@ class SCUTrainer(Trainer):
     _own_loops: tuple[Loop, ...] = ()
     _steps_per_epoch: Optional[int] = None
     _is_training = _rests = False
+    task_loss: Optional[torch.Tensor] = None
+    """Of the accumulation batch that ``on_loss`` is about, without what loops add to it."""
     difficulty = property(difficulty_of)
     # For a training_step before train(), where the stock Trainer has none yet.
     current_gradient_accumulation_steps = 1
@@ -275,6 +277,7 @@ class SCUTrainer(Trainer):
             for loop in loops:
                 loop.on_nonfinite(error)
             raise
+        loss, self.task_loss = loss.unbind() if loss.dim() else (loss, loss)
         for loop in loops:
             loop.on_loss(loss, num_items_in_batch)
         if self.accelerator.sync_gradients:
@@ -283,14 +286,17 @@ class SCUTrainer(Trainer):
         return loss
 
     def stock_training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        """Forward and backward of one micro-batch, as ``transformers.Trainer`` does them for a batch."""
-        return super().training_step(model, inputs, num_items_in_batch)
+        """Forward and backward of one micro-batch, as ``transformers.Trainer`` does them for a batch. Returns its loss;
+        where a loop adds to it, shape (2,): with the task's own beside it."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        task_loss = _first(loop.task_loss(loss) for loop in self.loops)
+        return loss if task_loss is None else torch.stack([loss, task_loss])
 
     def _step_outside(self, model, inputs, num_items) -> torch.Tensor:
         """There is no training whose loops could act: the stock step."""
         self._rests = True
         try:
-            return self.stock_training_step(model, inputs, num_items)
+            return super().training_step(model, inputs, num_items)
         finally:
             self._rests = False
 
@@ -308,6 +314,8 @@ class SCUTrainer(Trainer):
 
     def _stock_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """Also of a plain module that returns its loss alone; the stock method looks for it inside of something."""
+        for loop in self.loops:
+            inputs = loop.on_forward(inputs)
         is_plain = not isinstance(self.model, PreTrainedModel)
         with self.model.register_forward_hook(_bare_loss_in_tuple) if is_plain else contextlib.nullcontext():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

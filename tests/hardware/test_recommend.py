@@ -70,6 +70,12 @@ def test_offloading_is_for_full_tuning_where_there_is_a_gpu():
     assert not [choice for choice in choices(FULL, NONE, "cpu") if choice.offload]
 
 
+def test_trained_weights_in_bfloat16_keep_their_optimizer():
+    """The small ones would lose their steps, and are refused with them."""
+    asked = SettingChoice("full", "bf16", False, "adamw_torch_8bit", dtype="bfloat16")
+    assert {choice.optim for choice in choices(asked, ALL, "cuda") if choice.tuning == "full"} == {asked.optim}
+
+
 def test_half_precision_that_is_asked_for_stays():
     assert {choice.mixed_precision for choice in choices(LORA, ALL, "cuda")} == {"bf16"}
 

@@ -642,8 +642,9 @@ MISTAKES = (
         "bfloat16-weights",
         "common",
         "full tuning of bfloat16 weights at a small rate",
-        lambda b: {"tuning": "full", "dtype": "bfloat16", "learning_rate": 1e-6},
-        "updates-round-away",
+        lambda b: {"tuning": "full", "dtype": "bfloat16", "learning_rate": 1e-6, "optim": "adamw_torch"},
+        "loses the steps that are too small for bfloat16 weights",
+        True,
     ),
     Mistake(
         "small-tokenizer",

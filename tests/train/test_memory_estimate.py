@@ -21,6 +21,7 @@ from scu_trainer.models.embedded import base_config
 from scu_trainer.models.loading.load import load_model, prepare_for_tuning
 from scu_trainer.models.quantize import stored_bytes
 from scu_trainer.settings import CurriculumSettings, MemorySettings, ModelSettings
+from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.memory_estimate import plan, record
 from scu_trainer.train.memory_estimate.events import Events, at_rows
 from scu_trainer.train.memory_estimate.layers import kinds_of, shallow, with_layers
@@ -329,7 +330,7 @@ def loaded(model, **changes):
     def collate(rows):
         return {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
 
-    return SimpleNamespace(model=model, data=SimpleNamespace(train=Data(rows)), collator=collate)
+    return TrainingComponents(None, SimpleNamespace(train=Data(rows)), model, collate)
 
 
 def small_job(model_dir, *words):

@@ -37,6 +37,7 @@ from tests.train.seeded_mistakes import MISTAKES
 
 MARKS = tokens.Marks(frozenset({1}), start=0, unknown=5)
 DIRECTLY = {
+    "updates-round-away",
     "epochs-ignored",
     "few-inodes",
     "labels-out-of-range",
@@ -219,6 +220,14 @@ def test_adapters_on_the_right_layers_are_silent():
     job = job_of(learning_rate=2e-4)
     assert ids(weights.before_training(job, tiny.lora(tiny.llama()))) == []
     assert ids(weights.before_training(job, tiny.lora(tiny.llama(), r=64))) == ["rank-exceeds-layers"]
+
+
+def test_trained_heads_of_a_bfloat16_base_are_found():
+    """Beside adapters, which peft makes in float32; with ``tuning: full`` such optimizers are refused already."""
+    model = tiny.lora(tiny.llama().bfloat16(), modules_to_save=["lm_head"])
+    named = {"optim": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=True"}
+    found = [ids(weights.before_training(job_of(learning_rate=2e-5, **more), model)) for more in ({}, named)]
+    assert "updates-round-away" in found[0] and "updates-round-away" not in found[1]
 
 
 def test_a_nan_is_found_wherever_it_stands_in_a_small_model():

@@ -8,7 +8,7 @@ in a resumed run, sees the same pictures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 import numpy
@@ -107,6 +107,17 @@ def require_stock_pixels(
 
 def _weights_type(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def attached(model: nn.Module) -> Optional[PixelInputs]:
+    return next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, PixelInputs)), None)
+
+
+def as_seen_by(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """``inputs`` with the pictures that ``model`` would make of their bytes, drawn once: for several models alike."""
+    hook = attached(model)
+    made = None if hook is None else hook(model, (), dict(inputs))
+    return dict(inputs) if made is None else made[1]
 
 
 def attach(model: nn.Module, inputs: PixelInputs) -> None:

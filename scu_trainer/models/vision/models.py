@@ -39,7 +39,8 @@ def make_classifier(
     """On the CPU, with ``label_names`` in its config, and lines for a person. Raises ModelError where it cannot be
     loaded, is no image classifier, or does not take images of this size."""
     if settings.model_name_or_path is None:
-        model, lines = _from_scratch(own.architecture, label_names, view), [f"{own.architecture}, from scratch"]
+        model = _from_scratch(own.architecture, label_names, view).to(_dtype(settings))
+        lines = [f"{own.architecture}, from scratch"]
     else:
         if is_adapter(Path(settings.model_name_or_path).expanduser()):
             _require_classes(settings, label_names)

@@ -8,9 +8,17 @@ import torch
 from transformers import TrainingArguments
 
 from scu_trainer.errors import nearest
-from scu_trainer.hardware.optimizers import check_optimizer
-from scu_trainer.settings import DataSettings, MemorySettings, RegularizationSettings
+from scu_trainer.hardware.optimizers import FOR_BFLOAT16, STOCHASTIC, check_optimizer, keeps_small_steps
+from scu_trainer.models.loading.load import check_source
+from scu_trainer.settings import (
+    CurriculumSettings,
+    DataSettings,
+    MemorySettings,
+    ModelSettings,
+    RegularizationSettings,
+)
 from scu_trainer.settings.base import require
+from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed
 
 
 def check_evaluation(
@@ -76,12 +84,18 @@ def _check_pairs(training: TrainingArguments) -> None:
     )
 
 
-def check_training_optimizer(training: TrainingArguments) -> None:
-    """On the device that training uses."""
+def check_training_optimizer(training: TrainingArguments, model: ModelSettings) -> None:
+    """On the device that training uses, and for the type of the weights."""
     optim, device = getattr(training.optim, "value", training.optim), training.device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     zero = getattr(training, "hf_deepspeed_config", None)
     check_optimizer(optim, device.type, capability, deepspeed_offload=zero is not None and zero.is_offload())
+    require(
+        not model.trains_bfloat16 or uses_deepspeed(training) or keeps_small_steps(optim, training.optim_args),
+        f"optim: {optim} loses the steps that are too small for bfloat16 weights (dtype: bfloat16, tuning: full); "
+        f"leave optim out, which takes {FOR_BFLOAT16} with optim_args: {STOCHASTIC}, take stable_adamw (Kahan "
+        "summation, pip install torch-optimi), or set dtype: float32 with mixed_precision: bf16",
+    )
 
 
 def check_memory(training: TrainingArguments, memory: MemorySettings) -> None:
@@ -93,3 +107,22 @@ def check_memory(training: TrainingArguments, memory: MemorySettings) -> None:
         f"min_batch_size {lowest} exceeds the {rows} rows of an optimizer step on a device "
         "(per_device_train_batch_size x gradient_accumulation_steps); lower min_batch_size",
     )
+
+
+def check_teacher(
+    training: TrainingArguments, model: ModelSettings, memory: MemorySettings, curriculum: CurriculumSettings
+) -> None:
+    """Of distillation, which takes the loss from the logits of both models."""
+    if model.teacher is None:
+        return
+    check_source(model.teacher, "teacher")
+    zero = getattr(training, "hf_deepspeed_config", None)
+    contradictions = {
+        "chunked_loss: always makes no logits": memory.chunked_loss == "always",
+        "use_liger_kernel makes no logits": training.use_liger_kernel,
+        "label_smoothing_factor is another loss": training.label_smoothing_factor,
+        "curriculum: infobatch weighs the task's loss of each row": "infobatch" in curriculum.methods,
+        "ZeRO-3 splits every model that is loaded": zero is not None and zero.is_zero3(),
+    }
+    found = next((reason for reason, is_so in contradictions.items() if is_so), None)
+    require(found is None, f"{found}, and a teacher needs the plain loss of whole models; drop one of them")

@@ -14,6 +14,7 @@ class TrainingComponents:
 
     ``processor``: tokenizer or image processor, which is saved beside the model; None where there is none. ``data``:
     ``PreparedData`` or ``PreparedSamples``. ``before_model_bytes``: see costs.py.
+    ``teacher``: a model to learn from, frozen and in evaluation mode, on the device.
     ``batch_tokens``: padded tokens per forward pass when documents are scored.
     """
 
@@ -23,3 +24,4 @@ class TrainingComponents:
     collator: Any
     before_model_bytes: Optional[int] = None
     batch_tokens: int = 8192
+    teacher: Optional[torch.nn.Module] = None

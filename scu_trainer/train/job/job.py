@@ -30,7 +30,13 @@ from scu_trainer.settings.safety import check_safety
 from scu_trainer.settings.tasks import TaskSettings, require_mixable
 from scu_trainer.train.curriculum.rules import obstacle, require_enough_epochs
 from scu_trainer.train.evaluation.scoring import DocumentScores
-from scu_trainer.train.job.checks import check_evaluation, check_memory, check_training_optimizer, check_words
+from scu_trainer.train.job.checks import (
+    check_evaluation,
+    check_memory,
+    check_teacher,
+    check_training_optimizer,
+    check_words,
+)
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.run_directory.resume import check_resumable
@@ -135,9 +141,10 @@ class Job:
         )
         check_deepspeed(training, self.model, self.memory, self.regularization)
         check_words(training)
-        check_training_optimizer(training)
+        check_training_optimizer(training, self.model)
         check_evaluation(training, self.data, self.regularization)
         check_memory(training, self.memory)
+        check_teacher(training, self.model, self.memory, self.curriculum)
         self._check_curriculum()
         check_efficiency(self.efficiency, training)
         check_safety(self.safety, training)

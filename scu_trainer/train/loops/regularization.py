@@ -80,6 +80,7 @@ class RegularizationLoop(Loop):
         return max(0.0, 1.0 - (step + 1 - reached) / (steps + 1))
 
     def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
+        loss = self.trainer.task_loss
         if self.trainer.engine.adds_means(num_items):
             of_mean = functools.partial(torch.div, loss, self.trainer.current_gradient_accumulation_steps)
             loss = second_try(of_mean, "taking the mean of the losses")

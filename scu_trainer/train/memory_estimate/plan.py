@@ -22,6 +22,7 @@ from scu_trainer.train.memory_estimate.predict import estimate_of, held_by, loss
 from scu_trainer.train.memory_estimate.shapes import RowShapes, Step
 from scu_trainer.train.memory_estimate.skeleton import of_configuration
 from scu_trainer.train.memory_estimate.step import EstimatedStep, trace
+from scu_trainer.train.preflight.optimization import optimizer_name
 from scu_trainer.train.tasks.common import checkpoints
 from scu_trainer.train.tasks.packing import Packing
 
@@ -54,7 +55,7 @@ def choice_of(job: Job) -> SettingChoice:
         tuning=model.tuning,
         mixed_precision="bf16" if training.bf16 else "fp16" if training.fp16 else "no",
         checkpoint_every_layer=checkpoints(job),
-        optim=held_by(job).optim,
+        optim=optimizer_name(job),
         block_size=job.data.block_size if has_length else None,
         load_in_8bit=model.load_in_8bit,
         dtype=model.dtype,
@@ -187,7 +188,7 @@ class FromParts:
         subject = replace(subject_of(self.job, self.parts, self.rows), autocast=HALVES[choice.mixed_precision])
         if choice.checkpoint_every_layer and not checkpoints(self.job):
             checkpoint_every_layer(subject.model)
-        return estimate_of(subject, step, replace(held_by(self.job), optim=choice.optim), self.device)
+        return estimate_of(subject, step, replace(held_by(self.job, self.parts), optim=choice.optim), self.device)
 
 
 # -- which micro-batch fits --------------------------------------------------------------------------------------------

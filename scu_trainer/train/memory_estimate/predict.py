@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.hardware.estimate import Held, MemoryEstimate, Trained, estimate_memory
 from scu_trainer.hardware.heap import UntouchedHeap
+from scu_trainer.models.loading.sizes import weight_counts
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.loss.loss_path import LARGE_VOCABULARY
@@ -33,7 +35,7 @@ def predict(job: Job, parts: TrainingComponents) -> tuple[MemoryEstimate, Step]:
     model raises that makes tensors whose shape depends on content."""
     device, rows = job.training.device.type, RowShapes.of(parts.data.train)
     step = step_of(job, rows, device)
-    return estimate_of(subject_of(job, parts, rows), step, held_by(job), device), step
+    return estimate_of(subject_of(job, parts, rows), step, held_by(job, parts), device), step
 
 
 def estimate_of(subject: EstimatedStep, step: Step, held: Held, device: str) -> MemoryEstimate:
@@ -68,7 +70,8 @@ def step_of(job: Job, rows: RowShapes, device: str) -> Step:
     )
 
 
-def held_by(job: Job) -> Held:
+def held_by(job: Job, parts: Optional[TrainingComponents] = None) -> Held:
+    """``parts``: what is loaded; of a job that is not, the configuration of its teacher is read."""
     prior = job.regularization
     return Held(
         optim=optimizer_name(job),
@@ -76,7 +79,20 @@ def held_by(job: Job) -> Held:
         holds_averages=job.efficiency.ema_decay is not None,
         processes=job.training.world_size,
         zero_stage=zero_stage(job.training) or 0,
+        teacher_bytes=_teacher_bytes(job.model.teacher) if parts is None else _bytes_of(parts.teacher),
     )
+
+
+def _bytes_of(model: Optional[nn.Module]) -> int:
+    return 0 if model is None else sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+@functools.cache
+def _teacher_bytes(name: Optional[str]) -> int:
+    if name is None:
+        return 0
+    counts = weight_counts(name)
+    return int(counts["weights"] * counts["stored_bytes"])
 
 
 def trained_of(weights: Iterable[nn.Parameter]) -> Trained:
@@ -95,13 +111,13 @@ class _Planned:
     args: Any
     is_fsdp_enabled: bool
     label_smoother: Optional[float]
-    compute_loss_func: None = None
+    compute_loss_func: Any = None
 
 
 def loss_kind(job: Job, model: nn.Module) -> LossKind:
     """How the loss of ``model`` will be taken: what ``LossPath`` finds out at the first batch."""
     training = job.training
-    planned = _Planned(model, training, bool(training.fsdp), training.label_smoothing_factor or None)
+    planned = _Planned(model, training, bool(training.fsdp), training.label_smoothing_factor or None, job.model.teacher)
     wanted = job.memory.resolved_chunked_loss
     if wanted != "never" and not obstacle_to_headless(planned):
         if wanted == "always" or head_of(model).out_features >= LARGE_VOCABULARY:

@@ -10,6 +10,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
+from scu_trainer.hardware.optimizers import keeps_small_steps
 from scu_trainer.models.loading.load import is_adapter
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.job.job import Job
@@ -131,9 +132,10 @@ def _number_formats(job: Job, model: nn.Module) -> Iterator[Finding]:
     trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
     half = sum(p.numel() for p in trained if p.dtype == torch.float16)
     is_plain = is_plain_gradient(optimizer_name(job))
+    keeps = keeps_small_steps(optimizer_name(job), job.training.optim_args)
     if half and (job.training.fp16 or not is_plain):
         yield HALF_TRAINED.found(f"{half:,} trained weights are float16", "dtype")
-    lost = None if is_plain else _share_lost(trained, job.training.learning_rate)
+    lost = None if is_plain or keeps else _share_lost(trained, job.training.learning_rate)
     if lost is not None and lost >= 0.5:
         what = f"steps of about {job.training.learning_rate:g} are lost on {percent(lost)} of the bfloat16 weights"
         yield ROUNDED_AWAY.found(what, "dtype, learning_rate")

@@ -31,6 +31,8 @@ from scu_trainer.train.evaluation.by_source import metrics_by_source
 from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, is_main_process
+from scu_trainer.train.loop import Loop
+from scu_trainer.train.loops.distillation import Distillation
 from scu_trainer.train.loops.throughput import measure_pace
 from scu_trainer.train.memory_estimate.record import RunEstimate, prediction
 from scu_trainer.train.preflight import Finding, before_loading, before_training, report
@@ -227,6 +229,7 @@ def build_trainer(job: Job, parts: TrainingComponents, status: Optional[RunStatu
             curriculum=job.acting_curriculum,
             efficiency=job.efficiency,
             safety=job.safety,
+            callbacks=_loops(job, parts),
         )
     for line in (line for loop in trainer.loops for line in loop.opening_lines()):
         console.print(line, soft_wrap=True)
@@ -237,6 +240,13 @@ def build_trainer(job: Job, parts: TrainingComponents, status: Optional[RunStatu
     if status is not None:
         trainer.add_callback(RunStatusCallback(status))
     return trainer
+
+
+def _loops(job: Job, parts: TrainingComponents) -> list[Loop]:
+    """Beside those that the settings of the trainer make."""
+    if parts.teacher is None:
+        return []
+    return [Distillation(parts.teacher, job.model.teacher_weight, job.model.teacher_temperature)]
 
 
 @contextlib.contextmanager

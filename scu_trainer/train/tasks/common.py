@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from transformers import set_seed
 
-from scu_trainer.errors import DataError
+from scu_trainer.errors import DataError, ModelError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.loading.load import CAUSAL, AdapterPlan, prepare_for_tuning
 from scu_trainer.models.quantize import quantized_line
@@ -56,6 +56,25 @@ def finish(
     averaged = job.efficiency.ema_decay is not None
     require_room(job.training.output_dir, checkpoint_bytes(model, job.training, averaged))
     return TrainingComponents(processor, data, model, collator, before_model_bytes)
+
+
+def teacher_of(job: Job) -> Optional[ModelSettings]:
+    """How the job's teacher is loaded; None without one. In the type that it is stored in."""
+    if job.model.teacher is None:
+        return None
+    model = job.model
+    return ModelSettings(
+        model_name_or_path=model.teacher, trust_remote_code=model.trust_remote_code, allow_pickle=model.allow_pickle
+    )
+
+
+def require_same(teacher: str, of_teacher: Any, of_student: Any, what: str) -> None:
+    """Raise ModelError where the teacher would answer another question."""
+    if of_teacher != of_student:
+        raise ModelError(
+            f"the teacher {teacher} has other {what} than the student, so its answers are about something else; give a "
+            f"teacher with the same {what}, or leave teacher out"
+        )
 
 
 def checkpoints(job: Job) -> bool:

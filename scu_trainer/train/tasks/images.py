@@ -18,7 +18,7 @@ from scu_trainer.data.samples import PreparedSamples
 from scu_trainer.errors import SettingsError
 from scu_trainer.models.loading.load import AdapterPlan
 from scu_trainer.models.vision.adapters import inner_targets, keep_classes, trained_whole
-from scu_trainer.models.vision.inputs import require_stock_pixels
+from scu_trainer.models.vision.inputs import pixel_inputs, require_stock_pixels
 from scu_trainer.models.vision.models import (
     changes_for,
     load_scored_classifier,
@@ -34,7 +34,7 @@ from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.job.source import Source
-from scu_trainer.train.tasks.common import begin_model, finish, say_data
+from scu_trainer.train.tasks.common import begin_model, finish, require_same, say_data, teacher_of
 
 HEADS = ("classifier", "score", "head", "fc")
 """What classifiers of images call their last layer."""
@@ -77,6 +77,10 @@ class ImageTask:
 
     def load(self, job: Job, console: Console) -> TrainingComponents:
         data, view = _prepared(job.model, job.data, job.own, job.training.seed)
+        teacher = teacher_of(job)
+        if teacher is not None:
+            require_same(job.model.teacher, known_classes(teacher), tuple(data.label_names), "classes")
+            _require_same_view(teacher, job.own, view)
         say_data(console, data)
         before_model_bytes = begin_model(job)
         model, lines = make_classifier(job.model, job.own, data.label_names, view)
@@ -98,6 +102,8 @@ class ImageTask:
             adapters=_adapters(model),
         )
         keep_classes(parts.model)
+        if teacher is not None:
+            parts.teacher = load_scored_classifier(teacher, data.label_names, view).float()
         return parts
 
     def load_scored(self, source: Source) -> TrainingComponents:
@@ -129,6 +135,15 @@ def _prepared(
         view.processor.image_mean, view.processor.image_std = pixel_statistics(prepared.train)
     require_stock_pixels(view.processor, view.channels, partial(fixed_pixels, processor=view.processor))
     return prepared, view
+
+
+def _require_same_view(teacher: ModelSettings, own: ImageSettings, view: View) -> None:
+    """The teacher is shown the very pictures of the student: of its size, scaled alike."""
+    its = view_of(teacher, replace(own, image_size=None, image_channels=None), lambda: max(view.size))
+    name = teacher.model_name_or_path
+    require_same(name, (its.channels, its.size), (view.channels, view.size), "sizes or channels of pictures")
+    pixels = [pixel_inputs(one.processor, one.channels) for one in (its, view)]
+    require_same(name, *([*p.mean, *p.deviation, p.scale] for p in pixels), "mean and deviation of pixels")
 
 
 def _adapters(model: torch.nn.Module) -> AdapterPlan:

@@ -45,7 +45,7 @@ from scu_trainer.train.fixtures.random_start import random_start
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.job.source import Source
-from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, say_data
+from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, require_same, say_data, teacher_of
 
 MEBIBYTE = 2**20
 
@@ -67,6 +67,10 @@ class SensorTask:
             model.tuning != "lora" or model.model_name_or_path is not None,
             "tuning: lora adapts a trained model, and there is none; use tuning: full, give model_name_or_path, or use "
             "tuning: qlora, which packs random transformer blocks and trains all else beside their adapters",
+        )
+        require(
+            model.teacher is None or not own.report_head,
+            "a teacher is learned from by its classes, and report_head learns words beside them; drop one of them",
         )
         refuse_unsound(model, job.training)
         check_limits(model, job.memory, len(cuda_bytes(job.training)))
@@ -164,6 +168,10 @@ class SensorTask:
         )
         say_data(console, data)
         require_same_classes(job.model, data.label_names)
+        teacher = teacher_of(job)
+        if teacher is not None:
+            require_same(job.model.teacher, trained_label_names(teacher), list(data.label_names), "classes")
+            require_same(job.model.teacher, branches_of(stored_config(teacher), own), own.branches, "branches")
         shapes = _shapes(data)
         heads = Heads(data.label_names, data.report_words, _report_length(config, data), own.report_weight)
         is_random, settings = config is None, job.model
@@ -200,6 +208,8 @@ class SensorTask:
             before_model_bytes=before_model_bytes,
             adapters=adapter_plan(model, is_random),
         )
+        if teacher is not None:
+            parts.teacher = load_scored_trident(teacher, own, heads, shapes)
         if own.checkpoint_branches is not None:
             blocks, where = checkpoint_every_layer(parts.model), ", ".join(own.checkpoint_branches)
             console.print(f"activations: kept at the borders of {blocks} blocks of {where}", soft_wrap=True)

@@ -12,7 +12,9 @@ from rich.console import Console
 
 from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer, prepare
 from scu_trainer.data.text.mixture import whole_held_out
+from scu_trainer.errors import ModelError
 from scu_trainer.models.fit import require_fit
+from scu_trainer.models.isolation import isolates
 from scu_trainer.models.kernels import best_attention
 from scu_trainer.models.loading.dispatch import check_limits, refuse_unsound
 from scu_trainer.models.loading.load import (
@@ -23,7 +25,7 @@ from scu_trainer.models.loading.load import (
     plan_placement,
 )
 from scu_trainer.models.quantize import require_quantization
-from scu_trainer.settings import ModelSettings
+from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.train.evaluation.scoring import (
     MODEL_INPUTS,
     DocumentScores,
@@ -36,7 +38,7 @@ from scu_trainer.train.fixtures.base_model import embedded_base, is_cached
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.job.source import Source
-from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, say_data
+from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, require_same, say_data, teacher_of
 from scu_trainer.train.tasks.packing import Packing
 
 PROBED_TOKENS = 32
@@ -58,6 +60,10 @@ class TextTask:
         cache_dir, device = default_cache_dir(job.data.cache_dir), job.training.device
         require_quantization(job.model, device)
         settings, tokenizer = _with_base(job.model, cache_dir, console)
+        teacher = teacher_of(job)
+        if teacher is not None:
+            vocabularies = load_tokenizer(teacher).get_vocab(), tokenizer.get_vocab()
+            require_same(job.model.teacher, *vocabularies, "tokens")
         settings = replace(
             settings, attn_implementation=best_attention(settings.attn_implementation, device, _is_half(job, settings))
         )
@@ -77,7 +83,7 @@ class TextTask:
             say_data(console, data)
         if job.data.packing:
             console.print(asked.line(), soft_wrap=True)
-        return finish(
+        parts = finish(
             job,
             console,
             settings=settings,
@@ -87,6 +93,11 @@ class TextTask:
             collator=Collator.of(tokenizer),
             before_model_bytes=before_model_bytes,
         )
+        if teacher is not None:
+            parts.teacher = load_for_evaluation(job.model.teacher, teacher)
+            require_fit(parts.teacher, job.model.teacher, len(tokenizer), job.data.block_size)
+            _require_isolating(parts.teacher, asked.applied(job.data), job.model.teacher, len(tokenizer))
+        return parts
 
     def load_scored(self, source: Source) -> TrainingComponents:
         name, of_rows = source.model.model_name_or_path, source.tokenizer_of or source.model
@@ -120,6 +131,15 @@ def _with_base(settings: ModelSettings, cache_dir: Path, console: Console):
         )
     folder = embedded_base(cache_dir, settings.embedded_base_steps)
     return replace(settings, model_name_or_path=str(folder)), embedded_tokenizer(cache_dir)
+
+
+def _require_isolating(teacher: torch.nn.Module, rows: DataSettings, name: str, vocab_size: int) -> None:
+    """Raise ModelError for a teacher that would see documents together which the student sees apart."""
+    if rows.packing and rows.isolate_documents and not isolates(teacher, vocab_size):
+        raise ModelError(
+            f"the teacher {name} lets packed documents see each other, and the student keeps them apart; set packing: "
+            "false"
+        )
 
 
 def _is_half(job: Job, settings: ModelSettings) -> bool:

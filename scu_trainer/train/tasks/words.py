@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from rich.console import Console
@@ -29,7 +29,7 @@ from scu_trainer.train.evaluation.scoring import (
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.job.source import Source
-from scu_trainer.train.tasks.common import begin_model, finish, say_data
+from scu_trainer.train.tasks.common import begin_model, finish, require_same, say_data, teacher_of
 
 ADAPTED = ("projection", "categories")
 """What LoRA can act on. The GRU's weights go to a fused kernel that would pass adapters by, and the word embedding is
@@ -66,15 +66,17 @@ class WordTask:
         require(model.device_map is None, "device_map places large language models; for a GRU drop it")
 
     def load(self, job: Job, console: Console) -> TrainingComponents:
-        data = _prepared(job)
+        teacher = teacher_of(job)
+        data = _prepared(job, teacher)
         say_data(console, data)
         before_model_bytes = begin_model(job)
         if job.model.model_name_or_path is None:
             model = new_model(data, job.own)
+            model = model if job.model.dtype == "auto" else model.to(getattr(torch, job.model.dtype))
         else:
             model = load_model(job.model, device=job.training.device)
             console.print(f"words, categories and sizes: those of {job.model.model_name_or_path}", soft_wrap=True)
-        return finish(
+        parts = finish(
             job,
             console,
             settings=job.model,
@@ -85,6 +87,9 @@ class WordTask:
             before_model_bytes=before_model_bytes,
             adapters=AdapterPlan(targets=list(ADAPTED)),
         )
+        if teacher is not None:
+            parts.teacher = load_for_evaluation(job.model.teacher, teacher)
+        return parts
 
     def load_scored(self, source: Source) -> TrainingComponents:
         tokenizer, names = _known(source.model)
@@ -132,10 +137,17 @@ def collator_of(data: PreparedWords) -> Collator:
     return replace(Collator.of(data.tokenizer), carry=("sample_index", "category_ids"))
 
 
-def _prepared(job: Job) -> PreparedWords:
+def _prepared(job: Job, teacher: Optional[ModelSettings]) -> PreparedWords:
+    """With the words and categories of the trained model, if there is one; a new one has those of its teacher."""
     known: dict[str, Any] = {}
-    if job.model.model_name_or_path is not None:
-        known["tokenizer"], known["category_names"] = _known(job.model)
+    source = teacher if job.model.model_name_or_path is None else job.model
+    if source is not None:
+        known["tokenizer"], known["category_names"] = _known(source)
+    if teacher is not None:
+        tokenizer, names = _known(teacher)
+        vocabularies = tokenizer.get_vocab(), known["tokenizer"].get_vocab()
+        require_same(job.model.teacher, *vocabularies, "words")
+        require_same(job.model.teacher, list(names), list(known["category_names"]), "categories")
     cache_dir = default_cache_dir(job.data.cache_dir)
     return prepare_words(job.data, job.own, seed=job.training.seed, cache_dir=cache_dir, **known)
 

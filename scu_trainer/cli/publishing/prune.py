@@ -1,0 +1,203 @@
+"""``scu-trainer prune``: a smaller model out of a trained one, with what that costs on rows it has not learned."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.cli.configuration import parse_checked
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.subjects import Subject, held_out_settings, subject_of
+from scu_trainer.errors import DataError, ModelError, SettingsError, StorageError
+from scu_trainer.models.loading.load import is_adapter
+from scu_trainer.run_files import readable, require_writable, write_json
+from scu_trainer.settings.tasks import TEXT
+
+if TYPE_CHECKING:
+    from scu_trainer.train.evaluation.scoring import DocumentScores
+    from scu_trainer.train.job.components import TrainingComponents
+    from scu_trainer.train.job.source import Source
+
+PRUNE_FILE = "prune.json"
+TASKS = (TEXT, "image-classification")
+WEIGHED_ROWS, ROWS_AT_ONCE = 256, 32
+"""Training rows by which units are weighed, and statistics of BatchNorm measured."""
+
+DESCRIPTION = """\
+RUN_OR_MODEL is the folder of a run with full weights, of one of its checkpoints, or of a model. The units that add
+least are cut out of the weights, as many in each layer: neurons of the MLPs and groups of heads of a language model
+built like Llama, channels of a ResNet. The result is a folder that stock transformers reads, and that trains on as any
+model: scu-trainer train --model_name_or_path DIR --tuning full, best with --teacher RUN."""
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """What goes: the share ``amount`` of the units of these ``kinds``; () for all that the model has."""
+
+    amount: float
+    kinds: tuple[str, ...] = ()
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="scu-trainer prune", description=DESCRIPTION)
+    parser.add_argument("run", metavar="RUN_OR_MODEL")
+    parser.add_argument("--amount", type=float, default=0.25, help="share of the units that goes (default: 0.25)")
+    parser.add_argument(
+        "--units", nargs="+", choices=("neurons", "heads", "channels"), default=(), help="default: all that it has"
+    )
+    parser.add_argument("--output", help="folder to write (default: RUN-pruned); it must not be there yet")
+    parser.add_argument("--dataset", help="of a model without a run: what to weigh units by, and to score a split of")
+    parser.add_argument("--block_size", type=int, help="of that dataset: tokens in a row")
+    parser.add_argument("--seed", type=int, default=0, help="of that split (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    typed = parse_checked(_parser(), argv)
+    if not 0 < typed.amount < 1:
+        raise SettingsError(f"amount is {typed.amount:g}; allowed: above 0 and below 1, such as 0.25")
+    subject = subject_of(typed.run)
+    _require_prunable(subject, typed.dataset)
+    source = Path(subject.source)
+    output = source.parent / f"{source.name}-pruned" if typed.output is None else Path(typed.output)
+    output = output.expanduser().absolute()
+    if output.exists():
+        raise StorageError(f"{output} is there already; remove it, or give another folder with --output")
+    require_writable(output.parent, "--output")
+    of_data = {name: getattr(typed, name) for name in ("dataset", "block_size") if getattr(typed, name) is not None}
+    facts = prune(subject, output, PruneOptions(typed.amount, tuple(typed.units)), of_data, typed.seed)
+    print(json.dumps(facts) if typed.json else screen(facts))
+    return 0
+
+
+def _require_prunable(subject: Subject, dataset: Optional[str]) -> None:
+    source = Path(subject.source)
+    if not source.is_dir():
+        raise ModelError(f"{subject.name} is no folder here; download the model and give its folder")
+    if is_adapter(source):
+        raise ModelError(f"{subject.name} is an adapter; merge it first: scu-trainer merge {subject.name}")
+    if subject.task not in TASKS:
+        raise ModelError(f"{subject.name} is of task: {subject.task}; prune is for {' and '.join(TASKS)}")
+    if subject.run is None and dataset is None:
+        raise DataError(f"{subject.name} belongs to no run, so nothing tells what to score it on; add --dataset NAME")
+
+
+def screen(facts: dict[str, Any]) -> str:
+    before, after = facts["before"], facts["after"]
+    units = ", ".join(
+        f"{kind} {' '.join(f'{count} to {kept}' for count, kept in sizes)}" for kind, sizes in facts["units"].items()
+    )
+    change = facts["change"]
+    lines = [
+        f"pruned: {facts['output']}",
+        f"  {units}",
+        f"  weights: {before['weights']:,} before, {after['weights']:,} after",
+        f"  bytes: {readable(before['size_bytes'])} before, {readable(after['size_bytes'])} after",
+        f"  held-out bits per {facts['unit']}: {before['bits']:.3f} before, {after['bits']:.3f} after "
+        f"({change['value']:+.3f}; 95 % interval {change['low']:+.3f} to {change['high']:+.3f})",
+    ]
+    if "accuracy" in before:
+        lines.append(f"  held-out accuracy: {before['accuracy']:.1%} before, {after['accuracy']:.1%} after")
+    return "\n".join(
+        [
+            *lines,
+            f"next: scu-trainer train --model_name_or_path {facts['output']} --tuning full --teacher {facts['source']}",
+        ]
+    )
+
+
+def prune(subject: Subject, output: Path, options: PruneOptions, of_data: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Write the pruned model of ``subject`` and return what prune.json holds. ``output`` is there whole or not at all.
+    ``of_data``: settings of the rows, in the place of those of its run; ``seed`` of their split where it has none.
+    Raises a UserError."""
+    from scu_trainer.data.store import built_once
+    from scu_trainer.train.job.source import Source
+    from scu_trainer.train.run_directory.logs import run_log
+
+    data, seed = held_out_settings(subject, of_data, seed)
+    model = replace(subject.model, device_map=None, tuning="lora")  # the type of the files stays
+    with run_log():
+        pruning = _Pruning(subject, options, Source(model, data, subject.own(subject.task), seed), output)
+        try:
+            built_once(output, pruning.build)
+        finally:
+            output.with_name(f"{output.name}.lock").unlink(missing_ok=True)
+    return pruning.facts
+
+
+class _Pruning:
+    """One pruning. ``facts``: what prune.json holds, once it is built."""
+
+    def __init__(self, subject: Subject, options: PruneOptions, source: Source, output: Path) -> None:
+        from scu_trainer.train.tasks import task_of
+
+        self.options, self.source, self.task = options, source, task_of(subject.task)
+        self.facts: dict[str, Any] = {
+            "format": 1,
+            "source": subject.source,
+            "output": str(output),
+            "amount": options.amount,
+            "unit": self.task.unit,
+        }
+
+    def build(self, folder: Path) -> None:
+        from scu_trainer.models.export import write_model
+        from scu_trainer.models.prune import measure_statistics_again, plan_pruning, pruned
+        from scu_trainer.train.evaluation.scoring import bootstrap_difference
+
+        parts = self.task.load_scored(self.source)
+        plan = plan_pruning(parts.model, self.options.amount, self.options.kinds)
+        before = self._scores(parts)
+        smaller = pruned(parts.model, plan, _batches(parts))
+        measure_statistics_again(smaller, ({k: v.cpu() for k, v in batch.items()} for batch in _batches(parts)))
+        write_model(smaller, parts.processor, folder, "5GB")
+        again = self.task.load_scored(
+            replace(self.source, model=replace(self.source.model, model_name_or_path=str(folder)))
+        )
+        after = self._scores(again)
+        self.facts |= {
+            "units": plan.sizes,
+            "before": _figures(parts, before),
+            "after": _figures(again, after),
+            "change": asdict(bootstrap_difference(before, after)),
+        }
+        write_json(folder / PRUNE_FILE, self.facts)
+
+    def _scores(self, parts: TrainingComponents) -> DocumentScores:
+        if parts.data.eval is None:
+            raise DataError(f"nothing of {self.source.data.shown_dataset} is held out; give more data")
+        return self.task.score(parts.model, parts)
+
+
+def _figures(parts: TrainingComponents, scores: DocumentScores) -> dict[str, Any]:
+    weights = list(parts.model.parameters())
+    accuracy = {} if scores.correct is None else {"accuracy": scores.accuracy}
+    return {
+        "weights": sum(weight.numel() for weight in weights),
+        "size_bytes": sum(weight.nbytes for weight in weights),
+        "bits": scores.bpt,
+        **accuracy,
+    }
+
+
+def _batches(parts: TrainingComponents) -> Iterator[dict[str, Any]]:
+    """Of training rows, which nothing is scored on."""
+    from scu_trainer.models.loading.offloaded import input_device
+    from scu_trainer.models.vision.inputs import as_seen_by
+    from scu_trainer.train.evaluation.scoring import MODEL_INPUTS
+
+    rows, device = parts.data.train, input_device(parts.model)
+    for start in range(0, min(WEIGHED_ROWS, len(rows)), ROWS_AT_ONCE):
+        batch = parts.collator([rows[number] for number in range(start, min(start + ROWS_AT_ONCE, len(rows)))])
+        batch = {name: batch[name].to(device) for name in (*MODEL_INPUTS, "pixel_values") if name in batch}
+        yield as_seen_by(parts.model, batch)

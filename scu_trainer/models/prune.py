@@ -1,0 +1,295 @@
+"""Smaller weights out of trained ones: the units of a model that add least are cut out, not masked.
+
+A unit is what a configuration can count: a neuron of a gated MLP and a group of attention heads with its key and value
+head (Llama and its kin), a channel of a ResNet. As many go in every layer, or in every stage, because one number of the
+configuration says it for all; the result is a stock model of its family.
+
+How much a unit adds is the mean square of what it hands on times the squared norm of the weights that read it, over
+some rows of the training data: Wanda's |weight| · ‖activation‖ (Sun et al. 2023, arXiv:2306.11695), squared and summed
+over a unit, as FLAP does it for structured pruning (An et al. 2023, arXiv:2312.11983).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from scu_trainer.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+NEURONS, HEADS, CHANNELS = "neurons", "heads", "channels"
+MLP, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class Units:
+    """``count`` units of one ``kind``, of which ``kept`` stay. ``written``, ``read``: by name of a module, how many of
+    its outputs, and of its inputs, belong to one unit; they lie side by side."""
+
+    kind: str
+    count: int
+    kept: int
+    written: Mapping[str, int]
+    read: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class PruningPlan:
+    """``changes``: fields of the configuration, with the values of the smaller model."""
+
+    units: Sequence[Units]
+    changes: Mapping[str, Any]
+
+    @property
+    def sizes(self) -> dict[str, list[tuple[int, int]]]:
+        """Kind -> different (count, kept)."""
+        kinds = dict.fromkeys(units.kind for units in self.units)
+        return {kind: sorted({(u.count, u.kept) for u in self.units if u.kind == kind}) for kind in kinds}
+
+
+def kept_of(count: int, amount: float) -> int:
+    """Never less than the share ``1 - amount`` stays, and never nothing."""
+    return max(1, count - int(amount * count + 1e-9))
+
+
+def plan_pruning(model: PreTrainedModel, amount: float, kinds: Sequence[str] = ()) -> PruningPlan:
+    """``amount``: share of the units that goes. ``kinds``: of a language model NEURONS, HEADS, or both where none is
+    named. Raises ModelError for a model whose configuration cannot say it, and where nothing would go."""
+    is_resnet = getattr(model.config, "model_type", None) == "resnet"
+    allowed = (CHANNELS,) if is_resnet else (NEURONS, HEADS)
+    other = next((kind for kind in kinds if kind not in allowed), None)
+    if other is not None:
+        raise ModelError(f"{type(model).__name__} has no {other} to prune; it has {' and '.join(allowed)}")
+    plan = _of_resnet(model, amount) if is_resnet else _of_llama(model, amount, kinds or allowed)
+    if all(units.kept == units.count for units in plan.units):
+        sizes = ", ".join(f"{kind} {counts[0][0]}" for kind, counts in plan.sizes.items())
+        raise ModelError(
+            f"amount {amount:g} takes nothing away ({sizes}): it is less than one unit, or the family's config has "
+            "rules for the number of heads; give a larger amount"
+        )
+    return plan
+
+
+# -- families ----------------------------------------------------------------------------------------------------------
+
+
+def _of_llama(model: PreTrainedModel, amount: float, kinds: Sequence[str]) -> PruningPlan:
+    config, units, changes = model.config, [], {}
+    if NEURONS in kinds:
+        names = _with_linears(model, MLP, "intermediate_size")
+        for name in names:
+            count = model.get_submodule(f"{name}.down_proj").in_features
+            written = dict.fromkeys([f"{name}.gate_proj", f"{name}.up_proj"], 1)
+            units.append(Units(NEURONS, count, kept_of(count, amount), written, {f"{name}.down_proj": 1}))
+        changes["intermediate_size"] = units[0].kept
+    if HEADS in kinds:
+        names, groups = _with_linears(model, ATTENTION, "num_key_value_heads"), config.num_key_value_heads
+        size = model.get_submodule(f"{names[0]}.k_proj").out_features // groups
+        heads_per_group = config.num_attention_heads // groups
+        wide = heads_per_group * size
+        kept = next(
+            n for n in range(kept_of(groups, amount), groups + 1) if _takes(config, _heads(n, heads_per_group, size))
+        )
+        for name in names:
+            written = {f"{name}.q_proj": wide, f"{name}.k_proj": size, f"{name}.v_proj": size}
+            units.append(Units(HEADS, groups, kept, written, {f"{name}.o_proj": wide}))
+        changes |= _heads(kept, heads_per_group, size)
+    if len({(one.kind, one.count) for one in units}) != len({one.kind for one in units}):
+        raise ModelError(f"the layers of {type(model).__name__} have different sizes, and its config has one for all")
+    return PruningPlan(units, changes)
+
+
+def _heads(groups: int, heads_per_group: int, size: int) -> dict[str, int]:
+    return {"num_key_value_heads": groups, "num_attention_heads": groups * heads_per_group, "head_dim": size}
+
+
+def _takes(config: PretrainedConfig, changes: Mapping[str, Any]) -> bool:
+    """Whether a family's own rules allow it: some want the hidden size to be a multiple of the number of heads."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    changed = _changed(config, changes)
+    if changes["num_key_value_heads"] == config.num_key_value_heads:
+        return True
+    try:
+        changed.validate()
+    except (StrictDataclassError, ValueError):
+        return False
+    return True
+
+
+def _changed(config: PretrainedConfig, changes: Mapping[str, Any]) -> PretrainedConfig:
+    changed = copy.deepcopy(config)
+    for name, value in changes.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def _with_linears(model: PreTrainedModel, parts: Sequence[str], field: str) -> list[str]:
+    """Names of the modules that consist of ``parts``, one in each layer."""
+    from torch import nn
+
+    names = [
+        name
+        for name, module in model.named_modules()
+        if all(type(getattr(module, part, None)) is nn.Linear for part in parts)
+    ]
+    layers = getattr(model.config, "num_hidden_layers", None)
+    if len(names) != layers or not isinstance(getattr(model.config, field, None), int):
+        raise ModelError(
+            f"{type(model).__name__} cannot be pruned: {len(names)} of its {layers} layers have {', '.join(parts)} as "
+            f"linear layers that {field} in its config counts. Language models built like Llama can, and ResNets"
+        )
+    return names
+
+
+def _of_resnet(model: PreTrainedModel, amount: float) -> PruningPlan:
+    """The channels between blocks belong to a stage, as its shortcuts tie them; those inside of a block to it alone."""
+    config, modules = model.config, dict(model.named_modules())
+    is_bottleneck = config.layer_type == "bottleneck"
+    stem, stages = "resnet.embedder.embedder", "resnet.encoder.stages"
+    widths = [4 * kept_of(n // 4, amount) if is_bottleneck else kept_of(n, amount) for n in config.hidden_sizes]
+    written: list[dict[str, int]] = [_layer(stem)]
+    read: list[dict[str, int]] = [{}]
+    inner: list[Units] = []
+    for stage, depth in enumerate(config.depths):
+        for number in range(depth):
+            block = f"{stages}.{stage}.layers.{number}"
+            has_shortcut = f"{block}.shortcut.convolution" in modules
+            convolutions = [f"{block}.layer.{i}" for i in range(3 if is_bottleneck else 2)]
+            read[-1] |= {f"{convolutions[0]}.convolution": 1}
+            if has_shortcut:  # what comes before it is free of what comes behind
+                read[-1] |= {f"{block}.shortcut.convolution": 1}
+                written.append(_layer(f"{block}.shortcut"))
+                read.append({})
+            written[-1] |= _layer(convolutions[-1])
+            for before, after in pairwise(convolutions):
+                count = modules[f"{before}.convolution"].out_channels
+                kept = widths[stage] // 4 if is_bottleneck else widths[stage]
+                inner.append(Units(CHANNELS, count, kept, _layer(before), {f"{after}.convolution": 1}))
+    read[-1] |= {
+        name: 1 for name, module in modules.items() if name.startswith("classifier.") and hasattr(module, "weight")
+    }
+    stem_is_free = len(written) == len(widths) + 1
+    stem_kept = kept_of(config.embedding_size, amount) if stem_is_free else widths[0]
+    kept = [stem_kept, *widths] if stem_is_free else widths
+    counts = [config.embedding_size, *config.hidden_sizes] if stem_is_free else config.hidden_sizes
+    if len(kept) != len(written):
+        raise ModelError(f"{type(model).__name__} cannot be pruned: its stages do not begin with a shortcut each")
+    between = [Units(CHANNELS, *each) for each in zip(counts, kept, written, read, strict=True)]
+    return PruningPlan([*between, *inner], {"hidden_sizes": widths, "embedding_size": stem_kept})
+
+
+def _layer(name: str) -> dict[str, int]:
+    return {f"{name}.convolution": 1, f"{name}.normalization": 1}
+
+
+# -- which units stay --------------------------------------------------------------------------------------------------
+
+
+def pruned(model: PreTrainedModel, plan: PruningPlan, batches: Iterable[Mapping[str, Tensor]]) -> PreTrainedModel:
+    """A new, smaller model on the CPU; ``model`` stays as it is. ``batches``: inputs, by which units are weighed.
+    Raises ModelError where the smaller configuration does not fit the smaller weights."""
+    import torch
+
+    squares = _mean_squares(model, {name for units in plan.units for name in units.read}, batches)
+    weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for units in plan.units:
+            stay = _strongest(model, units, squares)
+            for name, width in units.written.items():
+                _cut(weights, name, 0, stay, width)
+            for name, width in units.read.items():
+                _cut(weights, name, 1, stay, width)
+    return _rebuilt(model, plan, weights)
+
+
+def _mean_squares(model: nn.Module, names: set[str], batches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Of each input of the named modules, in float64 (inputs,)."""
+    import torch
+
+    sums: dict[str, Tensor] = {}
+
+    def watch(name: str, module: nn.Module):
+        channels = 1 if hasattr(module, "kernel_size") else -1
+
+        def see(_: nn.Module, inputs: tuple) -> None:
+            found = inputs[0].detach().double().square().transpose(channels, -1).flatten(0, -2).mean(0)
+            sums[name] = sums.get(name, 0.0) + found
+
+        return see
+
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(watch(name, model.get_submodule(name))) for name in names
+    ]
+    was_training = model.training
+    try:
+        model.eval()
+        with torch.no_grad():
+            for batch in batches:
+                model(**batch)
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return sums
+
+
+def _strongest(model: nn.Module, units: Units, squares: Mapping[str, Tensor]) -> Tensor:
+    """Numbers of the units that stay, in their order."""
+    added = 0.0
+    for name, width in units.read.items():
+        weight = model.get_submodule(name).weight.detach().double()
+        norms = weight.transpose(0, 1).flatten(1).square().sum(1)
+        added = added + (squares[name] * norms).reshape(units.count, width).sum(1).cpu()
+    return added.topk(units.kept).indices.sort().values
+
+
+def _cut(weights: dict[str, Tensor], module: str, dim: int, stay: Tensor, width: int) -> None:
+    import torch
+
+    numbers = (stay[:, None] * width + torch.arange(width)).flatten()
+    for name in [name for name in weights if name.rpartition(".")[0] == module]:
+        if weights[name].dim() > dim:  # a bias has no inputs, a counter of batches nothing
+            weights[name] = weights[name].index_select(dim, numbers)
+
+
+def _rebuilt(model: PreTrainedModel, plan: PruningPlan, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
+    try:
+        smaller = type(model)(_changed(model.config, plan.changes)).to(model.dtype)
+        smaller.load_state_dict(weights)
+    except (RuntimeError, ValueError) as error:
+        first = str(error).strip().splitlines()[-1].strip()
+        raise ModelError(
+            f"{type(model).__name__} cannot be pruned: its config does not describe the smaller weights ({first})"
+        ) from error
+    if getattr(model, "generation_config", None) is not None:
+        smaller.generation_config = model.generation_config
+    return smaller.eval()
+
+
+def measure_statistics_again(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> None:
+    """Means and variances of BatchNorm, which are those of the inputs before channels were cut out: their averages over
+    ``batches``. Does nothing to a model without any."""
+    import torch
+
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
+    if not norms:
+        return
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain average
+    model.train()
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    model.eval()
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum

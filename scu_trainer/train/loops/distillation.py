@@ -1,0 +1,187 @@
+"""Distillation as a loop: the student's loss is in part its distance to what a larger model says of the same rows.
+
+    loss = (1 - weight) · task loss + weight · T² · KL(teacher || student), both softened by the temperature T
+
+Hinton, Vinyals and Dean 2015, Distilling the Knowledge in a Neural Network (arXiv:1503.02531), section 2; T² keeps the
+size of the second gradient where it is, whatever T. Both parts are sums over the labels that are learned, divided by
+``num_items_in_batch``: they add up over micro-batches, accumulation and ranks as the task loss alone does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import Trainer
+
+from scu_trainer.errors import ControlError
+from scu_trainer.models.vision.inputs import as_seen_by
+from scu_trainer.train.loop import Loop
+from scu_trainer.train.loss.analysis import mixing_modules
+from scu_trainer.train.loss.rows.model_loss import inner_model
+from scu_trainer.train.loss.rows.row_readings import logits_of, shifted
+from scu_trainer.train.step.batches.rows import NOT_LEARNED
+
+PLAIN_LOSSES = ("ForCausalLM", "ForImageClassification", "ForSequenceClassification")
+"""Losses of transformers that are the cross-entropy of labels, for classes and for next tokens."""
+
+
+class Distillation(Loop):
+    """Let a trainer's model learn from ``teacher``, too: ``SCUTrainer(..., callbacks=[Distillation(teacher)])``.
+
+    teacher: takes what the student takes, and has its tokens or classes. It is frozen, put into evaluation mode, and is
+        no part of what is saved. Where it has more words than the student, or fewer, those that both have count.
+    weight: of the teacher's part, above 0 and up to 1. temperature: above 0.
+
+    The model is a causal language model or a classifier whose loss is the plain cross-entropy; it is taken from the
+    logits, through the stock ``compute_loss_func``. Evaluations give the task's loss alone. Raises ControlError for
+    other losses.
+    """
+
+    name = "distillation"
+    state_file = "distillation_state.json"
+
+    def __init__(self, teacher: nn.Module, weight: float = 0.5, temperature: float = 2.0) -> None:
+        self.teacher = teacher.eval().requires_grad_(False)
+        self.weight, self.temperature = weight, temperature
+        self._logits: Optional[torch.Tensor] = None  # of what is learned, shape (labels, classes)
+        self._newest: Optional[tuple[torch.Tensor, torch.Tensor]] = None
+
+    def attach(self, trainer: Trainer) -> None:
+        super().attach(trainer)
+        _require_plain_loss(trainer)
+        self.teacher.to(trainer.args.device)
+        trainer.compute_loss_func = self
+
+    def begin(self) -> None:
+        self._steps, self._sums, self._window = 0, [0.0, 0.0], []
+
+    # -- the loss ------------------------------------------------------------------------------------------------------
+
+    def on_forward(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The teacher goes first: its activations are gone before the student's are made."""
+        self._logits, model = None, self.trainer.model
+        if not model.training or "labels" not in inputs:
+            return dict(inputs)
+        inputs = as_seen_by(inner_model(model), inputs)
+        asked = {name: value for name, value in inputs.items() if name != "labels"}
+        if asked.get("input_ids") is not None:
+            asked["use_cache"] = False
+        with torch.no_grad():
+            logits = logits_of(self.teacher(**asked))
+            self._logits = logits[targets_of(inputs["labels"]).to(logits.device) != NOT_LEARNED]
+        return inputs
+
+    def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        """What the stock Trainer takes as the loss, a scalar in nats. labels (rows,), or (rows, time) of tokens."""
+        logits, taught = logits_of(outputs), self._logits
+        self._logits = None
+        targets = targets_of(labels).to(logits.device)
+        learned = targets != NOT_LEARNED
+        divisor = learned.sum().clamp_min(1) if num_items_in_batch is None else num_items_in_batch
+        divisor = divisor.to(logits.device) if torch.is_tensor(divisor) else divisor
+        task = functional.cross_entropy(
+            logits.float().flatten(0, -2), targets.flatten(), ignore_index=NOT_LEARNED, reduction="sum"
+        )
+        task = task / divisor
+        if taught is None:
+            return task
+        distance = distance_to(taught.to(logits.device), logits[learned], self.temperature) / divisor
+        loss = (1 - self.weight) * task + self.weight * distance
+        self._newest = loss.detach().clone(), task.detach()  # a copy: the stock Trainer scales the loss in its place
+        return loss
+
+    def task_loss(self, loss: torch.Tensor) -> Optional[torch.Tensor]:
+        if self._newest is None:
+            return None
+        whole, task = self._newest
+        self._newest = None
+        # What was made of the one is made of the other: shares of a window, processes. Rows that were left out are 0.
+        share = loss / whole
+        return torch.where(torch.isfinite(share), task * share, 0.0)
+
+    # -- what is logged ------------------------------------------------------------------------------------------------
+
+    def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
+        self._window.append(torch.stack([loss, self.trainer.task_loss]))
+
+    def on_step_taken_back(self) -> None:
+        self._window.clear()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if not self._window:
+            return
+        loss, task = self.trainer.accelerator.reduce(torch.stack(self._window).sum(0), "mean").tolist()
+        self._window.clear()
+        self._steps += 1
+        self._sums = [self._sums[0] + task, self._sums[1] + (loss - (1 - self.weight) * task) / self.weight]
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if logs and "loss" in logs:
+            self._steps, self._sums = 0, [0.0, 0.0]
+
+    def scalars(self) -> dict[str, float]:
+        """Means over the steps since the last row, in nats: weighted, they add up to the loss beside them."""
+        if not self._steps:
+            return {}
+        task, distance = (total / self._steps for total in self._sums)
+        return {"distillation/task_loss": task, "distillation/teacher_distance": distance}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, "sums": self._sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._steps, self._sums = state["steps"], state["sums"]
+
+    def opening_lines(self) -> list[str]:
+        weights = [weight for weight in self.teacher.parameters()]
+        count, size_bytes = sum(w.numel() for w in weights), sum(w.nbytes for w in weights)
+        return [
+            f"teacher: {count:,} weights ({size_bytes / 2**20:,.0f} MiB), not trained and not saved; loss = "
+            f"{1 - self.weight:g} of the task's + {self.weight:g} of the distance to the teacher at temperature "
+            f"{self.temperature:g}"
+        ]
+
+
+def targets_of(labels: torch.Tensor) -> torch.Tensor:
+    """Of each logit: the next token of (rows, time), or the class of (rows,)."""
+    return shifted(labels) if labels.dim() == 2 else labels
+
+
+def distance_to(teacher: torch.Tensor, student: torch.Tensor, temperature: float) -> torch.Tensor:
+    """T² · KL(teacher || student) in nats, summed over rows. Logits (rows, classes), of which the first count that
+    both have."""
+    classes = min(teacher.size(-1), student.size(-1))
+    wanted, found = (
+        functional.log_softmax(logits[:, :classes].float() / temperature, dim=-1) for logits in (teacher, student)
+    )
+    return temperature**2 * functional.kl_div(found, wanted, reduction="sum", log_target=True)
+
+
+def _require_plain_loss(trainer: Trainer) -> None:
+    model = inner_model(trainer.model)
+    kind = getattr(model, "loss_type", None)
+    config = getattr(model, "config", None)
+    if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+        raise ControlError("a teacher takes the place of compute_loss_func and label_smoothing_factor; leave them out")
+    own = next((kind for kind in type(trainer).__mro__ if _has_own_loss(kind)), None)
+    if own is not None:
+        raise ControlError(f"compute_loss of {own.__name__} is its own, and a teacher takes its place; leave one out")
+    problem = getattr(config, "problem_type", None)
+    if kind not in PLAIN_LOSSES or problem in ("regression", "multi_label_classification"):
+        raise ControlError(
+            f"{type(model).__name__} has a loss of its own ({kind}), and a teacher goes with the cross-entropy of next "
+            f"tokens or classes ({', '.join(PLAIN_LOSSES)}); leave the teacher out"
+        )
+    mixing = mixing_modules(model)
+    if mixing is not None and "router" in mixing:
+        raise ControlError(
+            f"with a teacher {mixing} would be left out; set output_router_logits to false in its config"
+        )
+
+
+def _has_own_loss(kind: type) -> bool:
+    return "compute_loss" in vars(kind) and kind.__module__.partition(".")[0] not in ("transformers", "scu_trainer")
