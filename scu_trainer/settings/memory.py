@@ -42,6 +42,11 @@ class MemorySettings:
         "below this many GiB free at the peak of a step, memory is collected at once; default: a quarter of "
         "target_headroom_gb",
     )
+    ram_threshold_gb: Optional[float] = option(
+        None,
+        "beside a GPU: GiB of main memory in use from which on it is collected, looked at every 20 steps; default: 92 "
+        "% of it",
+    )
     pid_kp: float = option(1.0, "proportional gain: ln(micro-batch size) per unit of used fraction below the target")
     pid_ki: float = option(0.1, "integral gain, per optimizer step")
     pid_kd: float = option(0.2, "derivative gain, optimizer steps")
@@ -95,7 +100,7 @@ class MemorySettings:
             highest is None or self.min_batch_size <= highest,
             f"min_batch_size {self.min_batch_size} exceeds max_batch_size {highest}; lower min_batch_size",
         )
-        for name in ("pid_kp", "pid_ki", "pid_kd", "gc_threshold_gb"):
+        for name in ("pid_kp", "pid_ki", "pid_kd", "gc_threshold_gb", "ram_threshold_gb"):
             value = getattr(self, name)
             require(value is None or (math.isfinite(value) and value >= 0), f"{name} is {value}; it must be 0 or more")
         require(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Optional
 
+from scu_trainer.settings.base import require
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.step.micro_batches import MicroBatchStep
+from scu_trainer.train.step.recovery.host import HostMemory
 
 
 class MemoryLoop(Loop):
@@ -23,6 +25,7 @@ class MemoryLoop(Loop):
 
     def begin(self) -> None:
         self.micro_batches.reset()
+        self._host = self._host_memory()
 
     def end(self) -> None:
         self.micro_batches.finish()  # the optimizer is the caller's again
@@ -42,6 +45,20 @@ class MemoryLoop(Loop):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.micro_batches.loop.stepped()
+        if self._host is not None:
+            self._host.look(state.global_step)
+
+    def _host_memory(self) -> Optional[HostMemory]:
+        """None on a CPU: there main memory is what micro-batches are sized by. Raises SettingsError."""
+        settings = self.micro_batches.settings
+        if self.micro_batches.trainer.args.device.type != "cpu":
+            return HostMemory(settings.ram_threshold_gb) if settings.memory_control else None
+        require(
+            settings.ram_threshold_gb is None,
+            "ram_threshold_gb is for main memory beside a GPU, and training is on the CPU, whose memory is sized by "
+            "target_headroom_gb and gc_threshold_gb; drop it",
+        )
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         return self.micro_batches.loop.state_dict()
@@ -69,6 +86,8 @@ class MemoryLoop(Loop):
             "stock_per_real": statistics.stock_tokens / real,
             "final_cap_tokens": loop.state.cap_tokens,
         }
+        if self._host is not None:
+            memory["host_collections"] = self._host.collections
         return {self.name: memory, "loss_analysis": self.micro_batches.analysis.figures()}
 
     def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:

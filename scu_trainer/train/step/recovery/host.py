@@ -1,0 +1,52 @@
+"""Main memory beside an accelerator that trains: what a run holds there too long is collected before others suffer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Optional
+
+import torch
+
+from scu_trainer.run_files import readable
+from scu_trainer.train.step.recovery.memory import CpuGauge, Gauge, free_memory
+
+logger = logging.getLogger("scu_trainer")
+
+LOOKS_EVERY_STEPS = 20
+"""Collecting takes some tenths of a second, and what holds memory for good is not to be collected at every step."""
+
+FULL_SHARE = 0.92
+"""Of main memory, or of the container's limit, where no threshold is given."""
+
+
+class HostMemory:
+    """``threshold_gb``: GiB in use, by whomever, from which on ``look`` collects; None: ``FULL_SHARE`` of the limit."""
+
+    def __init__(
+        self,
+        threshold_gb: Optional[float],
+        gauge: Optional[Gauge] = None,
+        collect: Callable[[torch.device], int] = free_memory,
+    ) -> None:
+        self._threshold_gb, self._gauge, self._collect = threshold_gb, gauge or CpuGauge(), collect
+        self.collections = 0
+
+    def look(self, step: int) -> None:
+        """After optimizer step ``step``."""
+        if step % LOOKS_EVERY_STEPS:
+            return
+        reading = self._gauge.read()
+        share = FULL_SHARE * reading.limit_bytes
+        threshold_bytes = share if self._threshold_gb is None else self._threshold_gb * 2**30
+        if reading.used_bytes < threshold_bytes:
+            return
+        self.collections += 1
+        freed_bytes = self._collect(torch.device("cpu"))
+        logger.warning(
+            "step %d: %s of main memory are in use, collecting from %s on; this run gave %s back",
+            step,
+            readable(reading.used_bytes),
+            readable(threshold_bytes),
+            readable(freed_bytes),
+        )
