@@ -1,6 +1,6 @@
 """How long ``scu-trainer data`` takes to show the first rows of a large file, against a small one of the same rows.
 
-    python benchmarks/studies/first_rows.py [--size_mb 1000] [--repeats 3]
+python benchmarks/studies/first_rows.py [--size_mb 1000] [--repeats 3]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What recipes/granite.yaml takes of the cards that people have, by ``scu-trainer plan``: from shapes, without weights.
 
-    python benchmarks/studies/granite_plan.py
+python benchmarks/studies/granite_plan.py
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Optional, Union, get_args, get_type_hints
 
 from scu_trainer.errors import SettingsError
@@ -34,6 +35,8 @@ class Same:
         name = self.name if isinstance(self.name, str) else self.name(str(value))
         value = self.values.get(str(value).lower(), value)
         words = WORDS.get(name, {}).get(str(value).lower())
+        if isinstance(words, str):
+            raise SettingsError(f"{name}: {value} names nothing here: {words}")
         return dict(words) if words else {name: value if self.form is None else self.form.format(value)}
 
 
@@ -46,7 +49,13 @@ class Switch:
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_8bit", "pagedadamw8bit": "paged_adamw_8bit"}
 
-WORDS: dict[str, dict[str, dict[str, Any]]] = {
+WORDS: dict[str, dict[str, Union[str, dict[str, Any]]]] = {
+    "dataset": {
+        "cifar10": {"dataset": "uoft-cs/cifar10"},
+        "cifar100": {"dataset": "uoft-cs/cifar100"},
+        "imagenet": {"dataset": "ILSVRC/imagenet-1k"},
+        "custom": "give the path of your own: a folder with a folder per class, a saved dataset, or a Hub id",
+    },
     "optim": {
         # Adam and AdamW are the same where no weight decays; with weight decay Adam's is another method.
         "adam": {"optim": "adamw_torch_fused", "weight_decay": 0.0},
@@ -57,7 +66,8 @@ WORDS: dict[str, dict[str, dict[str, Any]]] = {
         "multi_step": {"lr_scheduler_type": "constant", "lr_milestones": NEEDED},
     },
 }
-"""Values of our own names that are written otherwise elsewhere, and what they are here."""
+"""Values of our own names that are written otherwise elsewhere, and what they are here; a sentence says what to do. Of
+datasets only where no file or folder has that name."""
 ZERO = {"2": "ds_configs/zero2_offload.json", "3": "ds_configs/zero3_offload.json"}
 
 NAMES: dict[str, Union[Same, Switch, str]] = {
@@ -128,6 +138,8 @@ def translated_entries(entries: Mapping[str, Any], known: Collection[str]) -> tu
 def _is_other(name: str, value: Any, known: Collection[str]) -> bool:
     if name in PATHS:
         return isinstance(value, str) and value.lower() not in (*TRUE, *FALSE)
+    if name == "dataset" and (not isinstance(value, str) or Path(value).exists()):
+        return False
     return (name not in known and name in NAMES) or str(value).lower() in WORDS.get(name, {})
 
 

@@ -45,7 +45,7 @@ class MemorySettings:
     ram_threshold_gb: Optional[float] = option(
         None,
         "beside a GPU: GiB of main memory in use from which on it is collected, looked at every 20 steps; default: 92 "
-        "% of it",
+        "%% of it",
     )
     pid_kp: float = option(1.0, "proportional gain: ln(micro-batch size) per unit of used fraction below the target")
     pid_ki: float = option(0.1, "integral gain, per optimizer step")

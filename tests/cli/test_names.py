@@ -47,6 +47,7 @@ def test_no_name_of_ours_is_taken_and_every_counterpart_is_there():
             ["--lr_milestones", "2", "4", "--lr_scheduler_type=multi_step"],
             {"lr_scheduler_type": "constant", "lr_milestones": [2.0, 4.0]},
         ),
+        (["--dataset", "cifar100", "--task", "image-classification"], {"dataset": "uoft-cs/cifar100"}),
         (["--no-amp"], {"mixed_precision": "no"}),
         (["--no-checkpointing"], {"checkpoint_every_layer": False}),
         (["--optimizer", "AdamW8bit"], {"optim": "adamw_8bit"}),
@@ -82,6 +83,7 @@ def test_it_is_said_and_so_it_is_for_a_file(tmp_path):
         (["--lr_scheduler_type", "step"], "this lr_scheduler_type needs lr_step_size"),
         (["--optim", "adam", "--weight_decay", "0.1"], "optim sets weight_decay here, and both are given"),
         (["--checkpoint-interval", "5"], "checkpoint_interval is unknown here: write save_strategy: epoch"),
+        (["--dataset", "custom"], "dataset: custom names nothing here: give the path of your own"),
         (["--multi-gpu"], "multi_gpu is unknown here: start one process per GPU"),
         (["--qlora", "maybe"], "qlora is a switch and takes no 'maybe'"),
         (["--lr", "--seed", "1"], "lr is given no value"),
@@ -105,3 +107,9 @@ def test_nothing_else_is_touched():
     assert translated(words, OURS) == (words, [])
     entries = {"dataset": [{"dataset": "a", "weight": 1}], "resume": True, "odd": 1}
     assert translated_entries(entries, OURS) == (entries, [])
+
+
+def test_a_folder_of_that_name_is_that_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "imagenet").mkdir()
+    assert translated(["--dataset", "imagenet"], OURS) == (["--dataset", "imagenet"], [])
