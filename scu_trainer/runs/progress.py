@@ -41,6 +41,7 @@ class Progress:
     used_bytes: Optional[int] = None
     peak_bytes: Optional[int] = None
     limit_bytes: Optional[int] = None
+    samples_per_second: Optional[float] = None
     checkpoint: Optional[str] = None
 
     @property
@@ -51,7 +52,7 @@ class Progress:
 def progress(run: Run, status: Mapping[str, Any]) -> Progress:
     """``status``: content of run.json."""
     scu, memory = last_row(run.path / "scu_history.json"), last_row(run.path / "memory_history.json")
-    measured = scu.get("s_ema")
+    measured, logged = scu.get("s_ema"), last_row(run.path / "log_history.json", "throughput/samples_per_second")
     return Progress(
         **{name: status.get(name) for name in ("step", "max_steps", "loss", "eta_s")},
         started_s=seconds(status.get("started")),
@@ -63,6 +64,7 @@ def progress(run: Run, status: Mapping[str, Any]) -> Progress:
             name: memory.get(name)
             for name in ("rows_per_chunk", "tokens_per_chunk", "used_bytes", "peak_bytes", "limit_bytes")
         },
+        samples_per_second=logged.get("throughput/samples_per_second"),
         checkpoint=newest_checkpoint(run.path, status.get("step")),
     )
 
@@ -98,14 +100,15 @@ def last_lines(path: Path, count: int) -> list[str]:
         size_bytes *= 4
 
 
-def last_row(path: Path) -> dict[str, Any]:
-    """The last whole row of a history file, one row per line; empty where there is none."""
-    for line in reversed(last_lines(path, 3)):
+def last_row(path: Path, holds: Optional[str] = None) -> dict[str, Any]:
+    """The last whole row of a history file, one row per line; empty where there is none. ``holds``: the last one of
+    some that has this name."""
+    for line in reversed(last_lines(path, 3 if holds is None else 12)):
         try:
             row = json.loads(line.rstrip().rstrip(","))
         except ValueError:
             continue
-        if isinstance(row, dict):
+        if isinstance(row, dict) and (holds is None or holds in row):
             return row
     return {}
 

@@ -3,6 +3,7 @@ ended it is named."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from datetime import UTC, datetime
@@ -258,3 +259,16 @@ def test_only_a_whole_checkpoint_is_named(tmp_path):
     assert newest_checkpoint(tmp_path, step=9) == "checkpoint-9"
     (tmp_path / "checkpoint-20" / "manifest.json").unlink()
     assert newest_checkpoint(tmp_path) == "checkpoint-20"  # as the stock Trainer leaves it
+
+
+def test_the_rate_is_that_of_the_last_training_row(tmp_path):
+    rows = [
+        {"step": 1, "loss": 2.0, "throughput/samples_per_second": 7.0},
+        {"step": 2, "loss": 1.0, "throughput/samples_per_second": 12.34},
+        {"step": 2, "eval_loss": 1.5},
+    ]
+    (tmp_path / "log_history.json").write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    RunStatus(tmp_path / "run.json").update(status="finished", step=2, max_steps=4)
+    found = report(Run(tmp_path, "mine"), HERE)
+    assert found.progress.samples_per_second == 12.34
+    assert ("samples per second", "12.3") in list(words.facts(found)) and "samples/s 12.3" in words.line(found)
