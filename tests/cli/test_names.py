@@ -113,3 +113,21 @@ def test_a_folder_of_that_name_is_that_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "imagenet").mkdir()
     assert translated(["--dataset", "imagenet"], OURS) == (["--dataset", "imagenet"], [])
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (
+            ["--momentum", "0.9"],
+            "optim_args names momentum, which optim: adamw_torch_fused does not take; momentum is for",
+        ),
+        (
+            ["--optim", "sgd", "--optim_args", "momentun=0.9"],
+            "it takes momentum, dampening, nesterov, weight_decay .*did",
+        ),
+    ],
+)
+def test_an_argument_that_the_optimizer_would_drop_is_refused(typed, message):
+    with pytest.raises(SettingsError, match=message):
+        read_job(None, [*typed, "--use_cpu", "true"]).check()
