@@ -138,9 +138,10 @@ def translated_entries(entries: Mapping[str, Any], known: Collection[str]) -> tu
 def _is_other(name: str, value: Any, known: Collection[str]) -> bool:
     if name in PATHS:
         return isinstance(value, str) and value.lower() not in (*TRUE, *FALSE)
-    if name == "dataset" and (not isinstance(value, str) or Path(value).exists()):
-        return False
-    return (name not in known and name in NAMES) or str(value).lower() in WORDS.get(name, {})
+    if name not in known and name in NAMES:
+        return True
+    is_word = isinstance(value, str) and value.lower() in WORDS.get(name, {})
+    return is_word and not (name == "dataset" and Path(value).exists())
 
 
 def _settings(name: str, values: Sequence[Any]) -> dict[str, Any]:
