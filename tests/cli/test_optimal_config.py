@@ -11,7 +11,7 @@ from scu_trainer.cli import main as cli
 from scu_trainer.cli.background import runs
 from scu_trainer.cli.configuration import read_job
 
-JOB = ["--tuning", "full", "--block_size", "1024", "--per_device_train_batch_size", "16", "--lr_milestones", "1", "2"]
+JOB = ["--tuning", "full", "--block_size", "1024", "--per_device_train_batch_size", "1", "--lr_milestones", "1", "2"]
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,8 @@ def planned(capsys, *words) -> dict:
 
 def test_what_fits_is_written_with_reasons_and_read_back(here, capsys):
     asked = planned(capsys)["predicted"]["peak_bytes"]
-    report = planned(capsys, "--limit", f"{0.98 * asked / 2**20:.0f}MiB", "--output", "mine.yaml")
-    assert report["recommended"], "the limit lies below what is asked for"
+    report = planned(capsys, "--limit", f"{1.1 * asked / 2**20:.0f}MiB", "--output", "mine.yaml")
+    assert report["recommended"], "15 % are kept free, so the limit lies below what is asked for"
     text = (here / "mine.yaml").read_text()
     read = yaml.safe_load(text)
     assert {name: read[name] for name in report["recommended"]} == report["recommended"]
