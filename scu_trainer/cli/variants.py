@@ -31,6 +31,9 @@ DESCRIPTION = """\
 Trains each path in fresh processes with the real libraries and all three loops, and prints what it cost beside what it
 learned. Without names: all. With --limit: tries them in order of speed and stops at the first that fits."""
 
+PARTS = ("weights", "gradients", "optimizer", "regularization", "activations", "logits", "exchange", "overhead")
+"""Of a predicted peak (hardware/estimate.py), but for the libraries, which all variants load alike."""
+
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     return guarded(_main, list(sys.argv[1:] if argv is None else argv))
@@ -115,6 +118,8 @@ def _run_all(options, chosen: Sequence[Variant], plan: VariantPlan, has_gpu: boo
             outcomes.append(run(variant, plan, has_gpu))
         console.print(_line(outcomes[-1]), soft_wrap=True)
     console.print(_table(outcomes))
+    if any(outcome.parts for outcome in outcomes):
+        console.print(_parts(outcomes))
     broken = broken_promises(outcomes, loops_are_on=plan.config is None)
     for line in broken:
         console.print(f"broken: {line}", soft_wrap=True)
@@ -138,6 +143,20 @@ def _table(outcomes: Sequence[Outcome]):
         table.add_column(title, justify="left" if title in ("variant", "loops") else "right")
     for row in rows_of(outcomes):
         table.add_row(*row)
+    return table
+
+
+def _parts(outcomes: Sequence[Outcome]):
+    """What the peak is made of, by the prediction that each run began with."""
+    from rich.table import Table
+
+    names = [name for name in PARTS if any(outcome.parts.get(name) for outcome in outcomes)]
+    table = Table(title="predicted peak by part, MiB", title_justify="left", pad_edge=False)
+    for title in ("variant", *names):
+        table.add_column(title, justify="left" if title == "variant" else "right")
+    for outcome in outcomes:
+        if outcome.parts:
+            table.add_row(outcome.name, *(f"{outcome.parts.get(name, 0) / 2**20:,.1f}" for name in names))
     return table
 
 

@@ -24,6 +24,7 @@ def outcome_of(variant, peak_mib: int, bpt=(9.0, 8.5)) -> Outcome:
         bpt=bpt,
         loops=ALL_ACT,
         device="cpu",
+        parts={"weights": peak_mib * MIB // 2, "logits": 7 * MIB, "gradients": 0, "libraries": 80 * MIB},
     )
 
 
@@ -51,6 +52,9 @@ def test_a_table_with_ratios_to_the_default(no_training, capsys, tmp_path):
     assert variants.main(["lora", "qlora", "--json", str(tmp_path / "out.json")]) == 0
     shown = capsys.readouterr().out
     assert "200 MiB (0.50)" in shown and "1.50" in shown and "9.00 -> 8.50" in shown and "all act" in shown
+    by_part = shown.partition("predicted peak by part, MiB")[2]
+    assert "weights" in by_part and "logits" in by_part and "gradients" not in by_part and "libraries" not in by_part
+    assert "200.0" in by_part and "100.0" in by_part and "7.0" in by_part
     record = json.loads((tmp_path / "out.json").read_text())
     assert [outcome["name"] for outcome in record["outcomes"]] == ["lora", "qlora"]
     assert {"machine", "versions", "date", "command"} <= {*record}

@@ -72,7 +72,7 @@ class Outcome:
 
     ``peak_bytes``: the most that the first process held during a step, above what it held before there was a model.
     ``total_bytes``: with that. ``bpt``: held-out bits per token before and after, None where nothing was held out.
-    ``loops``: acts, idle, off, or refused.
+    ``loops``: acts, idle, off, or refused. ``parts``: bytes of the predicted peak by what takes them, {} without one.
     """
 
     name: str
@@ -84,6 +84,7 @@ class Outcome:
     bpt: Optional[tuple[float, float]] = None
     loops: dict[str, str] = field(default_factory=dict)
     device: str = ""
+    parts: dict[str, int] = field(default_factory=dict)
 
 
 # -- starting ----------------------------------------------------------------------------------------------------------
@@ -138,6 +139,7 @@ def _measured(variant: Variant, plan: VariantPlan, off: Sequence[str], has_gpu: 
         bpt=_held_out(metrics),
         loops=loops_of(folder, metrics),
         device=costs["device"],
+        parts=(metrics["memory_estimate"] or {}).get("predicted_parts") or {},
     )
 
 
