@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, Optional, get_type_hints
 import yaml
 
 from scu_trainer.cli.names import translated, translated_entries
+from scu_trainer.cli.presets import fitted
 from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.hardware.probe import usable_cores
 from scu_trainer.run_files import read_regular
 from scu_trainer.secrets import redact_data
 from scu_trainer.settings import (
@@ -211,7 +213,8 @@ def _read(
     arguments, notes = _arguments(parser, config, flags, names)
     if read_as:
         notes = (f"read: {'; '.join(read_as)}", *notes)
-    task, typed = _task(parser, arguments, names), vars(parser.parse_args(arguments))
+    task, about_preset = _task(parser, arguments, names)
+    typed = vars(parser.parse_args(arguments))
     for action in parser._actions:  # argparse takes "--" for the end of the flags, and leaves nothing behind
         found = typed.get(action.dest)
         require(
@@ -219,7 +222,7 @@ def _read(
         )
     for kind in parser.dataclass_types:
         check_values(kind, typed, ALLOWED)
-    return parser, arguments, task, notes
+    return parser, arguments, task, (*notes, *about_preset)
 
 
 def _arguments(
@@ -246,13 +249,20 @@ def _word(value: Any) -> str:
     return "the default" if value is None else str(value)
 
 
-def _task(parser: HfArgumentParser, arguments: Sequence[str], names: Collection[str]) -> TaskSettings:
-    """The task, whose defaults, preset and mode stand in for everybody's defaults of ``parser``."""
-    typed = parser.parse_args(arguments)
+def _task(parser: HfArgumentParser, arguments: Sequence[str], names: Collection[str]) -> tuple[TaskSettings, list[str]]:
+    """The task, whose defaults, preset and mode stand in for everybody's defaults of ``parser``; lines about what of
+    the preset follows from this machine."""
+    typed, given = parser.parse_args(arguments), _given(arguments, names)
     task = TaskSettings(typed.task, typed.preset, typed.mode)
-    task.check_typed(_given(arguments, names))
+    task.check_typed(given)
     parser.set_defaults(**task.defaults)
-    return task
+    if task.preset is None:
+        return task, []
+    so_far = parser.parse_args(arguments)
+    cores = max(1, int(usable_cores()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    values, notes = fitted(task, so_far, given, cores=cores, has_cuda=_has_cuda())
+    parser.set_defaults(**values)
+    return task, notes
 
 
 def _given(arguments: Iterable[str], names: Collection[str]) -> list[str]:
@@ -305,7 +315,13 @@ def _changed_from(parser: HfArgumentParser, typed: Any) -> dict[str, Any]:
 def _has_accelerator() -> bool:
     import torch
 
-    return torch.cuda.is_available() or torch.backends.mps.is_available()
+    return _has_cuda() or torch.backends.mps.is_available()
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _regularization(flags: Any) -> RegularizationSettings | None:

@@ -64,13 +64,14 @@ DEFAULTS: dict[str, object] = {
 PRESETS: dict[str, dict[str, object]] = {
     "gpu": {
         "per_device_train_batch_size": 256,
-        "dataloader_num_workers": 4,
+        "dataloader_num_workers": 8,  # one for each core, where there are fewer
         "dataloader_pin_memory": True,
         "dataloader_persistent_workers": True,
         "optim": "adamw_torch_fused",
         "mixed_precision": "auto",
         "torch_compile": True,
         "cudnn_benchmark": True,
+        "torch_compile_mode": "reduce-overhead",  # where batches have one size
         "channels_last": True,
     },
     "cpu": {
