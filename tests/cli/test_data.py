@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from scu_trainer.cli import main as cli
-from scu_trainer.data import embedded_tokenizer
+from scu_trainer.data import embedded_tokenizer, prepare
+from scu_trainer.settings import DataSettings
 from tests import browser
 
 ROWS = [{"question": f"What comes after {i}?", "answer": f"After {i} comes {i + 1}.", "score": 1} for i in range(40)]
@@ -82,6 +83,21 @@ def test_the_export_is_what_training_gets(look, tmp_path, capsys):
     assert all(tokenizer.decode(row["input_ids"]) == row["text"] for row in rows)
     assert all(len(row["labels"]) == len(row["input_ids"]) <= 128 for row in rows)
     assert "exists already" in refused(capsys, "--dataset", "x.jsonl", "--export", path)
+
+
+def test_the_export_holds_out_what_training_with_that_seed_holds_out(look, file, tmp_path):
+    columns = DataSettings(
+        dataset=str(file), cache_dir=str(tmp_path / "cache"), block_size=128, packing=False, isolate_documents=False,
+        validation_split_percentage=20.0,
+    )  # fmt: skip
+    tokenizer, found = embedded_tokenizer(tmp_path / "cache"), {}
+    for seed in (42, 7):
+        path = tmp_path / f"{seed}.out"
+        look("--export", path, "--seed", seed, "--packing", "false", "--validation_split_percentage", 20)
+        found[seed] = [json.loads(line)["input_ids"] for line in path.read_text().splitlines()]
+        trained = prepare(columns, tokenizer, seed=seed, cache_dir=tmp_path / "cache", model_name="the embedded base")
+        assert found[seed] == [list(row["input_ids"]) for row in trained.train]
+    assert found[42] != found[7]
 
 
 @pytest.mark.parametrize(

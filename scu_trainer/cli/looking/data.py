@@ -70,11 +70,11 @@ def _main(argv: list[str]) -> int:
         for part in ([data.of_source(source) for source in data.sources] or [data])
     ]
     with run_log():  # names and values that only training knows, after the first rows: they need torch
-        configuration.read_values(options.config, flags)
+        values = configuration.read_values(options.config, flags)
     if options.html:
         _write_page(options.html, looks, console)
     if options.export:
-        _export(options.export, model, data, looks[0].tokenizer, console)
+        _export(options.export, model, data, values["seed"], looks[0].tokenizer, console)
     return 0
 
 
@@ -186,7 +186,7 @@ def _write_page(path: Path, looks: Sequence[Look], console: Console) -> None:
         console.print(f"page: {place}", soft_wrap=True)
 
 
-def _export(path: Path, model: ModelSettings, data: DataSettings, tokenizer: Any, console: Console) -> None:
+def _export(path: Path, model: ModelSettings, data: DataSettings, seed: int, tokenizer: Any, console: Console) -> None:
     from scu_trainer.cli.looking.export import export
     from scu_trainer.data import default_cache_dir, prepare
     from scu_trainer.models.embedded import base_config
@@ -199,7 +199,7 @@ def _export(path: Path, model: ModelSettings, data: DataSettings, tokenizer: Any
     config = causal_config(model) if named else base_config(len(tokenizer), 0, 1, 2)
     packing = Packing.expected(data, config)
     cache_dir = default_cache_dir(data.cache_dir)
-    of_model = {"seed": 42, "cache_dir": cache_dir, "model_name": named or "the embedded base"}
+    of_model = {"seed": seed, "cache_dir": cache_dir, "model_name": named or "the embedded base"}
     prepared = prepare(packing.applied(data), tokenizer, **of_model)
     count = export(path, prepared.train, tokenizer)
     console.print(f"{count:,} rows as they are trained: {path}", soft_wrap=True)
