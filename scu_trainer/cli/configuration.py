@@ -229,10 +229,9 @@ def _arguments(
     parser: HfArgumentParser, config: str | None, flags: Sequence[str], names: set[str]
 ) -> tuple[list[str], tuple[str, ...]]:
     """File and flags as one command line, and a line for the user where a typed mode took the place of the file."""
-    entries = {} if config is None else _entries(config, parser, names)
+    entries, read_as = ({}, []) if config is None else _entries(config, parser, names)
     check_names(flags, names)
     typed_names = _given(flags, names)
-    read_as = [] if config is None else _named_as_here(config, names)[1]
     note = (f"read in {config}: {'; '.join(read_as)}",) if read_as else ()
     if "mode" in typed_names:
         typed = parser.parse_args([*_all_as_flags(entries), *flags])
@@ -354,11 +353,12 @@ def _name(flag: str) -> str:
     return flag.split("=")[0].removeprefix("--").replace("-", "_")
 
 
-def _entries(config: str, parser: HfArgumentParser, names: set[str]) -> dict[str, Any]:
-    """Values of a file by field."""
+def _entries(config: str, parser: HfArgumentParser, names: set[str]) -> tuple[dict[str, Any], list[str]]:
+    """Values of a file by field, and what was read as what."""
     found: dict[str, Any] = {}
     takes_list, takes_mapping = _containers(parser)
-    for name, value in _named_as_here(config, names)[0].items():
+    named, read_as = _named_as_here(config, names)
+    for name, value in named.items():
         if name not in names:
             raise SettingsError(f"{config}: unknown key {short(name)}{nearest(name, names)}")
         if _is_mixture(name, value):
@@ -366,7 +366,7 @@ def _entries(config: str, parser: HfArgumentParser, names: set[str]) -> dict[str
         else:
             _check_shape(f"{config}: {name}", value, name in takes_list, name in takes_mapping)
         found[name] = value
-    return found
+    return found, read_as
 
 
 def _named_as_here(config: str, names: Collection[str]) -> tuple[dict[str, Any], list[str]]:

@@ -53,7 +53,7 @@ class CheckpointWriter:
         staging = files.staging_of(run, trainer.state.global_step)
         self.before()
         if trainer.is_stock:
-            self._save_or_raise(staging, final, stock_save)
+            self._save_or_raise(staging, stock_save, lambda: self._seal(staging / final.name, final))
         else:
             problem = self._written(staging, final, stock_save)
             if problem is not None:
@@ -75,17 +75,7 @@ class CheckpointWriter:
         staging = files.staging_of(final.parent, step)
         try:
             with written_or_refused(str(final)):
-                if self.trainer.args.should_save:
-                    _rebuild(staging)
-                self._fill(staging, stock_save)
-                if self.trainer.args.should_save:
-                    staged = staging / f"checkpoint-{step}"
-                    files.seal(staged, {"step": step, **self.facts})
-                    files.publish(staged, final)
-                self._wait()
-        except StorageError:
-            self._clear(staging)
-            raise
+                self._save_or_raise(staging, stock_save, lambda: self._publish(staging / f"checkpoint-{step}", final))
         finally:
             self._waiting_push = None
 
@@ -95,13 +85,14 @@ class CheckpointWriter:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _save_or_raise(self, staging: Path, final: Path, stock_save: Callable[[], None]) -> None:
+    def _save_or_raise(self, staging: Path, stock_save: Callable[[], None], name: Callable[[], None]) -> None:
+        """``name`` gives the finished checkpoint its name; the rank that writes calls it."""
         try:
             if self.trainer.args.should_save:
                 _rebuild(staging)
             self._fill(staging, stock_save)
             if self.trainer.args.should_save:
-                self._seal(staging / final.name, final)
+                name()
             self._wait()
         except Exception:
             self._clear(staging)
@@ -142,14 +133,17 @@ class CheckpointWriter:
     def _seal(self, staged: Path, final: Path) -> None:
         trainer = self.trainer
         self._name_best(final, staged)
-        files.seal(staged, {"step": trainer.state.global_step, **self.facts})
-        files.publish(staged, final)
+        self._publish(staged, final)
         self._written_bytes = files.size_bytes(final)
         best, limit = trainer.state.best_model_checkpoint, trainer.args.save_total_limit
         if trainer.is_stock:  # the oldest are those that were written first, whoever wrote them
             rotate_checkpoints(str(final.parent), limit, best, use_mtime=True)
         else:
             files.rotate(final.parent, final, limit, None if best is None else Path(best))
+
+    def _publish(self, staged: Path, final: Path) -> None:
+        files.seal(staged, {"step": self.trainer.state.global_step, **self.facts})
+        files.publish(staged, final)
 
     def _name_best(self, final: Path, staged: Path) -> None:
         """The stock Trainer looks for the best checkpoint beside this one, and writes its path into the state."""
