@@ -77,7 +77,12 @@ class Diverged(UserError):
     """The training loss has left its own course for good, and the settings say to stop then."""
 
 
+NEAR = 0.7
+"""Share of equal letters, in their order, from which on two words are near."""
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Phrase that names the allowed word nearest to ``name``, or nothing: " (did you mean 'block_size'?)"."""
-    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    """Phrase that names the allowed word nearest to ``name``: " (did you mean 'block_size'?)"; nothing if none is near,
+    for a far one sends people the wrong way."""
+    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=NEAR)
     return f" (did you mean {matches[0]!r}?)" if matches else ""

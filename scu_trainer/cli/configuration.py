@@ -13,14 +13,17 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, get_type_hints
 
 import yaml
 
-from scu_trainer.cli.names import translated, translated_entries
+from scu_trainer.cli.names.known import PREFIX, known_names, stock_names, stock_number
+from scu_trainer.cli.names.tools import hint, imported, tool_of
+from scu_trainer.cli.names.translation import flags_of, notes_of, translated, translated_entries
 from scu_trainer.cli.presets import fitted
 from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.hardware.probe import usable_cores
@@ -45,8 +48,6 @@ if TYPE_CHECKING:
 
     from scu_trainer.hardware.precision import DeviceFacts, PrecisionChoice
     from scu_trainer.train.job.job import Job
-
-PREFIX = "scu_"
 
 MOST_BYTES, MOST_VALUES, DEEPEST = 2**20, 100_000, 50
 """Of a configuration: its file, its values with every alias written out, and the mappings and lists in each other."""
@@ -123,6 +124,8 @@ def _grouped(kind: type, title: str) -> type:
 def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[DeviceFacts] = None) -> Job:
     """Settings from a file and flags. ``planned_for``: another device than this machine's, whose number formats count.
     Raises SettingsError."""
+    if "torch" not in sys.modules:
+        check_early(config, flags)
     from scu_trainer.train.job.job import Job
     from scu_trainer.train.step.distributed.deepspeed_start import prepare_environment
     from scu_trainer.train.tasks import task_of
@@ -179,6 +182,50 @@ def typed_entries(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
     return {name: values[name] for name in dict.fromkeys([*in_file, *_given(translated(flags, values)[0], values)])}
 
 
+def check_early(config: str | None, flags: Sequence[str]) -> None:
+    """Names of flags and file, and values of our own fields, before torch is imported. Raises SettingsError."""
+    known = known_names()
+    if not stock_names():  # then only the class itself can tell
+        return
+    flags, _ = translated(flags, known)
+    entries = {} if config is None else _named_as_here(config, known)[0]
+    for name in entries:
+        require(name in known, f"{config}: unknown key {short(name)}{hint(name, known)}")
+    for name in _given(flags, known):
+        require(name in known, f"unknown option --{name}{hint(name, known)}")
+    for name, value in [*entries.items(), *flags_of(flags)]:
+        _check_stock_number(name, value)
+    parser = our_parser()
+    names = field_names(parser)
+    own = {name: value for name, value in entries.items() if name in names}
+    typed, _ = parser.parse_known_args([*_all_as_flags(own), *flags])
+    _check_typed(parser, vars(typed))
+
+
+def _check_stock_number(name: str, value: Any) -> None:
+    kind = stock_number(name)
+    if kind is None or value is None or isinstance(value, (bool, list)):
+        return
+    try:
+        kind(value)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"--{name}: invalid {kind.__name__} value: {short(value)}") from error
+
+
+def check_values_early(entries: Mapping[str, Any]) -> None:
+    """Values of our own fields, by name. Raises SettingsError."""
+    parser = our_parser()
+    names = field_names(parser)
+    typed = parser.parse_args(_all_as_flags({name: value for name, value in entries.items() if name in names}))
+    _check_typed(parser, vars(typed))
+
+
+def _check_typed(parser: HfArgumentParser, typed: Mapping[str, Any]) -> None:
+    TaskSettings(typed["task"], typed["preset"], typed["mode"])
+    for kind in parser.dataclass_types:
+        check_values(kind, typed, ALLOWED)
+
+
 def read_data(config: str | None, flags: Sequence[str]) -> tuple[str, ModelSettings, DataSettings]:
     """Task, model and data of a job, without torch: what only transformers.TrainingArguments know is not looked at.
     Raises SettingsError."""
@@ -220,8 +267,7 @@ def _read(
         require(
             found != [] or found == action.default, f"--{action.dest} is given no value; write --{action.dest} VALUE"
         )
-    for kind in parser.dataclass_types:
-        check_values(kind, typed, ALLOWED)
+    _check_typed(parser, typed)
     return parser, arguments, task, (*notes, *about_preset)
 
 
@@ -335,7 +381,7 @@ def field_names(parser: argparse.ArgumentParser) -> set[str]:
     return {_name(flag) for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
 
 
-def check_names(arguments: Iterable[str], names: set[str]) -> None:
+def check_names(arguments: Iterable[str], names: Collection[str]) -> None:
     """Raise SettingsError at the first flag that nobody knows."""
     for argument in arguments:
         if argument.startswith("--") and _name(argument) not in names:
@@ -378,9 +424,24 @@ def _named_as_here(config: str, names: Collection[str]) -> tuple[dict[str, Any],
             raise SettingsError(f"{config}: {name} stands there twice, once with hyphens; keep one of them")
         entries[name] = value
     try:
-        return translated_entries(entries, names)
+        tool = tool_of(entries, names)
+        return translated_entries(entries, names) if tool is None else _of_another(tool, entries, names, config)
     except SettingsError as error:
         raise SettingsError(f"{config}: {error}") from error
+
+
+def _of_another(
+    tool: str, entries: Mapping[str, Any], names: Collection[str], config: str
+) -> tuple[dict[str, Any], list[str]]:
+    """A file of another program, where all that it asks for is here as well."""
+    found = imported(tool, entries, names, Path(config).parent)
+    if found.lost:
+        lost = "; ".join(f"{key.name}: {key.meaning.said}" for key in found.lost)
+        raise SettingsError(
+            f"of {found.tool.title}, with {len(found.lost)} of {len(found.keys)} keys that have no counterpart ({lost}); "
+            f"take them out, or write what carries over: scu-trainer import {config}"
+        )
+    return found.settings, [f"a file of {found.tool.title}", *notes_of(found.keys), *found.differences]
 
 
 def _content(config: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ COMMANDS = {
     "train": "train a model, with the regularization loop on",
     "launch": "train under accelerate, deepspeed or torchrun, as fits this machine",
     "variants": "memory-efficient paths, each run for a few steps: what it costs; --limit finds one that fits",
+    "import": "a configuration of TRL, LLaMA-Factory, Axolotl or Unsloth as one of ours, every key accounted for",
     "hardware": "what this machine has: profile, check, monitor, optimize",
     "plan": "what a job takes of a machine's memory, before it runs, and the fastest settings that fit",
     "data": "what is learned of a dataset: format, columns, lengths, repetitions, rows with the learned tokens marked",
@@ -39,6 +40,7 @@ COMMANDS = {
 }
 
 MODULES = {
+    "import": "names.command",
     "data": "looking.data",
     "hardware": "machine.hardware",
     "plan": "planning.plan",

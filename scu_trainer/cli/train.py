@@ -11,6 +11,8 @@ from typing import Optional
 from scu_trainer.cli import configuration
 from scu_trainer.cli.machine.check import check_recipe
 from scu_trainer.cli.main import guarded
+from scu_trainer.cli.names.meaning import FALSE, TRUE
+from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import Stopped
 from scu_trainer.imports import without_collector
 from scu_trainer.train.step.distributed.launched import end_with_launcher
@@ -36,6 +38,7 @@ def _main(argv: list[str]) -> int:
         return 0
     from scu_trainer.train.run_directory.logs import run_log
 
+    configuration.check_early(modes.config, flags)
     with run_log() as log:
         if modes.check_requirements:
             return check_recipe(modes.config, flags)
@@ -48,12 +51,19 @@ def _main(argv: list[str]) -> int:
 
 
 def _mode_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False)
     parser.add_argument("--config")
     parser.add_argument("-h", "--help", action="store_true")
     for flag in MODES:
-        parser.add_argument(flag, flag.replace("_", "-"), action="store_true")
+        parser.add_argument(flag, flag.replace("_", "-"), nargs="?", const=True, default=False, type=_truth)
     return parser
+
+
+def _truth(word: str) -> bool:
+    """For those who write true or false behind every switch."""
+    if word.lower() not in (*TRUE, *FALSE):
+        raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false; leave it out")
+    return word.lower() in TRUE
 
 
 def _help(with_stock_fields: bool) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from transformers import TrainingArguments
 
-from scu_trainer.cli import names
 from scu_trainer.cli.configuration import field_names, our_parser, read_data, read_job, typed_entries
-from scu_trainer.cli.names import NAMES, PATHS, Same, Switch, translated, translated_entries
+from scu_trainer.cli.names.common import NAMES, PATHS, ZERO
+from scu_trainer.cli.names.known import known_names, own_names, stock_names
+from scu_trainer.cli.names.meaning import Meaning, Same, Source, Switch
+from scu_trainer.cli.names.tools import ANYWHERE, TOOLS
+from scu_trainer.cli.names.translation import translated, translated_entries
 from scu_trainer.errors import SettingsError
 
 ROOT = Path(__file__).parents[2]
@@ -19,13 +23,20 @@ OURS = field_names(our_parser(TrainingArguments))
 
 def test_no_name_of_ours_is_taken_and_every_counterpart_is_there():
     assert not OURS & NAMES.keys() and PATHS.keys() <= OURS
-    for meant in NAMES.values():
-        if isinstance(meant, Switch):
-            assert meant.means.keys() <= OURS
-        elif isinstance(meant, Same):
-            found = {meant.name} if isinstance(meant.name, str) else {meant.name("resnet50"), meant.name("mine")}
-            assert found <= OURS
-    assert all((ROOT / path).is_file() for path in names.ZERO.values())
+    for table in (ANYWHERE, *(tool.table for tool in TOOLS.values())):
+        for meant in table.values():
+            if isinstance(meant, Switch):
+                assert {*meant.means, *meant.otherwise} <= OURS, meant
+            elif isinstance(meant, Same):
+                found = {meant.name} if isinstance(meant.name, str) else {meant.name("resnet50"), meant.name("mine")}
+                assert found <= OURS, meant
+    assert all((ROOT / path).is_file() for path in ZERO.values())
+
+
+def test_names_are_known_without_the_classes():
+    assert {name for name in OURS if "-" not in name} - {"help"} <= known_names()
+    assert stock_names() == {item.name for item in dataclasses.fields(TrainingArguments)}
+    assert own_names() <= OURS
 
 
 @pytest.mark.parametrize(
@@ -85,8 +96,8 @@ def test_it_is_said_and_so_it_is_for_a_file(tmp_path):
         (["--checkpoint-interval", "5"], "checkpoint_interval is unknown here: write save_strategy: epoch"),
         (["--dataset", "custom"], "dataset: custom names nothing here: give the path of your own"),
         (["--multi-gpu"], "multi_gpu is unknown here: start one process per GPU"),
-        (["--qlora", "maybe"], "qlora is a switch and takes no 'maybe'"),
-        (["--lr", "--seed", "1"], "lr is given no value"),
+        (["--qlora", "maybe"], "qlora: it is a switch and takes no 'maybe'"),
+        (["--lr", "--seed", "1"], "lr: it is given no value"),
         (["--epoks", "3"], "unknown option --epoks"),
     ],
 )

@@ -11,7 +11,9 @@ from typing import Optional
 
 from scu_trainer.cli.background import screens
 from scu_trainer.cli.main import guarded
-from scu_trainer.cli.names import translated
+from scu_trainer.cli.configuration import check_early, read_file
+from scu_trainer.cli.names.known import known_names
+from scu_trainer.cli.names.translation import translated
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.planning import OPTIMAL
 from scu_trainer.errors import SettingsError
@@ -131,10 +133,11 @@ def _count(text: str) -> int:
 
 
 def _start(options: argparse.Namespace, flags: list[str], hands: Hands) -> int:
-    flags, _ = translated(flags, ())
+    flags, _ = translated(flags, known_names())
     options.config = options.config or _written_for_this_machine()
     entries, text = _read(Path(options.config))
     _check_flags(flags)
+    check_early(None, flags)
     name = options.name or _free_name(options, entries)
     settings = Options(
         options.launcher, _device(options, entries, flags), options.nice, options.threads,
@@ -157,8 +160,6 @@ def _written_for_this_machine() -> str:
 
 
 def _read(config: Path) -> tuple[dict, str]:
-    from scu_trainer.cli.configuration import read_file
-
     entries = read_file(config)
     return entries, config.read_text()
 

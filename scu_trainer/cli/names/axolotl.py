@@ -1,0 +1,459 @@
+"""Axolotl: ``axolotl train FILE`` (its schemas of July 2026)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional
+
+from scu_trainer.cli.names.common import checkpointing, held_out, mixed, several, targets
+from scu_trainer.cli.names.meaning import (
+    Meaning,
+    Nothing,
+    Same,
+    Source,
+    Switch,
+    Table,
+    boolean,
+    in_8_bits,
+    is_on,
+    tuning,
+    words,
+)
+from scu_trainer.cli.names.trl import WITH_LOOPS
+from scu_trainer.errors import SettingsError
+from scu_trainer.settings.data import CHAT_TEMPLATES
+
+ATTENTION = {
+    "xformers_attention": None,
+    "sage_attention": None,
+    "flex_attention": "flex_attention",
+    "flash_attention": "flash_attention_2",
+    "sdp_attention": "sdpa",
+    "eager_attention": "eager",
+}
+TEMPLATES = {"phi_3": "phi3", **{name: name for name in CHAT_TEMPLATES}}
+PROMPTS = {"alpaca": "alpaca", "alpaca_chat.load_qa": "alpaca"}
+"""Types of a dataset whose rows are an instruction and an answer, and the template that writes them alike."""
+
+
+# -- what is trained ---------------------------------------------------------------------------------------------------
+
+
+def _adapter(value: Any, source: Source) -> Meaning:
+    if is_on(value) and value not in ("lora", "qlora"):
+        raise SettingsError(f"{value} is no adapter of this program; lora and qlora are")
+    return tuning(source, adapts=is_on(value))
+
+
+def _quantized(value: Any, source: Source) -> Meaning:
+    return tuning(source, adapts=is_on(source.get("adapter"))) if is_on(value) else Meaning(said="off here too")
+
+
+def _all_linear(value: Any, source: Source) -> Meaning:
+    return Meaning({"lora_target_modules": ["all-linear"]}) if is_on(value) else Meaning(said="off here too")
+
+
+def _attention(name: str) -> Any:
+    def meant(value: Any, source: Source) -> Meaning:
+        if not is_on(value):
+            return Meaning(said="off here too")
+        if ATTENTION[name] is None:
+            return Meaning(
+                said="transformers has no such attention; the fastest that is installed is used", is_lost=True
+            )
+        return Meaning({"attn_implementation": ATTENTION[name]})
+
+    return meant
+
+
+def _kernels(value: Any, source: Source) -> Meaning:
+    said = "kernels of its own compute the same; use_liger_kernel: true has some of them"
+    return Meaning(said=said if is_on(value) else "off here too")
+
+
+def _preferences(value: Any, source: Source) -> Meaning:
+    if is_on(value):
+        raise SettingsError(f"{value} learns from preferences or rewards, and this command learns texts; {WITH_LOOPS}")
+    return Meaning(said="off here too")
+
+
+def _number_format(name: str) -> Any:
+    def meant(value: Any, source: Source) -> Meaning:
+        if value == "auto":
+            return Meaning({"mixed_precision": "auto"})
+        return Meaning({name: is_on(value)})
+
+    return meant
+
+
+def _minimum_rate(value: Any, source: Source) -> Meaning:
+    kwargs = {"min_lr_rate": float(value)}
+    return Meaning({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": kwargs})
+
+
+def _scheduler(value: Any, source: Source) -> Meaning:
+    if source.get("cosine_min_lr_ratio"):
+        return Meaning(said="read with cosine_min_lr_ratio")
+    return Meaning({"lr_scheduler_type": value})
+
+
+def _arguments(value: Any, source: Source) -> Meaning:
+    if isinstance(value, Mapping):
+        value = ",".join(f"{key}={one}" for key, one in value.items())
+    return Meaning({"optim_args": value})
+
+
+def _total_batch(value: Any, source: Source) -> Meaning:
+    if source.get("gradient_accumulation_steps"):
+        return Meaning(said="gradient_accumulation_steps says it")
+    rows = int(source.get("micro_batch_size", 1))
+    return Meaning({"gradient_accumulation_steps": max(1, int(value) // rows)})
+
+
+# -- when ---------------------------------------------------------------------------------------------------------------
+
+
+def _per_epoch(kind: str) -> Any:
+    """So many times an epoch, as a share of the run."""
+
+    def meant(value: Any, source: Source) -> Meaning:
+        if not is_on(value):
+            return Meaning(said="off here too")
+        if kind == "eval" and not _has_held_out(source):
+            return Meaning(said="nothing is held out")
+        epochs = float(source.get("num_epochs", 1))
+        every = float(value) * epochs
+        if every == 1:
+            return Meaning({f"{kind}_strategy": "epoch"})
+        if every < 1:
+            return Meaning(said=f"{value} an epoch is less than once a run; it is done at the end")
+        return Meaning({f"{kind}_strategy": "steps", f"{kind}_steps": float(f"{1 / every:.10g}")})
+
+    return meant
+
+
+def _has_held_out(source: Source) -> bool:
+    return float(source.get("val_set_size", 0)) > 0 or bool(source.get("test_datasets"))
+
+
+def _reports(value: Any, source: Source) -> Meaning:
+    """W&B logs where a project or a name is given."""
+    if not is_on(value):
+        return Meaning(said="off here too")
+    return Meaning({"report_to": "wandb"})
+
+
+def _hub(value: Any, source: Source) -> Meaning:
+    return Meaning({"hub_model_id": value, "push_to_hub": True})
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def _datasets(value: Any, source: Source) -> Meaning:
+    return _read_sets(value, "datasets")
+
+
+def _pretraining(value: Any, source: Source) -> Meaning:
+    value = value if isinstance(value, list) else [{"path": value} if isinstance(value, str) else value]
+    found = _read_sets([{**entry, "type": "completion"} for entry in value], "pretraining_dataset")
+    return Meaning({**found.settings, "streaming": True}, found.said)
+
+
+def _read_sets(value: Any, key: str) -> Meaning:
+    if not isinstance(value, list) or not value or not all(isinstance(entry, Mapping) for entry in value):
+        raise SettingsError(f"it is no list of datasets; write {key}: with - path: FILE_OR_HUB_ID below it")
+    found = [_entry(entry) for entry in value]
+    templates = {template for _, template in found if template is not None}
+    if len(templates) > 1:
+        raise SettingsError(f"it asks for the templates {', '.join(sorted(templates))}; one is used for all rows here")
+    return Meaning(
+        {**mixed([entry for entry, _ in found]), **({"chat_template": templates.pop()} if templates else {})}
+    )
+
+
+def _entry(entry: Mapping[str, Any]) -> tuple[dict[str, Any], Optional[str]]:
+    """A dataset as an entry of a mixture, and the template that it asks for."""
+    given = {key: value for key, value in entry.items() if is_on(value)}
+    kind = given.pop("type", "")
+    files = given.pop("data_files", None)
+    place = given.pop("path", "")
+    if files:
+        names = words(files)
+        if len(names) > 1:
+            raise SettingsError(f"it has {len(names)} data_files; put them into a folder, or name each as a dataset")
+        place = names[0]
+    found = {"dataset": place, "dataset_config_name": given.pop("name", None)}
+    split = given.pop("split", "train")
+    found["dataset_split"] = None if split == "train" else split
+    template = _row_kind(kind, given, found)
+    given.pop("ds_type", None)
+    for key in ("trust_remote_code", "train_on_eos", "train_on_eot"):
+        _require_usual(key, given.pop(key, None))
+    odd = sorted(key for key in given if key not in ("roles", "message_property_mappings"))
+    if odd:
+        raise SettingsError(
+            f"{place} has {', '.join(odd)}, which has no counterpart here; docs/data.md has what is read"
+        )
+    return {key: one for key, one in found.items() if one is not None}, template
+
+
+def _require_usual(key: str, value: Any) -> None:
+    if value not in (None, False, "turn", "last"):
+        raise SettingsError(f"it has {key}: {value}; the end of each learned turn is learned here")
+
+
+def _row_kind(kind: Any, given: dict[str, Any], found: dict[str, Any]) -> Optional[str]:
+    """Columns of ``found`` after the type of its rows; the template that writes them."""
+    if isinstance(kind, Mapping):
+        return _own_prompt(kind, found)
+    if kind in PROMPTS:
+        return PROMPTS[kind]
+    if kind == "completion":
+        found["text_column"] = given.pop("field", None)
+    elif kind in ("chat_template", "sharegpt", "chat_template.default"):
+        found["messages_column"] = given.pop("field_messages", None)
+        for key in ("message_field_role", "message_field_content", "roles_to_train", "conversation"):
+            _require_known(key, given.pop(key, None))
+        return _template_of(given.pop("chat_template", None))
+    elif kind:
+        raise SettingsError(
+            f"it has rows of the type {kind}, which is not read here; alpaca, completion and chat_template are, and "
+            "docs/data.md has the columns"
+        )
+    return None
+
+
+def _require_known(key: str, value: Any) -> None:
+    """Names that conversations are found by without being told, and the turns that are learned."""
+    known = {"role", "content", "from", "value", "chatml"}
+    if key == "roles_to_train":
+        known = {"assistant", "gpt"}
+    odd = [one for one in words(value or "") if one not in known]
+    if odd:
+        raise SettingsError(f"it has {key}: {', '.join(odd)}; known here: {', '.join(sorted(known))}")
+
+
+def _own_prompt(kind: Mapping[str, Any], found: dict[str, Any]) -> None:
+    """``type`` as a mapping: columns by name; a format of its own is written as a template."""
+    names = {"field_instruction": "prompt_column", "field_output": "response_column", "field_system": "system_column"}
+    found.update({ours: kind.get(theirs) for theirs, ours in names.items()})
+    odd = sorted(key for key, value in kind.items() if key not in names and value not in (None, "", "input"))
+    if odd:
+        raise SettingsError(
+            f"it has a type with {', '.join(odd)}; write the format as a Jinja file: chat_template: FILE"
+        )
+
+
+def _template_of(value: Any) -> Optional[str]:
+    if not value or str(value).startswith("tokenizer_default"):
+        return None
+    if value not in TEMPLATES:
+        raise SettingsError(
+            f"it has the chat_template {value}; known here: {', '.join(TEMPLATES)}, tokenizer_default, or a Jinja file"
+        )
+    return TEMPLATES[value]
+
+
+def _chat_template(value: Any, source: Source) -> Meaning:
+    if value == "jinja":
+        return Meaning(said="read with chat_template_jinja")
+    if value not in TEMPLATES:
+        return Meaning(said="the tokenizer's own chat template is used; chat_template: NAME_OR_FILE gives another")
+    return Meaning({"chat_template": TEMPLATES[value]}, "the template of that name here, which may differ in details")
+
+
+def _jinja(value: Any, source: Source) -> Meaning:
+    if str(value).endswith((".jinja", ".j2")):
+        return Meaning({"chat_template": value})
+    return Meaning(said="save it as a file: chat_template: FILE.jinja", is_lost=True)
+
+
+def _held_out_sets(value: Any, source: Source) -> Meaning:
+    found = _read_sets(value, "test_datasets").settings["dataset"]
+    if not isinstance(found, str):
+        raise SettingsError(f"{len(found)} datasets are held out, and here it is one; keep one of them")
+    return Meaning({"eval_dataset": found})
+
+
+def _packing(value: Any, source: Source) -> Meaning:
+    return Meaning({"packing": True, "isolate_documents": True} if is_on(value) else {"packing": False})
+
+
+def _special_tokens(value: Any, source: Source) -> Meaning:
+    """Only padding may be another: it is masked."""
+    odd = sorted(key for key, one in (value or {}).items() if one and key != "pad_token")
+    if odd:
+        return Meaning(said=f"{', '.join(odd)}: change the tokenizer's own, and save it beside the model", is_lost=True)
+    return Meaning(said="padding is masked, whatever the token")
+
+
+def _plugins(value: Any, source: Source) -> Meaning:
+    odd = [name for name in words(value) if "liger" not in name.lower()]
+    if odd:
+        return Meaning(said=f"{', '.join(odd)}: no plugin of another program runs here", is_lost=True)
+    return Meaning({"use_liger_kernel": True})
+
+
+def _inputs(value: Any, source: Source) -> Meaning:
+    if not is_on(value):
+        return Meaning(said="answers alone are learned here too")
+    return Meaning({"completion_only_loss": False, "assistant_only_loss": False})
+
+
+PROGRAM = Nothing("it is about how Axolotl itself works")
+WATCH = "a run ends whose loss leaves its own course for good, not one above a fixed figure"
+
+TABLE: Table = {
+    "base_model": Same("model_name_or_path"),
+    "base_model_config": "the configuration lies beside the weights: model_name_or_path",
+    "revision_of_model": Same("model_revision"),
+    "tokenizer_config": "the tokenizer lies beside the model",
+    **dict.fromkeys(("model_type", "type_of_model", "tokenizer_type", "processor_type", "is_llama_derived_model",
+                     "is_mistral_derived_model", "is_falcon_derived_model", "is_qwen_derived_model"),
+                    Nothing("the class follows from config.json")),
+    **dict.fromkeys(("strict", "axolotl_config_path", "is_preprocess", "skip_prepare_dataset", "dataset_keep_in_memory",
+                     "shuffle_merged_datasets", "dataset_shard_num", "dataset_shard_idx", "tokenizer_use_fast",
+                     "tokenizer_legacy", "gc_steps", "sample_packing_group_size", "sample_packing_bin_size",
+                     "sample_packing_eff_est", "multipack_real_batches", "save_first_step"), PROGRAM),
+    "adapter": _adapter,
+    "load_in_4bit": _quantized,
+    "load_in_8bit": lambda value, source: in_8_bits(value, source, adapts=is_on(source.get("adapter"))),
+    "lora_model_dir": "an adapter is gone on with by its own path: model_name_or_path: ADAPTER",
+    "lora_target_modules": targets,
+    "lora_target_linear": _all_linear,
+    "lora_target_parameters": "adapters go to modules here: lora_target_modules",
+    "lora_modules_to_save": several("modules_to_save"),
+    "lora_fan_in_fan_out": Nothing("peft finds it out"),
+    "lora_on_cpu": "an adapter is loaded where it is trained",
+    "lora_mlp_kernel": _kernels,
+    "lora_qkv_kernel": _kernels,
+    "lora_o_kernel": _kernels,
+    "lora_embedding_kernel": _kernels,
+    "peft_use_dora": boolean("use_dora"),
+    "peft_use_rslora": boolean("use_rslora"),
+    "peft_init_lora_weights": lambda value, source: Meaning({"init_lora_weights": str(value).lower()}),
+    "peft_layers_to_transform": Same("layers_to_transform"),
+    "loraplus_lr_embedding": "embeddings get the learning rate of everything else",
+    "relora": "adapters are not merged on the way here",
+    "unfrozen_parameters": several("trainable_parameters"),
+    "gptq": "weights that are quantized by GPTQ are not trained over here; tuning: qlora quantizes by itself",
+    "reinit_weights": "start from a folder with a config.json and no weights",
+    "rl": _preferences,
+    "reward_model": _preferences,
+    "process_reward_model": _preferences,
+    "trl": WITH_LOOPS,
+    "num_labels": "texts are not classified here",
+    "bf16": _number_format("bf16"),
+    "fp16": _number_format("fp16"),
+    "bfloat16": Switch({"dtype": "bfloat16"}),
+    "float16": Switch({"dtype": "float16"}),
+    "float32": Switch({"dtype": "float32"}),
+    "fp8": "there is no training in 8 bits here; optim: adamw_8bit and tuning: qlora save memory",
+    "tf32": lambda value, source: Meaning(said="it is on where the card has it") if value == "auto" else Meaning({"tf32": is_on(value)}),
+    "gradient_checkpointing": checkpointing,
+    "gradient_checkpointing_kwargs": Nothing("checkpointing gives the same numbers either way"),
+    "activation_offloading": "activations stay where they are; checkpoint_every_layer: true keeps fewer",
+    **{name: _attention(name) for name in ATTENTION},
+    "s2_attention": "there is no such attention here",
+    "datasets": _datasets,
+    "test_datasets": _held_out_sets,
+    "pretraining_dataset": _pretraining,
+    "dataset_prepared_path": Nothing("prepared data are kept in cache_dir, and found again by what they were made of"),
+    "dataset_processes": Same("preprocessing_num_workers"),
+    "dataset_num_proc": Same("preprocessing_num_workers"),
+    "dataset_exact_deduplication": "scu-trainer data names the rows that repeat; they are not taken out",
+    "push_dataset_to_hub": "prepared data stay here",
+    "val_set_size": held_out,
+    "sequence_len": Same("block_size"),
+    "eval_sequence_len": "held-out documents are scored in windows of block_size",
+    "excess_length_strategy": Nothing("nothing is cut off or dropped: a longer document goes on in further rows"),
+    "min_sample_len": "short rows are kept",
+    "sample_packing": _packing,
+    "eval_sample_packing": Nothing("held-out documents are scored one by one, in windows"),
+    "sample_packing_sequentially": Nothing("whole documents fill a row, best fit first"),
+    "pad_to_sequence_len": Nothing("rows are padded to the longest of their micro-batch, which changes no result"),
+    "pad_to_multiple_of": Nothing("rows are padded to the longest of their micro-batch, which changes no result"),
+    "batch_flattening": Nothing("rows of uneven length are cut into micro-batches without padding"),
+    "curriculum_sampling": "curriculum: length_warmup begins with short rows",
+    "group_by_length": Switch({"train_sampling_strategy": "group_by_length"}),
+    "train_on_inputs": _inputs,
+    "roles_to_train": "the assistant's turns are learned",
+    "chat_template": _chat_template,
+    "chat_template_jinja": _jinja,
+    "default_system_message": "write it into the rows, in the column system",
+    "special_tokens": _special_tokens,
+    "tokens": several("new_tokens"),
+    "added_tokens_overrides": "add tokens: new_tokens",
+    "eot_tokens": Nothing("the end of a turn follows from the chat template"),
+    "resize_token_embeddings_to_32x": Nothing("the embedding grows by the tokens that are added, no further"),
+    "mean_resizing_embeddings": Nothing("new rows of an embedding begin at the mean of the others"),
+    "micro_batch_size": Same("per_device_train_batch_size"),
+    "batch_size": _total_batch,
+    "eval_batch_size": Same("per_device_eval_batch_size"),
+    "num_epochs": Same("num_train_epochs"),
+    "optimizer": Same("optim"),
+    "optim_args": _arguments,
+    "torchdistx_path": "adamw_anyprecision needs a package that is no longer made; dtype: bfloat16 picks another",
+    "lr_scheduler": _scheduler,
+    "cosine_min_lr_ratio": _minimum_rate,
+    "embedding_lr": "all weights get one learning rate",
+    "embedding_lr_scale": "all weights get one learning rate",
+    "lr_groups": "all weights get one learning rate",
+    "evals_per_epoch": _per_epoch("eval"),
+    "saves_per_epoch": _per_epoch("save"),
+    "use_tensorboard": Switch({"report_to": "tensorboard"}),
+    "use_wandb": _reports,
+    "wandb_project": _reports,
+    "wandb_name": Same("run_name"),
+    "wandb_entity": "give it to W&B: WANDB_ENTITY=... before the command",
+    "wandb_watch": "give it to W&B: WANDB_WATCH=... before the command",
+    "wandb_log_model": "give it to W&B: WANDB_LOG_MODEL=... before the command",
+    "wandb_mode": "give it to W&B: WANDB_MODE=... before the command",
+    "wandb_run_id": "give it to W&B: WANDB_RUN_ID=... before the command",
+    "use_mlflow": "report_to: mlflow",
+    "use_comet": "report_to: comet_ml",
+    "hub_model_id": _hub,
+    "loss_watchdog_threshold": lambda value, source: Meaning({"divergence": "stop"}, WATCH),
+    "loss_watchdog_patience": Nothing("read with loss_watchdog_threshold"),
+    "auto_resume_from_checkpoints": Nothing("an unfinished run of the same configuration is gone on with by itself"),
+    "profiler_steps": Same("profile_steps"),
+    "include_tokens_per_second": Switch({"throughput": True}),
+    "include_tkps": Switch({"throughput": True}),
+    "max_memory": "write max_gpu_mem, cpu_mem and device_map",
+    "gpu_memory_limit": Same("memory_limit_gb"),
+    "sequence_parallel_degree": "rows are not shared out among GPUs here",
+    "context_parallel_size": "rows are not shared out among GPUs here",
+    "tensor_parallel_size": "layers are not shared out among GPUs here; fsdp and deepspeed share weights out",
+    "plugins": _plugins,
+    **dict.fromkeys(("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy",
+                     "liger_layer_norm", "liger_cross_entropy"), Nothing("read with plugins")),
+    "generate_samples": Nothing("it is about answers, not about training"),
+}  # fmt: skip
+
+SIGNS = {
+    "base_model",
+    "adapter",
+    "sequence_len",
+    "sample_packing",
+    "evals_per_epoch",
+    "saves_per_epoch",
+    "special_tokens",
+}
+
+
+def defaults(source: Source) -> Iterator[tuple[str, Any]]:
+    """What Axolotl does where nobody says anything, as far as it is otherwise here."""
+    if not is_on(source.get("adapter")):
+        yield "tuning", "full"
+    yield from {"block_size": 512, "packing": False, "num_train_epochs": 1, "per_device_train_batch_size": 1}.items()
+    yield from {"lr_scheduler_type": "cosine", "optim": "adamw_torch_fused", "validation_split_percentage": 0}.items()
+    yield "per_device_eval_batch_size", source.get("micro_batch_size", 1)
+    if _has_held_out(source) and not {"evals_per_epoch", "eval_steps", "eval_strategy"} & source.entries.keys():
+        yield "eval_strategy", "epoch"
+
+
+def differences(source: Source) -> Iterator[str]:
+    yield "a document longer than block_size goes on in further rows; Axolotl drops it, or cuts it off"
+    if is_on(source.get("adapter")) and not (source.get("lora_target_modules") or source.has("lora_target_linear")):
+        yield "without lora_target_modules every linear layer is adapted here"

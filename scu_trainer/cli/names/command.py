@@ -1,0 +1,85 @@
+"""``scu-trainer import``: a configuration of another program as one of ours, with a line for every key of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.names.known import known_names
+from scu_trainer.cli.names.meaning import Meaning
+from scu_trainer.cli.names.tools import TOOLS, Imported, Key, imported, tool_of
+from scu_trainer.cli.names.translation import entries_of
+from scu_trainer.cli.names.written import as_yaml, summary
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.run_files import write_text
+
+DESCRIPTION = """\
+Reads a configuration of TRL, LLaMA-Factory, Axolotl or Unsloth and writes it as one of ours: what means the same, what
+there is nothing to do about, and what has no counterpart, key by key. Flags of `scu-trainer train` go before the file.
+Nothing is trained."""
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="scu-trainer import", description=DESCRIPTION, usage="%(prog)s OTHER.yaml [--from TOOL] [--output FILE]"
+    )
+    parser.add_argument("file", type=Path, help="YAML or JSON file of the other program")
+    parser.add_argument("--from", dest="tool", metavar="TOOL", help=f"{', '.join(TOOLS)}; default: by its keys")
+    parser.add_argument("--output", type=Path, help="file to write; default: NAME.scu.yaml in this folder")
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    options, flags = _parser().parse_known_args(argv)
+    output = options.output or Path(f"{options.file.stem}.scu.yaml")
+    if output.exists():
+        raise SettingsError(f"{output} is here already; give another --output, or move it away")
+    found, own = read_other(options.file, options.tool, flags)
+    write_text(output, as_yaml(found, own, options.file))
+    print(summary(found, own, options.file, output))
+    return 0
+
+
+def read_other(path: Path, tool: Optional[str], flags: Sequence[str] = ()) -> tuple[Imported, dict[str, Any]]:
+    """The file's keys and what the flags set before it. Raises SettingsError."""
+    from scu_trainer.cli.configuration import check_values_early, read_file
+
+    known = known_names()
+    if tool is not None and tool not in TOOLS:
+        raise SettingsError(f"--from {tool} is unknown{nearest(tool, TOOLS)}; known: {', '.join(TOOLS)}")
+    own = entries_of(flags, known)
+    try:
+        entries = read_file(path)
+        tool = tool or tool_of(entries, known)
+        if tool is None:
+            raise SettingsError(
+                f"no key of it is one of {_titles()}'s alone; say whose it is by --from {'|'.join(TOOLS)}"
+            )
+        rest = {key: value for key, value in entries.items() if _name(key) not in own}
+        found = imported(tool, rest, known, path.parent)
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error
+    typed = [
+        Key(_name(key), value, Meaning(said="typed instead")) for key, value in entries.items() if _name(key) in own
+    ]
+    found.keys += typed
+    check_values_early({**found.settings, **own})
+    return found, own
+
+
+def _name(key: Any) -> str:
+    return str(key).replace("-", "_")
+
+
+def _titles() -> str:
+    titles = [tool.title for tool in TOOLS.values()]
+    return f"{', '.join(titles[:-1])} or {titles[-1]}"

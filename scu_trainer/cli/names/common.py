@@ -1,0 +1,231 @@
+"""Keys with one meaning wherever they are written: as flags, in a file of ours, and in files of other programs."""
+
+from __future__ import annotations
+
+from typing import Any, Union, get_args, get_type_hints
+
+from scu_trainer.cli.names.meaning import Meaning, Nothing, Same, Source, Switch, Table, boolean, is_on, tuning, words
+from scu_trainer.errors import SettingsError
+from scu_trainer.settings.images import ImageSettings
+from scu_trainer.settings.mixture import short_name
+
+ARCHITECTURES = get_args(get_type_hints(ImageSettings)["architecture"])
+ZERO = {"2": "ds_configs/zero2_offload.json", "3": "ds_configs/zero3_offload.json"}
+
+NEEDED = object()
+"""In the place of a value that the user has to give beside."""
+
+OPTIMIZERS = {
+    "adamw8bit": "adamw_8bit",
+    "adamw_hf": "adamw_torch",
+    "pagedadamw8bit": "paged_adamw_8bit",
+    "paged_adamw": "paged_adamw_32bit",
+    "lion": "lion_32bit",
+    "paged_lion": "paged_lion_32bit",
+    "ao_adamw_8bit": "adamw_torch_8bit",
+    "ao_adamw_4bit": "adamw_torch_4bit",
+    "optimi_adamw": "stable_adamw",
+    "stableadamw": "stable_adamw",
+    "schedulefree": "schedule_free_adamw",
+}
+
+WORDS: dict[str, dict[str, Union[str, dict[str, Any]]]] = {
+    "dataset": {
+        "cifar10": {"dataset": "uoft-cs/cifar10"},
+        "cifar100": {"dataset": "uoft-cs/cifar100"},
+        "imagenet": {"dataset": "ILSVRC/imagenet-1k"},
+        "custom": "give the path of your own: a folder with a folder per class, a saved dataset, or a Hub id",
+    },
+    "optim": {
+        # Adam and AdamW are the same where no weight decays; with weight decay Adam's is another method.
+        "adam": {"optim": "adamw_torch_fused", "weight_decay": 0.0},
+        "adamw": {"optim": "adamw_torch_fused"},
+        **{word: {"optim": name} for word, name in OPTIMIZERS.items()},
+    },
+    "lr_scheduler_type": {
+        "step": {"lr_scheduler_type": "constant", "lr_step_size": NEEDED},
+        "multi_step": {"lr_scheduler_type": "constant", "lr_milestones": NEEDED},
+        "one_cycle": "it is linear or cosine with warmup_steps here: lr_scheduler_type: cosine, warmup_steps: 0.1",
+    },
+    "attn_implementation": {
+        "flash": {"attn_implementation": "flash_attention_2"},
+        "sdp": {"attn_implementation": "sdpa"},
+        "flex": {"attn_implementation": "flex_attention"},
+    },
+}
+"""Values of our own names that are written otherwise elsewhere, and what they are here; a sentence says what to do. Of
+datasets only where no file or folder has that name."""
+
+PATHS = {"resume": "resume_from_checkpoint"}
+"""Switches of ours that take a path elsewhere."""
+
+
+def targets(value: Any, source: Source) -> Meaning:
+    """Modules to adapt: a list, a text with commas, or a word for all."""
+    found = words(value)
+    return Meaning({"lora_target_modules": ["all-linear"] if found in (["all"], ["all_linear"]) else found})
+
+
+def mixed(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Settings of one dataset, or of a mixture whose sources have names of their own."""
+    if len(entries) == 1:
+        return {key: value for key, value in entries[0].items() if key != "name"}
+    names = [entry.get("name") or short_name(entry["dataset"]) for entry in entries]
+    for place, entry in enumerate(entries):
+        if names.count(names[place]) > 1:
+            entry["name"] = f"{names[place]}_{place + 1}"
+    return {"dataset": entries}
+
+
+def several(name: str) -> Any:
+    """A list, or a text with commas."""
+    return lambda value, source: Meaning({name: words(value)})
+
+
+def share_of_warmup(value: Any, source: Source) -> Meaning:
+    """transformers 5 has one field for steps and share; older ones preferred steps where both were given."""
+    steps = source.get("warmup_steps", 0)
+    return Meaning(said="warmup_steps goes before it") if is_on(steps) else Meaning({"warmup_steps": float(value)})
+
+
+def held_out(value: Any, source: Source) -> Meaning:
+    """A share of the documents, where others also take a number of them."""
+    if not is_on(value) or float(value) == 0:
+        return Meaning({"validation_split_percentage": 0})
+    if float(value) < 1:
+        return Meaning({"validation_split_percentage": float(f"{100 * float(value):.10g}")})
+    raise SettingsError(
+        f"{value} is a number of documents, and here it is a share: validation_split_percentage, in percent, with "
+        "max_eval_documents as a cap"
+    )
+
+
+def checkpointing(value: Any, source: Source) -> Meaning:
+    """ "unsloth" and "offload" are ways to do it, with the same numbers."""
+    said = "" if str(value).lower() in ("true", "false", "none") else f"{value} is a kernel of its own there"
+    return Meaning({"checkpoint_every_layer": is_on(value)}, said)
+
+
+def adapts(value: Any, source: Source) -> Meaning:
+    return tuning(source, adapts=is_on(value))
+
+
+def quantized(value: Any, source: Source) -> Meaning:
+    if not is_on(value):
+        return Meaning(said="off here too")
+    return tuning(source, adapts=True)
+
+
+def precision(name: str) -> Any:
+    """``bf16`` and ``fp16`` under names of other programs."""
+    return Switch({"mixed_precision": name})
+
+
+RUN_FOLDER = Nothing(
+    "no run is overwritten: an unfinished one of the same configuration is gone on with, another one begins beside it"
+)
+GONE = {
+    "logging_dir": Nothing("TensorBoard's files lie in logs/tensorboard of output_dir"),
+    "overwrite_output_dir": RUN_FOLDER,
+    "overwrite_cache": Nothing(
+        "prepared data are known by what they were made of, and are made again where it changed"
+    ),
+    "save_safetensors": Nothing("weights are always saved as safetensors"),
+    "tf32_mode": "write tf32: true or false",
+    "fp16_opt_level": "apex is gone from transformers; fp16: true is torch's own",
+    "half_precision_backend": Nothing("torch's own is the only one left in transformers"),
+    "fp16_backend": Nothing("torch's own is the only one left in transformers"),
+    "sharded_ddp": "use fsdp, or deepspeed",
+    "tpu_num_cores": "TPUs are no device of this program",
+    "use_ipex": "torch's own kernels are used on CPUs",
+}
+"""Fields that ``transformers.TrainingArguments`` once had."""
+
+NAMES: Table = {
+    **GONE,
+    "adafactor": Switch({"optim": "adafactor"}),
+    "adapter_rank": Same("lora_r"),
+    "amp": precision("auto"),
+    "batch_size": Same("per_device_train_batch_size"),
+    "bnb_4bit_compute_dtype": Nothing("4-bit weights are computed with in the type of mixed_precision"),
+    "checkpoint_dir": Same("output_dir"),
+    "checkpoint_interval": "write save_strategy: epoch with save_epochs: N, or save_steps: N",
+    "data_path": Same("dataset"),
+    "dataset_name": Same("dataset"),
+    "dataset_config": Same("dataset_config_name"),
+    "double_quantization": boolean("bnb_4bit_use_double_quant"),
+    "early_stopping": "write early_stopping_patience: N, evaluations without an improvement",
+    "early_stopping_rounds": Same("early_stopping_patience"),
+    "enable_amp": precision("auto"),
+    "enable_gradient_checkpointing": checkpointing,
+    "epochs": Same("num_train_epochs"),
+    "eval_batch_size": Same("per_device_eval_batch_size"),
+    "evaluation_strategy": Same("eval_strategy"),
+    "fused_optimizer": Switch({"optim": "adamw_torch_fused"}),
+    "grad_accum": Same("gradient_accumulation_steps"),
+    "grad_accum_steps": Same("gradient_accumulation_steps"),
+    "gradient_clipping": Same("max_grad_norm"),
+    "group_by_length": Switch({"train_sampling_strategy": "group_by_length"}),
+    "load_in_4bit": quantized,
+    "log_file": "the log of a run is logs/train.log in its output_dir",
+    "log_interval": Same("logging_steps"),
+    "lora": Switch({"tuning": "lora"}, {"tuning": "full"}),
+    "lora_modules_to_save": several("modules_to_save"),
+    "lora_rank": Same("lora_r"),
+    "lr": Same("learning_rate"),
+    "lr_scheduler": Same("lr_scheduler_type"),
+    "max_epochs": Same("num_train_epochs"),
+    "max_samples": Same("dataset_size"),
+    "max_train_samples": Same("dataset_size"),
+    "max_eval_samples": Same("max_eval_documents"),
+    "max_length": Same("block_size"),
+    "max_seq_len": Same("block_size"),
+    "max_seq_length": Same("block_size"),
+    "micro_batch_size": Same("per_device_train_batch_size"),
+    "model": Same(lambda value: "architecture" if value in ARCHITECTURES else "model_name_or_path"),
+    "model_id": Same("model_name_or_path"),
+    "model_max_length": Same("block_size"),
+    "model_name": Same("model_name_or_path"),
+    "momentum": Same("optim_args", form="momentum={}"),
+    "multi_gpu": "start one process per GPU: torchrun --nproc_per_node 2 scripts/train.py ..., or accelerate launch",
+    "no_amp": precision("no"),
+    "no_checkpointing": Switch({"checkpoint_every_layer": False}),
+    "no_cuda": Switch({"use_cpu": True}),
+    "num_epochs": Same("num_train_epochs"),
+    "num_workers": Same("dataloader_num_workers"),
+    "optimizer": Same("optim"),
+    "output": Same("output_dir"),
+    "patience": Same("early_stopping_patience"),
+    "peft": adapts,
+    "per_gpu_eval_batch_size": Same("per_device_eval_batch_size"),
+    "per_gpu_train_batch_size": Same("per_device_train_batch_size"),
+    "pretrained_model_name_or_path": Same("model_name_or_path"),
+    "push_to_hub_model_id": Same("hub_model_id"),
+    "push_to_hub_token": "log in by hf auth login, or give the environment variable HF_TOKEN",
+    "qlora": Switch({"tuning": "qlora"}),
+    "quantize": "write tuning: qlora (4 bits), with load_in_8bit: true for 8",
+    "random_seed": Same("seed"),
+    "random_state": Same("seed"),
+    "save_interval": "write save_steps: N, or save_strategy: epoch with save_epochs: N",
+    "scheduler": Same("lr_scheduler_type"),
+    "seq_len": Same("block_size"),
+    "seq_length": Same("block_size"),
+    "target_modules": targets,
+    "torch_dtype": Same("dtype"),
+    "train_batch_size": Same("per_device_train_batch_size"),
+    "use_4bit": quantized,
+    "use_bf16": precision("bf16"),
+    "use_fp16": precision("fp16"),
+    "use_gradient_checkpointing": checkpointing,
+    "use_lora": Switch({"tuning": "lora"}, {"tuning": "full"}),
+    "use_mps_device": Nothing("a GPU of Apple is used where there is one"),
+    "use_nested_quant": boolean("bnb_4bit_use_double_quant"),
+    "use_qlora": Switch({"tuning": "qlora"}),
+    "val_size": held_out,
+    "val_set_size": held_out,
+    "warmup_ratio": share_of_warmup,
+    "wd": Same("weight_decay"),
+    "zero_stage": Same("deepspeed", ZERO),
+    "4bit_quantization": Switch({"tuning": "qlora"}),
+}
+"""Names without a dash in front, hyphens as underscores."""

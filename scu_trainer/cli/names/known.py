@@ -1,0 +1,71 @@
+"""Names of all our fields, without importing what takes long: a slip is answered at once."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer.settings import (
+    CurriculumSettings,
+    DataSettings,
+    MemorySettings,
+    ModelSettings,
+    RegularizationSettings,
+    SafetySettings,
+)
+from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.settings.tasks import KINDS, TaskSettings
+
+PREFIX = "scu_"
+"""Of the fields of ``RegularizationSettings`` on the command line."""
+
+KINDS_OF_SETTINGS = (
+    TaskSettings,
+    ModelSettings,
+    DataSettings,
+    MemorySettings,
+    CurriculumSettings,
+    EfficiencySettings,
+    SafetySettings,
+)
+
+
+def known_names() -> frozenset[str]:
+    """Fields of ours and of ``transformers.TrainingArguments``, and ``no_NAME`` for each, which switches it off."""
+    names = {*own_names(), *stock_names()}
+    return frozenset(names | {f"no_{name}" for name in names})
+
+
+def own_names() -> set[str]:
+    own = [kind.settings for kind in KINDS.values() if kind.settings is not None]
+    named = {item.name for kind in (*KINDS_OF_SETTINGS, *own) for item in fields(kind)}
+    return named | {"scu"} | {PREFIX + item.name for item in fields(RegularizationSettings)}
+
+
+def stock_names() -> frozenset[str]:
+    return frozenset(_stock_fields())
+
+
+def stock_number(name: str) -> Optional[type]:
+    """int or float for a field of ``TrainingArguments`` that takes nothing else."""
+    parts = {part.strip() for part in _stock_fields().get(name, "").split("|")} - {"None"}
+    return {"int": int, "float": float}.get(parts.pop()) if len(parts) == 1 else None
+
+
+@functools.cache
+def _stock_fields() -> Mapping[str, str]:
+    """Annotation by field, of what the class body of the installed ``TrainingArguments`` declares, read from its source:
+    the module itself imports torch. Empty where there is no source; then a slip is found when the class is there."""
+    found = importlib.util.find_spec("transformers")
+    path = None if found is None or found.origin is None else Path(found.origin).with_name("training_args.py")
+    if path is None or not path.is_file():
+        return {}
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"]
+    lines = [item for node in classes for item in node.body if isinstance(item, ast.AnnAssign)]
+    return {item.target.id: ast.unparse(item.annotation) for item in lines}

@@ -1,0 +1,332 @@
+"""LLaMA-Factory: ``llamafactory-cli train FILE`` (its argument classes of August 2026)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from scu_trainer.cli.names.common import held_out, mixed, several, targets
+from scu_trainer.cli.names.meaning import Meaning, Nothing, Same, Source, Switch, Table, is_on, read, tuning, words
+from scu_trainer.cli.names.trl import WITH_LOOPS
+from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.settings.data import CHAT_TEMPLATES
+
+INFO = "dataset_info.json"
+PAIRS = ("dpo", "kto", "rm", "ppo")
+NOT_SPREAD = ("history", "tools", "images", "videos", "audios", "chosen", "rejected", "kto_tag")
+"""Columns of an entry of dataset_info.json that are found by their own names here."""
+ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled": "eager"}
+
+
+# -- what is trained ---------------------------------------------------------------------------------------------------
+
+
+def _stage(value: Any, source: Source) -> Meaning:
+    if value in PAIRS:
+        raise SettingsError(f"{value} learns from preferences or rewards, and this command learns texts; {WITH_LOOPS}")
+    if value not in ("sft", "pt"):
+        raise SettingsError(f"{value} is no stage of LLaMA-Factory that is known here; pt and sft are read")
+    return Meaning(said="texts are learned; what is masked follows from the columns of the data")
+
+
+def _tuning(value: Any, source: Source) -> Meaning:
+    if value == "freeze":
+        return Meaning(
+            {"tuning": "full"}, "all weights are trained unless trainable_parameters names those that are", is_lost=True
+        )
+    if value not in ("lora", "full"):
+        raise SettingsError(f"{value} is no kind of adapter here; lora and full are")
+    return tuning(source, adapts=value == "lora")
+
+
+def _quantized(value: Any, source: Source) -> Meaning:
+    if str(value) not in ("4", "8"):
+        raise SettingsError(f"{value} bits are none of bitsandbytes'; 4 and 8 are")
+    return tuning(source, adapts=source.get("finetuning_type", "lora") == "lora")
+
+
+def _quantizer(value: Any, source: Source) -> Meaning:
+    if value in ("bnb", "bitsandbytes"):
+        return Meaning(said="weights are quantized by bitsandbytes here too")
+    raise SettingsError(f"{value} is no quantization of this program; bnb is")
+
+
+def _pissa(value: Any, source: Source) -> Meaning:
+    if not is_on(value):
+        return Meaning(said="off here too")
+    steps = int(source.get("pissa_iter", 16))
+    return Meaning({"init_lora_weights": "pissa" if steps == -1 else f"pissa_niter_{steps}"})
+
+
+def _low_rank(name: str, optimizer: str, arguments: Mapping[str, str]) -> Any:
+    """GaLore and APOLLO: an optimizer, its modules and its arguments."""
+
+    def meant(value: Any, source: Source) -> Meaning:
+        if not is_on(value):
+            return Meaning(said="off here too")
+        found = words(source.get(f"{name}_target", "all"))
+        given = [f"{ours}={source.get(f'{name}_{theirs}')}" for theirs, ours in arguments.items()
+                 if source.get(f"{name}_{theirs}") is not None]  # fmt: skip
+        layerwise = "_layerwise" if source.has(f"{name}_layerwise") else ""
+        settings = {
+            "optim": optimizer + layerwise,
+            "optim_target_modules": ["attn", "mlp"] if found == ["all"] else found,
+        }
+        return Meaning({**settings, **({"optim_args": ",".join(given)} if given else {})})
+
+    return meant
+
+
+def _belongs(name: str) -> Any:
+    """Of a group whose switch reads it."""
+    return lambda value, source: Meaning(said=f"read with {name}" if source.has(name) else f"{name} is off")
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def _datasets(value: Any, source: Source) -> Meaning:
+    """Names of dataset_info.json, with what stands there of each."""
+    entries = [_entry(name, source) for name in words(value)]
+    shares = words(source.get("interleave_probs", ""))
+    if shares:
+        entries = [{**entry, "weight": float(share)} for entry, share in zip(entries, shares, strict=False)]
+    return Meaning(mixed(entries))
+
+
+def _held_out_set(value: Any, source: Source) -> Meaning:
+    names = words(value)
+    if len(names) != 1:
+        raise SettingsError(f"{value} are {len(names)} datasets, and one is held out here; name one of them")
+    entry = _entry(names[0], source)
+    return Meaning({"eval_dataset": entry["dataset"]})
+
+
+def _entry(name: str, source: Source) -> dict[str, Any]:
+    """A dataset as an entry of a mixture."""
+    if source.get("dataset_dir") == "ONLINE":
+        return {"dataset": name, "name": name.replace("/", "-")}
+    path = _info_path(source)
+    info = _info(path, name)
+    if info.get("ranking"):
+        raise SettingsError(f"{name} holds preferences ({path}), and this command learns texts; {WITH_LOOPS}")
+    place = _place(info, path, name)
+    found = {
+        "dataset": place,
+        "name": name,
+        "dataset_config_name": info.get("subset"),
+        "dataset_size": info.get("num_samples"),
+    }
+    found["dataset_size"] = found["dataset_size"] or source.get("max_samples")
+    found["dataset_split"] = None if info.get("split") in (None, "train") else info["split"]
+    found |= _columns(info, name, is_text=source.get("stage") == "pt")
+    return {field: value for field, value in found.items() if value is not None}
+
+
+def _info_path(source: Source) -> Path:
+    """Beside where the command runs, as LLaMA-Factory looks for it, or beside the file."""
+    folder = Path(str(source.get("dataset_dir", "data")))
+    beside = [] if source.folder is None else [source.folder / folder, source.folder.parent / folder]
+    found = next((path for path in (folder / INFO, *(place / INFO for place in beside)) if path.is_file()), None)
+    if found is None:
+        raise SettingsError(
+            f"it is looked up in {folder / INFO}, which is not here; give --dataset FILE_OR_HUB_ID beside, or run this "
+            "where LLaMA-Factory's data folder is"
+        )
+    return found
+
+
+def _info(path: Path, name: str) -> Mapping[str, Any]:
+    try:
+        known = json.loads(path.read_text())
+        found = known.get(name)
+    except (OSError, ValueError, AttributeError) as error:
+        raise SettingsError(f"cannot read {path}: {error}; it is a JSON mapping of datasets") from error
+    if not isinstance(found, dict):
+        raise SettingsError(f"{name} does not stand in {path}{nearest(name, known)}")
+    return found
+
+
+def _place(info: Mapping[str, Any], path: Path, name: str) -> str:
+    if info.get("hf_hub_url"):
+        return info["hf_hub_url"]
+    if info.get("file_name"):
+        return str(path.parent / info["file_name"])
+    raise SettingsError(f"{name} has neither file_name nor hf_hub_url in {path}; give --dataset FILE_OR_HUB_ID beside")
+
+
+def _columns(info: Mapping[str, Any], name: str, is_text: bool) -> dict[str, Any]:
+    columns = dict(info.get("columns") or {})
+    odd = [key for key in NOT_SPREAD if columns.get(key) not in (None, key)]
+    if odd:
+        raise SettingsError(f"{name} has its {odd[0]} in the column {columns[odd[0]]}; name it {odd[0]} in the data")
+    if columns.get("query") not in (None, "", "input"):
+        raise SettingsError(f"{name} has its query in the column {columns['query']}; name it input in the data")
+    if is_text:
+        return {"text_column": columns.get("prompt")}
+    names = {"prompt": "prompt_column", "response": "response_column", "messages": "messages_column"}
+    names["system"] = "system_column"
+    return {ours: columns.get(theirs) for theirs, ours in names.items()}
+
+
+def _mix(value: Any, source: Source) -> Meaning:
+    known = {"interleave_under": "first_exhausted", "interleave_once": "first_exhausted"}
+    known["interleave_over"] = "all_exhausted"
+    if value == "concat":
+        return Meaning(said="sources are put together here too")
+    if value not in known:
+        raise SettingsError(f"{value} is no way to mix that is known here{nearest(str(value), known)}")
+    return Meaning({"stopping_strategy": known[value]})
+
+
+def _template(value: Any, source: Source) -> Meaning:
+    if value in CHAT_TEMPLATES:
+        return Meaning({"chat_template": value}, "the template of that name here, which may differ in details")
+    return Meaning(said="the tokenizer's own chat template is used; chat_template: NAME_OR_FILE gives another")
+
+
+def _packing(value: Any, source: Source) -> Meaning:
+    if not is_on(value):
+        return Meaning({"packing": False})
+    return Meaning({"packing": True, "isolate_documents": source.has("neat_packing")})
+
+
+def _prompt(value: Any, source: Source) -> Meaning:
+    if not is_on(value):
+        return Meaning(said="answers alone are learned here too")
+    return Meaning({"completion_only_loss": False, "assistant_only_loss": False})
+
+
+def _gradient_checkpointing(value: Any, source: Source) -> Meaning:
+    return Meaning({"checkpoint_every_layer": not is_on(value)})
+
+
+ANSWERS = Nothing("it is about answers, not about training; docs/evaluate.md")
+MERGING = "scu-trainer merge RUN makes full weights of an adapter"
+PLOTS = Nothing("scu-trainer report RUN draws the curves")
+GALORE = {"rank": "rank", "update_interval": "update_proj_gap", "scale": "scale", "proj_type": "proj_type"}
+APOLLO = {**GALORE, "proj": "proj", "scale_type": "scale_type"}
+
+TABLE: Table = {
+    "stage": _stage,
+    "do_train": Nothing("scu-trainer train trains"),
+    "finetuning_type": _tuning,
+    "quantization_bit": _quantized,
+    "quantization_method": _quantizer,
+    "quantization_type": Same("bnb_4bit_quant_type"),
+    "quantization_device_map": Same("device_map"),
+    "lora_target": targets,
+    "additional_target": several("modules_to_save"),
+    "adapter_name_or_path": "an adapter is gone on with by its own path: model_name_or_path: ADAPTER",
+    "create_new_adapter": "an adapter is gone on with; merge it first for a new one: scu-trainer merge RUN",
+    "pissa_init": _pissa,
+    "pissa_iter": _belongs("pissa_init"),
+    "pissa_convert": Nothing("what is saved fits the original weights as it is"),
+    "loraplus_lr_embedding": "embeddings get the learning rate of everything else",
+    "use_galore": _low_rank("galore", "galore_adamw", GALORE),
+    "use_apollo": _low_rank("apollo", "apollo_adamw", APOLLO),
+    **{f"galore_{key}": _belongs("use_galore") for key in (*GALORE, "target", "layerwise")},
+    **{f"apollo_{key}": _belongs("use_apollo") for key in (*APOLLO, "target", "layerwise", "scale_front")},
+    "use_muon": Switch({"optim": "muon"}),
+    "use_badam": "it is no optimizer of this program; optim: galore_adamw or adamw_8bit save memory as well",
+    "use_adam_mini": "it is no optimizer of this program; optim: adamw_8bit saves memory as well",
+    "use_llama_pro": "write trainable_parameters with a pattern of the layers to train",
+    "freeze_trainable_layers": "write trainable_parameters with a pattern of the layers to train",
+    "freeze_trainable_modules": "write trainable_parameters with a pattern of the modules to train",
+    "freeze_extra_modules": "write trainable_parameters with a pattern of the modules to train",
+    "use_dft_loss": "the loss is that of the next token; one of your own goes with SCUTrainer: docs/own_model.md",
+    "use_eaft_loss": "the loss is that of the next token; one of your own goes with SCUTrainer: docs/own_model.md",
+    "use_asft_loss": "the loss is that of the next token; one of your own goes with SCUTrainer: docs/own_model.md",
+    "pure_bf16": Switch({"dtype": "bfloat16"}),
+    "enable_liger_kernel": Switch({"use_liger_kernel": True}),
+    "flash_attn": lambda value, source: (
+        Meaning(said="the fastest that is installed is picked here too")
+        if value == "auto"
+        else Meaning({"attn_implementation": ATTENTION.get(value, value)})
+    ),
+    "disable_gradient_checkpointing": _gradient_checkpointing,
+    "use_reentrant_gc": Nothing("checkpointing gives the same numbers either way"),
+    "low_cpu_mem_usage": Nothing("weights are always loaded without a second copy"),
+    "use_fast_tokenizer": Nothing("tokenizers are the fast ones"),
+    "upcast_layernorm": "norms keep the type of the weights: dtype",
+    "upcast_lmhead_output": Nothing("the loss is computed in float32"),
+    "train_from_scratch": "start from a folder with a config.json and no weights",
+    "rope_scaling": "write it into the config.json of the model",
+    "shift_attn": "there is no such attention here",
+    "mixture_of_depths": "there is no such model here",
+    "use_unsloth": Nothing("kernels of Unsloth are no part of this program; docs/benchmarks.md compares"),
+    "use_unsloth_gc": Nothing("checkpoint_every_layer gives the same numbers"),
+    "moe_aux_loss_coef": "the auxiliary loss of experts is the model's own: output_router_logits of its config.json",
+    "resize_vocab": Nothing("the embedding grows where tokens are added"),
+    "add_tokens": several("new_tokens"),
+    "add_special_tokens": several("new_tokens"),
+    "hf_hub_token": "log in by hf auth login, or give the environment variable HF_TOKEN",
+    "print_param_status": Nothing("the report names what is trained"),
+    "template": _template,
+    "dataset": _datasets,
+    "eval_dataset": _held_out_set,
+    "dataset_dir": Nothing("read with dataset"),
+    "media_dir": Nothing("pictures beside text are no part of this task"),
+    "cutoff_len": Same("block_size"),
+    "train_on_prompt": _prompt,
+    "mask_history": "all answers of a conversation are learned",
+    "buffer_size": Nothing("a stream is shuffled by the buffer of datasets"),
+    "mix_strategy": _mix,
+    "interleave_probs": Nothing("read with dataset"),
+    "preprocessing_batch_size": Nothing("it changes no result"),
+    "max_samples": lambda value, source: (
+        Meaning(said="read with dataset") if source.get("dataset") else Meaning({"dataset_size": value})
+    ),
+    "ignore_pad_token_for_loss": Nothing("padding is never learned"),
+    "val_size": held_out,
+    "eval_on_each_dataset": Nothing("a mixture is scored for each of its sources"),
+    "packing": _packing,
+    "neat_packing": lambda value, source: (
+        Meaning({"packing": True, "isolate_documents": True}) if is_on(value) else Meaning(said="read with packing")
+    ),
+    "tool_format": Nothing("tools are written by the chat template"),
+    "default_system": "write it into the rows, in the column system",
+    "enable_thinking": Nothing("reasoning in the rows is written by the chat template"),
+    "preserve_thinking": Nothing("reasoning in the rows is written by the chat template"),
+    "tokenized_path": Nothing("prepared data are kept in cache_dir, and found again by what they were made of"),
+    "data_shared_file_system": Nothing("one process prepares the data, the others wait"),
+    "plot_loss": PLOTS,
+    "include_effective_tokens_per_second": Switch({"throughput": True}),
+    "compute_accuracy": "a language model is scored in bits per token; scu-trainer eval has lm-eval's tasks",
+    "disable_shuffling": Switch({"train_sampling_strategy": "sequential"}),
+    "early_stopping_steps": Same("early_stopping_patience"),
+    "enable_torch_profiler": "write profile_steps: N",
+    "use_swanlab": "report_to: tensorboard or wandb",
+    "ray_num_workers": "Ray starts nothing here; docs/launch.md has launchers",
+    "fp8": "there is no training in 8 bits here; optim: adamw_8bit and tuning: qlora save memory",
+    **dict.fromkeys(
+        ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams", "max_length"), ANSWERS
+    ),
+    **dict.fromkeys(
+        ("infer_backend", "infer_dtype", "use_kv_cache", "predict_with_generate", "eval_num_beams"), ANSWERS
+    ),
+    **dict.fromkeys(("export_dir", "export_size", "export_device", "export_legacy_format"), MERGING),
+    **dict.fromkeys(("pref_beta", "pref_loss", "pref_ftx", "ref_model", "reward_model"), WITH_LOOPS),
+}
+
+SIGNS = {"stage", "finetuning_type", "cutoff_len", "template", "lora_target", "dataset_dir", "quantization_bit"}
+
+
+def defaults(source: Source) -> Iterator[tuple[str, Any]]:
+    """What LLaMA-Factory does where nobody says anything, as far as it is otherwise here."""
+    if source.get("finetuning_type", "lora") == "lora":
+        yield from read(TABLE, "finetuning_type", "lora", source).settings.items()
+        yield "lora_alpha", 2 * int(source.get("lora_rank", 8))
+    else:
+        yield "tuning", "full"
+    is_text = source.get("stage", "sft") == "pt"
+    yield from {"block_size": 2048, "packing": is_text, "checkpoint_every_layer": True}.items()
+    if is_text:
+        yield "isolate_documents", False
+    yield "validation_split_percentage", 0
+
+
+def differences(source: Source) -> Iterator[str]:
+    yield "a document longer than block_size goes on in further rows; LLaMA-Factory cuts it off at cutoff_len"

@@ -1,0 +1,129 @@
+"""What a key of another program means here: some settings, nothing that has to be done, or nothing that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional, Union
+
+from scu_trainer.errors import SettingsError
+
+TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "null", "")
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """``settings``: ours, by field. ``said``: what is otherwise here, or, without settings, why there is nothing to do.
+    ``is_lost``: it has no counterpart, and ``said`` is what to do instead."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    said: str = ""
+    is_lost: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a key stands among. ``folder``: of the file; None for flags."""
+
+    entries: Mapping[str, Any]
+    folder: Optional[Path] = None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.entries.get(name)
+        return default if value is None else value
+
+    def has(self, *names: str) -> bool:
+        """Whether one of these switches is on."""
+        return any(is_on(self.entries.get(name)) for name in names)
+
+
+@dataclass(frozen=True)
+class Same:
+    """Another name of ``name``, or of what that makes of a value. ``values``: those that are written otherwise here.
+    ``form``: into which a value goes."""
+
+    name: Union[str, Callable[[str], str]]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    form: Optional[str] = None
+
+    def __call__(self, value: Any, source: Source) -> Meaning:
+        if value is True:
+            raise SettingsError("it is given no value; write a value behind it")
+        name = self.name if isinstance(self.name, str) else self.name(str(value))
+        value = self.values.get(str(value).lower(), value)
+        return Meaning({name: value if self.form is None else self.form.format(value)})
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A flag without a value, or with true or false, that stands for these settings; ``otherwise``: where it is off."""
+
+    means: Mapping[str, Any]
+    otherwise: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, value: Any, source: Source) -> Meaning:
+        if str(value).lower() not in (*TRUE, *FALSE):
+            raise SettingsError(f"it is a switch and takes no {value!r}; leave the value out")
+        settings = self.means if is_on(value) else self.otherwise
+        return Meaning(settings, "" if settings else "off here too")
+
+
+def boolean(name: str) -> Switch:
+    """Another name of a field that is true or false."""
+    return Switch({name: True}, {name: False})
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """There is nothing to do, and why."""
+
+    why: str
+
+    def __call__(self, value: Any, source: Source) -> Meaning:
+        return Meaning(said=self.why)
+
+
+Reader = Callable[[Any, Source], Meaning]
+Table = Mapping[str, Union[Reader, str]]
+"""By key; a sentence says what to do instead of a key without a counterpart."""
+
+
+def read(table: Table, key: str, value: Any, source: Source) -> Meaning:
+    """Raises SettingsError where the value means another kind of training, or nothing at all."""
+    meant = table[key]
+    if isinstance(meant, str):
+        return Meaning(said=meant, is_lost=True) if is_on(value) else Meaning(said="off here too")
+    return meant(value, source)
+
+
+def is_on(value: Any) -> bool:
+    """False for what stands for no, and for an empty list or mapping."""
+    return str(value).lower() not in FALSE and value != [] and value != {}
+
+
+def words(value: Any) -> list[str]:
+    """A list, or a text with commas, as texts."""
+    parts = value if isinstance(value, (list, tuple)) else str(value).split(",")
+    return [str(part).strip() for part in parts if str(part).strip()]
+
+
+def tuning(source: Source, *, adapts: bool) -> Meaning:
+    """Of a program that says by single switches whether weights are quantized and adapters are trained."""
+    is_8_bits = source.has("load_in_8bit") or str(source.get("quantization_bit")) == "8"
+    is_quantized = is_8_bits or source.has("load_in_4bit", "quantization_bit") or source.get("adapter") == "qlora"
+    if is_quantized and not adapts:
+        raise SettingsError(
+            "weights in 4 or 8 bits are frozen, and without adapters nothing would be trained; use lora"
+        )
+    if not is_quantized:
+        return Meaning({"tuning": "lora" if adapts else "full"})
+    says_8_bits = is_8_bits and "load_in_8bit" not in source.entries
+    return Meaning({"tuning": "qlora", **({"load_in_8bit": True} if says_8_bits else {})})
+
+
+def in_8_bits(value: Any, source: Source, *, adapts: bool) -> Meaning:
+    """``load_in_8bit`` where it alone says that weights are quantized."""
+    if not is_on(value):
+        return Meaning(said="off here too")
+    return Meaning({**tuning(source, adapts=adapts).settings, "load_in_8bit": True})

@@ -1,0 +1,188 @@
+"""Configurations of other programs: whose one is, and what each of its keys means here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.cli.names import axolotl, llama_factory, trl, unsloth
+from scu_trainer.cli.names.common import NAMES, NEEDED, PATHS, WORDS
+from scu_trainer.cli.names.meaning import FALSE, TRUE, Meaning, Source, Table, read
+from scu_trainer.errors import SettingsError, nearest
+
+
+@dataclass(frozen=True)
+class Tool:
+    """``signs``: keys that no other program has. ``defaults``: what it does where nobody says anything.
+    ``differences``: what no key says."""
+
+    title: str
+    table: Table
+    signs: Collection[str]
+    defaults: Callable[[Source], Iterable[tuple[str, Any]]]
+    differences: Callable[[Source], Iterable[str]]
+    sections: Collection[str] = ()
+
+
+def _tool(title: str, module: Any) -> Tool:
+    sections = getattr(module, "SECTIONS", ())
+    return Tool(title, module.TABLE, module.SIGNS, module.defaults, module.differences, sections)
+
+
+TOOLS = {
+    "trl": _tool("TRL", trl),
+    "llama-factory": _tool("LLaMA-Factory", llama_factory),
+    "axolotl": _tool("Axolotl", axolotl),
+    "unsloth": _tool("Unsloth", unsloth),
+}
+
+ANYWHERE: Table = {**{key: meant for tool in TOOLS.values() for key, meant in tool.table.items()}, **NAMES}
+"""Keys as flags, and in files of ours. Where two programs differ, ``NAMES`` says what is meant."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key with its value, and what became of it."""
+
+    name: str
+    value: Any
+    meaning: Meaning
+
+    @property
+    def is_ours(self) -> bool:
+        return self.meaning.settings == {self.name: self.value} and not self.meaning.said
+
+
+@dataclass
+class Imported:
+    """``defaults``: settings that the other program has where nobody says anything. ``differences``: sentences."""
+
+    tool: Tool
+    keys: list[Key] = field(default_factory=list)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**self.defaults, **together(self.keys)}
+
+    @property
+    def lost(self) -> list[Key]:
+        return [key for key in self.keys if key.meaning.is_lost]
+
+
+def tool_of(entries: Mapping[str, Any], known: Collection[str]) -> Optional[str]:
+    """Whose keys these are; None for a file of ours. Raises SettingsError where they are of several programs."""
+    found = {name: sorted(tool.signs & entries.keys() - {*known}) for name, tool in TOOLS.items()}
+    found = {name: signs for name, signs in found.items() if signs}
+    most = max(map(len, found.values()), default=0)
+    best = [name for name, signs in found.items() if len(signs) == most]
+    if len(best) > 1:
+        whose = "; ".join(f"{', '.join(found[name])} of {TOOLS[name].title}" for name in best)
+        raise SettingsError(f"its keys are of several programs ({whose}); say which by --from {' or '.join(best)}")
+    return best[0] if best else None
+
+
+def imported(name: str, entries: Mapping[str, Any], known: Collection[str], folder: Path) -> Imported:
+    """Every key of a configuration accounted for. Raises SettingsError for another kind of training."""
+    tool = TOOLS[name]
+    source = Source(_flat(entries, tool.sections), folder)
+    keys = list(keys_of(source, {**NAMES, **tool.table}, known))
+    given = together(keys)
+    defaults = {field: value for field, value in tool.defaults(source) if field not in given}
+    return Imported(tool, keys, defaults, list(tool.differences(source)))
+
+
+def _flat(entries: Mapping[str, Any], sections: Collection[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in entries.items():
+        inside = value if key in sections and isinstance(value, Mapping) else {key: value}
+        twice = [name for name in inside if str(name).replace("-", "_") in found]
+        if twice:
+            raise SettingsError(f"{twice[0]} stands there twice; keep one of them")
+        found.update({str(name).replace("-", "_"): one for name, one in inside.items()})
+    return found
+
+
+def keys_of(source: Source, table: Table, known: Collection[str]) -> Iterator[Key]:
+    """What each key means by ``table``, and, if it is not in there, as a name of ours."""
+    for name, value in source.entries.items():
+        yield Key(name, value, _meaning(name, value, source, table, known))
+
+
+def _meaning(name: str, value: Any, source: Source, table: Table, known: Collection[str]) -> Meaning:
+    if value is None:
+        return Meaning(said="no value there")
+    try:
+        if is_path(name, value):
+            return Meaning({PATHS[name]: value})
+        if name in table:
+            return _in_our_words(read(table, name, value, source))
+        if name in known:
+            return _in_our_words(Meaning({name: value}))
+    except (SettingsError, ValueError, TypeError) as error:
+        reason = str(error) if isinstance(error, SettingsError) else f"{value!r} is no value that is understood here"
+        raise SettingsError(f"{name}: {reason}") from error
+    return Meaning(said=f"unknown here{nearest(name, [*known, *table])}", is_lost=True)
+
+
+def hint(name: str, known: Collection[str]) -> str:
+    """The near name of ours or of another program, for one that nobody knows."""
+    return nearest(name, [*(one for one in known if not one.startswith("no_")), *ANYWHERE])
+
+
+def is_path(name: str, value: Any) -> bool:
+    return name in PATHS and isinstance(value, str) and value.lower() not in (*TRUE, *FALSE)
+
+
+def is_word(name: str, value: Any) -> bool:
+    """Whether a value of our own name ``name`` is written otherwise here; a dataset of that name goes before it."""
+    found = isinstance(value, str) and value.lower() in WORDS.get(name, {})
+    return found and not (name == "dataset" and Path(value).exists())
+
+
+def _in_our_words(meaning: Meaning) -> Meaning:
+    settings: dict[str, Any] = {}
+    for name, value in meaning.settings.items():
+        if not is_word(name, value):
+            settings[name] = value
+            continue
+        words = WORDS[name][value.lower()]
+        if isinstance(words, str):
+            raise SettingsError(f"{value} names nothing here: {words}")
+        settings.update(words)
+    return Meaning(settings, meaning.said, meaning.is_lost)
+
+
+def together(keys: Iterable[Key]) -> dict[str, Any]:
+    """All settings. Raises SettingsError where two keys set one field to two values, or one needs another beside."""
+    found: dict[str, Any] = {}
+    whose: dict[str, Key] = {}
+    needs: list[tuple[Key, str]] = []
+    for key in keys:
+        for name, value in key.meaning.settings.items():
+            if value is NEEDED:
+                needs.append((key, name))
+            elif name in found and (as_word(found[name]) != as_word(value) or key.is_ours or whose[name].is_ours):
+                raise SettingsError(_twice(whose[name], key, name))
+            else:
+                found[name], whose[name] = value, key
+    missing = next(((key, name) for key, name in needs if name not in found), None)
+    if missing is not None:
+        raise SettingsError(f"this {missing[0].name} needs {missing[1]}; give it beside, in the same place")
+    return found
+
+
+def _twice(first: Key, second: Key, field: str) -> str:
+    if not (first.is_ours or second.is_ours):
+        return f"{first.name} and {second.name} set {field} to two values here; keep one of them"
+    other = first if second.is_ours else second
+    return f"{other.name} sets {field} here, and both are given; keep one of them"
+
+
+def as_word(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(as_word, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,116 @@
+"""Flags and files of ours in which names of other programs stand: taken where the meaning is the same, and said; else
+explained.
+
+>>> translated(["--epochs", "3", "--qlora", "--lr=1e-4"], {"num_train_epochs", "tuning", "learning_rate"})
+(['--num_train_epochs', '3', '--tuning', 'qlora', '--learning_rate', '1e-4'], \
+['epochs as num_train_epochs', 'qlora as tuning: qlora', 'lr as learning_rate'])
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from scu_trainer.cli.names.common import NEEDED
+from scu_trainer.cli.names.meaning import Source
+from scu_trainer.cli.names.tools import ANYWHERE, Key, as_word, is_path, is_word, keys_of, together
+from scu_trainer.errors import SettingsError, nearest
+
+
+def translated(flags: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
+    """The same command line in our own names, and what was read as what. ``known``: names of our flags.
+
+    Raises SettingsError for a name that has no counterpart, and where two names say two things.
+    """
+    given = list(_split(flags))
+    entries = {name: value for name, value, _ in given if name}
+    meant = _others(entries, known)
+    words: list[str] = []
+    for name, _, typed in given:
+        words += typed if name not in meant else _as_flags(_set(meant[name]))
+    return words, notes_of(meant.values())
+
+
+def entries_of(flags: Sequence[str], known: Collection[str]) -> dict[str, Any]:
+    """Flags as a file's entries would be, in our own names. Raises SettingsError, also for a name that nobody knows."""
+    words, _ = translated(flags, known)
+    found = {}
+    for name, value, typed in _split(words):
+        if not name:
+            raise SettingsError(f"{typed[0]!r} belongs to no flag; write --NAME VALUE")
+        if name not in known:
+            raise SettingsError(f"unknown option --{name}{nearest(name, known)}")
+        found[name] = value
+    return found
+
+
+def flags_of(words: Sequence[str]) -> list[tuple[str, Any]]:
+    """Name and value of each flag; True for one without a value."""
+    return [(name, value) for name, value, _ in _split(words) if name]
+
+
+def translated_entries(entries: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    """The same of a file's entries, whose names have underscores."""
+    meant = _others(entries, known)
+    found: dict[str, Any] = {}
+    for name, value in entries.items():
+        found.update(_set(meant[name]) if name in meant else {name: value})
+    return found, notes_of(meant.values())
+
+
+def _split(flags: Sequence[str]) -> Iterator[tuple[str, Any, list[str]]]:
+    """Name, value and words of each flag; a word in front of all flags has no name. Without a value it is True."""
+    rest = list(flags)
+    while rest:
+        typed = [rest.pop(0)]
+        if not typed[0].startswith("--"):
+            yield "", None, typed
+            continue
+        name, equals, value = typed[0].removeprefix("--").partition("=")
+        while not equals and rest and not rest[0].startswith("--"):
+            typed.append(rest.pop(0))
+        values = [value] if equals else typed[1:]
+        yield name.replace("-", "_"), values[0] if len(values) == 1 else (values or True), typed
+
+
+def _others(entries: Mapping[str, Any], known: Collection[str]) -> dict[str, Key]:
+    """Keys that are not ours, or whose value is not. Raises SettingsError for one without a counterpart."""
+    others = [name for name, value in entries.items() if _is_other(name, value, known)]
+    table = {name: ANYWHERE[name] for name in others if name in ANYWHERE and name not in known}
+    keys = {key.name: key for key in keys_of(Source(entries), table, entries)}
+    lost = next((key for key in keys.values() if key.meaning.is_lost), None)
+    if lost is not None:
+        raise SettingsError(f"{lost.name} is unknown here: {lost.meaning.said}")
+    together(keys.values())
+    return {name: keys[name] for name in others}
+
+
+def _is_other(name: str, value: Any, known: Collection[str]) -> bool:
+    return is_path(name, value) or is_word(name, value) or (name not in known and name in ANYWHERE)
+
+
+def _set(key: Key) -> dict[str, Any]:
+    return {name: value for name, value in key.meaning.settings.items() if value is not NEEDED}
+
+
+def _as_flags(settings: Mapping[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in settings.items():
+        if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, dict) for one in value)):
+            value = json.dumps(value)
+        words += [f"--{name}", *map(as_word, value if isinstance(value, list) else [value])]
+    return words
+
+
+def notes_of(keys: Iterable[Key]) -> list[str]:
+    """What was read as what."""
+    return [_note(key) for key in keys if not key.is_ours]
+
+
+def _note(key: Key) -> str:
+    settings = _set(key)
+    if not settings:
+        return f"{key.name}: {key.meaning.said}"
+    said = [name if value == key.value else f"{name}: {as_word(value)}" for name, value in settings.items()]
+    return f"{key.name} as {', '.join(said)}" + (f" ({key.meaning.said})" if key.meaning.said else "")

@@ -1,0 +1,128 @@
+"""TRL: ``trl sft`` and its configuration (SFTConfig, ModelConfig, ScriptArguments of TRL 1.16)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from scu_trainer.cli.names.common import adapts, checkpointing, mixed, several, targets
+from scu_trainer.cli.names.meaning import Meaning, Nothing, Same, Source, Table, boolean, in_8_bits, is_on, tuning
+from scu_trainer.errors import SettingsError
+
+OTHER_TRAINERS = (
+    "beta",
+    "loss_weights",
+    "precompute_ref_log_probs",
+    "reward_funcs",
+    "num_generations",
+    "max_completion_length",
+    "max_prompt_length",
+    "desirable_weight",
+    "undesirable_weight",
+    "ref_model_sync_steps",
+)
+WITH_LOOPS = "with_loops(TRAINER) gives TRL's own trainer our loops, in five lines of Python: docs/any_trainer.md"
+
+
+def _other_trainer(value: Any, source: Source) -> Meaning:
+    raise SettingsError(f"it belongs to preferences or rewards, and this command learns texts; {WITH_LOOPS}")
+
+
+def _mixture(value: Any, source: Source) -> Meaning:
+    """``datasets`` of a configuration: each with path, name, split, columns."""
+    return Meaning(mixed([_source(entry) for entry in value]))
+
+
+def _source(entry: Any) -> dict[str, Any]:
+    names = {"path": "dataset", "name": "dataset_config_name", "split": "dataset_split"}
+    odd = [key for key in entry if key not in names and is_on(entry[key])]
+    if odd:
+        raise SettingsError(f"it has {', '.join(odd)}, which no entry of a mixture takes here; see docs/data.md")
+    return {names[key]: entry[key] for key in names if entry.get(key) is not None}
+
+
+def _test_split(value: Any, source: Source) -> Meaning:
+    if source.get("eval_strategy", "no") == "no":
+        return Meaning(said="nothing is evaluated")
+    return Meaning(said="a split named validation or test is held out by itself; eval_dataset gives another set")
+
+
+def _packing_strategy(value: Any, source: Source) -> Meaning:
+    if value == "wrapped":
+        return Meaning({"isolate_documents": False}, "documents are cut where a row is full, as there")
+    return Meaning(said="rows are filled with whole documents, best fit first, there and here")
+
+
+def _loss(value: Any, source: Source) -> Meaning:
+    if value in ("nll", "chunked_nll"):
+        return Meaning(said="the loss of the next token, computed in parts where that saves memory")
+    raise SettingsError(f"{value} is another loss than that of the next token; {WITH_LOOPS}")
+
+
+def _quantized(value: Any, source: Source) -> Meaning:
+    return tuning(source, adapts=source.has("use_peft")) if is_on(value) else Meaning(said="off here too")
+
+
+TABLE: Table = {
+    "activation_offloading": "activations stay where they are; checkpoint_every_layer: true keeps fewer",
+    "chat_template_path": Same("chat_template"),
+    "dataset_kwargs": "rows are prepared by this command itself; see docs/data.md for the columns it reads",
+    "dataset_num_proc": Same("preprocessing_num_workers"),
+    "dataset_streaming": boolean("streaming"),
+    "dataset_test_split": _test_split,
+    "dataset_text_field": Same("text_column"),
+    "dataset_train_split": Same("dataset_split"),
+    "datasets": _mixture,
+    "env": "give environment variables before the command: CUDA_VISIBLE_DEVICES=0 scu-trainer train ...",
+    "eos_token": "the tokenizer's own end of text is used; change it there",
+    "eval_packing": Nothing("held-out documents are scored one by one, in windows"),
+    "gradient_checkpointing": checkpointing,
+    "ignore_bias_buffers": Nothing("buffers need no care here"),
+    "load_in_4bit": _quantized,
+    "load_in_8bit": lambda value, source: in_8_bits(value, source, adapts=source.has("use_peft")),
+    "lora_modules_to_save": several("modules_to_save"),
+    "lora_target_modules": targets,
+    "lora_target_parameters": "adapters go to modules here: lora_target_modules",
+    "lora_task_type": Nothing("the task says it"),
+    "loss_type": _loss,
+    "max_length": Same("block_size"),
+    "model_init_kwargs": "give them by name: dtype, attn_implementation, model_revision, trust_remote_code",
+    "packing_strategy": _packing_strategy,
+    "pad_to_multiple_of": Nothing("rows are padded to the longest of their micro-batch, which changes no result"),
+    "pad_token": Nothing("padding is masked, whatever the token"),
+    "padding_free": Nothing("rows of uneven length are cut into micro-batches without padding"),
+    "router_aux_loss_coef": "the auxiliary loss of experts is the model's own: output_router_logits of its config.json",
+    "shuffle_dataset": Nothing("rows are drawn in a new order in each epoch"),
+    "truncation_mode": Nothing("nothing is cut off: a longer document goes on in further rows"),
+    "use_bnb_nested_quant": boolean("bnb_4bit_use_double_quant"),
+    "use_peft": adapts,
+    "bnb_4bit_quant_storage": Nothing("it is for FSDP over 4-bit weights, which this program does not do"),
+    **dict.fromkeys(OTHER_TRAINERS, _other_trainer),
+}
+
+SIGNS = {
+    "dataset_name",
+    "use_peft",
+    "dataset_text_field",
+    "dataset_train_split",
+    "lora_task_type",
+    "chat_template_path",
+}
+
+
+def defaults(source: Source) -> Iterator[tuple[str, Any]]:
+    """What ``trl sft`` does where nobody says anything, as far as it is otherwise here."""
+    yield "tuning", "full"
+    yield from {"learning_rate": 2e-5, "block_size": 1024, "packing": False, "checkpoint_every_layer": True}.items()
+    yield "validation_split_percentage", 0
+    if source.has("use_peft"):
+        yield from {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}.items()
+
+
+def differences(source: Source) -> Iterator[str]:
+    yield "a document longer than block_size goes on in further rows; TRL cuts it off at max_length"
+    if source.has("use_peft") and not source.get("lora_target_modules"):
+        yield (
+            "without lora_target_modules TRL adapts what peft picks for the family, q_proj and v_proj for most; here "
+            "it is every linear layer: give lora_target_modules: [q_proj, v_proj] for the same"
+        )

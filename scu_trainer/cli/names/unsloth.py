@@ -1,0 +1,142 @@
+"""Unsloth: ``unsloth train --config FILE``, and the words of its Python functions and of its ``unsloth-cli.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from scu_trainer.cli.names.common import checkpointing, mixed, targets
+from scu_trainer.cli.names.meaning import Meaning, Nothing, Same, Source, Table, boolean, in_8_bits, is_on, tuning
+from scu_trainer.errors import SettingsError
+
+SECTIONS = ("data", "training", "lora", "logging", "inference")
+MERGING = "scu-trainer merge RUN makes full weights of an adapter"
+
+
+def _adapts(source: Source) -> bool:
+    return source.get("training_type", "lora") == "lora" and not source.has("full_finetuning")
+
+
+def _tuning(value: Any, source: Source) -> Meaning:
+    return tuning(source, adapts=_adapts(source))
+
+
+def _quantized(value: Any, source: Source) -> Meaning:
+    return tuning(source, adapts=_adapts(source)) if is_on(value) else Meaning(said="off here too")
+
+
+def _of_adapters(reader: Any) -> Any:
+    """Of a section that stands there for full training as well."""
+    return lambda value, source: reader(value, source) if _adapts(source) else Meaning(said="no adapters are trained")
+
+
+def _zero_is_not_given(name: str) -> Any:
+    return lambda value, source: Meaning({name: value}) if is_on(value) else Meaning(said="0 there means not given")
+
+
+def _save_steps(value: Any, source: Source) -> Meaning:
+    if not is_on(value):
+        return Meaning(
+            {"save_strategy": "epoch"}, "0 there saves at the end alone; here each epoch can be gone on from"
+        )
+    return Meaning({"save_strategy": "steps", "save_steps": value})
+
+
+def _completions(value: Any, source: Source) -> Meaning:
+    return Meaning({"completion_only_loss": is_on(value), "assistant_only_loss": is_on(value)})
+
+
+def _packing(value: Any, source: Source) -> Meaning:
+    return Meaning({"packing": True, "isolate_documents": True} if is_on(value) else {"packing": False})
+
+
+def _report(name: str) -> Any:
+    return lambda value, source: Meaning({"report_to": name}) if is_on(value) else Meaning(said="off here too")
+
+
+def _local(value: Any, source: Source) -> Meaning:
+    files = value if isinstance(value, list) else [value]
+    if not files:
+        return Meaning(said="off here too")
+    return Meaning(mixed([{"dataset": one} for one in files]))
+
+
+def _bias(value: Any, source: Source) -> Meaning:
+    if is_on(value):
+        raise SettingsError(f"{value}: biases are not trained beside adapters here; leave it out, or none")
+    return Meaning(said="off here too")
+
+
+ANSWERS = Nothing("it is about answers, not about training")
+PARTS = Nothing("a text model has these parts alone; lora_target_modules names what is adapted")
+VISION = Nothing("texts are learned here")
+
+TABLE: Table = {
+    "model": Same("model_name_or_path"),
+    "model_name": Same("model_name_or_path"),
+    "dataset": Same("dataset"),
+    "local_dataset": _local,
+    "format_type": Nothing("the columns of the data say it"),
+    "training_type": _tuning,
+    "full_finetuning": _tuning,
+    "load_in_4bit": _quantized,
+    "load_in_8bit": lambda value, source: in_8_bits(value, source, adapts=_adapts(source)),
+    "max_steps": _zero_is_not_given("max_steps"),
+    "num_epochs": _zero_is_not_given("num_train_epochs"),
+    "save_steps": _save_steps,
+    "packing": _packing,
+    "train_on_completions": _completions,
+    "gradient_checkpointing": checkpointing,
+    "use_gradient_checkpointing": checkpointing,
+    "lora_r": _of_adapters(Same("lora_r")),
+    "r": _of_adapters(Same("lora_r")),
+    "lora_alpha": _of_adapters(Same("lora_alpha")),
+    "lora_dropout": _of_adapters(Same("lora_dropout")),
+    "target_modules": _of_adapters(targets),
+    "use_rslora": _of_adapters(boolean("use_rslora")),
+    "use_dora": _of_adapters(boolean("use_dora")),
+    "use_loftq": _of_adapters(
+        lambda value, source: Meaning({"init_lora_weights": "loftq"}) if is_on(value) else Meaning(said="off here too")
+    ),
+    "loftq_config": "write init_lora_weights: loftq",
+    "bias": _bias,
+    "fast_inference": ANSWERS,
+    "vision_all_linear": VISION,
+    "finetune_vision_layers": VISION,
+    "finetune_language_layers": PARTS,
+    "finetune_attention_modules": PARTS,
+    "finetune_mlp_modules": PARTS,
+    "enable_wandb": _report("wandb"),
+    "wandb_project": Nothing("give it to W&B: WANDB_PROJECT=... before the command"),
+    "wandb_token": "log in by wandb login, or give the environment variable WANDB_API_KEY",
+    "hf_token": "log in by hf auth login, or give the environment variable HF_TOKEN",
+    "enable_tensorboard": _report("tensorboard"),
+    "tensorboard_dir": Nothing("TensorBoard's files lie in logs/tensorboard of output_dir"),
+    "log_frequency": Same("logging_steps"),
+    "save_model": Nothing("the model is always saved"),
+    "save_path": Same("output_dir"),
+    "save_method": MERGING,
+    "save_gguf": "no GGUF is written yet; " + MERGING,
+    "quantization": Nothing("it is about what is saved as GGUF"),
+    "push_model": "scu-trainer push RUN --repo_id OWNER/NAME",
+    "push_gguf": "no GGUF is written yet; " + MERGING,
+    "hub_path": "scu-trainer push RUN --repo_id OWNER/NAME",
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), ANSWERS),
+}
+
+SIGNS = {*SECTIONS[1:4], "training_type", "max_seq_length", "random_state", "use_gradient_checkpointing",
+         "train_on_completions", "finetune_mlp_modules"}  # fmt: skip
+
+
+def defaults(source: Source) -> Iterator[tuple[str, Any]]:
+    """What Unsloth does where nobody says anything, as far as it is otherwise here."""
+    is_quantized = _adapts(source) and is_on(source.entries.get("load_in_4bit", True))
+    yield "tuning", "qlora" if is_quantized else ("lora" if _adapts(source) else "full")
+    yield from {"block_size": 2048, "packing": False, "checkpoint_every_layer": True}.items()
+    yield from {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "warmup_steps": 5}.items()
+    yield from {"learning_rate": 2e-4, "weight_decay": 0.01, "seed": 3407, "optim": "adamw_8bit"}.items()
+    yield from {"validation_split_percentage": 0, "completion_only_loss": False, "assistant_only_loss": False}.items()
+
+
+def differences(source: Source) -> Iterator[str]:
+    yield "a document longer than block_size goes on in further rows; Unsloth cuts it off at max_seq_length"

@@ -1,0 +1,217 @@
+"""Configurations of other programs, each key accounted for: imported, and trained with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.tiny import saved_llama
+
+from scu_trainer.cli import main as cli
+from scu_trainer.cli.configuration import read_job
+from scu_trainer.cli.names.command import read_other
+from scu_trainer.cli.names.known import known_names
+from scu_trainer.cli.names.tools import TOOLS, tool_of
+from scu_trainer.errors import SettingsError
+
+FOLDER = Path(__file__).parent / "other_tools"
+FILES = sorted(FOLDER.glob("*/*.y*ml"))
+LOST = {
+    "trl/sft_full.yaml": ["eos_token"],
+    "axolotl/full_chat.yml": ["plugins", "special_tokens"],
+}
+"""Keys without a counterpart."""
+
+INSTRUCTIONS = [
+    {"instruction": f"What is {one} and {two}?", "input": "" if one % 2 else "whole numbers", "output": f"{one + two}."}
+    for one in range(5)
+    for two in range(4)
+]
+CHATS = [
+    {"conversations": [{"from": "human", "value": row["instruction"]}, {"from": "gpt", "value": row["output"]}]}
+    for row in INSTRUCTIONS
+]
+INFO = {
+    "identity": {"file_name": "alpaca.json"},
+    "alpaca_en_demo": {"file_name": "alpaca.json", "num_samples": 5},
+    "c4_demo": {"file_name": "texts.json", "columns": {"prompt": "body"}},
+    "glaive_toolcall_en_demo": {
+        "file_name": "chats.json", "formatting": "sharegpt", "columns": {"messages": "conversations", "tools": "tools"},
+    },
+    "pairs": {"file_name": "alpaca.json", "ranking": True},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return saved_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A folder as LLaMA-Factory's users have it, and files for those of the others."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(INFO))
+    (tmp_path / "data" / "alpaca.json").write_text(json.dumps(INSTRUCTIONS))
+    (tmp_path / "data" / "chats.json").write_text(json.dumps(CHATS))
+    texts = [{"body": f"{row['instruction']} {row['output']} " * 5} for row in INSTRUCTIONS]
+    (tmp_path / "data" / "texts.json").write_text(json.dumps(texts))
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "train.json").write_text(json.dumps(CHATS))
+    return tmp_path
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(FOLDER))
+
+
+def _small(path: Path, model: Path) -> list[str]:
+    """Flags for a model and data that are here."""
+    flags = ["--model_name_or_path", str(model)]
+    if path.parent.name != "llama-factory" and path.name != "full_chat.yml":
+        flags += ["--dataset", "data/chats.json" if "sft_" in path.name else "data/alpaca.json"]
+    return flags
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_every_key_is_accounted_for_and_it_trains(path, model, here, capsys):
+    entries = yaml.safe_load(path.read_text())
+    assert tool_of(entries, known_names()) == path.parent.name
+    assert cli.main(["import", str(path), *_small(path, model), "--output", "job.yaml"]) == 0
+    printed, written = capsys.readouterr().out, (here / "job.yaml").read_text()
+    found, own = read_other(path, None, _small(path, model))
+    for key in found.keys:
+        assert f"{key.name}:" in written, key
+        assert bool(key.meaning.settings) + bool(key.meaning.said) >= 1, key
+    assert sorted(key.name for key in found.lost) == LOST.get(_name(path), [])
+    assert f"{len(found.keys)} keys" in printed and f"{len(found.lost)} without a counterpart" in printed
+    flags = ["--max_steps", "2", "--output_dir", "out", "--report_to", "none", "--save_strategy", "no"]
+    flags += [
+        "--block_size",
+        "128",
+        "--eval_strategy",
+        "no",
+        "--gradient_accumulation_steps",
+        "1",
+        "--load_best_model_at_end",
+        "false",
+    ]
+    assert cli.main(["train", "--config", "job.yaml", *flags]) == 0
+    assert json.loads((here / "out" / "run.json").read_text())["step"] == 2
+
+
+def _settings(name: str, *flags: str) -> dict:
+    found, own = read_other(FOLDER / name, None, flags)
+    return {**found.settings, **own}
+
+
+def test_llama_factory_reads_its_data_and_its_defaults(here):
+    found = _settings("llama-factory/lora_sft.yaml")
+    assert found["dataset"] == [
+        {"dataset": "data/alpaca.json", "name": "identity", "dataset_size": 1000},
+        {"dataset": "data/alpaca.json", "name": "alpaca_en_demo", "dataset_size": 5},
+    ]
+    assert found["lora_alpha"] == 16 and found["packing"] is False and found["checkpoint_every_layer"] is True
+    assert found["validation_split_percentage"] == 10 and found["warmup_steps"] == 0.1
+    text = _settings("llama-factory/lora_pretrain.yaml")
+    assert (text["text_column"], text["dataset_size"]) == ("body", 30)
+    assert (text["packing"], text["isolate_documents"], text["lora_alpha"]) == (True, False, 32)
+    assert text["lora_target_modules"] == ["q_proj", "v_proj"]
+    chats = _settings("llama-factory/full_sft.yaml")
+    assert (chats["messages_column"], chats["tuning"], chats["isolate_documents"]) == ("conversations", "full", True)
+    quantized = _settings("llama-factory/qlora_sft.yaml")
+    assert quantized["tuning"] == "qlora" and quantized["completion_only_loss"] is False
+
+
+def test_axolotl_reads_its_data_and_its_defaults():
+    found = _settings("axolotl/qlora.yml")
+    assert [entry["dataset"] for entry in found["dataset"]] == [
+        "tatsu-lab/alpaca", "fozziethebeat/alpaca_messages_2k_test",
+    ]  # fmt: skip
+    assert (found["tuning"], found["chat_template"], found["lora_target_modules"]) == (
+        "qlora",
+        "alpaca",
+        ["all-linear"],
+    )
+    assert (found["eval_steps"], found["save_steps"]) == (0.25, 0.5) and found["attn_implementation"] == "sdpa"
+    chat = _settings("axolotl/full_chat.yml")
+    assert (chat["tuning"], chat["messages_column"], chat["chat_template"]) == ("full", "conversations", "chatml")
+    assert chat["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1} and chat["eval_strategy"] == "epoch"
+
+
+def test_trl_and_unsloth_keep_their_defaults():
+    first = _settings("trl/sft.yaml")
+    assert (first["tuning"], first["block_size"], first["packing"]) == ("full", 1024, False)
+    quantized = _settings("trl/sft_qlora.yaml")
+    assert (quantized["tuning"], quantized["lora_r"], quantized["learning_rate"]) == ("qlora", 16, 2e-5)
+    words = _settings("unsloth/keywords.yaml")
+    assert (words["tuning"], words["lora_r"], words["seed"], words["use_rslora"]) == ("lora", 16, 3407, True)
+    full = _settings("unsloth/full_finetune.yaml")
+    assert full["tuning"] == "full" and "lora_r" not in full and full["save_steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stage: dpo\nfinetuning_type: lora\n", "stage: dpo learns from preferences.*with_loops"),
+        ("base_model: a\nsequence_len: 9\nrl: dpo\n", "rl: dpo learns from preferences"),
+        ("dataset_name: a\nuse_peft: true\nbeta: 0.1\n", "beta: it belongs to preferences"),
+        ("stage: sft\ndataset: pairs\n", "dataset: pairs holds preferences"),
+        (
+            "stage: sft\ndataset: identiti\n",
+            "identiti does not stand in data/dataset_info.json .did you mean 'identity'",
+        ),
+        ("stage: sft\nbase_model: b\n", "keys are of several programs.*--from llama-factory or axolotl"),
+        ("learning_rate: 1\n", "no key of it is one of TRL, LLaMA-Factory, Axolotl or Unsloth's alone"),
+        ("stage: sft\nfinetuning_type: oft\n", "finetuning_type: oft is no kind of adapter"),
+        ("stage: sft\nfinetuning_type: full\nquantization_bit: 4\n", "without adapters nothing would be trained"),
+        ("base_model: a\nsequence_len: 9\ndatasets: x\n", "datasets: it is no list of datasets"),
+        ("base_model: a\nsequence_len: 9\nval_set_size: 200\n", "200 is a number of documents"),
+        ("base_model: a\nadapter: lora\nlora_r: x\n", "--lora_r: invalid int value"),
+    ],
+)
+def test_what_cannot_be_imported_is_said(text, message, here):
+    (here / "other.yaml").write_text(text)
+    with pytest.raises(SettingsError, match=message):
+        read_other(here / "other.yaml", None)
+
+
+def test_a_key_that_nobody_knows_is_listed_with_a_near_one(here):
+    (here / "other.yaml").write_text("stage: sft\nlora_rnak: 4\ncutoff_len: 8\n")
+    found, _ = read_other(here / "other.yaml", None)
+    assert [key.meaning.said for key in found.lost] == ["unknown here (did you mean 'lora_rank'?)"]
+
+
+def test_a_secret_is_not_copied(here, capsys):
+    (here / "other.yaml").write_text(
+        "model: a\ntraining:\n  batch_size: 2\nlogging:\n  hf_token: hf_abcdefghijklmnopqrst\n"
+    )
+    assert cli.main(["import", "other.yaml"]) == 0
+    assert "abcdefghij" not in (here / "other.scu.yaml").read_text() + capsys.readouterr().out
+
+
+def test_no_file_is_overwritten(here, capsys):
+    (here / "job.yaml").write_text("mine")
+    assert cli.main(["import", str(FOLDER / "trl/sft.yaml"), "--output", "job.yaml"]) == 2
+    assert (here / "job.yaml").read_text() == "mine" and "is here already" in capsys.readouterr().err
+
+
+def test_a_file_of_another_program_trains_as_it_is_where_nothing_is_lost(here):
+    job = read_job(str(FOLDER / "axolotl/lora.yml"), ["--dataset", "data/alpaca.json"])
+    assert job.model.lora_r == 16 and job.training.per_device_train_batch_size == 2 and job.data.block_size == 128
+    assert "a file of Axolotl; base_model as model_name_or_path" in " ".join(job.notes)
+    with pytest.raises(
+        SettingsError, match=r"with 1 of \d+ keys that have no counterpart \(eos_token: .*scu-trainer import"
+    ):
+        read_job(str(FOLDER / "trl/sft_full.yaml"), [])
+
+
+def test_signs_are_of_one_program_alone():
+    known = known_names()
+    for name, tool in TOOLS.items():
+        others = [other.table.keys() | {*other.signs} for key, other in TOOLS.items() if key != name]
+        shared = {sign for sign in tool.signs if any(sign in keys for keys in others)} | ({*tool.signs} & known)
+        assert not shared, (name, shared)
