@@ -438,8 +438,8 @@ def _of_another(
     if found.lost:
         lost = "; ".join(f"{key.name}: {key.meaning.said}" for key in found.lost)
         raise SettingsError(
-            f"of {found.tool.title}, with {len(found.lost)} of {len(found.keys)} keys that have no counterpart ({lost}); "
-            f"take them out, or write what carries over: scu-trainer import {config}"
+            f"of {found.tool.title}, with {len(found.lost)} of {len(found.keys)} keys that have no counterpart "
+            f"({lost}); take them out, or write what carries over: scu-trainer import {config}"
         )
     return found.settings, [f"a file of {found.tool.title}", *notes_of(found.keys), *found.differences]
 

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from scu_trainer.cli.configuration import field_names, our_parser, read_data, read_job, typed_entries
 from scu_trainer.cli.names.common import NAMES, PATHS, ZERO
 from scu_trainer.cli.names.known import known_names, own_names, stock_names
-from scu_trainer.cli.names.meaning import Meaning, Same, Source, Switch
+from scu_trainer.cli.names.meaning import Same, Switch
 from scu_trainer.cli.names.tools import ANYWHERE, TOOLS
 from scu_trainer.cli.names.translation import translated, translated_entries
 from scu_trainer.errors import SettingsError

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import yaml
-from tests.tiny import saved_llama
 
 from scu_trainer.cli import main as cli
 from scu_trainer.cli.configuration import read_job
@@ -15,7 +15,9 @@ from scu_trainer.cli.names.command import read_other
 from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.tools import TOOLS, tool_of
 from scu_trainer.errors import SettingsError
+from tests.tiny import saved_llama
 
+ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "other_tools"
 FILES = sorted(FOLDER.glob("*/*.y*ml"))
 LOST = {
@@ -82,7 +84,7 @@ def test_every_key_is_accounted_for_and_it_trains(path, model, here, capsys):
     assert tool_of(entries, known_names()) == path.parent.name
     assert cli.main(["import", str(path), *_small(path, model), "--output", "job.yaml"]) == 0
     printed, written = capsys.readouterr().out, (here / "job.yaml").read_text()
-    found, own = read_other(path, None, _small(path, model))
+    found, _own = read_other(path, None, _small(path, model))
     for key in found.keys:
         assert f"{key.name}:" in written, key
         assert bool(key.meaning.settings) + bool(key.meaning.said) >= 1, key
@@ -215,3 +217,12 @@ def test_signs_are_of_one_program_alone():
         others = [other.table.keys() | {*other.signs} for key, other in TOOLS.items() if key != name]
         shared = {sign for sign in tool.signs if any(sign in keys for keys in others)} | ({*tool.signs} & known)
         assert not shared, (name, shared)
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_the_pages_say_what_the_tables_do(name):
+    spec = importlib.util.spec_from_file_location("write_coming_from", ROOT / "docs" / "write_coming_from.py")
+    pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    found = (pages.FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    assert pages.page(name) == found, "run: python docs/write_coming_from.py"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Optional
 
 from scu_trainer.cli.background import screens
-from scu_trainer.cli.main import guarded
 from scu_trainer.cli.configuration import check_early, read_file
+from scu_trainer.cli.main import guarded
 from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.translation import translated
 from scu_trainer.cli.parsing import Parser

@@ -1,1 +1,1 @@
-"""What other programs call our settings. ``tools.py``: whose configurations are read; a file per tool holds its keys."""
+"""What other programs call our settings. ``tools.py``: whose files are read; a file per tool holds its keys."""

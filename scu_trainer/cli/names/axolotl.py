@@ -86,6 +86,12 @@ def _number_format(name: str) -> Any:
     return meant
 
 
+def _tf32(value: Any, source: Source) -> Meaning:
+    if value == "auto":
+        return Meaning(said="it is on where the card has it")
+    return Meaning({"tf32": is_on(value)})
+
+
 def _minimum_rate(value: Any, source: Source) -> Meaning:
     kwargs = {"min_lr_rate": float(value)}
     return Meaning({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": kwargs})
@@ -110,7 +116,7 @@ def _total_batch(value: Any, source: Source) -> Meaning:
     return Meaning({"gradient_accumulation_steps": max(1, int(value) // rows)})
 
 
-# -- when ---------------------------------------------------------------------------------------------------------------
+# -- when --------------------------------------------------------------------------------------------------------------
 
 
 def _per_epoch(kind: str) -> Any:
@@ -350,7 +356,7 @@ TABLE: Table = {
     "float16": Switch({"dtype": "float16"}),
     "float32": Switch({"dtype": "float32"}),
     "fp8": "there is no training in 8 bits here; optim: adamw_8bit and tuning: qlora save memory",
-    "tf32": lambda value, source: Meaning(said="it is on where the card has it") if value == "auto" else Meaning({"tf32": is_on(value)}),
+    "tf32": _tf32,
     "gradient_checkpointing": checkpointing,
     "gradient_checkpointing_kwargs": Nothing("checkpointing gives the same numbers either way"),
     "activation_offloading": "activations stay where they are; checkpoint_every_layer: true keeps fewer",

@@ -59,8 +59,9 @@ def stock_number(name: str) -> Optional[type]:
 
 @functools.cache
 def _stock_fields() -> Mapping[str, str]:
-    """Annotation by field, of what the class body of the installed ``TrainingArguments`` declares, read from its source:
-    the module itself imports torch. Empty where there is no source; then a slip is found when the class is there."""
+    """Annotation by field, of what the class body of the installed ``TrainingArguments`` declares, read from its
+    source: the module itself imports torch. Empty where there is no source; then a slip is found when the class is
+    there."""
     found = importlib.util.find_spec("transformers")
     path = None if found is None or found.origin is None else Path(found.origin).with_name("training_args.py")
     if path is None or not path.is_file():
