@@ -1,5 +1,5 @@
-"""Writes the tables of docs/coming_from/: an example of each program beside what ``scu-trainer import`` makes of it, and
-what each of its keys means here.
+"""Writes the tables of docs/coming_from/: an example of each program beside what ``scu-trainer import`` makes of it,
+and what each of its keys means here.
 
     python docs/write_coming_from.py
 """

@@ -158,8 +158,8 @@ def test_trl_and_unsloth_keep_their_defaults():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stage: dpo\nfinetuning_type: lora\n", "stage: dpo learns from preferences.*with_loops"),
-        ("base_model: a\nsequence_len: 9\nrl: dpo\n", "rl: dpo learns from preferences"),
+        ("stage: dpo\nfinetuning_type: lora\n", "stage: dpo is another kind of training.*with_loops"),
+        ("base_model: a\nsequence_len: 9\nrl: dpo\n", "rl: dpo is another kind of training"),
         ("dataset_name: a\nuse_peft: true\nbeta: 0.1\n", "beta: it belongs to preferences"),
         ("stage: sft\ndataset: pairs\n", "dataset: pairs holds preferences"),
         (

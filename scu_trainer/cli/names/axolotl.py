@@ -53,6 +53,12 @@ def _all_linear(value: Any, source: Source) -> Meaning:
     return Meaning({"lora_target_modules": ["all-linear"]}) if is_on(value) else Meaning(said="off here too")
 
 
+def _targets(value: Any, source: Source) -> Meaning:
+    if source.has("lora_target_linear"):
+        return Meaning(said="lora_target_linear adds every linear layer")
+    return targets(value, source)
+
+
 def _attention(name: str) -> Any:
     def meant(value: Any, source: Source) -> Meaning:
         if not is_on(value):
@@ -67,13 +73,13 @@ def _attention(name: str) -> Any:
 
 
 def _kernels(value: Any, source: Source) -> Meaning:
-    said = "kernels of its own compute the same; use_liger_kernel: true has some of them"
+    said = "kernels of Axolotl's choice compute the same; use_liger_kernel: true has some here"
     return Meaning(said=said if is_on(value) else "off here too")
 
 
 def _preferences(value: Any, source: Source) -> Meaning:
     if is_on(value):
-        raise SettingsError(f"{value} learns from preferences or rewards, and this command learns texts; {WITH_LOOPS}")
+        raise SettingsError(f"{value} is another kind of training than that of the next token; {WITH_LOOPS}")
     return Meaning(said="off here too")
 
 
@@ -196,6 +202,7 @@ def _entry(entry: Mapping[str, Any]) -> tuple[dict[str, Any], Optional[str]]:
     given.pop("ds_type", None)
     for key in ("trust_remote_code", "train_on_eos", "train_on_eot"):
         _require_usual(key, given.pop(key, None))
+    found["text_column"] = given.pop("text_column", found.get("text_column"))
     odd = sorted(key for key in given if key not in ("roles", "message_property_mappings"))
     if odd:
         raise SettingsError(
@@ -219,7 +226,8 @@ def _row_kind(kind: Any, given: dict[str, Any], found: dict[str, Any]) -> Option
         found["text_column"] = given.pop("field", None)
     elif kind in ("chat_template", "sharegpt", "chat_template.default"):
         found["messages_column"] = given.pop("field_messages", None)
-        for key in ("message_field_role", "message_field_content", "roles_to_train", "conversation"):
+        given.pop("template_thinking_key", None)
+        for key in ("message_field_role", "message_field_content", "roles_to_train", "conversation", "field_thinking"):
             _require_known(key, given.pop(key, None))
         return _template_of(given.pop("chat_template", None))
     elif kind:
@@ -235,6 +243,8 @@ def _require_known(key: str, value: Any) -> None:
     known = {"role", "content", "from", "value", "chatml"}
     if key == "roles_to_train":
         known = {"assistant", "gpt"}
+    if key == "field_thinking":
+        known = {"reasoning_content", "reasoning", "thinking"}
     odd = [one for one in words(value or "") if one not in known]
     if odd:
         raise SettingsError(f"it has {key}: {', '.join(odd)}; known here: {', '.join(sorted(known))}")
@@ -326,12 +336,15 @@ TABLE: Table = {
     "load_in_4bit": _quantized,
     "load_in_8bit": lambda value, source: in_8_bits(value, source, adapts=is_on(source.get("adapter"))),
     "lora_model_dir": "an adapter is gone on with by its own path: model_name_or_path: ADAPTER",
-    "lora_target_modules": targets,
+    "lora_target_modules": _targets,
     "lora_target_linear": _all_linear,
     "lora_target_parameters": "adapters go to modules here: lora_target_modules",
     "lora_modules_to_save": several("modules_to_save"),
     "lora_fan_in_fan_out": Nothing("peft finds it out"),
     "lora_on_cpu": "an adapter is loaded where it is trained",
+    **dict.fromkeys(("use_kernels", "use_scattermoe", "use_sonicmoe", "fused_attn_kernel", "flash_attn_cross_entropy",
+                     "flash_attn_fuse_mlp", "flash_attn_rms_norm", "flash_optimum", "cut_cross_entropy", "tiled_mlp",
+                     "llama4_linearized_experts", "experts_implementation"), _kernels),
     "lora_mlp_kernel": _kernels,
     "lora_qkv_kernel": _kernels,
     "lora_o_kernel": _kernels,
@@ -348,6 +361,7 @@ TABLE: Table = {
     "rl": _preferences,
     "reward_model": _preferences,
     "process_reward_model": _preferences,
+    "diffusion": _preferences,
     "trl": WITH_LOOPS,
     "num_labels": "texts are not classified here",
     "bf16": _number_format("bf16"),
@@ -400,6 +414,15 @@ TABLE: Table = {
     "num_epochs": Same("num_train_epochs"),
     "optimizer": Same("optim"),
     "optim_args": _arguments,
+    "adam_eps": Same("adam_epsilon"),
+    "hf_use_auth_token": Nothing("a token of the Hub is used where you are logged in"),
+    "low_cpu_mem_usage": Nothing("weights are always loaded without a second copy"),
+    "fsdp_version": "write it into fsdp_config: {version: 2}",
+    "qat": "weights are not trained for a later quantization here",
+    "quantize_moe_experts": "tuning: qlora quantizes linear layers; experts that are one tensor keep their type",
+    "freeze_mm_modules": Nothing("texts are learned here"),
+    "model_config": "write it into the config.json of the model",
+    "overrides_of_model_config": "write it into the config.json of the model",
     "torchdistx_path": "adamw_anyprecision needs a package that is no longer made; dtype: bfloat16 picks another",
     "lr_scheduler": _scheduler,
     "cosine_min_lr_ratio": _minimum_rate,
@@ -433,7 +456,7 @@ TABLE: Table = {
     "tensor_parallel_size": "layers are not shared out among GPUs here; fsdp and deepspeed share weights out",
     "plugins": _plugins,
     **dict.fromkeys(("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy",
-                     "liger_layer_norm", "liger_cross_entropy"), Nothing("read with plugins")),
+                     "liger_layer_norm", "liger_cross_entropy", "liger_rms_norm_gated"), Nothing("read with plugins")),
     "generate_samples": Nothing("it is about answers, not about training"),
 }  # fmt: skip
 

@@ -10,8 +10,7 @@ from typing import Any, Optional
 
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.names.known import known_names
-from scu_trainer.cli.names.meaning import Meaning
-from scu_trainer.cli.names.tools import TOOLS, Imported, Key, imported, tool_of
+from scu_trainer.cli.names.tools import TOOLS, Imported, imported, tool_of
 from scu_trainer.cli.names.translation import entries_of
 from scu_trainer.cli.names.written import as_yaml, summary
 from scu_trainer.cli.parsing import Parser
@@ -64,20 +63,11 @@ def read_other(path: Path, tool: Optional[str], flags: Sequence[str] = ()) -> tu
             raise SettingsError(
                 f"no key of it is one of {_titles()}'s alone; say whose it is by --from {'|'.join(TOOLS)}"
             )
-        rest = {key: value for key, value in entries.items() if _name(key) not in own}
-        found = imported(tool, rest, known, path.parent)
+        found = imported(tool, entries, known, path.parent, typed=own)
     except SettingsError as error:
         raise SettingsError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error
-    typed = [
-        Key(_name(key), value, Meaning(said="typed instead")) for key, value in entries.items() if _name(key) in own
-    ]
-    found.keys += typed
     check_values_early({**found.settings, **own})
     return found, own
-
-
-def _name(key: Any) -> str:
-    return str(key).replace("-", "_")
 
 
 def _titles() -> str:

@@ -25,7 +25,7 @@ ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled":
 
 def _stage(value: Any, source: Source) -> Meaning:
     if value in PAIRS:
-        raise SettingsError(f"{value} learns from preferences or rewards, and this command learns texts; {WITH_LOOPS}")
+        raise SettingsError(f"{value} is another kind of training than that of the next token; {WITH_LOOPS}")
     if value not in ("sft", "pt"):
         raise SettingsError(f"{value} is no stage of LLaMA-Factory that is known here; pt and sft are read")
     return Meaning(said="texts are learned; what is masked follows from the columns of the data")
@@ -206,6 +206,18 @@ def _gradient_checkpointing(value: Any, source: Source) -> Meaning:
 ANSWERS = Nothing("it is about answers, not about training; docs/evaluate.md")
 MERGING = "scu-trainer merge RUN makes full weights of an adapter"
 PLOTS = Nothing("scu-trainer report RUN draws the curves")
+BADAM = Nothing("read with use_badam")
+VISION = (
+    "image_max_pixels",
+    "image_min_pixels",
+    "video_max_pixels",
+    "video_min_pixels",
+    "video_fps",
+    "video_maxlen",
+    "freeze_vision_tower",
+    "freeze_multi_modal_projector",
+    "freeze_language_model",
+)
 GALORE = {"rank": "rank", "update_interval": "update_proj_gap", "scale": "scale", "proj_type": "proj_type"}
 APOLLO = {**GALORE, "proj": "proj", "scale_type": "scale_type"}
 
@@ -301,6 +313,12 @@ TABLE: Table = {
     "use_swanlab": "report_to: tensorboard or wandb",
     "ray_num_workers": "Ray starts nothing here; docs/launch.md has launchers",
     "fp8": "there is no training in 8 bits here; optim: adamw_8bit and tuning: qlora save memory",
+    **dict.fromkeys(VISION, Nothing("texts are learned here")),
+    **dict.fromkeys(("fp8_backend", "fp8_enable_fsdp_float8_all_gather"), Nothing("read with fp8")),
+    **dict.fromkeys(("badam_mode", "badam_switch_mode", "badam_switch_interval", "badam_verbose"), BADAM),
+    **dict.fromkeys(
+        ("use_kt", "use_megatron_bridge", "use_mca"), "it is no way to train of this program; docs/paths.md"
+    ),
     **dict.fromkeys(
         ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams", "max_length"), ANSWERS
     ),

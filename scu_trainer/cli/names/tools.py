@@ -42,6 +42,10 @@ ANYWHERE: Table = {**{key: meant for tool in TOOLS.values() for key, meant in to
 """Keys as flags, and in files of ours. Where two programs differ, ``NAMES`` says what is meant."""
 
 
+DATA = ("datasets", "pretraining_dataset")
+"""Keys of several datasets, where ours is one field."""
+
+
 @dataclass(frozen=True)
 class Key:
     """One key with its value, and what became of it."""
@@ -85,11 +89,16 @@ def tool_of(entries: Mapping[str, Any], known: Collection[str]) -> Optional[str]
     return best[0] if best else None
 
 
-def imported(name: str, entries: Mapping[str, Any], known: Collection[str], folder: Path) -> Imported:
-    """Every key of a configuration accounted for. Raises SettingsError for another kind of training."""
+def imported(
+    name: str, entries: Mapping[str, Any], known: Collection[str], folder: Path, typed: Collection[str] = ()
+) -> Imported:
+    """Every key of a configuration accounted for. ``typed``: our fields that flags set, which go before the file.
+    Raises SettingsError for another kind of training."""
     tool = TOOLS[name]
-    source = Source(_flat(entries, tool.sections), folder)
-    keys = list(keys_of(source, {**NAMES, **tool.table}, known))
+    flat = _flat(entries, tool.sections)
+    source = Source({key: value for key, value in flat.items() if key not in typed}, folder)
+    keys = [Key(key, value, Meaning(said="typed instead")) for key, value in flat.items() if key in typed]
+    keys += keys_of(source, {**NAMES, **tool.table}, known, typed)
     given = together(keys)
     defaults = {field: value for field, value in tool.defaults(source) if field not in given}
     return Imported(tool, keys, defaults, list(tool.differences(source)))
@@ -106,10 +115,16 @@ def _flat(entries: Mapping[str, Any], sections: Collection[str]) -> dict[str, An
     return found
 
 
-def keys_of(source: Source, table: Table, known: Collection[str]) -> Iterator[Key]:
-    """What each key means by ``table``, and, if it is not in there, as a name of ours."""
+def keys_of(source: Source, table: Table, known: Collection[str], typed: Collection[str] = ()) -> Iterator[Key]:
+    """What each key means by ``table``, and, if it is not in there, as a name of ours. Data that cannot be read hinder
+    nobody who has typed others."""
     for name, value in source.entries.items():
-        yield Key(name, value, _meaning(name, value, source, table, known))
+        try:
+            yield Key(name, value, _meaning(name, value, source, table, known))
+        except SettingsError:
+            if "dataset" not in typed or name not in DATA:
+                raise
+            yield Key(name, value, Meaning(said="dataset is typed instead"))
 
 
 def _meaning(name: str, value: Any, source: Source, table: Table, known: Collection[str]) -> Meaning:
