@@ -3,7 +3,7 @@ obscurely."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
 
 from scu_trainer.errors import ModelError, SettingsError
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def require_fit(model: PreTrainedModel, name: str, token_count: int, longest_row: int) -> None:
     """Raise ModelError or SettingsError unless ``model`` embeds ``token_count`` tokens and ``longest_row``
     positions."""
-    rows = model.get_input_embeddings().num_embeddings
+    rows = embedding_rows(model)
     if token_count > rows:
         raise ModelError(
             f"the tokenizer has {token_count} tokens, the embedding of {name} has {rows} rows; use the tokenizer that "
@@ -26,3 +26,10 @@ def require_fit(model: PreTrainedModel, name: str, token_count: int, longest_row
             f"rows of {longest_row} tokens exceed the {positions} positions of {name}; use --block_size {positions} "
             "or less"
         )
+
+
+def embedding_rows(model: PreTrainedModel) -> Optional[int]:
+    """Tokens that it embeds; None for a model without an embedding of tokens, or where it is cut into shards."""
+    embedding = model.get_input_embeddings()
+    embedding = getattr(embedding, "original_module", embedding)  # peft's wrapper of rows or copies that are trained
+    return getattr(embedding, "num_embeddings", None)

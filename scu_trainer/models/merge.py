@@ -68,7 +68,10 @@ def _merged(full: PreTrainedModel, config, adapter: dict[str, torch.Tensor]) -> 
     with warnings.catch_warnings():
         # Packed layers all lie one way round; peft finds out that some full ones do not, and corrects it.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
-        wrapped = PeftModel(full, copy.deepcopy(config))
+        config = copy.deepcopy(config)
+        if hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = True  # what it takes out of a base is taken out of this one already
+        wrapped = PeftModel(full, config)
     report = set_peft_model_state_dict(wrapped, adapter)
     if report.unexpected_keys:
         raise ModelError(f"the adapter does not fit its base: {report.unexpected_keys[0]} is not in it")

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from scu_trainer.errors import nearest
+from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.settings.base import check_fields, option, require
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+INITIAL = ("true", "gaussian", "olora", "pissa", "loftq")
+"""Values of ``init_lora_weights``."""
+
+OF_ADAPTERS = (
+    "peft_type use_rslora use_dora init_lora_weights loraplus_lr_ratio modules_to_save exclude_modules "
+    "layers_to_transform adapter_name_or_path".split()
+)
+PATTERNS = ("trainable_parameters", "frozen_parameters")
+MUTATING = ("olora", "pissa", "loftq")
+"""They take what the adapter begins with out of the base weights, again at each load: it must come out the same."""
+
+OF_LORA = ("use_rslora", "use_dora", "init_lora_weights", "loraplus_lr_ratio", "exclude_modules")
 
 
 @dataclass(frozen=True)
@@ -65,6 +80,40 @@ class ModelSettings:
     lora_target_modules: Optional[list[str]] = option(
         None, "names of the modules to adapt; default: every linear layer that the architecture really calls"
     )
+    peft_type: Literal["lora", "vera"] = option(
+        "lora",
+        "what an adapter is: two matrices for each layer (LoRA), or two vectors between matrices that all layers share "
+        "(VeRA)",
+    )
+    adapter_name_or_path: Optional[str] = option(
+        None, "folder of an adapter of model_name_or_path that training goes on with; its own configuration counts"
+    )
+    use_rslora: bool = option(
+        False, "scale adapters by lora_alpha / sqrt(lora_r): high ranks learn as fast as low ones"
+    )
+    use_dora: bool = option(False, "train the lengths of the weights' rows apart from their directions (DoRA)")
+    init_lora_weights: str = option(
+        "true",
+        f"where adapters begin: true (at nothing), {', '.join(INITIAL[1:])}; the latter three take their part out of "
+        "the base weights",
+    )
+    loraplus_lr_ratio: Optional[float] = option(
+        None, "LoRA+: how many times faster B learns than A, such as 16; learning_rate is that of A"
+    )
+    modules_to_save: Optional[list[str]] = option(
+        None, "names of modules that are trained as they are beside adapters, and saved with them, such as lm_head"
+    )
+    exclude_modules: Optional[list[str]] = option(None, "names of modules that get no adapter")
+    layers_to_transform: Optional[list[int]] = option(None, "numbers of the layers that get adapters, from 0")
+    new_tokens: Optional[list[str]] = option(
+        None, "tokens that the tokenizer gets; their rows of the embedding are trained, beside adapters too"
+    )
+    trainable_parameters: Optional[list[str]] = option(
+        None, "tuning: full: regular expressions of the names of the weights that are trained; default: all"
+    )
+    frozen_parameters: Optional[list[str]] = option(
+        None, "tuning: full: regular expressions of the names of weights that are not trained, such as embed_tokens"
+    )
     teacher: Optional[str] = option(
         None,
         "run, folder or Hub id of a trained model of the same task whose answers are learned as well as the data "
@@ -83,6 +132,7 @@ class ModelSettings:
         require(0 <= self.lora_dropout < 1, f"lora_dropout is {self.lora_dropout}; allowed: 0 to below 1")
         require(self.embedded_base_steps >= 1, f"embedded_base_steps is {self.embedded_base_steps}; 1 or more")
         self._check_teacher()
+        self._check_adapters()
         maps = DEVICE_MAPS
         require(
             self.device_map is None or self.device_map in maps,
@@ -98,6 +148,47 @@ class ModelSettings:
         """Whether trained weights are stored in 16 bits, without a copy in 32."""
         return self.dtype == "bfloat16" and self.tuning == "full"
 
+    def _given(self, name: str) -> bool:
+        return getattr(self, name) != type(self).__dataclass_fields__[name].default
+
+    def _check_adapters(self) -> None:
+        odd = next((name for name in OF_ADAPTERS if self.tuning == "full" and self._given(name)), None)
+        require(odd is None, f"{odd} is about adapters, and tuning is full, which has none; drop it, or tuning: lora")
+        odd = next((name for name in OF_LORA if self.peft_type == "vera" and self._given(name)), None)
+        require(odd is None, f"{odd} is LoRA's, and peft_type is vera, which has no such thing; drop one of them")
+        odd = next((n for n in PATTERNS if self.tuning != "full" and self._given(n)), None)
+        require(odd is None, f"{odd} is for tuning: full; adapters are put by lora_target_modules, exclude_modules")
+        for name in PATTERNS:
+            _check_patterns(name, getattr(self, name) or ())
+        self._check_initial()
+        ratio = self.loraplus_lr_ratio
+        require(ratio is None or ratio >= 1, f"loraplus_lr_ratio is {ratio}; it must be 1 or more, such as 16")
+        tokens = self.new_tokens or []
+        require(all(tokens), "new_tokens has an empty one; take it out")
+        require(len({*tokens}) == len(tokens), f"new_tokens names one twice: {', '.join(tokens)}; keep one of them")
+
+    def _check_initial(self) -> None:
+        initial = self.init_lora_weights
+        if initial.startswith("pissa_niter"):
+            require(
+                False,
+                f"init_lora_weights is {initial}, a decomposition that is drawn by chance: at each load another part "
+                "would be taken out of the base, and a saved adapter would not fit it; pissa is the exact one",
+            )
+        require(
+            initial in INITIAL,
+            f"init_lora_weights is {initial!r}; allowed: {', '.join(INITIAL)}{nearest(initial, INITIAL)}",
+        )
+        require(
+            initial not in MUTATING or self.tuning != "qlora",
+            f"init_lora_weights: {initial} changes the base weights, which tuning: qlora packs before adapters are "
+            "there, so that a saved adapter would not fit them; use tuning: lora, or init_lora_weights: true",
+        )
+        require(
+            initial not in MUTATING or self.device_map is None,
+            f"init_lora_weights: {initial} reads the base weights, which device_map may put elsewhere; drop one",
+        )
+
     def _check_teacher(self) -> None:
         weight, temperature = self.teacher_weight, self.teacher_temperature
         require(0 < weight <= 1, f"teacher_weight is {weight}; allowed: above 0, up to 1, such as 0.5")
@@ -105,3 +196,11 @@ class ModelSettings:
         for name in ("teacher_weight", "teacher_temperature"):
             is_default = getattr(self, name) == type(self).__dataclass_fields__[name].default
             require(self.teacher is not None or is_default, f"{name} needs a teacher; add teacher: RUN, or drop it")
+
+
+def _check_patterns(name: str, patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise SettingsError(f"{name} has {pattern!r}, which is no regular expression: {error}") from error

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.gru import CadenceConfig, CadenceForCausalLM, CadenceModel
-from scu_trainer.models.loading.load import AdapterPlan, load_model, prepare_for_tuning
+from scu_trainer.models.loading.adapters import AdapterPlan
+from scu_trainer.models.loading.load import load_model, prepare_for_tuning
 from scu_trainer.settings import ModelSettings
 
 WORDS = 40

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaModel
 
 from scu_trainer.errors import ModelError
+from scu_trainer.models.loading.adapters import adapter_targets
 from scu_trainer.models.loading.load import (
-    adapter_targets,
     base_of,
     check_source,
     is_adapter,

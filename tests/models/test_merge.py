@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.export import export_dtype, read_back, require_same_logits
-from scu_trainer.models.loading.load import adapter_targets, load_model
+from scu_trainer.models.loading.adapters import adapter_targets
+from scu_trainer.models.loading.load import load_model
 from scu_trainer.models.merge import (
     MERGE_TOLERANCE,
     _from_state,

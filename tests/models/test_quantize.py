@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from scu_trainer.errors import ModelError, RequirementError
-from scu_trainer.models.loading.load import adapter_targets, load_for_evaluation, load_model, prepare_for_tuning
+from scu_trainer.models.loading.adapters import adapter_targets
+from scu_trainer.models.loading.load import load_for_evaluation, load_model, prepare_for_tuning
 from scu_trainer.models.quantize import (
     compute_dtype_of,
     prepare_quantized,

@@ -1,15 +1,21 @@
-"""Which layers of a model LoRA can act on."""
+"""What is trained of a model: which layers adapters act on and what they are, rows of new tokens, weights by name."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Optional
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import ModelError, nearest
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
+    from scu_trainer.settings import ModelSettings
 
 logger = logging.getLogger("scu_trainer")
 
@@ -76,3 +82,128 @@ def checked_targets(model: nn.Module, wanted: Optional[Iterable[str]]) -> Option
             ineffective[0],
         )
     return list(wanted)
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """What LoRA means for a kind of model. ``task_type``: peft's name of it. ``targets``: the layers to adapt where
+    nobody names any; None: those of ``adapter_targets``. ``modules_to_save``: trained as they are, beside adapters.
+    ``new_rows``: of the embeddings, of tokens that the tokenizer got."""
+
+    task_type: Optional[str] = "CAUSAL_LM"
+    targets: Optional[list[str]] = None
+    modules_to_save: Optional[list[str]] = None
+    new_rows: tuple[int, ...] = ()
+
+
+CAUSAL = AdapterPlan()
+
+
+def adapter_config(model: nn.Module, settings: ModelSettings, adapters: AdapterPlan = CAUSAL) -> PeftConfig:
+    """New adapters for ``model``. Raises ModelError for modules that it does not have."""
+    from peft import LoftQConfig, LoraConfig, VeraConfig
+
+    shared = {
+        "task_type": adapters.task_type,
+        "target_modules": _targets(model, settings, adapters),
+        "modules_to_save": _saved_modules(model, settings, adapters),
+        "layers_to_transform": settings.layers_to_transform,
+        "r": settings.lora_r,
+    }
+    if settings.peft_type == "vera":
+        if adapters.new_rows:
+            raise ModelError(
+                "new_tokens beside VeRA need modules_to_save: [embed_tokens, lm_head]; or use peft_type: lora"
+            )
+        return VeraConfig(**shared, vera_dropout=settings.lora_dropout)
+    initial = settings.init_lora_weights
+    return LoraConfig(
+        **shared,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        exclude_modules=settings.exclude_modules,
+        use_rslora=settings.use_rslora,
+        use_dora=settings.use_dora,
+        init_lora_weights=True if initial == "true" else initial,
+        loftq_config=LoftQConfig() if initial == "loftq" else {},
+        trainable_token_indices=_new_rows(model, settings, adapters.new_rows),
+        ensure_weight_tying=_is_tied(model) and bool(settings.modules_to_save or adapters.new_rows),
+    )
+
+
+def _targets(model: nn.Module, settings: ModelSettings, adapters: AdapterPlan) -> list[str]:
+    found = checked_targets(model, settings.lora_target_modules) or adapters.targets or adapter_targets(model)
+    whole = {*(settings.modules_to_save or ())}
+    return [name for name in found if name not in whole] if settings.lora_target_modules is None else found
+
+
+def _saved_modules(model: nn.Module, settings: ModelSettings, adapters: AdapterPlan) -> Optional[list[str]]:
+    names = [name for name, _ in model.named_modules() if name]
+    for wanted in (*(settings.modules_to_save or ()), *(settings.exclude_modules or ())):
+        if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
+            leaves = sorted({_leaf(name) for name in names})
+            raise ModelError(f"the model has no module {wanted!r}{nearest(wanted, leaves)}; check modules_to_save")
+    return [*(adapters.modules_to_save or ()), *(settings.modules_to_save or ())] or None
+
+
+def _is_tied(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
+
+
+def _new_rows(model: nn.Module, settings: ModelSettings, rows: Sequence[int]) -> Optional[dict[str, list[int]]]:
+    """Rows of the embeddings by the name of the module; of both where they are not tied."""
+    embeddings = model.get_input_embeddings() if rows else None
+    modules = [embeddings] if _is_tied(model) else [embeddings, model.get_output_embeddings() if rows else None]
+    names = {id(module): name for name, module in model.named_modules()}
+    found = [_leaf(names[id(module)]) for module in modules if module is not None]
+    return {name: [*rows] for name in found if name not in (settings.modules_to_save or ())} or None
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> tuple[int, ...]:
+    """Put ``new_tokens`` into the tokenizer; their ids. Raises ModelError for one that it has already."""
+    known = [token for token in settings.new_tokens or () if token in tokenizer.get_vocab()]
+    if known:
+        raise ModelError(f"new_tokens has {known[0]!r}, which the tokenizer knows already; take it out")
+    tokenizer.add_tokens(list(settings.new_tokens or ()))
+    return tuple(tokenizer.convert_tokens_to_ids(token) for token in settings.new_tokens or ())
+
+
+def grow_embeddings(model: nn.Module, rows: int) -> None:
+    """Rows for new tokens, by transformers' default around the mean of the others; nothing where there are enough."""
+    if rows > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(rows)
+
+
+def choose_weights(model: nn.Module, settings: ModelSettings) -> nn.Module:
+    """tuning: full: trains what ``trainable_parameters`` name and ``frozen_parameters`` do not. Raises ModelError for a
+    pattern that names nothing, and where nothing is left."""
+    names = [name for name, _ in model.named_parameters()]
+    for field in ("trainable_parameters", "frozen_parameters"):
+        for pattern in getattr(settings, field) or ():
+            if not any(re.search(pattern, name) for name in names):
+                raise ModelError(f"{field}: {pattern!r} names no weight; there are {_examples(names)}")
+    wanted, frozen = settings.trainable_parameters or [""], settings.frozen_parameters or []
+    for name, weight in model.named_parameters():
+        is_frozen = any(re.search(pattern, name) for pattern in frozen)
+        weight.requires_grad_(any(re.search(pattern, name) for pattern in wanted) and not is_frozen)
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise ModelError("trainable_parameters and frozen_parameters leave nothing to train; take one of them out")
+    return model
+
+
+def _examples(names: list[str]) -> str:
+    """Kinds of weights, without the numbers of layers."""
+    kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in names))
+    return ", ".join(kinds[:12]) + (", ..." if len(kinds) > 12 else "")
+
+
+def save_rows_alone(model: nn.Module) -> nn.Module:
+    """Saved with an adapter are the rows of new tokens; peft would add the whole embedding, since it has grown."""
+
+    class WithNewTokens(type(model)):
+        def save_pretrained(self, save_directory: str, *args: Any, **options: Any) -> None:
+            super().save_pretrained(save_directory, *args, **{"save_embedding_layers": False, **options})
+
+    WithNewTokens.__name__ = type(model).__name__
+    model.__class__ = WithNewTokens
+    return model

@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import ModelError, UserError
-from scu_trainer.models.loading.adapters import adapter_targets, checked_targets
+from scu_trainer.models.loading.adapters import (
+    CAUSAL,
+    AdapterPlan,
+    adapter_config,
+    choose_weights,
+    grow_embeddings,
+    save_rows_alone,
+)
 from scu_trainer.models.loading.causal import require_causal
 from scu_trainer.models.loading.dispatch import Free, Placement, place
 from scu_trainer.models.loading.mapped_files import release_mapped_files
@@ -37,22 +44,8 @@ from scu_trainer.settings import MemorySettings, ModelSettings
 
 if TYPE_CHECKING:
     import torch
-    from peft import LoraConfig
     from torch import nn
     from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class AdapterPlan:
-    """What LoRA means for a kind of model. ``task_type``: peft's name of it. ``targets``: the layers to adapt where
-    nobody names any; None: those of ``adapter_targets``. ``modules_to_save``: trained as they are, beside adapters."""
-
-    task_type: Optional[str] = "CAUSAL_LM"
-    targets: Optional[list[str]] = None
-    modules_to_save: Optional[list[str]] = None
-
-
-CAUSAL = AdapterPlan()
 
 
 def check_source(name_or_path: str, what: str = "model") -> None:
@@ -132,6 +125,39 @@ def base_of(adapter: Path) -> str:
     except ModelError as error:
         raise ModelError(f"the adapter {adapter} needs its base model: {error}") from error
     return base
+
+
+def rows_of_adapter(adapter: Path) -> int:
+    """Rows that the embedding needs for the tokens which an adapter has trained; 0 for one without."""
+    with as_model_error(str(adapter), "adapter"):
+        found = json.loads(read_regular(adapter / "adapter_config.json")).get("trainable_token_indices") or {}
+    rows = found.values() if isinstance(found, dict) else [found]
+    return 1 + max((row for some in rows for row in some), default=-1)
+
+
+def with_adapter_as_model(settings: ModelSettings) -> ModelSettings:
+    """``adapter_name_or_path`` as the model to go on with. Raises ModelError where it is none, or of another base."""
+    if settings.adapter_name_or_path is None:
+        return settings
+    adapter = Path(settings.adapter_name_or_path).expanduser()
+    if not is_adapter(adapter):
+        raise ModelError(
+            f"adapter_name_or_path {settings.adapter_name_or_path!r} is no folder with an adapter_config.json; give "
+            "the folder that a run wrote"
+        )
+    base, given = base_of(adapter), settings.model_name_or_path
+    if given is not None and not _is_same_place(base, given):
+        raise ModelError(
+            f"the adapter {adapter} was trained on {base}, and model_name_or_path is {given}; give that base, or leave "
+            "model_name_or_path out"
+        )
+    return replace(settings, model_name_or_path=str(adapter), adapter_name_or_path=None)
+
+
+def _is_same_place(first: str, second: str) -> bool:
+    if Path(located(first)).is_dir() and Path(located(second)).is_dir():
+        return Path(located(first)).resolve() == Path(located(second)).resolve()
+    return first == second
 
 
 def load_model(
@@ -311,33 +337,21 @@ def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters
             raise ModelError(
                 f"tuning: full cannot start from the adapter {adapter}; give its base model, or use tuning: lora"
             )
-        return model
+        return choose_weights(model, settings)
     if is_adapter(adapter):
+        grow_embeddings(model, rows_of_adapter(adapter))
         if has_offloaded_weights(model):
             require_safe_adapter(adapter, settings.allow_pickle)
             with as_model_error(str(adapter), "adapter"):
                 return adapt_as_saved(model, adapter)
-        return with_adapter(model, adapter, is_trainable=True, allow_pickle=settings.allow_pickle)
-    config = lora_config(model, settings, adapters)
+        adapted = with_adapter(model, adapter, is_trainable=True, allow_pickle=settings.allow_pickle)
+        return save_rows_alone(adapted) if rows_of_adapter(adapter) else adapted
+    config = adapter_config(model, settings, adapters)
     with warnings.catch_warnings():
         # peft finds out layer by layer which way round a weight lies, and warns each time that it did.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
-        return adapt(model, config)
-
-
-def lora_config(model: nn.Module, settings: ModelSettings, adapters: AdapterPlan = CAUSAL) -> LoraConfig:
-    """New adapters for ``model``. Raises ModelError for targets that it does not have."""
-    from peft import LoraConfig
-
-    targets = checked_targets(model, settings.lora_target_modules) or adapters.targets or adapter_targets(model)
-    return LoraConfig(
-        task_type=adapters.task_type,
-        modules_to_save=adapters.modules_to_save,
-        r=settings.lora_r,
-        lora_alpha=settings.lora_alpha,
-        lora_dropout=settings.lora_dropout,
-        target_modules=targets,
-    )
+        adapted = adapt(model, config)
+    return save_rows_alone(adapted) if adapters.new_rows else adapted
 
 
 def load_for_evaluation(path_or_id: str, settings: ModelSettings) -> PreTrainedModel:
@@ -348,6 +362,7 @@ def load_for_evaluation(path_or_id: str, settings: ModelSettings) -> PreTrainedM
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(replace(settings, model_name_or_path=path_or_id), device=device)
     if is_adapter(path):
+        grow_embeddings(model, rows_of_adapter(path))
         model = with_adapter(model, path, is_trainable=False, allow_pickle=settings.allow_pickle)
     model = model.eval().requires_grad_(False)
     return model if settings.tuning == "qlora" else model.to(device)  # 8-bit weights cannot be moved

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import ModelError
+from scu_trainer.models.loading.adapters import AdapterPlan
 from scu_trainer.models.loading.dispatch import Free, Placement, place
 from scu_trainer.models.loading.load import (
-    AdapterPlan,
     as_model_error,
     base_of,
     check_source,

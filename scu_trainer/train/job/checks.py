@@ -110,12 +110,30 @@ def check_training_optimizer(training: TrainingArguments, model: ModelSettings) 
     optim, device = getattr(training.optim, "value", training.optim), training.device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     zero = getattr(training, "hf_deepspeed_config", None)
+    _check_loraplus(optim, training, model)
+    require(
+        model.init_lora_weights != "loftq" or device.type in ("cuda", "xpu"),
+        f"init_lora_weights: loftq is computed by peft on CUDA or XPU only, and this job runs on {device.type}; use "
+        "init_lora_weights: true, or pissa",
+    )
     check_optimizer(optim, device.type, capability, deepspeed_offload=zero is not None and zero.is_offload())
     require(
         not model.trains_bfloat16 or uses_deepspeed(training) or keeps_small_steps(optim, training.optim_args),
         f"optim: {optim} loses the steps that are too small for bfloat16 weights (dtype: bfloat16, tuning: full); "
         f"leave optim out, which takes {FOR_BFLOAT16} with optim_args: {STOCHASTIC}, take stable_adamw (Kahan "
         "summation, pip install torch-optimi), or set dtype: float32 with mixed_precision: bf16",
+    )
+
+
+def _check_loraplus(optim: str, training: TrainingArguments, model: ModelSettings) -> None:
+    """Two learning rates are made before anything shards the model, and need an optimizer that only groups."""
+    if model.loraplus_lr_ratio is None:
+        return
+    shards = uses_deepspeed(training) or bool(training.fsdp)
+    require(not shards, "loraplus_lr_ratio has no effect under DeepSpeed and FSDP, which make the optimizer; drop it")
+    require(
+        not optim.startswith(("galore", "apollo", "lomo", "adalomo")),
+        f"loraplus_lr_ratio groups adapters, and optim: {optim} groups weights itself; drop one of them",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -13,7 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.loading.load import as_model_error, is_adapter, lora_config
+from scu_trainer.models.loading.adapters import adapter_config, choose_weights
+from scu_trainer.models.loading.load import as_model_error, is_adapter
 from scu_trainer.models.quantize import numbers_in, quantizable_layers, quantized_modules, stored_bits
 from scu_trainer.settings import ModelSettings
 
@@ -158,7 +160,7 @@ def _pack(model: nn.Module, settings: ModelSettings, compute_dtype: torch.dtype)
 
 def _tuned(model: nn.Module, settings: ModelSettings) -> nn.Module:
     if settings.tuning == "full":
-        return model
+        return choose_weights(model, settings)
     from peft import PeftConfig, get_peft_model
 
     adapter = Path(settings.model_name_or_path or "").expanduser()
@@ -166,7 +168,7 @@ def _tuned(model: nn.Module, settings: ModelSettings) -> nn.Module:
         saved = PeftConfig.from_pretrained(str(adapter))  # its shape; its weights are not read
         saved.inference_mode = False  # as it was saved it would be frozen
         return get_peft_model(model, saved)
-    config = lora_config(model, settings)
+    config = adapter_config(model, replace(settings, init_lora_weights="true"))  # its shapes; no weights are read
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # as ``prepare_for_tuning`` does
         return get_peft_model(model, config)

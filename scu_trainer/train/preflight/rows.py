@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Optional
+from typing import Any
 
 from scu_trainer.data.statistics import DataStatistics
+from scu_trainer.models.fit import embedding_rows
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
@@ -112,12 +113,6 @@ def marks_of(tokenizer: Any, model: Any) -> Marks:
         None if start in others else start,
         None if unknown in {*others, start} else unknown,  # GPT-2 has one token for all of them
     )
-
-
-def embedding_rows(model: Any) -> Optional[int]:
-    """None for a model without an embedding of tokens, or where it is cut into shards."""
-    embedding = model.get_input_embeddings()
-    return getattr(embedding, "num_embeddings", None)
 
 
 def _vocabulary(job: Job, parts: TrainingComponents, facts: TokenFacts) -> Iterator[Finding]:

@@ -24,6 +24,7 @@ from torch import nn
 
 from scu_trainer.errors import ControlError
 from scu_trainer.train.regularization.distances import Pair, SquaredDistances
+from scu_trainer.train.regularization.effective import DoraUpdate, VeraUpdate, low_rank_pairs, other_updates
 from scu_trainer.train.step.recovery.second_try import second_try
 
 Tensors = list[torch.Tensor]
@@ -98,8 +99,16 @@ class Prior:
 
     def _group(self, model: nn.Module) -> None:
         position = {id(p): i for i, p in enumerate(self.weights)}
-        pairs = _adapter_pairs(model, position) if self.measure == "effective" else []
+        is_effective = self.measure == "effective"
+        pairs = list(low_rank_pairs(model, position)) if is_effective else []
+        self._others = list(other_updates(model, position)) if is_effective else []
+        if self.kind == "zero" and any(isinstance(update, DoraUpdate) for update in self._others):
+            raise ControlError(
+                "scu_prior: zero would shrink the lengths that DoRA trains to 0, and with them the base weights; use "
+                "scu_prior: init"
+            )
         paired = {index for a, b, _ in pairs for index in (a, b)}
+        paired |= {index for update in self._others for index in update.indices}
         self._plain = [i for i in range(len(self.weights)) if i not in paired]
         by_shape = defaultdict(list)
         for a, b, scale in pairs:
@@ -175,7 +184,13 @@ class Prior:
         for group, members in zip(self._groups, self._members, strict=True):
             a, b = [self._value(a) for a, _, _ in members], [self._value(b) for _, b, _ in members]
             yield group.squared_distance(a=a, b=b)
+        for update in self._others:
+            values = [self._value(i) for i in update.indices]
+            yield update.squared_distance(values, self._starts_of(update))
         yield from self._squared((self._value(i), self._start_or_none(i)) for i in self._plain)
+
+    def _starts_of(self, update: DoraUpdate | VeraUpdate) -> Optional[Tensors]:
+        return [self.starts[i] for i in update.indices] if self.starts else None
 
     def _start_or_none(self, index: int) -> Optional[torch.Tensor]:
         return self.starts[index] if self.starts else None
@@ -205,6 +220,9 @@ class Prior:
                 a=[_decayed_copy(self._value(a), self._start(a), shrink) for a, _, _ in members],
                 b=[_decayed_copy(self._value(b), self._start(b), shrink) for _, b, _ in members],
             )
+        for update in self._others:
+            values = [_decayed_copy(self._value(i), self._start(i), shrink) for i in update.indices]
+            yield update.squared_distance(values, self._starts_of(update))
         yield from self._squared(
             (_decayed_copy(self._value(i), self._start(i), shrink), self._start_or_none(i)) for i in self._plain
         )
@@ -314,26 +332,3 @@ def _reject_unusable(named: dict[str, nn.Parameter]) -> None:
                 f"{tuple(parameter.shape)}): sharded (ZeRO-3, FSDP) or offloaded weights cannot be regularized, use "
                 "scu: false"
             )
-
-
-def _adapter_pairs(model: nn.Module, position: dict[int, int]) -> list[tuple[int, int, float]]:
-    """(index of A, index of B, scale) of every trainable LoRA pair, for linear, convolutional and embedding layers."""
-    pairs = []
-    for module in model.modules():
-        scaling = getattr(module, "scaling", None)
-        if not isinstance(scaling, dict):
-            continue
-        for adapter, scale in scaling.items():
-            a, b = _pair(module, adapter)
-            if id(a) in position and id(b) in position:
-                pairs.append((position[id(a)], position[id(b)], float(scale)))
-    return pairs
-
-
-def _pair(module: nn.Module, adapter: str) -> tuple[Optional[nn.Parameter], Optional[nn.Parameter]]:
-    for a_name, b_name in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
-        a_side, b_side = getattr(module, a_name, {}), getattr(module, b_name, {})
-        if adapter in a_side and adapter in b_side:
-            a, b = a_side[adapter], b_side[adapter]
-            return getattr(a, "weight", a), getattr(b, "weight", b)
-    return None, None

@@ -42,6 +42,7 @@ from scu_trainer.train.run_directory.layout import RunStatusCallback, git_commit
 from scu_trainer.train.run_directory.log_history import LogHistoryCallback
 from scu_trainer.train.run_directory.logs import RunLog, run_log
 from scu_trainer.train.run_directory.resume import ASKED_FOR, START_NUMBER, Start, next_start_number
+from scu_trainer.train.session.optimizers import own_optimizer
 from scu_trainer.train.session.stopping import StopCallback, StopRequest
 from scu_trainer.train.session.summary import best_held_out, held_out_by_source, held_out_figures, print_table
 from scu_trainer.train.step.costs import StepTimes, above_baseline, cost_figures, step_peaks
@@ -230,6 +231,7 @@ def build_trainer(job: Job, parts: TrainingComponents, status: Optional[RunStatu
             efficiency=job.efficiency,
             safety=job.safety,
             callbacks=_loops(job, parts),
+            optimizers=(own_optimizer(job, parts.model), None),
         )
     for line in (line for loop in trainer.loops for line in loop.opening_lines()):
         console.print(line, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -10,7 +11,8 @@ from transformers import set_seed
 
 from scu_trainer.errors import DataError, ModelError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.loading.load import CAUSAL, AdapterPlan, prepare_for_tuning
+from scu_trainer.models.loading.adapters import CAUSAL, AdapterPlan
+from scu_trainer.models.loading.load import is_adapter, prepare_for_tuning
 from scu_trainer.models.quantize import quantized_line
 from scu_trainer.run_files import require_room
 from scu_trainer.settings import ModelSettings
@@ -88,6 +90,12 @@ def _tunable(
     """With adapters, if any, and checkpointing; says what is trained and how the rest is stored."""
     stored = quantized_line(model) if settings.tuning == "qlora" else None
     model = prepare_for_tuning(model, settings, adapters)
+    if is_adapter(Path(settings.model_name_or_path or "").expanduser()):
+        own = model.peft_config[model.active_adapter]
+        base = own.base_model_name_or_path
+        console.print(
+            f"goes on with the adapter {settings.model_name_or_path}: rank {own.r}, of {base}", soft_wrap=True
+        )
     trainable = sum(weight_count(p) for p in model.parameters() if p.requires_grad)
     total = sum(weight_count(p) for p in model.parameters())
     console.print(f"model: {total:,} weights, {trainable:,} trained ({settings.tuning})", soft_wrap=True)

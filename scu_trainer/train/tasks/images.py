@@ -16,7 +16,7 @@ from scu_trainer.data.images.decode import fixed_pixels
 from scu_trainer.data.images.store import Kind, collate_images, pixel_statistics
 from scu_trainer.data.samples import PreparedSamples
 from scu_trainer.errors import SettingsError
-from scu_trainer.models.loading.load import AdapterPlan
+from scu_trainer.models.loading.adapters import AdapterPlan
 from scu_trainer.models.vision.adapters import inner_targets, keep_classes, trained_whole
 from scu_trainer.models.vision.inputs import pixel_inputs, require_stock_pixels
 from scu_trainer.models.vision.models import (

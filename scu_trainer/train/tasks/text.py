@@ -16,13 +16,17 @@ from scu_trainer.errors import ModelError
 from scu_trainer.models.fit import require_fit
 from scu_trainer.models.isolation import isolates
 from scu_trainer.models.kernels import best_attention
+from scu_trainer.models.loading.adapters import CAUSAL, add_tokens, grow_embeddings
 from scu_trainer.models.loading.dispatch import check_limits, refuse_unsound
 from scu_trainer.models.loading.load import (
     causal_config,
+    is_adapter,
     load_for_evaluation,
     load_model,
     load_tokenizer,
     plan_placement,
+    rows_of_adapter,
+    with_adapter_as_model,
 )
 from scu_trainer.models.quantize import require_quantization
 from scu_trainer.settings import DataSettings, ModelSettings
@@ -59,7 +63,8 @@ class TextTask:
     def load(self, job: Job, console: Console) -> TrainingComponents:
         cache_dir, device = default_cache_dir(job.data.cache_dir), job.training.device
         require_quantization(job.model, device)
-        settings, tokenizer = _with_base(job.model, cache_dir, console)
+        settings, tokenizer = _with_base(with_adapter_as_model(job.model), cache_dir, console)
+        new_rows = () if is_adapter(Path(settings.model_name_or_path)) else add_tokens(tokenizer, settings)
         teacher = teacher_of(job)
         if teacher is not None:
             vocabularies = load_tokenizer(teacher).get_vocab(), tokenizer.get_vocab()
@@ -76,6 +81,8 @@ class TextTask:
         say_data(console, data)
         before_model_bytes = begin_model(job)
         model = load_model(settings, device=device, placement=placement)
+        if new_rows or is_adapter(Path(settings.model_name_or_path)):
+            grow_embeddings(model, new_rows[-1] + 1 if new_rows else rows_of_adapter(Path(settings.model_name_or_path)))
         require_fit(model, settings.model_name_or_path, len(tokenizer), job.data.block_size)
         asked = packing.asked_of(model, len(tokenizer))
         if asked.applied(job.data) != packing.applied(job.data):
@@ -92,6 +99,7 @@ class TextTask:
             model=model,
             collator=Collator.of(tokenizer),
             before_model_bytes=before_model_bytes,
+            adapters=replace(CAUSAL, new_rows=new_rows),
         )
         if teacher is not None:
             parts.teacher = load_for_evaluation(job.model.teacher, teacher)
