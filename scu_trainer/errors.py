@@ -77,7 +77,7 @@ class Diverged(UserError):
     """The training loss has left its own course for good, and the settings say to stop then."""
 
 
-NEAR = 0.7
+NEAR = 0.65
 """Share of equal letters, in their order, from which on two words are near."""
 
 

@@ -15,7 +15,7 @@ def require_fit(model: PreTrainedModel, name: str, token_count: int, longest_row
     """Raise ModelError or SettingsError unless ``model`` embeds ``token_count`` tokens and ``longest_row``
     positions."""
     rows = embedding_rows(model)
-    if token_count > rows:
+    if rows is not None and token_count > rows:
         raise ModelError(
             f"the tokenizer has {token_count} tokens, the embedding of {name} has {rows} rows; use the tokenizer that "
             "belongs to the model"

@@ -30,6 +30,8 @@ ONLY_TEXT = (
     "streaming",
     "stopping_strategy",
     "embedded_base_steps",
+    "new_tokens",
+    "adapter_name_or_path",
 )
 LANGUAGE = ("text_column", "block_size", "preprocessing_num_workers", "chunked_loss")
 NOT_WORDS = (*ONLY_TEXT, "preprocessing_num_workers")

@@ -335,7 +335,7 @@ TABLE: Table = {
     "adapter": _adapter,
     "load_in_4bit": _quantized,
     "load_in_8bit": lambda value, source: in_8_bits(value, source, adapts=is_on(source.get("adapter"))),
-    "lora_model_dir": "an adapter is gone on with by its own path: model_name_or_path: ADAPTER",
+    "lora_model_dir": Same("adapter_name_or_path"),
     "lora_target_modules": _targets,
     "lora_target_linear": _all_linear,
     "lora_target_parameters": "adapters go to modules here: lora_target_modules",

@@ -56,8 +56,7 @@ def _quantizer(value: Any, source: Source) -> Meaning:
 def _pissa(value: Any, source: Source) -> Meaning:
     if not is_on(value):
         return Meaning(said="off here too")
-    steps = int(source.get("pissa_iter", 16))
-    return Meaning({"init_lora_weights": "pissa" if steps == -1 else f"pissa_niter_{steps}"})
+    return Meaning({"init_lora_weights": "pissa"}, "the exact decomposition, whatever pissa_iter says")
 
 
 def _low_rank(name: str, optimizer: str, arguments: Mapping[str, str]) -> Any:
@@ -231,7 +230,6 @@ TABLE: Table = {
     "quantization_device_map": Same("device_map"),
     "lora_target": targets,
     "additional_target": several("modules_to_save"),
-    "adapter_name_or_path": "an adapter is gone on with by its own path: model_name_or_path: ADAPTER",
     "create_new_adapter": "an adapter is gone on with; merge it first for a new one: scu-trainer merge RUN",
     "pissa_init": _pissa,
     "pissa_iter": _belongs("pissa_init"),
