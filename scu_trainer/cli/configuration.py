@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Optional, get_type_hints
 import yaml
 
 from scu_trainer.cli.names.known import PREFIX, known_names, stock_names, stock_number
-from scu_trainer.cli.names.tools import hint, imported, tool_of
+from scu_trainer.cli.names.tools import as_word, hint, imported, tool_of
 from scu_trainer.cli.names.translation import flags_of, notes_of, translated, translated_entries
 from scu_trainer.cli.presets import fitted
 from scu_trainer.errors import SettingsError, nearest
@@ -136,6 +136,7 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
     prepare_environment(typed.deepspeed, typed.use_cpu)
     precision = _choose_precision(parser, typed, planned_for)
     note += _choose_optimizer(parser, typed, arguments)
+    note += _choose_evaluations(parser, typed, arguments)
     with _stock_refusals():
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     _, model, data, scu, memory, curriculum, efficiency, safety, *own, training = parts
@@ -328,6 +329,29 @@ def _choose_optimizer(parser: HfArgumentParser, typed: Any, arguments: Sequence[
         return ()
     parser.set_defaults(optim=FOR_BFLOAT16, optim_args=STOCHASTIC)
     return (f"optimizer: {FOR_BFLOAT16}, {STOCHASTIC}: weights are bfloat16, and small steps would round away",)
+
+
+def _choose_evaluations(parser: HfArgumentParser, typed: Any, arguments: Sequence[str]) -> tuple[str, ...]:
+    """What early stopping needs beside, where nobody says anything; a line for the user about it. Evaluations and
+    checkpoints go together: the best model is a checkpoint."""
+    if typed.early_stopping_patience is None:
+        return ()
+    given = {*_given(arguments, field_names(parser))}
+    wanted: dict[str, Any] = {"load_best_model_at_end": True}
+    says = next((kind for kind in ("eval", "save") if f"{kind}_strategy" in given or f"{kind}_steps" in given), None)
+    strategy = typed.save_strategy if says == "save" else typed.eval_strategy
+    strategy = getattr(strategy, "value", strategy)
+    if says is not None and f"{says}_strategy" not in given:
+        strategy = "steps"
+    strategy = "epoch" if says is None else strategy
+    wanted |= {"eval_strategy": strategy, "save_strategy": strategy}
+    if strategy == "steps" and says is not None:
+        steps = getattr(typed, f"{says}_steps")
+        wanted |= {"eval_steps": steps or typed.logging_steps, "save_steps": steps or typed.logging_steps}
+    chosen = {name: value for name, value in wanted.items() if name not in given}
+    parser.set_defaults(**chosen)
+    said = ", ".join(f"{name}: {as_word(value)}" for name, value in chosen.items())
+    return (f"early stopping: {said}",) if chosen else ()
 
 
 def _choose_precision(parser: HfArgumentParser, typed: Any, planned_for: Optional[DeviceFacts]) -> PrecisionChoice:

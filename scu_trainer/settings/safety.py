@@ -31,6 +31,12 @@ class SafetySettings:
     save_epochs: Optional[int] = option(
         None, "with save_strategy: epoch, a checkpoint after so many epochs, and at the end; default: after each"
     )
+    early_stopping_patience: Optional[int] = option(
+        None,
+        "end after so many evaluations in a row without a better metric_for_best_model (default: the held-out loss), "
+        "and keep the best model",
+    )
+    early_stopping_threshold: float = option(0.0, "by how much a better figure must be better to count")
     max_nonfinite_steps: int = option(
         3,
         "optimizer steps one after the other whose loss or gradient is no finite number: each is skipped and counted, "
@@ -54,6 +60,12 @@ class SafetySettings:
             self.save_epochs is None or self.save_epochs >= 1,
             f"save_epochs is {self.save_epochs}; it must be 1 epoch or more",
         )
+        patience = self.early_stopping_patience
+        require(patience is None or patience >= 1, f"early_stopping_patience is {patience}; it must be 1 or more")
+        require(
+            self.early_stopping_threshold == 0 or patience is not None,
+            "early_stopping_threshold needs early_stopping_patience, the evaluations to wait; give it, such as 3",
+        )
         require(
             self.max_nonfinite_steps >= 0,
             f"max_nonfinite_steps is {self.max_nonfinite_steps}; allowed: 0 or more steps",
@@ -74,6 +86,10 @@ def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:
     require(
         safety.save_epochs is None or strategy == "epoch",
         f"save_epochs counts epochs, and save_strategy is {strategy}; set save_strategy: epoch",
+    )
+    require(
+        safety.early_stopping_patience is None or training.load_best_model_at_end,
+        "early_stopping_patience keeps the best model; set load_best_model_at_end: true, or drop it",
     )
     require(
         safety.save_epochs in (None, 1) or not training.load_best_model_at_end,

@@ -22,7 +22,7 @@ from scu_trainer.train.loops.overflow import OverflowWatch
 from scu_trainer.train.loops.profile import Profile
 from scu_trainer.train.loops.rate_steps import RateSteps
 from scu_trainer.train.loops.regularization import RegularizationLoop
-from scu_trainer.train.loops.save_epochs import SaveEpochs
+from scu_trainer.train.loops.saves_and_ends import EarlyStopping, SaveEpochs
 from scu_trainer.train.loops.throughput import Throughput
 from scu_trainer.train.loops.weight_average import WeightAverage
 from scu_trainer.train.loss.loss_path import LossPath
@@ -44,6 +44,7 @@ ORDER = (
     WeightAverage,  # averages the weights as the loop before leaves them
     RateSteps,
     SaveEpochs,
+    EarlyStopping,
     Throughput,  # counts what all of the above take
     Profile,
 )
@@ -76,6 +77,8 @@ def make_loops(
         check_safety(safety, trainer.args)
         if safety.save_epochs is not None:
             loops.append(SaveEpochs(safety.save_epochs))
+        if safety.early_stopping_patience is not None:
+            loops.append(EarlyStopping(safety.early_stopping_patience, safety.early_stopping_threshold))
     if memory is not None and memory.acts:
         refuse_arguments(trainer)
         trainer.micro_batches = MicroBatchStep(trainer, memory, memory_gauge)

@@ -1,0 +1,80 @@
+"""When a run saves and when it ends: ``save_epochs``, ``early_stopping_patience``, ``early_stopping_threshold``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import EarlyStoppingCallback
+
+from scu_trainer.train.loop import Loop
+
+
+class SaveEpochs(Loop):
+    """Drops the stock wish to save at the end of an epoch (``save_strategy: epoch``) in all epochs but every
+    ``every``-th and the last."""
+
+    name = "save_epochs"
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        is_last = control.should_training_stop or state.global_step >= state.max_steps
+        if not is_last and round(state.epoch) % self.every:
+            control.should_save = False
+
+
+class EarlyStopping(Loop):
+    """``transformers.EarlyStoppingCallback``, whose count goes on in a run that is resumed and that says why it ended.
+
+    A training that is resumed from the very checkpoint at which it was to end trains one step more; the best model,
+    which it leaves behind, is the same.
+    """
+
+    name = "early_stopping"
+    state_file = "early_stopping.json"
+
+    def __init__(self, patience: int, threshold: float) -> None:
+        self._rule = EarlyStoppingCallback(patience, threshold)
+        self._figures: dict[str, Any] = {}
+        self.notices: list[str] = []
+
+    def begin(self) -> None:
+        self._rule.early_stopping_patience_counter = 0
+        self._figures, self.notices = {}, []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._rule.on_train_begin(args, state, control, **kwargs)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        self._rule.on_evaluate(args, state, control, metrics=metrics or {}, **kwargs)
+        if self._is_over and not self._figures:
+            name = f"eval_{(args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+            best = {"metric": name, "best": state.best_metric, "best_step": state.best_global_step}
+            self._figures = {"step": state.global_step, **best}
+            self.notices.append(
+                f"early stopping: {name} was not better than {state.best_metric:.4g} of step {state.best_global_step} "
+                f"in {self._rule.early_stopping_patience} evaluations; the run ended at step {state.global_step} with "
+                f"the model of step {state.best_global_step}"
+            )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._is_over:
+            control.should_training_stop = True
+
+    @property
+    def _is_over(self) -> bool:
+        return self._rule.early_stopping_patience_counter >= self._rule.early_stopping_patience
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"evaluations_without_gain": self._rule.early_stopping_patience_counter}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rule.early_stopping_patience_counter = int(state["evaluations_without_gain"])
+
+    def figures(self) -> dict[str, Any]:
+        return {self.name: self._figures} if self._figures else {}
+
+    def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+        return [("early stopping", text.partition(": ")[2]) for text in self.notices]
