@@ -194,6 +194,9 @@ def check_early(config: str | None, flags: Sequence[str]) -> None:
         require(name in known, f"{config}: unknown key {short(name)}{hint(name, known)}")
     for name in _given(flags, known):
         require(name in known, f"unknown option --{name}{hint(name, known)}")
+    require(
+        not {"seed", "seeds"} <= {*entries, *_given(flags, known)}, "seed and seeds are both given; keep one of them"
+    )
     for name, value in [*entries.items(), *flags_of(flags)]:
         _check_stock_number(name, value)
     parser = our_parser()
@@ -222,7 +225,7 @@ def check_values_early(entries: Mapping[str, Any]) -> None:
 
 
 def _check_typed(parser: HfArgumentParser, typed: Mapping[str, Any]) -> None:
-    TaskSettings(typed["task"], typed["preset"], typed["mode"])
+    _task_of(argparse.Namespace(**typed))
     for kind in parser.dataclass_types:
         check_values(kind, typed, ALLOWED)
 
@@ -237,7 +240,7 @@ def read_data(config: str | None, flags: Sequence[str]) -> tuple[str, ModelSetti
     known = {name: value for name, value in entries.items() if name in names}
     given = _given(flags, names)
     typed, _ = parser.parse_known_args([*_all_as_flags(known), *flags])
-    task = TaskSettings(typed.task, typed.preset, typed.mode)
+    task = _task_of(typed)
     if "mode" in given:  # a typed one goes before the file
         known = {name: value for name, value in known.items() if name not in task.mode_values}
     parser.set_defaults(**{name: value for name, value in task.defaults.items() if name in names})
@@ -282,13 +285,17 @@ def _arguments(
     note = (f"read in {config}: {'; '.join(read_as)}",) if read_as else ()
     if "mode" in typed_names:
         typed = parser.parse_args([*_all_as_flags(entries), *flags])
-        task = TaskSettings(typed.task, typed.preset, typed.mode)
+        task = _task_of(typed)
         meant = {name: value for name, value in task.mode_values.items() if name not in typed_names}
         replaced = {name: entries[name] for name in meant if name in entries and entries[name] != meant[name]}
         entries = {name: value for name, value in entries.items() if name not in meant}
         words = [f"{name} {_word(meant[name])} for {_word(value)}" for name, value in replaced.items()]
         note += (f"mode {task.mode}, in the place of {config}: {', '.join(words)}",) if words else ()
     return [*_all_as_flags(entries), *flags], note
+
+
+def _task_of(typed: argparse.Namespace) -> TaskSettings:
+    return TaskSettings(**{item.name: getattr(typed, item.name) for item in dataclasses.fields(TaskSettings)})
 
 
 def _word(value: Any) -> str:
@@ -299,7 +306,7 @@ def _task(parser: HfArgumentParser, arguments: Sequence[str], names: Collection[
     """The task, whose defaults, preset and mode stand in for everybody's defaults of ``parser``; lines about what of
     the preset follows from this machine."""
     typed, given = parser.parse_args(arguments), _given(arguments, names)
-    task = TaskSettings(typed.task, typed.preset, typed.mode)
+    task = _task_of(typed)
     task.check_typed(given)
     parser.set_defaults(**task.defaults)
     if task.preset is None:

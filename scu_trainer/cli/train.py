@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from typing import Optional
@@ -13,7 +14,7 @@ from scu_trainer.cli.machine.check import check_recipe
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.names.meaning import FALSE, TRUE
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.errors import Stopped
+from scu_trainer.errors import SettingsError, Stopped
 from scu_trainer.imports import without_collector
 from scu_trainer.train.step.distributed.launched import end_with_launcher
 
@@ -47,7 +48,17 @@ def _main(argv: list[str]) -> int:
         if modes.print_config:
             print(configuration.as_yaml(job), end="")
             return 0
+        if job.task.seeds and not (modes.preflight_only or modes.test_run):
+            return _train_seeds(modes.config, flags, job.task.seeds)
         return _train(job, log, modes, flags)
+
+
+def _train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int]) -> int:
+    if "WORLD_SIZE" in os.environ:
+        raise SettingsError("seeds start processes of their own; drop the launcher, or give one seed: --seed 0")
+    from scu_trainer.cli.comparison.seeds import train_seeds
+
+    return train_seeds(config, flags, seeds)
 
 
 def _mode_parser() -> argparse.ArgumentParser:

@@ -88,6 +88,11 @@ class TaskSettings:
     preset: Optional[str] = option(
         None, "values for a kind of machine, which file and flags override; images: gpu, cpu, memory_efficient"
     )
+    seeds: Optional[list[int]] = option(
+        None,
+        "train the job once with each of these seeds, one after the other, each in a folder of its own below "
+        "output_dir, and report mean and spread",
+    )
     mode: Optional[str] = option(
         None,
         "values for a size of job: tiny, standard, extended. In the file the file's other lines override them; typed "
@@ -98,6 +103,8 @@ class TaskSettings:
         check_fields(self)
         for name in ("preset", "mode"):
             self._group(name)
+        seeds = self.seeds or []
+        require(len({*seeds}) == len(seeds), f"seeds are {seeds}; give different ones, such as 0 1 2")
 
     @property
     def kind(self) -> Kind:

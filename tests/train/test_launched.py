@@ -35,9 +35,9 @@ def test_what_launchers_leave_in_the_environment(monkeypatch, name):
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 def test_a_rank_that_is_still_starting_does_not_outlive_its_launcher(tmp_path):
     """Killed like this, launchers left ranks that waited half an hour for each other."""
-    endless = tmp_path / "config.yaml"
-    os.mkfifo(endless)  # whoever reads it waits
-    start = f"from scu_trainer.cli.train import main; main(['--config', {str(endless)!r}])"
+    config = tmp_path / "config.yaml"
+    config.write_text(f"output_dir: {tmp_path / 'run'}\nmax_steps: 100000\n")
+    start = f"from scu_trainer.cli.train import main; main(['--config', {str(config)!r}])"
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, sys.executable, "-c", start], stdout=subprocess.PIPE, text=True
     )

@@ -13,7 +13,7 @@ from scu_trainer.cli.background import screens
 from scu_trainer.cli.configuration import check_early, read_file
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.names.known import known_names
-from scu_trainer.cli.names.translation import translated
+from scu_trainer.cli.names.translation import flags_of, translated
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.planning import OPTIMAL
 from scu_trainer.errors import SettingsError
@@ -138,6 +138,8 @@ def _start(options: argparse.Namespace, flags: list[str], hands: Hands) -> int:
     entries, text = _read(Path(options.config))
     _check_flags(flags)
     check_early(None, flags)
+    if "seeds" in entries or any(name == "seeds" for name, _ in flags_of(flags)):
+        raise SettingsError("a background run has one seed; start one for each: --seed 0, --seed 1, ... without seeds")
     name = options.name or _free_name(options, entries)
     settings = Options(
         options.launcher, _device(options, entries, flags), options.nice, options.threads,

@@ -85,7 +85,7 @@ def plan_of(options: argparse.Namespace, flags: Sequence[str], arms: Sequence[Ar
         place = ["--seed", str(options.seeds[0]), "--output_dir", str(folder / "runs" / arm.name)]
         words = [*flags, *arm.flags, *place, "--resume_from_checkpoint", "auto"]
         with _named(arm):
-            resolved[arm.name], texts[arm.name] = _resolved(options.config, words)
+            resolved[arm.name], texts[arm.name] = resolved_settings(options.config, words)
         check_comparable(arm.name, resolved[arm.name])
     check_equal_budget(resolved)
     return ComparisonPlan(folder, command, options.config, tuple(arms), tuple(options.seeds), 1, resolved, texts)
@@ -100,13 +100,14 @@ def _named(arm: Arm) -> Iterator[None]:
         raise SettingsError(f"arm {arm.name}: {error}") from error
 
 
-def _resolved(config: str, words: Sequence[str]) -> tuple[dict[str, Any], str]:
+def resolved_settings(config: Optional[str], words: Sequence[str]) -> tuple[dict[str, Any], str]:
     """All settings of a job as training writes them to its run directory, and as YAML, from which runs read them."""
     from scu_trainer.cli.configuration import as_yaml, read_job
 
     environment = dict(os.environ)
     try:
         job = read_job(config, words)
+        job.task = replace(job.task, seeds=None)  # each run has one
         job.check()
         settings, text = _plain(job.as_dict()), as_yaml(job)
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:

@@ -83,7 +83,8 @@ def print_wrapped(console: Console, line: str) -> None:
 def start_line(plan: ComparisonPlan, devices: Sequence[str]) -> str:
     arms, seeds = len(plan.arms), len(plan.seeds)
     many, threads = len(devices), plan.threads
+    runs = f"{arms} arms x {seeds} seed{'s' if seeds > 1 else ''} = {arms * seeds} runs"
     return (
-        f"{arms} arms x {seeds} seed{'s' if seeds > 1 else ''} = {arms * seeds} runs, {many} at a time with {threads} "
+        f"{f'{seeds} seeds' if arms == 1 else runs}, {many} at a time with {threads} "
         f"thread{'s' if threads > 1 else ''} each, in {plan.folder}"
     )

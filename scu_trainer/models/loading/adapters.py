@@ -170,13 +170,15 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> t
 
 def grow_embeddings(model: nn.Module, rows: int) -> None:
     """Rows for new tokens, by transformers' default around the mean of the others; nothing where there are enough."""
-    if rows > model.get_input_embeddings().weight.shape[0]:
+    if rows > 0 and rows > model.get_input_embeddings().weight.shape[0]:  # a classifier of pictures has no embedding
         model.resize_token_embeddings(rows)
 
 
 def choose_weights(model: nn.Module, settings: ModelSettings) -> nn.Module:
     """tuning: full: trains what ``trainable_parameters`` name and ``frozen_parameters`` do not. Raises ModelError for a
     pattern that names nothing, and where nothing is left."""
+    if not (settings.trainable_parameters or settings.frozen_parameters):
+        return model
     names = [name for name, _ in model.named_parameters()]
     for field in ("trainable_parameters", "frozen_parameters"):
         for pattern in getattr(settings, field) or ():
@@ -185,7 +187,8 @@ def choose_weights(model: nn.Module, settings: ModelSettings) -> nn.Module:
     wanted, frozen = settings.trainable_parameters or [""], settings.frozen_parameters or []
     for name, weight in model.named_parameters():
         is_frozen = any(re.search(pattern, name) for pattern in frozen)
-        weight.requires_grad_(any(re.search(pattern, name) for pattern in wanted) and not is_frozen)
+        is_wanted = weight.requires_grad and any(re.search(pattern, name) for pattern in wanted)
+        weight.requires_grad_(is_wanted and not is_frozen)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise ModelError("trainable_parameters and frozen_parameters leave nothing to train; take one of them out")
     return model

@@ -79,6 +79,8 @@ def sentence(difference: Optional[ConfidenceInterval], pairs: int, reference: st
 def overall(arms: Mapping[str, BySeed], reference: str, confidence: float) -> str:
     """The verdict over all arms. ``arms``: held-out bits per token by seed of each arm, the reference among them."""
     others = [name for name in arms if name != reference]
+    if not others:
+        return _spread(list(arms[reference].values()), confidence)
     found = {name: _against(arms, name, reference, confidence) for name in others}
     judged = [name for name in others if found[name] != "unknown"]
     if not judged:
@@ -88,6 +90,17 @@ def overall(arms: Mapping[str, BySeed], reference: str, confidence: float) -> st
     if unknown:
         said.append(f"Not judged: {', '.join(unknown)}.")
     return " ".join([*said, best(arms, confidence)])
+
+
+def _spread(values: Sequence[float], confidence: float) -> str:
+    """Of a job that was trained with several seeds, and compared with nothing."""
+    interval = t_interval(values, confidence)
+    if interval is None or interval.low is None:
+        return "No spread can be told: fewer than two seeds are finished."
+    return (
+        f"Mean {interval.value:.3f} over {len(values)} seeds, standard deviation {stdev(values):.3f}, "
+        f"{percent(confidence)} t interval of the mean {interval.low:.3f} to {interval.high:.3f}."
+    )
 
 
 def _against(arms: Mapping[str, BySeed], name: str, other: str, confidence: float) -> str:

@@ -1,0 +1,91 @@
+"""``seeds: [0, 1, 2]``: the same job once per seed, one after the other, then mean and spread. A comparison of one arm:
+its runs, its files, and how it goes on after a kill."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import stdev
+from typing import Any, Optional
+
+from rich.console import Console
+from rich.table import Table
+
+from scu_trainer.cli.comparison import screen as screens
+from scu_trainer.cli.comparison.plan import resolved_settings, shared_out
+from scu_trainer.cli.comparison.runs import Start, exit_code
+from scu_trainer.errors import SettingsError, Stopped
+from scu_trainer.report.comparison.statistics import FEWEST_SEEDS, t_interval
+from scu_trainer.runs.studies import comparison
+from scu_trainer.runs.studies.comparison_arms import Arm
+from scu_trainer.runs.studies.comparison_plan import ComparisonPlan
+from scu_trainer.runs.studies.comparison_state import Key
+
+JOB = Arm("job", "job", "the job as it is configured", {})
+CONFIDENCE = 0.95
+
+
+def train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int], hands: Any = None) -> int:
+    """Trains the job of a file and flags with each seed. Returns 1 where a run has failed."""
+    words = ["--seed", str(seeds[0]), "--resume_from_checkpoint", "auto"]
+    settings, text = resolved_settings(config, [*flags, *words])
+    if settings.get("push_to_hub"):
+        raise SettingsError("push_to_hub would put every seed over the last; drop it, and push the run that you want")
+    typed = shlex.join([*(["--config", config] if config else []), *flags])
+    folder, command = Path(settings["output_dir"]), f"scu-trainer train {typed}"
+    plan = ComparisonPlan(folder, command, config, (JOB,), tuple(seeds), 1, {JOB.name: settings}, {JOB.name: text})
+    plan, devices = shared_out(plan, 1)
+    options = argparse.Namespace(retry_failed=True, confidence=CONFIDENCE)
+    return Seeds(plan, JOB.name, options, devices, Console(highlight=False), hands or comparison.Hands()).run()
+
+
+class Seeds(Start):
+    """With a table of seeds in the place of one of arms."""
+
+    def _end(self, record: Mapping[str, Any], states: Mapping[Key, Any]) -> int:
+        missing = [key for key, state in states.items() if state.status == "missing"]
+        if missing:
+            raise Stopped(f"stopped: {len(missing)} of {len(states)} seeds are not done; the same command goes on")
+        self.console.print(_table(record["runs"]))
+        fixed = self.plan.resolved[JOB.name].get("eval_dataset") is not None
+        own_split = (
+            "each seed holds out documents of its own, and the spread is that of both; eval_dataset holds them fixed"
+        )
+        for line in [
+            *spread(record["runs"]),
+            *([] if fixed else [own_split]),
+            f"written: {self.plan.folder / 'comparison.json'}",
+        ]:
+            screens.print_wrapped(self.console, line)
+        return exit_code(record)
+
+
+def _table(runs: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("seed", "held-out bits before", "after", "best on the way", "steps", "run"):
+        table.add_column(title, justify="left" if title == "run" else "right", overflow="fold")
+    for run in runs:
+        found = run["metrics"]
+        names = ("held_out_bpt_before", "held_out_bpt", "best_held_out_bpt")
+        figures = ["-" if found.get(name) is None else f"{found[name]:.3f}" for name in names]
+        end = run["folder"] if run["status"] == "finished" else f"{run['status']}: {run['error']}"
+        table.add_row(str(run["seed"]), *figures, str(found.get("steps", "-")), end)
+    return table
+
+
+def spread(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Mean, standard deviation and interval over the seeds that are finished, and how far that can be trusted."""
+    values = [run["metrics"].get("held_out_bpt") for run in runs if run["status"] == "finished"]
+    values = [value for value in values if value is not None]
+    if len(values) < 2:
+        return [f"{len(values)} of {len(runs)} seeds with a held-out figure: no spread can be told"]
+    interval = t_interval(values, CONFIDENCE)
+    said = [
+        f"held-out bits over {len(values)} seeds: mean {interval.value:.3f}, standard deviation {stdev(values):.3f}, "
+        f"{CONFIDENCE:.0%} t interval of the mean {interval.low:.3f} to {interval.high:.3f}"
+    ]
+    if len(values) < FEWEST_SEEDS:
+        said.append("two seeds say little: the interval hangs on one difference")
+    return said

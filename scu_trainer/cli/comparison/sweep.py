@@ -1,0 +1,379 @@
+"""``scu-trainer sweep``: a small search by Optuna, each trial an ordinary run, resumable, with a verdict in the end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.cli.comparison.plan import resolved_settings, shared_out
+from scu_trainer.cli.comparison.runs import Start
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.names.known import known_names
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.errors import RequirementError, SettingsError, Stopped
+from scu_trainer.run_files import read_json, read_rows, require_writable, write_json, write_text
+from scu_trainer.runs.launch import command, environment
+from scu_trainer.runs.process import MARK
+from scu_trainer.runs.room import GPU, visible_devices
+from scu_trainer.runs.studies import comparison
+from scu_trainer.runs.studies.comparison_arms import Arm
+from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, differences
+from scu_trainer.runs.studies.comparison_state import is_finished, last_words
+from scu_trainer.runs.studies.search import FORM, Axis, axes_of
+
+if TYPE_CHECKING:
+    import optuna
+    from rich.console import Console
+
+DESCRIPTION = f"""\
+Trains the job as it is, then with other values of the fields that --search names, and keeps the best by its held-out
+bits. A trial that is clearly worse on the way ends early. Killed or stopped, the same command goes on.
+
+  --search {FORM}"""
+
+PLAN_FILE, JOURNAL, BEST, TABLE = "sweep.json", "study.journal", "best.yaml", "trials.json"
+LOOK_EVERY_S, READ_EVERY_S = 0.1, 1.0
+TRIALS_BEFORE_PRUNING = 4
+CONFIDENCE = 0.95
+
+
+def main(argv: Optional[Sequence[str]] = None, hands: Optional[comparison.Hands] = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda words: _main(words, hands or comparison.Hands()), words)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="scu-trainer sweep",
+        usage="%(prog)s --config FILE --search AXIS [AXIS ...] [options] [--FIELD VALUE ...]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", help="YAML or JSON file of the job")
+    parser.add_argument("--search", nargs="+", default=[], metavar="AXIS", help=f"what to move: {FORM}")
+    parser.add_argument("--trials", type=int, default=12, metavar="N", help="beside the job as it is; default: 12")
+    parser.add_argument("--output_dir", "--output-dir", default="runs/sweep", help="default: runs/sweep")
+    parser.add_argument("--seed", type=int, default=0, help="of the job and of the search; default: 0")
+    parser.add_argument(
+        "--confirm_seeds", "--confirm-seeds", type=int, default=0, metavar="N",
+        help="then train the job and the best again with so many other seeds, and judge by those; default: 0",
+    )  # fmt: skip
+    return parser
+
+
+def _main(argv: list[str], hands: comparison.Hands) -> int:
+    options, flags = _parser().parse_known_args(argv)
+    from scu_trainer.cli.configuration import check_early, check_values_early
+
+    axes = axes_of(options.search, known_names())
+    for axis in axes:
+        for value in axis.ends:
+            check_values_early({axis.name: value})
+    if options.trials < 1 or options.confirm_seeds < 0:
+        raise SettingsError("--trials must be 1 or more, and --confirm_seeds 0 or more")
+    moved = [axis.name for axis in axes if any(word.split("=")[0] == f"--{axis.name}" for word in flags)]
+    if moved:
+        raise SettingsError(f"{moved[0]} is given and moved; drop one of them")
+    check_early(options.config, flags)
+    _optuna()
+    from rich.console import Console
+
+    settings, text = resolved_settings(options.config, [*flags, "--seed", str(options.seed)])
+    if settings.get("push_to_hub"):
+        raise SettingsError("push_to_hub would put every trial over the last; drop it, and push the run that you want")
+    typed = "scu-trainer sweep " + shlex.join(argv)
+    plan = Plan(Path(options.output_dir), typed, options.config, flags, axes, options.seed, settings, text)
+    return Sweep(plan, options, Console(highlight=False), hands).run()
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise RequirementError(
+            "sweep needs optuna, which is not installed; pip install 'scu-trainer[sweep]'"
+        ) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``settings`` and ``text``: of the job as it is."""
+
+    folder: Path
+    command: str
+    config: Optional[str]
+    flags: Sequence[str]
+    axes: Sequence[Axis]
+    seed: int
+    settings: Mapping[str, Any]
+    text: str
+
+    def as_dict(self) -> dict[str, Any]:
+        search = [[axis.name, axis.low, axis.high, axis.is_log, list(axis.values)] for axis in self.axes]
+        return {
+            "command": self.command, "config": self.config, "search": search, "seed": self.seed,
+            "resolved": dict(self.settings),
+        }  # fmt: skip
+
+    def take(self) -> None:
+        """Writes the plan, or finds it there. Raises SettingsError where the folder holds another sweep."""
+        path = self.folder / PLAN_FILE
+        if not path.is_file():
+            write_text(self.folder / "base.yaml", self.text)
+            write_json(path, self.as_dict())
+            return
+        before, now = read_json(path), json.loads(json.dumps(self.as_dict()))
+        found = [
+            f"{key} was {before.get(key)}, now {now[key]}" for key in ("search", "seed") if before.get(key) != now[key]
+        ]
+        found += differences(before.get("resolved", {}), now["resolved"])
+        if found:
+            raise SettingsError(
+                f"{self.folder} holds another sweep: {'; '.join(found[:3])}; type its command ({before['command']}), "
+                "or give another --output_dir"
+            )
+
+
+class Sweep:
+    """One start of the command, from its lock to its verdict."""
+
+    def __init__(self, plan: Plan, options: argparse.Namespace, console: Console, hands: comparison.Hands) -> None:
+        self.plan, self.options, self.console, self.hands, self.asked = plan, options, console, hands, 0
+        one = ComparisonPlan(
+            plan.folder, plan.command, plan.config, (), (plan.seed,), 1, {"job": dict(plan.settings)}, {}
+        )
+        shared, devices = shared_out(one, 1)
+        self.threads, self.device = shared.threads, devices[0]
+
+    def say(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True, markup=False)
+
+    def run(self) -> int:
+        require_writable(self.plan.folder)
+        with comparison.only_one(self.plan.folder), self._listening():
+            comparison.stop_left_behind(self.plan.folder, self.hands)
+            self.plan.take()
+            self._base()
+            study = self._study()
+            self._go_on_with_begun(study)
+            while len(study.trials) < self.options.trials:
+                self._try(study, self._next(study))
+            self._end(study)
+        return 0
+
+    # -- runs ----------------------------------------------------------------------------------------------------------
+
+    def folder_of(self, name: str) -> Path:
+        return self.plan.folder / "runs" / name
+
+    def _base(self) -> None:
+        if not is_finished(self.folder_of("base")):
+            code = self._watched("base", {}, lambda: False)
+            if code != comparison.TRAINED or not is_finished(self.folder_of("base")):
+                raise SettingsError(f"the job as it is cannot be trained: {self._last_words('base', code)}")
+        self.say(f"the job as it is: held-out bits {self._figure('base'):.4f}")
+
+    def _watched(self, name: str, values: Mapping[str, Any], is_hopeless: Any) -> int:
+        """Exit code of the run, which ends early where ``is_hopeless`` says so. Raises Stopped if we are asked to."""
+        console = self.plan.folder / "console" / f"{name}.log"
+        console.parent.mkdir(parents=True, exist_ok=True)
+        process = self.hands.spawn(self._words(name, values), self._variables(), console)
+        passed_on, read_at_s, is_ended = 0, self.hands.clock(), False
+        while process.poll() is None:
+            if self.asked > passed_on:
+                process.terminate() if self.asked < 3 else process.kill()
+                passed_on = self.asked
+            if not is_ended and self.hands.clock() - read_at_s >= READ_EVERY_S:
+                read_at_s, is_ended = self.hands.clock(), is_hopeless()
+                if is_ended:
+                    process.terminate()
+            self.hands.sleep(LOOK_EVERY_S)
+        if self.asked:
+            raise Stopped("stopped; the same command goes on with the run that was going on")
+        return process.poll()
+
+    def _words(self, name: str, values: Mapping[str, Any]) -> list[str]:
+        flags = ["--config", str((self.plan.folder / "base.yaml").absolute()), "--seed", str(self.plan.seed)]
+        flags += [f"--{key}={value}" for key, value in values.items()]
+        flags += ["--output_dir", str(self.folder_of(name).absolute()), "--resume_from_checkpoint", "auto"]
+        return command("python", flags, 1, has_gpu=False)
+
+    def _variables(self) -> dict[str, str]:
+        own = {MARK: comparison.mark(self.plan.folder), "OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
+        return {**environment(1, self.device.startswith(GPU)), **own, **visible_devices([self.device])}
+
+    def _figure(self, name: str) -> Optional[float]:
+        return (read_json(self.folder_of(name) / "scu_metrics.json").get("held_out_bpt_after") or {}).get("value")
+
+    def _last_words(self, name: str, code: int) -> str:
+        return last_words(self.plan.folder / "console" / f"{name}.log", code)
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        import signal
+
+        def receive(number: int, frame: Any) -> None:
+            self.asked += 1
+
+        heard = [number for number in comparison.SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, receive) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # -- trials --------------------------------------------------------------------------------------------------------
+
+    def _study(self) -> optuna.Study:
+        optuna = _optuna()
+        for stale in self.plan.folder.glob(f"{JOURNAL}.lock*"):  # of a start that was killed: the folder is ours alone
+            stale.unlink()
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        return optuna.create_study(
+            storage=JournalStorage(JournalFileBackend(str(self.plan.folder / JOURNAL))),
+            study_name="sweep",
+            load_if_exists=True,
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=TRIALS_BEFORE_PRUNING),
+        )
+
+    def _next(self, study: optuna.Study) -> optuna.Trial:
+        """Drawn by the number of the trial, so that a sweep that was interrupted goes on as it would have."""
+        study.sampler = _optuna().samplers.TPESampler(seed=1000 * self.plan.seed + len(study.trials))
+        return study.ask()
+
+    def _go_on_with_begun(self, study: optuna.Study) -> None:
+        optuna = _optuna()
+        for begun in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
+            self.say(f"trial {begun.number} goes on: it had begun when an earlier start ended")
+            self._try(study, optuna.trial.Trial(study, begun._trial_id))
+
+    def _try(self, study: optuna.Study, trial: optuna.Trial) -> None:
+        optuna = _optuna()
+        values = {axis.name: axis.suggest(trial) for axis in self.plan.axes}
+        name, said = f"trial-{trial.number}", ", ".join(f"{key} {_shown(value)}" for key, value in values.items())
+        if not is_finished(self.folder_of(name)):
+            code = self._watched(name, values, lambda: self._is_hopeless(trial, name))
+        else:
+            code = comparison.TRAINED
+        figure = self._figure(name) if is_finished(self.folder_of(name)) else None
+        if figure is not None and code == comparison.TRAINED:
+            study.tell(trial, figure)
+            self.say(f"trial {trial.number}: {said}: held-out bits {figure:.4f}")
+        elif code == Stopped.exit_code:
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            self.say(f"trial {trial.number}: {said}: ended early, worse than half of the others were at that step")
+        else:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            self.say(f"trial {trial.number}: {said}: failed: {self._last_words(name, code)}")
+
+    def _is_hopeless(self, trial: optuna.Trial, name: str) -> bool:
+        """By the evaluations that the run has logged so far."""
+        path = self.folder_of(name) / "log_history.json"
+        known = trial.study.trials[trial.number].intermediate_values
+        for row in read_rows(path) if path.is_file() else ():
+            if "eval_bpt" in row and row["step"] not in known:
+                trial.report(row["eval_bpt"], row["step"])
+        return trial.should_prune()
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _end(self, study: optuna.Study) -> None:
+        optuna = _optuna()
+        done = study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))
+        rows = [self._row(trial) for trial in study.trials]
+        write_json(self.plan.folder / TABLE, rows)
+        self.console.print(_table(rows, self._figure("base"), [axis.name for axis in self.plan.axes]))
+        if not done:
+            raise SettingsError("no trial came to its end; the lines above say why")
+        best = min(done, key=lambda trial: trial.value)
+        flags = [*self.plan.flags, *(f"--{key}={value}" for key, value in best.params.items())]
+        _, text = resolved_settings(self.plan.config, [*flags, "--seed", str(self.plan.seed)])
+        write_text(self.plan.folder / BEST, text)
+        for line in self._verdict(best.number, len(done)):
+            self.say(line)
+        self.say(f"written: {self.plan.folder / BEST}, {self.plan.folder / TABLE}")
+        if self.options.confirm_seeds:
+            self._confirm(best.params)
+
+    def _row(self, trial: Any) -> dict[str, Any]:
+        steps = max(trial.intermediate_values, default=None)
+        name = f"runs/trial-{trial.number}"
+        return {
+            "trial": trial.number,
+            "values": trial.params,
+            "state": trial.state.name.lower(),
+            "held_out_bpt": trial.value,
+            "last_evaluation": steps,
+            "folder": name,
+        }
+
+    def _verdict(self, number: int, count: int) -> list[str]:
+        """Best against the job as it is, over the held-out documents, paired."""
+        runs = [str(self.folder_of(name)) for name in ("base", f"trial-{number}")]
+        words = [sys.executable, "-m", "scu_trainer.cli.main", "eval", runs[1], "--against", runs[0], "--json"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, env={**environment(1, False)})
+        if done.returncode != 0:
+            return [
+                f"the best, trial {number}, could not be scored against the job as it is: {done.stderr.strip()[-300:]}"
+            ]
+        found = json.loads(done.stdout)["against"][0]["difference"]
+        value, low, high = found["value"], found["low"], found["high"]
+        said = "no difference found" if low <= 0 <= high else ("better" if high < 0 else "worse")
+        lines = [
+            f"best: trial {number}, {value:+.4f} bits against the job as it is ({low:+.4f} to {high:+.4f}, "
+            f"{found['confidence']:.0%} over held-out documents): {said}",
+        ]
+        if count > 1:
+            lines.append(
+                f"it is the best of {count} on the documents that chose it, so the figure is too good on average; "
+                "--confirm_seeds 3 trains both again with other seeds"
+            )
+        return lines
+
+    def _confirm(self, values: Mapping[str, Any]) -> None:
+        """The job and the best with other seeds, which hold out other documents: a comparison of two arms."""
+        arms = (Arm("base", "base", "the job as it is", {}), Arm("best", "best", "the best trial", dict(values)))
+        resolved, texts = {}, {}
+        for arm in arms:
+            place = ["--seed", str(self.plan.seed + 1), "--resume_from_checkpoint", "auto"]
+            resolved[arm.name], texts[arm.name] = resolved_settings(
+                self.plan.config, [*self.plan.flags, *arm.flags, *place]
+            )
+        seeds = tuple(range(self.plan.seed + 1, self.plan.seed + 1 + self.options.confirm_seeds))
+        folder = self.plan.folder / "confirm"
+        plan = ComparisonPlan(folder, self.plan.command, self.plan.config, arms, seeds, 1, resolved, texts)
+        plan, devices = shared_out(plan, 1)
+        options = argparse.Namespace(retry_failed=True, confidence=CONFIDENCE)
+        Start(plan, "base", options, devices, self.console, self.hands).run()
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _table(rows: Sequence[Mapping[str, Any]], base: Optional[float], names: Sequence[str]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("trial", *names, "held-out bits", "run"):
+        table.add_column(title, justify="left" if title == "run" else "right", overflow="fold")
+    table.add_row("as it is", *("" for _ in names), "-" if base is None else f"{base:.4f}", "runs/base")
+    for row in sorted(rows, key=lambda row: (row["held_out_bpt"] is None, row["held_out_bpt"] or 0.0)):
+        figure = row["state"] if row["held_out_bpt"] is None else f"{row['held_out_bpt']:.4f}"
+        table.add_row(
+            str(row["trial"]), *(_shown(row["values"].get(name, "-")) for name in names), figure, row["folder"]
+        )
+    return table

@@ -1,0 +1,107 @@
+"""A small search: what is moved, what is kept after a kill, what is said in the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import optuna
+import pytest
+import yaml
+
+from scu_trainer.cli.comparison import sweep
+from scu_trainer.cli.main import main as cli
+from scu_trainer.errors import SettingsError
+from scu_trainer.runs.studies.search import Axis, axes_of
+from tests.cli.test_seeds import _kill_when, job  # noqa: F401 - a fixture
+
+KNOWN = {"learning_rate", "lora_r", "weight_decay", "optim", "seed"}
+
+
+def test_axes_are_ranges_and_choices():
+    assert axes_of(["learning_rate=1e-5:1e-3:log", "lora_r=4:64", "optim=sgd,adafactor"], KNOWN) == [
+        Axis("learning_rate", 1e-5, 1e-3, is_log=True),
+        Axis("lora_r", 4, 64),
+        Axis("optim", values=["sgd", "adafactor"]),
+    ]
+    trial = optuna.trial.FixedTrial({"learning_rate": 1e-4, "lora_r": 8, "optim": "sgd"})
+    found = [axis.suggest(trial) for axis in axes_of(["learning_rate=1e-5:1e-3", "lora_r=4:64", "optim=sgd,x"], KNOWN)]
+    assert found == [1e-4, 8, "sgd"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--search is missing"),
+        (["learning_rat=1:2"], "which is no field .did you mean 'learning_rate'"),
+        (["lora_r"], "is no axis; write NAME=LOW:HIGH"),
+        (["lora_r=4"], "needs two different values"),
+        (["lora_r=4,4"], "needs two different values"),
+        (["lora_r=8:4"], "8 is not below 4"),
+        (["weight_decay=0:1:log"], "begins above 0"),
+        (["weight_decay=0:x"], "is no range"),
+        (["weight_decay=0:1:lin"], "is no range"),
+        (["seed=0,1"], "cannot move seed"),
+        (["lora_r=4,8", "lora_r=2,3"], "moves lora_r twice"),
+    ],
+)
+def test_what_is_no_axis_is_refused(words, message):
+    with pytest.raises(SettingsError, match=message):
+        axes_of(words, KNOWN)
+
+
+def test_a_value_that_the_field_cannot_have_is_refused_at_once(job, capsys, tmp_path):  # noqa: F811
+    words = ["sweep", "--config", str(job), "--search", "lora_r=4,many", "--output_dir", str(tmp_path / "out")]
+    assert cli(words) == 2
+    assert "--lora_r: invalid int value: 'many'" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_killed_in_the_middle_no_trial_counts_twice(job, tmp_path, capsys):  # noqa: F811
+    out = tmp_path / "out"
+    words = ["sweep", "--config", str(job), "--search", "learning_rate=1e-4:1e-1:log", "--trials", "2"]
+    words += ["--output_dir", str(out)]
+    _kill_when(words, lambda: (out / "runs" / "trial-0" / "run.json").is_file())
+    base = (out / "runs" / "base" / "run.json").read_bytes()
+    assert cli(words) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "trial 0 goes on: it had begun" in printed and "best: trial" in printed
+    assert "it is the best of 2 on the documents that chose it" in printed
+    assert (out / "runs" / "base" / "run.json").read_bytes() == base
+    rows = json.loads((out / sweep.TABLE).read_text())
+    assert [(row["trial"], row["state"]) for row in rows] == [(0, "complete"), (1, "complete")]
+    best = min(rows, key=lambda row: row["held_out_bpt"])
+    assert yaml.safe_load((out / sweep.BEST).read_text())["learning_rate"] == pytest.approx(
+        best["values"]["learning_rate"]
+    )
+
+    assert cli([*words[:-1], str(out), "--seed", "5"]) == 2
+    assert "holds another sweep: seed was 0, now 5" in capsys.readouterr().err
+
+
+def test_a_trial_that_is_behind_is_ended(tmp_path):
+    """By the evaluations in the log of its run; the study is Optuna's own."""
+    study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=2))
+    for _ in range(3):
+        trial = study.ask()
+        trial.report(5.0, 2)
+        study.tell(trial, 5.0)
+    found = sweep.Sweep.__new__(sweep.Sweep)
+    found.plan = type("plan", (), {"folder": tmp_path})
+    folder = tmp_path / "runs" / "late"
+    folder.mkdir(parents=True)
+    trial = study.ask()
+    assert not found._is_hopeless(trial, "late")
+    (folder / "log_history.json").write_text('[\n{"step": 2, "eval_bpt": 9.0}\n]')
+    assert found._is_hopeless(trial, "late") and study.trials[trial.number].intermediate_values == {2: 9.0}
+
+
+def test_the_sign_of_the_verdict(monkeypatch, tmp_path):
+    """The difference is that of the best minus the job as it is: below 0 is better."""
+    answer = {"against": [{"difference": {"value": -0.2, "low": -0.3, "high": -0.1, "confidence": 0.95}}]}
+    done = type("done", (), {"returncode": 0, "stdout": json.dumps(answer), "stderr": ""})
+    monkeypatch.setattr(sweep.subprocess, "run", lambda *args, **words: done)
+    found = sweep.Sweep.__new__(sweep.Sweep)
+    found.plan = type("plan", (), {"folder": Path(tmp_path)})
+    assert found._verdict(3, 1) == [
+        "best: trial 3, -0.2000 bits against the job as it is (-0.3000 to -0.1000, 95% over held-out documents): better"
+    ]
