@@ -24,7 +24,12 @@ from scu_trainer.train.loops.rate_steps import RateSteps
 from scu_trainer.train.loops.regularization import RegularizationLoop
 from scu_trainer.train.loops.save_epochs import SaveEpochs
 from scu_trainer.train.loops.throughput import Throughput
-from scu_trainer.train.loops.weight_average import WeightAverage
+from scu_trainer.train.loops.weight_average import (
+    ScheduleFreeWeights,
+    WeightAverage,
+    check_schedule_free,
+    is_schedule_free,
+)
 from scu_trainer.train.loss.loss_path import LossPath
 from scu_trainer.train.regularization.regularizer import Regularizer, prior_class_for
 from scu_trainer.train.step.distributed.launchers import refuse_arguments
@@ -42,6 +47,7 @@ ORDER = (
     CurriculumLoop,  # behind the one on memory: it chooses rows, the other puts the chosen ones together
     RegularizationLoop,  # measures the weights as the step leaves them, and decays them
     WeightAverage,  # averages the weights as the loop before leaves them
+    ScheduleFreeWeights,
     RateSteps,
     SaveEpochs,
     Throughput,  # counts what all of the above take
@@ -68,6 +74,8 @@ def make_loops(
     could not act.
     """
     check_efficiency(efficiency, trainer.args)
+    if not trainer.is_stock:
+        check_schedule_free(trainer.args, regularization, efficiency)
     loops: list[Loop] = []
     if safety is not None:
         epochs_differ = curriculum is not None and bool(curriculum.methods)
@@ -95,6 +103,8 @@ def make_loops(
         trainer.regularizer = Regularizer(regularization, trainer.model, regularization_tokens, prior_class)
         loops.append(RegularizationLoop(trainer.regularizer))
     loops += _for_efficiency(trainer, efficiency)
+    if loops and is_schedule_free(trainer.args):
+        loops.append(ScheduleFreeWeights(trainer))
     if any(isinstance(loop, ASK_FOR_SKIPPED_STEPS) for loop in loops):
         loops.append(OverflowWatch())
     return sorted(loops, key=lambda loop: ORDER.index(type(loop)))
