@@ -144,3 +144,12 @@ def test_the_final_model_and_checkpoints_hold_the_average_and_resume_exactly(opt
 def test_what_schedule_free_contradicts(changes, message, tmp_path):
     with pytest.raises(SettingsError, match=message):
         trained(llama(layers=1), tmp_path, optim="schedule_free_adamw", **{"memory": MemorySettings(), **changes})
+
+
+@every_schedule_free
+def test_the_final_model_is_the_average_where_nothing_was_saved(optim, tmp_path):
+    trainer = trained(llama(layers=1), tmp_path, optim=optim, memory=MemorySettings())
+    final = weights_of(trainer.model)
+    assert not any(group["train_mode"] for group in trainer.optimizer.param_groups)
+    trainer.optimizer.train()
+    assert not same(weights_of(trainer.model), final)
