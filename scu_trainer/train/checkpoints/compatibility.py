@@ -31,8 +31,8 @@ HARMLESS = frozenset(
 OTHER_SHAPE = frozenset(
     "task model_name_or_path tuning lora_r lora_target_modules optim use_muon embedded_base_steps architecture "
     "embedding_size category_embedding_size gru_hidden_size gru_layers tie_embeddings vocabulary_size "
-    "sensor_hidden_size sensor_layers sensor_fusion_layers sensor_heads sensor_channels sensor_patch branches frozen_branches "
-    "quantized_branches report_head num_classes image_channels".split()
+    "sensor_hidden_size sensor_layers sensor_fusion_layers sensor_heads sensor_channels sensor_patch branches "
+    "frozen_branches quantized_branches report_head num_classes image_channels".split()
 )
 CARRIED = frozenset("learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon".split())
 SCHEDULE = frozenset("max_steps num_train_epochs warmup_steps lr_scheduler_type lr_scheduler_kwargs".split())
