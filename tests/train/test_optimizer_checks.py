@@ -153,3 +153,13 @@ def test_the_final_model_is_the_average_where_nothing_was_saved(optim, tmp_path)
     assert not any(group["train_mode"] for group in trainer.optimizer.param_groups)
     trainer.optimizer.train()
     assert not same(weights_of(trainer.model), final)
+
+
+@pytest.mark.parametrize("optim", [n for n in ("galore_adamw", "galore_adafactor", "apollo_adamw") if runs(n)])
+def test_low_rank_resumes_exactly(optim, tmp_path):
+    """The projection changes every second step, so that one which is not carried over shows."""
+    changes = {"optim": optim, "optim_target_modules": "all-linear", "optim_args": "rank=4,update_proj_gap=2"}
+    changes |= {"memory": MemorySettings(), "save_strategy": "steps", "save_steps": 3}
+    whole = trained(llama(layers=1), tmp_path, **changes)
+    resumed = trained(llama(layers=1), tmp_path, resume=str(tmp_path / "checkpoint-3"), **changes)
+    assert same(weights_of(resumed.model), weights_of(whole.model))
