@@ -15,8 +15,8 @@ import logging
 import os
 import pickle
 import re
-import sys
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
