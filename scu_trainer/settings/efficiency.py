@@ -26,6 +26,11 @@ class EfficiencySettings:
         "keep an exponential moving average of the trained weights with this decay, for instance 0.999; evaluations "
         "and the final model use it, checkpoints keep the weights themselves as well",
     )
+    use_muon: bool = option(
+        False,
+        "Muon for the matrices inside of the model, AdamW for embeddings, output layer, norms and biases, at one "
+        "learning rate",
+    )
     channels_last: bool = option(False, "keep pictures and filters of convolutions with their channels last in memory")
     cudnn_benchmark: bool = option(
         False,
@@ -120,6 +125,21 @@ def check_efficiency(efficiency: EfficiencySettings, training: TrainingArguments
         "of them",
     )
     _check_one_schedule(efficiency, training)
+    if efficiency.use_muon:
+        _check_muon(training)
+
+
+def _check_muon(training: TrainingArguments) -> None:
+    optim = getattr(training.optim, "value", training.optim)
+    require(
+        optim in ("adamw_torch", "adamw_torch_fused") and not training.optim_args,
+        f"use_muon takes the place of optim: {optim}{' and its optim_args' if training.optim_args else ''}; leave "
+        "optim and optim_args out",
+    )
+    require(
+        not training.deepspeed and not training.fsdp,
+        "use_muon needs each matrix whole, and DeepSpeed and FSDP cut them; leave use_muon out",
+    )
 
 
 def _check_one_schedule(efficiency: EfficiencySettings, training: TrainingArguments) -> None:

@@ -40,6 +40,7 @@ WORDS: dict[str, dict[str, Union[str, dict[str, Any]]]] = {
         # Adam and AdamW are the same where no weight decays; with weight decay Adam's is another method.
         "adam": {"optim": "adamw_torch_fused", "weight_decay": 0.0},
         "adamw": {"optim": "adamw_torch_fused"},
+        "muon": {"use_muon": True},
         **{word: {"optim": name} for word, name in OPTIMIZERS.items()},
     },
     "lr_scheduler_type": {

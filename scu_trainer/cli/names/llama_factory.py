@@ -239,7 +239,6 @@ TABLE: Table = {
     "use_apollo": _low_rank("apollo", "apollo_adamw", APOLLO),
     **{f"galore_{key}": _belongs("use_galore") for key in (*GALORE, "target", "layerwise")},
     **{f"apollo_{key}": _belongs("use_apollo") for key in (*APOLLO, "target", "layerwise", "scale_front")},
-    "use_muon": Switch({"optim": "muon"}),
     "use_badam": "it is no optimizer of this program; optim: galore_adamw or adamw_8bit save memory as well",
     "use_adam_mini": "it is no optimizer of this program; optim: adamw_8bit saves memory as well",
     "use_llama_pro": "write trainable_parameters with a pattern of the layers to train",

@@ -16,6 +16,7 @@ import os
 import pickle
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
@@ -112,13 +113,29 @@ def refuse_pickle(path: Path, allow: bool) -> None:
 @contextlib.contextmanager
 def tensors_only(checkpoint: Optional[str | Path]) -> Iterator[None]:
     """What torch says of a file that holds more than tensors and plain values becomes one CheckpointError."""
+    from torch.serialization import safe_globals
+
     try:
-        yield
+        with safe_globals(_projectors()):
+            yield
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"a file of {checkpoint} is damaged or holds more than tensors and plain values, and was not read "
             f"({reason_of(error)}); go on from another checkpoint"
         ) from error
+
+
+PROJECTORS = (
+    ("galore_torch.galore_projector", "GaLoreProjector"),
+    ("apollo_torch.random_projector", "GradientProjector"),
+)
+"""What GaLore and APOLLO keep in an optimizer's state beside tensors: numbers and a matrix, without code of their own
+where they are read."""
+
+
+def _projectors() -> list[type]:
+    """Of the optimizers that this process has loaded: no other run reads them."""
+    return [getattr(sys.modules[module], name) for module, name in PROJECTORS if module in sys.modules]
 
 
 def reason_of(error: BaseException) -> str:

@@ -32,7 +32,7 @@ HARMLESS = frozenset(
 OTHER_SHAPE = frozenset(
     "task model_name_or_path adapter_name_or_path tuning peft_type lora_r lora_target_modules use_rslora use_dora "
     "init_lora_weights loraplus_lr_ratio modules_to_save exclude_modules layers_to_transform new_tokens "
-    "trainable_parameters frozen_parameters optim embedded_base_steps architecture embedding_size "
+    "trainable_parameters frozen_parameters optim use_muon embedded_base_steps architecture embedding_size "
     "category_embedding_size gru_hidden_size gru_layers tie_embeddings vocabulary_size sensor_hidden_size "
     "sensor_layers sensor_fusion_layers sensor_heads sensor_channels sensor_patch branches frozen_branches "
     "quantized_branches report_head num_classes image_channels".split()

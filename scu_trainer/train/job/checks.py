@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Optional
 
 import torch
@@ -19,14 +18,8 @@ from scu_trainer.settings import (
     RegularizationSettings,
 )
 from scu_trainer.settings.base import require
+from scu_trainer.train.job.optimizer_checks import check_optimizer_arguments, check_schedule
 from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed
-
-OPTIMIZER_ARGUMENTS = {
-    "sgd": ("momentum", "dampening", "nesterov", "weight_decay"),
-    "adamw_torch": (),
-    "adamw_torch_fused": (),
-}
-"""What ``optim_args`` may name for torch's own optimizers."""
 
 
 def check_evaluation(
@@ -63,20 +56,9 @@ def check_words(training: TrainingArguments) -> None:
         odd is None and (pairs == [""] or "" not in pairs),
         f"optim_args is {training.optim_args!r}; write NAME=VALUE,NAME=VALUE, such as momentum=0.9",
     )
-    _check_optimizer_arguments(training, [pair.partition("=")[0] for pair in pairs if pair])
+    check_optimizer_arguments(training, [pair.partition("=")[0] for pair in pairs if pair])
+    check_schedule(training)
     _check_pairs(training)
-
-
-def _check_optimizer_arguments(training: TrainingArguments, names: Sequence[str]) -> None:
-    """The stock Trainer drops a name that its optimizer does not take."""
-    optim = getattr(training.optim, "value", training.optim)
-    takes = OPTIMIZER_ARGUMENTS.get(optim)
-    odd = None if takes is None else next((name for name in names if name not in takes), None)
-    require(
-        odd is None,
-        f"optim_args names {odd}, which optim: {optim} does not take; "
-        + (f"it takes {', '.join(takes)}{nearest(str(odd), takes)}" if takes else "momentum is for optim: sgd"),
-    )
 
 
 def _check_pairs(training: TrainingArguments) -> None:

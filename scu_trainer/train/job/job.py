@@ -39,6 +39,7 @@ from scu_trainer.train.job.checks import (
 )
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.source import Source
+from scu_trainer.train.loops.weight_average import check_schedule_free
 from scu_trainer.train.run_directory.resume import check_resumable
 from scu_trainer.train.step.distributed.deepspeed_rules import check_deepspeed, uses_deepspeed
 from scu_trainer.train.step.distributed.sharded import trained_bytes
@@ -147,6 +148,7 @@ class Job:
         check_teacher(training, self.model, self.memory, self.curriculum)
         self._check_curriculum()
         check_efficiency(self.efficiency, training)
+        check_schedule_free(training, self.regularization, self.efficiency)
         check_safety(self.safety, training)
         self.kind.check(self)
         check_resumable(training)

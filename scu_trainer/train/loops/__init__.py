@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Optional
 
 import torch
@@ -12,6 +13,7 @@ from scu_trainer.control.difficulty import Difficulty
 from scu_trainer.hardware.heap import keep_freed
 from scu_trainer.models.memory_format import apply_channels_last
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
+from scu_trainer.settings.base import require
 from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
 from scu_trainer.settings.safety import check_safety
 from scu_trainer.train.loop import Loop
@@ -24,12 +26,18 @@ from scu_trainer.train.loops.rate_steps import RateSteps
 from scu_trainer.train.loops.regularization import RegularizationLoop
 from scu_trainer.train.loops.saves_and_ends import EarlyStopping, SaveEpochs
 from scu_trainer.train.loops.throughput import Throughput
-from scu_trainer.train.loops.weight_average import WeightAverage
+from scu_trainer.train.loops.weight_average import (
+    ScheduleFreeWeights,
+    WeightAverage,
+    check_schedule_free,
+    is_schedule_free,
+)
 from scu_trainer.train.loss.loss_path import LossPath
 from scu_trainer.train.regularization.regularizer import Regularizer, prior_class_for
 from scu_trainer.train.step.distributed.launchers import refuse_arguments
 from scu_trainer.train.step.engine import MicroBatchEngine
 from scu_trainer.train.step.micro_batches import MicroBatchStep
+from scu_trainer.train.step.muon import MuonWithAdamW, muon_for
 from scu_trainer.train.step.prediction import Prediction
 from scu_trainer.train.step.recovery.memory import Gauge
 
@@ -42,6 +50,7 @@ ORDER = (
     CurriculumLoop,  # behind the one on memory: it chooses rows, the other puts the chosen ones together
     RegularizationLoop,  # measures the weights as the step leaves them, and decays them
     WeightAverage,  # averages the weights as the loop before leaves them
+    ScheduleFreeWeights,
     RateSteps,
     SaveEpochs,
     EarlyStopping,
@@ -69,6 +78,8 @@ def make_loops(
     could not act.
     """
     check_efficiency(efficiency, trainer.args)
+    if not trainer.is_stock:
+        check_schedule_free(trainer.args, regularization, efficiency)
     loops: list[Loop] = []
     if safety is not None:
         epochs_differ = curriculum is not None and bool(curriculum.methods)
@@ -98,6 +109,8 @@ def make_loops(
         trainer.regularizer = Regularizer(regularization, trainer.model, regularization_tokens, prior_class)
         loops.append(RegularizationLoop(trainer.regularizer))
     loops += _for_efficiency(trainer, efficiency)
+    if loops and is_schedule_free(trainer.args):
+        loops.append(ScheduleFreeWeights(trainer))
     if any(isinstance(loop, ASK_FOR_SKIPPED_STEPS) for loop in loops):
         loops.append(OverflowWatch())
     return sorted(loops, key=lambda loop: ORDER.index(type(loop)))
@@ -109,6 +122,10 @@ def _for_efficiency(trainer: Trainer, settings: EfficiencySettings) -> list[Loop
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark or torch.backends.cudnn.benchmark
     if settings.keep_freed_memory and trainer.args.device.type == "cpu":
         keep_freed()
+    if settings.use_muon:
+        is_free = trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None
+        require(is_free, "use_muon and an optimizer of your own were both given to the trainer; leave one of them out")
+        trainer.optimizer_cls_and_kwargs = (lambda: partial(_muon, trainer), {})
     loops: list[Loop] = []
     if settings.ema_decay is not None:
         loops.append(WeightAverage(trainer, settings.ema_decay))
@@ -119,6 +136,13 @@ def _for_efficiency(trainer: Trainer, settings: EfficiencySettings) -> list[Loop
     if settings.profile_steps:
         loops.append(Profile(settings.profile_steps))
     return loops
+
+
+def _muon(trainer: Trainer, model: torch.nn.Module) -> MuonWithAdamW:
+    args = trainer.args
+    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    decayed = trainer.get_decay_parameter_names(model)
+    return muon_for(model, decayed, args.learning_rate, args.weight_decay, **adam)
 
 
 def difficulty_of(trainer: Trainer) -> Optional[Difficulty]:

@@ -18,9 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from scu_trainer.errors import CheckpointError, ControlError
+from scu_trainer.settings import RegularizationSettings
+from scu_trainer.settings.base import require
+from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.checkpoints.saved_state import reading
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.step.distributed.sharded import is_sharded
@@ -206,3 +209,65 @@ def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
         for key, buffer in module.named_buffers(recurse=False)
         if buffer.is_floating_point()
     }
+
+
+class ScheduleFreeWeights(Loop):
+    """Has schedule-free optimizers put their averaged weights into the model where it is saved.
+
+    The stock Trainer does so for an evaluation alone: what it saves in a step without one are the weights of the next
+    gradient. A checkpoint keeps which of them it holds, so that a resumed run goes on as the other did.
+    """
+
+    name = "schedule_free"
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def opening_lines(self) -> list[str]:
+        return ["evaluations, checkpoints and the final model use the averaged weights of the schedule-free optimizer"]
+
+    def before_save(self) -> None:
+        self.trainer.optimizer.eval()
+
+    def on_train_end(self, args, state, control, optimizer=None, **kwargs) -> None:
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            for group in optimizer.param_groups:  # the averaged weights of the best step are in already
+                group["train_mode"] = False
+        optimizer.eval()
+
+
+def is_schedule_free(training: TrainingArguments) -> bool:
+    return str(getattr(training.optim, "value", training.optim)).startswith("schedule_free")
+
+
+def check_schedule_free(
+    training: TrainingArguments,
+    regularization: Optional[RegularizationSettings],
+    efficiency: Optional[EfficiencySettings],
+) -> None:
+    """It trains at a point between two that it keeps, and what moves or averages the weights sees that point alone."""
+    optim = str(getattr(training.optim, "value", training.optim))
+    if not is_schedule_free(training):
+        return
+    kind = str(getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type))
+    steps = efficiency is not None and efficiency.has_lr_steps
+    require(
+        kind == "constant" and not steps,
+        f"optim: {optim} takes the place of a schedule, and lr_scheduler_type is {kind}"
+        f"{' with steps of the rate' if steps else ''}; set lr_scheduler_type: constant alone",
+    )
+    require(
+        not 0 < training.warmup_steps < 1,
+        f"optim: {optim} counts its warm-up in steps, and warmup_steps is a share, {training.warmup_steps:g}; give a "
+        "whole number of steps",
+    )
+    require(
+        regularization is None,
+        f"the regularization loop moves the weights of the training step, and optim: {optim} goes back to others that "
+        "the loop does not see; set scu: false, or take another optim",
+    )
+    require(
+        efficiency is None or efficiency.ema_decay is None,
+        f"optim: {optim} averages the weights itself, and ema_decay would average what is no average yet; leave "
+        "ema_decay out",
+    )

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 ONE_BY_ONE = frozenset(
     {f"torch.optim.{name}" for name in ("adadelta", "adagrad", "adam", "adamax", "nadam", "radam", "rmsprop", "sgd")}
     | {"torch.optim._adafactor", "torch.optim._muon", "transformers.optimization"}
-    | {"bitsandbytes.optim.optimizer", "torchao.optim.adam"}
+    | {"bitsandbytes.optim.optimizer", "torchao.optim.adam", "scu_trainer.train.step.muon"}
 )
 
 

@@ -1,0 +1,98 @@
+"""What ``optim`` and ``lr_scheduler_type`` need beside their name, and take. Each check raises SettingsError."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import TrainingArguments
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
+
+from scu_trainer.errors import nearest
+from scu_trainer.settings.base import require
+
+ADEMAMIX = ("beta1", "beta2", "beta3", "alpha", "eps", "t_alpha", "t_beta3")
+LOW_RANK = ("rank", "update_proj_gap", "scale", "proj_type")
+SCHEDULE_FREE = ("weight_lr_power", "r")
+TAKES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("galore", LOW_RANK),
+    ("apollo", (*LOW_RANK, "proj", "scale_type")),
+    ("schedule_free", SCHEDULE_FREE),
+    ("ademamix", ADEMAMIX),
+    ("anyprecision", ("use_kahan_summation", "momentum_dtype", "variance_dtype", "compensation_buffer_dtype")),
+    ("adamw_torch_8bit", ("block_size", "bf16_stochastic_round")),
+    ("adamw_torch_4bit", ("block_size", "bf16_stochastic_round")),
+    ("grokadamw", ("alpha_init", "lamb", "gamma", "grokking_signal_decay_rate", "gradient_clipping")),
+    ("stable_adamw", ("max_lr", "kahan_sum", "decouple_lr")),
+    ("adagrad", ("lr_decay", "weight_decay", "eps")),
+    ("rmsprop_bnb", ()),
+    ("rmsprop", ("momentum", "alpha", "eps", "weight_decay", "centered")),
+    ("sgd", ("momentum", "dampening", "nesterov", "weight_decay")),
+    ("", ()),
+)
+"""What a name of an optimizer contains -> what the stock Trainer passes on of its ``optim_args``. The first that fits
+counts. It hands those of ``rmsprop_bnb`` over as text, with which bitsandbytes fails in the first step."""
+
+MOVED_BY_THE_SCHEDULE = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
+TAKES_NONE = ("constant", "constant_with_warmup")
+CLASSES = {"reduce_lr_on_plateau": ReduceLROnPlateau, "greedy": GreedyLR}
+EXAMPLES = {"num_decay_steps": 100}
+
+
+def name_of(choice: Any) -> str:
+    """Of a member of an enum, as it is typed."""
+    return str(getattr(choice, "value", choice))
+
+
+def taken_by(optim: str) -> tuple[str, ...]:
+    return next(names for part, names in TAKES if part in optim)
+
+
+def check_optimizer_arguments(training: TrainingArguments, names: Sequence[str]) -> None:
+    """The stock Trainer drops a name that its optimizer does not take. ``names``: of ``optim_args``."""
+    optim = name_of(training.optim)
+    takes = taken_by(optim)
+    odd = next((name for name in names if name not in takes), None)
+    instead = f"it takes {', '.join(takes)}{nearest(str(odd), takes)}" if takes else "drop it"
+    if odd == "momentum" and not takes:
+        instead = "momentum is for optim: sgd or rmsprop"
+    require(odd is None, f"optim_args names {odd}, which optim: {optim} does not take; {instead}")
+    require(
+        not optim.startswith(("galore", "apollo")) or bool(training.optim_target_modules),
+        f"optim: {optim} works on the layers that optim_target_modules names, and it names none; add "
+        "optim_target_modules: all-linear, or a list of names such as [q_proj, v_proj]",
+    )
+
+
+def check_schedule(training: TrainingArguments) -> None:
+    """Names that a schedule needs or does not take, of which the stock Trainer complains, or which it drops, only once
+    the model is loaded."""
+    kind, given = name_of(training.lr_scheduler_type), training.lr_scheduler_kwargs or {}
+    needs, takes = _scheduler_names(kind)
+    odd = next((name for name in given if name not in takes), None)
+    found = f"it takes {', '.join(takes)}{nearest(str(odd), takes)}" if takes else "drop it"
+    require(odd is None, f"lr_scheduler_kwargs names {odd}, which lr_scheduler_type: {kind} does not take; {found}")
+    lacks = next((name for name in needs if name not in given), None)
+    require(lacks is None, _needs_text(kind, f"{lacks}: {EXAMPLES.get(str(lacks), 1)}"))
+    lowest = [name for name in ("min_lr", "min_lr_rate") if given.get(name) is not None]
+    with_lowest = kind.startswith("cosine_") and "min_lr" in takes
+    require(not with_lowest or bool(lowest), _needs_text(kind, "min_lr_rate: 0.1"))
+    require(len(lowest) < 2 or not with_lowest, "lr_scheduler_kwargs gives min_lr and min_lr_rate; drop one of them")
+
+
+def _needs_text(kind: str, example: str) -> str:
+    name = example.partition(":")[0]
+    return f"lr_scheduler_type: {kind} needs {name}; add lr_scheduler_kwargs: {{{example}}}"
+
+
+def _scheduler_names(kind: str) -> tuple[list[str], list[str]]:
+    """(those without a default, all)"""
+    if kind in TAKES_NONE:
+        return [], []
+    function = CLASSES.get(kind) or TYPE_TO_SCHEDULER_FUNCTION[kind]
+    parameters = {
+        name: one for name, one in inspect.signature(function).parameters.items() if name not in MOVED_BY_THE_SCHEDULE
+    }
+    return [name for name, one in parameters.items() if one.default is one.empty], list(parameters)

@@ -1,0 +1,71 @@
+"""Muon for the matrices inside of a model, AdamW for all else, as one optimizer.
+
+Muon is made for hidden matrices (torch.optim.Muon takes nothing else): embeddings, the output layer, norms and biases
+stay with AdamW. Both have one learning rate: updates of matrices are scaled to the size of AdamW's
+(``adjust_lr_fn="match_rms_adamw"``, arXiv 2502.16982), so that a rate which suits AdamW suits both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+
+from scu_trainer.errors import ControlError
+
+
+class MuonWithAdamW(Optimizer):
+    """matrices: groups of 2-D parameters for Muon. others: groups for AdamW, possibly none. Both as torch takes them.
+
+    Each parameter's update is torch's own, and depends on no other parameter.
+    """
+
+    def __init__(self, matrices: list[dict], others: list[dict], lr: float, **adam: Any) -> None:
+        groups = Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw").param_groups
+        super().__init__(groups + (AdamW(others, lr=lr, **adam).param_groups if others else []), {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            raise ControlError("MuonWithAdamW takes no closure; compute the gradients before step()")
+        for kind in (Muon, AdamW):
+            groups = [group for group in self.param_groups if ("ns_steps" in group) == (kind is Muon)]
+            if groups:
+                part = object.__new__(kind)  # a view of ours: one state, one list of groups, whoever loads or pickles
+                part.__dict__.update(state=self.state, param_groups=groups, defaults=groups[0])
+                kind.step.__wrapped__(part)
+
+
+def muon_for(model: nn.Module, decayed: Collection[str], lr: float, weight_decay: float, **adam: Any) -> MuonWithAdamW:
+    """For the trainable weights of ``model``. decayed: names of those with weight decay. adam: betas and eps.
+
+    LoRA's factors are matrices of their own. Raises ControlError where nothing is left for Muon.
+    """
+    outside = {id(p) for layer in _outer_layers(model) for p in layer.parameters()}
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            groups.setdefault((p.dim() == 2 and id(p) not in outside, name in decayed), []).append(p)
+    made = {
+        kind: [
+            {"params": found, "weight_decay": weight_decay if decays else 0.0}
+            for (is_matrix, decays), found in groups.items()
+            if is_matrix == kind
+        ]
+        for kind in (True, False)
+    }
+    if not made[True]:
+        raise ControlError(
+            "use_muon is for matrices between the embeddings and the output layer, and none is trained; leave it out"
+        )
+    return MuonWithAdamW(made[True], made[False], lr, **adam)
+
+
+def _outer_layers(model: nn.Module) -> list[nn.Module]:
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    heads = [getattr(model, name, None) for name in ("score", "classifier", "qa_outputs")]
+    embeddings = [layer for layer in model.modules() if isinstance(layer, nn.Embedding)]
+    return [*embeddings, *(layer for layer in (output, *heads) if isinstance(layer, nn.Module))]

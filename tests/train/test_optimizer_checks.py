@@ -1,0 +1,166 @@
+"""What optimizers and schedules need and take, against what transformers reads of it; schedule-free weights."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
+from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext
+from transformers.training_args import OptimizerNames
+
+from scu_trainer.errors import SettingsError
+from scu_trainer.hardware.optimizers import check_optimizer, updates_in_backward
+from scu_trainer.settings import MemorySettings, RegularizationSettings
+from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.train.job.optimizer_checks import check_optimizer_arguments, check_schedule, taken_by
+from tests.tiny import arguments, llama, same, trained, weights_of
+
+
+class Asked(dict):
+    """Optimizer arguments that remember which names were looked for."""
+
+    def __init__(self) -> None:
+        super().__init__(present="1")  # else some do not look
+        self.names: set[str] = set()
+
+    def get(self, name, default=None):
+        self.names.add(name)
+        return default
+
+    pop = get
+
+    def __contains__(self, name) -> bool:
+        self.names.add(name)
+        return False
+
+
+def runs(name: str) -> bool:
+    try:
+        check_optimizer(name, "cpu")
+    except Exception:
+        return False
+    return not updates_in_backward(name)
+
+
+@pytest.mark.parametrize("optim", [one.value for one in OptimizerNames if runs(one.value)])
+def test_names_that_are_taken_are_those_that_transformers_reads(optim, tmp_path):
+    asked = Asked()
+    args = arguments(tmp_path, optim=optim, optim_target_modules="all-linear")
+    adam = {"betas": (0.9, 0.999), "eps": 1e-8}
+    _OPTIMIZER_HANDLERS[args.optim](OptimizerContext(args, llama(layers=1), {"lr": 1e-2}, adam, asked))
+    assert asked.names == set(taken_by(optim))
+
+
+@pytest.mark.parametrize(("optim", "name"), [("rmsprop", "nesterov"), ("adafactor", "beta1"), ("galore_adamw", "rang")])
+def test_a_name_that_would_be_dropped_is_refused(optim, name, tmp_path):
+    args = arguments(tmp_path, optim=optim, optim_target_modules="all-linear")
+    with pytest.raises(SettingsError, match=f"optim_args names {name}, which optim: {optim} does not take"):
+        check_optimizer_arguments(args, [name])
+
+
+@pytest.mark.parametrize("optim", ["galore_adamw", "apollo_adamw"])
+def test_low_rank_without_its_layers_is_refused(optim, tmp_path):
+    with pytest.raises(SettingsError, match="add optim_target_modules: all-linear"):
+        check_optimizer_arguments(arguments(tmp_path, optim=optim), [])
+
+
+def schedule(kind: str, given=None):
+    return SimpleNamespace(lr_scheduler_type=kind, lr_scheduler_kwargs=given)
+
+
+def makes(kind: str, given) -> bool:
+    """Whether transformers does."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    try:
+        get_scheduler(kind, optimizer, 2, 10, scheduler_specific_kwargs=given)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("given", [{}, {"min_lr_rate": 0.1}, {"num_decay_steps": 3}, {"num_cycles": 2}, {"foo": 1}])
+@pytest.mark.parametrize("kind", [one.value for one in TYPE_TO_SCHEDULER_FUNCTION])
+def test_schedules_that_pass_are_those_that_transformers_makes(kind, given):
+    drops = kind in ("constant", "constant_with_warmup") and bool(given)
+    try:
+        check_schedule(schedule(kind, given))
+    except SettingsError:
+        assert drops or not makes(kind, given)
+    else:
+        assert makes(kind, given) and not drops
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        ("warmup_stable_decay", {}, "needs num_decay_steps; add lr_scheduler_kwargs: {num_decay_steps: 100}"),
+        ("cosine_with_min_lr", None, "add lr_scheduler_kwargs: {min_lr_rate: 0.1}"),
+        ("cosine_with_min_lr", {"min_lr": 0.1, "min_lr_rate": 0.1}, "drop one of them"),
+        ("polynomial", {"powr": 2}, "did you mean 'power'"),
+        ("constant", {"power": 2}, "drop it"),
+    ],
+)
+def test_what_to_type_for_a_schedule(kind, given, message):
+    with pytest.raises(SettingsError, match=message.replace("{", r"\{")):
+        check_schedule(schedule(kind, given))
+
+
+SCHEDULE_FREE = [n for n in ("schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam") if runs(n)]
+every_schedule_free = pytest.mark.parametrize("optim", SCHEDULE_FREE)
+
+
+def averaged(trainer) -> dict[str, torch.Tensor]:
+    """Weights of the model once the optimizer has put its averages in."""
+    trainer.optimizer.eval()
+    return weights_of(trainer.model)
+
+
+@every_schedule_free
+def test_the_final_model_and_checkpoints_hold_the_average_and_resume_exactly(optim, tmp_path):
+    changes = {"optim": optim, "memory": MemorySettings(), "save_strategy": "steps", "save_steps": 3}
+    whole = trained(llama(layers=1), tmp_path, **changes)
+    final = weights_of(whole.model)
+    assert same(final, averaged(whole))
+    saved = llama(layers=1, seed=3).from_pretrained(tmp_path / "checkpoint-6")
+    assert same(weights_of(saved), final)
+    whole.optimizer.train()
+    assert not same(weights_of(whole.model), final)  # or the above could not fail
+    resumed = trained(llama(layers=1), tmp_path, resume=str(tmp_path / "checkpoint-3"), **changes)
+    assert same(weights_of(resumed.model), final)
+
+
+@pytest.mark.skipif(not SCHEDULE_FREE, reason="schedulefree is not installed")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr_scheduler_type": "linear"}, "set lr_scheduler_type: constant"),
+        ({"warmup_steps": 0.1}, "whole number of steps"),
+        ({"regularization": RegularizationSettings(target_s=0.1)}, "set scu: false"),
+        ({"efficiency": EfficiencySettings(ema_decay=0.9)}, "leave ema_decay out"),
+    ],
+)
+def test_what_schedule_free_contradicts(changes, message, tmp_path):
+    with pytest.raises(SettingsError, match=message):
+        trained(llama(layers=1), tmp_path, optim="schedule_free_adamw", **{"memory": MemorySettings(), **changes})
+
+
+@every_schedule_free
+def test_the_final_model_is_the_average_where_nothing_was_saved(optim, tmp_path):
+    trainer = trained(llama(layers=1), tmp_path, optim=optim, memory=MemorySettings())
+    final = weights_of(trainer.model)
+    assert not any(group["train_mode"] for group in trainer.optimizer.param_groups)
+    trainer.optimizer.train()
+    assert not same(weights_of(trainer.model), final)
+
+
+@pytest.mark.filterwarnings("ignore:This implementation of AdamW:FutureWarning")  # of galore-torch, about itself
+@pytest.mark.parametrize("optim", [n for n in ("galore_adamw", "galore_adafactor", "apollo_adamw") if runs(n)])
+def test_low_rank_resumes_exactly(optim, tmp_path):
+    """The projection changes every second step, so that one which is not carried over shows."""
+    changes = {"optim": optim, "optim_target_modules": "all-linear", "optim_args": "rank=4,update_proj_gap=2"}
+    changes |= {"memory": MemorySettings(), "save_strategy": "steps", "save_steps": 3}
+    whole = trained(llama(layers=1), tmp_path, **changes)
+    resumed = trained(llama(layers=1), tmp_path, resume=str(tmp_path / "checkpoint-3"), **changes)
+    assert same(weights_of(resumed.model), weights_of(whole.model))
