@@ -68,15 +68,14 @@ TRAINING_DEFAULTS = {
 def regularization_flags() -> type:
     """``RegularizationSettings`` as flags: ``scu`` and every field with the prefix ``scu_``."""
     hints = get_type_hints(RegularizationSettings)
-    hints["target_s"] = str  # a number or "auto"; RegularizationSettings tells them apart
-    switch = ("scu", bool, dataclasses.field(default=True, metadata={"help": "regularization loop on or off"}))
+    hints["target_s"] = Optional[str]  # a number or a word; RegularizationSettings tells them apart
+    about = "S is measured, and with scu_target_s steered; false: neither"
+    switch = ("scu", bool, dataclasses.field(default=True, metadata={"help": about}))
     fields = [
         (
             PREFIX + item.name,
             hints[item.name],
-            dataclasses.field(
-                default=str(item.default) if item.name == "target_s" else item.default, metadata=dict(item.metadata)
-            ),
+            dataclasses.field(default=item.default, metadata=dict(item.metadata)),
         )
         for item in dataclasses.fields(RegularizationSettings)
     ]
