@@ -60,7 +60,6 @@ TRAINING_DEFAULTS = {
     "report_to": "tensorboard",  # it is a dependency, so its scalars are always there
     "logging_steps": 10,
     "logging_nan_inf_filter": False,  # a NaN loss is shown, not replaced by the last mean
-    "disable_tqdm": True,  # our own console shows progress
     "save_total_limit": 3,
 }
 

@@ -89,6 +89,14 @@ def _regularization(facts: Facts) -> list[str]:
         return ["- regularization: off"] if facts.metrics else []
     target, end = found.get("target_s"), found.get("final_s")
     against = f"S {end:.4f} at the end" if end is not None else "S was not measured"
+    if not found.get("steers", True):
+        cost = found.get("overhead_fraction")
+        lines = [
+            f"- regularization: none; {against}, measured only"
+            if end is not None
+            else f"- regularization: none; {found['verdict']}"
+        ]
+        return lines + ([f"- cost of measuring S: {cost:.2%} of the time of training"] if cost is not None else [])
     against += f" against a target of {target:.4g}" if target is not None else ""
     law = f"law {found['law']}, sigma {facts.control.get('sigma')}"
     lines = [f"- regularization ({law}): {against}, {found['verdict']}"]

@@ -50,8 +50,9 @@ class RegularizationSettings:
         0, "with stop_at_target: instead of ending at once hold S for this many steps while the rate decays to 0"
     )
     control_frequency: int = option(
-        1, "optimizer steps between two decisions of the controller; where nothing is steered S is measured as it is "
-        "logged"
+        1,
+        "optimizer steps between two decisions of the controller; where nothing is steered S is measured as it is "
+        "logged",
     )
     ema_alpha: Optional[float] = option(
         None, "weight of the newest value: in the average of DataBPT (model law, 0.05) or of S (original law, 0.1)"
