@@ -6,7 +6,7 @@ Files that other programs read keep the units of Hugging Face: ``loss`` and ``ev
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional
 
 UNITS = {
@@ -25,22 +25,27 @@ def bits_of(nats: float) -> float:
 
 
 class Change(NamedTuple):
-    """A line of the table at the end of a run; texts, with 95 % intervals where they were taken."""
+    """A line of the table at the end of a run; texts, with 95 % intervals in brackets where they were taken."""
 
     what: str
     before: str
     after: str
     change: str
 
+    @property
+    def short(self) -> Change:
+        """With the interval of the change alone."""
+        return self._replace(before=self.before.partition(" (")[0], after=self.after.partition(" (")[0])
+
 
 def before_and_after(metrics: Mapping[str, Any]) -> list[Change]:
     """Rows for ``metrics``, the content of scu_metrics.json; none where nothing was held out."""
-    if not metrics.get("held_out_documents"):
+    if not metrics.get("held_out_bpt_after"):
         return []
     unit = metrics.get("unit", "token")
     of_classes = "held_out_accuracy_after" in metrics
-    rows = [_row("held-out accuracy", metrics, "accuracy", ".1%")] if of_classes else []
-    rows.append(_row(f"held-out bits per {unit}", metrics, "bpt", ".3f"))
+    rows = [_row("held-out accuracy", metrics, "accuracy", ".1%", _points)] if of_classes else []
+    rows.append(_row(f"held-out bits per {unit}", metrics, "bpt", ".3f", _signed))
     rows += [] if of_classes else [_perplexity(metrics)]
     for name, source in metrics.get("held_out_sources", {}).items():
         rows.append(_difference(f"  {name}, bits per {unit}", source["bpt_before"], source["bpt_after"], ".3f"))
@@ -51,9 +56,19 @@ def before_and_after(metrics: Mapping[str, Any]) -> list[Change]:
     return rows
 
 
-def _row(what: str, metrics: Mapping[str, Any], key: str, style: str) -> Change:
-    found = [metrics.get(f"held_out_{key}_{when}") for when in ("before", "after", "change")]
-    return Change(what, _interval(found[0], style), _interval(found[1], style), _interval(found[2], f"+{style}"))
+def _row(what: str, metrics: Mapping[str, Any], key: str, style: str, changed: Callable[[Any], str]) -> Change:
+    before, after, change = (metrics.get(f"held_out_{key}_{when}") for when in ("before", "after", "change"))
+    return Change(what, _interval(before, style), _interval(after, style), changed(change))
+
+
+def _signed(found: Optional[Mapping[str, Any]]) -> str:
+    return _interval(found, "+.3f")
+
+
+def _points(found: Optional[Mapping[str, Any]]) -> str:
+    """The difference of two shares is in percentage points."""
+    in_points = {name: 100 * value for name, value in (found or {}).items() if value is not None}
+    return f"{_interval({'value': None, **in_points}, '+.1f')} points" if found else "-"
 
 
 def _interval(found: Optional[Mapping[str, Any]], style: str) -> str:

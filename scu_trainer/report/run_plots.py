@@ -108,7 +108,7 @@ def in_bits(run: RunFiles) -> bool:
 def _loss_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     style = Style(runs)
     is_bits = all(in_bits(run) for run in runs if run.logs or run.control)
-    unit = f"bits per {' or '.join(dict.fromkeys(run.unit for run in runs))}" if is_bits else "nats"
+    unit = f"bits per {' or '.join(dict.fromkeys(run.unit for run in runs))}" if is_bits else "loss"
     factor = bits_of(1.0) if is_bits else 1.0
     training = Panel("Training loss", unit, lines=_drawn(_training_lines(runs, style, factor, is_bits)))
     held_out = Panel(_held_out_title(runs), unit, lines=_drawn(_held_out_lines(runs, style, is_bits)))

@@ -40,7 +40,7 @@ def _loss(run: RunFiles) -> str:
     loss = newest(run.logs, "loss")
     if loss is None:
         return NONE
-    return f"{bits_of(loss):.3f} bits per {run.unit}" if in_bits(run) else f"{number(loss)} nats"
+    return f"{bits_of(loss):.3f} bits per {run.unit}" if in_bits(run) else number(loss)
 
 
 def _lambda(run: RunFiles, control: Mapping[str, Any]) -> str:

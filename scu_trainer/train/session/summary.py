@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
+from rich.box import SQUARE
 from rich.console import Console
 from rich.table import Table
 
@@ -115,13 +116,12 @@ def _print_changes(console: Console, figures: dict[str, Any], trained: str) -> N
     if not rows:
         console.print(trained, soft_wrap=True)
         return
-    table = Table(title=trained, title_justify="left", pad_edge=False)
-    for name in ("", "before", "after", "change"):
-        table.add_column(name, overflow="fold")
+    table = Table(title=trained, title_justify="left", pad_edge=False, box=SQUARE)
+    for name in ("", "before", "after", "change (95 % interval)"):
+        table.add_column(name, no_wrap=not name)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row.short)
     console.print(table)
-    console.print("in brackets: 95 % intervals", soft_wrap=True)
 
 
 def _held_out_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:

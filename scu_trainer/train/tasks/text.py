@@ -83,7 +83,7 @@ class TextTask:
         say_reading(console, f"the data: {job.data.shown_dataset}")
         data = prepare(packing.applied(job.data), tokenizer, **of_model)
         say_data(console, data)
-        say_reading(console, f"the model: {settings.model_name_or_path}")
+        say_reading(console, f"the model: {job.model.model_name_or_path or 'the embedded base'}")
         before_model_bytes = begin_model(job)
         model = load_model(settings, device=device, placement=placement)
         require_fit(model, settings.model_name_or_path, len(tokenizer), job.data.block_size)
