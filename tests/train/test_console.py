@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 
 import pytest
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.console import Console
 from scu_trainer.figures import bits_of
 from scu_trainer.settings import MemorySettings, RegularizationSettings
 from scu_trainer.train.run_directory.console import ConsoleCallback
+from scu_trainer.train.run_directory.logs import run_log
 from tests.tiny import llama, same, trained, weights_of
 
 
@@ -61,3 +63,17 @@ def test_s_that_is_measured_has_no_target_and_no_lambda(tmp_path):
     steered, _ = seen(tmp_path / "steered", RegularizationSettings(target_s=0.1))
     assert "  S 0." in measured and "lambda" not in measured and " of 0.1" not in measured and "free" not in measured
     assert " of 0.1  lambda " in steered
+
+
+@pytest.mark.parametrize(
+    ("level", "ours", "theirs"), [(None, True, False), ("error", False, False), ("info", True, True)]
+)
+def test_log_level_is_of_the_console(capsys, level, ours, theirs):
+    with run_log() as log:
+        if level is not None:
+            log.show(getattr(logging, level.upper()))
+            logging.getLogger("transformers").setLevel(level.upper())
+        logging.getLogger("scu_trainer").warning("a warning of ours")
+        logging.getLogger("transformers").info("what transformers says")
+    printed = capsys.readouterr().err
+    assert ("a warning of ours" in printed, "what transformers says" in printed) == (ours, theirs)
