@@ -35,7 +35,19 @@ AnyPath = Union[str, os.PathLike]
 Row = dict[str, Any]
 
 STATUSES = ("queued", "running", "stopping", "stopped", "finished", "failed")
-STATUS_FIELDS = ("status", "pid", "step", "max_steps", "loss", "eta_s", "started", "updated", "error", "notices")
+STATUS_FIELDS = (
+    "status",
+    "pid",
+    "step",
+    "max_steps",
+    "loss",
+    "eta_s",
+    "started",
+    "updated",
+    "error",
+    "notices",
+    "unit",
+)
 
 RESERVE_BYTES = 4096
 """Size of run.json, with spaces at its end: on a full disk the last words of a run take no new block."""

@@ -30,8 +30,7 @@ REFUSED = [
     (SCU, {"target_s": 0.0}, r"scu_target_s is 0.0; it must lie between 0 and 1"),
     (SCU, {"target_s": 1}, r"scu_target_s is 1.0"),
     (SCU, {"target_s": math.nan}, r"scu_target_s is nan"),
-    (SCU, {"target_s": "ten"}, r"scu_target_s is 'ten'; allowed: a number between 0 and 1, or auto"),
-    (SCU, {"target_s": None}, r"scu_target_s is None"),
+    (SCU, {"target_s": "ten"}, r"scu_target_s is 'ten'; allowed: a number between 0 and 1, auto, or none"),
     # numbers out of range
     (SCU, {"sigma": 0.0}, r"scu_sigma is 0.0; it must be above 0"),
     (SCU, {"sigma": math.inf}, r"scu_sigma is inf"),
@@ -70,6 +69,11 @@ REFUSED = [
     (SCU, {"stop_at_target": True, "target_s": "auto"}, r"scu_stop_at_target needs a number"),
     (SCU, {"hold_steps": 5}, r"scu_hold_steps has an effect only with scu_stop_at_target"),
     (SCU, {"law": "fixed", "stop_at_target": True, "hold_steps": 5}, r"needs a law that can hold S"),
+    (SCU, {"kp": 0.5}, r"scu_kp has an effect only with a target.*add scu_target_s: 0.1 \(or auto\), or drop scu_kp"),
+    (SCU, {"stop_at_target": True}, r"scu_stop_at_target has an effect only with a target"),
+    (SCU, {"control_frequency": 4}, r"scu_control_frequency has an effect only with a target"),
+    (SCU, {"law": "fixed", "stop_at_target": True}, r"scu_stop_at_target has an effect only with a target"),
+    (SCU, {"law": "original", "lambda_init": 2.0}, r"scu_lambda_init has an effect only with a target"),
     (DATA, {"isolate_documents": True, "packing": False}, r"isolate_documents has an effect only with packing"),
 ]
 
@@ -92,9 +96,10 @@ def test_defaults_are_valid_frozen_and_explained(settings):
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"), [("auto", "auto"), ("0.25", 0.25), (0.25, 0.25), (5e-4, 5e-4), ("1e-3", 1e-3)]
+    ("given", "kept"),
+    [("auto", "auto"), ("0.25", 0.25), (0.25, 0.25), (5e-4, 5e-4), ("1e-3", 1e-3), (None, None), ("none", None)],
 )
-def test_target_is_a_number_or_auto(given, kept):
+def test_target_is_a_number_or_auto_or_none(given, kept):
     assert SCU(target_s=given).target_s == kept
 
 
@@ -118,6 +123,7 @@ def test_defaults_depend_on_the_law(law, actuator, bounds, ema_alpha, deadband):
 def test_a_given_value_beats_the_default_of_the_law():
     settings = SCU(
         law="original",
+        target_s=0.1,
         actuator="decoupled",
         lambda_min=0.5,
         lambda_max=2.0,
@@ -131,24 +137,34 @@ def test_a_given_value_beats_the_default_of_the_law():
 
 
 def test_one_bound_may_be_given_alone():
-    assert SCU(law="original", lambda_max=2.0).lambda_bounds == (1e-4, 2.0)
-    assert SCU(lambda_min=0.5).lambda_bounds == (0.5, math.inf)
+    assert SCU(law="original", target_s=0.1, lambda_max=2.0).lambda_bounds == (1e-4, 2.0)
+    assert SCU(target_s=0.1, lambda_min=0.5).lambda_bounds == (0.5, math.inf)
 
 
 @pytest.mark.parametrize(
     "allowed",
     [
-        {"stop_at_target": True, "hold_steps": 10},
-        {"stop_at_target": True, "law": "original", "hold_steps": 10},
-        {"stop_at_target": True, "law": "fixed"},
+        {"target_s": 0.1, "stop_at_target": True, "hold_steps": 10},
+        {"target_s": 0.1, "stop_at_target": True, "law": "original", "hold_steps": 10},
+        {"target_s": 0.1, "stop_at_target": True, "law": "fixed"},
         {"law": "fixed", "actuator": "penalty", "lambda_init": 0.0},
         {"law": "schedule", "schedule": "cosine", "lambda_init": 0.0, "lambda_final": 5.0},
-        {"max_shrink": 1.0, "growth_alpha": 1.0},
+        {"target_s": "auto", "max_shrink": 1.0, "growth_alpha": 1.0},
+        {"law": "original", "sigma": 0.2, "measure": "factors", "prior": "zero", "tokens": 5, "ema_alpha": 0.3},
     ],
     ids=str,
 )
 def test_combinations_that_make_sense_are_allowed(allowed):
     SCU(**allowed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steers"),
+    [({}, False), ({"law": "original"}, False), ({"law": "fixed"}, True), ({"law": "schedule"}, True),
+     ({"target_s": 0.1}, True), ({"target_s": "auto"}, True)],
+)  # fmt: skip
+def test_a_target_or_a_law_that_needs_none_turns_steering_on(settings, steers):
+    assert SCU(**settings).steers == steers
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

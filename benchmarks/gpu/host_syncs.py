@@ -53,7 +53,7 @@ CONTENDERS = {
     "stock": WORKERS["stock"],
     "TRL": WORKERS["trl"],
     "ours, memory": (ours, {"memory": MemorySettings()}),
-    "ours, all loops": (ours, {**LOOPS, "regularization": RegularizationSettings()}),
+    "ours, all loops": (ours, {**LOOPS, "regularization": RegularizationSettings(target_s=0.1)}),
 }
 
 ANSWERS = {

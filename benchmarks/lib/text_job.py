@@ -224,7 +224,7 @@ WORKERS: dict[str, tuple[Callable[..., Trained], dict[str, Any]]] = {
     "stock, group_by_length": (stock, {"train_sampling_strategy": "group_by_length"}),
     "ours": (ours, LOOPS),
     "ours, no loop": (ours, {}),
-    "ours, all loops": (ours, {**LOOPS, "regularization": RegularizationSettings()}),
+    "ours, all loops": (ours, {**LOOPS, "regularization": RegularizationSettings(target_s=0.1)}),
     "trl": (trl, {}),
     "trl, padding-free": (trl, {"padding_free": True, "max_length": None}),
     "trl, packing": (trl, {"packing": True}),

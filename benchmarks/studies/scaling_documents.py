@@ -115,7 +115,7 @@ def trained(contender: str, path: str) -> dict[str, Any]:
     """One run of ``STEPS`` steps with a checkpoint, and one that is resumed from it."""
     torch.set_num_threads(1)
     watch = Highest()
-    loops = {} if contender == "stock" else {**LOOPS, "regularization": RegularizationSettings()}
+    loops = {} if contender == "stock" else {**LOOPS, "regularization": RegularizationSettings(target_s=0.1)}
     save = {"save_strategy": "steps", "save_steps": STEPS, "per_device_train_batch_size": ROWS_PER_BATCH}
     before_bytes = anonymous_bytes()
     with run_log(), watch.watching(), scratch_arguments(max_steps=STEPS, **save) as args:

@@ -61,7 +61,6 @@ TRAINING_DEFAULTS = {
     "report_to": "tensorboard",  # it is a dependency, so its scalars are always there
     "logging_steps": 10,
     "logging_nan_inf_filter": False,  # a NaN loss is shown, not replaced by the last mean
-    "disable_tqdm": True,  # our own console shows progress
     "save_total_limit": 3,
 }
 
@@ -69,15 +68,14 @@ TRAINING_DEFAULTS = {
 def regularization_flags() -> type:
     """``RegularizationSettings`` as flags: ``scu`` and every field with the prefix ``scu_``."""
     hints = get_type_hints(RegularizationSettings)
-    hints["target_s"] = str  # a number or "auto"; RegularizationSettings tells them apart
-    switch = ("scu", bool, dataclasses.field(default=True, metadata={"help": "regularization loop on or off"}))
+    hints["target_s"] = Optional[str]  # a number or a word; RegularizationSettings tells them apart
+    about = "S is measured, and with scu_target_s steered; false: neither"
+    switch = ("scu", bool, dataclasses.field(default=True, metadata={"help": about}))
     fields = [
         (
             PREFIX + item.name,
             hints[item.name],
-            dataclasses.field(
-                default=str(item.default) if item.name == "target_s" else item.default, metadata=dict(item.metadata)
-            ),
+            dataclasses.field(default=item.default, metadata=dict(item.metadata)),
         )
         for item in dataclasses.fields(RegularizationSettings)
     ]

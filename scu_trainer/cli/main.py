@@ -22,7 +22,7 @@ OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT}
 """Errors of the system that the person at the keyboard can put right, wherever they come from."""
 
 COMMANDS = {
-    "train": "train a model, with the regularization loop on",
+    "train": "train a model; memory is looked after, S measured or steered",
     "launch": "train under accelerate, deepspeed or torchrun, as fits this machine",
     "variants": "memory-efficient paths, each run for a few steps: what it costs; --limit finds one that fits",
     "import": "a configuration of TRL, LLaMA-Factory, Axolotl or Unsloth as one of ours, every key accounted for",

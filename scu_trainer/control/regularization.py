@@ -106,7 +106,7 @@ class ControllerState:
 
 
 def initial_state(law: ControllerConfig) -> ControllerState:
-    starts_at_zero = law.name == "model"
+    starts_at_zero = law.name == "model" or (law.name == "original" and law.target_s is None)
     return ControllerState(lam=0.0 if starts_at_zero else law.lambda_init, target_s=law.target_s)
 
 
@@ -198,6 +198,8 @@ def _coming_growth(law: ControllerConfig, growth: float, step: int) -> float:
 
 
 def _original_law(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
+    if state.target_s is None:
+        return state
     error = _outside_deadband(state.s_ema - state.target_s, law.deadband)
     integral = max(-law.integral_clamp, min(law.integral_clamp, law.integral_leak * state.integral + law.ki * error))
     wanted = state.lam * math.exp(min(law.kp * error + integral, LARGEST_EXPONENT))

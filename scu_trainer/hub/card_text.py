@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
+from scu_trainer.figures import before_and_after
 from scu_trainer.hub import card_training
 from scu_trainer.hub.card_use import loading
 from scu_trainer.hub.facts import IMAGES, TEXT, Facts
@@ -108,9 +109,7 @@ def _results(facts: Facts) -> str:
         reason = "nothing was held out" if metrics else "these weights were not scored"
         return f"## Results\n\nNot measured: {reason}."
     unit, item = metrics.get("unit", "token"), metrics.get("item", "document")
-    rows = [_row(f"bits per {unit}", metrics, "bpt", ".3f")]
-    if "held_out_accuracy_after" in metrics:
-        rows.insert(0, _row("accuracy", metrics, "accuracy", ".1%"))
+    rows = [f"| {' | '.join(row)} |" for row in before_and_after(metrics)]
     level = metrics["held_out_bpt_after"].get("confidence", 0.95)
     which = "a dataset for scoring alone" if facts.settings.get("eval_dataset") else "held out from training"
     lines = [
@@ -129,20 +128,6 @@ def _results(facts: Facts) -> str:
     if best:
         lines += ["", f"Best evaluation on the way: {best['bpt']:.3f} bits per {unit} at step {best['step']}."]
     return "\n".join(lines)
-
-
-def _row(what: str, metrics: dict[str, Any], key: str, style: str) -> str:
-    before, after, change = (metrics[f"held_out_{key}_{when}"] for when in ("before", "after", "change"))
-    cells = [_cell(before, style), _cell(after, style), _cell(change, f"+{style}")]
-    return f"| {what} | {' | '.join(cells)} |"
-
-
-def _cell(interval: dict[str, Any], style: str) -> str:
-    if interval["value"] is None:  # no finite loss
-        return "not finite"
-    low, high = interval.get("low"), interval.get("high")
-    bounds = "" if low is None or high is None else f" ({low:{style}} to {high:{style}})"
-    return f"{interval['value']:{style}}{bounds}"
 
 
 def _license(facts: Facts, license: str) -> str:

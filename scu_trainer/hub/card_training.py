@@ -89,6 +89,8 @@ def _regularization(facts: Facts) -> list[str]:
         return ["- regularization: off"] if facts.metrics else []
     target, end = found.get("target_s"), found.get("final_s")
     against = f"S {end:.4f} at the end" if end is not None else "S was not measured"
+    if not found.get("steers", True):
+        return _measured(found, against)
     against += f" against a target of {target:.4g}" if target is not None else ""
     law = f"law {found['law']}, sigma {facts.control.get('sigma')}"
     lines = [f"- regularization ({law}): {against}, {found['verdict']}"]
@@ -101,6 +103,15 @@ def _regularization(facts: Facts) -> list[str]:
     if found.get("overhead_fraction") is not None:
         lines.append(f"- cost of this loop: {found['overhead_fraction']:.2%} of the time of training")
     return lines
+
+
+def _measured(found: dict[str, Any], against: str) -> list[str]:
+    cost = found.get("overhead_fraction")
+    said = f"{against}, {found['verdict']}" if found.get("final_s") is not None else "S was not measured"
+    return [
+        f"- regularization: none; {said}",
+        *([] if cost is None else [f"- cost of measuring S: {cost:.2%} of the time of training"]),
+    ]
 
 
 def _memory(found: Optional[dict[str, Any]]) -> list[str]:

@@ -38,6 +38,8 @@ def why_no_loss(run: RunFiles) -> str:
 def why_no_s(run: RunFiles) -> str:
     if run.settings.get("scu") is False:
         return "regularization was off (scu: false)"
+    if (run.metrics.get("regularization") or {}).get("verdict") == "not measured":
+        return "S could not be measured, see the notices"
     return (
         "no control step was taken yet"
         if run.is_alive

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Optional, TypeVar
 
 from scu_trainer.errors import StorageError
+from scu_trainer.figures import UNITS
 from scu_trainer.run_files import read_json, read_rows
 
 T = TypeVar("T")
@@ -22,12 +23,6 @@ CONFIG_FILE = "training_config.json"
 METRICS_FILE = "scu_metrics.json"
 STATUS_FILE = "run.json"
 SUSPECTS_FILE = "suspects.jsonl"
-
-UNITS = {
-    "text-generation": "token", "word-generation": "word", "image-classification": "label",
-    "sensor-classification": "label",
-}  # fmt: skip
-"""What held-out bits are counted per, by task, until scu_metrics.json says so."""
 
 BEGUN = (CONFIG_FILE, LOG_FILE, CONTROL_FILE, MEMORY_FILE, CURRICULUM_FILE, STOCK_LOG_FILE)
 """Files that training writes: with one of them a folder is a run that has begun."""
@@ -60,7 +55,7 @@ class RunFiles:
 
     @property
     def unit(self) -> str:
-        """What held-out bits are counted per."""
+        """What bits are counted per; by the task until scu_metrics.json says so."""
         return self.metrics.get("unit") or UNITS.get(self.settings.get("task", ""), "token")
 
 

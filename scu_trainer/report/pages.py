@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
+from scu_trainer.figures import before_and_after
 from scu_trainer.report.ablation import Comparison, comparison_plots, result_rows
 from scu_trainer.report.drawing import Plot
 from scu_trainer.report.files import RunFiles
@@ -42,7 +43,7 @@ def page_of(
     title = " and ".join(run.name for run in subject) if len(subject) < 4 else f"{len(subject)} runs"
     pills = [(f"{run.name}: {run.state}" if many else run.state, MOODS.get(run.state, "bad")) for run in subject]
     sections = [
-        Section("Key figures", [Table(*_figures(subject))]),
+        Section("Key figures", [*_changes(subject), Table(*_figures(subject))]),
         *(Section(item.plot.title, [item]) for item in drawings),
         Section("Warnings and notices", _warnings(subject)),
         Section("Settings", _settings(subject)),
@@ -65,6 +66,14 @@ def _head(runs: Sequence[RunFiles], first: str) -> list[str]:
 def _figures(runs: Sequence[RunFiles]) -> tuple[list[str], list[list[str]]]:
     rows = as_rows([dict(key_figures(run)) for run in runs])
     return _head(runs, "figure"), [[name, *values] for name, values in rows if set(values) != {"-"}]
+
+
+def _changes(runs: Sequence[RunFiles]) -> list[Table]:
+    """Before and after training, as the table at the end of a run has it."""
+    many = len(runs) > 1
+    rows = [[*([run.name] if many else []), *row] for run in runs for row in before_and_after(run.metrics)]
+    head = [*(["run"] if many else []), "figure", "before", "after", "change (95 % interval)"]
+    return [Table(head, rows)] if rows else []
 
 
 def _warnings(runs: Sequence[RunFiles]) -> list[Table | Text]:

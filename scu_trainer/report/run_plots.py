@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Optional
 
+from scu_trainer.figures import bits_of
 from scu_trainer.report.absent import (
     why_half_a_loss,
     why_no_curriculum,
@@ -32,7 +33,7 @@ def run_plots(runs: Sequence[RunFiles]) -> list[Plot]:
     """All plots of a report, in the order of the page."""
     kinds: tuple[tuple[str, str, Draw, Callable[[RunFiles], str]], ...] = (
         ("loss", "Loss and held-out bits", _loss_panels, why_no_loss),
-        ("s", "S, its target and lambda", _s_panels, why_no_s),
+        ("s", "S: the share of the trained weights", _s_panels, why_no_s),
         ("memory", "Memory and micro-batches", _memory_panels, why_no_memory),
         ("throughput", "Throughput", _throughput_panels, why_no_throughput),
         ("curriculum", "Curriculum statistics", curriculum_panels, why_no_curriculum),
@@ -108,7 +109,7 @@ def _loss_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     style = Style(runs)
     is_bits = all(in_bits(run) for run in runs if run.logs or run.control)
     unit = f"bits per {' or '.join(dict.fromkeys(run.unit for run in runs))}" if is_bits else "loss"
-    factor = 1 / math.log(2) if is_bits else 1.0
+    factor = bits_of(1.0) if is_bits else 1.0
     training = Panel("Training loss", unit, lines=_drawn(_training_lines(runs, style, factor, is_bits)))
     held_out = Panel(_held_out_title(runs), unit, lines=_drawn(_held_out_lines(runs, style, is_bits)))
     right = [style.line(run, "accuracy", points(run.logs, "eval_accuracy", factor=100), 2, marker="o") for run in runs]
@@ -150,12 +151,19 @@ def _s_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     levels = [Level(target, f"target {target:g}") for target in targets] if len(targets) <= 3 else []
     band = _target_band(found, targets)
     lines = _drawn(_s_lines(runs, style))
-    strength = [style.line(run, "lambda", points(run.control, "lambda"), 1) for run in found]
+    steered = [run for run in found if not only_measured(run)]
+    strength = [style.line(run, "lambda", points(run.control, "lambda"), 1) for run in steered]
     return [
         Panel("Information ratio S", "S", lines=lines, levels=levels, bands=band, from_zero=True),
         Panel("Lambda: decay toward the start", "lambda", lines=_drawn(iter(strength)),
               from_zero=True, height=0.85),
     ]  # fmt: skip
+
+
+def only_measured(run: RunFiles) -> bool:
+    """Whether nothing was steered: lambda has stayed 0, and there was no target."""
+    has_goal = run.settings.get("scu_target_s") is not None
+    return not has_goal and not any(row.get("lambda") or row.get("s_target") for row in run.control)
 
 
 def _s_lines(runs: Sequence[RunFiles], style: Style) -> Iterator[Line]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Optional
 
+from scu_trainer.figures import before_and_after, bits_of
 from scu_trainer.report.files import RunFiles, newest, points
-from scu_trainer.report.run_plots import in_bits, number, ooms
+from scu_trainer.report.run_plots import in_bits, number, only_measured, ooms
 from scu_trainer.run_files import readable
 from scu_trainer.settings.mixture import shown
 
@@ -22,9 +22,9 @@ def key_figures(run: RunFiles) -> list[tuple[str, str]]:
         ("steps", _steps(run)),
         *_held_out(run),
         ("training loss, last logged", _loss(run)),
-        ("S against target", _s(run, control)),
-        ("lambda, newest", number(control.get("final_lambda", newest(run.control, "lambda")))),
-        ("cost of the loop", _percent(control.get("overhead_fraction"))),
+        ("S", _s(run, control)),
+        ("lambda, newest", _lambda(run, control)),
+        ("cost of measuring and steering S", _percent(control.get("overhead_fraction"))),
         ("tokens per second, mean", number(_mean(points(run.logs, "throughput/tokens_per_second")[1]))),
         ("peak memory", _peak(run)),
         ("out of memory, recovered", _ooms(run)),
@@ -36,11 +36,15 @@ def key_figures(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def _loss(run: RunFiles) -> str:
-    """As it was logged, in nats, and in the unit of the plot."""
+    """In the unit of the plot; the logs have it in nats."""
     loss = newest(run.logs, "loss")
-    if loss is None or not in_bits(run):
-        return number(loss)
-    return f"{loss:.3f} nats, {loss / math.log(2):.3f} bits per {run.unit}"
+    if loss is None:
+        return NONE
+    return f"{bits_of(loss):.3f} bits per {run.unit}" if in_bits(run) else number(loss)
+
+
+def _lambda(run: RunFiles, control: Mapping[str, Any]) -> str:
+    return NONE if only_measured(run) else number(control.get("final_lambda", newest(run.control, "lambda")))
 
 
 def _without_model(run: RunFiles) -> str:
@@ -57,34 +61,28 @@ def _steps(run: RunFiles) -> str:
 
 
 def _held_out(run: RunFiles) -> list[tuple[str, str]]:
-    name, figures = f"held-out bits per {run.unit}", run.metrics
-    before, after, change = (figures.get(f"held_out_bpt_{when}") for when in ("before", "after", "change"))
-    if not after:
+    """Of a run that has ended its figures after training; the table beside has those before, and the change."""
+    found = [(row.what.strip(), row.after) for row in before_and_after(run.metrics)]
+    if not found:
         newest_bpt = newest(run.logs, "eval_bpt")
-        return [(name, NONE if newest_bpt is None else f"{newest_bpt:.3f} at the last evaluation")]
-    bits = [_bits(interval["value"]) for interval in (before, after) if interval]
-    found = [(name, f"{bits[0]} before, {bits[1]} after" if before else bits[0])]
-    if change and change["value"] is not None:
-        found.append(
-            ("change, 95 % interval", f"{change['value']:+.3f} ({change['low']:+.3f} to {change['high']:+.3f})")
-        )
-    best = figures.get("best_held_out")
+        said = NONE if newest_bpt is None else f"{newest_bpt:.3f} at the last evaluation"
+        return [(f"held-out bits per {run.unit}", said)]
+    best = run.metrics.get("best_held_out")
     if best and best.get("bpt") is not None:
-        found.append(("best on the way", f"{best['bpt']:.3f} at step {best['step']}"))
-    accuracy = figures.get("held_out_accuracy_after")
-    return [*found, ("held-out accuracy", f"{accuracy['value']:.1%}")] if accuracy else found
-
-
-def _bits(value: Optional[float]) -> str:
-    return "no finite number" if value is None else f"{value:.3f}"
+        found.append(("best on the way", f"{best['bpt']:.3f} bits per {run.unit} at step {best['step']}"))
+    return found
 
 
 def _s(run: RunFiles, control: Mapping[str, Any]) -> str:
     if run.settings.get("scu") is False:
         return "regularization was off"
+    if control.get("verdict") == "not measured":
+        return control["verdict"]
     s, target = newest(run.control, "s_ema"), newest(run.control, "s_target")
     if s is None:
         return NONE
+    if only_measured(run):
+        return f"{s:.4f}, measured, not steered"
     verdict = f": {control['verdict']}" if control.get("verdict") else ""
     return f"{s:.4f}" + ("" if target is None else f" against {target:.4g}") + verdict
 

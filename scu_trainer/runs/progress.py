@@ -25,11 +25,13 @@ WARNING = re.compile(r"\b(?:WARNING|ERROR)\b(?: \S+:)? (.*)")
 
 @dataclass(frozen=True)
 class Progress:
-    """None: not known, or not yet. ``updated_s``: when run.json was last written, in seconds since 1970."""
+    """None: not known, or not yet. ``loss``: in nats per ``unit``. ``updated_s``: when run.json was last written,
+    in seconds since 1970."""
 
     step: Optional[int] = None
     max_steps: Optional[int] = None
     loss: Optional[float] = None
+    unit: str = "token"
     eta_s: Optional[float] = None
     started_s: Optional[float] = None
     updated_s: Optional[float] = None
@@ -55,6 +57,7 @@ def progress(run: Run, status: Mapping[str, Any]) -> Progress:
     measured, logged = scu.get("s_ema"), last_row(run.path / "log_history.json", "throughput/samples_per_second")
     return Progress(
         **{name: status.get(name) for name in ("step", "max_steps", "loss", "eta_s")},
+        unit=status.get("unit") or "token",
         started_s=seconds(status.get("started")),
         updated_s=seconds(status.get("updated")),
         s=scu.get("s") if measured is None else measured,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Optional
 
+from scu_trainer.figures import bits_of
 from scu_trainer.run_files import readable
 from scu_trainer.runs.progress import Progress
 from scu_trainer.runs.state import Report
@@ -27,6 +28,11 @@ def number(value: Optional[float], digits: int = 3) -> str:
     return NONE if value is None else f"{value:.{digits}f}"
 
 
+def loss(progress: Progress) -> str:
+    """run.json has it in nats, as every program of transformers logs it."""
+    return NONE if progress.loss is None else f"{bits_of(progress.loss):.3f} bits per {progress.unit}"
+
+
 def share(progress: Progress) -> str:
     """S, and its target where there is one."""
     if progress.s is None:
@@ -35,7 +41,8 @@ def share(progress: Progress) -> str:
 
 
 def strength(progress: Progress) -> str:
-    return NONE if progress.strength is None else f"{progress.strength:.3g}"
+    steers = progress.strength or progress.s_target is not None
+    return f"{progress.strength:.3g}" if progress.strength is not None and steers else NONE
 
 
 def memory(report: Report) -> str:
@@ -83,7 +90,7 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
     for name, value in (
         ("step", steps(found)),
         ("left", left(report)),
-        ("loss", number(found.loss, 4)),
+        ("loss", loss(found)),
         ("samples per second", number(found.samples_per_second, 1)),
         ("S", share(found)),
         ("lambda", strength(found)),
@@ -103,7 +110,7 @@ def line(report: Report) -> str:
     parts = [
         status_words(report),
         f"step {steps(found)}",
-        f"loss {number(found.loss)}",
+        f"loss {loss(found)}",
         f"samples/s {number(found.samples_per_second, 1)}",
         f"S {share(found)}",
         f"lambda {strength(found)}",

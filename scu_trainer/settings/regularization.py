@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, Optional, Union
 
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings.base import check_fields, option, require
 
+ACT_BY_LAMBDA = ("fixed", "schedule")
+"""Laws that need no target: lambda is what it is set to."""
+
+MEASURES = ("law", "target_s", "measure", "prior", "sigma", "tokens", "ema_alpha")
+"""Fields that say what S is; all others say how it is steered."""
+
 
 @dataclass(frozen=True)
 class RegularizationSettings:
-    """The Shannon Control Unit: hold S = ParamBPT / (DataBPT + ParamBPT) at a target by moving lambda.
+    """The Shannon Control Unit: measure S = ParamBPT / (DataBPT + ParamBPT), and with a target hold it there by lambda.
+
+    Without ``target_s`` nothing is steered: S is measured at logging steps, and weights are those of a training without
+    the loop. Laws ``fixed`` and ``schedule`` act by ``lambda_init`` and need no target.
 
     Units: ParamBPT and DataBPT are bits per token, sigma has the unit of a weight, lambda is the shrink per unit of
     learning rate (decoupled actuator) or the factor of the penalty in nats per token (penalty actuator).
@@ -23,7 +32,11 @@ class RegularizationSettings:
         "model: known plant gain, estimated growth; original: the published PI law with an acting penalty; "
         "fixed: constant lambda; schedule: lambda ramps from lambda_init to lambda_final",
     )
-    target_s: Union[float, str] = option(0.1, "target of S, between 0 and 1, or 'auto' (needs held-out data)")
+    target_s: Union[float, str, None] = option(
+        None,
+        "target of S, between 0 and 1, or 'auto' (needs held-out data); none (the default): S is measured and nothing "
+        "is steered",
+    )
     measure: Literal["effective", "factors"] = option(
         "effective", "LoRA: squared norm of the effective update scale*B*A, or of the factors A and B themselves"
     )
@@ -36,7 +49,11 @@ class RegularizationSettings:
     hold_steps: int = option(
         0, "with stop_at_target: instead of ending at once hold S for this many steps while the rate decays to 0"
     )
-    control_frequency: int = option(1, "optimizer steps between two decisions of the controller")
+    control_frequency: int = option(
+        1,
+        "optimizer steps between two decisions of the controller; where nothing is steered S is measured as it is "
+        "logged",
+    )
     ema_alpha: Optional[float] = option(
         None, "weight of the newest value: in the average of DataBPT (model law, 0.05) or of S (original law, 0.1)"
     )
@@ -61,6 +78,11 @@ class RegularizationSettings:
         "to the gradient before clipping; auto: penalty for the original law, decoupled for all others",
     )
     auto_patience: int = option(2, "target_s auto: evaluations in a row above the best before S is held")
+
+    @property
+    def steers(self) -> bool:
+        """Whether lambda may move weights. Without a target the laws that follow S have nothing to hold it at."""
+        return self.target_s is not None or self.law in ACT_BY_LAMBDA
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_s", _target(self.target_s))
@@ -109,7 +131,7 @@ class RegularizationSettings:
             "scu_hold_steps has an effect only with scu_stop_at_target; set scu_stop_at_target: true or drop it",
         )
         require(
-            not (self.stop_at_target and self.law in ("fixed", "schedule") and self.hold_steps),
+            not (self.stop_at_target and self.law in ACT_BY_LAMBDA and self.hold_steps),
             f"scu_hold_steps needs a law that can hold S (model or original); scu_law is {self.law}",
         )
         require(
@@ -119,6 +141,18 @@ class RegularizationSettings:
         require(
             not (self.law == "model" and self.actuator == "penalty"),
             "scu_law: model knows the gain of the decoupled actuator only; use scu_actuator: auto or scu_law: original",
+        )
+        self._require_target()
+
+    def _require_target(self) -> None:
+        """Of an option that steers, where nothing is steered: it would have no effect."""
+        changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+        needs = [name for name in changed if name not in MEASURES and not self.steers]
+        needs += ["stop_at_target"] if self.stop_at_target and self.target_s is None and self.steers else []
+        require(
+            not needs,
+            f"scu_{needs[0] if needs else ''} has an effect only with a target, and without scu_target_s nothing is "
+            f"steered: S is measured only; add scu_target_s: 0.1 (or auto), or drop scu_{needs[0] if needs else ''}",
         )
 
     @property
@@ -149,12 +183,14 @@ class RegularizationSettings:
         return 0.002 if self.law == "original" else 0.0
 
 
-def _target(value) -> Union[float, str]:
+def _target(value) -> Union[float, str, None]:
     if value == "auto":
         return "auto"
+    if value is None or value == "none":
+        return None
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise SettingsError(f"scu_target_s is {value!r}; allowed: a number between 0 and 1, or auto") from None
+        raise SettingsError(f"scu_target_s is {value!r}; allowed: a number between 0 and 1, auto, or none") from None
     require(0 < number < 1, f"scu_target_s is {number}; it must lie between 0 and 1, for instance 0.1")
     return number

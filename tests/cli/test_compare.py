@@ -181,7 +181,10 @@ def test_the_list_of_arms_follows_the_job(config, capsys):
         (["--reference", "fixed"], "(did you mean 'fixed_3'?)"),
         (["--learning_rat", "1"], "unknown option --learning_rat (did you mean 'learning_rate'?)"),
         (["--arm", "mine:scu_kpp=1"], "arm mine: unknown option --scu_kpp (did you mean 'scu_kp'?)"),
-        (["--arm", "mine:scu=true,scu_stop_at_target=true"], "arm mine cannot be compared at equal tokens"),
+        (
+            ["--arm", "mine:scu=true,scu_target_s=0.1,scu_stop_at_target=true"],
+            "arm mine cannot be compared at equal tokens",
+        ),
         (["--arm", "mine:seed=5"], "arm mine: seed is set by the comparison: each run has its own: give --seeds"),
         (["--arm", "mine:output_dir=x"], "arm mine: output_dir is set by the comparison"),
         (["--arm", "mine:max_steps=5"], "at equal tokens: its max_steps is 5, that of none 3"),

@@ -155,7 +155,9 @@ def test_the_monitor_ends_with_the_run_and_leaves_a_line_for_each_look(by_hand, 
     hands = stand_in.hands(sleep=lambda s: RunStatus(by_hand.path / "run.json").update(status="finished", pid=99999999))
     assert subject.main(["monitor", "by_hand", "--refresh", "1"], hands) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("by_hand: running  step 40/80  loss 2.500") and second.startswith("by_hand: finished")
+    assert first.startswith("by_hand: running  step 40/80  loss 3.607 bits per token") and second.startswith(
+        "by_hand: finished"
+    )
 
 
 def test_leaving_the_monitor_leaves_the_run(by_hand, capsys):

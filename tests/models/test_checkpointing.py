@@ -447,7 +447,7 @@ SUBJECTS = {
 }
 LOOPS = {
     "memory": {"memory": MemorySettings(token_cap=24)},
-    "regularization": {"regularization": RegularizationSettings()},
+    "regularization": {"regularization": RegularizationSettings(target_s=0.1)},
     "curriculum": {"curriculum": CurriculumSettings(curriculum="noise_guard")},
 }
 

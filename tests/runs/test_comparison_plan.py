@@ -14,6 +14,7 @@ from scu_trainer.runs.studies.comparison_arms import chosen_arms
 from scu_trainer.runs.studies.comparison_plan import (
     check_comparable,
     check_equal_budget,
+    check_steers,
     differences,
     fingerprint,
     read_plan,
@@ -53,6 +54,16 @@ def test_values_and_own_arms():
     assert by_name["model_0.05"]["scu_target_s"] == 0.05
     assert by_name["mine"] == {"scu": True, "scu_kp": 0.4, "optim": "sgd"}
     assert found[-1].flags == ["--scu=true", "--scu_kp=0.4", "--optim=sgd"]
+
+
+def test_an_arm_that_follows_s_needs_a_target():
+    none, model, named = chosen("none", "model", "model:0.05")
+    said = r"arm model would measure S and steer nothing: the job has no scu_target_s; add --scu_target_s 0.1"
+    with pytest.raises(SettingsError, match=said):
+        check_steers(model, {"scu": True, "scu_target_s": None})
+    check_steers(model, {"scu": True, "scu_target_s": 0.2})
+    check_steers(named, {"scu": True, "scu_target_s": 0.05})
+    check_steers(none, {"scu": False})
 
 
 def test_the_original_law_acts_with_its_penalty():

@@ -147,7 +147,10 @@ def test_a_report_reads_the_ends_of_histories(tmp_path):
     told = found.as_dict()
     assert told["lambda"] == 0.25 and told["status"] == "running" and told["cause"] is None
     line = words.line(found)
-    assert line.startswith("a: running  step 20/80  loss 2.500  S 0.1998 of 0.1  lambda 0.25") and " -" not in line
+    assert (
+        line.startswith("a: running  step 20/80  loss 3.607 bits per token  S 0.1998 of 0.1  lambda 0.25")
+        and " -" not in line
+    )
 
 
 def test_one_that_registers_while_it_is_read_is_asked_again(tmp_path, monkeypatch):

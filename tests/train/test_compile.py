@@ -60,7 +60,7 @@ def assert_same_weights(plain, compiled) -> None:
 
 LOOPS = {
     "none": {},
-    "regularization": {"regularization": RegularizationSettings()},
+    "regularization": {"regularization": RegularizationSettings(target_s=0.1)},
     "curriculum": {"curriculum": CurriculumSettings(curriculum="noise_guard"), "dataset": tiny.Rows(8)},
 }
 

@@ -83,6 +83,14 @@ def test_a_setting_and_its_consequence(name, value, consequence):
     assert change.line.startswith(f"{name} was {value}, now {NOW['configuration'][name]}: ")
 
 
+def test_a_run_of_the_old_default_does_not_stop_steering_in_silence():
+    (change,) = changes(before(scu_target_s=0.1), before(scu_target_s=None))
+    assert change.line == (
+        "scu_target_s was 0.1, now not set: S is measured from here on and no longer steered; give scu_target_s: 0.1 "
+        "to hold it as before"
+    )
+
+
 @pytest.mark.parametrize("name", sorted(subject.OTHER_SHAPE))
 def test_another_shape_is_refused(name):
     (change,) = changes(before(**{name: 1}), before(**{name: 2}))

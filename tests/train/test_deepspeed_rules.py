@@ -241,12 +241,17 @@ def test_regularization_needs_whole_weights(tmp_path, stage, refused):
     file = changed(tmp_path, zero_optimization__stage=stage, **gather)
     expected = pytest.raises(ControlError, match=f"this is stage {stage}, .* set scu: false")
     with expected if refused else contextlib.nullcontext():
-        check(tmp_path, file, regularization=RegularizationSettings())
+        check(tmp_path, file, regularization=RegularizationSettings(target_s=0.1))
+
+
+def test_s_alone_is_no_reason_to_refuse(tmp_path):
+    check(tmp_path, str(ROOT / "ds_configs" / "zero3.json"), regularization=RegularizationSettings())
+    check(tmp_path, str(CONFIGS[0]), regularization=RegularizationSettings(law="original"))
 
 
 def test_the_penalty_is_refused(tmp_path):
     with pytest.raises(ControlError, match="gradients inside its engine"):
-        check(tmp_path, str(CONFIGS[0]), regularization=RegularizationSettings(law="original"))
+        check(tmp_path, str(CONFIGS[0]), regularization=RegularizationSettings(law="original", target_s=0.1))
 
 
 def test_memory_control_needs_a_stage(tmp_path):

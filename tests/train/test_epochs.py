@@ -12,7 +12,11 @@ from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import UnevenRows, arguments, gpt2, pad, same, weights_of
 from tests.train.stepwise import losses_of
 
-LOOPS = {"memory": MemorySettings(), "curriculum": CurriculumSettings(), "regularization": RegularizationSettings()}
+LOOPS = {
+    "memory": MemorySettings(),
+    "curriculum": CurriculumSettings(),
+    "regularization": RegularizationSettings(target_s=0.1),
+}
 LENGTH = {"max_steps": -1, "num_train_epochs": 3, "logging_steps": 2, "eval_strategy": "epoch", "save_strategy": "no"}
 
 

@@ -34,7 +34,7 @@ LOOPS = {
     "none": {},
     "memory": {"memory": MemorySettings(token_cap=40)},
     "curriculum": {"curriculum": CurriculumSettings(curriculum="token_budget")},
-    "regularization": {"regularization": RegularizationSettings()},
+    "regularization": {"regularization": RegularizationSettings(target_s=0.1)},
 }
 
 

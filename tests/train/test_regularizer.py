@@ -27,7 +27,7 @@ def layer(weight: float = 0.0) -> nn.Linear:
 
 
 def started(module=None, max_steps: int = 100, tokens: float | None = N, **settings) -> Regularizer:
-    regularizer = Regularizer(RegularizationSettings(**settings), module or layer(), tokens)
+    regularizer = Regularizer(RegularizationSettings(**{"target_s": 0.1, **settings}), module or layer(), tokens)
     regularizer.start(max_steps, steps_per_epoch=10, seed=0)
     return regularizer
 
@@ -306,7 +306,7 @@ def saved_after(steps: int, **settings):
 def test_state_goes_through_json_and_continues(law):
     regularizer, saved = saved_after(5, law=law)
     assert regularizer.state.lam > 0
-    other = Regularizer(RegularizationSettings(law=law), layer(), tokens=123.0)
+    other = Regularizer(RegularizationSettings(law=law, target_s=0.1), layer(), tokens=123.0)
     other.load_state_dict(saved, prior=None)
     other.start(100, steps_per_epoch=10, seed=0)
     assert other.state == regularizer.state
@@ -326,6 +326,31 @@ def test_a_changed_target_replaces_the_saved_one(target):
     assert other.state.growth == saved["state"]["growth"]
 
 
+@pytest.mark.parametrize("law", ["model", "original"])
+def test_without_a_target_s_is_measured_as_it_is_logged_and_lambda_stays_0(law):
+    regularizer = started(layer(), max_steps=7, target_s=None, law=law)
+    regularizer.start(7, steps_per_epoch=10, seed=0, logging_steps=3)
+    rows = [one_step(regularizer, step, move=0.1) for step in range(1, 8)]
+    assert [row["step"] for row in rows if row is not None] == [3, 6, 7]
+    assert {(row["lambda"], row["shrink"], row["s_target"], row["saturated"]) for row in rows if row} == {
+        (0.0, 0.0, None, "")
+    }
+    assert rows[6]["s"] > rows[2]["s"] > 0 and regularizer.progress.notices == []
+    assert torch.allclose(regularizer.prior.weights[0], torch.full((4, 4), 0.7))
+
+
+@pytest.mark.parametrize("law", ["model", "original"])
+@pytest.mark.parametrize("before, after", [(0.02, None), (None, 0.02)])
+def test_steering_that_is_switched_on_or_off_at_a_resume_starts_where_a_new_run_does(law, before, after):
+    _, saved = saved_after(5, law=law, target_s=before)
+    assert (saved["state"]["lam"] > 0) == (before is not None)
+    other = Regularizer(RegularizationSettings(law=law, target_s=after), layer())
+    other.load_state_dict(saved, prior=None)
+    other.start(100, steps_per_epoch=10, seed=0)
+    assert other.state.lam == (1.0 if law == "original" and after else 0.0)
+    assert (other.state.target_s, other.state.s_ema) == (after, saved["state"]["s_ema"])
+
+
 def test_a_changed_fixed_lambda_replaces_the_saved_one():
     _, saved = saved_after(2, law="fixed", lambda_init=3.0)
     other = Regularizer(RegularizationSettings(law="fixed", lambda_init=7.0), layer())
@@ -339,7 +364,7 @@ def test_windows_since_the_last_decision_are_part_of_a_checkpoint():
     whole = started(**settings)
     one_step(whole, 1, losses=(1.0,), items=10.0)
     one_step(whole, 2, losses=(2.0,), items=torch.tensor(30))
-    resumed = Regularizer(RegularizationSettings(**settings), layer())
+    resumed = Regularizer(RegularizationSettings(target_s=0.1, **settings), layer())
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())), prior=None)
     resumed.start(100, steps_per_epoch=10, seed=0)
     rows = [one_step(regularizer, 3, losses=(0.5,), items=60.0) for regularizer in (whole, resumed)]
@@ -367,18 +392,18 @@ def test_a_second_training_starts_afresh():
 def test_another_ruler_is_refused(changes, message):
     _, saved = saved_after(2)
     with pytest.raises(CheckpointError, match=message):
-        Regularizer(RegularizationSettings(**changes), layer()).load_state_dict(saved, prior=None)
+        Regularizer(RegularizationSettings(**{"target_s": 0.1, **changes}), layer()).load_state_dict(saved, prior=None)
 
 
 def test_another_start_is_refused():
     _, saved = saved_after(2)
     with pytest.raises(CheckpointError, match=r"lambda would act toward another.*same model_name_or_path and seed"):
-        Regularizer(RegularizationSettings(), layer(0.1)).load_state_dict(saved, prior=None)
+        Regularizer(RegularizationSettings(target_s=0.1), layer(0.1)).load_state_dict(saved, prior=None)
 
 
 def test_a_saved_prior_replaces_the_start():
     regularizer, saved = saved_after(2)
-    other = Regularizer(RegularizationSettings(), layer(0.1))
+    other = Regularizer(RegularizationSettings(target_s=0.1), layer(0.1))
     other.load_state_dict(saved, prior=regularizer.prior.state_dict())
     assert torch.equal(other.prior.starts[0], torch.zeros(4, 4))
 
@@ -387,7 +412,7 @@ def test_a_saved_prior_replaces_the_start():
 
 
 def test_resolve_fills_in_every_default():
-    law = resolve(RegularizationSettings(law="original", stop_at_target=True), 50)
+    law = resolve(RegularizationSettings(law="original", target_s=0.1, stop_at_target=True), 50)
     assert (law.name, law.actuator, law.lambda_min, law.lambda_max) == ("original", "penalty", 1e-4, 10.0)
     assert (law.ema_alpha, law.deadband, law.max_steps, law.wait_for_target) == (0.1, 0.002, 50, True)
     assert resolve(RegularizationSettings(target_s="auto"), 50).target_s is None
@@ -424,11 +449,11 @@ def launched(**changes) -> SimpleNamespace:
 
 
 def test_launchers_that_lambda_cannot_reach_are_refused():
-    assert prior_class_for(launched(), RegularizationSettings()) is Prior
+    assert prior_class_for(launched(), RegularizationSettings(target_s=0.1)) is Prior
     with pytest.raises(ControlError, match=r"FSDP keeps the trained weights in shards.*or set scu: false"):
-        prior_class_for(launched(is_fsdp_enabled=True), RegularizationSettings())
+        prior_class_for(launched(is_fsdp_enabled=True), RegularizationSettings(target_s=0.1))
     with pytest.raises(ControlError, match="one process drives 2 GPUs"):
-        prior_class_for(launched(args=SimpleNamespace(n_gpu=2)), RegularizationSettings())
+        prior_class_for(launched(args=SimpleNamespace(n_gpu=2)), RegularizationSettings(target_s=0.1))
 
 
 def test_description_holds_what_defaults_became():

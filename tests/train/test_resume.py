@@ -118,7 +118,7 @@ def test_the_start_of_adapters_is_kept_and_that_of_full_tuning_is_not(tmp_path):
     trained(model, tmp_path / "lora", LAWS["model"], save_strategy="steps", save_steps=6)
     assert same(load_file(tmp_path / "lora" / "checkpoint-6" / "scu_prior.safetensors"), start)
     trained(llama(), tmp_path / "full", LAWS["model"], save_strategy="steps", save_steps=6)
-    trained(lora(llama()), tmp_path / "zero", Settings(prior="zero"), save_strategy="steps", save_steps=6)
+    trained(lora(llama()), tmp_path / "zero", Settings(target_s=0.1, prior="zero"), save_strategy="steps", save_steps=6)
     for name in ("full", "zero"):
         assert (tmp_path / name / "checkpoint-6" / "scu_state.json").is_file()
         assert not (tmp_path / name / "checkpoint-6" / "scu_prior.safetensors").exists()

@@ -58,8 +58,14 @@ EQUIVALENT = {
 @pytest.mark.parametrize("case", EQUIVALENT)
 @pytest.mark.parametrize(
     "settings",
-    [None, Settings(law="fixed", lambda_init=0.0), Settings(law="fixed", lambda_init=0.0, actuator="penalty")],
-    ids=["none", "lambda 0", "penalty 0"],
+    [
+        None,
+        Settings(),
+        Settings(law="original"),
+        Settings(law="fixed", lambda_init=0.0),
+        Settings(law="fixed", lambda_init=0.0, actuator="penalty"),
+    ],
+    ids=["none", "measured", "measured, original", "lambda 0", "penalty 0"],
 )
 def test_without_lambda_it_is_the_stock_trainer_bit_for_bit(tmp_path, case, settings):
     make, changes = EQUIVALENT[case]
@@ -75,7 +81,7 @@ def test_without_lambda_it_is_the_stock_trainer_bit_for_bit(tmp_path, case, sett
 def test_off_writes_no_files_of_the_loop(tmp_path):
     trained(llama(), tmp_path, save_strategy="steps", save_steps=6)
     assert not [path for path in tmp_path.rglob("scu_*")]
-    trained(llama(), tmp_path / "on", Settings(), save_strategy="steps", save_steps=6)
+    trained(llama(), tmp_path / "on", Settings(target_s=0.1), save_strategy="steps", save_steps=6)
     names = {str(path.relative_to(tmp_path / "on")) for path in (tmp_path / "on").rglob("scu_*")}
     assert names == {"scu_history.json", "scu_config.json", "checkpoint-6/scu_state.json"}
 
@@ -183,7 +189,7 @@ def test_the_original_law_acts(tmp_path):
         trained(
             llama(),
             tmp_path / str(lam),
-            Settings(law="original", lambda_init=lam, lambda_max=1e4, sigma=0.03),
+            Settings(law="original", target_s=0.1, lambda_init=lam, lambda_max=1e4, sigma=0.03),
             max_steps=20,
             regularization_tokens=TOKENS,
         )
@@ -286,14 +292,14 @@ def test_the_last_row_describes_the_final_weights(tmp_path):
     ids=str,
 )
 def test_n_is_one_pass_over_the_data_however_long_the_run(tmp_path, changes):
-    run = trained(llama(), tmp_path, Settings(), **changes)
+    run = trained(llama(), tmp_path, Settings(target_s=0.1), **changes)
     windows = -(-8 // changes.get("gradient_accumulation_steps", 1))
     first_window = 60.0 * changes.get("gradient_accumulation_steps", 1)
     assert run.regularizer.progress.tokens_n == first_window * windows
 
 
 def test_n_from_settings_beats_n_from_the_caller(tmp_path):
-    run = trained(llama(), tmp_path, Settings(tokens=77), regularization_tokens=TOKENS)
+    run = trained(llama(), tmp_path, Settings(target_s=0.1, tokens=77), regularization_tokens=TOKENS)
     config = read_json(tmp_path / "scu_config.json")
     assert run.regularizer.progress.tokens_n == config["tokens_n"] == 77
     assert config["resolved"]["max_steps"] == 6
@@ -301,7 +307,7 @@ def test_n_from_settings_beats_n_from_the_caller(tmp_path):
 
 
 def test_logs_carry_the_newest_decision(tmp_path):
-    run = trained(llama(), tmp_path, Settings(), logging_steps=3)
+    run = trained(llama(), tmp_path, Settings(target_s=0.1), logging_steps=3)
     rows = {row["step"]: row for row in read_rows(tmp_path / "scu_history.json")}
     logged = [entry for entry in run.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in logged] == [3, 6]
@@ -359,12 +365,37 @@ def test_steps_that_overflow_are_neither_pulled_nor_measured(tmp_path):
     assert run.regularizer._losses == []
 
 
+# -- S alone -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_target_shows_s_as_a_measurement(tmp_path):
+    run = trained(llama(), tmp_path, Settings(sigma=0.05), logging_steps=3, max_steps=6)
+    loop = run.loop("regularization")
+    rows, figures = read_rows(tmp_path / "scu_history.json"), loop.figures()
+    found = figures["regularization"]
+    assert [row["step"] for row in rows] == [3, 6] and rows[-1]["s_ema"] > rows[0]["s_ema"] > 0
+    assert (found["steers"], found["final_lambda"], found["target_s"]) == (False, 0.0, None)
+    (name, text), (cost, _) = loop.lines(figures)
+    assert (name, cost) == ("S", "cost of measuring S")
+    assert text == f"{rows[-1]['s_ema']:.4f}, measured, not steered (no scu_target_s)"
+    assert [("scu/s_ema" in row, "scu/lambda" in row) for row in run.state.log_history[:2]] == [(True, False)] * 2
+
+
+def test_where_s_cannot_be_measured_training_goes_on_and_says_so(tmp_path, caplog):
+    with caplog.at_level("WARNING", logger="scu_trainer"):
+        run = SCUTrainer(llama().half(), arguments(tmp_path), train_dataset=Rows(), regularization=Settings())
+    loop = run.loop("regularization")
+    assert "S is not measured: trainable weight" in caplog.text and "is float16" in caplog.text
+    assert loop.lines(loop.figures())[0][1].startswith("not measured: trainable weight")
+    assert loop.notices == loop.figures()["regularization"]["notices"] and run.regularizer is None
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_float16_weights_are_refused_before_training(tmp_path):
     with pytest.raises(ControlError, match="is float16"):
-        SCUTrainer(llama().half(), arguments(tmp_path), train_dataset=Rows(), regularization=Settings())
+        SCUTrainer(llama().half(), arguments(tmp_path), train_dataset=Rows(), regularization=Settings(target_s=0.1))
 
 
 def test_sharded_weights_are_refused_before_training(tmp_path, monkeypatch):
@@ -376,7 +407,7 @@ def test_sharded_weights_are_refused_before_training(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Trainer, "__init__", launched)
     with pytest.raises(ControlError, match="use DDP"):
-        SCUTrainer(llama(), arguments(tmp_path), train_dataset=Rows(), regularization=Settings())
+        SCUTrainer(llama(), arguments(tmp_path), train_dataset=Rows(), regularization=Settings(target_s=0.1))
     SCUTrainer(llama(), arguments(tmp_path), train_dataset=Rows())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from scu_trainer.figures import bits_of
 from scu_trainer.runs import words
 from scu_trainer.runs.monitor import View
 from scu_trainer.runs.state import Report
@@ -39,7 +40,7 @@ def _table(reports: Sequence[Report]):
     table = Table(pad_edge=False)
     for title in ("run", "status", "device"):
         table.add_column(title, overflow="fold", no_wrap=title == "device")
-    for title in ("step", "loss", "S", "left"):
+    for title in ("step", "loss, bits", "S", "left"):
         table.add_column(title, justify="right", no_wrap=True)
     for report in reports:
         found, record = report.progress, report.record
@@ -48,7 +49,7 @@ def _table(reports: Sequence[Report]):
             words.status_words(report),
             "+".join(record.devices) if record and record.devices else words.NONE,
             words.steps(found),
-            words.number(found.loss),
+            words.number(None if found.loss is None else bits_of(found.loss)),
             words.number(found.s, 4),
             words.left(report),
         )

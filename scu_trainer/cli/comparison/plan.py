@@ -16,7 +16,13 @@ from scu_trainer.errors import SettingsError, UserError, nearest
 from scu_trainer.hardware.probe import ram_bytes, usable_cores
 from scu_trainer.runs import room
 from scu_trainer.runs.studies.comparison_arms import DEFAULT_ARMS, Arm, chosen_arms
-from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, check_comparable, check_equal_budget, differences
+from scu_trainer.runs.studies.comparison_plan import (
+    ComparisonPlan,
+    check_comparable,
+    check_equal_budget,
+    check_steers,
+    differences,
+)
 
 BYTES_PER_JOB = 4 * 2**30
 """Main memory that is left for each run where nobody says how many go at a time."""
@@ -87,6 +93,7 @@ def plan_of(options: argparse.Namespace, flags: Sequence[str], arms: Sequence[Ar
         with _named(arm):
             resolved[arm.name], texts[arm.name] = resolved_settings(options.config, words)
         check_comparable(arm.name, resolved[arm.name])
+        check_steers(arm, resolved[arm.name])
     check_equal_budget(resolved)
     return ComparisonPlan(folder, command, options.config, tuple(arms), tuple(options.seeds), 1, resolved, texts)
 

@@ -104,6 +104,15 @@ def check_comparable(arm: str, settings: Mapping[str, Any]) -> None:
         raise SettingsError(f"arm {arm} cannot be compared at equal tokens: {reason}")
 
 
+def check_steers(arm: Arm, settings: Mapping[str, Any]) -> None:
+    """Raise SettingsError for an arm of a law that follows S, where the job says no S to follow."""
+    if arm.settings.get("scu_law") in ("model", "original") and settings.get("scu_target_s") is None:
+        raise SettingsError(
+            f"arm {arm.name} would measure S and steer nothing: the job has no scu_target_s; add --scu_target_s 0.1, "
+            "or name the target with the arm: --arms none,model:0.1"
+        )
+
+
 def check_equal_budget(resolved: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise SettingsError where arms would train or be scored on different tokens. ``resolved``: settings by arm."""
     first, expected = next(iter(resolved.items()))

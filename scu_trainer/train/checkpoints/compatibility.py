@@ -140,6 +140,8 @@ def _setting(name: str, before: Any, now: Any) -> Change:
         text = "the learning rate goes on as the new schedule says for this step, which may be a jump"
     elif name in ORDER:
         text = "the rows of this epoch come in another order, so some are seen twice or not at all"
+    elif name == "scu_target_s" and now is None:
+        text = f"S is measured from here on and no longer steered; give scu_target_s: {before} to hold it as before"
     elif name in DATA:
         text = "the data may not be those of the run before"
     else:

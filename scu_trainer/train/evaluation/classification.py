@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from scu_trainer.figures import bits_of
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.evaluation.scoring import DocumentScores, say_nonfinite
 from scu_trainer.train.step.prediction import Halving
@@ -44,7 +44,7 @@ def class_metrics(prediction: Any) -> dict[str, float]:
     and bits per label."""
     say_nonfinite(prediction.predictions[:, 0], "row")
     nats, correct = prediction.predictions[:, :2].astype(np.float64).mean(axis=0)
-    return {"accuracy": correct, "bpt": nats / math.log(2.0)}
+    return {"accuracy": correct, "bpt": bits_of(nats)}
 
 
 def class_and_report_metrics(prediction: Any) -> dict[str, float]:

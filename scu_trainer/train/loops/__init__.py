@@ -10,6 +10,7 @@ import torch
 from transformers import Trainer
 
 from scu_trainer.control.difficulty import Difficulty
+from scu_trainer.errors import ControlError
 from scu_trainer.hardware.heap import keep_freed
 from scu_trainer.models.memory_format import apply_channels_last
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
@@ -23,7 +24,7 @@ from scu_trainer.train.loops.nonfinite_guard import NonFiniteGuard
 from scu_trainer.train.loops.overflow import OverflowWatch
 from scu_trainer.train.loops.profile import Profile
 from scu_trainer.train.loops.rate_steps import RateSteps
-from scu_trainer.train.loops.regularization import RegularizationLoop
+from scu_trainer.train.loops.regularization import NotMeasured, RegularizationLoop
 from scu_trainer.train.loops.saves_and_ends import EarlyStopping, SaveEpochs
 from scu_trainer.train.loops.throughput import Throughput
 from scu_trainer.train.loops.weight_average import (
@@ -49,6 +50,7 @@ ORDER = (
     MemoryLoop,
     CurriculumLoop,  # behind the one on memory: it chooses rows, the other puts the chosen ones together
     RegularizationLoop,  # measures the weights as the step leaves them, and decays them
+    NotMeasured,  # in its place
     WeightAverage,  # averages the weights as the loop before leaves them
     ScheduleFreeWeights,
     RateSteps,
@@ -105,15 +107,25 @@ def make_loops(
         trainer.new_loss_path = lambda: LossPath(trainer, chunked_loss, trainer.curriculum, before_blaming)
         trainer.loss_path = trainer.new_loss_path()
     if regularization is not None:
-        prior_class = prior_class_for(trainer, regularization)
-        trainer.regularizer = Regularizer(regularization, trainer.model, regularization_tokens, prior_class)
-        loops.append(RegularizationLoop(trainer.regularizer))
+        loops.append(_regularization(trainer, regularization, regularization_tokens))
     loops += _for_efficiency(trainer, efficiency)
     if loops and is_schedule_free(trainer.args):
         loops.append(ScheduleFreeWeights(trainer))
     if any(isinstance(loop, ASK_FOR_SKIPPED_STEPS) for loop in loops):
         loops.append(OverflowWatch())
     return sorted(loops, key=lambda loop: ORDER.index(type(loop)))
+
+
+def _regularization(trainer: Trainer, settings: RegularizationSettings, tokens: Optional[float]) -> Loop:
+    """Raises ControlError where lambda could not act; where S alone is asked for, training goes on without it."""
+    try:
+        prior_class = prior_class_for(trainer, settings)
+        trainer.regularizer = Regularizer(settings, trainer.model, tokens, prior_class)
+    except ControlError as error:
+        if settings.steers:
+            raise
+        return NotMeasured(str(error))
+    return RegularizationLoop(trainer.regularizer)
 
 
 def _for_efficiency(trainer: Trainer, settings: EfficiencySettings) -> list[Loop]:

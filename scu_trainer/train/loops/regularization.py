@@ -14,11 +14,13 @@ from typing import Any, Optional
 
 import torch
 from safetensors.torch import save_file
+from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from scu_trainer.control.tracking import assess
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import read_rows, write_json
+from scu_trainer.settings.regularization import ACT_BY_LAMBDA
 from scu_trainer.train.checkpoints.saved_state import read_state, read_tensors
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.regularization.regularizer import Regularizer
@@ -28,6 +30,8 @@ logger = logging.getLogger("scu_trainer")
 
 CONFIG_FILE = "scu_config.json"
 PRIOR_FILE = "scu_prior.safetensors"
+MEASURED = "measured, not steered (no scu_target_s)"
+NO_STEP = "no control step was taken"
 LOGGED = ("s", "s_ema", "s_target", "lambda", "data_bpt", "param_bpt")
 
 
@@ -64,7 +68,7 @@ class RegularizationLoop(Loop):
         loader, accumulation = kwargs["train_dataloader"], args.gradient_accumulation_steps
         # A stream of unknown length counts as one pass.
         steps_per_epoch = math.ceil(len(loader) / accumulation) if has_length(loader) else state.max_steps
-        self.regularizer.start(state.max_steps, steps_per_epoch, args.seed)
+        self.regularizer.start(state.max_steps, steps_per_epoch, args.seed, state.logging_steps)
         self._said = len(self.notices)
         self.rate_factor, self.seconds, self.last_row = 1.0, 0.0, None  # of this training
         self._begun_s = time.perf_counter()
@@ -187,9 +191,10 @@ class RegularizationLoop(Loop):
         return self.regularizer.progress.notices
 
     def scalars(self) -> dict[str, float]:
-        """The newest decision; empty before the first."""
-        row = self.last_row or {}
-        return {f"scu/{name}": row[name] for name in LOGGED if row.get(name) is not None}
+        """The newest decision; empty before the first. Without lambda where nothing is steered."""
+        row, steers = self.last_row or {}, self.regularizer.settings.steers
+        names = [name for name in LOGGED if steers or name != "lambda"]
+        return {f"scu/{name}": row[name] for name in names if row.get(name) is not None}
 
     def figures(self) -> dict[str, Any]:
         """Tracking of S over the steps with the final target, and what the loop cost."""
@@ -197,22 +202,25 @@ class RegularizationLoop(Loop):
         state, progress = self.regularizer.state, self.regularizer.progress
         figures: dict[str, Any] = {
             "law": self.regularizer.settings.law,
+            "steers": self.regularizer.settings.steers,
             "plant_gain": progress.gain,
             "skipped_measurements": state.skipped,
             "overhead_fraction": self.seconds / self._train_s if self._train_s else None,
             "notices": list(progress.notices),
         }
         if not rows:
-            return {self.name: {**figures, "verdict": "no control step was taken"}}
+            return {self.name: {**figures, "verdict": NO_STEP}}
         figures.update(final_s=rows[-1]["s_ema"], final_lambda=rows[-1]["lambda"], target_s=state.target_s)
         figures["reached_step"] = state.reached_step
         return {self.name: {**figures, **_tracking(self.regularizer, rows, state.target_s)}}
 
     def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         control = figures[self.name]
+        if not self.regularizer.settings.steers:
+            return _measured_lines(control)
         target, final = control.get("target_s"), f"{control.get('final_s') or 0:.4f}"
         against = f"{final} against {target:.4g}" if target else final
-        lines = [("S against target", f"{against}: {control['verdict']}")]
+        lines = [("S against target" if target else "S", f"{against}: {control['verdict']}")]
         if control.get("settling_step") is not None:
             detail = f"settled at step {control['settling_step']}, bias {control['bias']:+.1%}"
             if control["overshoot"] is not None:
@@ -224,11 +232,42 @@ class RegularizationLoop(Loop):
         return lines + [("note", text) for text in control["notices"]]
 
 
+class NotMeasured(Loop):
+    """In the place of ``RegularizationLoop``, where S cannot be measured and nobody asked to steer it."""
+
+    name = "regularization"
+
+    def __init__(self, reason: str) -> None:
+        self.notices = [f"S is not measured: {reason}"]
+
+    def attach(self, trainer: Trainer) -> None:
+        super().attach(trainer)
+        if trainer.is_world_process_zero():
+            logger.warning(self.notices[0])
+
+    def figures(self) -> dict[str, Any]:
+        return {self.name: {"steers": False, "notices": self.notices, "verdict": "not measured"}}
+
+    def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+        return [("S", self.notices[0].removeprefix("S is "))]
+
+
+def _measured_lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Of a run that had no target."""
+    s = found.get("final_s")
+    lines = [("S", found["verdict"] if s is None else f"{s:.4f}, {found['verdict']}")]
+    if found["overhead_fraction"] is not None:
+        lines.append(("cost of measuring S", f"{found['overhead_fraction']:.2%} of the time of training"))
+    return lines + [("note", text) for text in found["notices"]]
+
+
 def _tracking(regularizer: Regularizer, rows: list[dict[str, Any]], target: Optional[float]) -> dict[str, Any]:
+    if not regularizer.settings.steers:
+        return {"verdict": MEASURED}
+    if regularizer.settings.law in ACT_BY_LAMBDA:
+        return {"verdict": f"lambda was {regularizer.settings.law}, S was not controlled"}
     if target is None:
         return {"verdict": "held-out loss was still falling at the end: S was left free"}
-    if regularizer.settings.law in ("fixed", "schedule"):
-        return {"verdict": f"lambda was {regularizer.settings.law}, S was not controlled"}
     held = [row for row in rows if row["s_target"] == target and row["s_ema"] is not None]
     if regularizer.settings.stop_at_target and not regularizer.settings.hold_steps:
         reached = regularizer.state.reached_step

@@ -262,9 +262,9 @@ def check_schedule_free(
         "whole number of steps",
     )
     require(
-        regularization is None,
+        regularization is None or not regularization.steers,
         f"the regularization loop moves the weights of the training step, and optim: {optim} goes back to others that "
-        "the loop does not see; set scu: false, or take another optim",
+        "the loop does not see; leave scu_target_s out, or take another optim",
     )
     require(
         efficiency is None or efficiency.ema_decay is None,

@@ -72,13 +72,13 @@ def step_of(job: Job, rows: RowShapes, device: str) -> Step:
 
 def held_by(job: Job, parts: Optional[TrainingComponents] = None) -> Held:
     """``parts``: what is loaded; of a job that is not, the configuration of its teacher is read."""
-    prior = job.regularization
+    prior, stage = job.regularization, zero_stage(job.training) or 0
     return Held(
         optim=optimizer_name(job),
-        holds_start=prior is not None and prior.prior == "init",
+        holds_start=prior is not None and prior.prior == "init" and stage < 3,  # ZeRO-3: S is not measured
         holds_averages=job.efficiency.ema_decay is not None,
         processes=job.training.world_size,
-        zero_stage=zero_stage(job.training) or 0,
+        zero_stage=stage,
         teacher_bytes=_teacher_bytes(job.model.teacher) if parts is None else _bytes_of(parts.teacher),
     )
 

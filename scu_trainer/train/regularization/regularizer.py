@@ -15,6 +15,7 @@ from torch import nn
 from scu_trainer.control import regularization as control
 from scu_trainer.control.tracking import BAND, SMALLEST_GAIN, foresee
 from scu_trainer.errors import CheckpointError, ControlError
+from scu_trainer.figures import bits_of
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.train.regularization.penalty import Prior, param_bpt, penalty_coefficient
 from scu_trainer.train.regularization.zero import ZeroPrior, check_stage
@@ -77,11 +78,15 @@ class Regularizer:
         self._losses: list[torch.Tensor] = []
         self._interval: list[tuple[torch.Tensor, Any]] = []
 
-    def start(self, max_steps: int, steps_per_epoch: float, seed: int) -> None:
-        """Resolve the law for a run of ``max_steps`` optimizer steps; picks up state loaded from a checkpoint."""
+    def start(self, max_steps: int, steps_per_epoch: float, seed: int, logging_steps: int = 1) -> None:
+        """Resolve the law for a run of ``max_steps`` optimizer steps; picks up state loaded from a checkpoint.
+
+        ``logging_steps``: optimizer steps between two measurements where nothing is steered.
+        """
         self.law = resolve(self.settings, max_steps)
         self.state = control.initial_state(self.law)
         self._steps_per_epoch, self._seed = steps_per_epoch, seed
+        self._every = self.settings.control_frequency if self.settings.steers else max(1, logging_steps)
         if self._loaded is not None:
             self.state = control.ControllerState.from_dict(self._loaded["state"])
             self.progress = Progress(**self._loaded["progress"])
@@ -97,6 +102,9 @@ class Regularizer:
         if saved.get("target_s") != self.settings.target_s:
             self.state = replace(self.state, target_s=self.law.target_s, reached_step=None)
             self.progress.outlook_done, self.progress.milestone = False, None
+        if (saved.get("target_s") is None) != (self.settings.target_s is None):
+            at_start = control.initial_state(self.law)  # else lambda of before would act on, or never leave 0
+            self.state = replace(self.state, lam=at_start.lam, integral=0.0, saturated="")
         if self.law.name == "fixed":
             self.state = replace(self.state, lam=self.law.lambda_init)
 
@@ -166,18 +174,20 @@ class Regularizer:
 
         ``step``: number of this optimizer step, from 1. ``items``: supervised tokens of the window; their mean over
         ranks must be the tokens of all ranks.
-        ``reduce``: sums a tensor over ranks. Returns the history row of a decision, or None between decisions.
+        ``reduce``: sums a tensor over ranks. Returns the history row of a decision, or None between decisions. Where
+        nothing is steered a decision is a measurement, and lambda stays 0.
         """
         self._close_window(items)
         shrink = control.shrink_of(self.law, self.state, learning_rate)
         if shrink > 0:
             self.prior.decay(shrink, seed=(self._seed << 32) + step)
             self.state = control.with_shrink(self.state, shrink)
-        if step % self.settings.control_frequency and step != self.law.max_steps:
+        if step % self._every and step != self.law.max_steps:
             return None
         seen = self._measure(step, learning_rate, reduce, processes)
         self.state = control.decide(self.law, self.state, seen)
-        self._watch(seen)
+        if self.settings.steers:
+            self._watch(seen)
         return self._row(seen, shrink)
 
     def _close_window(self, items: Optional[torch.Tensor]) -> None:
@@ -205,7 +215,7 @@ class Regularizer:
         return control.Measurement(
             step=step,
             steps=steps,
-            data_bpt=nats / max(tokens, 1e-300) / math.log(2.0),
+            data_bpt=bits_of(nats / max(tokens, 1e-300)),
             param_bpt=param_bpt(squared_distance, self.settings.sigma, self.progress.tokens_n),
             learning_rate=learning_rate,
             gain=self.progress.gain,
@@ -394,6 +404,6 @@ def prior_class_for(trainer, settings: RegularizationSettings) -> type[Prior]:
             "start one process per GPU with torchrun or accelerate launch, or set scu: false"
         )
     if trainer.is_deepspeed_enabled:
-        check_stage(trainer, settings.resolved_actuator)
+        check_stage(trainer, settings.resolved_actuator if settings.steers else "none")
         return ZeroPrior
     return Prior

@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from typing import Any, Optional
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from transformers import TrainerCallback
+
+from scu_trainer.figures import bits_of
+from scu_trainer.train.loop import Loop
 
 OF_SOURCE = "eval_bpt_"
 
 
-class ConsoleCallback(TrainerCallback):
+class ConsoleCallback(Loop):
     """Prints step, loss, S, lambda, learning rate and the time that is left; only in the process that leads.
 
-    ``unit``: what held-out bits are counted per.
+    The first step of a training has a line of its own, whatever ``logging_steps`` says; nothing is logged for it.
+    ``unit``: what bits are counted per. ``disable_tqdm`` of the arguments leaves out the bar.
     """
 
     def __init__(self, console: Optional[Console] = None, unit: str = "token") -> None:
@@ -24,19 +28,44 @@ class ConsoleCallback(TrainerCallback):
         self._task: Any = None
         self._started_s = 0.0
         self._first_step = 0
+        self._losses: list[torch.Tensor] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._started_s, self._first_step = time.monotonic(), state.global_step
-        if state.is_world_process_zero and self.console.is_terminal:
+        self._losses.clear()
+        if state.is_world_process_zero and self.console.is_terminal and not args.disable_tqdm:
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
             self._bar = Progress(*columns, console=self.console, transient=True)
             self._task = self._bar.add_task("train", total=state.max_steps, completed=state.global_step, note="")
             self._bar.start()
 
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._is_first = state.global_step == self._first_step
+
+    def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
+        if self._is_first:
+            self._losses.append(loss)
+
     def on_step_end(self, args, state, control, **kwargs):
+        if self._losses:
+            self._say_first(state, control, kwargs["optimizer"])
         if self._bar is not None:
             self._bar.update(
                 self._task, completed=state.global_step, total=state.max_steps, note=f"left {self._left(state)}"
+            )
+
+    def _say_first(self, state, control, optimizer) -> None:
+        """Every rank comes here: the loss is the mean over ranks, as the stock Trainer logs it."""
+        loss = torch.stack([loss.float() for loss in self._losses]).sum()
+        self._losses.clear()
+        if control.should_log:  # the step has a line anyway
+            return
+        loss = self.trainer.accelerator.gather(loss.reshape(1)).mean().item()
+        if state.is_world_process_zero:
+            took_s = time.monotonic() - self._started_s
+            rate = float(optimizer.param_groups[0]["lr"])
+            self._print(
+                f"{self._line(state, {'loss': loss, 'learning_rate': rate})} (the first step took {took_s:.1f} s)"
             )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -51,11 +80,9 @@ class ConsoleCallback(TrainerCallback):
             self._print(self._line(state, logs))
 
     def _line(self, state, logs: dict[str, float]) -> str:
-        parts = [f"step {_of(state)}", f"loss {logs['loss']:.3f}"]
+        parts = [f"step {_of(state)}", f"loss {bits_of(logs['loss']):.3f} bits per {self._unit}"]
         if "scu/s_ema" in logs:
-            target = logs.get("scu/s_target")
-            parts.append(f"S {logs['scu/s_ema']:.4f}" + (f" of {target:.4g}" if target is not None else " (free)"))
-            parts.append(f"lambda {logs['scu/lambda']:.3g}")
+            parts += _steered(logs) if "scu/lambda" in logs else [f"S {logs['scu/s_ema']:.4f}"]
         parts.append(f"rate {logs['learning_rate']:.2e}")
         parts.append(f"left {self._left(state)}")
         return "  ".join(parts)
@@ -80,6 +107,12 @@ class ConsoleCallback(TrainerCallback):
 def seconds_left(done: int, remaining: int, spent_s: float) -> Optional[float]:
     """Remaining steps at the mean pace so far; None before the first step is done."""
     return spent_s / done * remaining if done > 0 else None
+
+
+def _steered(logs: dict[str, float]) -> list[str]:
+    target = logs.get("scu/s_target")
+    goal = " (free)" if target is None else f" of {target:.4g}"
+    return [f"S {logs['scu/s_ema']:.4f}{goal}", f"lambda {logs['scu/lambda']:.3g}"]
 
 
 def _sources(logs: dict[str, float]) -> str:

@@ -74,6 +74,7 @@ class RunLog:
         self._buffer = logging.handlers.MemoryHandler(KEPT_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
         self._buffer.addFilter(_OncePerRun())
         self._handlers: list[logging.Handler] = [self._buffer]
+        self.console: logging.Handler = logging.NullHandler()
 
     def open(self, output_dir: Path) -> None:
         """From here on records go to ``output_dir``/logs/train.log; the kept ones first."""
@@ -86,6 +87,12 @@ class RunLog:
         # Every record at once: a killed run must not take its last words with it.
         self._buffer.flushLevel = logging.NOTSET
         self._handlers.append(file)
+
+    def show(self, level: int) -> None:
+        """On the console, of this project and of transformers; by default warnings of this project."""
+        self.console.setLevel(level)
+        logging.getLogger("scu_trainer").setLevel(min(level, logging.INFO))
+        logging.getLogger("transformers").addHandler(self.console)
 
     def close(self) -> None:
         for handler in self._handlers:
@@ -103,6 +110,7 @@ def run_log() -> Iterator[RunLog]:
     console = logging.StreamHandler(sys.stderr)
     console.setFormatter(RedactingFormatter("%(levelname)s: %(message)s"))
     console.setLevel(logging.WARNING)
+    log.console = console
     loggers = [ours, *map(logging.getLogger, LIBRARIES)]
     before = [(logger, list(logger.handlers), logger.propagate, logger.level) for logger in loggers]
     logging.captureWarnings(True)

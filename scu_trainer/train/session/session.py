@@ -15,6 +15,7 @@ from typing import Any, Optional, TypeVar
 
 from rich.console import Console
 from transformers import PrinterCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from scu_trainer.errors import OutOfMemory, SettingsError, Stopped, StorageError
 from scu_trainer.models.kernels import kernel_line
@@ -70,6 +71,12 @@ def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = Non
         return _run(job, console, own_log)
 
 
+def _show_as_asked(job: Job, log: RunLog) -> None:
+    """``log_level`` is of the console, as for every script that trains with transformers; passive leaves it."""
+    if job.training.log_level != "passive":
+        log.show(job.training.get_process_log_level())
+
+
 def look_only(job: Job, console: Optional[Console] = None) -> None:
     """``--preflight_only``: load everything, look at it, train and write nothing. Raises a UserError."""
     console = console or Console(highlight=False, quiet=not is_main_process())
@@ -108,6 +115,7 @@ def _by_first_rank(job: Job, look: Callable[[], T]) -> T:
 
 def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
     end_with_launcher()
+    _show_as_asked(job, log)
     early = _begin(job, console)
     configuration = job.as_dict()  # as it was asked for: loading settles some of it
     with RunDirectoryLock(job.training, configuration if job.safety.resume else None, job.safety.weights_only) as lock:
@@ -166,7 +174,7 @@ def _run_directory(job: Job, description: dict[str, Any], log: RunLog) -> Iterat
         return
     output_dir.mkdir(parents=True, exist_ok=True)
     status = RunStatus(output_dir / "run.json")
-    status.update(status="running", pid=os.getpid(), error=None)
+    status.update(status="running", pid=os.getpid(), error=None, unit=job.kind.unit)
     log.open(output_dir)
     try:
         write_json(output_dir / "training_config.json", description)
@@ -235,7 +243,8 @@ def build_trainer(job: Job, parts: TrainingComponents, status: Optional[RunStatu
         )
     for line in (line for loop in trainer.loops for line in loop.opening_lines()):
         console.print(line, soft_wrap=True)
-    trainer.remove_callback(PrinterCallback)
+    for theirs in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):  # one line for a log, one bar
+        trainer.remove_callback(theirs)
     trainer.add_callback(ConsoleCallback(console, job.kind.unit))
     measure_pace(trainer)
     trainer.add_callback(LogHistoryCallback())
@@ -358,6 +367,8 @@ def _stopped(trainer: SCUTrainer, step: int, request: StopRequest) -> Exception:
 
 def _before(job: Job, trainer: SCUTrainer, parts: TrainingComponents, console: Console) -> Optional[DocumentScores]:
     console.print(_kernels(job, trainer, parts), soft_wrap=True)
+    if parts.data.eval is not None:
+        console.print("scoring what is held out, before training", soft_wrap=True)
     return score(job, trainer, parts)
 
 

@@ -8,9 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
+from rich.box import SQUARE
 from rich.console import Console
 from rich.table import Table
 
+from scu_trainer.figures import before_and_after
 from scu_trainer.train.evaluation.by_source import scores_by_source
 from scu_trainer.train.evaluation.scoring import (
     DocumentScores,
@@ -93,7 +95,8 @@ def print_table(
     of_loops: Sequence[tuple[str, str]] = (),
 ) -> None:
     """The last thing a person sees: results, where the files are, what to type next. ``of_loops``: (name, value)."""
-    table = Table(title=trained, title_justify="left", show_header=False, pad_edge=False)
+    _print_changes(console, figures, trained)
+    table = Table(show_header=False, pad_edge=False)
     table.add_column("what", style="bold", no_wrap=True)
     table.add_column("value", overflow="fold")
     off = [] if "regularization" in figures else [("SCU", "off")]
@@ -108,55 +111,34 @@ def print_table(
         console.print(f"      tensorboard --logdir {output_dir}/logs/tensorboard", soft_wrap=True)
 
 
+def _print_changes(console: Console, figures: dict[str, Any], trained: str) -> None:
+    rows = before_and_after(figures)
+    if not rows:
+        console.print(trained, soft_wrap=True)
+        return
+    table = Table(title=trained, title_justify="left", pad_edge=False, box=SQUARE)
+    for name in ("", "before", "after", "change (95 % interval)"):
+        table.add_column(name, no_wrap=not name)
+    for row in rows:
+        table.add_row(*row.short)
+    console.print(table)
+
+
 def _held_out_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
     unit = figures.get("unit", "token")
     if not figures["held_out_documents"]:
-        return [(f"held-out bits per {unit}", "nothing was held out")]
+        return [("held out", "nothing")]
     documents, tokens = figures["held_out_documents"], figures["held_out_tokens"]
     held_out = f"{documents:,} {figures.get('item', 'document')}s"
-    if "held_out_accuracy_after" in figures:
-        of_classes = [*_accuracy_lines(figures), _bits_line(figures, unit)]
-        return [*of_classes, *_report_lines(figures), ("held out", held_out)]
-    lines = [_bits_line(figures, unit), ("change, 95 % interval", _change(figures["held_out_bpt_change"], "+.3f"))]
-    for name, source in figures.get("held_out_sources", {}).items():
-        lines.append(
-            (f"  {name}", f"{source['bpt_before']['value']:.3f} before, {source['bpt_after']['value']:.3f} after")
-        )
-    best = figures.get("best_held_out")
-    if best and best["bpt"] < figures["held_out_bpt_after"]["value"] - 1e-4:
-        lines.append(("best on the way", f"{best['bpt']:.3f} at step {best['step']}"))
-    return [*lines, ("held out", f"{held_out}, {tokens:,} {unit}s")]
+    of_classes = "held_out_accuracy_after" in figures
+    return [*_best_line(figures, unit), ("held out", held_out if of_classes else f"{held_out}, {tokens:,} {unit}s")]
 
 
-def _bits_line(figures: dict[str, Any], unit: str) -> tuple[str, str]:
-    before, after = (figures[f"held_out_bpt_{when}"]["value"] for when in ("before", "after"))
-    return f"held-out bits per {unit}", f"{before:.3f} before, {after:.3f} after"
-
-
-def _accuracy_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    before, after = (figures[f"held_out_accuracy_{when}"] for when in ("before", "after"))
-    lines = [
-        ("held-out accuracy", f"{before['value']:.1%} before, {after['value']:.1%} after"),
-        ("95 % interval", f"{after['low']:.1%} to {after['high']:.1%}"),
-    ]
-    best = figures.get("best_held_out")
-    if best and best["accuracy"] > after["value"] + 1e-9:
-        lines.append(("best on the way", f"{best['accuracy']:.1%} at step {best['step']}"))
-    return lines
-
-
-def _report_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    if "held_out_report_exact_after" not in figures:
-        return []
-    exact, bits = (
-        [figures[f"held_out_report_{name}_{when}"]["value"] for when in ("before", "after")]
-        for name in ("exact", "bpt")
-    )
-    return [
-        ("reports word for word", f"{exact[0]:.1%} before, {exact[1]:.1%} after"),
-        ("bits per word of reports", f"{bits[0]:.3f} before, {bits[1]:.3f} after"),
-    ]
-
-
-def _change(change: dict[str, float], style: str) -> str:
-    return f"{change['value']:{style}} ({change['low']:{style}} to {change['high']:{style}})"
+def _best_line(figures: dict[str, Any], unit: str) -> list[tuple[str, str]]:
+    """Where an evaluation on the way was better than the end."""
+    best, accuracy = figures.get("best_held_out"), figures.get("held_out_accuracy_after")
+    if best and accuracy and best["accuracy"] > accuracy["value"] + 1e-9:
+        return [("best on the way", f"{best['accuracy']:.1%} at step {best['step']}")]
+    if best and not accuracy and best["bpt"] < figures["held_out_bpt_after"]["value"] - 1e-4:
+        return [("best on the way", f"{best['bpt']:.3f} bits per {unit} at step {best['step']}")]
+    return []

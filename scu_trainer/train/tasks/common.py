@@ -22,6 +22,11 @@ from scu_trainer.train.step.costs import bytes_before_model
 from scu_trainer.train.step.distributed.sharded import weight_count
 
 
+def say_reading(console: Console, name: str) -> None:
+    """Before something that may take minutes: a person should know what is waited for."""
+    console.print(f"reading {name}", soft_wrap=True)
+
+
 def say_data(console: Console, data: Any) -> None:
     for line in data.statistics.lines():
         console.print(line, soft_wrap=True)

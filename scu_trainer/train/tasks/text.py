@@ -42,7 +42,15 @@ from scu_trainer.train.fixtures.base_model import embedded_base, is_cached
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.job.source import Source
-from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, require_same, say_data, teacher_of
+from scu_trainer.train.tasks.common import (
+    begin_model,
+    checkpoints,
+    finish,
+    require_same,
+    say_data,
+    say_reading,
+    teacher_of,
+)
 from scu_trainer.train.tasks.packing import Packing
 
 PROBED_TOKENS = 32
@@ -77,8 +85,10 @@ class TextTask:
         if placement is not None:
             console.print(placement.line(checkpoints(job)), soft_wrap=True)
         of_model = {"seed": job.training.seed, "cache_dir": cache_dir, "model_name": settings.model_name_or_path}
+        say_reading(console, f"the data: {job.data.shown_dataset}")
         data = prepare(packing.applied(job.data), tokenizer, **of_model)
         say_data(console, data)
+        say_reading(console, f"the model: {job.model.model_name_or_path or 'the embedded base'}")
         before_model_bytes = begin_model(job)
         model = load_model(settings, device=device, placement=placement)
         if new_rows or is_adapter(Path(settings.model_name_or_path)):

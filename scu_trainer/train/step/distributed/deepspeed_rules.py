@@ -94,7 +94,7 @@ def _check_loops(
     training: TrainingArguments, memory: MemorySettings, regularization: Optional[RegularizationSettings]
 ) -> None:
     stage = zero_stage(training)
-    if regularization is not None:
+    if regularization is not None and regularization.steers:  # S alone is left out where it cannot be measured
         refuse_stage(stage, regularization.resolved_actuator)
     if memory.acts and stage == 0:
         raise ControlError(

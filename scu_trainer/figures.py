@@ -1,0 +1,102 @@
+"""The figures of a run as people read them: losses in bits, and what was held out before and after training.
+
+Files that other programs read keep the units of Hugging Face: ``loss`` and ``eval_loss`` are nats everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Optional
+
+UNITS = {
+    "text-generation": "token", "word-generation": "word", "image-classification": "label",
+    "sensor-classification": "label",
+}  # fmt: skip
+"""What a loss is the mean over, by task."""
+
+LARGEST_BITS = 1023.0
+"""More have a perplexity that no float holds."""
+
+
+def bits_of(nats: float) -> float:
+    """A loss as it is computed and logged, mean of -ln p, in bits: the mean of -log2 p."""
+    return nats / math.log(2.0)
+
+
+class Change(NamedTuple):
+    """A line of the table at the end of a run; texts, with 95 % intervals in brackets where they were taken."""
+
+    what: str
+    before: str
+    after: str
+    change: str
+
+    @property
+    def short(self) -> Change:
+        """With the interval of the change alone."""
+        return self._replace(before=self.before.partition(" (")[0], after=self.after.partition(" (")[0])
+
+
+def before_and_after(metrics: Mapping[str, Any]) -> list[Change]:
+    """Rows for ``metrics``, the content of scu_metrics.json; none where nothing was held out."""
+    if not metrics.get("held_out_bpt_after"):
+        return []
+    unit = metrics.get("unit", "token")
+    of_classes = "held_out_accuracy_after" in metrics
+    rows = [_row("held-out accuracy", metrics, "accuracy", ".1%", _points)] if of_classes else []
+    rows.append(_row(f"held-out bits per {unit}", metrics, "bpt", ".3f", _signed))
+    rows += [] if of_classes else [_perplexity(metrics)]
+    for name, source in metrics.get("held_out_sources", {}).items():
+        rows.append(_difference(f"  {name}, bits per {unit}", source["bpt_before"], source["bpt_after"], ".3f"))
+    if "held_out_report_exact_after" in metrics:
+        for what, key, style in (("reports word for word", "exact", ".1%"), ("bits per word of reports", "bpt", ".3f")):
+            pair = (metrics[f"held_out_report_{key}_{when}"] for when in ("before", "after"))
+            rows.append(_difference(what, *pair, style))
+    return rows
+
+
+def _row(what: str, metrics: Mapping[str, Any], key: str, style: str, changed: Callable[[Any], str]) -> Change:
+    before, after, change = (metrics.get(f"held_out_{key}_{when}") for when in ("before", "after", "change"))
+    return Change(what, _interval(before, style), _interval(after, style), changed(change))
+
+
+def _signed(found: Optional[Mapping[str, Any]]) -> str:
+    return _interval(found, "+.3f")
+
+
+def _points(found: Optional[Mapping[str, Any]]) -> str:
+    """The difference of two shares is in percentage points."""
+    in_points = {name: 100 * value for name, value in (found or {}).items() if value is not None}
+    return f"{_interval({'value': None, **in_points}, '+.1f')} points" if found else "-"
+
+
+def _interval(found: Optional[Mapping[str, Any]], style: str) -> str:
+    if not found:
+        return "-"
+    if found["value"] is None or not math.isfinite(found["value"]):
+        return "not finite"
+    low, high = found.get("low"), found.get("high")
+    bounds = "" if low is None or high is None else f" ({low:{style}} to {high:{style}})"
+    return f"{found['value']:{style}}{bounds}"
+
+
+def _difference(what: str, before: Mapping[str, Any], after: Mapping[str, Any], style: str) -> Change:
+    """Of two figures whose difference has no interval of its own."""
+    values = [found["value"] for found in (before, after)]
+    is_known = all(value is not None and math.isfinite(value) for value in values)
+    change = f"{values[1] - values[0]:+{style}}" if is_known else "-"
+    return Change(what, _interval({"value": values[0]}, style), _interval({"value": values[1]}, style), change)
+
+
+def _perplexity(metrics: Mapping[str, Any]) -> Change:
+    """2 to the power of the bits. Bits that differ are perplexities with a ratio, so that is what has the interval."""
+    found = [metrics.get(f"held_out_bpt_{when}") or {"value": None} for when in ("before", "after", "change")]
+    before, after = (_interval({"value": _power(interval["value"])}, ",.1f") for interval in found[:2])
+    ratios = {name: _power(found[2].get(name)) for name in ("value", "low", "high")}
+    percent = {name: None if ratio is None else ratio - 1.0 for name, ratio in ratios.items()}
+    return Change("held-out perplexity", before, after, _interval(percent, "+.1%"))
+
+
+def _power(bits: Optional[float]) -> Optional[float]:
+    return None if bits is None or not bits < LARGEST_BITS else 2.0**bits
