@@ -40,6 +40,7 @@ from scu_trainer.settings import (
 from scu_trainer.settings.base import check_text, check_values, require, short
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.settings.mixture import dataset_of
+from scu_trainer.settings.safety import beside_early_stopping
 from scu_trainer.settings.stock import ALLOWED
 from scu_trainer.settings.tasks import KINDS, TaskSettings
 
@@ -337,23 +338,10 @@ def _choose_optimizer(parser: HfArgumentParser, typed: Any, arguments: Sequence[
 
 
 def _choose_evaluations(parser: HfArgumentParser, typed: Any, arguments: Sequence[str]) -> tuple[str, ...]:
-    """What early stopping needs beside, where nobody says anything; a line for the user about it. Evaluations and
-    checkpoints go together: the best model is a checkpoint."""
+    """What early stopping needs beside, where nobody says anything; a line for the user about it."""
     if typed.early_stopping_patience is None:
         return ()
-    given = {*_given(arguments, field_names(parser))}
-    wanted: dict[str, Any] = {"load_best_model_at_end": True}
-    says = next((kind for kind in ("eval", "save") if f"{kind}_strategy" in given or f"{kind}_steps" in given), None)
-    strategy = typed.save_strategy if says == "save" else typed.eval_strategy
-    strategy = getattr(strategy, "value", strategy)
-    if says is not None and f"{says}_strategy" not in given:
-        strategy = "steps"
-    strategy = "epoch" if says is None else strategy
-    wanted |= {"eval_strategy": strategy, "save_strategy": strategy}
-    if strategy == "steps" and says is not None:
-        steps = getattr(typed, f"{says}_steps")
-        wanted |= {"eval_steps": steps or typed.logging_steps, "save_steps": steps or typed.logging_steps}
-    chosen = {name: value for name, value in wanted.items() if name not in given}
+    chosen = beside_early_stopping(vars(typed), _given(arguments, field_names(parser)))
     parser.set_defaults(**chosen)
     said = ", ".join(f"{name}: {as_word(value)}" for name, value in chosen.items())
     return (f"early stopping: {said}",) if chosen else ()

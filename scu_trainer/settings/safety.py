@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Optional
+from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from scu_trainer.settings.base import check_fields, option, require
 
@@ -82,17 +83,82 @@ class SafetySettings:
 
 def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:
     """Raise SettingsError for settings that contradict the stock arguments."""
-    strategy = getattr(training.save_strategy, "value", training.save_strategy)
+    strategy = _word(training.save_strategy)
     require(
         safety.save_epochs is None or strategy == "epoch",
         f"save_epochs counts epochs, and save_strategy is {strategy}; set save_strategy: epoch",
     )
-    require(
-        safety.early_stopping_patience is None or training.load_best_model_at_end,
-        "early_stopping_patience keeps the best model; set load_best_model_at_end: true, or drop it",
-    )
+    if safety.early_stopping_patience is not None:
+        require(
+            training.load_best_model_at_end,
+            "early_stopping_patience keeps the best model; set load_best_model_at_end: true, or drop it",
+        )
+        _require_checkpoint_of_best(_word(training.eval_strategy), strategy, training.eval_steps, training.save_steps)
     require(
         safety.save_epochs in (None, 1) or not training.load_best_model_at_end,
         f"save_epochs: {safety.save_epochs} may leave out the best checkpoint that load_best_model_at_end wants; leave "
         "one of them out",
     )
+
+
+# -- early stopping ----------------------------------------------------------------------------------------------------
+
+
+def beside_early_stopping(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """Fields that early stopping needs as well, where nobody has ``given`` them: evaluations, and at each of them a
+    checkpoint. Raises SettingsError where what was given leaves no way. ``values``: of all fields, by name."""
+    evaluates, saves = _strategies(values, given)
+    every = _steps_between(values, given)
+    chosen = {"load_best_model_at_end": True, "eval_strategy": evaluates, "save_strategy": saves}
+    if evaluates == "steps":
+        chosen |= {"eval_steps": every, "save_steps": every}
+    together = {**values, **{name: value for name, value in chosen.items() if name not in given}}
+    if together["load_best_model_at_end"]:
+        _require_checkpoint_of_best(evaluates, saves, together["eval_steps"], together["save_steps"])
+    return {name: value for name, value in chosen.items() if name not in given}
+
+
+def _strategies(values: Mapping[str, Any], given: Collection[str]) -> tuple[str, str]:
+    """Of evaluations and of checkpoints: each follows the other one where only that was given."""
+    evaluates, saves = _word(values["eval_strategy"]), _word(values["save_strategy"])
+    if "eval_strategy" not in given:
+        follows = "save_strategy" in given and saves in ("steps", "epoch")
+        by_steps = "save_steps" in given or values["max_steps"] > 0 or evaluates == "steps"
+        evaluates = saves if follows else "steps" if by_steps else "epoch"
+        evaluates = "steps" if "eval_steps" in given else evaluates
+    return evaluates, saves if "save_strategy" in given else evaluates
+
+
+def _steps_between(values: Mapping[str, Any], given: Collection[str]) -> float:
+    """Evaluations: as often as was said of them or of checkpoints, else 20 in a run of so many steps."""
+    for name in ("eval_steps", "save_steps"):
+        if name in given and values[name]:
+            return values[name]
+    return max(1, values["max_steps"] // 20) if values["max_steps"] > 0 else values["logging_steps"]
+
+
+def _require_checkpoint_of_best(
+    evaluates: str, saves: str, eval_steps: Optional[float], save_steps: Optional[float]
+) -> None:
+    """The best model can be kept only where each evaluation has its checkpoint: the stock Trainer forgets a best one
+    that lies between two, and leaves another model without a word."""
+    require(
+        evaluates != "no",
+        "early_stopping_patience looks at evaluations, and eval_strategy is no; set eval_strategy: steps or epoch, or "
+        "drop early_stopping_patience",
+    )
+    require(
+        saves in (evaluates, "best"),
+        f"early_stopping_patience keeps the best model, which is a checkpoint: save_strategy is {saves}, and "
+        f"eval_strategy is {evaluates}; set save_strategy: {evaluates}, or drop save_strategy",
+    )
+    require(
+        saves != "steps" or eval_steps == save_steps,
+        "early_stopping_patience keeps the best model, which is a checkpoint: evaluations are "
+        f"{eval_steps or 0:g} steps apart, and checkpoints {save_steps or 0:g}; set save_steps: "
+        f"{eval_steps or 0:g}, or save_strategy: best",
+    )
+
+
+def _word(strategy: Any) -> str:
+    return str(getattr(strategy, "value", strategy))

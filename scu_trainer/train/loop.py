@@ -104,6 +104,11 @@ class Loop(TrainerCallback):
     def rows_trained(self) -> Optional[int]:
         """In this training, where epochs are not as long as the stock Trainer takes them for."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether this loop has ended the training. One that goes on from a checkpoint of that moment takes no step."""
+        return False
+
     # -- an epoch, a step ----------------------------------------------------------------------------------------------
 
     def resume_position(self, checkpoint: str, position: tuple[int, int]) -> tuple[int, int]:

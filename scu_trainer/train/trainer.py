@@ -236,9 +236,13 @@ class SCUTrainer(Trainer):
             position = loop.resume_position(resume_from_checkpoint, position)
         return position
 
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no step left."""
+        return self.state.global_step >= self.state.max_steps or any(loop.is_over for loop in self.loops)
+
     def _run_epoch(self, **kwargs):
-        is_over = self.state.global_step >= self.state.max_steps  # killed after its last step
-        if is_over and not self.is_stock:  # which would add one more
+        if self.is_over and not self.is_stock:  # killed after its last step: the stock loop would add one more
             self.control.should_training_stop = True
             return None
         is_resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"] is not None

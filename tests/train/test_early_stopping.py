@@ -95,6 +95,11 @@ def _interrupted(folder, step: int) -> int:
             {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 30, "save_steps": 30},
         ),
         (["--eval_strategy", "epoch"], {"eval_strategy": "epoch", "save_strategy": "epoch"}),
+        (["--save_strategy", "best"], {"eval_strategy": "epoch", "save_strategy": "best"}),
+        (
+            ["--streaming", "true", "--max_steps", "200"],  # whose epoch may never end
+            {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 10, "save_steps": 10},
+        ),
     ],
 )
 def test_evaluations_and_checkpoints_are_chosen_and_said(typed, meant):
@@ -111,6 +116,28 @@ def test_what_contradicts_it_is_refused():
         SafetySettings(early_stopping_patience=0)
     with pytest.raises(SettingsError, match="keeps the best model; set load_best_model_at_end: true"):
         read_job(None, ["--early_stopping_patience", "3", "--load_best_model_at_end", "false"]).check()
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (["--eval_strategy", "no"], "eval_strategy is no; set eval_strategy: steps or epoch"),
+        (["--save_strategy", "no"], "save_strategy is no, and eval_strategy is epoch; set save_strategy: epoch"),
+        (["--eval_steps", "20", "--save_strategy", "epoch"], "set save_strategy: steps, or drop save_strategy"),
+        (["--eval_steps", "20", "--save_steps", "500"], "20 steps apart, and checkpoints 500; set save_steps: 20"),
+        (["--eval_steps", "20", "--save_steps", "40"], "set save_steps: 20, or save_strategy: best"),
+    ],
+)
+def test_an_evaluation_without_a_checkpoint_is_refused(typed, message):
+    """The stock Trainer would forget a best model that lies between two checkpoints."""
+    with pytest.raises(SettingsError, match=message):
+        read_job(None, ["--early_stopping_patience", "3", *typed])
+
+
+def test_a_trainer_that_cannot_keep_its_best_model_is_refused(tmp_path):
+    args = tiny.arguments(tmp_path, **{**EVALUATIONS, "save_steps": 4})
+    with pytest.raises(SettingsError, match="2 steps apart, and checkpoints 4"):
+        SCUTrainer(tiny.llama(), args, eval_dataset=tiny.Rows(8), safety=SafetySettings(early_stopping_patience=3))
 
 
 def test_the_command_says_why_the_run_ended(tmp_path, capsys):

@@ -17,7 +17,7 @@ from scu_trainer.cli.comparison import screen as screens
 from scu_trainer.cli.comparison.plan import resolved_settings, shared_out
 from scu_trainer.cli.comparison.runs import Start, exit_code
 from scu_trainer.errors import SettingsError, Stopped
-from scu_trainer.report.comparison.statistics import FEWEST_SEEDS, t_interval
+from scu_trainer.report.comparison.statistics import FEW_SEEDS, t_interval, t_quantile
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_arms import Arm
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan
@@ -86,6 +86,7 @@ def spread(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         f"held-out bits over {len(values)} seeds: mean {interval.value:.3f}, standard deviation {stdev(values):.3f}, "
         f"{CONFIDENCE:.0%} t interval of the mean {interval.low:.3f} to {interval.high:.3f}"
     ]
-    if len(values) < FEWEST_SEEDS:
-        said.append("two seeds say little: the interval hangs on one difference")
+    if len(values) < FEW_SEEDS:
+        reach = t_quantile(CONFIDENCE, len(values) - 1)
+        said.append(f"{len(values)} seeds are few: the interval reaches {reach:.1f} standard errors to each side")
     return said

@@ -47,6 +47,7 @@ logger = logging.getLogger("scu_trainer")
 ORDER = (
     OverflowWatch,  # says whether the optimizer has stepped, which all others ask
     NonFiniteGuard,  # may take the step back: what follows must not have learned from it
+    EarlyStopping,  # knows whether a step is left when the loop on data finds its place in a checkpoint
     MemoryLoop,
     CurriculumLoop,  # behind the one on memory: it chooses rows, the other puts the chosen ones together
     RegularizationLoop,  # measures the weights as the step leaves them, and decays them
@@ -55,7 +56,6 @@ ORDER = (
     ScheduleFreeWeights,
     RateSteps,
     SaveEpochs,
-    EarlyStopping,
     Throughput,  # counts what all of the above take
     Profile,
 )

@@ -438,7 +438,7 @@ class CurriculumLoop(Loop):
         self.length.begin(epoch, first_step, 1, state["progress_before"])
         self.length.steps = state["steps"]
         self.length.tell(self.trainer.state)
-        if steps_done >= state["steps"] or self.trainer.state.global_step >= self.trainer.state.max_steps:
+        if steps_done >= state["steps"] or self.trainer.is_over:
             self.owes_row = self.counts.rows > 0
             return epoch + 1, 0
         recut = self.sampler.was_recut

@@ -26,11 +26,7 @@ class SaveEpochs(Loop):
 
 
 class EarlyStopping(Loop):
-    """``transformers.EarlyStoppingCallback``, whose count goes on in a run that is resumed and that says why it ended.
-
-    A training that is resumed from the very checkpoint at which it was to end trains one step more; the best model,
-    which it leaves behind, is the same.
-    """
+    """``transformers.EarlyStoppingCallback``, whose count goes on in a resumed run, and that says why a run ended."""
 
     name = "early_stopping"
     state_file = "early_stopping.json"
@@ -49,23 +45,31 @@ class EarlyStopping(Loop):
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         self._rule.on_evaluate(args, state, control, metrics=metrics or {}, **kwargs)
-        if self._is_over and not self._figures:
-            name = f"eval_{(args.metric_for_best_model or 'loss').removeprefix('eval_')}"
-            best = {"metric": name, "best": state.best_metric, "best_step": state.best_global_step}
-            self._figures = {"step": state.global_step, **best}
-            self.notices.append(
-                f"early stopping: {name} was not better than {state.best_metric:.4g} of step {state.best_global_step} "
-                f"in {self._rule.early_stopping_patience} evaluations; the run ended at step {state.global_step} with "
-                f"the model of step {state.best_global_step}"
-            )
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if self._is_over:
-            control.should_training_stop = True
+    def resume_position(self, checkpoint, position):
+        """The first that is asked of a checkpoint: other loops look whether the training is over."""
+        self.load_state(checkpoint)
+        return position
 
     @property
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         return self._rule.early_stopping_patience_counter >= self._rule.early_stopping_patience
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Only now: an evaluation too little better to count may still be the best, and is noted after all events."""
+        if not self.is_over or state.global_step >= state.max_steps:
+            return
+        name = f"eval_{(args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        self._figures = {
+            "step": state.global_step, "metric": name, "best": state.best_metric, "best_step": state.best_global_step,
+        }  # fmt: skip
+        is_kept = (state.best_model_checkpoint or "").endswith(f"checkpoint-{state.best_global_step}")
+        kept = state.best_global_step if is_kept else f"{state.global_step}, for the best has no checkpoint"
+        self.notices.append(
+            f"early stopping: {name} was not better than {state.best_metric:.4g} of step {state.best_global_step} "
+            f"in {self._rule.early_stopping_patience} evaluations; the run ended at step {state.global_step} with the "
+            f"model of step {kept}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"evaluations_without_gain": self._rule.early_stopping_patience_counter}
