@@ -58,7 +58,7 @@ class Regularizer:
         tokens: Optional[float] = None,
         prior_class: type[Prior] = Prior,
     ) -> None:
-        self.settings = settings
+        self.settings, self.steers = settings, settings.steers
         self._prior_class, self._tokens = prior_class, settings.tokens or tokens
         self.follow(model)
         self.law: Optional[control.ControllerConfig] = None
@@ -86,7 +86,7 @@ class Regularizer:
         self.law = resolve(self.settings, max_steps)
         self.state = control.initial_state(self.law)
         self._steps_per_epoch, self._seed = steps_per_epoch, seed
-        self._every = self.settings.control_frequency if self.settings.steers else max(1, logging_steps)
+        self._every = self.settings.control_frequency if self.steers else max(1, logging_steps)
         if self._loaded is not None:
             self.state = control.ControllerState.from_dict(self._loaded["state"])
             self.progress = Progress(**self._loaded["progress"])
@@ -186,7 +186,7 @@ class Regularizer:
             return None
         seen = self._measure(step, learning_rate, reduce, processes)
         self.state = control.decide(self.law, self.state, seen)
-        if self.settings.steers:
+        if self.steers:
             self._watch(seen)
         return self._row(seen, shrink)
 
