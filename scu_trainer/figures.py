@@ -20,6 +20,7 @@ LARGEST_BITS = 1023.0
 
 
 NATS_PER_BIT = math.log(2.0)
+"""The one definition of the conversion."""
 
 
 def bits_of(nats: float) -> float:

@@ -15,7 +15,7 @@ from torch import nn
 from scu_trainer.control import regularization as control
 from scu_trainer.control.tracking import BAND, SMALLEST_GAIN, foresee
 from scu_trainer.errors import CheckpointError, ControlError
-from scu_trainer.figures import bits_of
+from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.train.regularization.penalty import Prior, param_bpt, penalty_coefficient
 from scu_trainer.train.regularization.zero import ZeroPrior, check_stage
@@ -215,7 +215,7 @@ class Regularizer:
         return control.Measurement(
             step=step,
             steps=steps,
-            data_bpt=bits_of(nats / max(tokens, 1e-300)),
+            data_bpt=nats / max(tokens, 1e-300) / NATS_PER_BIT,
             param_bpt=param_bpt(squared_distance, self.settings.sigma, self.progress.tokens_n),
             learning_rate=learning_rate,
             gain=self.progress.gain,
@@ -332,7 +332,7 @@ class Regularizer:
         return {
             "step": seen.step,
             "tokens": self.progress.tokens_seen,
-            "loss": seen.data_bpt * math.log(2.0),
+            "loss": seen.data_bpt * NATS_PER_BIT,
             "data_bpt": seen.data_bpt,
             "param_bpt": seen.param_bpt,
             "s": control.information_ratio(seen.param_bpt, seen.data_bpt),
