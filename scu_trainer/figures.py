@@ -19,9 +19,13 @@ LARGEST_BITS = 1023.0
 """More have a perplexity that no float holds."""
 
 
+NATS_PER_BIT = math.log(2.0)
+"""The one definition of the conversion."""
+
+
 def bits_of(nats: float) -> float:
     """A loss as it is computed and logged, mean of -ln p, in bits: the mean of -log2 p."""
-    return nats / math.log(2.0)
+    return nats / NATS_PER_BIT
 
 
 class Change(NamedTuple):

@@ -64,7 +64,9 @@ def _head(runs: Sequence[RunFiles], first: str) -> list[str]:
 
 
 def _figures(runs: Sequence[RunFiles]) -> tuple[list[str], list[list[str]]]:
-    rows = as_rows([dict(key_figures(run)) for run in runs])
+    """Without what the table before it says; runs beside each other have it here once more, to be compared."""
+    said = {row.what.strip() for row in before_and_after(runs[0].metrics)} if len(runs) == 1 else set()
+    rows = as_rows([{k: v for k, v in key_figures(run) if k not in said} for run in runs])
     return _head(runs, "figure"), [[name, *values] for name, values in rows if set(values) != {"-"}]
 
 

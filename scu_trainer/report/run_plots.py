@@ -126,7 +126,7 @@ def _training_lines(runs: Sequence[RunFiles], style: Style, factor: float, is_bi
     for run in runs:
         logged = points(run.logs, "loss", factor=factor)
         each = points(run.control, "data_bpt") if is_bits else points(run.control, "loss")
-        if style.is_alone or not logged[0]:
+        if (style.is_alone and not only_measured(run)) or not logged[0]:
             yield style.line(run, "each step", each, 0, faint=bool(logged[0]))
         yield style.line(run, "mean since the last log", logged, 0)
 
@@ -168,7 +168,7 @@ def only_measured(run: RunFiles) -> bool:
 
 def _s_lines(runs: Sequence[RunFiles], style: Style) -> Iterator[Line]:
     for run in runs:
-        if style.is_alone:
+        if style.is_alone and not only_measured(run):  # which is as it is logged
             yield style.line(run, "S of each step", points(run.control, "s"), 0, faint=True)
         yield style.line(run, "S, averaged", points(run.control, "s_ema"), 0)
 

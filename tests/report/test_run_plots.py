@@ -376,3 +376,15 @@ def test_a_comparison_without_results_yet(tmp_path):
     (folder / "comparison.json").write_text(json.dumps(content))
     found = comparison_plots(read_comparison(folder))
     assert all(not plot.panels and plot.notes for plot in found)
+
+
+def test_a_run_that_only_measured_has_s_and_neither_target_nor_lambda(tmp_path):
+    folder = make_run(tmp_path / "measured", scu_target_s=None)
+    path = folder / "scu_history.json"
+    rows = json.loads(path.read_text())
+    path.write_text("[\n" + ",\n".join(json.dumps({**row, "s_target": None, "lambda": 0.0}) for row in rows) + "\n]")
+    run = read_run(folder, "measured", "finished")
+    (panel,) = plots(folder)["s"].panels
+    assert panel.title == "Information ratio S" and panel.levels == [] and len(panel.lines) == 1
+    found = dict(key_figures(run))
+    assert found["S"].endswith(", measured, not steered") and found["lambda, newest"] == "-"

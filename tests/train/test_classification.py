@@ -91,7 +91,9 @@ def test_the_table_speaks_of_accuracy(tmp_path):
     console = Console(record=True, width=100)
     print_table(console, {**own, **held_out_figures(before, after)}, tmp_path, "trained 3 steps")
     shown = console.export_text()
-    for words in ("10.0% before, 90.0% after", "bits per label", "100.0% at step 3", "10 images"):
+    accuracy = next(line for line in shown.splitlines() if "held-out accuracy" in line)
+    assert accuracy.index("10.0%") < accuracy.index("90.0%") < accuracy.index("+80.0")
+    for words in ("bits per label", "100.0% at step 3", "10 images"):
         assert words in shown
     assert "--against base" not in shown
 

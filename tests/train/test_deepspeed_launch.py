@@ -107,7 +107,9 @@ def main(folder: Path) -> None:
         if world == 1:
             found[f"{name} resumed"] = resumed(folder, f"{name}-{world}", name)
     for name in WHOLE[world]:
-        found[f"{name} full"] = run(folder, f"{name}-full-{world}", world, name, tuning="full", **HALF.get(name, {}))
+        # Under ZeRO-3 scu without a target is a line, and training goes on.
+        changes = {"tuning": "full", "scu": str(name == "zero3").lower(), **HALF.get(name, {})}
+        found[f"{name} full"] = run(folder, f"{name}-full-{world}", world, name, **changes)
     found["loops"] = run(folder, f"loops-{world}", world, "zero2", scu="true", **LOOPS)
     if world == 1:
         found["refused"] = refused(folder)
@@ -140,7 +142,8 @@ def refused(folder: Path) -> tuple[int, str]:
     """Exit code and last line of the command where the loop cannot run; the model is not even there."""
     from scu_trainer.cli import train
 
-    words = flags(folder, "refused", deepspeed="zero3", scu="true", model_name_or_path=folder / "no model")
+    asked = {"scu": "true", "scu_target_s": 0.1, "model_name_or_path": folder / "no model"}
+    words = flags(folder, "refused", deepspeed="zero3", **asked)
     with contextlib.redirect_stderr(io.StringIO()) as said:
         code = train.main(words)
     return code, said.getvalue().strip().splitlines()[-1]
@@ -324,6 +327,15 @@ def test_accelerate_starts_the_script(folder, stock):
     launched(folder, [*launcher, "--num_processes", 1, "scripts/train.py"], *flags(folder, "by-accelerate"))
     assert result(folder, "by-accelerate")["losses"] == pytest.approx(stock["lora"]["losses"], abs=5e-5)
     assert len(optimizer_states(folder / "by-accelerate")) == 1
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_s_alone_is_left_out_under_zero_3(findings, folder, world):
+    figures = json.loads((folder / f"zero3-full-{world}" / "scu_metrics.json").read_text())
+    assert figures["regularization"]["verdict"] == "not measured"
+    assert "this is stage 3" in figures["regularization"]["notices"][0]
+    notices = json.loads((folder / f"zero3-full-{world}" / "run.json").read_text())["notices"]
+    assert figures["regularization"]["notices"][0] in notices
 
 
 def test_regularization_under_zero_3_is_refused_before_a_model_is_loaded(one, folder):

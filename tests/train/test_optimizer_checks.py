@@ -137,7 +137,7 @@ def test_the_final_model_and_checkpoints_hold_the_average_and_resume_exactly(opt
     [
         ({"lr_scheduler_type": "linear"}, "set lr_scheduler_type: constant"),
         ({"warmup_steps": 0.1}, "whole number of steps"),
-        ({"regularization": RegularizationSettings(target_s=0.1)}, "set scu: false"),
+        ({"regularization": RegularizationSettings(target_s=0.1)}, "leave scu_target_s out"),
         ({"efficiency": EfficiencySettings(ema_decay=0.9)}, "leave ema_decay out"),
     ],
 )

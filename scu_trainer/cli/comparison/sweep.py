@@ -90,7 +90,7 @@ def _main(argv: list[str], hands: comparison.Hands) -> int:
     if settings.get("push_to_hub"):
         raise SettingsError("push_to_hub would put every trial over the last; drop it, and push the run that you want")
     typed = "scu-trainer sweep " + shlex.join(argv)
-    plan = Plan(Path(options.output_dir), typed, options.config, flags, axes, options.seed, settings, text)
+    plan = SweepPlan(Path(options.output_dir), typed, options.config, flags, axes, options.seed, settings, text)
     return Sweep(plan, options, Console(highlight=False), hands).run()
 
 
@@ -106,7 +106,7 @@ def _optuna() -> Any:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """``settings`` and ``text``: of the job as it is."""
 
     folder: Path
@@ -147,7 +147,7 @@ class Plan:
 class Sweep:
     """One start of the command, from its lock to its verdict."""
 
-    def __init__(self, plan: Plan, options: argparse.Namespace, console: Console, hands: comparison.Hands) -> None:
+    def __init__(self, plan: SweepPlan, options: argparse.Namespace, console: Console, hands: comparison.Hands) -> None:
         self.plan, self.options, self.console, self.hands, self.asked = plan, options, console, hands, 0
         one = ComparisonPlan(
             plan.folder, plan.command, plan.config, (), (plan.seed,), 1, {"job": dict(plan.settings)}, {}

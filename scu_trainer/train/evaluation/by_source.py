@@ -11,7 +11,7 @@ import numpy as np
 
 from scu_trainer.data.text.mixture_plan import row_tokens
 from scu_trainer.data.text.plan import PreparedData
-from scu_trainer.figures import bits_of
+from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.train.evaluation.scoring import DocumentScores
 
 logger = logging.getLogger("scu_trainer")
@@ -56,5 +56,5 @@ def _metrics(
     for source, name in enumerate(names):
         nats, predicted = rows[sources == source].sum(axis=0)
         if predicted:
-            metrics[f"bpt_{name}"] = bits_of(nats / predicted)
+            metrics[f"bpt_{name}"] = nats / predicted / NATS_PER_BIT
     return metrics

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from scu_trainer.figures import bits_of
+from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.evaluation.scoring import DocumentScores, say_nonfinite
 from scu_trainer.train.step.prediction import Halving
@@ -44,7 +44,7 @@ def class_metrics(prediction: Any) -> dict[str, float]:
     and bits per label."""
     say_nonfinite(prediction.predictions[:, 0], "row")
     nats, correct = prediction.predictions[:, :2].astype(np.float64).mean(axis=0)
-    return {"accuracy": correct, "bpt": bits_of(nats)}
+    return {"accuracy": correct, "bpt": nats / NATS_PER_BIT}
 
 
 def class_and_report_metrics(prediction: Any) -> dict[str, float]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from scu_trainer.figures import bits_of
+from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.step.prediction import Halving
 
@@ -47,7 +47,7 @@ class DocumentScores:
     @property
     def bpt(self) -> float:
         """Token-weighted bits per token over all documents."""
-        return float(bits_of(self.nats.sum() / self.tokens.sum()))
+        return float(self.nats.sum() / self.tokens.sum() / NATS_PER_BIT)
 
     @property
     def perplexity(self) -> float:
@@ -96,7 +96,7 @@ def bpt_metrics(prediction) -> dict[str, float]:
     """
     say_nonfinite(prediction.predictions[:, 0], "row")
     nats, tokens = prediction.predictions.astype(np.float64).sum(axis=0)
-    bpt = bits_of(nats / max(tokens, 1.0))
+    bpt = nats / max(tokens, 1.0) / NATS_PER_BIT
     return {"bpt": bpt, "perplexity": 2.0**bpt}
 
 
@@ -184,7 +184,7 @@ def bootstrap_bpt(
 ) -> BootstrapInterval:
     """Percentile bootstrap over documents (Efron, 1979) of token-weighted bits per token."""
     (drawn,) = _resampled([scores.nats], scores.tokens, resamples, seed)
-    return _interval(scores.bpt, bits_of(drawn), confidence)
+    return _interval(scores.bpt, drawn / NATS_PER_BIT, confidence)
 
 
 def bootstrap_accuracy(
@@ -208,7 +208,7 @@ def bootstrap_difference(
 ) -> BootstrapInterval:
     """Bits per token of ``second`` minus ``first`` on the same documents, each resample drawn for both alike."""
     _require_same(first, second)
-    before, after = bits_of(_resampled([first.nats, second.nats], first.tokens, resamples, seed))
+    before, after = _resampled([first.nats, second.nats], first.tokens, resamples, seed) / NATS_PER_BIT
     return _interval(second.bpt - first.bpt, after - before, confidence)
 
 

@@ -192,7 +192,7 @@ class RegularizationLoop(Loop):
 
     def scalars(self) -> dict[str, float]:
         """The newest decision; empty before the first. Without lambda where nothing is steered."""
-        row, steers = self.last_row or {}, self.regularizer.settings.steers
+        row, steers = self.last_row or {}, self.regularizer.steers
         names = [name for name in LOGGED if steers or name != "lambda"]
         return {f"scu/{name}": row[name] for name in names if row.get(name) is not None}
 
@@ -202,7 +202,7 @@ class RegularizationLoop(Loop):
         state, progress = self.regularizer.state, self.regularizer.progress
         figures: dict[str, Any] = {
             "law": self.regularizer.settings.law,
-            "steers": self.regularizer.settings.steers,
+            "steers": self.regularizer.steers,
             "plant_gain": progress.gain,
             "skipped_measurements": state.skipped,
             "overhead_fraction": self.seconds / self._train_s if self._train_s else None,
@@ -216,7 +216,7 @@ class RegularizationLoop(Loop):
 
     def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         control = figures[self.name]
-        if not self.regularizer.settings.steers:
+        if not self.regularizer.steers:
             return _measured_lines(control)
         target, final = control.get("target_s"), f"{control.get('final_s') or 0:.4f}"
         against = f"{final} against {target:.4g}" if target else final
@@ -262,7 +262,7 @@ def _measured_lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _tracking(regularizer: Regularizer, rows: list[dict[str, Any]], target: Optional[float]) -> dict[str, Any]:
-    if not regularizer.settings.steers:
+    if not regularizer.steers:
         return {"verdict": MEASURED}
     if regularizer.settings.law in ACT_BY_LAMBDA:
         return {"verdict": f"lambda was {regularizer.settings.law}, S was not controlled"}

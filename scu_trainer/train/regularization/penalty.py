@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from scu_trainer.errors import ControlError
+from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.train.regularization.distances import Pair, SquaredDistances
 from scu_trainer.train.regularization.effective import DoraUpdate, VeraUpdate, low_rank_pairs, other_updates
 from scu_trainer.train.step.recovery.second_try import second_try
@@ -282,7 +283,7 @@ class Prior:
 
 def param_bpt(squared_distance: float, sigma: float, tokens: float) -> float:
     """||w - w0||^2 / (2 sigma^2 N ln 2), bits per token."""
-    return squared_distance / (2.0 * sigma**2 * tokens * math.log(2.0))
+    return squared_distance / (2.0 * sigma**2 * tokens * NATS_PER_BIT)
 
 
 def penalty_coefficient(lam: float, sigma: float, tokens: float) -> float:

@@ -15,7 +15,7 @@ from torch import nn
 from scu_trainer.control import regularization as control
 from scu_trainer.control.tracking import BAND, SMALLEST_GAIN, foresee
 from scu_trainer.errors import CheckpointError, ControlError
-from scu_trainer.figures import bits_of
+from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.train.regularization.penalty import Prior, param_bpt, penalty_coefficient
 from scu_trainer.train.regularization.zero import ZeroPrior, check_stage
@@ -58,7 +58,7 @@ class Regularizer:
         tokens: Optional[float] = None,
         prior_class: type[Prior] = Prior,
     ) -> None:
-        self.settings = settings
+        self.settings, self.steers = settings, settings.steers
         self._prior_class, self._tokens = prior_class, settings.tokens or tokens
         self.follow(model)
         self.law: Optional[control.ControllerConfig] = None
@@ -86,7 +86,7 @@ class Regularizer:
         self.law = resolve(self.settings, max_steps)
         self.state = control.initial_state(self.law)
         self._steps_per_epoch, self._seed = steps_per_epoch, seed
-        self._every = self.settings.control_frequency if self.settings.steers else max(1, logging_steps)
+        self._every = self.settings.control_frequency if self.steers else max(1, logging_steps)
         if self._loaded is not None:
             self.state = control.ControllerState.from_dict(self._loaded["state"])
             self.progress = Progress(**self._loaded["progress"])
@@ -186,7 +186,7 @@ class Regularizer:
             return None
         seen = self._measure(step, learning_rate, reduce, processes)
         self.state = control.decide(self.law, self.state, seen)
-        if self.settings.steers:
+        if self.steers:
             self._watch(seen)
         return self._row(seen, shrink)
 
@@ -215,7 +215,7 @@ class Regularizer:
         return control.Measurement(
             step=step,
             steps=steps,
-            data_bpt=bits_of(nats / max(tokens, 1e-300)),
+            data_bpt=nats / max(tokens, 1e-300) / NATS_PER_BIT,
             param_bpt=param_bpt(squared_distance, self.settings.sigma, self.progress.tokens_n),
             learning_rate=learning_rate,
             gain=self.progress.gain,
@@ -332,7 +332,7 @@ class Regularizer:
         return {
             "step": seen.step,
             "tokens": self.progress.tokens_seen,
-            "loss": seen.data_bpt * math.log(2.0),
+            "loss": seen.data_bpt * NATS_PER_BIT,
             "data_bpt": seen.data_bpt,
             "param_bpt": seen.param_bpt,
             "s": control.information_ratio(seen.param_bpt, seen.data_bpt),

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from scu_trainer.figures import bits_of
+from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.train.loop import Loop
 
 OF_SOURCE = "eval_bpt_"
@@ -80,7 +80,7 @@ class ConsoleCallback(Loop):
             self._print(self._line(state, logs))
 
     def _line(self, state, logs: dict[str, float]) -> str:
-        parts = [f"step {_of(state)}", f"loss {bits_of(logs['loss']):.3f} bits per {self._unit}"]
+        parts = [f"step {_of(state)}", f"loss {logs['loss'] / NATS_PER_BIT:.3f} bits per {self._unit}"]
         if "scu/s_ema" in logs:
             parts += _steered(logs) if "scu/lambda" in logs else [f"S {logs['scu/s_ema']:.4f}"]
         parts.append(f"rate {logs['learning_rate']:.2e}")
