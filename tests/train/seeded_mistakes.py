@@ -364,8 +364,8 @@ MISTAKES = (
     Mistake(
         "schedule",
         "common",
-        "cosine_with_min_lr without a min_lr",
-        lambda b: {"lr_scheduler_type": "cosine_with_min_lr"},
+        "polynomial that ends above where it begins",
+        lambda b: {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"lr_end": 1.0}'},
         "schedule-cannot-be-made",
     ),
     # -- the length of the run -----------------------------------------------------------------------------------------

@@ -132,6 +132,7 @@ def flags(tmp_path) -> list[str]:
         "block_size": 64,
         "validation_split_percentage": 0,
         "max_steps": STEPS,
+        "scu_target_s": 0.1,
         "save_steps": SAVE_EVERY,
         "per_device_train_batch_size": 2,
         "learning_rate": 0.01,
