@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import logging
 import pickle
 
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainerCallback
 
 from scu_trainer.errors import OutOfMemory
+from scu_trainer.train.step.muon import MuonWithAdamW
 from scu_trainer.train.step.recovery.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 from tests import tiny
@@ -38,6 +40,38 @@ def torch_optimizer(name: str, **options):
 
 def transformers_adafactor(**options):
     return lambda groups: transformers.Adafactor(groups, **options)
+
+
+def muon(groups):
+    matrices = [{**g, "params": [p for p in g["params"] if p.dim() == 2]} for g in groups]
+    others = [{**g, "params": [p for p in g["params"] if p.dim() != 2]} for g in groups]
+    return MuonWithAdamW(matrices, others, lr=1e-2)
+
+
+def low_rank(module: str, name: str, **options):
+    """Projections of GaLore change in every second step, those of APOLLO, which count a seed on, in every step."""
+
+    def make(groups):
+        split = [
+            {**g, "params": [p for p in g["params"] if (p.dim() == 2) == is_matrix], **(rank if is_matrix else {})}
+            for g in groups
+            for is_matrix in (True, False)
+        ]
+        return getattr(importlib.import_module(module), name)(split, **{"lr": 1e-2, **options})
+
+    rank = {"rank": 3, "update_proj_gap": 2, "scale": 0.5, "proj_type": "std"}
+    if module == "apollo_torch":
+        rank |= {"proj": "random", "scale_type": "channel", "update_proj_gap": 1}
+    return make
+
+
+def schedule_free(name: str, **options):
+    def make(groups):
+        made = getattr(importlib.import_module("schedulefree"), name)(groups, lr=1e-2, **options)
+        made.train()
+        return made
+
+    return make
 
 
 OPTIMIZERS = {
@@ -67,12 +101,22 @@ OPTIMIZERS = {
     "bnb_adamw_32bit": bitsandbytes("AdamW"),
     "bnb_lion_8bit": bitsandbytes("Lion8bit"),
     "bnb_ademamix_8bit": bitsandbytes("AdEMAMix8bit"),
+    "muon": muon,
+    "galore_adamw": low_rank("galore_torch", "GaLoreAdamW", no_deprecation_warning=True),
+    "galore_adafactor": low_rank("galore_torch", "GaLoreAdafactor", scale_parameter=False, relative_step=False),
+    "apollo_adamw": low_rank("apollo_torch", "APOLLOAdamW"),
+    "schedule_free_adamw": schedule_free("AdamWScheduleFree", warmup_steps=2),
+    "schedule_free_adamw_loop": schedule_free("AdamWScheduleFree", foreach=False),
+    "schedule_free_radam": schedule_free("RAdamScheduleFree"),
+    "schedule_free_sgd": schedule_free("SGDScheduleFree", warmup_steps=2),
 }
 # The first momentum is a copy of the first gradient; plain SGD has no state. Adagrad makes its own when it is made.
-WITHOUT_STATE_AHEAD = {name for name in OPTIMIZERS if name.startswith("sgd")}
-STATE_AHEAD = [name for name in OPTIMIZERS if not name.startswith(("sgd", "adagrad"))]
+WITHOUT_STATE_AHEAD = {
+    name for name in OPTIMIZERS if name.startswith(("sgd", "galore", "apollo", "schedule_free"))
+}
+STATE_AHEAD = [name for name in OPTIMIZERS if name not in WITHOUT_STATE_AHEAD and not name.startswith("adagrad")]
 FUSED = [name for name in OPTIMIZERS if name.endswith("fused")]
-WRITES_GRADIENTS = {"sgd_nesterov_foreach"}
+WRITES_GRADIENTS = {"sgd_nesterov_foreach"} | {name for name in OPTIMIZERS if name.startswith("schedule_free")}
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
@@ -119,10 +163,12 @@ class Weights:
             index: {key: bits(value) for key, value in self.optimizer.state[p].items()}
             for index, p in enumerate(self.parameters)
             if p in self.optimizer.state
-        }
+        } | {"groups": [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]}
 
 
 def bits(value):
+    if hasattr(value, "ortho_matrix"):  # GaLore's and APOLLO's projections
+        return {name: bits(part) for name, part in vars(value).items()}
     return value.detach().clone().numpy().tobytes() if isinstance(value, torch.Tensor) else value
 
 
@@ -193,7 +239,8 @@ def test_state_that_is_made_from_the_first_gradient_is_left_alone(name, caplog):
     weights = Weights(name)
     with caplog.at_level(logging.INFO):
         assert preallocate(weights.optimizer, is_out_of_memory) == 0
-    assert not weights.optimizer.state
+    values = [value for entry in weights.optimizer.state.values() for value in entry.values()]
+    assert not any(torch.is_tensor(value) for value in values)  # APOLLO keeps a seed for each weight
     assert "from the first gradient" in caplog.text
 
 
@@ -372,6 +419,18 @@ def test_nothing_fits():
     assert freed
     weights.optimizer.step()  # memory is back
     assert weights.bits() == after("adamw_foreach", 2)
+
+
+def test_counts_of_groups_are_as_before_where_nothing_fits():
+    weights = Weights("schedule_free_adamw")
+    weights.step()
+    before = weights.bits()
+    with weights.guard().attached():
+        weights.backward()
+        late = Failing(lambda number, operation, tensors: "lerp" in str(operation))
+        with pytest.raises(OutOfMemory, match="no weight was changed"), late:
+            weights.optimizer.step()
+    assert weights.bits() == before
 
 
 def test_one_parameter_that_never_fits_while_others_did():

@@ -78,13 +78,15 @@ class OptimizerGuard:
         self._part_bytes = part_bytes
         self._hooks: list[Any] = []
         self._whole = ParameterGroupPart(())
+        self._groups_before: list[dict[str, Any]] = []
 
     def attach(self) -> None:
         """Guard every step from now on. No effect, but a line in the log, for optimizers that are not known."""
         if not steps_one_by_one(self.optimizer):
             logger.warning(
-                "%s is not known to update parameters one by one: running out of memory inside its step ends the run",
+                "%s (%s) is not known to update parameters one by one: running out of memory inside its step ends the run",
                 type(self.optimizer).__name__,
+                step_module(self.optimizer).partition(".")[0],
             )
         elif not self._hooks:
             self._hooks = [
@@ -136,6 +138,7 @@ class OptimizerGuard:
 
     def _step_parts(self, groups: Sequence[list[Pair]]) -> None:
         self.half_stepped = False
+        self._groups_before = [dict(group) for group in self.optimizer.param_groups]
         pending = deque(self._plan(groups))
         self._whole.hide()
         while pending:
@@ -144,7 +147,14 @@ class OptimizerGuard:
                 self.half_stepped = True
             else:
                 pending = deque(part for rest in [*self._smaller(part), *pending] for part in self._fitting(rest))
+            self._reset_groups()
         self.half_stepped = False
+
+    def _reset_groups(self) -> None:
+        """Schedule-free optimizers count steps in their groups: each part begins with the same count, and the stock
+        call, which comes last and finds no gradient, takes it on."""
+        for group, before in zip(self.optimizer.param_groups, self._groups_before, strict=True):
+            group.update(before)
 
     def _plan(self, groups: Sequence[list[Pair]]) -> list[ParameterGroupPart]:
         """Parts with copies first, the largest parameters first: if one cannot be stepped, nothing is changed yet.
@@ -185,6 +195,7 @@ class OptimizerGuard:
         if saved is not None:
             saved.restore()
             saved = None
+        self._reset_groups()  # before any that raises below
         self._free_memory()
         return False
 

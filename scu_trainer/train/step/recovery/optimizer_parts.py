@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from copy import copy as shallow_copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,7 @@ class SavedPart:
     def __init__(self, optimizer: Optimizer, part: ParameterGroupPart) -> None:
         self._state = optimizer.state
         self._parameters = [parameter for parameter, _ in part.pairs]
-        self._entries = {p: dict(self._state[p]) for p in self._parameters if p in self._state}
+        self._entries = {p: _kept(self._state[p]) for p in self._parameters if p in self._state}
         state = (tensor for entry in self._entries.values() for value in entry.values() for tensor in stored(value))
         gradients = (gradient for _, gradient in part.pairs if _writes_gradients(optimizer))
         alike = _alike((*self._parameters, *state, *gradients))
@@ -79,6 +80,16 @@ class SavedPart:
             # An entry that the failed update had begun would pass for a complete one.
             self._state.pop(parameter, None)
         self._state.update(self._entries)
+
+
+def _kept(entry: dict[str, Any]) -> dict[str, Any]:
+    """``entry`` as a failed update cannot change it, but for the tensors in it. The projections of GaLore and APOLLO
+    are objects, which get new tensors in the step and write to none."""
+    return {name: shallow_copy(value) if _is_projection(value) else value for name, value in entry.items()}
+
+
+def _is_projection(value: Any) -> bool:
+    return hasattr(value, "ortho_matrix")
 
 
 def stored(value: Any) -> Iterator[torch.Tensor]:
@@ -105,8 +116,10 @@ def _copies(tensors: list[torch.Tensor], to_host: bool) -> Iterator[tuple[torch.
 
 
 def _writes_gradients(optimizer: Optimizer) -> bool:
-    """Nesterov's foreach update adds to the gradients; fused updates under a GradScaler unscale them."""
-    return getattr(optimizer, "grad_scale", None) is not None or any(g.get("nesterov") for g in optimizer.param_groups)
+    """Nesterov's foreach update adds to the gradients; fused updates under a GradScaler unscale them; schedule-free ones
+    (which have a ``train_mode``) compute in their memory."""
+    in_groups = any(group.get("nesterov") or "train_mode" in group for group in optimizer.param_groups)
+    return in_groups or getattr(optimizer, "grad_scale", None) is not None
 
 
 def cut(pairs: Iterable[Pair], part_bytes: int | None) -> list[ParameterGroupPart]:

@@ -30,6 +30,13 @@ ONE_BY_ONE = frozenset(
     | {"bitsandbytes.optim.optimizer", "torchao.optim.adam", "scu_trainer.train.step.muon"}
 )
 
+# The same, but what they keep is made from the first gradient (projections, and averages in their shape), or counts
+# only from the first batch on (schedule-free: ``train()`` moves weights that have a state).
+FROM_THE_FIRST_GRADIENT = frozenset(
+    {"galore_torch.adamw", "galore_torch.adafactor", "apollo_torch.apollo"}
+    | {f"schedulefree.{name}_schedulefree" for name in ("adamw", "radam", "sgd")}
+)
+
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer that updates the weights, without accelerate's wrapper."""
@@ -42,8 +49,9 @@ def step_module(optimizer: Optimizer) -> str:
 
 
 def steps_one_by_one(optimizer: Optimizer) -> bool:
-    """Whether a step over some of the parameters, then over the others, is known to equal one step over all."""
-    return step_module(optimizer) in ONE_BY_ONE
+    """Whether a step over some of the parameters, then over the others, is known to equal one step over all, where both
+    begin with the same values of the parameter groups."""
+    return step_module(optimizer) in ONE_BY_ONE | FROM_THE_FIRST_GRADIENT
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
@@ -59,11 +67,14 @@ def preallocate(optimizer: Optimizer, is_out_of_memory: Callable[[BaseException]
     training afterwards is bitwise what it would have been. Call it after the learning rate scheduler has been made.
 
     0 if there is a state already (a resumed run), and, with a line in the log that says why, for optimizers that are
-    not known and for those that make their state from the first gradient (SGD with momentum).
+    not known and for those that make their state from the first gradient (SGD with momentum, GaLore).
     Raises OutOfMemory, the optimizer again without any state, if it does not fit.
     """
     optimizer = inner_optimizer(optimizer)
     name = type(optimizer).__name__
+    if step_module(optimizer) in FROM_THE_FIRST_GRADIENT:
+        logger.info("%s makes its state from the first gradient; nothing is allocated ahead", name)
+        return 0
     if optimizer.state:
         return 0
     if not steps_one_by_one(optimizer):
