@@ -15,7 +15,7 @@ from scu_trainer.hardware.optimizers import check_optimizer, updates_in_backward
 from scu_trainer.settings import MemorySettings, RegularizationSettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.job.optimizer_checks import check_optimizer_arguments, check_schedule, taken_by
-from tests.tiny import arguments, llama, same, trained, weights_of
+from tests.tiny import Rows, arguments, llama, same, trained, weights_of
 
 
 class Asked(dict):
@@ -58,6 +58,11 @@ def test_a_name_that_would_be_dropped_is_refused(optim, name, tmp_path):
     args = arguments(tmp_path, optim=optim, optim_target_modules="all-linear")
     with pytest.raises(SettingsError, match=f"optim_args names {name}, which optim: {optim} does not take"):
         check_optimizer_arguments(args, [name])
+
+
+def test_a_size_that_torchao_would_get_as_text_is_refused(tmp_path):
+    with pytest.raises(SettingsError, match="block_size, which transformers hands to optim: adamw_torch_8bit as text"):
+        check_optimizer_arguments(arguments(tmp_path, optim="adamw_torch_8bit"), ["block_size"])
 
 
 @pytest.mark.parametrize("optim", ["galore_adamw", "apollo_adamw"])
@@ -153,6 +158,38 @@ def test_the_final_model_is_the_average_where_nothing_was_saved(optim, tmp_path)
     assert not any(group["train_mode"] for group in trainer.optimizer.param_groups)
     trainer.optimizer.train()
     assert not same(weights_of(trainer.model), final)
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": Rows(8, seed=4)}
+
+
+@every_schedule_free
+def test_an_evaluation_changes_no_bit_of_the_training(optim, tmp_path):
+    changes = {"optim": optim, "memory": MemorySettings()}
+    plain = trained(llama(layers=1), tmp_path / "plain", **changes)
+    evaluated = trained(llama(layers=1), tmp_path / "evaluated", **changes, **EVALUATED)
+    assert same(weights_of(evaluated.model), weights_of(plain.model))
+
+
+@every_schedule_free
+def test_the_best_model_is_the_average_of_its_step(optim, tmp_path):
+    """The highest loss counts as the best, so that it is not that of the last step."""
+    saves = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    changes = {"optim": optim, "memory": MemorySettings(), **saves, **EVALUATED}
+    trainer = trained(llama(layers=1), tmp_path, **changes)
+    best = trainer.state.best_model_checkpoint
+    assert best != str(tmp_path / "checkpoint-6")
+    assert same(weights_of(trainer.model), weights_of(llama(layers=1, seed=3).from_pretrained(best)))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-6)
+
+
+@every_schedule_free
+def test_a_checkpoint_of_the_stock_trainer_is_gone_on_from(optim, tmp_path):
+    changes = {"optim": optim, "save_strategy": "steps", "save_steps": 3}
+    trained(llama(layers=1), tmp_path, **changes)
+    (tmp_path / "checkpoint-6").rename(tmp_path / "later")
+    resumed = trained(llama(layers=1), tmp_path, resume=True, memory=MemorySettings(), **changes)
+    assert resumed.state.global_step == 6
 
 
 @pytest.mark.filterwarnings("ignore:This implementation of AdamW:FutureWarning")  # of galore-torch, about itself

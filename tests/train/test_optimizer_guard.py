@@ -111,9 +111,7 @@ OPTIMIZERS = {
     "schedule_free_sgd": schedule_free("SGDScheduleFree", warmup_steps=2),
 }
 # The first momentum is a copy of the first gradient; plain SGD has no state. Adagrad makes its own when it is made.
-WITHOUT_STATE_AHEAD = {
-    name for name in OPTIMIZERS if name.startswith(("sgd", "galore", "apollo", "schedule_free"))
-}
+WITHOUT_STATE_AHEAD = {name for name in OPTIMIZERS if name.startswith(("sgd", "galore", "apollo", "schedule_free"))}
 STATE_AHEAD = [name for name in OPTIMIZERS if name not in WITHOUT_STATE_AHEAD and not name.startswith("adagrad")]
 FUSED = [name for name in OPTIMIZERS if name.endswith("fused")]
 WRITES_GRADIENTS = {"sgd_nesterov_foreach"} | {name for name in OPTIMIZERS if name.startswith("schedule_free")}

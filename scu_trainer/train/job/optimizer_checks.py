@@ -55,6 +55,11 @@ def check_optimizer_arguments(training: TrainingArguments, names: Sequence[str])
     optim = name_of(training.optim)
     takes = taken_by(optim)
     odd = next((name for name in names if name not in takes), None)
+    require(
+        not (optim.startswith("adamw_torch_") and "block_size" in names),
+        f"optim_args names block_size, which transformers hands to optim: {optim} as text, and its first step fails; "
+        "drop it (256 is used)",
+    )
     instead = f"it takes {', '.join(takes)}{nearest(str(odd), takes)}" if takes else "drop it"
     if odd == "momentum" and not takes:
         instead = "momentum is for optim: sgd or rmsprop"

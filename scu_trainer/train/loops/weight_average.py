@@ -15,7 +15,7 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import Trainer, TrainingArguments
@@ -27,14 +27,18 @@ from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.checkpoints.saved_state import reading
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.step.distributed.sharded import is_sharded
+from scu_trainer.train.step.recovery.optimizer_state import inner_optimizer
 from scu_trainer.train.step.recovery.second_try import second_try
 
 EMA_FILE = "ema.safetensors"
+IN_TRAINING_FILE = "schedule_free.safetensors"
+"""In a checkpoint, whose own weights are the averaged ones: those of the training step."""
 
 LESS = (
     "Lower max_batch_size or per_device_train_batch_size, use tuning: lora, or leave ema_decay out; "
     "resume_from_checkpoint: true goes on from the newest checkpoint"
 )
+LESS_SCHEDULE_FREE = LESS.replace("leave ema_decay out", "take another optim")
 
 
 class WeightAverage(Loop):
@@ -215,25 +219,68 @@ class ScheduleFreeWeights(Loop):
     """Has schedule-free optimizers put their averaged weights into the model where it is saved.
 
     The stock Trainer does so for an evaluation alone: what it saves in a step without one are the weights of the next
-    gradient. A checkpoint keeps which of them it holds, so that a resumed run goes on as the other did.
+    gradient. And the optimizer computes the weights of training again from the averaged ones, which rounds: here they
+    are kept meanwhile, so that an evaluation or a save changes no bit of the training, and in the checkpoint beside the
+    averaged ones, so that neither does a resume.
     """
 
     name = "schedule_free"
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self._in_training: Optional[dict[str, torch.Tensor]] = None
+        self._checkpoint: Optional[Path] = None
 
     def opening_lines(self) -> list[str]:
         return ["evaluations, checkpoints and the final model use the averaged weights of the schedule-free optimizer"]
 
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        optimizer = inner_optimizer(self.trainer.optimizer)
+        self._put_average_in, self._leave_average = type(optimizer).eval, type(optimizer).train
+        optimizer.eval, optimizer.train = self._to_average, self._to_training
+        if self._checkpoint is not None and (self._checkpoint / IN_TRAINING_FILE).is_file():
+            with reading(self._checkpoint / IN_TRAINING_FILE):
+                self._in_training = load_file(self._checkpoint / IN_TRAINING_FILE)
+        self._checkpoint = None
+
+    def _to_average(self) -> None:
+        optimizer = inner_optimizer(self.trainer.optimizer)
+        if any(group["train_mode"] for group in optimizer.param_groups):
+            doing = "a copy of the weights in training, beside which the averaged ones are used,"
+            self._in_training = second_try(self._copies, doing, LESS_SCHEDULE_FREE)
+        self._put_average_in(optimizer)
+
+    def _to_training(self) -> None:
+        optimizer = inner_optimizer(self.trainer.optimizer)
+        self._leave_average(optimizer)
+        for name, weight in (self._in_training or {}).items():
+            self._weights()[name].copy_(weight)
+        self._in_training = None
+
+    def _copies(self) -> dict[str, torch.Tensor]:
+        return {name: weight.to("cpu", copy=True) for name, weight in self._weights().items()}
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach() for name, p in self.trainer.model.named_parameters() if p.requires_grad}
+
     def before_save(self) -> None:
         self.trainer.optimizer.eval()
+
+    def save_state(self, folder: str) -> None:
+        if self.trainer.args.should_save and self._in_training is not None and not is_sharded(self.trainer):
+            save_file(self._in_training, Path(folder) / IN_TRAINING_FILE)
+
+    def load_state(self, checkpoint: str) -> None:
+        self._checkpoint = Path(checkpoint)
 
     def on_train_end(self, args, state, control, optimizer=None, **kwargs) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             for group in optimizer.param_groups:  # the averaged weights of the best step are in already
                 group["train_mode"] = False
         optimizer.eval()
+        inner = inner_optimizer(optimizer)
+        del inner.eval, inner.train
+        self._in_training = None
 
 
 def is_schedule_free(training: TrainingArguments) -> bool:

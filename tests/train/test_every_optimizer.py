@@ -1,0 +1,77 @@
+"""Every ``optim`` that runs on a CPU, in whole trainings: it learns, runs out of memory inside its steps, is resumed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.training_args import OptimizerNames
+
+from scu_trainer.errors import UserError
+from scu_trainer.hardware.optimizers import check_optimizer, updates_in_backward
+from scu_trainer.settings import MemorySettings
+from scu_trainer.settings.efficiency import EfficiencySettings
+from tests.tiny import llama, same, trained, weights_of
+from tests.train.test_optimizers import FailingSteps, StopAt, state_of
+
+
+def runs(name: str) -> bool:
+    try:
+        check_optimizer(name, "cpu")
+    except UserError:
+        return False
+    return not updates_in_backward(name)
+
+
+NAMES = [one.value for one in OptimizerNames if runs(one.value)] + ["muon"]
+WITH_ARGUMENTS = {
+    "sgd": "momentum=0.9",
+    "rmsprop": "momentum=0.9",
+    "adamw_torch_8bit": "bf16_stochastic_round=False",
+}
+every_optimizer = pytest.mark.parametrize("optim", NAMES)
+
+
+@pytest.fixture(autouse=True)
+def without_compiling():
+    """torchao's arithmetic operation by operation: compiling it takes longer than all tests here together."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def train(folder, optim: str, **changes):
+    options = {"optim": optim, "memory": MemorySettings(), "max_steps": 6, "learning_rate": 3e-3}
+    if optim == "muon":
+        options |= {"optim": "adamw_torch_fused", "efficiency": EfficiencySettings(use_muon=True)}
+    if optim.startswith(("galore", "apollo")):  # projections change every second step
+        options |= {"optim_target_modules": "all-linear", "optim_args": "rank=4,update_proj_gap=2"}
+    if optim in WITH_ARGUMENTS:
+        options["optim_args"] = WITH_ARGUMENTS[optim]
+    if not optim.startswith("schedule_free"):
+        options["lr_scheduler_type"] = "linear"
+    return trained(llama(hidden=64, layers=1), folder, **options, **changes)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:This implementation of AdamW:FutureWarning")  # galore-torch, of itself
+
+
+def test_the_list_is_of_those_that_people_name():
+    assert {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "muon"} <= set(NAMES)
+
+
+@every_optimizer
+def test_out_of_memory_in_its_steps_changes_no_bit(optim, tmp_path):
+    undisturbed, faults = train(tmp_path / "a", optim), FailingSteps()
+    recovered = train(tmp_path / "b", optim, callbacks=[faults])
+    assert faults.raised or optim == "adamw_torch_fused"  # which allocates nothing that could fail
+    assert same(weights_of(recovered.model), weights_of(undisturbed.model))
+    assert same(state_of(recovered), state_of(undisturbed))
+
+
+@every_optimizer
+def test_resumed_is_uninterrupted(optim, tmp_path):
+    whole = train(tmp_path / "whole", optim)
+    train(tmp_path / "parts", optim, callbacks=[StopAt(3)])
+    resumed = train(tmp_path / "parts", optim, resume=True)
+    assert resumed.state.global_step == 6
+    assert same(weights_of(resumed.model), weights_of(whole.model))
+    assert same(state_of(resumed), state_of(whole))
