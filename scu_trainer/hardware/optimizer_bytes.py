@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Optional
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,10 @@ class Needs:
 STATES: tuple[tuple[str, Needs], ...] = (
     ("lion_8bit", Needs(bytes_per_weight=1)),
     ("rmsprop_bnb_8bit", Needs(bytes_per_weight=1)),
+    ("muon", Needs(copies=1, step_copies=3)),
+    ("schedule_free_sgd", Needs(copies=1)),
+    ("schedule_free", Needs(copies=2, step_copies=1)),
+    ("grokadamw", Needs(copies=3, step_copies=2)),
     ("8bit", Needs(bytes_per_weight=2)),
     ("4bit", Needs(bytes_per_weight=1)),
     ("anyprecision", Needs(copies=1)),
@@ -31,7 +36,7 @@ STATES: tuple[tuple[str, Needs], ...] = (
     ("adamw", Needs(copies=2, step_copies=2)),
 )
 """What a name of an optimizer contains -> what it needs. The first that fits counts; what is in none of the rows counts
-as nothing."""
+as nothing. Muon's are those of matrices; embeddings and the output layer have AdamW's two copies."""
 
 NOT_IN_ONE_PLACE = ("paged", "galore", "apollo", "lomo")
 
@@ -41,6 +46,14 @@ def needs_of(optim: str) -> Needs:
     if any(part in optim for part in NOT_IN_ONE_PLACE):
         return Needs()
     return next((needs for part, needs in STATES if part in optim), Needs())
+
+
+def uncounted(optim: str) -> Optional[str]:
+    """Why nothing is known of its state; None where it is known, or is elsewhere by design (paged)."""
+    if any(part in optim for part in ("galore", "apollo")):
+        return f"the state of optim: {optim}, which depends on its rank"
+    known = "paged" in optim or "lomo" in optim or any(part in optim for part, _ in STATES)
+    return None if known or not optim else f"the state of optim: {optim}, which is not known"
 
 
 def state_bytes(optim: str, trained_bytes: int, trained_weights: int) -> int:

@@ -49,6 +49,7 @@ def test_names_are_known_without_the_classes():
         (["--qlora", "false", "--seed", "7"], {"tuning": "lora", "seed": 7}),
         (["--optimizer", "adam"], {"optim": "adamw_torch_fused", "weight_decay": 0.0}),
         (["--optim", "adam"], {"optim": "adamw_torch_fused", "weight_decay": 0.0}),
+        (["--optim", "muon"], {"use_muon": True}),
         (["--optim", "sgd", "--momentum", "0.9"], {"optim": "sgd", "optim_args": "momentum=0.9"}),
         (
             ["--lr-scheduler-type", "step", "--lr-step-size", "2"],
@@ -70,6 +71,21 @@ def test_names_are_known_without_the_classes():
 )
 def test_the_same_meaning_is_taken(typed, meant):
     entries = read_job(None, typed).as_dict()
+    assert {name: entries[name] for name in meant} == meant
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("optim: muon", {"use_muon": True, "optim": "adamw_torch_fused"}),
+        ("optim: sgd\nmomentum: 0.9", {"optim": "sgd", "optim_args": "momentum=0.9"}),
+        ("lr: 1e-4\nepochs: 2", {"learning_rate": 1e-4, "num_train_epochs": 2}),
+    ],
+)
+def test_the_same_meaning_is_taken_from_a_file(written, meant, tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(written)
+    entries = read_job(str(path), []).as_dict()
     assert {name: entries[name] for name in meant} == meant
 
 

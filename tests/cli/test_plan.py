@@ -89,6 +89,12 @@ def test_without_memory_control_the_chunk_becomes_a_setting(small, capsys):
     assert again["fits"] and again["recommended"] == {}
 
 
+def test_a_state_of_unknown_size_is_said_to_be_left_out(small, capsys):
+    words = words_of(small, "--optim", "galore_adamw", "--optim_target_modules", "all-linear")
+    assert planned(capsys, *words)["not_counted"] == ["the state of optim: galore_adamw, which depends on its rank"]
+    assert planned(capsys, *words_of(small))["not_counted"] == []
+
+
 def test_a_limit_that_nothing_fits(small, capsys):
     assert plan.main(words_of(small, "--use_cpu", "true", "--limit", "20MB")) == 2
     assert "None of these fits." in capsys.readouterr().out

@@ -41,14 +41,16 @@ def parts(value) -> list[torch.Tensor]:
 
 
 def state_of(trainer) -> dict[str, torch.Tensor]:
-    """Copies of all tensors of the optimizer's state, by parameter and place."""
-    entries = trainer.optimizer.state_dict()["state"]
-    return {
-        f"{index}.{name}.{place}": part.detach().clone()
-        for index, entry in entries.items()
-        for name, value in entry.items()
+    """Copies of all tensors of the optimizer's state, by parameter and place. bitsandbytes nests its state_dict()."""
+    held = trainer.optimizer.state
+    found = {
+        f"{parameter}.{name}.{place}": part.detach().clone()
+        for parameter, weight in trainer.model.named_parameters()
+        for name, value in held.get(weight, {}).items()
         for place, part in enumerate(parts(value))
     }
+    assert found or not any(held.values()), "a state that is not looked at"
+    return found
 
 
 def matrices(trainer) -> list[torch.nn.Parameter]:

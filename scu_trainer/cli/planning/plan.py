@@ -84,6 +84,7 @@ def _main(argv: list[str]) -> int:
 def _plan(options: argparse.Namespace, flags: list[str]) -> int:
     from scu_trainer.cli.planning import screen as plan_screen
     from scu_trainer.hardware.estimate import MARGIN
+    from scu_trainer.hardware.optimizer_bytes import uncounted
 
     target = _target(options, flags)
     job = _job(options.config, flags, target)
@@ -98,6 +99,7 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
         "margin": MARGIN,
         "fits": fits_as_asked(tried[0], job),
         "predicted": plan_screen.predicted(tried[0].as_asked, tried[0].whole),
+        "not_counted": [text for text in (uncounted(tried[0].choice.optim),) if text],
         "choices": [plan_screen.as_dict(planned, tried[0], target.device) for planned in tried],
         "recommended": None if best is None else settings_of(best, tried[0], job, target.device),
     }

@@ -57,6 +57,8 @@ def screen(report: dict[str, Any], words: Sequence[str]) -> str:
     console = Console(file=io.StringIO(), width=COLUMNS, color_system=None, highlight=False, markup=False)
     console.print(_head(report))
     console.print(_parts(report["predicted"]))
+    for text in report["not_counted"]:
+        console.print(f"  not counted: {text}")
     console.print()
     console.print(_choices(report))
     console.print(_advice(report, words))

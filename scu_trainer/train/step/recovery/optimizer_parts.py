@@ -116,8 +116,8 @@ def _copies(tensors: list[torch.Tensor], to_host: bool) -> Iterator[tuple[torch.
 
 
 def _writes_gradients(optimizer: Optimizer) -> bool:
-    """Nesterov's foreach update adds to the gradients; fused updates under a GradScaler unscale them; schedule-free ones
-    (which have a ``train_mode``) compute in their memory."""
+    """Nesterov's foreach update adds to the gradients; fused updates under a GradScaler unscale them; those of
+    schedule-free optimizers, which have a ``train_mode``, are computed in their memory."""
     in_groups = any(group.get("nesterov") or "train_mode" in group for group in optimizer.param_groups)
     return in_groups or getattr(optimizer, "grad_scale", None) is not None
 
