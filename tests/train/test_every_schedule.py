@@ -1,4 +1,4 @@
-"""Every ``lr_scheduler_type``, in a training that is interrupted: rates, weights and scheduler as in one that is not."""
+"""Every ``lr_scheduler_type``, interrupted: rates, weights and scheduler are those of a training that was not."""
 
 from __future__ import annotations
 
