@@ -133,6 +133,14 @@ class Line:
         self._turn = lock
         return True
 
+    def leave(self, place: QueuePlace) -> None:
+        """Before the end of the process, for one that has more to do."""
+        with FileLock(self.folder / "line.lock"):
+            self._file(place.number).unlink(missing_ok=True)
+        if self._turn is not None:
+            self._turn.release()
+            self._turn = None
+
     def keep_through_exec(self) -> None:
         if self._turn is not None:
             self._turn.keep_through_exec()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -77,6 +78,39 @@ def test_from_start_to_resume(place, capsys):
     assert typed("stop", "long", "--now") == 0 and "ended at once" in capsys.readouterr().out
     assert typed("resume", "long-2") == 0
     assert "long-2 starts over: there is no checkpoint" in capsys.readouterr().out
+
+
+def test_each_seed_is_a_run_of_its_own_and_their_spread_is_told(place, capsys):
+    (place / "job.yaml").write_text("steps: 2\nuse_cpu: true\nseeds: [0, 1]\n")
+    started = ("start", "--config", "job.yaml", "--max_steps", "7", "--max_ram_percent", "100")
+    assert typed(*started) == 0
+    said = capsys.readouterr().out
+    assert "job-seed0 has started" in said and "job-seed1 has started" in said
+    assert "scu-trainer runs status job" in said
+    for seed in (0, 1):
+        run = Run(Path("runs") / f"job-seed{seed}")
+        assert run.record().flags == ("--max_steps", "7", "--seed", str(seed))
+        assert "seeds" not in run.config.read_text()
+        reaches(run.path.name, "finished")
+        (run.path / "scu_metrics.json").write_text(json.dumps({"held_out_bpt_after": {"value": 7.0 + seed}}))
+    assert typed("status", "job") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "held-out bits over 2 seeds: mean 7.500, standard deviation 0.707" in said
+    assert typed("status", "job", "--json") == 0 and len(json.loads(capsys.readouterr().out)) == 2
+    assert typed(*started, "--seeds", "5") == 0 and "job-2-seed5 has started" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--seeds", "0", "x"), "--seeds: invalid int value: .x."),
+        (("--seeds", "1", "1"), "give different ones"),
+        (("--seeds", "0", "1", "--seed", "2"), "seed and seeds are both given"),
+    ],
+)
+def test_seeds_that_are_none(place, capsys, words, said):
+    assert typed("start", "--config", "recipes/short.yaml", *words) == 2
+    assert re.search(said, capsys.readouterr().err) and not Path("runs").exists()
 
 
 def test_a_stop_that_takes_too_long_says_what_to_type(place, capsys):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import optuna
@@ -11,7 +13,10 @@ import yaml
 
 from scu_trainer.cli.comparison import sweep
 from scu_trainer.cli.main import main as cli
-from scu_trainer.errors import SettingsError
+from scu_trainer.errors import SettingsError, Stopped
+from scu_trainer.runs.process import Machine
+from scu_trainer.runs.queue import Line
+from scu_trainer.runs.studies.comparison import Hands
 from scu_trainer.runs.studies.search import Axis, axes_of
 from tests.cli.test_seeds import _kill_when, job  # noqa: F401 - a fixture
 
@@ -76,6 +81,50 @@ def test_killed_in_the_middle_no_trial_counts_twice(job, tmp_path, capsys):  # n
 
     assert cli([*words[:-1], str(out), "--seed", "5"]) == 2
     assert "holds another sweep: seed was 0, now 5" in capsys.readouterr().err
+
+
+@pytest.fixture
+def waiting(tmp_path, monkeypatch):
+    """A sweep that has nothing to train, and the line of its device with somebody in it."""
+    monkeypatch.setenv("SCU_TRAINER_CACHE", str(tmp_path / "cache"))
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    first = Line("cpu", machine=Machine())
+    first.join(Machine().identity(other.pid), tmp_path / "other")
+    found = sweep.Sweep.__new__(sweep.Sweep)
+    found.plan, found.device, found.asked = type("plan", (), {"folder": tmp_path}), "cpu", 0
+    said: list[str] = []
+    found.say = said.append
+    yield found, other, said
+    other.kill()
+    other.stdin.close()
+    other.wait()
+
+
+def test_a_sweep_waits_for_its_turn_and_gives_it_on(waiting):
+    found, other, said = waiting
+
+    def end_the_other(seconds):
+        assert len(Line("cpu").waiting()) == 2
+        other.kill()
+        other.wait()
+
+    found.hands = Hands(sleep=end_the_other)
+    with found._turn():
+        assert said == ["waiting for cpu: a background run has it; scu-trainer runs list shows which"]
+        assert len(Line("cpu").waiting()) == 1
+    assert Line("cpu").waiting() == []
+
+
+def test_who_leaves_the_line_is_out_of_it(waiting):
+    found, other, _ = waiting
+
+    def interrupt(seconds):
+        found.asked = 1
+
+    found.hands = Hands(sleep=interrupt)
+    with pytest.raises(Stopped, match="stopped in the waiting line"), found._turn():
+        pytest.fail("it was not its turn")
+    assert [place.process.pid for place in Line("cpu").waiting()] == [other.pid]
 
 
 def test_a_trial_that_is_behind_is_ended(tmp_path):

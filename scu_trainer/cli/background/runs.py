@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Optional
 
 from scu_trainer.cli.background import screens
+from scu_trainer.cli.background.seeds import INFIX, one_seed, runs_of, seeds_of, spread_lines
 from scu_trainer.cli.configuration import check_early, read_file
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.names.known import known_names
-from scu_trainer.cli.names.translation import flags_of, translated
+from scu_trainer.cli.names.translation import translated
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.planning import OPTIMAL
 from scu_trainer.errors import SettingsError
-from scu_trainer.runs.control import Hands, Wish, resume, start, stop
+from scu_trainer.runs.control import Hands, Wish, check, resume, start, stop
 from scu_trainer.runs.monitor import follow, log_of, watch
 from scu_trainer.runs.progress import last_lines
 from scu_trainer.runs.state import report
-from scu_trainer.runs.store import ROOT, Options, all_runs, check_name, find, free_name
+from scu_trainer.runs.store import ROOT, Options, Run, all_runs, check_name, find, free_name
 
 LAUNCHERS = ("python", "accelerate", "deepspeed", "torchrun")
 ACTIONS = "start|list|status|monitor|logs|stop|resume"
@@ -138,16 +139,34 @@ def _start(options: argparse.Namespace, flags: list[str], hands: Hands) -> int:
     entries, text = _read(Path(options.config))
     _check_flags(flags)
     check_early(None, flags)
-    if "seeds" in entries or any(name == "seeds" for name, _ in flags_of(flags)):
-        raise SettingsError("a background run has one seed; start one for each: --seed 0, --seed 1, ... without seeds")
     name = options.name or _free_name(options, entries)
     settings = Options(
         options.launcher, _device(options, entries, flags), options.nice, options.threads,
         options.max_ram_percent, options.max_gpu_percent, options.numa_node,
     )  # fmt: skip
+    seeds = seeds_of(entries, flags)
+    if seeds:
+        return _start_seeds(options, hands, [_of_seed(name, seed, entries, text, flags, settings) for seed in seeds])
     record = start(Wish(name, text, tuple(flags), settings), options.root, hands)
     screens.say(f"{name} has started in the background, process {record.process.pid}")
     _say_commands(name, options.root)
+    return 0
+
+
+def _of_seed(name: str, seed: int, entries: dict, text: str, flags: Sequence[str], settings: Options) -> Wish:
+    text, flags = one_seed(entries, text, flags, seed)
+    return Wish(f"{name}{INFIX}{seed}", text, tuple(flags), settings)
+
+
+def _start_seeds(options: argparse.Namespace, hands: Hands, wishes: Sequence[Wish]) -> int:
+    for wish in wishes:
+        check(wish, options.root)
+    for wish in wishes:
+        record = start(wish, options.root, hands)
+        screens.say(f"{wish.name} has started in the background, process {record.process.pid}")
+    screens.say("they take turns on their device; mean and spread, once they are finished:")
+    place = "" if options.root == ROOT else f" --root {options.root}"
+    screens.say(f"  scu-trainer runs status {wishes[0].name.rpartition(INFIX)[0]}{place}")
     return 0
 
 
@@ -181,6 +200,7 @@ def _free_name(options: argparse.Namespace, entries: dict) -> str:
     wanted = Path(str(entries.get("output_dir") or Path(options.config).stem)).name
     check_name(wanted)
     taken = [path.name for path in options.root.iterdir()] if options.root.is_dir() else []
+    taken += [name.rpartition(INFIX)[0] for name in taken if INFIX in name]
     return free_name(wanted, taken)
 
 
@@ -242,6 +262,9 @@ def _list(options: argparse.Namespace, hands: Hands) -> int:
 
 
 def _status(options: argparse.Namespace, hands: Hands) -> int:
+    seeds = runs_of(options.name, options.root) if options.name is not None else []
+    if seeds and not (options.root / options.name).exists():
+        return _status_of_seeds(seeds, options, hands)
     if options.name is not None:
         found = report(find(options.name, options.root), hands.machine)
         if options.json:
@@ -252,6 +275,17 @@ def _status(options: argparse.Namespace, hands: Hands) -> int:
     if not options.json:
         return _list(options, hands)
     print(json.dumps([report(run, hands.machine).as_dict() for run in all_runs(options.root)], indent=2))
+    return 0
+
+
+def _status_of_seeds(runs: Sequence[Run], options: argparse.Namespace, hands: Hands) -> int:
+    found = [report(run, hands.machine) for run in runs]
+    if options.json:
+        print(json.dumps([one.as_dict() for one in found], indent=2))
+        return 0
+    screens.show_table(found, options.root)
+    for line in spread_lines(found):
+        screens.say(line)
     return 0
 
 

@@ -9,12 +9,12 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.comparison.plan import resolved_settings, shared_out
 from scu_trainer.cli.comparison.runs import Start
+from scu_trainer.cli.comparison.sweep_plan import SweepPlan, shown, table_of
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.parsing import Parser
@@ -22,12 +22,13 @@ from scu_trainer.errors import RequirementError, SettingsError, Stopped
 from scu_trainer.run_files import read_json, read_rows, require_writable, write_json, write_text
 from scu_trainer.runs.launch import command, environment
 from scu_trainer.runs.process import MARK
+from scu_trainer.runs.queue import Line, wait_for_turn
 from scu_trainer.runs.room import GPU, visible_devices
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_arms import Arm
-from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, differences
+from scu_trainer.runs.studies.comparison_plan import ComparisonPlan
 from scu_trainer.runs.studies.comparison_state import is_finished, last_words
-from scu_trainer.runs.studies.search import FORM, Axis, axes_of
+from scu_trainer.runs.studies.search import FORM, axes_of
 
 if TYPE_CHECKING:
     import optuna
@@ -39,7 +40,7 @@ bits. A trial that is clearly worse on the way ends early. Killed or stopped, th
 
   --search {FORM}"""
 
-PLAN_FILE, JOURNAL, BEST, TABLE = "sweep.json", "study.journal", "best.yaml", "trials.json"
+JOURNAL, BEST, TABLE = "study.journal", "best.yaml", "trials.json"
 LOOK_EVERY_S, READ_EVERY_S = 0.1, 1.0
 TRIALS_BEFORE_PRUNING = 4
 CONFIDENCE = 0.95
@@ -105,45 +106,6 @@ def _optuna() -> Any:
     return optuna
 
 
-@dataclass(frozen=True)
-class SweepPlan:
-    """``settings`` and ``text``: of the job as it is."""
-
-    folder: Path
-    command: str
-    config: Optional[str]
-    flags: Sequence[str]
-    axes: Sequence[Axis]
-    seed: int
-    settings: Mapping[str, Any]
-    text: str
-
-    def as_dict(self) -> dict[str, Any]:
-        search = [[axis.name, axis.low, axis.high, axis.is_log, list(axis.values)] for axis in self.axes]
-        return {
-            "command": self.command, "config": self.config, "search": search, "seed": self.seed,
-            "resolved": dict(self.settings),
-        }  # fmt: skip
-
-    def take(self) -> None:
-        """Writes the plan, or finds it there. Raises SettingsError where the folder holds another sweep."""
-        path = self.folder / PLAN_FILE
-        if not path.is_file():
-            write_text(self.folder / "base.yaml", self.text)
-            write_json(path, self.as_dict())
-            return
-        before, now = read_json(path), json.loads(json.dumps(self.as_dict()))
-        found = [
-            f"{key} was {before.get(key)}, now {now[key]}" for key in ("search", "seed") if before.get(key) != now[key]
-        ]
-        found += differences(before.get("resolved", {}), now["resolved"])
-        if found:
-            raise SettingsError(
-                f"{self.folder} holds another sweep: {'; '.join(found[:3])}; type its command ({before['command']}), "
-                "or give another --output_dir"
-            )
-
-
 class Sweep:
     """One start of the command, from its lock to its verdict."""
 
@@ -163,15 +125,39 @@ class Sweep:
         with comparison.only_one(self.plan.folder), self._listening():
             comparison.stop_left_behind(self.plan.folder, self.hands)
             self.plan.take()
-            self._base()
-            study = self._study()
-            self._go_on_with_begun(study)
-            while len(study.trials) < self.options.trials:
-                self._try(study, self._next(study))
-            self._end(study)
+            with self._turn():
+                self._search()
         return 0
 
+    def _search(self) -> None:
+        self._base()
+        study = self._study()
+        self._go_on_with_begun(study)
+        while len(study.trials) < self.options.trials:
+            self._try(study, self._next(study))
+        self._end(study)
+
     # -- runs ----------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """A place in the waiting line of background runs: a trial beside another run would be slow, and out of memory.
+        Those that come later wait until the sweep has ended."""
+        line = Line(self.device, machine=self.hands.machine)
+        place = line.join(self.hands.machine.identity(), self.plan.folder)
+        try:
+            wait_for_turn(line, place, lambda: None, self._say_waiting, self._sleep_in_line)
+            yield
+        finally:
+            line.leave(place)
+
+    def _say_waiting(self, reason: str) -> None:
+        self.say(f"waiting {reason}: a background run has it; scu-trainer runs list shows which")
+
+    def _sleep_in_line(self, seconds: float) -> None:
+        if self.asked:
+            raise Stopped("stopped in the waiting line; the same command goes on")
+        self.hands.sleep(seconds)
 
     def folder_of(self, name: str) -> Path:
         return self.plan.folder / "runs" / name
@@ -263,7 +249,7 @@ class Sweep:
     def _try(self, study: optuna.Study, trial: optuna.Trial) -> None:
         optuna = _optuna()
         values = {axis.name: axis.suggest(trial) for axis in self.plan.axes}
-        name, said = f"trial-{trial.number}", ", ".join(f"{key} {_shown(value)}" for key, value in values.items())
+        name, said = f"trial-{trial.number}", ", ".join(f"{key} {shown(value)}" for key, value in values.items())
         if not is_finished(self.folder_of(name)):
             code = self._watched(name, values, lambda: self._is_hopeless(trial, name))
         else:
@@ -295,7 +281,7 @@ class Sweep:
         done = study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))
         rows = [self._row(trial) for trial in study.trials]
         write_json(self.plan.folder / TABLE, rows)
-        self.console.print(_table(rows, self._figure("base"), [axis.name for axis in self.plan.axes]))
+        self.console.print(table_of(rows, self._figure("base"), [axis.name for axis in self.plan.axes]))
         if not done:
             raise SettingsError("no trial came to its end; the lines above say why")
         best = min(done, key=lambda trial: trial.value)
@@ -358,22 +344,3 @@ class Sweep:
         plan, devices = shared_out(plan, 1)
         options = argparse.Namespace(retry_failed=True, confidence=CONFIDENCE)
         Start(plan, "base", options, devices, self.console, self.hands).run()
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _table(rows: Sequence[Mapping[str, Any]], base: Optional[float], names: Sequence[str]) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("trial", *names, "held-out bits", "run"):
-        table.add_column(title, justify="left" if title == "run" else "right", overflow="fold")
-    table.add_row("as it is", *("" for _ in names), "-" if base is None else f"{base:.4f}", "runs/base")
-    for row in sorted(rows, key=lambda row: (row["held_out_bpt"] is None, row["held_out_bpt"] or 0.0)):
-        figure = row["state"] if row["held_out_bpt"] is None else f"{row['held_out_bpt']:.4f}"
-        table.add_row(
-            str(row["trial"]), *(_shown(row["values"].get(name, "-")) for name in names), figure, row["folder"]
-        )
-    return table

@@ -1,0 +1,69 @@
+"""``seeds`` of a background job: a run for each, ``NAME-seedN``, all in the waiting line, and what they reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scu_trainer.cli.names.translation import flags_of
+from scu_trainer.errors import SettingsError
+from scu_trainer.run_files import read_json
+from scu_trainer.runs.state import Report
+from scu_trainer.runs.store import Run, all_runs
+
+INFIX = "-seed"
+
+
+def seeds_of(entries: Mapping[str, Any], flags: Sequence[str]) -> list[int]:
+    """Flags come before the file; [] where there are none. Raises SettingsError."""
+    typed = dict(flags_of(flags))
+    given = typed.get("seeds", entries.get("seeds"))
+    words = given if isinstance(given, list) else [] if given is None else [given]
+    try:
+        seeds = [int(str(word)) for word in words]
+    except ValueError:
+        raise SettingsError(f"seeds are {given!r}; give whole numbers, such as --seeds 0 1 2") from None
+    if len({*seeds}) < len(seeds):
+        raise SettingsError(f"seeds are {seeds}; give different ones, such as 0 1 2")
+    if seeds and "seed" in {*typed, *entries}:
+        raise SettingsError("seed and seeds are both given; keep one of them")
+    if len(seeds) > 1 and str(typed.get("push_to_hub", entries.get("push_to_hub", False))).lower() == "true":
+        raise SettingsError("push_to_hub would put every seed over the last; drop it, and push the run that you want")
+    return seeds
+
+
+def one_seed(entries: Mapping[str, Any], text: str, flags: Sequence[str], seed: int) -> tuple[str, list[str]]:
+    """Configuration and flags of the run with ``seed``."""
+    if "seeds" in entries:
+        text = yaml.safe_dump({name: value for name, value in entries.items() if name != "seeds"}, sort_keys=False)
+    kept, is_dropped = [], False
+    for word in flags:
+        if word.startswith("--"):
+            is_dropped = word.partition("=")[0] == "--seeds"
+        if not is_dropped:
+            kept.append(word)
+    return text, [*kept, "--seed", str(seed)]
+
+
+def runs_of(name: str, root: Path) -> list[Run]:
+    """The runs of a job with seeds, by seed."""
+    found = [run for run in all_runs(root) if run.name.startswith(name + INFIX)]
+    numbered = [run for run in found if run.name.removeprefix(name + INFIX).lstrip("-").isdigit()]
+    return sorted(numbered, key=lambda run: int(run.name.removeprefix(name + INFIX)))
+
+
+def spread_lines(reports: Sequence[Report]) -> list[str]:
+    """Mean and spread of the held-out figure over the seeds that are finished."""
+    from scu_trainer.cli.comparison.seeds import spread
+
+    return spread(list(_figures(reports)))
+
+
+def _figures(reports: Sequence[Report]) -> Iterator[dict[str, Any]]:
+    for report in reports:
+        file = report.run.path / "scu_metrics.json"
+        after = (read_json(file).get("held_out_bpt_after") or {}) if file.is_file() else {}
+        yield {"status": report.state.status, "metrics": {"held_out_bpt": after.get("value")}}

@@ -1,0 +1,74 @@
+"""What a sweep is asked for, kept in its folder, and how its trials are shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.errors import SettingsError
+from scu_trainer.run_files import read_json, write_json, write_text
+from scu_trainer.runs.studies.comparison_plan import differences
+from scu_trainer.runs.studies.search import Axis
+
+PLAN_FILE = "sweep.json"
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """``settings`` and ``text``: of the job as it is."""
+
+    folder: Path
+    command: str
+    config: Optional[str]
+    flags: Sequence[str]
+    axes: Sequence[Axis]
+    seed: int
+    settings: Mapping[str, Any]
+    text: str
+
+    def as_dict(self) -> dict[str, Any]:
+        search = [[axis.name, axis.low, axis.high, axis.is_log, list(axis.values)] for axis in self.axes]
+        return {
+            "command": self.command, "config": self.config, "search": search, "seed": self.seed,
+            "resolved": dict(self.settings),
+        }  # fmt: skip
+
+    def take(self) -> None:
+        """Writes the plan, or finds it there. Raises SettingsError where the folder holds another sweep."""
+        path = self.folder / PLAN_FILE
+        if not path.is_file():
+            write_text(self.folder / "base.yaml", self.text)
+            write_json(path, self.as_dict())
+            return
+        before, now = read_json(path), json.loads(json.dumps(self.as_dict()))
+        found = [
+            f"{key} was {before.get(key)}, now {now[key]}" for key in ("search", "seed") if before.get(key) != now[key]
+        ]
+        found += differences(before.get("resolved", {}), now["resolved"])
+        if found:
+            raise SettingsError(
+                f"{self.folder} holds another sweep: {'; '.join(found[:3])}; type its command ({before['command']}), "
+                "or give another --output_dir"
+            )
+
+
+def shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], base: Optional[float], names: Sequence[str]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("trial", *names, "held-out bits", "run"):
+        table.add_column(title, justify="left" if title == "run" else "right", overflow="fold")
+    table.add_row("as it is", *("" for _ in names), "-" if base is None else f"{base:.4f}", "runs/base")
+    for row in sorted(rows, key=lambda row: (row["held_out_bpt"] is None, row["held_out_bpt"] or 0.0)):
+        figure = row["state"] if row["held_out_bpt"] is None else f"{row['held_out_bpt']:.4f}"
+        table.add_row(
+            str(row["trial"]), *(shown(row["values"].get(name, "-")) for name in names), figure, row["folder"]
+        )
+    return table
