@@ -2,11 +2,11 @@
 
     python benchmarks/headline/startup.py [--repeats 5] [--quick]
 
-Three questions: until the trainer class is imported, until --help has been printed, and until the first optimizer step
-of a small LoRA job has been logged (the embedded base, the same documents, tokenized before by an earlier start). The
-stock contender of the last is startup_stock.py. Ours looks at settings, data, memory and disk first; what that costs
-is in the ratio. Beside them our commands that need no torch. Absolute times mean little on a shared machine; ratios are
-medians over repeats.
+Four questions: until the trainer class is imported, until --help has been printed, until the first optimizer step of a
+small LoRA job has been logged (the embedded base, the same documents, tokenized before by an earlier start; the stock
+contender is startup_stock.py), and until a mistake in what was typed is named, which is to take a second at most. Ours
+looks at settings, data, memory and disk first; what that costs is in the ratio. Beside them our commands that need no
+torch. Absolute times mean little on a shared machine; ratios are medians over repeats.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ JOB = (
     "--report_to none --use_cpu true --learning_rate 1e-3"
 ).split()
 LONGEST_S = 300
+MISTAKES, MISTAKE_S = "a mistake is named", 1.0
 
 Contenders = Mapping[str, tuple[Sequence[str], str]]
 """Command by contender, and the text whose appearance on its output is waited for; "" waits for the end."""
@@ -65,11 +66,26 @@ def questions(scratch: Path) -> dict[str, Contenders]:
             "ours": ([*train, "--output_dir", str(scratch / "ours")], "step 1/2"),
             "stock": ([*stock, "--output_dir", str(scratch / "stock")], "'loss'"),
         },
+        MISTAKES: {
+            "ours, a name": (_refused("--learning_rat", "1e-4"), ""),
+            "ours, a value": (_refused("--lora_r", "many"), ""),
+            "stock, a value": ([*_failing(stock), "--learning_rate", "many"], ""),
+        },
         "commands without torch": {
             "scu-trainer --help": ([*ours, "--help"], ""),
             "scu-trainer runs list": ([*ours, "runs", "list", "--root", str(scratch)], ""),
         },
     }
+
+
+def _refused(*flags: str) -> list[str]:
+    words = [sys.executable, "-m", "scu_trainer.cli.main", "train", *flags]
+    return _failing(words)
+
+
+def _failing(words: Sequence[str]) -> list[str]:
+    """The command, of which an exit code of 2 is expected."""
+    return ["sh", "-c", '"$@"; test $? = 2', "sh", *words]
 
 
 def _texts() -> list[str]:
@@ -126,16 +142,24 @@ def main() -> None:
 def figures_of(results: list[dict[str, Any]]) -> dict[str, Figure]:
     """Ours over stock, repeat by repeat."""
     both = [(one["question"], one["seconds"]) for one in results if "stock" in one["seconds"]]
-    return {
+    ratios = {
         f"seconds until: {question}, ours / stock": figure(
             [ours / stock for ours, stock in zip(seconds["ours"], seconds["stock"], strict=True)], "lower"
         )
         for question, seconds in both
     }
+    mistakes = next(one["seconds"] for one in results if one["question"] == MISTAKES)
+    named = {
+        f"seconds until a mistake in {name.removeprefix('ours, ')} is named": figure(seconds, "lower", MISTAKE_S)
+        for name, seconds in mistakes.items()
+        if name.startswith("ours")
+    }
+    return ratios | named
 
 
 def grid_of(results: list[dict[str, Any]]) -> Grid:
-    ratios = {name.split(": ")[1].split(",")[0]: one.value for name, one in figures_of(results).items()}
+    figures = {name: one for name, one in figures_of(results).items() if ": " in name}
+    ratios = {name.split(": ")[1].split(",")[0]: one.value for name, one in figures.items()}
     rows = []
     for one in results:
         question, medians = one["question"], {name: statistics.median(s) for name, s in one["seconds"].items()}
