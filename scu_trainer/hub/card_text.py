@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Optional
 
 from scu_trainer.figures import before_and_after
@@ -18,6 +19,7 @@ TASKS = {
     "word-generation": "language model over words (CADENCE, a GRU)",
     "sensor-classification": "classifier of sensor recordings (TRIDENT)",
 }
+SAMPLE_CHARACTERS = 600
 TUNING = {"lora": "LoRA", "qlora": "QLoRA"}
 
 
@@ -26,6 +28,7 @@ def body(facts: Facts, name: str, license: str, base_id: Optional[str]) -> str:
         f"# {name.rstrip('/').rpartition('/')[2]}\n\n{_what(facts, base_id)}",
         _load(facts, name, base_id),
         _results(facts),
+        _samples(facts),
         card_training.data(facts, dataset_name(facts)),
         card_training.training(facts),
         card_training.controllers(facts),
@@ -128,6 +131,23 @@ def _results(facts: Facts) -> str:
     if best:
         lines += ["", f"Best evaluation on the way: {best['bpt']:.3f} bits per {unit} at step {best['step']}."]
     return "\n".join(lines)
+
+
+def _samples(facts: Facts) -> str:
+    """The answers after training, as the run noted them."""
+    if not facts.samples:
+        return ""
+    parts = ["## Samples\n\nHeld-out prompts, answered greedily after training, and what follows there in the data:"]
+    for sample in facts.samples:
+        parts += [f"{title}:\n\n{_block(sample.get(title.lower(), ''))}" for title in ("Prompt", "Answer", "Reference")]
+    return "\n\n".join(parts)
+
+
+def _block(text: str) -> str:
+    """``text`` as it stands, whatever Markdown is in it."""
+    text = text if len(text) <= SAMPLE_CHARACTERS else f"... {text[-SAMPLE_CHARACTERS:]}"
+    fence = "`" * (1 + max([2, *(len(run) for run in re.findall("`+", text))]))
+    return f"{fence}text\n{text}\n{fence}"
 
 
 def _license(facts: Facts, license: str) -> str:

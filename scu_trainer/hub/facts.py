@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 from scu_trainer.errors import HubError
 from scu_trainer.hub.local_paths import is_local
-from scu_trainer.run_files import read_json
+from scu_trainer.run_files import read_json, read_rows
 
 TEXT = "text-generation"
 IMAGES = "image-classification"
@@ -19,7 +19,8 @@ class Facts:
     """weights: folder of the weights. run: the run directory that they come from, None if there is none.
 
     description: training_config.json. metrics: scu_metrics.json, empty for the weights of a checkpoint, which it does
-    not describe. adapter: adapter_config.json. config: config.json. merge: merge.json. step: of a checkpoint.
+    not describe. adapter: adapter_config.json. config: config.json. merge: merge.json. step: of a checkpoint. samples:
+    prompt, answer and reference, of the end.
     """
 
     weights: Path
@@ -31,6 +32,7 @@ class Facts:
     config: dict[str, Any] = field(default_factory=dict)
     merge: dict[str, Any] = field(default_factory=dict)
     step: Optional[int] = None
+    samples: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -76,7 +78,15 @@ def read_facts(weights: Path, run: Optional[Path], merge: Optional[dict[str, Any
         config=_content(weights, "config.json"),
         merge=merge or {},
         step=int(weights.name.rpartition("-")[2]) if checkpoint else None,
+        samples=[] if checkpoint else _last_samples(run),
     )
+
+
+def _last_samples(run: Optional[Path]) -> list[dict[str, str]]:
+    if run is None or not (run / "samples.json").is_file():
+        return []
+    rows = [row for row in read_rows(run / "samples.json") if isinstance(row, dict) and row.get("samples")]
+    return rows[-1]["samples"] if rows else []
 
 
 def facts_of(path: Path, merge: Optional[dict[str, Any]] = None) -> tuple[Facts, Optional[Path]]:

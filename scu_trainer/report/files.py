@@ -22,6 +22,7 @@ CURRICULUM_FILE = "curriculum.json"
 CONFIG_FILE = "training_config.json"
 METRICS_FILE = "scu_metrics.json"
 STATUS_FILE = "run.json"
+SAMPLES_FILE = "samples.json"
 SUSPECTS_FILE = "suspects.jsonl"
 
 BEGUN = (CONFIG_FILE, LOG_FILE, CONTROL_FILE, MEMORY_FILE, CURRICULUM_FILE, STOCK_LOG_FILE)
@@ -45,6 +46,7 @@ class RunFiles:
     control: Sequence[Row] = ()
     memory: Sequence[Row] = ()
     epochs: Sequence[Row] = ()
+    samples: Sequence[Row] = ()
     suspects: int = 0
     faults: tuple[str, ...] = ()
 
@@ -87,6 +89,7 @@ def read_run(folder: Path, name: str, state: str = "unknown", detail: str = "", 
         control=reader.rows(CONTROL_FILE),
         memory=reader.rows(MEMORY_FILE),
         epochs=reader.rows(CURRICULUM_FILE),
+        samples=reader.rows(SAMPLES_FILE),
         suspects=reader.line_count(SUSPECTS_FILE),
         faults=tuple(reader.faults),
     )

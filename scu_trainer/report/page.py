@@ -15,11 +15,12 @@ GENERATOR = "scu-trainer report"
 
 @dataclass(frozen=True)
 class Table:
-    """``head``: of all columns. Each row begins with its name."""
+    """``head``: of all columns. Each row begins with its name. ``keeps_lines``: cells are texts with lines."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
+    keeps_lines: bool = False
     kind: str = "table"
 
 

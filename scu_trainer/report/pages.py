@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Optional
 
 from scu_trainer.figures import before_and_after
+from scu_trainer.report import samples
 from scu_trainer.report.ablation import Comparison, comparison_plots, result_rows
 from scu_trainer.report.drawing import Plot
 from scu_trainer.report.files import RunFiles
@@ -44,6 +45,7 @@ def page_of(
     pills = [(f"{run.name}: {run.state}" if many else run.state, MOODS.get(run.state, "bad")) for run in subject]
     sections = [
         Section("Key figures", [*_changes(subject), Table(*_figures(subject))]),
+        *samples.sections(subject),
         *(Section(item.plot.title, [item]) for item in drawings),
         Section("Warnings and notices", _warnings(subject)),
         Section("Settings", _settings(subject)),

@@ -27,6 +27,10 @@ class DataSettings:
     dataset_split: str = option("train", "split to train on")
     eval_dataset: Optional[str] = option(None, "held-out data of its own, same kinds as dataset; default: a split")
     validation_split_percentage: float = option(5.0, "share of the documents held out when eval_dataset is not given")
+    sample_prompts: int = option(
+        3, "held-out prompts that the model answers before training, at each evaluation and after; 0: none"
+    )
+    sample_max_new_tokens: int = option(48, "longest answer to them")
     max_eval_documents: Optional[int] = option(None, "cap on held-out documents")
     streaming: bool = option(False, "read a Hub dataset or large files as they come; needs max_steps")
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = option(
@@ -69,6 +73,9 @@ class DataSettings:
         for name in ("dataset_size", "max_eval_documents"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} is {value}; it must be 1 or more")
+        require(self.sample_prompts >= 0, f"sample_prompts is {self.sample_prompts}; it must be 0 or more")
+        longest = self.sample_max_new_tokens
+        require(longest >= 1, f"sample_max_new_tokens is {longest}; it must be 1 or more")
         workers = self.preprocessing_num_workers
         require(1 <= workers <= MOST_WORKERS, f"preprocessing_num_workers is {workers}; allowed: 1 to {MOST_WORKERS}")
         percentage = self.validation_split_percentage

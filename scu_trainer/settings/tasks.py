@@ -19,6 +19,8 @@ TEXT = "text-generation"
 
 ONLY_TEXT = (
     "packing",
+    "sample_prompts",
+    "sample_max_new_tokens",
     "isolate_documents",
     "completion_only_loss",
     "assistant_only_loss",

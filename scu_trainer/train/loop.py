@@ -240,9 +240,6 @@ class LoopEvents(TrainerCallback):
         if self._is_scaled:
             self._set_rates(1.0)
 
-    def on_train_end(self, args, state, control, **kwargs) -> None:
-        self.close()
-
     def close(self) -> None:
         for loop in self.trainer.loops:
             if loop.history is not None:

@@ -44,6 +44,7 @@ from scu_trainer.train.run_directory.log_history import LogHistoryCallback
 from scu_trainer.train.run_directory.logs import RunLog, run_log
 from scu_trainer.train.run_directory.resume import ASKED_FOR, START_NUMBER, Start, next_start_number
 from scu_trainer.train.session.optimizers import own_optimizer
+from scu_trainer.train.session.samples import Samples
 from scu_trainer.train.session.stopping import StopCallback, StopRequest
 from scu_trainer.train.session.summary import best_held_out, held_out_by_source, held_out_figures, print_table
 from scu_trainer.train.step.costs import StepTimes, above_baseline, cost_figures, step_peaks
@@ -255,9 +256,12 @@ def build_trainer(job: Job, parts: TrainingComponents, status: Optional[RunStatu
 
 def _loops(job: Job, parts: TrainingComponents) -> list[Loop]:
     """Beside those that the settings of the trainer make."""
-    if parts.teacher is None:
-        return []
-    return [Distillation(parts.teacher, job.model.teacher_weight, job.model.teacher_temperature)]
+    loops: list[Loop] = []
+    if parts.teacher is not None:
+        loops.append(Distillation(parts.teacher, job.model.teacher_weight, job.model.teacher_temperature))
+    if job.task.task == TEXT and job.data.sample_prompts and parts.data.eval is not None:
+        loops.append(Samples(parts.data.eval, parts.processor, job.data.sample_prompts, job.data.sample_max_new_tokens))
+    return loops
 
 
 @contextlib.contextmanager

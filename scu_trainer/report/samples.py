@@ -1,0 +1,64 @@
+"""What a run has answered to held-out prompts, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from scu_trainer.report.files import RunFiles
+from scu_trainer.report.page import Section, Table, Text
+
+LONGEST_CHARACTERS = 600
+Sample = dict[str, Any]
+
+
+def sections(runs: Sequence[RunFiles]) -> list[Section]:
+    """None where no run has samples."""
+    with_samples = [run for run in runs if run.samples]
+    if not with_samples:
+        return []
+    blocks = _of_one(with_samples[0]) if len(runs) == 1 else [_of_many(with_samples)]
+    return [Section("Samples", blocks)]
+
+
+def _of_one(run: RunFiles) -> list[Table | Text]:
+    first, last = run.samples[0], run.samples[-1]
+    begins = "before" if first.get("step") == 0 else f"step {first.get('step')}"
+    ends = f"step {last.get('step')}" if run.is_alive else f"after, step {last.get('step')}"
+    answers = [_by_prompt(row) for row in (first, last)]
+    rows = [
+        [_shown(prompt), *(_answer(found, prompt) for found in answers), _shown(sample.get("reference"))]
+        for prompt, sample in _by_prompt(last).items()
+    ]
+    table = Table(["prompt", begins, ends, "reference"], rows, keeps_lines=True)
+    on_the_way = [row for row in run.samples[1:-1]]
+    if not on_the_way:
+        return [table]
+    lines = [f"step {row.get('step')}, {prompt!r}\n{_answer(_by_prompt(row), prompt)}\n"
+             for prompt in _by_prompt(last) for row in on_the_way]  # fmt: skip
+    return [table, Text("\n".join(lines), True, "on the way")]
+
+
+def _of_many(runs: Sequence[RunFiles]) -> Table:
+    """The last answers of each run to the prompts of the first."""
+    last = [_by_prompt(run.samples[-1]) for run in runs]
+    rows = [
+        [_shown(prompt), *(_answer(found, prompt) for found in last), _shown(sample.get("reference"))]
+        for prompt, sample in last[0].items()
+    ]
+    return Table(["prompt", *(run.name for run in runs), "reference"], rows, keeps_lines=True)
+
+
+def _by_prompt(row: dict[str, Any]) -> dict[str, Sample]:
+    found = row.get("samples")
+    return {str(one.get("prompt")): one for one in found if isinstance(one, dict)} if isinstance(found, list) else {}
+
+
+def _answer(found: dict[str, Sample], prompt: str) -> str:
+    return _shown(found[prompt].get("answer")) if prompt in found else "-"
+
+
+def _shown(text: Any) -> str:
+    """The end of a long one is what an answer follows."""
+    text = "" if text is None else str(text).strip("\n")
+    return text if len(text) <= LONGEST_CHARACTERS else f"... {text[-LONGEST_CHARACTERS:]}"

@@ -1,0 +1,109 @@
+"""A few held-out prompts, answered before training, at each evaluation and after it: what the figures look like in
+words. Training does not notice: nothing is drawn at random, and weights and modes are as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+from torch import nn
+
+from scu_trainer.errors import OutOfMemory
+from scu_trainer.train.evaluation.answers import Prompt, answered, answering, prompts_of, stop_tokens
+from scu_trainer.train.loop import Loop
+from scu_trainer.train.step.distributed.sharded import is_sharded, training_precision
+from scu_trainer.train.step.recovery.memory import free_memory, is_out_of_memory
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback
+
+logger = logging.getLogger("scu_trainer")
+
+SAMPLES_FILE = "samples.json"
+LONGEST_PROMPT_TOKENS = 512
+
+
+class Samples(Loop):
+    """Answers held-out prompts with the weights that an evaluation would use, greedily.
+
+    count: how many. max_new_tokens: of an answer; ``reference`` is cut to as many. Rows of samples.json: step, and for
+    each prompt its row, prompt, reference and answer.
+    """
+
+    name = "samples"
+    history_file = SAMPLES_FILE
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, count: int, max_new_tokens: int) -> None:
+        self.tokenizer, self.max_new_tokens = tokenizer, max_new_tokens
+        self.prompts = prompts_of(rows, count, LONGEST_PROMPT_TOKENS)
+        self.notices: list[str] = []
+        self._answered_at: Optional[int] = None
+
+    def opening_lines(self) -> list[str]:
+        if not self.prompts:
+            return [f"samples: no held-out row has a prompt of {LONGEST_PROMPT_TOKENS} tokens or less; none are taken"]
+        if is_sharded(self.trainer):
+            return ["samples: none are taken, no process has the whole weights"]
+        return []
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self._answered_at = None
+        if state.global_step == 0:
+            self._answer_all(state.global_step)
+
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
+        if self.trainer.is_in_train:
+            self._answer_all(state.global_step)
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        """With load_best_model_at_end the weights are others than those of the last evaluation."""
+        if self._answered_at != state.global_step or args.load_best_model_at_end:
+            self._answer_all(state.global_step)
+
+    def figures(self) -> dict[str, Any]:
+        return {"samples": {"prompts": len(self.prompts)}} if self._answered_at is not None else {}
+
+    def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+        if self._answered_at is None:
+            return []
+        return [("samples", f"{len(self.prompts)} held-out prompts answered: {SAMPLES_FILE}, and in the report")]
+
+    def _answer_all(self, step: int) -> None:
+        if self.history is None or not self.prompts or is_sharded(self.trainer):
+            return
+        try:
+            answers = self._answers()
+        except (RuntimeError, MemoryError, OutOfMemory) as error:
+            if not (is_out_of_memory(error) or isinstance(error, OutOfMemory)):
+                raise
+            forget_traceback(error)
+            answers = None
+        if answers is None:
+            free_memory(self.trainer.args.device)
+            self.notices.append(f"the samples of step {step} were left out: there was no memory for them")
+            logger.warning("%s", self.notices[-1])
+            return
+        self._answered_at = step
+        self.record({"step": step, "samples": answers})
+
+    def _answers(self) -> list[dict[str, Any]]:
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
+        with contextlib.ExitStack() as around:
+            for loop in self.trainer.loops:
+                around.enter_context(loop.evaluation())
+            around.enter_context(training_precision(self.trainer))
+            around.enter_context(answering(model))
+            return [self._row(prompt, model) for prompt in self.prompts]
+
+    def _row(self, prompt: Prompt, model: nn.Module) -> dict[str, Any]:
+        stops = stop_tokens(model, self.tokenizer, prompt.reference_ids)
+        answer = answered(model, prompt.token_ids, stops, self.max_new_tokens)
+        return {
+            "row": prompt.row,
+            "prompt": self.tokenizer.decode(list(prompt.token_ids)),
+            "reference": self._text(prompt.reference_ids[: self.max_new_tokens]),
+            "answer": self._text(answer),
+        }
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
