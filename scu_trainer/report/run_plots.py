@@ -22,6 +22,8 @@ from scu_trainer.report.files import Row, RunFiles, newest, points
 from scu_trainer.report.statistics_plots import curriculum_panels
 
 GIB = 2**30
+SAME_SCORE = 0.002
+"""Share by which an evaluation in batches and the scoring of documents differ in rounding and means."""
 FAR_LIMIT = 2.5
 """A limit that is this many times the peak is reported in words: drawn, it would press everything else to the
 ground."""
@@ -119,7 +121,7 @@ def _loss_panels(runs: Sequence[RunFiles]) -> list[Panel]:
 
 def _held_out_title(runs: Sequence[RunFiles]) -> str:
     names = dict.fromkeys("documents" if run.unit in ("token", "word") else "samples" for run in runs)
-    return f"Held-out {' and '.join(names)}"
+    return f"Held-out {' and '.join(names)}: a dot for each score, the last of the model that was kept"
 
 
 def _training_lines(runs: Sequence[RunFiles], style: Style, factor: float, is_bits: bool) -> Iterator[Line]:
@@ -137,7 +139,16 @@ def _held_out_lines(runs: Sequence[RunFiles], style: Style, is_bits: bool) -> It
         before = (run.metrics.get("held_out_bpt_before") or {}).get("value")
         if is_bits and before is not None:
             x, y = [0, *x], [before, *y]
+        x, y = _with_final(run, x, y) if is_bits else (x, y)
         yield style.line(run, "held out", (x, y), 1, marker="o")
+
+
+def _with_final(run: RunFiles, x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """The score of the model that was kept, where it is no evaluation on the way: at the last step."""
+    after, step = (run.metrics.get("held_out_bpt_after") or {}).get("value"), run.metrics.get("steps")
+    if after is None or step is None or (x and x[-1] >= step and math.isclose(y[-1], after, rel_tol=SAME_SCORE)):
+        return [*x], [*y]
+    return [*x, step], [*y, after]
 
 
 # -- S -----------------------------------------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ def test_one_run_has_every_plot_with_its_own_figures(made):
     assert list(found) == ["loss", "s", "memory", "throughput", "curriculum", "rate"]
     assert all(plot.panels and not plot.notes for plot in found.values())
     held_out = found["loss"].panels[1].lines[0]
-    assert held_out.x == [0, 20, 40, 60] and held_out.y[0] == 7.48, "the score before training is the first point"
+    assert held_out.x == [0, 20, 40, 60, 60] and held_out.y[0] == 7.48, "the score before training is the first point"
+    assert held_out.y[-1] == 6.8, "that of the model that was kept is the last"
     logged = lines(found["loss"])["mean since the last log"]
     assert logged.y[-1] == pytest.approx(4.7 / 0.6931472), "nats as bits"
     assert found["s"].panels[0].levels[0].y == 0.1
@@ -119,7 +120,7 @@ def test_units_of_different_tasks_are_all_named(made, tmp_path):
     (pictures / "scu_metrics.json").unlink()
     panels = plots(made / "one", pictures)["loss"].panels
     assert [panel.y_label for panel in panels] == ["bits per token or label"] * 2
-    assert panels[1].title == "Held-out documents and samples"
+    assert panels[1].title.startswith("Held-out documents and samples: a dot for each score")
 
 
 def test_a_limit_far_above_is_told_in_the_title(made, tmp_path):
