@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch
 from scu_trainer.data import default_cache_dir, embedded_tokenizer
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings
+from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.evaluation.answers import (
     NOT_LEARNED,
     TEXT_PROMPT_TOKENS,
@@ -22,6 +26,7 @@ from scu_trainer.train.evaluation.answers import (
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.session import samples
 from scu_trainer.train.session.samples import Samples
+from tests import processes
 from tests.faults import oom
 from tests.tiny import Rows, llama, same, trained, weights_of
 from tests.train.test_optimizers import StopAt
@@ -170,3 +175,26 @@ def test_no_prompts_are_said(tokenizer, tmp_path):
     assert loop.opening_lines() == ["samples: no held-out row has a prompt of 512 tokens or less; none are taken"]
     train(tmp_path, loop)
     assert read_rows(tmp_path / "samples.json") == [] and loop.lines({}) == []
+
+
+# -- two ranks; this file is also the program that both execute --------------------------------------------------------
+
+
+def main(folder: Path) -> None:
+    loop = sampler(embedded_tokenizer(default_cache_dir(None)))
+    trainer = train(folder, loop, efficiency=EfficiencySettings(ema_decay=0.9), ddp_timeout=60)
+    torch.save(weights_of(trainer.model), folder / f"rank{os.environ['RANK']}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_of_two_ranks_the_first_answers(tmp_path):
+    done = processes.run([__file__, tmp_path], ranks=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
+    assert same(first, second)
+    assert [one["step"] for one in read_rows(tmp_path / "samples.json")] == [0, 2, 4, 6]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

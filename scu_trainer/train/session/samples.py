@@ -37,7 +37,8 @@ class Samples(Loop):
         self.tokenizer, self.max_new_tokens = tokenizer, max_new_tokens
         self.prompts = prompts_of(rows, count, LONGEST_PROMPT_TOKENS)
         self.notices: list[str] = []
-        self._answered_at: Optional[int] = None
+        self._asked_at: Optional[int] = None
+        self._answered = 0
 
     def opening_lines(self) -> list[str]:
         if not self.prompts:
@@ -47,7 +48,7 @@ class Samples(Loop):
         return []
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self._answered_at = None
+        self._asked_at, self._answered = None, 0
         if state.global_step == 0:
             self._answer_all(state.global_step)
 
@@ -57,20 +58,22 @@ class Samples(Loop):
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         """With load_best_model_at_end the weights are others than those of the last evaluation."""
-        if self._answered_at != state.global_step or args.load_best_model_at_end:
+        if self._asked_at != state.global_step or args.load_best_model_at_end:
             self._answer_all(state.global_step)
 
     def figures(self) -> dict[str, Any]:
-        return {"samples": {"prompts": len(self.prompts)}} if self._answered_at is not None else {}
+        return {"samples": {"prompts": len(self.prompts)}} if self._answered else {}
 
     def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-        if self._answered_at is None:
+        if not self._answered:
             return []
         return [("samples", f"{len(self.prompts)} held-out prompts answered: {SAMPLES_FILE}, and in the report")]
 
     def _answer_all(self, step: int) -> None:
-        if self.history is None or not self.prompts or is_sharded(self.trainer):
+        """Every rank is there, for what a loop does around an evaluation; the first one answers."""
+        if not self.prompts or is_sharded(self.trainer):
             return
+        self._asked_at = step
         try:
             answers = self._answers()
         except (RuntimeError, MemoryError, OutOfMemory) as error:
@@ -83,7 +86,7 @@ class Samples(Loop):
             self.notices.append(f"the samples of step {step} were left out: there was no memory for them")
             logger.warning("%s", self.notices[-1])
             return
-        self._answered_at = step
+        self._answered += 1
         self.record({"step": step, "samples": answers})
 
     def _answers(self) -> list[dict[str, Any]]:
@@ -93,7 +96,7 @@ class Samples(Loop):
                 around.enter_context(loop.evaluation())
             around.enter_context(training_precision(self.trainer))
             around.enter_context(answering(model))
-            return [self._row(prompt, model) for prompt in self.prompts]
+            return [self._row(prompt, model) for prompt in self.prompts if self.history is not None]
 
     def _row(self, prompt: Prompt, model: nn.Module) -> dict[str, Any]:
         stops = stop_tokens(model, self.tokenizer, prompt.reference_ids)
