@@ -136,6 +136,16 @@ def test_a_checkpoint_of_the_stock_trainer_is_refused(tmp_path):
         trained(llama(), tmp_path, LAWS["model"], resume=True, **STEPS)
 
 
+def test_a_checkpoint_of_the_stock_trainer_is_gone_on_from_without_s_where_nothing_is_steered(tmp_path):
+    stock = trained(llama(), tmp_path / "stock", None, **STEPS)
+    trained(llama(), tmp_path / "ours", None, callbacks=[StopAt(3)], **STEPS)
+    measured = Settings(target_s=None, sigma=0.5)
+    resumed = trained(llama(), tmp_path / "ours", measured, resume=True, **STEPS)
+    assert same(weights_of(resumed.model), weights_of(stock.model)) and resumed.state.global_step == 6
+    assert "holds no scu_state.json, and S is counted from the start" in resumed.loop("regularization").notices[0]
+    assert not (tmp_path / "ours" / "scu_history.json").exists()
+
+
 def test_a_checkpoint_of_ours_resumes_without_the_loop(interrupted):
     assert trained(llama(), interrupted, None, resume=True, **STEPS).state.global_step == 6
 

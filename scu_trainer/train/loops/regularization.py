@@ -175,6 +175,8 @@ class RegularizationLoop(Loop):
 
     def load_state(self, checkpoint: str) -> None:
         state_file, prior_file = Path(checkpoint) / self.state_file, Path(checkpoint) / PRIOR_FILE
+        if not state_file.is_file() and not self.regularizer.steers:
+            return self._give_way(f"{checkpoint} holds no {self.state_file}, and S is counted from the start of a run")
         if not state_file.is_file():
             raise CheckpointError(
                 f"{checkpoint} holds no {self.state_file}: it was written without the regularization loop or with "
@@ -183,6 +185,12 @@ class RegularizationLoop(Loop):
             )
         prior = read_tensors(prior_file) if prior_file.is_file() else None
         self.regularizer.load_state_dict(read_state(state_file), prior)
+
+    def _give_way(self, reason: str) -> None:
+        callbacks = self.trainer.callback_handler.callbacks
+        stand_in = NotMeasured(reason)
+        callbacks[callbacks.index(self)] = stand_in
+        stand_in.attach(self.trainer)
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
