@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from scu_trainer.models.loading.load import load_for_evaluation, load_tokenizer,
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings, ModelSettings, RegularizationSettings
 from scu_trainer.train.regularization.penalty import Prior
+from scu_trainer.train.session.optimizers import own_optimizer
 from tests import tiny
 
 TARGETS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -56,7 +58,10 @@ def _of_peft(name: str):
     return get_peft_model(tiny.llama(), LoraConfig(**shared, lora_alpha=8, **words))
 
 
-def _optimizer(name: str, model, training):
+def _optimizer(kind, name: str, model, training):
+    """Of our trainer what a run makes, of the stock one what peft does."""
+    if kind is SCUTrainer:
+        return own_optimizer(SimpleNamespace(model=ModelSettings(**METHODS[name][0]), training=training), model)
     if name != "loraplus":
         return None
     kind, words = Trainer.get_optimizer_cls_and_kwargs(training, model)
@@ -69,7 +74,7 @@ def _train(kind, name: str, model, folder, **loops):
         model=model,
         args=training,
         train_dataset=tiny.Rows(),
-        optimizers=(_optimizer(name, model, training), None),
+        optimizers=(_optimizer(kind, name, model, training), None),
         **loops,
     )
     trainer.train()
