@@ -36,6 +36,7 @@ COMMANDS = {
     "sweep": "a small search, such as learning rate and rank, by Optuna; resumable, with a verdict in the end",
     "report": "runs or a comparison as plots and one HTML page; --watch while they go on",
     "merge": "the adapter of a run in its base: full weights that need nothing of ours, checked against the adapter",
+    "retain": "as much of what was learned as costs no more than a budget on other text, measured",
     "prune": "a smaller model out of a trained one: least used neurons, heads or channels cut out; what that costs",
     "push": "a run to the Hub, adapter or merged, with a model card; --dry_run shows every file and byte",
 }
@@ -47,6 +48,7 @@ MODULES = {
     "plan": "planning.plan",
     "runs": "background.runs",
     "eval": "evaluation.eval",
+    "retain": "evaluation.retain",
     "compare": "comparison.compare",
     "sweep": "comparison.sweep",
     "report": "publishing.report",

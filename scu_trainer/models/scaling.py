@@ -15,7 +15,9 @@ from torch import nn
 
 from scu_trainer.errors import ModelError
 
-Setter = Callable[[float], None]
+Moved = tuple[torch.Tensor, Callable[[float], torch.Tensor]]
+"""A weight, and its value by the share of the update."""
+
 REFUSED = {
     "lora_magnitude_vector": "DoRA, whose update is no product that could be scaled",
     "trainable_tokens_delta": "rows of new tokens, which the base does not have",
@@ -31,14 +33,19 @@ class ScaledUpdate:
 
     def __init__(self, model: nn.Module, base: nn.Module | None = None) -> None:
         self.model = model
-        self._setters = list(_of_adapter(model)) if base is None else list(_of_weights(model, base))
-        if not self._setters:
+        self._moved = list(_of_adapter(model)) if base is None else list(_of_weights(model, base))
+        if not self._moved:
             raise ModelError(f"{type(model).__name__} has no update that could be scaled; give an adapter, or its base")
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the weights that a share changes."""
+        return sum(weight.nbytes for weight, _ in self._moved)
 
     @torch.no_grad()
     def set(self, share: float) -> None:
-        for setter in self._setters:
-            setter(share)
+        for weight, at in self._moved:
+            weight.data.copy_(at(share))
 
     @contextmanager
     def at(self, share: float) -> Iterator[nn.Module]:
@@ -54,7 +61,7 @@ class ScaledUpdate:
             self.model.save_pretrained(folder, **options)
 
 
-def _of_adapter(model: nn.Module) -> Iterator[Setter]:
+def _of_adapter(model: nn.Module) -> Iterator[Moved]:
     """Each factor B of LoRA, b of VeRA, and module that was trained whole beside them."""
     for name, _ in model.named_parameters():
         part = next((part for part in REFUSED if f".{part}." in f".{name}."), None)
@@ -73,7 +80,7 @@ def _of_adapter(model: nn.Module) -> Iterator[Setter]:
                 yield from (_toward(weight, start[name]) for name, weight in saved.named_parameters())
 
 
-def _of_weights(model: nn.Module, base: nn.Module) -> Iterator[Setter]:
+def _of_weights(model: nn.Module, base: nn.Module) -> Iterator[Moved]:
     start, trained = dict(base.named_parameters()), dict(model.named_parameters())
     for name, weight in trained.items():
         if name not in start or start[name].shape != weight.shape:
@@ -85,13 +92,12 @@ def _of_weights(model: nn.Module, base: nn.Module) -> Iterator[Setter]:
             yield _toward(weight, start[name])
 
 
-def _toward(weight: torch.Tensor, start: torch.Tensor | None) -> Setter:
-    """Sets ``weight`` to a share of its distance from ``start`` (None: from 0), computed in float32."""
+def _toward(weight: torch.Tensor, start: torch.Tensor | None) -> Moved:
+    """``weight`` at a share of its distance from ``start`` (None: from 0), computed in float32."""
     trained = weight.detach().clone()
     begin = torch.zeros((), device=weight.device) if start is None else start.detach().to(weight.device)
 
-    def scale(share: float) -> None:
-        exact = trained if share == 1.0 else begin.float() + share * (trained.float() - begin.float())
-        weight.data.copy_(exact)
+    def at(share: float) -> torch.Tensor:
+        return trained if share == 1.0 else begin.float() + share * (trained.float() - begin.float())
 
-    return scale
+    return weight, at

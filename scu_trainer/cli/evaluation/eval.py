@@ -63,7 +63,7 @@ def _main(argv: list[str]) -> int:
         return 0
     name, as_json, options, asked, typed = _read(parser, argv)
     subjects = _subjects(name, options)
-    with _quiet_stdout():
+    with quiet_stdout():
         report = _evaluate(subjects, typed, options, asked)
     print(json.dumps(report, allow_nan=False) if as_json else as_text(report))
     return 0
@@ -132,7 +132,7 @@ def _require_no_slip(name: str) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_stdout() -> Iterator[None]:
+def quiet_stdout() -> Iterator[None]:
     """Standard output is for the result alone."""
     with contextlib.redirect_stdout(sys.stderr):
         from scu_trainer.train.run_directory.logs import run_log
@@ -150,7 +150,7 @@ def _evaluate(
     """Everything that is reported, JSON-like."""
     from scu_trainer.cli.evaluation.report import held_out_report, models_report, notes_of, tasks_report
 
-    request = _question(subjects, typed, options, asked)
+    request = evaluation_request(subjects, typed, options, asked)
     results = [request.ask(subject) for subject in subjects]
     has_documents = request.settings is not None
     return {
@@ -165,10 +165,10 @@ def _evaluate(
     }
 
 
-def _question(
+def evaluation_request(
     subjects: list[Subject], typed: dict[str, Any], options: EvalOptions, asked: HarnessOptions
 ) -> EvaluationRequest:
-    """Everything that can be found wrong before a model is loaded has been looked at."""
+    """What all of ``subjects`` are asked. All that can be found wrong before a model is loaded has been looked at."""
     from scu_trainer.cli.evaluation.scoring import EvaluationRequest
     from scu_trainer.cli.evaluation.windows import refuse_windows, windows_of
     from scu_trainer.train.tasks import task_of

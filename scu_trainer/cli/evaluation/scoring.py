@@ -57,24 +57,25 @@ class EvaluationRequest:
     def ask(self, subject: Subject) -> EvaluationResult:
         """One model is in memory at a time, but where an adapter is merged."""
         result = EvaluationResult()
-        model, tokenizer, parts = self._loaded(subject)
+        model, tokenizer, parts = self.loaded(subject)
         if subject.merge_dtype is not None:
             model, result.merge = _merged(model, subject.merge_dtype, self._checked_ids(tokenizer, parts))
             parts = None if parts is None else replace(parts, model=model)
         if parts is not None:
-            result.scores = self._scores(subject, parts)
+            result.scores = self.scores(subject, parts)
         if self.harness is not None:
             result.figures = tuple(self.harness.ask(model, tokenizer, self.precision))
         return result
 
-    def _loaded(self, subject: Subject) -> tuple[nn.Module, Any, Optional[TrainingComponents]]:
+    def loaded(self, subject: Subject) -> tuple[nn.Module, Any, Optional[TrainingComponents]]:
+        """Model, tokenizer, and the documents if there are any."""
         if self.settings is not None:
             parts = self._parts(subject)
             return parts.model, parts.processor, parts
         tokenizer = load_tokenizer(subject.model)
         return load_for_evaluation(subject.source, subject.model), tokenizer, None
 
-    def _scores(self, subject: Subject, parts: TrainingComponents) -> DocumentScores:
+    def scores(self, subject: Subject, parts: TrainingComponents) -> DocumentScores:
         import numpy
         import torch
 

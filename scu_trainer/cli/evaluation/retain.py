@@ -1,0 +1,201 @@
+"""``scu-trainer retain``: so much of a trained update as loses no more than a budget on other text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.cli.evaluation.eval import evaluation_request, quiet_stdout
+from scu_trainer.cli.evaluation.options import EvalOptions, HarnessOptions
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.subjects import Subject, base_subject, subject_of
+from scu_trainer.control.budget import largest_share
+from scu_trainer.errors import DataError, ModelError, SettingsError
+from scu_trainer.models.loading.load import is_adapter
+from scu_trainer.run_files import require_room, require_writable, write_json
+from scu_trainer.settings.tasks import TEXT
+
+if TYPE_CHECKING:
+    from scu_trainer.cli.evaluation.scoring import EvaluationRequest
+    from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScores
+
+RETAIN_FILE = "retain.json"
+FEWEST_DOCUMENTS = 8
+LEVEL = 0.95
+SOLVED_AT = 0.8
+"""Confidence of the interval whose upper end is kept within the budget while the share is looked for: one in ten would
+lie above by the chance of the documents."""
+
+DESCRIPTION = """\
+Learn this, lose at most that: keeps so much of what RUN has learned as costs no more than BITS per token on the
+documents of FILE, against the model that it was tuned from. Half of them decide how much, the other half, which decide
+nothing, say what it costs. Writes the model, or the adapter, with that share of its update (WiSE-FT)."""
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="scu-trainer retain", description=DESCRIPTION)
+    parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, an adapter, or with --base a full model")
+    parser.add_argument("--anchor", required=True, metavar="FILE", help="text, JSON lines, ... or a dataset to keep")
+    parser.add_argument("--budget_bits", "--budget-bits", type=float, required=True, metavar="BITS",
+                        help="per token on it, that may be lost, for instance 0.05")  # fmt: skip
+    parser.add_argument("--base", metavar="MODEL", help="what it was tuned from; default: what the run or adapter says")
+    parser.add_argument("--output_dir", "--output-dir", metavar="DIR", help="default: RUN-retained beside the run")
+    parser.add_argument("--max_documents", "--max-documents", type=int, default=400, metavar="N",
+                        help="of FILE, at most; default: 400")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of the halves and of the resampling")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
+    parser.add_argument("--allow_pickle", action="store_true", help="also read weights stored as pickle files")
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    if not 0 <= options.budget_bits < float("inf"):
+        raise SettingsError(f"budget_bits is {options.budget_bits:g}; give 0 or more, for instance 0.05")
+    tuned, base = _subjects(options)
+    folder = Path(options.output_dir or f"{Path(options.run).resolve()}-retained")
+    if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
+        raise SettingsError(f"{folder} is not empty; give another --output_dir")
+    require_writable(folder)
+    with quiet_stdout():
+        report = _retain(tuned, base, options, folder)
+    print(json.dumps(report, allow_nan=False) if options.json else as_text(report))
+    return 0
+
+
+def _subjects(options: Any) -> tuple[Subject, Subject]:
+    tuned = subject_of(options.run)
+    if tuned.task != TEXT:
+        raise ModelError(f"{tuned.name} is of task {tuned.task}; what is kept is text, so only {TEXT} has it")
+    base = base_subject(tuned) if options.base is None else subject_of(options.base)
+    consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
+    found = [replace(subject, model=replace(subject.model, **consent)) for subject in (tuned, base)]
+    return found[0], found[1]
+
+
+# -- how much ----------------------------------------------------------------------------------------------------------
+
+
+class Shares:
+    """The documents of ``request``, scored at shares of the update of ``tuned``."""
+
+    def __init__(self, request: EvaluationRequest, tuned: Subject, base: Subject) -> None:
+        from scu_trainer.models.loading.load import load_for_evaluation
+        from scu_trainer.models.scaling import ScaledUpdate
+
+        model, self.processor, self._parts = request.loaded(tuned)
+        is_whole = not is_adapter(Path(tuned.source))
+        self.update = ScaledUpdate(model, load_for_evaluation(base.source, base.model) if is_whole else None)
+        self._request, self._tuned = request, tuned
+
+    def scores(self, share: float) -> DocumentScores:
+        with self.update.at(share):
+            return self._request.scores(self._tuned, self._parts)
+
+
+def _retain(tuned: Subject, base: Subject, options: Any, folder: Path) -> dict[str, Any]:
+    asked = EvalOptions(seed=options.seed)
+    found = _solved(tuned, base, options, folder, asked)  # and its model is let go before the next is read
+    report = {**found, "own_text": _own(tuned, base, found["share"], asked), "folder": str(folder)}
+    write_json(folder / RETAIN_FILE, report)
+    return report
+
+
+def _solved(tuned: Subject, base: Subject, options: Any, folder: Path, asked: EvalOptions) -> dict[str, Any]:
+    """Writes the model, too."""
+    anchor = {"eval_dataset": options.anchor, "max_eval_documents": options.max_documents}
+    shares = Shares(evaluation_request([tuned, base], anchor, asked, HarnessOptions()), tuned, base)
+    before, tried = shares.scores(0.0), []
+    deciding, judging = _halves(len(before.nats), options.seed)
+
+    def cost(share: float) -> float:
+        found = _lost(before, shares.scores(share), deciding, SOLVED_AT, options.seed)
+        tried.append({"share": share, "bits": found.value, "high": found.high})
+        return found.high
+
+    share = largest_share(cost, options.budget_bits)
+    lost, whole = (_lost(before, shares.scores(at), judging, LEVEL, options.seed) for at in (share, 1.0))
+    require_room(folder.parent, shares.update.size_bytes)
+    shares.update.save(share, folder)
+    shares.processor.save_pretrained(folder)
+    return {
+        "run": tuned.name, "base": base.name, "anchor": options.anchor, "budget_bits": options.budget_bits,
+        "share": share, "deciding_documents": len(deciding), "judging_documents": len(judging),
+        "lost_bits": asdict(lost), "lost_bits_of_the_whole_update": asdict(whole),
+        "is_within_budget": lost.value <= options.budget_bits, "tried": tried,
+    }  # fmt: skip
+
+
+def _own(tuned: Subject, base: Subject, share: float, asked: EvalOptions) -> Optional[dict[str, Any]]:
+    """What the run gained on its own held-out documents, and how much of that is left. None where it held out none."""
+    from scu_trainer.train.evaluation.scoring import bootstrap_difference
+
+    if tuned.run is None or not (tuned.data.eval_dataset or tuned.data.validation_split_percentage):
+        return None
+    shares = Shares(evaluation_request([tuned], {}, asked, HarnessOptions()), tuned, base)
+    before, kept, whole = (shares.scores(at) for at in (0.0, share, 1.0))
+    differences = {
+        name: asdict(bootstrap_difference(before, after, seed=asked.seed))
+        for name, after in (("whole", whole), ("kept", kept))
+    }
+    return {"documents": len(before.nats), **differences}
+
+
+def _halves(count: int, seed: int) -> tuple[Any, Any]:
+    """Numbers of the documents that decide, and of those that judge."""
+    import numpy
+
+    if count < FEWEST_DOCUMENTS:
+        raise DataError(
+            f"the anchor has {count} documents, and half of them decide while the other half judge; give "
+            f"{FEWEST_DOCUMENTS} or more, shorter ones for instance"
+        )
+    order = numpy.random.default_rng(seed).permutation(count)
+    return order[: count // 2], order[count // 2 :]
+
+
+def _lost(before: DocumentScores, after: DocumentScores, which: Any, confidence: float, seed: int) -> BootstrapInterval:
+    from scu_trainer.train.evaluation.scoring import DocumentScores, bootstrap_difference
+
+    first, second = (DocumentScores(one.nats[which], one.tokens[which]) for one in (before, after))
+    return bootstrap_difference(first, second, confidence=confidence, seed=seed)
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def as_text(report: dict[str, Any]) -> str:
+    lost, whole, budget = report["lost_bits"], report["lost_bits_of_the_whole_update"], report["budget_bits"]
+    lines = [
+        f"kept: {report['share']:.1%} of the update",
+        f"on {report['anchor']}, {report['judging_documents']} documents that decided nothing:",
+        f"  with all of it      {_bits(whole)}",
+        f"  with what is kept   {_bits(lost)}, the budget is {budget:g}",
+    ]
+    if not report["is_within_budget"]:
+        lines.append("  more than the budget: the documents are few or unlike; give more of them, or a smaller budget")
+    if report["share"] == 0:
+        lines.append("no share of the update keeps the budget: what was written is the base")
+    own = report["own_text"]
+    if own:
+        lines += [
+            f"on what the run held out, {own['documents']} documents, against the base:",
+            f"  with all of it      {_bits(own['whole'])}",
+            f"  with what is kept   {_bits(own['kept'])}",
+        ]
+    return "\n".join([*lines, f"written: {report['folder']}, {RETAIN_FILE} in it"])
+
+
+def _bits(found: dict[str, float]) -> str:
+    level = f"{found['confidence']:.0%}"
+    return f"{found['value']:+.4f} bits per token ({found['low']:+.4f} to {found['high']:+.4f}, {level} interval)"
