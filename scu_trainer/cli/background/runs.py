@@ -21,7 +21,7 @@ from scu_trainer.runs.control import Hands, Wish, resume, start, stop
 from scu_trainer.runs.monitor import follow, log_of, watch
 from scu_trainer.runs.progress import last_lines
 from scu_trainer.runs.state import report
-from scu_trainer.runs.store import ROOT, Options, all_runs, check_name, find, free_name
+from scu_trainer.runs.store import ROOT, Options, RunRecord, all_runs, check_name, find, free_name
 
 LAUNCHERS = ("python", "accelerate", "deepspeed", "torchrun")
 ACTIONS = "start|list|status|monitor|logs|stop|resume"
@@ -133,7 +133,20 @@ def _count(text: str) -> int:
 
 
 def _start(options: argparse.Namespace, flags: list[str], hands: Hands) -> int:
-    flags, _ = translated(flags, known_names())
+    name, record = begun(options, flags, hands)
+    screens.say(f"{name} has started in the background, process {record.process.pid}")
+    _say_commands(name, options.root)
+    return 0
+
+
+def read_words(words: Sequence[str]) -> argparse.Namespace:
+    """Words of ``scu-trainer runs`` without flags of training."""
+    return _parser().parse_args(words)
+
+
+def begun(options: argparse.Namespace, flags: Sequence[str], hands: Hands) -> tuple[str, RunRecord]:
+    """Starts a run and returns its name and record. ``flags``: of training; none of them is read as ours."""
+    flags, _ = translated(list(flags), known_names())
     options.config = options.config or _written_for_this_machine()
     entries, text = _read(Path(options.config))
     _check_flags(flags)
@@ -145,10 +158,7 @@ def _start(options: argparse.Namespace, flags: list[str], hands: Hands) -> int:
         options.launcher, _device(options, entries, flags), options.nice, options.threads,
         options.max_ram_percent, options.max_gpu_percent, options.numa_node,
     )  # fmt: skip
-    record = start(Wish(name, text, tuple(flags), settings), options.root, hands)
-    screens.say(f"{name} has started in the background, process {record.process.pid}")
-    _say_commands(name, options.root)
-    return 0
+    return name, start(Wish(name, text, tuple(flags), settings), options.root, hands)
 
 
 def _written_for_this_machine() -> str:
