@@ -40,7 +40,7 @@ class Pages:
         self._one_at_a_time = threading.Lock()  # matplotlib's settings belong to the whole process
 
     def page(self, found: Report) -> Page:
-        """The page of ``scu-trainer report``, with the plan of memory beside what was measured."""
+        """The page of ``scu-trainer report``, curves first, with the plan of memory beside the measured."""
         signs = (found.state, *map(_sign, (found.run.path / name for name in FILES)))
         with self._one_at_a_time:
             kept = self._kept.pop(found.run.path, None)
@@ -66,8 +66,13 @@ def _page(found: Report) -> Page:
         files = read_run(run.path, run.name, found.state.status, found.state.detail, found.state.is_alive)
         drawings: Sequence[Drawing] = [drawing(plot) for plot in plots_of([files])]
         page = page_of([files], drawings, _written(), [run.path / "repeat.yaml"])
-        first, *rest = page.sections
-        sections = [first, Section("Memory: planned and measured", _memory(run, files)), *rest]
+        figures, plots, rest = (
+            page.sections[0],
+            page.sections[1 : 1 + len(drawings)],
+            page.sections[1 + len(drawings) :],
+        )
+        memory = Section("Memory: planned and measured", _memory(run, files))
+        sections = [*plots, memory, rest[0], figures, *rest[1:]]
     except Exception as error:  # half of a file, or what another program wrote: the rest of the page stands
         said = f"Its files cannot be drawn: {type(error).__name__}: {error}"
         return Page(run.name, "", [], [Section("Report", [Text(said)])], _written())
