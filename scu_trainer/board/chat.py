@@ -27,7 +27,7 @@ def stream_answer(name: str, messages: Sequence[Mapping[str, str]]) -> Iterator[
     from transformers import StoppingCriteriaList, TextIteratorStreamer
 
     model, tokenizer = _loaded(name)
-    inputs = tokenizer(_prompt(tokenizer, messages), return_tensors="pt").to(model.device)
+    inputs = _encoded(tokenizer, messages).to(model.device)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     is_left, errors = threading.Event(), []
     stops = StoppingCriteriaList([lambda *_, **__: is_left.is_set()])
@@ -61,7 +61,9 @@ def _loaded(name: str) -> tuple[Any, Any]:
         raise ModelError(f"{name} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
-def _prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+def _encoded(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Any:
     if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    return "\n".join(message["content"] for message in messages)  # a base model: it goes on with the text
+        options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        return tokenizer.apply_chat_template(list(messages), **options)
+    # A base model goes on with the text.
+    return tokenizer("\n".join(message["content"] for message in messages), return_tensors="pt")
