@@ -181,6 +181,14 @@ def test_a_start_takes_files_of_the_list_and_writes_below_the_root(site, root, t
     assert list(root.iterdir()) == [] and not (tmp_path / "out").exists()
 
 
+def test_a_configuration_beside_the_list_is_not_read(site, root, tmp_path):
+    (tmp_path / "other.yaml").write_text("output_dir: runs/other\n")
+    for config in (tmp_path / "other.yaml", tmp_path / "runs" / ".." / "recipe.yaml"):
+        answer = site.ask("/start", "POST", data={"config": str(config), "device": "cpu", "flags": "--max_stepz 1"})
+        assert answer.status_code == 409 and "is none of the configuration files here" in answer.text
+    assert list(root.iterdir()) == []
+
+
 def test_a_large_form_is_refused(site):
     assert site.ask("/start", "POST", data={"flags": "x" * (1 << 21)}).status_code == 413
 

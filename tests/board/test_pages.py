@@ -17,6 +17,7 @@ from scu_trainer.errors import ModelError
 from scu_trainer.report.page import Drawing
 from scu_trainer.run_files import write_json
 from scu_trainer.runs import progress
+from scu_trainer.runs.store import Run
 from tests.report.made_runs import make_run
 
 
@@ -221,6 +222,13 @@ def test_a_run_that_is_deleted_while_it_is_looked_at(site, root):
     thread.join()
     assert set(codes) <= {200, 404, 409}
     assert site.ask("/run/one").status_code == 404
+
+
+def test_a_run_that_goes_between_two_looks_is_no_row(root, monkeypatch):
+    run = Run(make_run(root / "one"), "one")
+    shutil.rmtree(run.path)
+    monkeypatch.setattr(module, "runs_below", lambda root: [run])
+    assert Listing(root).rows() == []
 
 
 def test_no_directory_of_runs_yet(site, root):
