@@ -30,6 +30,7 @@ LEVELS = {
     "runs": 4,
     "report": 4,
     "hub": 4,
+    "board": 5,
     "cli": 6,
 }
 
@@ -56,7 +57,7 @@ ENTRANCES = ("__init__", "__main__")
 TORCH_FREE = ("errors", "imports", "control", "secrets", "figures", "settings", "run_files", "safe_paths")
 """Rooms that never name torch. The rooms of FAST_ROOMS name heavy libraries only inside functions."""
 
-FAST_ROOMS = ("hardware", "runs", "report", "hub", "cli")
+FAST_ROOMS = ("hardware", "runs", "report", "hub", "board", "cli")
 HEAVY = ("torch", "transformers", "datasets", "peft", "accelerate", "deepspeed", "bitsandbytes", "matplotlib")
 
 

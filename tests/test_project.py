@@ -34,7 +34,19 @@ def setup_lines(section: str, option: str) -> list[str]:
 
 
 def all_declared() -> list[Requirement]:
-    extras = ("qlora", "optimizers", "deepspeed", "images", "report", "lm-eval", "wandb", "sweep", "benchmarks", "dev")
+    extras = (
+        "qlora",
+        "optimizers",
+        "deepspeed",
+        "images",
+        "report",
+        "board",
+        "lm-eval",
+        "wandb",
+        "sweep",
+        "benchmarks",
+        "dev",
+    )
     core = [Requirement(line) for line in setup_lines("options", "install_requires")]
     return core + [one for name in extras for one in extra(name)]
 

@@ -31,6 +31,7 @@ COMMANDS = {
     "data": "what is learned of a dataset: format, columns, lengths, repetitions, rows with the learned tokens marked",
     "modes": "how long a job takes in its sizes tiny, standard and extended, from a few measured steps of each",
     "runs": "train in the background: start, list, status, monitor, logs, stop, resume; alone: a menu",
+    "board": "runs in a browser: list, curves, notices; start, stop, resume; two models side by side",
     "eval": "held-out bits per token of a run, an adapter or a base model, with a confidence interval",
     "compare": "controllers against each other at equal tokens, over several seeds: a table and a verdict",
     "sweep": "a small search, such as learning rate and rank, by Optuna; resumable, with a verdict in the end",
@@ -43,6 +44,7 @@ COMMANDS = {
 
 MODULES = {
     "import": "names.command",
+    "board": "looking.board",
     "data": "looking.data",
     "hardware": "machine.hardware",
     "plan": "planning.plan",

@@ -22,7 +22,7 @@ from scu_trainer.runs.control import Hands, Wish, check, resume, start, stop
 from scu_trainer.runs.monitor import follow, log_of, watch
 from scu_trainer.runs.progress import last_lines
 from scu_trainer.runs.state import report
-from scu_trainer.runs.store import ROOT, Options, Run, all_runs, check_name, find, free_name
+from scu_trainer.runs.store import ROOT, Options, Run, RunRecord, all_runs, check_name, find, free_name
 
 LAUNCHERS = ("python", "accelerate", "deepspeed", "torchrun")
 ACTIONS = "start|list|status|monitor|logs|stop|resume"
@@ -134,7 +134,27 @@ def _count(text: str) -> int:
 
 
 def _start(options: argparse.Namespace, flags: list[str], hands: Hands) -> int:
-    flags, _ = translated(flags, known_names())
+    started = begun(options, flags, hands)
+    for name, record in started:
+        screens.say(f"{name} has started in the background, process {record.process.pid}")
+    if INFIX in started[-1][0] and "--seed" in started[-1][1].flags:
+        screens.say("runs of one device take turns; mean and spread, once they are finished:")
+        place = "" if options.root == ROOT else f" --root {options.root}"
+        screens.say(f"  scu-trainer runs status {started[0][0].rpartition(INFIX)[0]}{place}")
+    else:
+        _say_commands(started[0][0], options.root)
+    return 0
+
+
+def read_words(words: Sequence[str]) -> argparse.Namespace:
+    """Words of ``scu-trainer runs`` without flags of training."""
+    return _parser().parse_args(words)
+
+
+def begun(options: argparse.Namespace, flags: Sequence[str], hands: Hands) -> list[tuple[str, RunRecord]]:
+    """Starts a run, or one for each seed, and returns their names and records. ``flags``: of training; none of them is
+    read as ours."""
+    flags, _ = translated(list(flags), known_names())
     options.config = options.config or _written_for_this_machine()
     entries, text = _read(Path(options.config))
     _check_flags(flags)
@@ -145,29 +165,16 @@ def _start(options: argparse.Namespace, flags: list[str], hands: Hands) -> int:
         options.max_ram_percent, options.max_gpu_percent, options.numa_node,
     )  # fmt: skip
     seeds = seeds_of(entries, flags)
-    if seeds:
-        return _start_seeds(options, hands, [_of_seed(name, seed, entries, text, flags, settings) for seed in seeds])
-    record = start(Wish(name, text, tuple(flags), settings), options.root, hands)
-    screens.say(f"{name} has started in the background, process {record.process.pid}")
-    _say_commands(name, options.root)
-    return 0
+    wishes = [_of_seed(name, seed, entries, text, flags, settings) for seed in seeds]
+    wishes = wishes or [Wish(name, text, tuple(flags), settings)]
+    for wish in wishes:
+        check(wish, options.root)
+    return [(wish.name, start(wish, options.root, hands)) for wish in wishes]
 
 
 def _of_seed(name: str, seed: int, entries: dict, text: str, flags: Sequence[str], settings: Options) -> Wish:
     text, flags = one_seed(entries, text, flags, seed)
     return Wish(f"{name}{INFIX}{seed}", text, tuple(flags), settings)
-
-
-def _start_seeds(options: argparse.Namespace, hands: Hands, wishes: Sequence[Wish]) -> int:
-    for wish in wishes:
-        check(wish, options.root)
-    for wish in wishes:
-        record = start(wish, options.root, hands)
-        screens.say(f"{wish.name} has started in the background, process {record.process.pid}")
-    screens.say("they take turns on their device; mean and spread, once they are finished:")
-    place = "" if options.root == ROOT else f" --root {options.root}"
-    screens.say(f"  scu-trainer runs status {wishes[0].name.rpartition(INFIX)[0]}{place}")
-    return 0
 
 
 def _written_for_this_machine() -> str:

@@ -1,0 +1,91 @@
+"""How long does the list of `scu-trainer board` take with many runs? Real files of runs, the real application.
+
+    python benchmarks/headline/board.py [--runs 1000] [--steps 1000] [--quick]
+
+Writes that many run directories with histories of that many rows, then asks for the list as a browser does: the first
+time, when every run is looked at; again, when nothing changed; and with one run that has changed. One page of a run is
+drawn, too. Absolute seconds of this machine; disk caches are warm, for the files have just been written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import httpx
+
+from benchmarks.lib.common import command_line, write_result
+from scu_trainer.board.acts import Acts
+from scu_trainer.board.app import Board
+from tests.report.made_runs import make_run
+
+MOST_S = 2.0
+REPEATS = 5
+
+
+def make(root: Path, runs: int, steps: int) -> None:
+    first = make_run(root / "run-0000", steps=steps)
+    for number in range(1, runs):
+        shutil.copytree(first, root / f"run-{number:04d}")
+
+
+def seconds(board: Board, path: str) -> float:
+    async def ask() -> float:
+        transport = httpx.ASGITransport(board.application())
+        async with httpx.AsyncClient(transport=transport, base_url="http://board") as client:
+            begun_s = time.perf_counter()
+            answer = await client.get(path)
+            assert answer.status_code == 200, answer.text
+            return time.perf_counter() - begun_s
+
+    return asyncio.run(ask())
+
+
+def measure(root: Path, runs: int) -> dict[str, float]:
+    first = [seconds(Board(root, Acts([], None)), "/") for _ in range(REPEATS)]  # a board that knows nothing yet
+    board = Board(root, Acts([], None))
+    seconds(board, "/")
+    again, changed = [], []
+    for _ in range(REPEATS):
+        again.append(seconds(board, "/"))
+        (root / f"run-{runs - 1:04d}" / "run.json").touch()
+        changed.append(seconds(board, "/"))
+    return {
+        "first_s": statistics.median(first),
+        "first_slowest_s": max(first),
+        "again_s": statistics.median(again),
+        "one_changed_s": statistics.median(changed),
+        "filtered_s": seconds(board, "/?name=run-00&state=finished"),
+        "one_run_s": seconds(board, "/run/run-0000"),
+        "one_run_again_s": seconds(board, "/run/run-0000"),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--quick", action="store_true", help="50 runs of 60 steps; writes no result")
+    options = parser.parse_args()
+    runs, steps = (50, 60) if options.quick else (options.runs, options.steps)
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder), runs, steps)
+        found = measure(Path(folder), runs)
+    for name, value in found.items():
+        print(f"{name:<16} {value:.3f}")
+    print(f"{runs} runs of {steps} steps: first list in {found['first_slowest_s']:.2f} s at most")
+    if not options.quick:
+        write_result("board", command_line(), {"runs": runs, "steps": steps, **found})
+    return int(found["first_slowest_s"] > MOST_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

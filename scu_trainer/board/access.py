@@ -1,0 +1,93 @@
+"""Who may see the board: whoever has the token that was printed at its start, from a page of the board itself.
+
+Other people and other programs of this machine can reach a port on loopback, and so can every web site that is open in
+the same browser. The token keeps out the first; the checks of Host and Origin keep out the others (DNS rebinding, forms
+that post to us).
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+from typing import Any, Optional
+from urllib.parse import parse_qs
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+"""Styles inside of a page are those of our drawings."""
+
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "same-origin",  # with no-referrer a browser would not tell us the origin of our own forms
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+READING = ("GET", "HEAD")
+
+
+class Guard:
+    """In front of an application (ASGI). ``hosts``: what may stand in the header Host, as "127.0.0.1:7860"."""
+
+    def __init__(self, app: Any, token: str, hosts: Iterable[str], cookie: str) -> None:
+        self.app, self.cookie = app, cookie
+        self._token = token.encode()
+        self._hosts = frozenset(hosts)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return await self.app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        answer = self._answer(scope, Headers(scope=scope)) or self.app
+        await answer(scope, receive, _with_headers(send))
+
+    def _answer(self, scope: Any, headers: Headers) -> Optional[Response]:
+        """What is said in place of the page; None where it may be seen."""
+        if headers.get("host", "").lower() not in self._hosts or len(headers.getlist("host")) != 1:
+            return _refused("this name is not the board's: open the address that it printed", 421)
+        origin = headers.get("origin")
+        if origin is not None and origin.lower().removeprefix("http://") not in self._hosts:
+            return _refused("another page asked for this", 403)
+        if self._is_ours(headers.get("authorization", "").removeprefix("Bearer ")):
+            return None  # a program: no browser sends this by itself
+        asked = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if asked and scope["method"] in READING and self._is_ours(asked):
+            return self._let_in()
+        if not self._is_ours(cookie_parser(headers.get("cookie", "")).get(self.cookie, "")):
+            return _refused("the board opens with the address that it printed at its start, token included", 401)
+        if scope["method"] not in READING and origin is None:
+            return _refused("a change needs the header Origin, or the token as Authorization: Bearer", 403)
+        return None
+
+    def _is_ours(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode("utf-8", "replace"), self._token)
+
+    def _let_in(self) -> Response:
+        """The token goes into a cookie and out of the address, where a screenshot would show it."""
+        answer = RedirectResponse("/", 303)
+        answer.set_cookie(self.cookie, self._token.decode(), httponly=True, samesite="strict", path="/")
+        return answer
+
+
+def _refused(why: str, code: int) -> Response:
+    return PlainTextResponse(f"{why}\n", code)
+
+
+def _with_headers(send: Any) -> Any:
+    async def answer(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in HEADERS.items():
+                headers.setdefault(name, value)
+        await send(message)
+
+    return answer

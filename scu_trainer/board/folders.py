@@ -1,0 +1,62 @@
+"""Run directories below one root, and nothing else: neither a name nor a link leads out of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer.errors import SettingsError
+from scu_trainer.report.files import is_run
+from scu_trainer.runs.store import FOLDER, Run
+
+READ_FOLDERS = (".", FOLDER, "logs")
+"""Of a run: in these the board opens files."""
+
+
+class NoSuchRun(SettingsError):
+    """There is none of this name, or no more."""
+
+
+def runs_below(root: Path) -> list[Run]:
+    """Every run directly below ``root``; folders that are no runs, and links that lead out of it, are passed over."""
+    if not root.is_dir():
+        return []
+    real = root.resolve()
+    with os.scandir(root) as entries:
+        paths = [root / entry.name for entry in entries if not entry.is_symlink() or _is_below(Path(entry), real)]
+    return [Run(path, path.name) for path in paths if is_run(path)]
+
+
+def run_below(root: Path, name: str) -> Run:
+    """The run ``name``. Raises NoSuchRun, and SettingsError where a link in it leads out of ``root``."""
+    path = root / name
+    is_name = name not in ("", ".", "..") and not any(sign in name for sign in ("/", "\\", "\0"))
+    if not is_name or not _is_below(path, root.resolve()) or not is_run(path):
+        raise NoSuchRun(f"there is no run {name!r} in {root}")
+    run = Run(path, name)
+    if (link := link_out(run)) is not None:
+        raise SettingsError(f"{name} is not shown: {link} is a link that leads out of {root}; put a copy in its place")
+    return run
+
+
+def link_out(run: Run) -> Optional[str]:
+    """The first link among the files of ``run`` that leads out of the root, as a path in it; None: there is none."""
+    real = run.path.parent.resolve()
+    for folder in READ_FOLDERS:
+        try:
+            with os.scandir(run.path / folder) as entries:
+                links = [entry.name for entry in entries if entry.is_symlink()]
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for name in links:
+            if not _is_below(run.path / folder / name, real):
+                return os.path.normpath(os.path.join(folder, name))
+    return None
+
+
+def _is_below(path: Path, real_root: Path) -> bool:
+    try:
+        return path.resolve().is_relative_to(real_root)
+    except (OSError, RuntimeError, ValueError):  # a circle of links, or no name of a file
+        return False

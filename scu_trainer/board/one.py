@@ -1,0 +1,113 @@
+"""One run as a page: what is known of it, the plots and tables of its report, and the end of what it printed."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer.report.files import BEGUN, METRICS_FILE, STATUS_FILE, SUSPECTS_FILE, RunFiles, points, read_run
+from scu_trainer.report.page import Drawing, Page, Section, Table, Text, drawing
+from scu_trainer.report.pages import page_of, plots_of
+from scu_trainer.run_files import readable
+from scu_trainer.runs.monitor import log_of
+from scu_trainer.runs.progress import last_lines
+from scu_trainer.runs.state import Report
+from scu_trainer.runs.store import Run
+
+LOG_LINES = 40
+HEAD_BYTES = 65_536
+KEPT_PAGES = 16
+FILES = (*BEGUN, METRICS_FILE, STATUS_FILE, SUSPECTS_FILE)
+PLANNED = "memory: "
+
+
+@dataclass
+class _Kept:
+    signs: tuple
+    page: Page
+
+
+class Pages:
+    """Pages of reports, drawn once for each state of their files: a drawing costs about a second."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Path, _Kept] = {}
+        self._one_at_a_time = threading.Lock()  # matplotlib's settings belong to the whole process
+
+    def page(self, found: Report) -> Page:
+        """The page of ``scu-trainer report``, curves first, with the plan of memory beside the measured."""
+        signs = (found.state, *map(_sign, (found.run.path / name for name in FILES)))
+        with self._one_at_a_time:
+            kept = self._kept.pop(found.run.path, None)
+            if kept is None or kept.signs != signs:
+                kept = _Kept(signs, _page(found))
+            self._kept[found.run.path] = kept
+            while len(self._kept) > KEPT_PAGES:
+                del self._kept[next(iter(self._kept))]
+        return kept.page
+
+
+def _sign(path: Path) -> Optional[tuple[int, int]]:
+    try:
+        state = os.stat(path)
+    except OSError:
+        return None
+    return state.st_mtime_ns, state.st_size
+
+
+def _page(found: Report) -> Page:
+    run = found.run
+    try:
+        files = read_run(run.path, run.name, found.state.status, found.state.detail, found.state.is_alive)
+        drawings: Sequence[Drawing] = [drawing(plot) for plot in plots_of([files])]
+        page = page_of([files], drawings, _written(), [run.path / "repeat.yaml"])
+        figures, plots, rest = (
+            page.sections[0],
+            page.sections[1 : 1 + len(drawings)],
+            page.sections[1 + len(drawings) :],
+        )
+        memory = Section("Memory: planned and measured", _memory(run, files))
+        sections = [*plots, memory, rest[0], figures, *rest[1:]]
+    except Exception as error:  # half of a file, or what another program wrote: the rest of the page stands
+        said = f"Its files cannot be drawn: {type(error).__name__}: {error}"
+        return Page(run.name, "", [], [Section("Report", [Text(said)])], _written())
+    return Page(page.title, page.lead, page.pills, sections, page.written)
+
+
+def _written() -> str:
+    return f"Read at {time.strftime('%H:%M:%S')} from the files of the run."
+
+
+def _memory(run: Run, files: RunFiles) -> list[Table | Text]:
+    told = files.metrics.get("memory_estimate") or {}
+    planned, measured = told.get("predicted_peak_bytes"), told.get("measured_peak_bytes")
+    if planned and measured:
+        figures = [readable(planned), readable(measured), f"{planned / measured - 1:+.1%}"]
+        return [Table(["planned peak", "measured peak", "difference"], [figures])]
+    peaks = points(files.logs, "memory/peak_bytes")[1]
+    seen = f"Highest so far: {readable(max(peaks))} (all that counts toward the limit)." if peaks else ""
+    why = f"Not planned: {told['reason']}." if told.get("reason") else "Its files hold no plan of memory."
+    return [Text(_said_plan(run) or why), *([Text(seen)] if seen else [])]
+
+
+def _said_plan(run: Run) -> str:
+    """What the run said of its memory before its first step; empty where it said nothing."""
+    try:
+        with open(run.path / "logs" / "train.log", "rb") as file:
+            lines = file.read(HEAD_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line[line.index(PLANNED) :] for line in lines if PLANNED in line), "")
+
+
+def log_lines(run: Run) -> list[str]:
+    """The last lines that it printed; none where there is no log."""
+    try:
+        return last_lines(log_of(run), LOG_LINES)
+    except OSError:
+        return []

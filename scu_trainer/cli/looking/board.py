@@ -1,0 +1,146 @@
+"""``scu-trainer board``: runs in a browser of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import ipaddress
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.errors import RequirementError, SettingsError
+from scu_trainer.runs.control import Hands
+from scu_trainer.runs.store import ROOT
+from scu_trainer.secrets import remember
+
+DESCRIPTION = """\
+Shows the runs of this machine in a browser: list and queue, curves while they are drawn, memory, notices, the data;
+starts, stops and resumes them; two models beside each other in a chat. Asks for nothing outside of this machine."""
+
+HOST, PORT = "127.0.0.1", 7860
+MOST_PORT = 65535
+
+Serve = Callable[[Any, socket.socket], None]
+
+
+def main(argv: Optional[Sequence[str]] = None, serve: Optional[Serve] = None, hands: Optional[Hands] = None) -> int:
+    return guarded(
+        lambda words: _main(words, serve or _serve, hands or Hands()), list(sys.argv[1:] if argv is None else argv)
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="scu-trainer board", description=DESCRIPTION)
+    parser.add_argument(
+        "--runs_dir", "--runs-dir", type=Path, default=ROOT, help="directory that holds the runs (runs)"
+    )
+    parser.add_argument("--port", type=int, default=PORT, help=f"of this machine ({PORT}); 0 takes a free one")
+    parser.add_argument(
+        "--configs", type=Path, nargs="+", default=[Path("recipes")], metavar="PATH",
+        help="configuration files, and folders of them, that a run may be started from (recipes)",
+    )  # fmt: skip
+    parser.add_argument("--host", default=HOST, help=f"address to listen at ({HOST}); another than this machine's own "
+                        "loopback needs --allow_network")  # fmt: skip
+    parser.add_argument("--allow_network", "--allow-network", action="store_true",
+                        help="let other machines reach --host: who has the printed address can start programs here, "
+                        "and nothing on the way is encrypted")  # fmt: skip
+    return parser
+
+
+def _main(argv: list[str], serve: Serve, hands: Hands) -> int:
+    options = _parser().parse_args(argv)
+    _check(options)
+    _require_packages()
+    from scu_trainer.board.access import Guard
+    from scu_trainer.board.acts import Acts
+    from scu_trainer.board.app import Board
+
+    listening = _listening(options.host, options.port)
+    port, token = listening.getsockname()[1], secrets.token_urlsafe(32)
+    remember(token)
+    names = {options.host, HOST, "localhost"} if _is_loopback(options.host) else {options.host}
+    board = Board(options.runs_dir, Acts(options.configs, _starter(options.runs_dir, hands), hands))
+    app = Guard(board.application(), token, {f"{_in_address(name)}:{port}" for name in names}, f"scu_board_{port}")
+    print(f"runs of {options.runs_dir}: http://{_in_address(options.host)}:{port}/?token={token}")
+    print("whoever has this address can start programs here; Ctrl-C ends the board, runs go on", flush=True)
+    serve(app, listening)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if not 0 <= options.port <= MOST_PORT:
+        raise SettingsError(f"--port is {options.port}; give 1 to {MOST_PORT}, or 0 for a free one")
+    if options.runs_dir.exists() and not options.runs_dir.is_dir():
+        raise SettingsError(f"--runs_dir {options.runs_dir} is a file; give the directory that holds the runs")
+    try:
+        address = ipaddress.ip_address(HOST if options.host == "localhost" else options.host)
+    except ValueError as error:
+        raise SettingsError(f"--host is {options.host!r}; give an address of this machine, such as {HOST}") from error
+    if address.is_unspecified:
+        raise SettingsError(f"--host {options.host} is every address of this machine; give the one that is to be used")
+    if not address.is_loopback and not options.allow_network:
+        raise SettingsError(f"--host {options.host} can be reached from other machines; add --allow_network, or better "
+                            f"keep {HOST} and come by ssh -L {options.port}:{HOST}:{options.port}")  # fmt: skip
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or ipaddress.ip_address(host).is_loopback
+
+
+def _in_address(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _require_packages() -> None:
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise RequirementError(f"the board needs {error.name}; pip install 'scu-trainer[board]'") from error
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        opened.bind((host, port))
+        opened.listen(128)
+    except OSError as error:
+        opened.close()
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
+        raise SettingsError(f"port {port} of {host} {why}; give another --port, or 0 for a free one") from error
+    return opened
+
+
+def _serve(app: Any, listening: socket.socket) -> None:
+    import uvicorn
+
+    # No log of requests: the first address holds the token.
+    settings = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, ws="none", timeout_graceful_shutdown=1
+    )
+    uvicorn.Server(settings).run(sockets=[listening])
+
+
+def _starter(root: Path, hands: Hands) -> Callable[[Path, str, str, Sequence[str]], str]:
+    from scu_trainer.cli.background.runs import begun, read_words
+
+    def start(config: Path, name: str, device: str, flags: Sequence[str]) -> str:
+        named = [f"--name={name}"] if name else []
+        options = read_words(["start", f"--config={config}", f"--root={root}", f"--device={device}", *named])
+        return begun(options, flags, hands)[0][0]
+
+    return start
+
+
+if __name__ == "__main__":
+    sys.exit(main())

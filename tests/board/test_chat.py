@@ -1,0 +1,64 @@
+"""The answer of a real model, and the page where two of them answer side by side."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from scu_trainer.board import chat
+from scu_trainer.errors import ModelError
+from tests import tiny
+from tests.board.conftest import opened
+from tests.browser import browser
+from tests.report.made_runs import make_run
+
+ASKED = [{"role": "user", "content": "The cat sat"}]
+
+
+@pytest.fixture
+def model(tmp_path):
+    return tiny.saved_llama(tmp_path / "model")
+
+
+TEMPLATE = "{{ bos_token }}{% for one in messages %}{{ one.content }}{% endfor %}{{ eos_token }}"
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_an_answer_comes_in_pieces(model, monkeypatch, template):
+    """What the model says to the same tokens at once; of a chat template the special tokens stand there once."""
+    monkeypatch.setattr(chat, "MOST_NEW_TOKENS", 8)
+    loaded, tokenizer = chat._loaded(str(model))
+    tokenizer.chat_template = template
+    prompt = tokenizer(ASKED[0]["content"], return_tensors="pt")["input_ids"]
+    if template:
+        prompt = torch.cat([prompt, torch.tensor([[tokenizer.eos_token_id]])], 1)
+    whole = loaded.generate(prompt, do_sample=False, max_new_tokens=8)[0, prompt.shape[1] :]
+    said = "".join(chat.stream_answer(str(model), ASKED))
+    assert said == tokenizer.decode(whole, skip_special_tokens=True) != ""
+
+
+def test_what_goes_wrong_inside_the_model_is_an_error_and_no_silence(model, monkeypatch):
+    loaded, _ = chat._loaded(str(model))
+    monkeypatch.setattr(loaded, "generate", lambda **_: 1 / 0)
+    with pytest.raises(ModelError, match="division by zero"):
+        list(chat.stream_answer(str(model), ASKED))
+
+
+def test_two_models_side_by_side_in_a_browser(root, model, capsys):
+    for name in ("left-run", "right-run"):
+        shutil.copytree(model, make_run(root / name), dirs_exist_ok=True)
+    with browser() as chromium, opened(root, [root], capsys) as address:
+        page = chromium.new_page(viewport={"width": 390, "height": 900})
+        page.goto(address)
+        page.get_by_role("link", name="Chat").click()
+        assert {page.input_value("#left"), page.input_value("#right")} == {"left-run", "right-run"}
+        page.fill("#words", "The <b>cat</b> sat")
+        page.keyboard.press("Enter")
+        page.locator("#send:not([disabled])").wait_for()
+        said = [page.locator(f"#talk-{side} p").all_inner_texts() for side in ("left", "right")]
+        assert said[0] == said[1] and said[0][0] == "The <b>cat</b> sat" and said[0][1] not in ("", "…")
+        page.get_by_role("button", name="Start over").click()
+        assert page.locator(".talk p").count() == 0
+        page.close()
