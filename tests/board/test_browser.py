@@ -61,8 +61,7 @@ def window(chromium, site, width_px=1280, scheme="light"):
     assert wrong == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width_px", [390, 1280])
+@pytest.mark.parametrize(("width_px", "scheme"), [(390, "dark"), (1280, "light")])
 def test_pages_fit_are_accessible_and_ask_for_nothing_elsewhere(chromium, site, width_px, scheme):
     from axe_playwright_python.sync_playwright import Axe
 
