@@ -79,6 +79,7 @@ def test_the_list_and_a_run_with_its_curves(chromium, site, width_px):
         row = page.get_by_role("row").filter(has_text="one")
         assert row.get_by_text("finished").is_visible() and row.get_by_text("6.781").is_visible()
         page.get_by_role("link", name="one", exact=True).click()
+        page.wait_for_url(f"{site.at}/run/one", wait_until="load")  # with its styles, which choose the drawing
         for plot in ("loss", "s", "memory", "throughput"):
             drawn = page.locator(f"#plot-{plot} svg:visible")
             box = drawn.bounding_box()
