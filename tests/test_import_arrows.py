@@ -30,6 +30,7 @@ LEVELS = {
     "runs": 4,
     "report": 4,
     "hub": 4,
+    "talk": 4.9,
     "board": 5,
     "cli": 6,
 }

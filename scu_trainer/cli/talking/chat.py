@@ -1,0 +1,230 @@
+"""``scu-trainer chat``: talk to a model in the terminal, alone or beside another one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional, TextIO
+
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
+from scu_trainer.errors import SettingsError, UserError, nearest
+from scu_trainer.run_files import write_text
+
+if TYPE_CHECKING:
+    from scu_trainer.talk.answers import AnswerSettings
+    from scu_trainer.talk.model import Talker
+
+MAX_NEW_TOKENS = 512
+HELP = {
+    "/system TEXT": "set the system message, and begin again; without TEXT there is none",
+    "/reset": "forget what was said",
+    "/save FILE": "the conversation as JSON lines of messages; of two models two files",
+    "/help": "these lines",
+    "/exit": "end, as Ctrl-D does",
+}
+DESCRIPTION = """\
+RUN is the folder of a run, of one of its checkpoints, of an adapter or a model, or a Hub id. Answers appear as they are
+written; Ctrl-C stops an answer. From a pipe every line is a question, and only the answers are printed.
+
+  """ + "\n  ".join(f"{name:<14} {said}" for name, said in HELP.items())
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="scu-trainer chat", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--against", metavar="OTHER", help="a second model that answers after it; base: what it was "
+                        "tuned from")  # fmt: skip
+    parser.add_argument("--system", metavar="TEXT", default="", help="system message")
+    add_options(parser, MAX_NEW_TOKENS)
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    first = subject(options.run, options)
+    other = None if options.against is None else subject(options.against, options, first)
+    with quiet():
+        settings = answer_settings(options)
+        talkers = [talker(first)]
+        if other is not None:
+            talkers.append(_second(talkers[0], other, is_base=options.against == "base"))
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    return Chat(talkers, settings, options.system, sys.stdin, sys.stdout, is_terminal).run()
+
+
+def _second(first: Talker, other, is_base: bool) -> Talker:
+    from scu_trainer.talk.model import base_beside
+
+    name = other.word or other.name
+    return base_beside(first, name) if is_base and hasattr(first.model, "disable_adapter") else talker(other)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Standard output is for the answers."""
+    with contextlib.redirect_stdout(sys.stderr):
+        from scu_trainer.train.run_directory.logs import run_log
+
+        with run_log():
+            yield
+
+
+class Chat:
+    """``talkers``: one, or two that are asked the same. Each has its own conversation."""
+
+    def __init__(
+        self, talkers: Sequence[Talker], settings: AnswerSettings, system: str, reads: TextIO, writes: TextIO,
+        is_terminal: bool,
+    ) -> None:  # fmt: skip
+        self.talkers, self.settings, self.system = talkers, settings, system
+        self.reads, self.writes, self.is_terminal = reads, writes, is_terminal
+        self.conversations: list[list[dict[str, str]]] = []
+        self._reset()
+
+    def run(self) -> int:
+        if self.is_terminal:
+            with contextlib.suppress(ImportError):  # not everywhere; lines are then typed without arrow keys
+                import readline  # noqa: F401
+        self._quietly("\n".join(self._opening()))
+        while (line := self._read()) is not None:
+            if not line.strip():
+                continue
+            try:
+                if line.startswith("/"):
+                    if not self._command(line.strip()):
+                        return 0
+                    continue
+                self._ask(line.strip())
+            except UserError as error:
+                if not self.is_terminal:
+                    raise
+                self._say(f"error: {error}\n")
+        return 0
+
+    def _opening(self) -> list[str]:
+        lines = [f"{' and '.join(one.name for one in self.talkers)}; {self.settings.in_words(self.talkers[0])}"]
+        lines += [
+            f"{one.name} has no chat template: it goes on with what was said" for one in self.talkers
+            if not one.has_template
+        ]  # fmt: skip
+        return [*lines, "/help lists commands; Ctrl-D ends"]
+
+    def _read(self) -> Optional[str]:
+        try:
+            if self.is_terminal:
+                return input("\n> ")
+            line = self.reads.readline()
+            return line if line else None
+        except (EOFError, KeyboardInterrupt):
+            self._quietly("")
+            return None
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    def _command(self, line: str) -> bool:
+        """Whether the chat goes on."""
+        name, _, rest = line[1:].partition(" ")
+        acts = {"system": self._set_system, "reset": lambda _: self._reset(), "save": self._save,
+                "help": lambda _: self._quietly(self._help())}  # fmt: skip
+        if name in ("exit", "quit"):
+            return False
+        if name not in acts:
+            known = [*acts, "exit"]
+            raise SettingsError(f"/{name} is no command{nearest(name, known)}; commands: /{', /'.join(known)}")
+        acts[name](rest.strip())
+        return True
+
+    def _help(self) -> str:
+        return "\n".join(f"{name:<14} {said}" for name, said in HELP.items())
+
+    def _set_system(self, text: str) -> None:
+        self.system = text
+        self._reset()
+        self._quietly(f"system message: {text}" if text else "no system message")
+
+    def _reset(self) -> None:
+        begin = [{"role": "system", "content": self.system}] if self.system else []
+        self.conversations = [list(begin) for _ in self.talkers]
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise SettingsError("/save needs a file name")
+        path = Path(name).expanduser()
+        paths = [path] if len(self.talkers) == 1 else [
+            path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(1, len(self.talkers) + 1)
+        ]  # fmt: skip
+        for place in paths:
+            if place.exists():
+                raise SettingsError(f"{place} is there already; give another name")
+        for place, conversation in zip(paths, self.conversations, strict=True):
+            write_text(place, "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in conversation))
+        self._quietly(f"written: {', '.join(map(str, paths))}")
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def _ask(self, question: str) -> None:
+        for one, conversation in zip(self.talkers, self.conversations, strict=True):
+            conversation.append({"role": "user", "content": question})
+            try:
+                answer = self._answer(one, conversation)
+            except UserError:
+                conversation.pop()
+                raise
+            conversation.append({"role": "assistant", "content": answer})
+
+    def _answer(self, one: Talker, conversation: Sequence[dict[str, str]]) -> str:
+        from scu_trainer.talk.answers import stream
+
+        token_ids, dropped = one.trimmed(conversation, self.settings.max_new_tokens)
+        if dropped:
+            self._note(f"[{one.name}: the oldest {dropped} messages no longer fit and are left out]")
+        if len(self.talkers) > 1:
+            self._say(f"[{one.name}]\n")
+        begun_s, first_s, pieces, counts = time.monotonic(), None, [], []
+        written = stream(one, token_ids, self.settings, counts.append)
+        is_stopped = False
+        try:
+            for piece in written:
+                first_s = first_s or time.monotonic() - begun_s
+                pieces.append(piece)
+                self._say(piece)
+        except KeyboardInterrupt:
+            is_stopped = True
+            written.close()
+        self._say("\n")
+        took_s = time.monotonic() - begun_s
+        if is_stopped:
+            self._quietly("[stopped]")
+        elif counts and first_s is not None:
+            self._quietly(f"[{counts[0]} tokens, the first after {first_s:.2f} s, {counts[0] / took_s:.1f} per second]")
+        return "".join(pieces)
+
+    def _say(self, text: str) -> None:
+        self.writes.write(text)
+        self.writes.flush()
+
+    def _quietly(self, text: str) -> None:
+        """For a person alone."""
+        if self.is_terminal:
+            self._say(f"\033[2m{text}\033[0m\n" if text else "\n")
+
+    def _note(self, text: str) -> None:
+        """What must be said in a pipe, too."""
+        print(text, file=self.writes if self.is_terminal else sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""``scu-trainer generate``: answers to a file of prompts, as JSON lines, resumable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.talking.chat import quiet
+from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
+from scu_trainer.errors import SettingsError, StorageError
+from scu_trainer.run_files import read_json, require_writable, write_json
+
+if TYPE_CHECKING:
+    from scu_trainer.cli.subjects import Subject
+    from scu_trainer.talk.prompts import PromptRow
+
+MAX_NEW_TOKENS, BATCH_ROWS = 256, 8
+DESCRIPTION = """\
+Answers each prompt of FILE and writes a JSON line for it, in the order of FILE. Killed, the same command goes on after
+the last whole line. Rows: a column messages, or prompt, instruction, question, text; a .txt file has one per line."""
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="scu-trainer generate", description=DESCRIPTION)
+    parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, an adapter, a model, or a Hub id")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, metavar="FILE", help="JSON lines, JSON, CSV, Parquet, text"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: answers.jsonl in this folder",
+                        default=Path("answers.jsonl"))  # fmt: skip
+    parser.add_argument("--batch_size", "--batch-size", type=int, default=BATCH_ROWS, metavar="N",
+                        help=f"prompts at once, at most ({BATCH_ROWS}); fewer where memory is short")  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="begin again where the output is there already")
+    add_options(parser, MAX_NEW_TOKENS)
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    if options.batch_size < 1:
+        raise SettingsError(f"batch_size is {options.batch_size}; it must be 1 or more")
+    require_writable(options.output.parent, "--output")
+    who = subject(options.run, options)
+    with quiet():
+        from scu_trainer.talk.answers import Batches
+        from scu_trainer.talk.prompts import read_prompts
+
+        settings, rows = answer_settings(options), read_prompts(options.prompts)
+        written = Written(options.output, _asked(who, rows, settings), options.overwrite)
+        done = written.begin()
+        for line in written.lines:
+            print(line)
+        model = talker(who) if done < len(rows) else None
+        if model is not None:
+            batches = Batches(model, settings, options.batch_size)
+            dropped = _write_all(written, model, batches, rows[done:], done)
+            print("\n".join(_said(batches, dropped)), end="")
+    print(f"{len(rows)} answers in {options.output}" + (f", {done} of them from before" if done else ""))
+    return 0
+
+
+def _write_all(written: Written, model: Any, batches: Any, rows: Sequence[PromptRow], first: int) -> int:
+    """Returns how many messages did not fit. A batch is written when it is answered: that much a kill costs."""
+    dropped = 0
+    for begin in range(0, len(rows), batches.batch_rows):
+        part = rows[begin : begin + batches.batch_rows]
+        prompts = [model.trimmed(row.messages, batches.settings.max_new_tokens) for row in part]
+        dropped += sum(count for _, count in prompts)
+        answers = batches.answers([token_ids for token_ids, _ in prompts])
+        for number, (row, answer) in enumerate(zip(part, answers, strict=True), start=first + begin):
+            written.add({"index": number, "messages": row.messages, "answer": answer.text, "tokens": answer.tokens,
+                         "finish_reason": answer.finish_reason})  # fmt: skip
+    return dropped
+
+
+def _said(batches: Any, dropped: int) -> list[str]:
+    lines = []
+    if batches.out_of_memory:
+        lines.append(f"ran out of memory {batches.out_of_memory} times and went on with fewer prompts at once\n")
+    if dropped:
+        lines.append(f"{dropped} messages of long conversations did not fit and were left out, the oldest first\n")
+    return lines
+
+
+def _asked(who: Subject, rows: Sequence[PromptRow], settings: Any) -> dict[str, Any]:
+    """What decides the answers."""
+    prompts = hashlib.sha256(json.dumps([row.messages for row in rows]).encode()).hexdigest()
+    return {"model": who.source, "files": _stamp(Path(who.source)), "prompts": prompts, "rows": len(rows),
+            "dtype": who.model.dtype, **asdict(settings)}  # fmt: skip
+
+
+def _stamp(folder: Path) -> dict[str, list[int]]:
+    """Size and time of the weights: trained on, they are others."""
+    found = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in found}
+
+
+class Written:
+    """The file of answers, and beside it (``.meta.json``) what they answer."""
+
+    def __init__(self, path: Path, asked: dict[str, Any], overwrite: bool) -> None:
+        self.path, self.asked, self.overwrite = path, asked, overwrite
+        self.meta = path.with_name(path.name + ".meta.json")
+        self.lines: list[str] = []
+
+    def begin(self) -> int:
+        """How many answers are there. Raises SettingsError where they are answers to something else."""
+        if self.overwrite:
+            self.path.unlink(missing_ok=True)
+            self.meta.unlink(missing_ok=True)
+        if not self.path.exists():
+            write_json(self.meta, self.asked)
+            self.path.touch()
+            return 0
+        before = read_json(self.meta) if self.meta.is_file() else None
+        now = json.loads(json.dumps(self.asked))
+        if before != now:
+            changed = (
+                "it was not written by this command" if before is None else f"{_changed(before, now)} changed since"
+            )
+            raise SettingsError(f"{self.path} is there, and {changed}; give another --output, or --overwrite")
+        return self._whole_lines()
+
+    def _whole_lines(self) -> int:
+        """A torn last line, of a kill, is cut off."""
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            self.lines.append(f"{self.path}: a torn last line is answered again")
+            with open(self.path, "r+b") as file:
+                file.truncate(len(whole))
+        count = whole.count(b"\n")
+        if count:
+            self.lines.append(f"{self.path}: going on after {count} answers")
+        return count
+
+    def add(self, row: dict[str, Any]) -> None:
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise StorageError(f"cannot write {self.path}: {error.strerror}; the same command goes on") from error
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
+    return ", ".join(name for name in now if before.get(name) != now[name]) or "something"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""What chat and generate have in common: whom they talk to, and how it answers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Optional
+
+from scu_trainer.cli.subjects import Subject, base_subject, subject_of
+from scu_trainer.errors import ModelError, SettingsError
+from scu_trainer.settings.tasks import TEXT
+
+if TYPE_CHECKING:
+    from scu_trainer.talk.answers import AnswerSettings
+    from scu_trainer.talk.model import Talker
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
+def add_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    add = parser.add_argument
+    add("--max_new_tokens", "--max-new-tokens", type=int, default=max_new_tokens, metavar="N",
+        help=f"of an answer, at most; default: {max_new_tokens}")  # fmt: skip
+    add("--do_sample", "--do-sample", type=_switch, nargs="?", const=True, help="draw tokens; default: as the model's "
+        "generation_config says, or where one of the next three is given")  # fmt: skip
+    add("--temperature", type=float, help="of the draws")
+    add("--top_p", "--top-p", type=float, help="draw among the likeliest tokens that have this share")
+    add("--top_k", "--top-k", type=int, help="draw among so many of the likeliest")
+    add("--repetition_penalty", "--repetition-penalty", type=float, help="above 1: tokens that came before are rarer")
+    add("--seed", type=int, default=0, help="of the draws; default: 0")
+    add("--dtype", choices=DTYPES, default="auto", help="of the weights; auto: as the run had them")
+    add("--use_cpu", "--use-cpu", action="store_true", help="leave the GPU alone")
+    add("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
+    add("--allow_pickle", action="store_true", help="also read weights stored as pickle files")
+
+
+def answer_settings(options: argparse.Namespace) -> AnswerSettings:
+    from scu_trainer.talk.answers import settings_of
+
+    return settings_of(options)
+
+
+def subject(name: str, options: argparse.Namespace, base_of: Optional[Subject] = None) -> Subject:
+    """``base_of``: whose base the word base means."""
+    if options.use_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
+    if name == "base" and base_of is None:
+        raise ModelError("base is a word of --against; give a path or a Hub id first (./base for a folder)")
+    found = base_subject(base_of) if name == "base" and base_of is not None else subject_of(name)
+    if found.task != TEXT:
+        raise ModelError(f"{found.name} is of task {found.task}: it writes no text; only {TEXT} can be talked to")
+    dtype = found.model.dtype if options.dtype == "auto" else options.dtype
+    changes = {"dtype": dtype, "trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
+    return replace(found, model=replace(found.model, **changes))
+
+
+def talker(who: Subject) -> Talker:
+    """Loaded, in the arithmetic of its run."""
+    import torch
+
+    from scu_trainer.talk.model import loaded
+
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(who.mixed_precision or "")
+    try:
+        return loaded(who.name, who.model, precision)
+    except torch.OutOfMemoryError as error:
+        raise SettingsError(f"{who.name} does not fit on the GPU; add --use_cpu, or --dtype bfloat16") from error

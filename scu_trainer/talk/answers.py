@@ -1,0 +1,163 @@
+"""Answers: piece by piece while one is written, or of many conversations in batches that fit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Optional
+
+import torch
+from transformers import GenerationConfig, StoppingCriteriaList, TextIteratorStreamer
+
+from scu_trainer.errors import ModelError, OutOfMemory
+from scu_trainer.settings.base import require
+from scu_trainer.talk.model import Talker
+from scu_trainer.train.step.prediction import Halving
+
+GOOD_BEFORE_GROWTH = 8
+"""Batches that fit one after the other before a larger one is tried again."""
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """By transformers' names; None leaves what the model's generation config says. ``seed``: of sampling."""
+
+    max_new_tokens: int = 256
+    do_sample: Optional[bool] = None
+    temperature: Optional[float] = None
+    top_p: Optional[float] = None
+    top_k: Optional[int] = None
+    repetition_penalty: Optional[float] = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more")
+        for name in ("temperature", "repetition_penalty"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name} is {value}; it must be above 0")
+        require(self.top_p is None or 0 < self.top_p <= 1, f"top_p is {self.top_p}; allowed: above 0, up to 1")
+        require(self.top_k is None or self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 or more")
+        drawn = [name for name in ("temperature", "top_p", "top_k") if getattr(self, name) is not None]
+        require(not (self.do_sample is False and drawn), f"{', '.join(drawn)} act where tokens are drawn; drop "
+                "do_sample: false")  # fmt: skip
+
+    def config(self, talker: Talker) -> GenerationConfig:
+        own = {name: value for name, value in asdict(self).items() if value is not None and name != "seed"}
+        if "do_sample" not in own and {"temperature", "top_p", "top_k"} & own.keys():
+            own["do_sample"] = True
+        stops = talker.stops
+        found = GenerationConfig.from_dict(talker.model.generation_config.to_dict())
+        if not own.get("do_sample", found.do_sample):  # what only acts on draws would be warned of
+            own |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        found.update(**own, max_length=None, eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0)
+        return found
+
+    def in_words(self, talker: Talker) -> str:
+        config = self.config(talker)
+        if not config.do_sample:
+            return "greedy: each token is the most likely one (--temperature 0.7 draws)"
+        return f"drawn at temperature {config.temperature:g}, top_p {config.top_p:g}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``finish_reason``: "stop" at a token that ends it, "length" at max_new_tokens."""
+
+    text: str
+    tokens: int
+    finish_reason: str
+
+
+def stream(
+    talker: Talker, token_ids: Sequence[int], settings: AnswerSettings, count: Optional[Callable[[int], None]] = None
+) -> Iterator[str]:
+    """Pieces of the answer to a prompt, as they are written. ``count`` gets the number of its tokens at the end.
+
+    Closing the iterator ends the generation. Raises ModelError where the model fails.
+    """
+    inputs = torch.tensor([list(token_ids)], device=talker.device)
+    streamer = TextIteratorStreamer(talker.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    is_left, errors = threading.Event(), []
+    stops = StoppingCriteriaList([lambda *_, **__: is_left.is_set()])
+
+    def generate() -> None:
+        try:
+            torch.manual_seed(settings.seed)
+            with talker.answering():
+                made = talker.model.generate(
+                    input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=settings.config(talker),
+                    streamer=streamer, stopping_criteria=stops,
+                )  # fmt: skip
+            if count is not None:
+                count(made.shape[1] - inputs.shape[1])
+        except Exception as error:  # in a thread of its own; raised below, where somebody listens
+            errors.append(error)
+            streamer.end()
+
+    thread = threading.Thread(target=generate, daemon=True)
+    thread.start()
+    try:
+        yield from (piece for piece in streamer if piece)
+    finally:
+        is_left.set()
+        thread.join()
+    if errors:
+        raise ModelError(f"{talker.name} cannot answer: {errors[0]}") from errors[0]
+
+
+class Batches:
+    """Answers of many prompts, padded on the left. ``batch_rows``: at most so many at once; fewer after running out of
+    memory, from where it grows again. No prompt is lost by that."""
+
+    def __init__(self, talker: Talker, settings: AnswerSettings, batch_rows: int) -> None:
+        self.talker, self.settings, self.batch_rows = talker, settings, batch_rows
+        self._halving, self._good = Halving(talker.device), 0
+
+    @property
+    def out_of_memory(self) -> int:
+        return self._halving.out_of_memory
+
+    def answers(self, prompts: Sequence[Sequence[int]]) -> Iterator[Answer]:
+        """In the order of ``prompts``. Raises OutOfMemory where one alone does not fit."""
+        for begin in range(0, len(prompts), self.batch_rows):
+            part = prompts[begin : begin + self.batch_rows]
+            yield from self._of_batch(part)
+
+    def _of_batch(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+        before = self.out_of_memory
+        try:
+            done = self._halving.run(len(prompts), lambda rows: self._generated([prompts[row] for row in rows]))
+        except OutOfMemory as error:
+            longest = max(map(len, prompts))
+            raise OutOfMemory(
+                f"one prompt (up to {longest:,} tokens) with an answer of {self.settings.max_new_tokens:,} does not "
+                "fit in memory; lower --max_new_tokens, or use a smaller model"
+            ) from error
+        self._good = 0 if self.out_of_memory > before else self._good + 1
+        if self._good >= GOOD_BEFORE_GROWTH and self._halving.largest_rows is not None:
+            larger, self._good = 2 * self._halving.largest_rows, 0
+            self._halving.largest_rows = larger if larger < self.batch_rows else None
+        return [answer for _, answers in done for answer in answers]
+
+    def _generated(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+        talker, width = self.talker, max(map(len, prompts))
+        pad = talker.stops[0] if talker.stops else 0
+        inputs = torch.tensor([[pad] * (width - len(ids)) + list(ids) for ids in prompts], device=talker.device)
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=talker.device)
+        torch.manual_seed(self.settings.seed)
+        with talker.answering():
+            made = talker.model.generate(
+                input_ids=inputs, attention_mask=mask, generation_config=self.settings.config(talker)
+            )
+        return [self._answer(row) for row in made[:, width:].tolist()]
+
+    def _answer(self, token_ids: list[int]) -> Answer:
+        end = next((place for place, token in enumerate(token_ids) if token in self.talker.stops), None)
+        text = self.talker.tokenizer.decode(token_ids[:end], skip_special_tokens=True)
+        return Answer(text, len(token_ids[:end]), "length" if end is None else "stop")
+
+
+def settings_of(values: Any) -> AnswerSettings:
+    """From an object with the attributes of ``AnswerSettings``."""
+    return AnswerSettings(**{name: getattr(values, name) for name in AnswerSettings.__dataclass_fields__})

@@ -1,0 +1,120 @@
+"""A model that can be talked to: loaded as its run trained it, with the template and the tokens that end its turns."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from scu_trainer.errors import DataError
+from scu_trainer.models.loading.load import load_for_evaluation, load_tokenizer
+from scu_trainer.models.loading.offloaded import input_device
+from scu_trainer.settings import ModelSettings
+
+Message = dict[str, str]
+PROBE = "\u2301 an answer \u2301"
+"""Stands for an answer where a template is looked at: nothing that a template would have of its own."""
+
+
+@dataclass
+class Talker:
+    """``around``: the context in which it answers, such as that without the adapter. ``precision``: autocast to it.
+    ``stops``: ids of the tokens that end an answer. ``lock``: one answers at a time, for the model is switched between
+    them."""
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+    precision: Optional[torch.dtype] = None
+    around: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    stops: list[int] = field(default_factory=list)
+    lock: Any = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.stops = self.stops or stop_tokens(self.model, self.tokenizer)
+
+    @property
+    def has_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    @property
+    def device(self) -> torch.device:
+        return input_device(self.model)
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        autocast = torch.autocast(self.device.type, self.precision, enabled=self.precision is not None)
+        with self.lock, self.around(), torch.no_grad(), autocast:
+            yield
+
+    @property
+    def positions(self) -> Optional[int]:
+        """Most tokens of prompt and answer together; None where nothing says."""
+        config = getattr(self.model.config, "text_config", self.model.config)
+        return getattr(config, "max_position_embeddings", None)
+
+    def encoded(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a prompt. Without a template the texts stand one after the other, to be gone on with."""
+        if not self.has_template:
+            return self.tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
+        try:
+            found = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        except Exception as error:  # a template is a program, and says in its own words what it does not take
+            raise DataError(f"the chat template of {self.name} does not take this conversation: {error}") from error
+        return list(found["input_ids"])
+
+    def trimmed(self, messages: Sequence[Message], max_new_tokens: int) -> tuple[list[int], int]:
+        """Ids of a prompt that leaves room for the answer, and how many of the oldest messages were dropped for it; a
+        system message stays. Raises DataError where the newest alone is too long."""
+        kept, dropped = list(messages), 0
+        while True:
+            token_ids = self.encoded(kept)
+            if self.positions is None or len(token_ids) + max_new_tokens <= self.positions:
+                return token_ids, dropped
+            first = 1 if kept[0]["role"] == "system" else 0
+            if len(kept) - first < 2:
+                raise DataError(
+                    f"a prompt of {len(token_ids):,} tokens and an answer of {max_new_tokens:,} are more than the "
+                    f"{self.positions:,} positions of {self.name}; shorten it, or lower --max_new_tokens"
+                )
+            following = next((n for n in range(first + 1, len(kept)) if kept[n]["role"] == "user"), len(kept) - 1)
+            dropped += following - first
+            del kept[first:following]
+
+
+def loaded(name: str, settings: ModelSettings, precision: Optional[torch.dtype] = None) -> Talker:
+    """``settings``: of its run, with ``model_name_or_path`` where it lies. Raises ModelError."""
+    tokenizer = load_tokenizer(settings)
+    return Talker(name, load_for_evaluation(settings.model_name_or_path, settings), tokenizer, precision)
+
+
+def base_beside(talker: Talker, name: str) -> Talker:
+    """The base of an adapter, in the same memory."""
+    without = talker.model.disable_adapter
+    return Talker(name, talker.model, talker.tokenizer, talker.precision, without, talker.stops, talker.lock)
+
+
+def stop_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
+    """Those of the model's generation config and of the tokenizer, and the special token with which the template ends
+    an answer, found by rendering one."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id}
+    if getattr(tokenizer, "chat_template", None):
+        found.add(_end_of_turn(tokenizer))
+    return sorted(token for token in found if token is not None)
+
+
+def _end_of_turn(tokenizer: Any) -> Optional[int]:
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": PROBE}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # one that takes no such conversation: the other tokens are left
+        return None
+    after = tokenizer(text.rpartition(PROBE)[2], add_special_tokens=False)["input_ids"]
+    return next((token for token in after[:2] if token in tokenizer.all_special_ids), None)

@@ -1,0 +1,82 @@
+"""A file of prompts -> conversations, one per row, in whatever way the rows say them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.data.messages import messages_of
+from scu_trainer.data.readers import read_file
+from scu_trainer.data.records import BadRow
+from scu_trainer.errors import DataError
+
+TURNS = ("messages", "conversations", "conversation")
+QUESTIONS = ("prompt", "instruction", "question", "problem", "query", "text")
+ALLOWED = (
+    "a column messages or conversations (turns, the last of the user), or one of prompt, instruction (with input "
+    "beside it), question, problem, query, text; a .txt file has a prompt in each line"
+)
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """``place``: for a person, such as "questions.jsonl row 3"."""
+
+    place: str
+    messages: list[dict[str, str]]
+
+
+def read_prompts(path: Path) -> list[PromptRow]:
+    """Raises DataError with the place for a row that says no prompt: none is left out."""
+    if path.suffix.lower() == ".txt":
+        rows = [PromptRow(f"{path.name} line {number}", _asked(line.strip())) for number, line in _lines(path)]
+    else:
+        rows = [PromptRow(record.place, _messages(record)) for record in read_file(path, "text")]
+    if not rows:
+        raise DataError(f"{path} has no prompt; give {ALLOWED}")
+    return rows
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    text = "".join(record.value["text"] for record in read_file(path, "text"))
+    yield from ((number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip())
+
+
+def _asked(text: str, system: str = "") -> list[dict[str, str]]:
+    begin = [{"role": "system", "content": system}] if system else []
+    return [*begin, {"role": "user", "content": text}]
+
+
+def _messages(record: Any) -> list[dict[str, str]]:
+    if record.value is None:
+        raise DataError(f"{record.place}: {record.problem}")
+    row = record.value
+    turns = next((name for name in TURNS if row.get(name)), None)
+    turns = turns or ("prompt" if isinstance(row.get("prompt"), list) else None)
+    if turns is not None:
+        return _unanswered(record.place, row[turns], turns)
+    name = next((name for name in QUESTIONS if _said(row.get(name))), None)
+    if name is None:
+        raise DataError(f"{record.place} has the columns {', '.join(map(str, row)) or 'none'}; give {ALLOWED}")
+    more = _said(row.get("input")) if name == "instruction" else None
+    system = _said(row.get("system")) or ""
+    return _asked(f"{row[name]}\n\n{more}" if more else row[name], system)
+
+
+def _said(value: Any) -> Optional[str]:
+    return value if isinstance(value, str) and value.strip() else None
+
+
+def _unanswered(place: str, value: Any, column: str) -> list[dict[str, str]]:
+    """Without the answer that the row ends with, if it does."""
+    try:
+        messages = messages_of(value, column)
+    except BadRow as error:
+        raise DataError(f"{place}: {error}") from error
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise DataError(f"{place}: {column} has no turn before the answer")
+    return messages

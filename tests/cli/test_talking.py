@@ -1,0 +1,235 @@
+"""``scu-trainer chat`` and ``generate`` as a person, a pipe and a kill have them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scu_trainer.cli.main import main as cli
+from scu_trainer.cli.talking.chat import Chat
+from scu_trainer.cli.talking.generate import Written
+from scu_trainer.errors import SettingsError
+from scu_trainer.settings import ModelSettings
+from scu_trainer.talk.answers import AnswerSettings
+from scu_trainer.talk.model import loaded
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny.saved_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def talker(folder):
+    return loaded("tiny", ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32"))
+
+
+class Screen(io.StringIO):
+    """A terminal on which lines are typed."""
+
+    def __init__(self, monkeypatch, *lines: str) -> None:
+        super().__init__()
+        left = iter(lines)
+
+        def typed(prompt: str) -> str:
+            try:
+                return next(left)
+            except StopIteration:
+                raise EOFError from None
+
+        monkeypatch.setattr("builtins.input", typed)
+
+
+def chat(talkers, screen, system: str = "") -> Chat:
+    return Chat(talkers, AnswerSettings(max_new_tokens=6), system, io.StringIO(), screen, is_terminal=True)
+
+
+def test_a_conversation_with_its_commands(talker, monkeypatch, tmp_path):
+    place = tmp_path / "said.jsonl"
+    screen = Screen(monkeypatch, "hello", "and now?", f"/save {place}", f"/save {place}", "/rest", "/help",
+                    "/system be brief", "again", "/reset", "/exit", "never read")  # fmt: skip
+    one = chat([talker], screen)
+    assert one.run() == 0
+    said = screen.getvalue()
+    turns = [json.loads(line) for line in place.read_text().splitlines()]
+    assert [turn["role"] for turn in turns] == ["user", "assistant"] * 2 and turns[2]["content"] == "and now?"
+    assert "said.jsonl is there already" in said and "/rest is no command" in said and "did you mean 'reset'" in said
+    assert "greedy: each token is the most likely one" in said and "system message: be brief" in said
+    assert "tokens, the first after" in said and "per second" in said
+    assert one.conversations == [[{"role": "system", "content": "be brief"}]]
+
+
+def test_two_models_answer_after_each_other_and_remember_their_own(talker, monkeypatch, tmp_path):
+    screen = Screen(monkeypatch, "hello", f"/save {tmp_path / 'x.jsonl'}")
+    one = chat([talker, talker], screen)
+    one.run()
+    assert screen.getvalue().count("[tiny]") == 2
+    assert one.conversations[0] == one.conversations[1] and one.conversations[0] is not one.conversations[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x-1.jsonl", "x-2.jsonl"]
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(talker, monkeypatch):
+    screen = Screen(monkeypatch, "hello", "/exit")
+    one = chat([talker], screen)
+    real, count = one._say, []
+
+    def interrupted(text):
+        real(text)
+        count.append(text)
+        if len(count) == 2:  # the opening lines, and the first piece of the answer
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(one, "_say", interrupted)
+    assert one.run() == 0 and "[stopped]" in screen.getvalue()
+    assert [turn["role"] for turn in one.conversations[0]] == ["user", "assistant"]
+
+
+def test_what_does_not_fit_is_said(talker, monkeypatch):
+    long = "word " * 40
+    screen = Screen(monkeypatch, long, long, long, "x " * 500)
+    one = chat([talker], screen)
+    one.run()
+    said = screen.getvalue()
+    assert "the oldest 2 messages no longer fit and are left out" in said
+    assert "error: a prompt of" in said and one.conversations[0][-1]["role"] == "assistant"
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def program(*words: object) -> list[str]:
+    return [sys.executable, "-m", "scu_trainer.cli.main", *map(str, words)]
+
+
+def test_from_a_pipe_only_the_answers_are_printed(folder):
+    words = program("chat", folder, "--max_new_tokens", "4", "--dtype", "float32")
+    done = subprocess.run(words, input="hello\nhello\n", capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    assert "greedy" not in done.stdout and "\033" not in done.stdout and done.stdout.endswith("\n")
+
+
+def test_in_a_terminal_it_streams_and_ends_with_ctrl_d(folder):
+    leader, follower = pty.openpty()
+    words = program("chat", folder, "--max_new_tokens", "4")
+    process = subprocess.Popen(words, stdin=follower, stdout=follower, stderr=subprocess.DEVNULL, env=environment())
+    os.close(follower)
+    seen = b""
+
+    def until(text: bytes) -> None:
+        nonlocal seen
+        end_s = time.monotonic() + 120
+        while text not in seen:
+            assert time.monotonic() < end_s, seen
+            if select.select([leader], [], [], 1)[0]:
+                seen += os.read(leader, 4096)
+
+    until(b"> ")
+    os.write(leader, b"hello\n")
+    until(b"per second")
+    os.write(leader, b"\x04")
+    assert process.wait(60) == 0
+    os.close(leader)
+
+
+# -- generate ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"word {'and ' * (i % 5)}{i}"}) + "\n" for i in range(12)))
+    return path
+
+
+def generate(folder, prompts, output, *more) -> list[object]:
+    return ["generate", folder, "--prompts", prompts, "--output", output, "--max_new_tokens", "5", "--batch_size", "3",
+            "--dtype", "float32", *more]  # fmt: skip
+
+
+def run(*words) -> int:
+    return cli([str(word) for word in words])
+
+
+def test_killed_it_goes_on_after_the_last_whole_line(folder, prompts, tmp_path, capsys):
+    assert run(*generate(folder, prompts, tmp_path / "whole.jsonl")) == 0
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    assert [row["index"] for row in rows] == list(range(12)) and {"answer", "tokens", "finish_reason"} <= rows[0].keys()
+    output = tmp_path / "parts.jsonl"
+    process = subprocess.Popen(
+        program(*generate(folder, prompts, output)), env=environment(), stdout=subprocess.DEVNULL
+    )
+    while not output.exists() or output.stat().st_size == 0:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert run(*generate(folder, prompts, output)) == 0
+    assert output.read_bytes() == whole
+
+
+def test_cut_anywhere_it_is_whole_again(folder, prompts, tmp_path, capsys):
+    output = tmp_path / "a.jsonl"
+    assert run(*generate(folder, prompts, output)) == 0
+    whole = output.read_bytes()
+    for end in (0, 1, whole.index(b"\n"), whole.index(b"\n") + 1, len(whole) // 2, len(whole) - 1, len(whole)):
+        output.write_bytes(whole[:end])
+        capsys.readouterr()
+        assert run(*generate(folder, prompts, output)) == 0
+        assert output.read_bytes() == whole, end
+        torn = end > 0 and whole[end - 1 : end] != b"\n"
+        assert ("a torn last line is answered again" in capsys.readouterr().err) == torn
+
+
+def test_answers_to_something_else_are_kept(folder, prompts, tmp_path, capsys):
+    output = tmp_path / "a.jsonl"
+    assert run(*generate(folder, prompts, output)) == 0
+    before = output.read_bytes()
+    assert run(*generate(folder, prompts, output, "--temperature", "2")) == 2
+    assert "do_sample" not in (said := capsys.readouterr().err) and "temperature changed since" in said
+    prompts.write_text(json.dumps({"prompt": "other"}) + "\n")
+    assert run(*generate(folder, prompts, output)) == 2 and "prompts, rows changed since" in capsys.readouterr().err
+    assert output.read_bytes() == before
+    assert run(*generate(folder, prompts, output, "--overwrite")) == 0 and output.read_bytes().count(b"\n") == 1
+    (tmp_path / "mine.jsonl").write_text("mine\n")
+    assert run(*generate(folder, prompts, tmp_path / "mine.jsonl")) == 2
+    assert (tmp_path / "mine.jsonl").read_text() == "mine\n"
+
+
+def test_a_file_that_is_not_ours_is_named(tmp_path):
+    (tmp_path / "x").write_text("")
+    with pytest.raises(SettingsError, match="it was not written by this command"):
+        Written(tmp_path / "x", {"a": 1}, overwrite=False).begin()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["chat", "nowhere/to/be"], "does not exist"),
+        (["chat", "base"], "base is a word of --against"),
+        (["generate", "{folder}", "--prompts", "{folder}/config.jsn"], "config.jsn"),
+        (["generate", "{folder}", "--prompts", "x.jsonl", "--batch_size", "0"], "batch_size is 0"),
+    ],
+)
+def test_mistakes_end_with_2(words, message, folder, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(*(word.replace("{folder}", str(folder)) for word in words)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_writes_no_text_is_named(tmp_path, capsys):
+    tiny.vit().save_pretrained(tmp_path)
+    assert run("chat", tmp_path) == 2
+    assert "image-classification: it writes no text" in capsys.readouterr().err

@@ -1,0 +1,201 @@
+"""A model that answers: what it reads, where it stops, that batches and memory change no answer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+
+from scu_trainer.errors import DataError, ModelError, OutOfMemory, SettingsError
+from scu_trainer.settings import ModelSettings
+from scu_trainer.talk import answers as subject
+from scu_trainer.talk.answers import AnswerSettings, Batches, stream
+from scu_trainer.talk.model import base_beside, loaded
+from scu_trainer.talk.prompts import read_prompts
+from tests import tiny
+from tests.faults import oom
+
+GREEDY = AnswerSettings(max_new_tokens=12)
+QUESTION = [{"role": "user", "content": "What is a list?"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.saved_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def talker(folder):
+    return loaded("tiny", ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def adapter(folder, tmp_path_factory):
+    place = tmp_path_factory.mktemp("adapter")
+    model = tiny.lora(type(tiny.llama()).from_pretrained(folder))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    model.save_pretrained(place)
+    return loaded("adapter", ModelSettings(model_name_or_path=str(place), dtype="float32"))
+
+
+def prompts(talker, count: int = 7) -> list[list[int]]:
+    return [talker.encoded([{"role": "user", "content": "word " * (1 + 3 * i % 8)}]) for i in range(count)]
+
+
+def test_a_stream_is_the_answer_of_generate(talker):
+    token_ids, counts = talker.encoded(QUESTION), []
+    text = "".join(stream(talker, token_ids, GREEDY, counts.append))
+    inputs = torch.tensor([token_ids])
+    made = talker.model.generate(inputs, max_new_tokens=12, do_sample=False)[0, len(token_ids) :]
+    assert text == talker.tokenizer.decode(made, skip_special_tokens=True) and counts == [len(made)]
+
+
+def test_closing_a_stream_ends_it(talker):
+    written = stream(talker, talker.encoded(QUESTION), AnswerSettings(max_new_tokens=80))
+    next(written)
+    written.close()
+    assert "".join(stream(talker, talker.encoded(QUESTION), GREEDY)), "the model is free again"
+
+
+def test_what_fails_while_it_writes_is_raised(talker, monkeypatch):
+    def fails(**words):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(talker.model, "generate", fails)
+    with pytest.raises(ModelError, match="tiny cannot answer: no such kernel"):
+        list(stream(talker, [3, 4], GREEDY))
+
+
+def test_an_answer_ends_with_the_turn_of_the_template(talker):
+    end = talker.tokenizer.convert_tokens_to_ids(talker.tokenizer.all_special_tokens)
+    assert set(talker.stops) <= {*end, talker.model.generation_config.eos_token_id}
+    first = Batches(talker, GREEDY, 1)
+    (answer,) = first.answers([talker.encoded(QUESTION)])
+    assert answer.finish_reason in ("stop", "length") and answer.tokens <= 12
+
+
+def test_batches_of_any_size_give_the_same_answers(talker):
+    found = [list(Batches(talker, GREEDY, rows).answers(prompts(talker))) for rows in (1, 3, 7)]
+    assert found[0] == found[1] == found[2] and len(found[0]) == 7
+
+
+def failing(talker, monkeypatch, most_rows: int):
+    real, sizes = talker.model.generate, []
+
+    def generate(input_ids=None, **words):
+        if len(input_ids) > most_rows:
+            raise oom()
+        sizes.append(len(input_ids))
+        return real(input_ids=input_ids, **words)
+
+    monkeypatch.setattr(talker.model, "generate", generate)
+    return sizes
+
+
+def test_out_of_memory_loses_no_answer_and_larger_batches_are_tried_again(talker, monkeypatch):
+    asked = prompts(talker, 16)
+    expected = list(Batches(talker, GREEDY, 1).answers(asked))
+    monkeypatch.setattr(subject, "GOOD_BEFORE_GROWTH", 2)
+    sizes = failing(talker, monkeypatch, most_rows=2)
+    batches = Batches(talker, GREEDY, 4)
+    assert list(batches.answers(asked)) == expected
+    assert max(sizes) == 2 and batches.out_of_memory == 2  # once, and once when it tried to grow
+
+
+def test_a_single_prompt_that_never_fits(talker, monkeypatch):
+    failing(talker, monkeypatch, most_rows=0)
+    with pytest.raises(OutOfMemory, match=r"one prompt .* does not fit in memory; lower --max_new_tokens"):
+        list(Batches(talker, GREEDY, 4).answers(prompts(talker, 2)))
+
+
+def test_the_base_of_an_adapter_answers_in_the_same_memory(adapter, talker):
+    assert isinstance(adapter.model, PeftModel)
+    base, token_ids = base_beside(adapter, "base"), adapter.encoded(QUESTION)
+    said = {one.name: "".join(stream(one, token_ids, GREEDY)) for one in (adapter, base, talker)}
+    assert said["base"] == said["tiny"] != said["adapter"]
+
+
+def test_the_oldest_turns_make_room(talker):
+    turns = [
+        {"role": role, "content": f"{number} " * 12}
+        for number, role in enumerate(["system"] + ["user", "assistant"] * 4)
+    ]
+    asked = [*turns, *QUESTION]
+    token_ids, dropped = talker.trimmed(asked, 12)
+    assert len(token_ids) + 12 <= talker.positions == 128 and dropped > 0 and dropped % 2 == 0
+    assert token_ids == talker.encoded([turns[0], *asked[1 + dropped :]])
+    assert talker.trimmed(QUESTION, 12) == (talker.encoded(QUESTION), 0)
+    with pytest.raises(DataError, match="more than the 128 positions of tiny; shorten it"):
+        talker.trimmed(QUESTION, 125)
+
+
+def test_without_a_template_the_text_goes_on(folder, talker):
+    plain = loaded("plain", ModelSettings(model_name_or_path=str(folder), tuning="full"))
+    plain.tokenizer.chat_template = None
+    assert not plain.has_template and plain.encoded(QUESTION) == plain.tokenizer("What is a list?")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"temperature": 0.0}, "temperature is 0.0; it must be above 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"do_sample": False, "top_k": 5}, "top_k act where tokens are drawn"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(changes, message):
+    with pytest.raises(SettingsError, match=message):
+        AnswerSettings(**changes)
+
+
+def test_drawn_answers_are_those_of_the_seed(talker):
+    drawn = [
+        "".join(stream(talker, talker.encoded(QUESTION), AnswerSettings(12, temperature=2.0, seed=seed)))
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_in_every_way_that_people_write_them(tmp_path):
+    rows = [
+        {"prompt": "a"},
+        {"instruction": "b", "input": "c", "output": "d", "system": "s"},
+        {"messages": [{"role": "user", "content": "e"}, {"role": "assistant", "content": "f"}]},
+        {"conversations": [{"from": "human", "value": "g"}]},
+        {"question": "h"},
+    ]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [[(turn["role"], turn["content"]) for turn in row.messages] for row in read_prompts(tmp_path / "p.jsonl")]
+    assert found == [
+        [("user", "a")],
+        [("system", "s"), ("user", "b\n\nc")],
+        [("user", "e")],
+        [("user", "g")],
+        [("user", "h")],
+    ]
+    (tmp_path / "p.txt").write_text("one\n\n two \n")
+    assert [row.messages[0]["content"] for row in read_prompts(tmp_path / "p.txt")] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"body": "x"}, "row 1 has the columns body; give a column messages"),
+        ({"prompt": "  "}, "row 1 has the columns prompt"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages has no turn before the answer"),
+        ({"messages": [{"role": "user"}]}, "row 1"),
+    ],
+)
+def test_a_row_without_a_prompt_is_named(row, message, tmp_path):
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=message):
+        read_prompts(tmp_path / "p.jsonl")
