@@ -45,9 +45,9 @@ Answer = Callable[[str, Sequence[Mapping[str, str]]], Iterator[str]]
 
 
 class Board:
-    """What the pages share. ``answer``: see chat.py."""
+    """What the pages share. ``answer``: pieces of text by the folder of a model and the messages so far."""
 
-    def __init__(self, root: Path, acts: Acts, answer: Answer = chat.stream_answer) -> None:
+    def __init__(self, root: Path, acts: Acts, answer: Answer) -> None:
         self.root, self.acts, self.answer = root, acts, answer
         self.listing, self.pages = Listing(root, acts.hands.machine), one.Pages()
         self._learned: dict[Path, str] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional
 
 import torch
@@ -12,7 +12,7 @@ from transformers import GenerationConfig, StoppingCriteriaList, TextIteratorStr
 
 from scu_trainer.errors import ModelError, OutOfMemory
 from scu_trainer.settings.base import require
-from scu_trainer.talk.model import Talker
+from scu_trainer.talk.model import Message, Talker
 from scu_trainer.train.step.prediction import Halving
 
 GOOD_BEFORE_GROWTH = 8
@@ -58,6 +58,18 @@ class AnswerSettings:
         if not config.do_sample:
             return "greedy: each token is the most likely one (--temperature 0.7 draws)"
         return f"drawn at temperature {config.temperature:g}, top_p {config.top_p:g}, seed {self.seed}"
+
+
+def fitted(
+    talker: Talker, messages: Sequence[Message], settings: AnswerSettings
+) -> tuple[list[int], int, AnswerSettings]:
+    """Of a conversation that is answered at once: its ids, how many of the oldest messages were dropped, and settings
+    whose answer is as long as the positions of the model allow. A quarter of them is kept for it."""
+    if talker.positions is None:
+        return talker.encoded(messages), 0, settings
+    token_ids, dropped = talker.trimmed(messages, min(settings.max_new_tokens, talker.positions // 4))
+    left = talker.positions - len(token_ids)
+    return token_ids, dropped, replace(settings, max_new_tokens=min(settings.max_new_tokens, left))
 
 
 @dataclass(frozen=True)

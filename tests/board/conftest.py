@@ -18,6 +18,7 @@ from scu_trainer.board.access import Guard
 from scu_trainer.board.acts import Acts
 from scu_trainer.board.app import Board
 from scu_trainer.cli.looking import board as command
+from scu_trainer.cli.talking.streaming import stream_answer
 from scu_trainer.runs.control import Hands
 
 TOKEN, HOST, COOKIE = "a-token-of-this-test", "127.0.0.1:7860", "scu_board_7860"
@@ -57,7 +58,7 @@ def root(tmp_path) -> Path:
 def site(root, tmp_path) -> Site:
     (tmp_path / "recipe.yaml").write_text("output_dir: runs/short\n")
     hands = Hands()
-    return Site(Board(root, Acts([tmp_path / "recipe.yaml"], command._starter(root, hands), hands)))
+    return Site(Board(root, Acts([tmp_path / "recipe.yaml"], command._starter(root, hands), hands), stream_answer))
 
 
 @contextlib.contextmanager

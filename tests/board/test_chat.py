@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from scu_trainer.board import chat
+from scu_trainer.cli.talking import streaming
 from scu_trainer.errors import ModelError
 from tests import tiny
 from tests.board.conftest import opened
@@ -28,22 +28,22 @@ TEMPLATE = "{{ bos_token }}{% for one in messages %}{{ one.content }}{% endfor %
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_an_answer_comes_in_pieces(model, monkeypatch, template):
     """What the model says to the same tokens at once; of a chat template the special tokens stand there once."""
-    monkeypatch.setattr(chat, "MOST_NEW_TOKENS", 8)
-    loaded, tokenizer = chat._loaded(str(model))
+    monkeypatch.setattr(streaming, "MAX_NEW_TOKENS", 8)
+    talker = streaming._loaded(str(model))
+    loaded, tokenizer = talker.model, talker.tokenizer
     tokenizer.chat_template = template
     prompt = tokenizer(ASKED[0]["content"], return_tensors="pt")["input_ids"]
     if template:
         prompt = torch.cat([prompt, torch.tensor([[tokenizer.eos_token_id]])], 1)
     whole = loaded.generate(prompt, do_sample=False, max_new_tokens=8)[0, prompt.shape[1] :]
-    said = "".join(chat.stream_answer(str(model), ASKED))
+    said = "".join(streaming.stream_answer(str(model), ASKED))
     assert said == tokenizer.decode(whole, skip_special_tokens=True) != ""
 
 
 def test_what_goes_wrong_inside_the_model_is_an_error_and_no_silence(model, monkeypatch):
-    loaded, _ = chat._loaded(str(model))
-    monkeypatch.setattr(loaded, "generate", lambda **_: 1 / 0)
+    monkeypatch.setattr(streaming._loaded(str(model)).model, "generate", lambda **_: 1 / 0)
     with pytest.raises(ModelError, match="division by zero"):
-        list(chat.stream_answer(str(model), ASKED))
+        list(streaming.stream_answer(str(model), ASKED))
 
 
 def test_two_models_side_by_side_in_a_browser(root, model, capsys):

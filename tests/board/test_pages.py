@@ -291,4 +291,4 @@ def test_a_run_without_a_model_says_so(site, root):
     make_run(root / "one")
     assert "No run here has saved a model yet" in site.ask("/chat").text
     answer = site.ask("/chat/answer", "POST", data={"name": "one", "messages": conversation("a")})
-    assert answer.status_code == 409 and "cannot be loaded" in answer.text
+    assert answer.status_code == 409 and "holds no finished model" in answer.text

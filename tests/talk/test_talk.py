@@ -11,7 +11,7 @@ from peft import PeftModel
 from scu_trainer.errors import DataError, ModelError, OutOfMemory, SettingsError
 from scu_trainer.settings import ModelSettings
 from scu_trainer.talk import answers as subject
-from scu_trainer.talk.answers import AnswerSettings, Batches, stream
+from scu_trainer.talk.answers import AnswerSettings, Batches, fitted, stream
 from scu_trainer.talk.model import base_beside, loaded
 from scu_trainer.talk.prompts import read_prompts
 from tests import tiny
@@ -132,6 +132,14 @@ def test_the_oldest_turns_make_room(talker):
     assert talker.trimmed(QUESTION, 12) == (talker.encoded(QUESTION), 0)
     with pytest.raises(DataError, match="more than the 128 positions of tiny; shorten it"):
         talker.trimmed(QUESTION, 125)
+
+
+def test_an_answer_is_as_long_as_the_positions_allow(talker):
+    short, long = QUESTION, [{"role": "user", "content": "word " * 40}]
+    for messages in (short, long):
+        token_ids, dropped, settings = fitted(talker, messages, AnswerSettings(max_new_tokens=500))
+        assert dropped == 0 and len(token_ids) + settings.max_new_tokens == talker.positions
+    assert fitted(talker, short, GREEDY)[2] == GREEDY
 
 
 def test_without_a_template_the_text_goes_on(folder, talker):

@@ -14,6 +14,7 @@ from typing import Any, Optional
 
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.talking.streaming import stream_answer
 from scu_trainer.errors import RequirementError, SettingsError
 from scu_trainer.runs.control import Hands
 from scu_trainer.runs.store import ROOT
@@ -65,7 +66,8 @@ def _main(argv: list[str], serve: Serve, hands: Hands) -> int:
     port, token = listening.getsockname()[1], secrets.token_urlsafe(32)
     remember(token)
     names = {options.host, HOST, "localhost"} if _is_loopback(options.host) else {options.host}
-    board = Board(options.runs_dir, Acts(options.configs, _starter(options.runs_dir, hands), hands))
+    acts = Acts(options.configs, _starter(options.runs_dir, hands), hands)
+    board = Board(options.runs_dir, acts, stream_answer)
     app = Guard(board.application(), token, {f"{_in_address(name)}:{port}" for name in names}, f"scu_board_{port}")
     print(f"runs of {options.runs_dir}: http://{_in_address(options.host)}:{port}/?token={token}")
     print("whoever has this address can start programs here; Ctrl-C ends the board, runs go on", flush=True)

@@ -186,15 +186,15 @@ class Chat:
             conversation.append({"role": "assistant", "content": answer})
 
     def _answer(self, one: Talker, conversation: Sequence[dict[str, str]]) -> str:
-        from scu_trainer.talk.answers import stream
+        from scu_trainer.talk.answers import fitted, stream
 
-        token_ids, dropped = one.trimmed(conversation, self.settings.max_new_tokens)
+        token_ids, dropped, settings = fitted(one, conversation, self.settings)
         if dropped:
             self._note(f"[{one.name}: the oldest {dropped} messages no longer fit and are left out]")
         if len(self.talkers) > 1:
             self._say(f"[{one.name}]\n")
         begun_s, first_s, pieces, counts = time.monotonic(), None, [], []
-        written = stream(one, token_ids, self.settings, counts.append)
+        written = stream(one, token_ids, settings, counts.append)
         is_stopped = False
         try:
             for piece in written:
