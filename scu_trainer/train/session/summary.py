@@ -106,6 +106,8 @@ def print_table(
     console.print(table)
     against = " --against base" if figures["has_base"] else ""
     console.print(f"next: scu-trainer eval {output_dir}{against}", soft_wrap=True)
+    if figures["has_base"]:  # a model that writes
+        console.print(f"      scu-trainer chat {output_dir} --against base", soft_wrap=True)
     console.print(f"      scu-trainer report {output_dir}", soft_wrap=True)
     if (output_dir / "logs" / "tensorboard").is_dir():
         console.print(f"      tensorboard --logdir {output_dir}/logs/tensorboard", soft_wrap=True)
