@@ -73,7 +73,7 @@ def fitted(
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """``finish_reason``: "stop" at a token that ends it, "length" at max_new_tokens."""
 
     text: str
@@ -130,13 +130,13 @@ class Batches:
     def out_of_memory(self) -> int:
         return self._halving.out_of_memory
 
-    def answers(self, prompts: Sequence[Sequence[int]]) -> Iterator[Answer]:
+    def answers(self, prompts: Sequence[Sequence[int]]) -> Iterator[Reply]:
         """In the order of ``prompts``. Raises OutOfMemory where one alone does not fit."""
         for begin in range(0, len(prompts), self.batch_rows):
             part = prompts[begin : begin + self.batch_rows]
             yield from self._of_batch(part)
 
-    def _of_batch(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+    def _of_batch(self, prompts: Sequence[Sequence[int]]) -> list[Reply]:
         before = self.out_of_memory
         try:
             done = self._halving.run(len(prompts), lambda rows: self._generated([prompts[row] for row in rows]))
@@ -152,7 +152,7 @@ class Batches:
             self._halving.largest_rows = larger if larger < self.batch_rows else None
         return [answer for _, answers in done for answer in answers]
 
-    def _generated(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+    def _generated(self, prompts: Sequence[Sequence[int]]) -> list[Reply]:
         talker, width = self.talker, max(map(len, prompts))
         pad = talker.stops[0] if talker.stops else 0
         inputs = torch.tensor([[pad] * (width - len(ids)) + list(ids) for ids in prompts], device=talker.device)
@@ -164,10 +164,10 @@ class Batches:
             )
         return [self._answer(row) for row in made[:, width:].tolist()]
 
-    def _answer(self, token_ids: list[int]) -> Answer:
+    def _answer(self, token_ids: list[int]) -> Reply:
         end = next((place for place, token in enumerate(token_ids) if token in self.talker.stops), None)
         text = self.talker.tokenizer.decode(token_ids[:end], skip_special_tokens=True)
-        return Answer(text, len(token_ids[:end]), "length" if end is None else "stop")
+        return Reply(text, len(token_ids[:end]), "length" if end is None else "stop")
 
 
 def settings_of(values: Any) -> AnswerSettings:

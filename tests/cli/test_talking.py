@@ -121,10 +121,10 @@ def test_from_a_pipe_only_the_answers_are_printed(folder):
 
 
 def test_in_a_terminal_it_streams_and_ends_with_ctrl_d(folder):
-    leader, follower = pty.openpty()
+    ours, theirs = pty.openpty()
     words = program("chat", folder, "--max_new_tokens", "4")
-    process = subprocess.Popen(words, stdin=follower, stdout=follower, stderr=subprocess.DEVNULL, env=environment())
-    os.close(follower)
+    process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=environment())
+    os.close(theirs)
     seen = b""
 
     def until(text: bytes) -> None:
@@ -132,15 +132,15 @@ def test_in_a_terminal_it_streams_and_ends_with_ctrl_d(folder):
         end_s = time.monotonic() + 120
         while text not in seen:
             assert time.monotonic() < end_s, seen
-            if select.select([leader], [], [], 1)[0]:
-                seen += os.read(leader, 4096)
+            if select.select([ours], [], [], 1)[0]:
+                seen += os.read(ours, 4096)
 
     until(b"> ")
-    os.write(leader, b"hello\n")
+    os.write(ours, b"hello\n")
     until(b"per second")
-    os.write(leader, b"\x04")
+    os.write(ours, b"\x04")
     assert process.wait(60) == 0
-    os.close(leader)
+    os.close(ours)
 
 
 # -- generate ----------------------------------------------------------------------------------------------------------
