@@ -135,12 +135,18 @@ def test_in_a_terminal_it_streams_and_ends_with_ctrl_d(folder):
             if select.select([ours], [], [], 1)[0]:
                 seen += os.read(ours, 4096)
 
-    until(b"> ")
-    os.write(ours, b"hello\n")
-    until(b"per second")
-    os.write(ours, b"\x04")
-    assert process.wait(60) == 0
-    os.close(ours)
+    try:
+        until(b"> ")
+        os.write(ours, b"hello\n")
+        until(b"per second")
+        seen = seen.rpartition(b"per second")[2]
+        until(b"> ")  # typed before it, the key would reach a terminal that is between two states
+        os.write(ours, b"\x04")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
 
 
 # -- generate ----------------------------------------------------------------------------------------------------------
