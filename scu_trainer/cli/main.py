@@ -39,6 +39,7 @@ COMMANDS = {
     "chat": "talk to a run, an adapter or a model in the terminal, alone or beside its base",
     "generate": "answers to a file of prompts as JSON lines, in batches that fit, resumable",
     "merge": "the adapter of a run in its base: full weights that need nothing of ours, checked against the adapter",
+    "export": "a run for other programs: safetensors, gguf, ollama, onnx; read back there and compared",
     "retain": "as much of what was learned as costs no more than a budget on other text, measured",
     "prune": "a smaller model out of a trained one: least used neurons, heads or channels cut out; what that costs",
     "push": "a run to the Hub, adapter or merged, with a model card; --dry_run shows every file and byte",
@@ -59,6 +60,7 @@ MODULES = {
     "sweep": "comparison.sweep",
     "report": "publishing.report",
     "merge": "publishing.merge",
+    "export": "publishing.export",
     "prune": "publishing.prune",
     "push": "publishing.push",
 }

@@ -24,7 +24,7 @@ def export_dtype(model: nn.Module, wanted: str) -> torch.dtype:
 
     if wanted != "auto":
         return getattr(torch, wanted)
-    found = model.get_base_model().config.dtype
+    found = (model.get_base_model() if hasattr(model, "peft_config") else model).config.dtype
     return found if isinstance(found, torch.dtype) else torch.float32
 
 
@@ -41,7 +41,7 @@ def read_back(folder: Path, task: str, device: torch.device) -> nn.Module:
     model, report = getattr(transformers, CLASSES[task]).from_pretrained(folder, output_loading_info=True)
     wrong = sorted({*report["missing_keys"], *report["unexpected_keys"], *map(str, report["mismatched_keys"])})
     if wrong:
-        raise ModelError(f"the merged model cannot be read back: {wrong[0]} is not as it was written")
+        raise ModelError(f"the model cannot be read back: {wrong[0]} is not as it was written")
     return model.eval().to(device)
 
 

@@ -46,6 +46,18 @@ def merge_adapter(model: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
     return merged.train(model.training)
 
 
+def full_weights(model: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
+    """``model`` in ``dtype`` without adapter, see ``merge_adapter``; itself where it is that already. Raises ModelError
+    for weights that were packed into fewer bits before any training."""
+    if hasattr(model, "peft_config"):
+        return merge_adapter(model, dtype)
+    if any(stored_bits(module) is not None for module in model.modules()):
+        raise ModelError(
+            "the weights of this model are packed into 4 or 8 bits; give the model that it was packed from"
+        )
+    return model if model.dtype == dtype else _from_state(model, model.state_dict(), dtype)
+
+
 def _only_adapter(model: PeftModel) -> str:
     active = list(model.active_adapters)
     if len(active) != 1:
@@ -185,14 +197,15 @@ def check_merge(adapter_model: nn.Module, merged: nn.Module, inputs: Inputs) -> 
     held against ``merge_tolerance``; NaN where either model gives nothing finite, which no tolerance allows.
     """
     inputs = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
-    expected, found = _logits(adapter_model, inputs), _logits(merged, inputs)
+    expected, found = logits_of(adapter_model, inputs), logits_of(merged, inputs)
     mask = inputs.get("attention_mask")
     if mask is not None:
         expected, found = expected[mask.cpu().bool()], found[mask.cpu().bool()]
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def _logits(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def logits_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """float32 on the CPU, in evaluation mode."""
     import torch
 
     was_training = model.training

@@ -67,11 +67,11 @@ def add_merge_options(parser: argparse.ArgumentParser) -> None:
 
 def merge_options(typed: argparse.Namespace) -> MergeOptions:
     names = ("dtype", "max_shard_size", "license", "trust_remote_code", "allow_pickle")
-    _require_size(typed.max_shard_size)
+    require_size(typed.max_shard_size)
     return MergeOptions(**{name: getattr(typed, name) for name in names})
 
 
-def _require_size(text: str) -> None:
+def require_size(text: str) -> None:
     if not re.fullmatch(r"0*[1-9]\d*[KMGT]B", text, re.IGNORECASE | re.ASCII):
         raise SettingsError(f"max_shard_size is {text!r}; give a size with its unit, for instance 5GB or 500MB")
 
@@ -106,16 +106,16 @@ def screen(facts: dict[str, Any]) -> str:
     tokens = "" if facts["tokens"] is None else f" ({facts['tokens']:,} tokens)"
     return "\n".join(
         [
-            f"merged: {_shown(facts['output'])}",
+            f"merged: {shown(facts['output'])}",
             f"  {facts['weights']:,} weights in {facts['dtype']}, {readable(facts['size_bytes'])}",
             f"  checked on {facts['rows']} rows{tokens} of {facts['checked_on']}:",
             f"  logits differ by {facts['difference']:.1e} of the largest, {facts['tolerance']:g} is allowed",
-            f"next: scu-trainer push {_shown(facts['output'])} --repo_id OWNER/NAME --dry_run",
+            f"next: scu-trainer push {shown(facts['output'])} --repo_id OWNER/NAME --dry_run",
         ]
     )
 
 
-def _shown(output: str) -> str:
+def shown(output: str) -> str:
     """As one would type it here."""
     path = Path(output)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else output
@@ -136,7 +136,7 @@ def merge(subject: Subject, output: Path, options: MergeOptions) -> dict[str, An
     consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
     subject = replace(subject, model=replace(subject.model, device_map=None, **consent))
     with run_log():
-        _require_space(subject, output, options)
+        require_space(subject, output, options)
         return _merged(subject, output, options)
 
 
@@ -155,7 +155,7 @@ def _require_adapter(subject: Subject) -> None:
         raise ModelError(f"{subject.name} is an adapter of task: {subject.task}; merge is for {' and '.join(CLASSES)}")
 
 
-def _require_space(subject: Subject, output: Path, options: MergeOptions) -> None:
+def require_space(subject: Subject, output: Path, options: MergeOptions) -> None:
     """Memory and disk, from the configuration of the base alone."""
     from scu_trainer.hardware.probe import probe
     from scu_trainer.models.export import needed_bytes
@@ -190,7 +190,7 @@ class _Merging:
         from scu_trainer.models.export import read_back, require_same_logits, write_model
         from scu_trainer.models.merge import merge_adapter
 
-        with _disk_reported(folder):
+        with disk_reported(folder):
             merged = merge_adapter(self.parts.model, self.dtype)
             write_model(merged, self.parts.processor, folder, self.options.max_shard_size)
         del merged
@@ -223,8 +223,8 @@ def _merged(subject: Subject, output: Path, options: MergeOptions) -> dict[str, 
     from scu_trainer.data.store import built_once
     from scu_trainer.models.export import export_dtype
 
-    parts, checked_on = _loaded(subject)
-    dtype, inputs = export_dtype(parts.model, options.dtype), _inputs(parts)
+    parts, checked_on = loaded_with_rows(subject)
+    dtype, inputs = export_dtype(parts.model, options.dtype), rows_to_check_on(parts)
     facts = {
         "format": 1,
         "adapter": subject.source,
@@ -251,7 +251,7 @@ def adapter_hash(source: Path) -> str:
 
 
 @contextlib.contextmanager
-def _disk_reported(folder: Path) -> Iterator[None]:
+def disk_reported(folder: Path) -> Iterator[None]:
     from scu_trainer.train.checkpoints.writer import is_write_error
 
     try:
@@ -259,13 +259,13 @@ def _disk_reported(folder: Path) -> Iterator[None]:
     except Exception as error:  # tokenizers raise nothing more narrow
         if not is_write_error(error):
             raise
-        raise StorageError(f"{folder.parent} cannot take the merged model: {error}; free some room there") from error
+        raise StorageError(f"{folder.parent} cannot take the model: {error}; free some room there") from error
 
 
 # -- rows to check on --------------------------------------------------------------------------------------------------
 
 
-def _loaded(subject: Subject) -> tuple[TrainingComponents, str]:
+def loaded_with_rows(subject: Subject) -> tuple[TrainingComponents, str]:
     """Model and rows of the run, and whose rows they are: those that it held out, where its data are still there."""
     from scu_trainer.train.job.source import Source
     from scu_trainer.train.tasks import task_of
@@ -288,7 +288,7 @@ def _loaded(subject: Subject) -> tuple[TrainingComponents, str]:
     return parts, f"{name} ({'held out' if parts.data.eval is not None else 'trained on'})"
 
 
-def _inputs(parts: TrainingComponents) -> dict[str, Any]:
+def rows_to_check_on(parts: TrainingComponents) -> dict[str, Any]:
     """The first rows, without their labels."""
     rows = parts.data.train if parts.data.eval is None else parts.data.eval
     batch = parts.collator([rows[index] for index in range(min(CHECKED_ROWS, len(rows)))])

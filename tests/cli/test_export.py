@@ -1,0 +1,154 @@
+"""``scu-trainer export``: in the program that it is for, what was written is the model that was trained."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import numpy
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scu_trainer.cli.main import main
+from scu_trainer.models.exports import gguf, packages
+from scu_trainer.models.exports.llama_cpp import in_llama_cpp
+from tests.hub.runs import train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A LoRA and a full-tuning run."""
+    folder = tmp_path_factory.mktemp("export")
+    train(folder, "lora")
+    train(folder, "full", tuning="full")
+    return folder
+
+
+def exported(capsys, *words) -> dict:
+    assert main(["export", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *words) -> str:
+    assert main(["export", *map(str, words)]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and "Traceback" not in told.err
+    return told.err
+
+
+def names(folder) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("run", "outtype", "most"), [("lora", "f32", 1e-4), ("full", "q8_0", 0.05)])
+def test_llama_cpp_gives_the_logits_of_the_run(folder, tmp_path, capsys, run, outtype, most):
+    facts = exported(capsys, folder / run, "--to", "gguf", "--outtype", outtype, "--output", tmp_path / "out")
+    assert 0 < facts["difference"] <= facts["tolerance"] == most
+    assert facts["positions"] == 8 and facts["outtype"] == outtype and facts["checked_on"].endswith("(held out)")
+    assert names(tmp_path / "out") == {f"out-{outtype}.gguf", "scu_export.json"} and names(tmp_path) == {"out"}
+    assert json.loads((tmp_path / "out" / "scu_export.json").read_text()) == facts
+    assert any("renders the chat template to the same text" in note for note in facts["notes"])
+
+
+def test_ollama_gets_template_and_stops(folder, capsys):
+    assert main(["export", str(folder / "lora/checkpoint-1"), "--to", "ollama"]) == 0
+    output = folder / "lora-checkpoint-1-ollama"
+    assert "next: ollama create lora-checkpoint-1 -f " in capsys.readouterr().out
+    assert names(output) == {"Modelfile", "lora-checkpoint-1-f16.gguf", "scu_export.json"}
+    text = (output / "Modelfile").read_text()
+    assert text.startswith('FROM ./lora-checkpoint-1-f16.gguf\nTEMPLATE """')
+    assert 'PARAMETER stop "<|im_end|>"\n' in text and "PARAMETER num_ctx 128\n" in text
+
+
+def test_onnx_runtime_gives_the_logits_of_the_run(folder, tmp_path, capsys):
+    import onnxruntime
+
+    facts = exported(capsys, folder / "full", "--to", "onnx", "--output", tmp_path / "out")
+    assert 0 < facts["difference"] <= 1e-4 and facts["dtype"] == "float32"
+    tokenizer, model = (kind.from_pretrained(folder / "full") for kind in (AutoTokenizer, AutoModelForCausalLM))
+    inputs = tokenizer(["the list is read by some function", "the file"], padding=True, return_tensors="pt")
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    given = {field.name: inputs[field.name].numpy() for field in session.get_inputs()}
+    with torch.no_grad():
+        expected = model(**inputs).logits[inputs["attention_mask"].bool()]
+    found = session.run(["logits"], given)[0][given["attention_mask"].astype(bool)]
+    numpy.testing.assert_allclose(found, expected.numpy(), atol=1e-4)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == tokenizer.get_vocab()
+
+
+def test_safetensors(folder, tmp_path, capsys):
+    facts = exported(capsys, folder / "full", "--to", "safetensors", "--dtype", "bfloat16", "--output", tmp_path / "a")
+    assert facts["difference"] <= facts["tolerance"] == 0.05
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "a").dtype == torch.bfloat16
+    merged = exported(capsys, folder / "lora", "--to", "safetensors", "--output", tmp_path / "b")
+    assert "adapter_sha256" in merged and "README.md" in names(tmp_path / "b")
+
+
+def test_a_hub_id_or_folder_of_another_is_checked_on_text_that_is_always_there(folder, tmp_path, capsys):
+    facts = exported(capsys, folder / "model", "--to", "gguf", "--output", tmp_path / "out")
+    assert facts["checked_on"].startswith("python_docs") and facts["tolerance"] == 0.01
+
+
+# -- another model is not written --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["gguf", "onnx", "safetensors"])
+def test_another_model_is_not_written(folder, tmp_path, capsys, monkeypatch, format):
+    from scu_trainer.models import merge
+
+    original = merge.full_weights
+
+    def shifted(model, dtype):
+        written = original(copy.deepcopy(model), dtype)  # the run's own model is what it is compared with
+        with torch.no_grad():
+            next(written.parameters())[:, 0] += 0.5
+        return written
+
+    monkeypatch.setattr(merge, "full_weights", shifted)
+    said = refused(capsys, folder / "full", "--to", format, "--output", tmp_path / "out")
+    assert "another" in said and "of the largest" in said and names(tmp_path) == set()
+
+
+def test_other_tokens_are_not_written(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gguf, "words_rule", lambda file: "llama-bpe")
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"row {n}: 1234567 and\n\n  it's 89"}) + "\n" for n in range(20)))
+    train(folder, "numbers", dataset=text, max_steps=1)
+    capsys.readouterr()
+    said = refused(capsys, folder / "numbers", "--to", "gguf", "--output", tmp_path / "out")
+    assert "other tokens than the tokenizer of this model, near" in said and names(tmp_path) == {"text.jsonl"}
+
+
+def test_what_llama_cpp_cannot_load_is_said(tmp_path):
+    from scu_trainer.errors import ModelError
+
+    (tmp_path / "torn.gguf").write_bytes(b"GGUF" + bytes(40))
+    with (
+        pytest.raises(ModelError, match=r"llama.cpp cannot load what was written: \w"),
+        in_llama_cpp(tmp_path / "torn.gguf", 16),
+    ):
+        pass
+
+
+# -- refusals, before anything is loaded -------------------------------------------------------------------------------
+
+
+def test_refusals(folder, tmp_path, capsys, monkeypatch):
+    run = folder / "full"
+    assert "is there already" in refused(capsys, run, "--to", "onnx", "--output", folder)
+    assert "--outtype is of a GGUF file" in refused(capsys, run, "--to", "onnx", "--outtype", "f16")
+    assert "has no convert_hf_to_gguf.py" in refused(capsys, run, "--to", "gguf", "--converter", tmp_path)
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    (stranger / "config.json").write_text(json.dumps({"architectures": ["StrangeForCausalLM"], "model_type": "llama"}))
+    said = refused(capsys, stranger, "--to", "gguf", "--output", tmp_path / "out")
+    assert "StrangeForCausalLM has no way into GGUF: NotImplementedError: Architecture 'StrangeForCausalLM'" in said
+    (stranger / "config.json").write_text(json.dumps({"model_type": "trident"}))
+    assert "is of task: sensor-classification" in refused(capsys, stranger, "--to", "onnx")
+    (stranger / "config.json").write_text(json.dumps({"architectures": ["ViTForImageClassification"]}))
+    assert "GGUF holds language models. Try --to onnx" in refused(capsys, stranger, "--to", "ollama")
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'scu-trainer[gguf]'" in refused(capsys, run, "--to", "gguf")
+    assert "ONNX needs onnx and onnxscript and onnxruntime, not installed here" in refused(capsys, run, "--to", "onnx")
+    assert "out" not in names(tmp_path)
