@@ -1,4 +1,4 @@
-"""What stands between the messages of a conversation, as Ollama is told it."""
+"""What stands between the messages of a conversation, for Ollama."""
 
 from __future__ import annotations
 
