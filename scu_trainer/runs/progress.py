@@ -17,6 +17,7 @@ from typing import Any, Optional
 from scu_trainer.runs.store import Run
 
 TAIL_BYTES = 16_384
+MOST_TAIL_BYTES = 1 << 26
 START_LINE = "---- start "
 """Begins the line that stands before what a start prints."""
 
@@ -92,13 +93,14 @@ def tail(path: Path, size_bytes: int = TAIL_BYTES) -> str:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """At most ``count``; reads as much of the end of the file as it takes."""
+    """At most ``count``; reads as much of the end of the file as it takes, up to MOST_TAIL_BYTES: one line of a file that
+    is none of ours may be as long as the file."""
     size_bytes = TAIL_BYTES
     while True:
         text = tail(path, size_bytes)
         lines = text.splitlines()
         is_whole = len(text.encode()) < size_bytes
-        if is_whole or len(lines) > count:
+        if is_whole or len(lines) > count or size_bytes >= MOST_TAIL_BYTES:
             return lines[-count:] if count else []
         size_bytes *= 4
 
