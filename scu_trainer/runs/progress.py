@@ -93,7 +93,7 @@ def tail(path: Path, size_bytes: int = TAIL_BYTES) -> str:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """At most ``count``; reads as much of the end of the file as it takes, up to MOST_TAIL_BYTES: one line of a file that
+    """At most ``count``; reads as much of the end of the file as it takes, up to MOST_TAIL_BYTES: a line of a file that
     is none of ours may be as long as the file."""
     size_bytes = TAIL_BYTES
     while True:
