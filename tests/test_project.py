@@ -41,6 +41,7 @@ def all_declared() -> list[Requirement]:
         "images",
         "report",
         "board",
+        "serve",
         "lm-eval",
         "wandb",
         "sweep",

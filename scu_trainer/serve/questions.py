@@ -53,8 +53,7 @@ class Asker:
             token_ids = self.talker.tokenizer(asked["prompt"])["input_ids"]
         config = self._config(numbers, len(token_ids))
         stop = {} if not body.get("stop") else {"stop": _stop(body["stop"])}
-        said = json.dumps(config.to_diff_dict())
-        return {"model": self.name, **asked, "stream": _switch(body), **stop, "generation_config": said}
+        return {"model": self.name, **asked, "stream": _switch(body), **stop, "generation_config": _said(config)}
 
     def _check_model(self, model: Any) -> None:
         if not isinstance(model, str) or not model:
@@ -83,6 +82,11 @@ class Asker:
         if "seed" in numbers:
             config.seed = numbers["seed"]  # read by Answering
         return config
+
+
+def _said(config: GenerationConfig) -> str:
+    """JSON. Without the mark that it comes from a model's config, of which transformers would not take the seed."""
+    return json.dumps({name: value for name, value in config.to_diff_dict().items() if not name.startswith("_")})
 
 
 def _left(talker: Talker, prompt_tokens: int) -> Optional[int]:

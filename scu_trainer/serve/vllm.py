@@ -19,8 +19,8 @@ def command(
     trust_remote_code: bool,
     allow_pickle: bool,
 ) -> list[str]:
-    """``answers``: the fields of AnswerSettings; None where vLLM is to take what the model's generation config says. The
-    key is no argument, for the list of processes shows those: it goes by KEY_VARIABLE."""
+    """``answers``: the fields of AnswerSettings; None where the model's generation config is to say. The key is no
+    argument, for the list of processes shows those: it goes by KEY_VARIABLE."""
     words = ["vllm", "serve", model, "--served-model-name", name, "--host", host, "--port", str(port)]
     words += ["--dtype", dtype, "--seed", str(answers["seed"]), "--allowed-origins", "[]"]
     words += ["--override-generation-config", json.dumps(_override(answers))]
