@@ -19,6 +19,7 @@ from transformers.tokenization_utils_base import BatchEncoding
 from scu_trainer.serve.front import Front
 from scu_trainer.serve.questions import Asker
 from scu_trainer.talk.model import Talker
+from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
 
 UNAVAILABLE = 503
 
@@ -98,8 +99,12 @@ class Answering:
                     generation_config=generation_config, streamer=streamer,
                     stopping_criteria=StoppingCriteriaList([self._break_off]),
                 )  # fmt: skip
-        except torch.OutOfMemoryError:
-            pass  # left before anything else is done: its traceback holds the tensors
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = error
+        forget_traceback(failed)
+        free_memory(self.device)
         raise Unavailable("the answer does not fit in memory; shorten the prompt, or lower max_tokens")
 
     def _break_off(self, *_: Any, **__: Any) -> bool:
