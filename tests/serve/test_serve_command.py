@@ -78,7 +78,9 @@ def test_a_key_is_no_argument(folder, capsys, given):
     assert "every user of this machine; put it into SCU_TRAINER_API_KEY" in said and KEY not in said
 
 
-@pytest.mark.parametrize("key", ["", "sesame", "a key with some spaces", "ключ, который никто не знает"])
+@pytest.mark.parametrize(
+    "key", ["", "sesame", "a key with some spaces", "ключ, который никто не знает"], ids=str.__len__
+)
 def test_a_key_that_is_none(folder, capsys, tmp_path, key):
     (tmp_path / "key").write_text(key + "\n")
     said = refused(capsys, folder, "--host", "0.0.0.0", "--api_key_file", tmp_path / "key")
