@@ -61,4 +61,8 @@ class Guard:
         scheme, _, given = header.partition(" ")
         if scheme.lower() != "bearer" or not is_same_secret(given.strip(), self._key):
             said = "another key than that of this server was given" if given else "this server asks for a key"
-            raise BadRequest(f"{said}; send it as Authorization: Bearer KEY", code="invalid_api_key", status=401)
+            raise BadRequest(
+                f"{said}; send it in the header Authorization, after the word Bearer",
+                code="invalid_api_key",
+                status=401,
+            )

@@ -26,6 +26,7 @@ UNAVAILABLE = 503
 
 def application(asker: Asker, ends: Event) -> Any:
     """ASGI, without a guard: put guard.Guard before it. ``ends``: set where answers are to be broken off."""
+    torch.manual_seed(asker.settings.seed)
     manager, state = OneModel(asker, ends), GenerationState()
     own = {"model_manager": manager, "generation_state": state}
     app = build_server(

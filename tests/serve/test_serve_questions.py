@@ -113,7 +113,7 @@ def test_without_its_key_nothing_but_its_health_is_answered(talker, hosts, heade
     for path, method in ((MODELS, "GET"), (CHAT, "POST"), (COMPLETIONS, "POST"), ("/load_model", "POST")):
         answer = site.ask(path, method, headers)
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
-        assert KEY not in answer.text
+        assert KEY not in answer.text and "after the word Bearer" in answer.text
     assert site.ask(HEALTH, headers=headers).status_code == 200
 
 
@@ -212,6 +212,15 @@ def test_a_temperature_draws_and_zero_does_not(talker):
     assert not greedy["do_sample"] and greedy["max_new_tokens"] == 3 and "temperature" not in greedy
     assert config(max_tokens=10_000)["max_new_tokens"] < 128, "no more than there are positions"
     assert config()["eos_token_id"] == talker.stops
+
+
+def test_the_seed_of_the_server_holds_for_all_its_draws(talker):
+    def drawn() -> list[str]:
+        site = Site(talker)
+        return [site.post(COMPLETIONS, temperature=1.5).json()["choices"][0]["text"] for _ in range(2)]
+
+    first = drawn()
+    assert first == drawn() and first[0] != first[1], "asked twice it draws anew"
 
 
 def test_a_full_answer_says_that_it_was_cut(site):
