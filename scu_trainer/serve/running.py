@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 
 GRACE_S = 2
-"""For answers that are being written when it is told to end."""
+"""For answers that are being written when it is asked to end."""
 
 
 class _Server(uvicorn.Server):

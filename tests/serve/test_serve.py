@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,6 +144,17 @@ def test_completions_go_on_with_a_text(server):
     text = client.completions.create(**asked).choices[0].text
     pieces = [chunk.choices[0].text for chunk in client.completions.create(stream=True, **asked)]
     assert text and "".join(pieces) == text
+
+
+def test_many_that_ask_at_once_get_the_answers_that_each_gets_alone(servers):
+    client, asked = servers["llama"].client(), {"model": "llama", "temperature": 0, "max_tokens": MOST_TOKENS}
+
+    def answer(prompt: str) -> str:
+        return client.chat.completions.create(messages=message(prompt), **asked).choices[0].message.content
+
+    alone = [answer(prompt) for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        assert list(pool.map(answer, PROMPTS)) == alone
 
 
 def test_a_seed_draws_the_same_again_and_another_one_something_else(servers):

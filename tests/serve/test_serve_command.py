@@ -11,6 +11,7 @@ import socket
 import pytest
 
 from scu_trainer.cli.main import main
+from scu_trainer.cli.subjects import subject_of
 from scu_trainer.cli.talking import serve
 from scu_trainer.serve import vllm
 from tests import tiny
@@ -161,6 +162,8 @@ def test_vllm_gets_an_adapter_merged_and_the_key_by_its_environment(tmp_path, ca
         words, key = started.pop()
         assert words[2:5] == [str(tmp_path / "mine-merged"), "--served-model-name", "mine"] and key == KEY
         assert KEY not in words and int(words[words.index("--port") + 1]) > 0
+    assert serve.default_name(subject_of(str(run / "checkpoint-1"))) == "mine-checkpoint-1"
+    assert serve.default_name(subject_of(str(tmp_path / "mine-merged"))) == "mine-merged"
     assert (tmp_path / "mine-merged" / "model.safetensors").is_file()
     other = train(tmp_path, "other", seed=7)
     capsys.readouterr()

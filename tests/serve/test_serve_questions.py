@@ -220,7 +220,7 @@ def test_the_seed_of_the_server_holds_for_all_its_draws(talker):
         return [site.post(COMPLETIONS, temperature=1.5).json()["choices"][0]["text"] for _ in range(2)]
 
     first = drawn()
-    assert first == drawn() and first[0] != first[1], "asked twice it draws anew"
+    assert first == drawn() and first[0] != first[1], "asked twice it draws twice"
 
 
 def test_a_full_answer_says_that_it_was_cut(site):
@@ -241,6 +241,12 @@ def test_it_answers_in_the_arithmetic_of_its_run(folder, monkeypatch):
 
     monkeypatch.setattr(talker.model, "generate", generate)
     assert Site(talker).post().status_code == 200 and seen == [(True, False)]
+
+
+def test_a_stop_ends_an_answer_and_is_its_end(site):
+    whole = site.post(COMPLETIONS, max_tokens=12).json()["choices"][0]["text"]
+    cut = site.post(COMPLETIONS, max_tokens=12, stop=whole[1:3]).json()["choices"][0]
+    assert len(cut["text"]) < len(whole) and whole[1:3] in cut["text"] and cut["finish_reason"] == "stop"
 
 
 def test_without_a_template_it_goes_on_with_what_was_said(talker):
