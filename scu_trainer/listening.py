@@ -17,7 +17,7 @@ from typing import Optional
 from scu_trainer.errors import SettingsError
 
 HOST = "127.0.0.1"
-MOST_PORT = 65535
+MOST_PORT, PORT_OF_HTTP = 65535, 80
 FOREIGN_HOST, FOREIGN_ORIGIN = 421, 403
 """Status codes of HTTP: Misdirected Request, Forbidden."""
 
@@ -50,9 +50,9 @@ def in_address(host: str) -> str:
 
 
 def own_names(host: str, port: int) -> set[str]:
-    """What may stand in the header Host, as "127.0.0.1:7860"."""
-    names = {host, HOST, "localhost"} if is_loopback(host) else {host}
-    return {f"{in_address(name)}:{port}" for name in names}
+    """What may stand in the header Host, as "127.0.0.1:7860"; clients leave out the port of HTTP."""
+    names = {in_address(name) for name in ({host, HOST, "localhost"} if is_loopback(host) else {host})}
+    return {f"{name}:{port}" for name in names} | (names if port == PORT_OF_HTTP else set())
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import torch
 
+from scu_trainer.listening import own_names
 from scu_trainer.serve.errors import FAILED
 from scu_trainer.serve.front import MOST_BYTES, _replayed
 from scu_trainer.serve.guard import CHAT, COMPLETIONS, HEALTH, MODELS, Guard
@@ -94,6 +95,11 @@ def test_what_is_refused(site, path, method, headers, status):
 def test_its_own_names_and_pages_are_answered(site):
     assert site.ask(MODELS).status_code == site.ask(MODELS, headers={"Origin": f"http://{HOST}"}).status_code == 200
     assert site.ask(HEALTH).json() == {"status": "ok"}
+
+
+def test_the_names_of_an_address():
+    assert own_names("127.0.0.1", 8000) == {HOST, "localhost:8000"}
+    assert own_names("::1", 80) >= {"[::1]:80", "[::1]", "localhost"} and own_names("192.0.2.7", 1) == {"192.0.2.7:1"}
 
 
 NO_KEY = {
