@@ -20,6 +20,7 @@ LEVELS = {
     "control": 1,
     "secrets": 1,
     "figures": 1,
+    "listening": 1,
     "settings": 2,
     "run_files": 2,
     "safe_paths": 2,
@@ -32,6 +33,7 @@ LEVELS = {
     "hub": 4,
     "talk": 4.9,
     "board": 5,
+    "serve": 5,
     "cli": 6,
 }
 
@@ -55,7 +57,7 @@ LEVELS |= {f"train.{room}": 4 + i / 100 for i, rooms in enumerate(TRAIN) for roo
 ENTRANCES = ("__init__", "__main__")
 """Modules at the top of the package: they may import every room; no room may import them (but for the version)."""
 
-TORCH_FREE = ("errors", "imports", "control", "secrets", "figures", "settings", "run_files", "safe_paths")
+TORCH_FREE = ("errors", "imports", "control", "secrets", "figures", "listening", "settings", "run_files", "safe_paths")
 """Rooms that never name torch. The rooms of FAST_ROOMS name heavy libraries only inside functions."""
 
 FAST_ROOMS = ("hardware", "runs", "report", "hub", "board", "cli")

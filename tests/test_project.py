@@ -43,6 +43,7 @@ def all_declared() -> list[Requirement]:
         "board",
         "gguf",
         "onnx",
+        "serve",
         "lm-eval",
         "wandb",
         "sweep",

@@ -1,13 +1,11 @@
 """Who may see the board: whoever has the token that was printed at its start, from a page of the board itself.
 
-Other people and other programs of this machine can reach a port on loopback, and so can every web site that is open in
-the same browser. The token keeps out the first; the checks of Host and Origin keep out the others (DNS rebinding, forms
-that post to us).
+The token keeps out other people and other programs of this machine; the checks of Host and Origin (scu_trainer/
+listening.py) keep out web sites that are open in the same browser.
 """
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Iterable
 from typing import Any, Optional
 from urllib.parse import parse_qs
@@ -15,6 +13,8 @@ from urllib.parse import parse_qs
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
+
+from scu_trainer.listening import FOREIGN_HOST, FOREIGN_ORIGIN, is_same_secret, stranger
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data:; "
@@ -32,6 +32,10 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 READING = ("GET", "HEAD")
+STRANGERS = {
+    FOREIGN_HOST: "this name is not the board's: open the address that it printed",
+    FOREIGN_ORIGIN: "another page asked for this",
+}
 
 
 class Guard:
@@ -52,11 +56,9 @@ class Guard:
 
     def _answer(self, scope: Any, headers: Headers) -> Optional[Response]:
         """What is said in place of the page; None where it may be seen."""
-        if headers.get("host", "").lower() not in self._hosts or len(headers.getlist("host")) != 1:
-            return _refused("this name is not the board's: open the address that it printed", 421)
-        origin = headers.get("origin")
-        if origin is not None and origin.lower().removeprefix("http://") not in self._hosts:
-            return _refused("another page asked for this", 403)
+        code = stranger(self._hosts, headers, len(headers.getlist("host")))
+        if code is not None:
+            return _refused(STRANGERS[code], code)
         if self._is_ours(headers.get("authorization", "").removeprefix("Bearer ")):
             return None  # a program: no browser sends this by itself
         asked = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
@@ -64,12 +66,12 @@ class Guard:
             return self._let_in()
         if not self._is_ours(cookie_parser(headers.get("cookie", "")).get(self.cookie, "")):
             return _refused("the board opens with the address that it printed at its start, token included", 401)
-        if scope["method"] not in READING and origin is None:
+        if scope["method"] not in READING and "origin" not in headers:
             return _refused("a change needs the header Origin, or the token as Authorization: Bearer", 403)
         return None
 
     def _is_ours(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode("utf-8", "replace"), self._token)
+        return is_same_secret(given, self._token)
 
     def _let_in(self) -> Response:
         """The token goes into a cookie and out of the address, where a screenshot would show it."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import ipaddress
 import secrets
 import socket
 import sys
@@ -16,6 +14,7 @@ from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.talking.streaming import stream_answer
 from scu_trainer.errors import RequirementError, SettingsError
+from scu_trainer.listening import HOST, bound, check_address, in_address, is_every_address, is_loopback, own_names
 from scu_trainer.runs.control import Hands
 from scu_trainer.runs.store import ROOT
 from scu_trainer.secrets import remember
@@ -24,8 +23,7 @@ DESCRIPTION = """\
 Shows the runs of this machine in a browser: list and queue, curves while they are drawn, memory, notices, the data;
 starts, stops and resumes them; two models beside each other in a chat. Asks for nothing outside of this machine."""
 
-HOST, PORT = "127.0.0.1", 7860
-MOST_PORT = 65535
+PORT = 7860
 
 Serve = Callable[[Any, socket.socket], None]
 
@@ -62,41 +60,27 @@ def _main(argv: list[str], serve: Serve, hands: Hands) -> int:
     from scu_trainer.board.acts import Acts
     from scu_trainer.board.app import Board
 
-    listening = _listening(options.host, options.port)
+    listening = bound(options.host, options.port)
     port, token = listening.getsockname()[1], secrets.token_urlsafe(32)
     remember(token)
-    names = {options.host, HOST, "localhost"} if _is_loopback(options.host) else {options.host}
     acts = Acts(options.configs, _starter(options.runs_dir, hands), hands)
     board = Board(options.runs_dir, acts, stream_answer)
-    app = Guard(board.application(), token, {f"{_in_address(name)}:{port}" for name in names}, f"scu_board_{port}")
-    print(f"runs of {options.runs_dir}: http://{_in_address(options.host)}:{port}/?token={token}")
+    app = Guard(board.application(), token, own_names(options.host, port), f"scu_board_{port}")
+    print(f"runs of {options.runs_dir}: http://{in_address(options.host)}:{port}/?token={token}")
     print("whoever has this address can start programs here; Ctrl-C ends the board, runs go on", flush=True)
     serve(app, listening)
     return 0
 
 
 def _check(options: argparse.Namespace) -> None:
-    if not 0 <= options.port <= MOST_PORT:
-        raise SettingsError(f"--port is {options.port}; give 1 to {MOST_PORT}, or 0 for a free one")
+    check_address(options.host, options.port)
     if options.runs_dir.exists() and not options.runs_dir.is_dir():
         raise SettingsError(f"--runs_dir {options.runs_dir} is a file; give the directory that holds the runs")
-    try:
-        address = ipaddress.ip_address(HOST if options.host == "localhost" else options.host)
-    except ValueError as error:
-        raise SettingsError(f"--host is {options.host!r}; give an address of this machine, such as {HOST}") from error
-    if address.is_unspecified:
+    if is_every_address(options.host):
         raise SettingsError(f"--host {options.host} is every address of this machine; give the one that is to be used")
-    if not address.is_loopback and not options.allow_network:
+    if not is_loopback(options.host) and not options.allow_network:
         raise SettingsError(f"--host {options.host} can be reached from other machines; add --allow_network, or better "
                             f"keep {HOST} and come by ssh -L {options.port}:{HOST}:{options.port}")  # fmt: skip
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or ipaddress.ip_address(host).is_loopback
-
-
-def _in_address(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _require_packages() -> None:
@@ -107,20 +91,6 @@ def _require_packages() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise RequirementError(f"the board needs {error.name}; pip install 'scu-trainer[board]'") from error
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    opened = socket.socket(family, socket.SOCK_STREAM)
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        opened.bind((host, port))
-        opened.listen(128)
-    except OSError as error:
-        opened.close()
-        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
-        raise SettingsError(f"port {port} of {host} {why}; give another --port, or 0 for a free one") from error
-    return opened
 
 
 def _serve(app: Any, listening: socket.socket) -> None:

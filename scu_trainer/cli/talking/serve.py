@@ -1,0 +1,229 @@
+"""``scu-trainer serve``: a model behind the addresses of OpenAI's HTTP interface, by a server that exists."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Optional
+
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.publishing.merge import MERGE_FILE, MergeOptions, adapter_hash, default_output, merge
+from scu_trainer.cli.subjects import Subject
+from scu_trainer.cli.talking.chat import quiet
+from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
+from scu_trainer.errors import RequirementError, SettingsError, StorageError
+from scu_trainer.listening import HOST, bound, check_address, in_address, is_loopback, own_names
+from scu_trainer.models.loading.load import is_adapter
+from scu_trainer.run_files import read_json
+from scu_trainer.secrets import remember
+
+if TYPE_CHECKING:
+    from scu_trainer.serve.questions import Asker
+
+PORT, MAX_NEW_TOKENS = 8000, 512
+KEY_VARIABLE, SHORTEST_KEY = "SCU_TRAINER_API_KEY", 16
+ENGINES = ("auto", "transformers", "vllm")
+PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic")
+NEW_KEY = "openssl rand -hex 24"
+DESCRIPTION = f"""\
+Answers as OpenAI's HTTP interface does (/v1/chat/completions, /v1/completions, /v1/models), for this model alone. RUN
+is the folder of a run, of one of its checkpoints, of an adapter or a model, or a Hub id. The server is that of
+transformers, or vLLM. A key that clients have to send is in {KEY_VARIABLE} or a file; where other machines can reach
+--host it must be there. It is no argument, since every user of a machine sees those in its list of processes.
+
+The flags of an answer hold where a question does not say: temperature 0 of a question is greedy."""
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="scu-trainer serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN")
+    add = parser.add_argument
+    add("--host", default=HOST, help=f"address to listen at; default: {HOST}, which this machine alone can reach")
+    add("--port", type=int, default=PORT, help=f"default: {PORT}; 0 takes a free one")
+    add("--api_key_file", "--api-key-file", type=Path, metavar="FILE", help=f"the key; else that in {KEY_VARIABLE}")
+    add("--api_key", "--api-key", nargs="?", const="", help=argparse.SUPPRESS)
+    add("--served_model_name", "--served-model-name", metavar="NAME", help="by which it is asked for; default: the "
+        "name of the run")  # fmt: skip
+    add("--engine", choices=ENGINES, default="auto", help="auto: vllm where it is installed and there is a GPU")
+    add_options(parser, MAX_NEW_TOKENS)
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    check_address(options.host, options.port)
+    engine, key = _engine(options), _key(options)
+    if engine == "vllm":
+        _check_vllm(options, key)
+    else:
+        _require_packages()
+    who = subject(options.run, options)
+    name = options.served_model_name or default_name(who)
+    with bound(options.host, options.port) as listening:
+        options.port = listening.getsockname()[1]
+        if engine == "transformers":
+            return _with_transformers(who, name, options, listening, key)
+    return _with_vllm(who, name, options, key)
+
+
+def default_name(who: Subject) -> str:
+    """That of the folder; of a checkpoint also that of its run."""
+    source = Path(who.source)
+    return default_output(who).name.removesuffix("-merged") if source.is_dir() else who.name
+
+
+# -- the key -----------------------------------------------------------------------------------------------------------
+
+
+def _key(options: argparse.Namespace) -> Optional[str]:
+    """Raises SettingsError where there must be one, or it could be guessed."""
+    if options.api_key is not None:
+        raise SettingsError(f"--api_key would show the key to every user of this machine; put it into {KEY_VARIABLE}, "
+                            "or into a file for --api_key_file")  # fmt: skip
+    key, place = _stored_key(options.api_key_file)
+    if key is None:
+        if not is_loopback(options.host):
+            raise SettingsError(f"--host {options.host} can be reached from other machines, so a key is needed: "
+                                f"export {KEY_VARIABLE}=$({NEW_KEY}), or give --api_key_file")  # fmt: skip
+        return None
+    remember(key)
+    if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        raise SettingsError(f"the key in {place} must have {SHORTEST_KEY} characters or more, of ASCII and without "
+                            f"spaces; {NEW_KEY} makes one")  # fmt: skip
+    return key
+
+
+def _stored_key(file: Optional[Path]) -> tuple[Optional[str], str]:
+    """The key, and where it was; an empty variable is none, an empty file is a mistake."""
+    if file is None:
+        return os.environ.get(KEY_VARIABLE, "").strip() or None, KEY_VARIABLE
+    try:
+        return file.expanduser().read_text(encoding="utf-8").strip(), str(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--api_key_file {file} cannot be read: {error}") from error
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+def _require_packages() -> None:
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RequirementError(f"the server needs {', '.join(missing)}; pip install 'scu-trainer[serve]'")
+
+
+def _with_transformers(
+    who: Subject, name: str, options: argparse.Namespace, listening: socket.socket, key: Optional[str]
+) -> int:
+    with quiet():
+        from scu_trainer.serve.guard import Guard
+        from scu_trainer.serve.questions import Asker
+        from scu_trainer.serve.running import run
+        from scu_trainer.serve.transformers_server import application
+
+        settings, ends = answer_settings(options), Event()
+        asker = Asker(talker(who), name, settings)
+        hosts = own_names(options.host, options.port) if is_loopback(options.host) else None
+        app = Guard(application(asker, ends), hosts, key)
+    print("\n".join(_opening(asker, options, key)), flush=True)
+    run(app, listening, ends)
+    return 0
+
+
+def _opening(asker: Asker, options: argparse.Namespace, key: Optional[str]) -> list[str]:
+    lines = [f"{asker.name}: {_address(options)} (the server of transformers)", asker.settings.in_words(asker.talker)]
+    if not asker.talker.has_template:
+        lines.append(f"{asker.name} has no chat template: it goes on with what was said")
+    return [*lines, _access(key)]
+
+
+def _address(options: argparse.Namespace) -> str:
+    return f"http://{in_address(options.host)}:{options.port}/v1"
+
+
+def _access(key: Optional[str]) -> str:
+    who = "every program of this machine may ask" if key is None else "whoever has the key may ask"
+    return f"{who}; Ctrl-C ends it"
+
+
+# -- vLLM --------------------------------------------------------------------------------------------------------------
+
+
+def _engine(options: argparse.Namespace) -> str:
+    if options.engine != "auto":
+        return options.engine
+    return "vllm" if not options.use_cpu and _has_vllm() and _has_gpu() else "transformers"
+
+
+def _has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def _has_gpu() -> bool:
+    from scu_trainer.hardware.probe import probe
+
+    return bool(probe().gpus)
+
+
+def _check_vllm(options: argparse.Namespace, key: Optional[str]) -> None:
+    if not _has_vllm():
+        raise RequirementError("vllm is not installed; pip install vllm, or --engine transformers")
+    if options.use_cpu:
+        raise SettingsError("--use_cpu is for --engine transformers")
+    if key is None:
+        raise SettingsError(f"vLLM answers whatever name it is asked by, web pages in a browser of this machine "
+                            f"included, so a key is needed: export {KEY_VARIABLE}=$({NEW_KEY}), or --engine "
+                            "transformers")  # fmt: skip
+
+
+def _whole(who: Subject, options: argparse.Namespace) -> str:
+    """What vLLM is to load: of an adapter a merged model beside it, written once."""
+    source = Path(who.source)
+    if not is_adapter(source):
+        return who.source
+    output = default_output(who)
+    if output.exists():
+        if _merged_from(output) != adapter_hash(source):
+            raise StorageError(f"{output} is there, and was not merged from this adapter; remove it, or serve it")
+        print(f"served from {output}, which was merged from this adapter")
+        return str(output)
+    print(f"vLLM gets the adapter merged into its base: {output}", flush=True)
+    consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
+    merge(who, output, MergeOptions(**consent))
+    return str(output)
+
+
+def _merged_from(folder: Path) -> Optional[str]:
+    file = folder / MERGE_FILE
+    return read_json(file).get("adapter_sha256") if file.is_file() else None
+
+
+def _with_vllm(who: Subject, name: str, options: argparse.Namespace, key: str) -> int:
+    from scu_trainer.serve import vllm
+
+    model, answers = _whole(who, options), asdict(answer_settings(options))
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(who.mixed_precision or "", who.model.dtype or "auto")
+    words = vllm.command(
+        model, name, options.host, options.port, dtype, answers, options.trust_remote_code, options.allow_pickle
+    )
+    print(f"{name}: {_address(options)} (vLLM); {_access(key)}", flush=True)
+    os.environ[vllm.KEY_VARIABLE] = key
+    os.execvp(words[0], words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

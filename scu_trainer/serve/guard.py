@@ -1,0 +1,68 @@
+"""Who may ask the server, and for what. The outermost layer (ASGI): nothing behind it sees what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Optional
+
+from starlette.datastructures import Headers
+
+from scu_trainer.listening import FOREIGN_HOST, FOREIGN_ORIGIN, is_same_secret, stranger
+from scu_trainer.serve.errors import BadRequest
+
+CHAT, COMPLETIONS, MODELS, HEALTH = "/v1/chat/completions", "/v1/completions", "/v1/models", "/health"
+ROUTES = {CHAT: "POST", COMPLETIONS: "POST", MODELS: "GET", HEALTH: "GET"}
+"""All that is answered. What is behind has more, such as loading any model of the Hub, or forgetting ours."""
+
+STRANGERS = {
+    FOREIGN_HOST: "the header Host names another server",
+    FOREIGN_ORIGIN: "a web page of another site asked for this",
+}
+
+POLICY_VIOLATION = 1008
+"""Of a WebSocket that is closed."""
+
+
+class Guard:
+    """``hosts``: what may stand in the header Host, as "127.0.0.1:8000"; None for any, where other machines may ask.
+    ``key``: what a client has to give; None for none. HEALTH is answered without it."""
+
+    def __init__(self, app: Any, hosts: Optional[Collection[str]], key: Optional[str]) -> None:
+        self.app, self._hosts = app, hosts
+        self._key = None if key is None else key.encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return await self.app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+        try:
+            self._check(scope, Headers(scope=scope))
+        except BadRequest as refused:
+            return await refused.response()(scope, receive, send)
+        await self.app(scope, receive, send)
+
+    def _check(self, scope: Any, headers: Headers) -> None:
+        if self._hosts is not None:
+            self._check_stranger(self._hosts, headers)
+        if self._key is not None and scope["path"] != HEALTH:
+            self._check_key(headers.get("authorization", ""))
+        if scope["path"] not in ROUTES:
+            raise BadRequest(f"{scope['path']} is not served; there are {', '.join(ROUTES)}", status=404)
+        if scope["method"] != ROUTES[scope["path"]]:
+            raise BadRequest(f"{scope['path']} takes {ROUTES[scope['path']]} alone", status=405)
+
+    def _check_stranger(self, hosts: Collection[str], headers: Headers) -> None:
+        status = stranger(hosts, headers, len(headers.getlist("host")))
+        if status is not None:
+            raise BadRequest(f"{STRANGERS[status]}; this server is {' or '.join(sorted(hosts))}", status=status)
+
+    def _check_key(self, header: str) -> None:
+        scheme, _, given = header.partition(" ")
+        if scheme.lower() != "bearer" or not is_same_secret(given.strip(), self._key):
+            said = "another key than that of this server was given" if given else "this server asks for a key"
+            raise BadRequest(
+                f"{said}; send it in the header Authorization, after the word Bearer",
+                code="invalid_api_key",
+                status=401,
+            )

@@ -1,0 +1,177 @@
+"""What a client sends -> what the server behind is to do, in the words of transformers. Nothing is left out in silence:
+a field that would have no effect is refused by its name, unless it asks for nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Optional
+
+from transformers import GenerationConfig
+
+from scu_trainer.errors import DataError, SettingsError, nearest
+from scu_trainer.serve.errors import BadRequest
+from scu_trainer.serve.guard import CHAT
+from scu_trainer.talk.answers import AnswerSettings
+from scu_trainer.talk.model import Message, Talker
+
+NUMBERS: dict[str, type] = {
+    "temperature": float, "top_p": float, "top_k": int, "repetition_penalty": float, "seed": int, "max_tokens": int,
+    "max_completion_tokens": int,
+}  # fmt: skip
+"""Fields by their type. top_k and repetition_penalty are no fields of OpenAI, but of others that speak like it."""
+
+OTHERS = ("model", "messages", "prompt", "stream", "stop")
+WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "stream_options", "safety_identifier")
+"""Notes of the client to itself, and the count of tokens at the end of a stream, which is always sent."""
+
+NEUTRAL = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "tool_choice": "none", "modalities": ["text"]}
+"""Values that ask for what is done anyway. So do null, 0, false, and what is empty."""
+
+
+@dataclass(frozen=True)
+class Asker:
+    """``name``: by which the model is asked for. ``settings``: what holds where a question does not say."""
+
+    talker: Talker
+    name: str
+    settings: AnswerSettings
+
+    def forwarded(self, path: str, body: Any) -> dict[str, Any]:
+        """Raises BadRequest."""
+        if not isinstance(body, dict):
+            raise BadRequest("the body is no JSON object")
+        self._check_model(body.get("model"))
+        _check_fields(body)
+        numbers = {name: _number(body, name, kind) for name, kind in NUMBERS.items() if body.get(name) is not None}
+        if path == CHAT:
+            asked = {"messages": _messages(body.get("messages"))}
+            token_ids = self._encoded(asked["messages"])
+        else:
+            asked = {"prompt": _prompt(body.get("prompt"))}
+            token_ids = self.talker.tokenizer(asked["prompt"])["input_ids"]
+        config = self._config(numbers, len(token_ids))
+        stop = {} if not body.get("stop") else {"stop": _stop(body["stop"])}
+        return {"model": self.name, **asked, "stream": _switch(body), **stop, "generation_config": _said(config)}
+
+    def _check_model(self, model: Any) -> None:
+        if not isinstance(model, str) or not model:
+            raise BadRequest(f"model is missing; this server has {self.name}", "model")
+        if model != self.name:
+            message = f"there is no model {model!r} here, but {self.name}{nearest(model, [self.name])}"
+            raise BadRequest(message, "model", "model_not_found", 404)
+
+    def _encoded(self, messages: list[Message]) -> list[int]:
+        try:
+            return self.talker.encoded(messages)
+        except DataError as error:
+            raise BadRequest(str(error), "messages") from error
+
+    def _config(self, numbers: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
+        if prompt_tokens == 0:
+            raise BadRequest("the prompt is empty", "prompt")
+        try:
+            settings = _settings(self.settings, numbers)
+        except SettingsError as error:
+            raise BadRequest(str(error).replace("max_new_tokens", "max_tokens")) from error
+        left = _left(self.talker, prompt_tokens)
+        if left is not None:
+            settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, left))
+        config = settings.config(self.talker)
+        if "seed" in numbers:
+            config.seed = numbers["seed"]  # read by Answering
+        return config
+
+
+def _said(config: GenerationConfig) -> str:
+    """JSON. Without the mark that it comes from a model's config, of which transformers would not take the seed."""
+    return json.dumps({name: value for name, value in config.to_diff_dict().items() if not name.startswith("_")})
+
+
+def _left(talker: Talker, prompt_tokens: int) -> Optional[int]:
+    """Positions for the answer. Raises BadRequest where there is none."""
+    if talker.positions is None:
+        return None
+    if prompt_tokens >= talker.positions:
+        message = f"a prompt of {prompt_tokens:,} tokens leaves none of the {talker.positions:,} positions of the model"
+        raise BadRequest(message, "messages", "context_length_exceeded")
+    return talker.positions - prompt_tokens
+
+
+def _settings(before: AnswerSettings, numbers: Mapping[str, Any]) -> AnswerSettings:
+    """Temperature 0 is no temperature of draws, but OpenAI's word for none. Raises SettingsError."""
+    own = {name: numbers[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty") if name in numbers}
+    length = numbers.get("max_completion_tokens", numbers.get("max_tokens"))
+    if length is not None:
+        own["max_new_tokens"] = length
+    if own.get("temperature") == 0:
+        own |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    elif {"temperature", "top_p", "top_k"} & own.keys():
+        own["do_sample"] = True
+    return replace(before, **own)
+
+
+def _check_fields(body: Mapping[str, Any]) -> None:
+    known = {*NUMBERS, *OTHERS, *WITHOUT_EFFECT}
+    for name, value in body.items():
+        if name not in known and value and value != NEUTRAL.get(name):
+            raise BadRequest(f"{name} is not offered by this server; leave it out", name)
+
+
+def _number(body: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = body[name]
+    is_number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
+    if not is_number:
+        raise BadRequest(f"{name} is {value!r}; it must be {'a number' if kind is float else 'a whole number'}", name)
+    if name == "seed" and not -(2**63) <= value < 2**63:
+        raise BadRequest("seed has more than 64 bits", name)
+    return value
+
+
+def _switch(body: Mapping[str, Any]) -> bool:
+    value = body.get("stream") or False
+    if not isinstance(value, bool):
+        raise BadRequest(f"stream is {value!r}; it must be true or false", "stream")
+    return value
+
+
+def _stop(value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise BadRequest("stop must be a text, or a list of texts", "stop")
+    return texts
+
+
+def _prompt(value: Any) -> str:
+    text = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if not isinstance(text, str):
+        raise BadRequest("prompt must be one text", "prompt")
+    return text
+
+
+def _messages(value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise BadRequest("messages must be a list with one message or more", "messages")
+    return [_message(place, message) for place, message in enumerate(value)]
+
+
+def _message(place: int, message: Any) -> Message:
+    where = f"messages[{place}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise BadRequest(f"{where} must be an object with role and content", where)
+    more = [name for name, value in message.items() if value and name not in ("role", "content", "name")]
+    if more:
+        raise BadRequest(f"{where} has {', '.join(more)}; this server takes role and content", where)
+    return {"role": message["role"], "content": _text(where, message.get("content"))}
+
+
+def _text(where: str, content: Any) -> str:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(map(_is_text, parts)):
+        raise BadRequest(f"{where}.content must be a text, or a list of parts of type text", where)
+    return "\n".join(part["text"] for part in parts)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)

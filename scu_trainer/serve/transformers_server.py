@@ -1,0 +1,122 @@
+"""The server of transformers, with a model of ours that is loaded already, and no other one."""
+
+from __future__ import annotations
+
+import time
+from threading import Event
+from typing import Any
+
+import torch
+from fastapi import HTTPException
+from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import GenerationState
+from transformers.tokenization_utils_base import BatchEncoding
+
+from scu_trainer.serve.front import Front
+from scu_trainer.serve.questions import Asker
+from scu_trainer.talk.model import Talker
+from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
+
+UNAVAILABLE = 503
+
+
+def application(asker: Asker, ends: Event) -> Any:
+    """ASGI, without a guard: put guard.Guard before it. ``ends``: set where answers are to be broken off."""
+    torch.manual_seed(asker.settings.seed)
+    manager, state = OneModel(asker, ends), GenerationState()
+    own = {"model_manager": manager, "generation_state": state}
+    app = build_server(
+        manager,
+        ChatCompletionHandler(**own),
+        completion_handler=CompletionHandler(**own),
+        generation_state=state,
+        response_handler=None,  # the guard lets nobody through to these
+        transcription_handler=None,
+        systemone_handler=None,
+    )
+    return Front(app, asker)
+
+
+class OneModel(ModelManager):
+    """Has one model, whatever name it is asked for, and loads none."""
+
+    def __init__(self, asker: Asker, ends: Event) -> None:
+        super().__init__()
+        self.force_model, self._begun = asker.name, int(time.time())
+        self._model, self._tokenizer = Answering(asker.talker, ends), asker.talker.tokenizer
+        if not asker.talker.has_template:
+            self._tokenizer.apply_chat_template = _continued(asker.talker)
+
+    def process_model_name(self, model_id: str) -> str:
+        return self.force_model  # without a revision: it stands in the answers
+
+    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        return self._model, self._tokenizer
+
+    def get_gen_models(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
+        return [{"id": self.force_model, "object": "model", "created": self._begun, "owned_by": "scu-trainer"}]
+
+
+def _continued(talker: Talker) -> Any:
+    def encode(messages: Any, **_: Any) -> BatchEncoding:
+        return BatchEncoding({"input_ids": [talker.encoded(messages)]}, tensor_type="pt")
+
+    return encode
+
+
+class Answering:
+    """The model as the server uses it, in the arithmetic of its run."""
+
+    def __init__(self, talker: Talker, ends: Event) -> None:
+        self._talker, self._ends = talker, ends
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._talker.model, name)
+
+    @property
+    def device(self) -> torch.device:
+        return self._talker.device
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        tokenizer: Any,
+        streamer: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """``input_ids`` (1, time); what a tokenizer gives beside them says nothing of one text alone. Raises
+        Unavailable where the answer does not fit in memory, or the server ends."""
+        if (seed := generation_config.__dict__.pop("seed", None)) is not None:
+            torch.manual_seed(seed)
+        try:
+            with self._talker.answering():
+                return self._talker.model.generate(
+                    input_ids=input_ids, attention_mask=torch.ones_like(input_ids), tokenizer=tokenizer,
+                    generation_config=generation_config, streamer=streamer,
+                    stopping_criteria=StoppingCriteriaList([self._break_off]),
+                )  # fmt: skip
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = error
+        forget_traceback(failed)
+        free_memory(self.device)
+        raise Unavailable("the answer does not fit in memory; shorten the prompt, or lower max_tokens")
+
+    def _break_off(self, *_: Any, **__: Any) -> bool:
+        if self._ends.is_set():
+            raise Unavailable("the server ends")
+        return False
+
+
+class Unavailable(HTTPException):
+    def __init__(self, why: str) -> None:
+        super().__init__(UNAVAILABLE, why)
+
+    def __str__(self) -> str:
+        return str(self.detail)  # in a stream the words alone

@@ -1,0 +1,317 @@
+"""Who may ask and for what: the layers around the server of transformers, asked in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from threading import Event
+from typing import Any, Optional
+
+import httpx
+import pytest
+import torch
+
+from scu_trainer.listening import own_names
+from scu_trainer.serve.errors import FAILED
+from scu_trainer.serve.front import MOST_BYTES, _replayed
+from scu_trainer.serve.guard import CHAT, COMPLETIONS, HEALTH, MODELS, Guard
+from scu_trainer.serve.questions import Asker
+from scu_trainer.serve.transformers_server import application
+from scu_trainer.settings import ModelSettings
+from scu_trainer.talk.answers import AnswerSettings
+from scu_trainer.talk.model import Talker, loaded
+from tests import tiny
+from tests.faults import CPU_TEXT, oom
+
+HOST, KEY = "127.0.0.1:8000", "a-key-of-this-test"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.saved_llama(tmp_path_factory.mktemp("model"))
+
+
+def load(folder, **changes) -> Talker:
+    return loaded("tiny", ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32"), **changes)
+
+
+@pytest.fixture
+def talker(folder):
+    return load(folder)
+
+
+class Site:
+    def __init__(self, talker: Talker, hosts: Optional[Sequence[str]] = (HOST,), key: Optional[str] = None) -> None:
+        self.ends = Event()
+        self.app = Guard(application(Asker(talker, "tiny", AnswerSettings(max_new_tokens=8)), self.ends), hosts, key)
+
+    def ask(self, path: str, method: str = "GET", headers: Any = None, **given: Any) -> httpx.Response:
+        async def ask() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url=f"http://{HOST}") as client:
+                return await client.request(method, path, headers=headers, **given)
+
+        return asyncio.run(ask())
+
+    def post(self, path: str = CHAT, **body: Any) -> httpx.Response:
+        asked = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
+        return self.ask(path, "POST", json={"model": "tiny", **asked, **body})
+
+
+@pytest.fixture
+def site(talker) -> Site:
+    return Site(talker)
+
+
+# -- the guard ---------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "another name": (MODELS, "GET", {"Host": "evil.example:8000"}, 421),
+    "another port": (MODELS, "GET", {"Host": "127.0.0.1:80"}, 421),
+    "two names": (MODELS, "GET", [("Host", HOST), ("Host", HOST)], 421),
+    "another page": (MODELS, "GET", {"Origin": "http://evil.example"}, 403),
+    "a page of a file": (MODELS, "GET", {"Origin": "null"}, 403),
+    "a page that asks whether it may": (CHAT, "OPTIONS", {"Origin": "http://evil.example"}, 403),
+    "loading": ("/load_model", "POST", {}, 404),
+    "forgetting": ("/reset", "POST", {}, 404),
+    "another interface": ("/v1/responses", "POST", {}, 404),
+    "the pages of FastAPI": ("/docs", "GET", {}, 404),
+    "another method": (CHAT, "GET", {}, 405),
+    "of another route": (MODELS, "OPTIONS", {}, 405),
+}
+
+
+@pytest.mark.parametrize("path, method, headers, status", REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(site, path, method, headers, status):
+    answer = site.ask(path, method, headers)
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error" and answer.json()["error"]["message"]
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_its_own_names_and_pages_are_answered(site):
+    assert site.ask(MODELS).status_code == site.ask(MODELS, headers={"Origin": f"http://{HOST}"}).status_code == 200
+    assert site.ask(HEALTH).json() == {"status": "ok"}
+
+
+def test_the_names_of_an_address():
+    assert own_names("127.0.0.1", 8000) == {HOST, "localhost:8000"}
+    assert own_names("::1", 80) >= {"[::1]:80", "[::1]", "localhost"} and own_names("192.0.2.7", 1) == {"192.0.2.7:1"}
+
+
+NO_KEY = {
+    "none": {},
+    "another one": {"Authorization": "Bearer another-key-of-this-test"},
+    "a part of it": {"Authorization": f"Bearer {KEY[:-1]}"},
+    "nothing": {"Authorization": "Bearer "},
+    "letters of no alphabet here": {"Authorization": "Bearer ключ".encode()},
+    "another scheme": {"Authorization": f"Basic {KEY}"},
+}
+
+
+@pytest.mark.parametrize("headers", NO_KEY.values(), ids=NO_KEY)
+@pytest.mark.parametrize("hosts", [(HOST,), None], ids=["loopback", "network"])
+def test_without_its_key_nothing_but_its_health_is_answered(talker, hosts, headers):
+    site = Site(talker, hosts, KEY)
+    for path, method in ((MODELS, "GET"), (CHAT, "POST"), (COMPLETIONS, "POST"), ("/load_model", "POST")):
+        answer = site.ask(path, method, headers)
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert KEY not in answer.text and "after the word Bearer" in answer.text
+    assert site.ask(HEALTH, headers=headers).status_code == 200
+
+
+def test_with_its_key_by_any_name_where_other_machines_may_ask(talker):
+    site = Site(talker, None, KEY)
+    assert site.ask(MODELS, headers={**BEARER, "Host": "gpu-7.example:8000"}).status_code == 200
+    assert Site(talker, [HOST], KEY).ask(MODELS, headers={**BEARER, "Host": "gpu-7.example:8000"}).status_code == 421
+
+
+def test_a_web_socket_is_closed(site):
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(site.app({"type": "websocket", "path": "/", "headers": []}, None, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+# -- questions ---------------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "no model": ({"model": None}, 400, "model", "model is missing"),
+    "another model": ({"model": "Tiny"}, 404, "model", "there is no model 'Tiny' here, but tiny"),
+    "a model of the Hub": ({"model": "gpt2@main"}, 404, "model", "there is no model"),
+    "no messages": ({"messages": []}, 400, "messages", "one message or more"),
+    "a message without a role": ({"messages": [{"content": "x"}]}, 400, "messages[0]", "role and content"),
+    "a picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        400, "messages[0]", "parts of type text",
+    ),
+    "a call": ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, 400, "messages[0]", "has tool_calls"),
+    "tools": ({"tools": [{"type": "function"}]}, 400, "tools", "tools is not offered"),
+    "many answers": ({"n": 2}, 400, "n", "n is not offered"),
+    "probabilities": ({"logprobs": True}, 400, "logprobs", "not offered"),
+    "a form": ({"response_format": {"type": "json_object"}}, 400, "response_format", "not offered"),
+    "a penalty": ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "not offered"),
+    "its own configuration": ({"generation_config": "{}"}, 400, "generation_config", "not offered"),
+    "another template": ({"chat_template_kwargs": {"chat_template": "x"}}, 400, "chat_template_kwargs", "not offered"),
+    "a word for a number": ({"temperature": "hot"}, 400, "temperature", "must be a number"),
+    "a switch for a number": ({"max_tokens": True}, 400, "max_tokens", "must be a whole number"),
+    "no tokens": ({"max_tokens": 0}, 400, None, "max_tokens is 0; it must be 1 or more"),
+    "below zero": ({"temperature": -1}, 400, None, "temperature is -1"),
+    "no number": ({"temperature": float("nan")}, 400, None, "temperature is nan"),
+    "a share above one": ({"top_p": 2}, 400, None, "top_p is 2"),
+    "a seed too large": ({"seed": 2**64}, 400, "seed", "64 bits"),
+    "a word for a switch": ({"stream": "yes"}, 400, "stream", "true or false"),
+    "stops that are none": ({"stop": ["a", 1]}, 400, "stop", "a text, or a list of texts"),
+    "too long": ({"messages": [{"role": "user", "content": "x " * 200}]}, 400, "messages", "128 positions"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body, status, param, said", WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_said_as_openai_says_it(site, body, status, param, said):
+    given = json.dumps({"model": "tiny", "messages": HELLO, **body})
+    answer = site.ask(CHAT, "POST", content=given)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param) and said in error["message"]
+    assert error["type"] == "invalid_request_error" and {*error} == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b"\xff", b"[" * 10_000], ids=["none", "list", "torn", "bytes", "deep"]
+)
+def test_a_body_that_is_no_object(site, content):
+    answer = site.ask(CHAT, "POST", content=content)
+    assert answer.status_code == 400 and "the body is no JSON" in answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_too_large(site):
+    assert site.ask(CHAT, "POST", content=b" " * (MOST_BYTES + 1)).status_code == 413
+
+
+@pytest.mark.parametrize("prompt", ["", None, ["a", "b"], [1, 2], 7])
+def test_a_prompt_that_is_none(talker, prompt):
+    talker.tokenizer.add_bos_token = False
+    assert Site(talker).post(COMPLETIONS, prompt=prompt).status_code == 400
+
+
+def test_what_asks_for_nothing_is_no_mistake(site):
+    neutral = {"n": 1, "tools": [], "logprobs": False, "frequency_penalty": 0, "response_format": {"type": "text"}}
+    neutral |= {"user": "me", "stream_options": {"include_usage": True}, "logit_bias": {}, "tool_choice": None}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    assert site.post(**neutral).json()["choices"] == site.post(messages=parts).json()["choices"]
+
+
+def test_a_temperature_draws_and_zero_does_not(talker):
+    asker = Asker(talker, "tiny", AnswerSettings(max_new_tokens=8, temperature=0.9))
+
+    def config(**body: Any) -> dict[str, Any]:
+        return json.loads(asker.forwarded(CHAT, {"model": "tiny", "messages": HELLO, **body})["generation_config"])
+
+    assert config()["do_sample"] and config()["temperature"] == 0.9 and config()["max_new_tokens"] == 8
+    assert config(top_p=0.5)["top_p"] == 0.5
+    greedy = config(temperature=0, top_p=1, max_completion_tokens=3)
+    assert not greedy["do_sample"] and greedy["max_new_tokens"] == 3 and "temperature" not in greedy
+    assert config(max_tokens=10_000)["max_new_tokens"] < 128, "no more than there are positions"
+    assert config()["eos_token_id"] == talker.stops
+
+
+def test_the_seed_of_the_server_holds_for_all_its_draws(talker):
+    def drawn() -> list[str]:
+        site = Site(talker)
+        return [site.post(COMPLETIONS, temperature=1.5).json()["choices"][0]["text"] for _ in range(2)]
+
+    first = drawn()
+    assert first == drawn() and first[0] != first[1], "asked twice it draws twice"
+
+
+def test_a_full_answer_says_that_it_was_cut(site):
+    choice = site.post(messages=HELLO, max_tokens=1).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_answers_in_the_arithmetic_of_its_run(folder, monkeypatch):
+    seen, talker = [], load(folder, precision=torch.bfloat16)
+    real = talker.model.generate
+
+    def generate(**words):
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+        return real(**words)
+
+    monkeypatch.setattr(talker.model, "generate", generate)
+    assert Site(talker).post().status_code == 200 and seen == [(True, False)]
+
+
+def test_a_stop_ends_an_answer_and_is_its_end(site):
+    whole = site.post(COMPLETIONS, max_tokens=12).json()["choices"][0]["text"]
+    cut = site.post(COMPLETIONS, max_tokens=12, stop=whole[1:3]).json()["choices"][0]
+    assert len(cut["text"]) < len(whole) and whole[1:3] in cut["text"] and cut["finish_reason"] == "stop"
+
+
+def test_without_a_template_it_goes_on_with_what_was_said(talker):
+    talker.tokenizer.chat_template = None
+    site = Site(talker)
+    said = site.post(messages=[{"role": "user", "content": "the"}, {"role": "user", "content": "list"}], max_tokens=6)
+    gone_on = site.post(COMPLETIONS, prompt="the\nlist", max_tokens=6)
+    assert said.json()["choices"][0]["message"]["content"] == gone_on.json()["choices"][0]["text"]
+
+
+def test_a_template_that_does_not_take_it(talker):
+    talker.tokenizer.chat_template = "{{ raise_exception('users alone may speak') }}"
+    answer = Site(talker).post()
+    assert answer.status_code == 400 and "users alone may speak" in answer.json()["error"]["message"]
+
+
+def failing(talker: Talker, monkeypatch, error: BaseException) -> Site:
+    def generate(**_):
+        raise error
+
+    monkeypatch.setattr(talker.model, "generate", generate)
+    return Site(talker)
+
+
+@pytest.mark.parametrize("text", [None, CPU_TEXT], ids=["cuda", "cpu"])
+def test_an_answer_that_does_not_fit_in_memory(talker, monkeypatch, text):
+    site = failing(talker, monkeypatch, oom(text) if text else oom())
+    answer = site.post()
+    assert answer.status_code == 503 and answer.json()["error"]["type"] == "server_error"
+    assert "does not fit in memory; shorten the prompt" in answer.json()["error"]["message"]
+    assert '"message": "the answer does not fit in memory' in site.post(stream=True).text
+
+
+def test_a_fault_is_an_error_of_openai_too(talker, monkeypatch):
+    site = failing(talker, monkeypatch, ValueError('a "kernel"\nis gone'))
+    answer = site.post()
+    assert answer.status_code == 500 and answer.json()["error"]["message"] == FAILED
+    events = site.post(stream=True).text.split("\n\n")
+    assert json.loads(events[-2].removeprefix("data: "))["error"]["message"] == 'a "kernel"\nis gone'
+    assert "[DONE]" not in "".join(events), "it is not done"
+
+
+def test_a_stream_ends_with_the_mark_that_clients_wait_for(site):
+    for path in (CHAT, COMPLETIONS):
+        assert site.post(path, stream=True, max_tokens=3).text.endswith("data: [DONE]\n\n")
+
+
+def test_a_server_that_ends_breaks_off_its_answers(site):
+    site.ends.set()
+    answer = site.post()
+    assert answer.status_code == 503 and answer.json()["error"]["message"] == "the server ends"
+
+
+def test_the_server_behind_hears_that_the_client_is_gone():
+    async def read() -> list[str]:
+        async def receive():
+            return {"type": "http.disconnect"}
+
+        again = _replayed(b"{}", receive)
+        return [(await again())["type"] for _ in range(3)]
+
+    assert asyncio.run(read()) == ["http.request", "http.disconnect", "http.disconnect"]
