@@ -176,6 +176,7 @@ def _served(run: str, asked: str) -> str:
     try:
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=LIMIT_S)
         _wait_for(port, process)
+        client.models.list()  # imports what the client needs
         messages = [{"role": "user", "content": asked}]
         begin_s, first_s, text = time.perf_counter(), 0.0, ""
         for part in client.chat.completions.create(
