@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
+from scu_trainer.cli.main import COMMANDS
+from scu_trainer.shipped import recipe
 from tests import tiny
 
 ROOT = Path(__file__).parents[1]
@@ -75,3 +78,17 @@ def test_an_example_runs(name, model, run, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     start(monkeypatch, name, [word.format(model=model, run=run) for word in words])
     assert said in capfd.readouterr().out
+
+
+def test_the_notebook_is_what_the_examples_make():
+    """And each of its commands is one of ours, with a recipe or a file that is there by then."""
+    written = runpy.run_path(str(FOLDER / "write_notebook.py"))["notebook"]()
+    assert (FOLDER / "first_run.ipynb").read_text() == written, "type python examples/write_notebook.py"
+    content = json.loads(written)
+    assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
+    lines = [line for cell in content["cells"] if cell["cell_type"] == "code" for line in cell["source"]]
+    commands = [line.split() for line in lines if line.startswith("!scu-trainer")]
+    assert all(words[1] in COMMANDS for words in commands)
+    assert [recipe(words[3]) for words in commands if words[1] == "train"] == [str(ROOT / "recipes/scu_lora.yaml")]
+    files = {line.split()[1] for line in lines if line.startswith("%%writefile")}
+    assert {line.split()[1] for line in lines if line.startswith("!python")} == files
