@@ -127,9 +127,10 @@ test-smoke: $(STAMP) ## every memory-efficient path for a few real steps: peak m
 coverage: $(STAMP) $(BROWSER) ## run the tests, and list the lines of the package that none of them reaches
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov=scu_trainer --cov-report=term-missing $(ARGS)
 
-lint: $(STAMP) ## check style and formatting with ruff
+lint: $(STAMP) ## check style and formatting with ruff, and types with mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 # The stamp is the last thing written, so an interrupted install is taken up again by the next call.
 # DS_BUILD_OPS=0: DeepSpeed compiles an operator when a run first needs it, never at install.

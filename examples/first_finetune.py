@@ -28,9 +28,9 @@ job = {
     "dataset": "animals.json",
     "validation_split_percentage": 20,
     "packing": "false",  # a conversation a row
-    "num_train_epochs": 20,
+    "num_train_epochs": 60,
     "per_device_train_batch_size": 4,
-    "learning_rate": 2e-3,
+    "learning_rate": 5e-3,
     "output_dir": "runs/animals",
 }
 flags = [word for name, value in job.items() for word in (f"--{name}", str(value))]
