@@ -100,3 +100,18 @@ def test_pages_for_those_who_contribute_are_there_and_lead_somewhere():
         assert {*makes(text)} <= TARGETS
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (ROOT / target).exists(), (name, target)
+
+
+def test_contributing_names_what_is_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`((?:scu_trainer|tests|recipes|ds_configs|accelerate_configs)/[\w/.]*)`", text)
+    tests = [word for line in re.findall(r"pytest ([^`]+)`", text) for word in line.split()]
+    assert len(named) > 8 and len(tests) > 6
+    assert all((ROOT / path).exists() for path in [*named, *tests])
+    for file, word in (
+        ("scu_trainer/train/loops/__init__.py", "\nORDER = "),
+        ("scu_trainer/train/tasks/__init__.py", "\nCLASSES = "),
+        ("scu_trainer/settings/tasks.py", "\nKINDS = "),
+        ("scu_trainer/train/job/job.py", "\nclass Task("),
+    ):
+        assert word in (ROOT / file).read_text(), file
