@@ -136,15 +136,14 @@ lint: $(STAMP) ## check style and formatting with ruff, and types with mypy
 	$(BIN)/mypy
 
 # The stamp is the last thing written, so an interrupted install is taken up again by the next call.
-# DS_BUILD_OPS=0: DeepSpeed compiles an operator when a run first needs it, never at install. --no-compile: Python
-# compiles the modules that are used, at their first import, instead of all that are installed.
+# DS_BUILD_OPS=0: DeepSpeed compiles an operator when a run first needs it, never at install.
 define INSTALL
 	@'$(PYTHON)' -c '$(IS_NEW_ENOUGH)' 2>/dev/null || { \
 		echo "scu-trainer needs Python 3.11 or newer with the venv module (found: '$(PYTHON)'); install it or pass PYTHON=/path/to/python3.11" >&2; \
 		exit 1; }
 	@rm -f $@
 	'$(PYTHON)' -m venv $(VENV)
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --no-compile -e '.[$(1)]' -c constraints.txt
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -e '.[$(1)]' -c constraints.txt
 endef
 
 $(MAIN): setup.cfg pyproject.toml constraints.txt
