@@ -1,7 +1,10 @@
 # Everything starts here: each target works from a bare clone with Python 3.11, make and gcc, and installs what it needs.
 
 VENV := .venv
+# Everything, and what a text job with its report and the board takes: the two that can be installed.
 STAMP := $(VENV)/.installed
+MAIN := $(VENV)/.main
+MAIN_EXTRAS := report,board
 BROWSER := $(VENV)/.browser
 BIN := $(VENV)/bin
 ARGS ?=
@@ -50,30 +53,30 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-25s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-deps: $(STAMP) ## install everything into .venv, once (about 2 minutes)
+deps: $(STAMP) ## install everything into .venv, once; the other targets install what they need by themselves
 
-verify-install: $(STAMP) ## check Python, packages, memory and disk, and say what to do about each gap
+verify-install: $(MAIN) ## check Python, packages, memory and disk, and say what to do about each gap
 	$(BIN)/scu-trainer train --check_requirements $(ARGS)
 
-plan: $(STAMP) ## predicted peak memory of recipes/scu_lora.yaml, and settings that fit; ARGS='--gpu "RTX 3050 4GB"'
+plan: $(MAIN) ## predicted peak memory of recipes/scu_lora.yaml, and settings that fit; ARGS='--gpu "RTX 3050 4GB"'
 	@$(BIN)/scu-trainer plan --config recipes/scu_lora.yaml $(ARGS)
 
 background: $(STAMP) ## background runs: a menu; ARGS="start --config recipes/resnet.yaml", "list", "status", ...
 	@$(BIN)/scu-trainer runs $(ARGS)
 
-check-gpu: $(STAMP) ## say which GPUs torch can use, what they can do, or why there is none
+check-gpu: $(MAIN) ## say which GPUs torch can use, what they can do, or why there is none
 	@$(BIN)/scu-trainer hardware check --gpu $(ARGS)
 
-monitor-memory: $(STAMP) ## memory of this machine and its GPUs, live; ARGS="--duration 60" ends by itself
+monitor-memory: $(MAIN) ## memory of this machine and its GPUs, live; ARGS="--duration 60" ends by itself
 	@$(BIN)/scu-trainer hardware monitor $(ARGS)
 
-train: $(STAMP) ## fine-tune with recipes/scu_lora.yaml; ARGS="--max_steps 20" adds flags
+train: $(MAIN) ## fine-tune with recipes/scu_lora.yaml; ARGS="--max_steps 20" adds flags
 	$(BIN)/python scripts/train.py --config recipes/scu_lora.yaml $(ARGS)
 
-train-cpu: $(STAMP) ## the same on the CPU, also where there is a GPU
+train-cpu: $(MAIN) ## the same on the CPU, also where there is a GPU
 	$(BIN)/python scripts/train.py --config recipes/scu_lora.yaml --use_cpu true $(ARGS)
 
-train-accelerate: $(STAMP) ## one process per GPU, or two on a CPU, started by accelerate
+train-accelerate: $(MAIN) ## one process per GPU, or two on a CPU, started by accelerate
 	$(BIN)/scu-trainer launch accelerate --processes '$(PROCESSES)' --config recipes/scu_lora.yaml $(ARGS)
 
 train-deepspeed: $(STAMP) ## ZeRO-2 with the optimizer in main memory, started by deepspeed; all weights are trained
@@ -82,7 +85,7 @@ train-deepspeed: $(STAMP) ## ZeRO-2 with the optimizer in main memory, started b
 train-qlora: $(STAMP) ## adapters over weights stored in 4 bits
 	$(BIN)/python scripts/train.py --config recipes/qlora.yaml $(ARGS)
 
-train-device-map: $(STAMP) ## adapters over weights that lie on GPU, main memory and disk
+train-device-map: $(MAIN) ## adapters over weights that lie on GPU, main memory and disk
 	$(BIN)/python scripts/train.py --config recipes/device_map.yaml $(ARGS)
 
 train-resnet: $(STAMP) ## an image classifier (ResNet-18) on scikit-learn's digits
@@ -91,16 +94,16 @@ train-resnet: $(STAMP) ## an image classifier (ResNet-18) on scikit-learn's digi
 train-efficientnet: $(STAMP) ## EfficientNet-B0 on the same pictures
 	$(BIN)/python scripts/train.py --config recipes/efficientnet.yaml $(ARGS)
 
-train-gru: $(STAMP) ## CADENCE, a GRU language model over words and their category, on Python's documentation
+train-gru: $(MAIN) ## CADENCE, a GRU language model over words and their category, on Python's documentation
 	$(BIN)/python scripts/train.py --config recipes/gru.yaml $(ARGS)
 
-train-sensors: $(STAMP) ## TRIDENT, a classifier of video, infrared and motion, on generated recordings
+train-sensors: $(MAIN) ## TRIDENT, a classifier of video, infrared and motion, on generated recordings
 	$(BIN)/python scripts/train.py --config recipes/sensors.yaml $(ARGS)
 
 train-sensors-deepspeed: $(STAMP) ## the same with ZeRO-2 and the optimizer in main memory, started by deepspeed; ARGS="--max_steps 5" is a look
 	$(BIN)/scu-trainer launch deepspeed --processes '$(PROCESSES)' --config recipes/sensors.yaml --deepspeed ds_configs/zero2_offload.json --output_dir runs/sensors_deepspeed $(ARGS)
 
-train-sensors-device-map: $(STAMP) ## the same with its weights spread over the GPUs of one process (and, for adapters, main memory and disk)
+train-sensors-device-map: $(MAIN) ## the same with its weights spread over the GPUs of one process (and, for adapters, main memory and disk)
 	$(BIN)/python scripts/train.py --config recipes/sensors.yaml --device_map auto --output_dir runs/sensors_device_map $(ARGS)
 
 train-sensors-qlora: $(STAMP) ## the same with transformer blocks in 4 bits beside adapters, all else in full precision and trained
@@ -127,20 +130,29 @@ test-smoke: $(STAMP) ## every memory-efficient path for a few real steps: peak m
 coverage: $(STAMP) $(BROWSER) ## run the tests, and list the lines of the package that none of them reaches
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov=scu_trainer --cov-report=term-missing $(ARGS)
 
-lint: $(STAMP) ## check style and formatting with ruff
+lint: $(STAMP) ## check style and formatting with ruff, and types with mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 # The stamp is the last thing written, so an interrupted install is taken up again by the next call.
 # DS_BUILD_OPS=0: DeepSpeed compiles an operator when a run first needs it, never at install.
-$(STAMP): setup.cfg pyproject.toml constraints.txt
+define INSTALL
 	@'$(PYTHON)' -c '$(IS_NEW_ENOUGH)' 2>/dev/null || { \
 		echo "scu-trainer needs Python 3.11 or newer with the venv module (found: '$(PYTHON)'); install it or pass PYTHON=/path/to/python3.11" >&2; \
 		exit 1; }
 	@rm -f $@
 	'$(PYTHON)' -m venv $(VENV)
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install -e '.[all]' -c constraints.txt
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -e '.[$(1)]' -c constraints.txt
+endef
+
+$(MAIN): setup.cfg pyproject.toml constraints.txt
+	$(call INSTALL,$(MAIN_EXTRAS))
 	@touch $@
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	$(call INSTALL,all)
+	@touch $@ $(MAIN)
 
 # Reports are opened in a real browser by the tests: one that is there, or Debian's.
 $(BROWSER): tests/find_browser.sh

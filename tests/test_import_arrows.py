@@ -24,6 +24,7 @@ LEVELS = {
     "settings": 2,
     "run_files": 2,
     "safe_paths": 2,
+    "shipped": 2,
     "hardware": 3,
     "data": 3,
     "models": 3,
@@ -57,7 +58,18 @@ LEVELS |= {f"train.{room}": 4 + i / 100 for i, rooms in enumerate(TRAIN) for roo
 ENTRANCES = ("__init__", "__main__")
 """Modules at the top of the package: they may import every room; no room may import them (but for the version)."""
 
-TORCH_FREE = ("errors", "imports", "control", "secrets", "figures", "listening", "settings", "run_files", "safe_paths")
+TORCH_FREE = (
+    "errors",
+    "imports",
+    "control",
+    "secrets",
+    "figures",
+    "listening",
+    "settings",
+    "run_files",
+    "safe_paths",
+    "shipped",
+)
 """Rooms that never name torch. The rooms of FAST_ROOMS name heavy libraries only inside functions."""
 
 FAST_ROOMS = ("hardware", "runs", "report", "hub", "board", "cli")

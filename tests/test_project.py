@@ -81,6 +81,13 @@ def copy_build_files(target: Path) -> None:
         shutil.copy(ROOT / name, target / name)
 
 
+MAIN_TARGETS = {
+    *("train", "train-cpu", "train-accelerate", "train-device-map", "train-gru", "train-sensors"),
+    *("train-sensors-device-map", "plan", "verify-install", "check-gpu", "monitor-memory"),
+}
+"""Targets that need no package of an extra but those of a report and the board."""
+
+
 def test_make_lists_every_target():
     targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
     assert {"help", "deps", "verify-install", "train", "test", "lint"} <= set(targets)
@@ -140,11 +147,26 @@ def test_targets_install_first_and_then_run(tmp_path, target, command):
     copy_build_files(tmp_path)
     lines = make("-n", target, "ARGS=--x 1", cwd=tmp_path).stdout.splitlines()
     assert lines[-1] == command
-    assert any("pip install -e '.[all]' -c constraints.txt" in line for line in lines)
+    extras = "report,board" if target in MAIN_TARGETS else "all"
+    assert any(f"pip install -e '.[{extras}]' -c constraints.txt" in line for line in lines)
     (tmp_path / ".venv").mkdir()
-    for stamp in (".installed", ".browser"):
+    for stamp in (".installed", ".browser", ".main"):
         (tmp_path / ".venv" / stamp).touch()
     assert make("-n", target, "ARGS=--x 1", cwd=tmp_path).stdout.splitlines() == [command]
+
+
+@pytest.mark.parametrize(("target", "stamps"), [("train", {".main"}), ("deps", {".main", ".installed"})])
+def test_what_is_installed_is_remembered(tmp_path, target, stamps):
+    """By a stand-in for Python. All packages are more than those of the main job, which then installs nothing."""
+    copy_build_files(tmp_path)
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] && exit 0\nmkdir -p .venv/bin && cp /bin/true .venv/bin/python\n')
+    python.chmod(0o755)
+    done = make(target, f"PYTHON={python}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / ".venv").iterdir()} - {"bin"} == stamps
+    assert "pip install" not in make("-n", "train", cwd=tmp_path).stdout
+    assert ("pip install" in make("-n", "test", cwd=tmp_path).stdout) == (target == "train")
 
 
 def chosen_tests(target: str) -> tuple[list[list[str]], dict[str, str]]:

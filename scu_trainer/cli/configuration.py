@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Optional, get_type_hints
 
 import yaml
 
+from scu_trainer import shipped
 from scu_trainer.cli.names.known import PREFIX, known_names, stock_names, stock_number
 from scu_trainer.cli.names.tools import as_word, hint, imported, tool_of
 from scu_trainer.cli.names.translation import flags_of, notes_of, translated, translated_entries
@@ -112,6 +113,8 @@ def our_parser(*more: type) -> HfArgumentParser:
         kinds, prog="scu-trainer train", allow_abbrev=False, usage="%(prog)s [--config FILE] [--FIELD VALUE ...]"
     )
     parser._option_string_actions["--dataset"].type = dataset_of  # a name, or a JSON list
+    if "--deepspeed" in parser._option_string_actions:
+        parser._option_string_actions["--deepspeed"].type = shipped.deepspeed
     return parser
 
 

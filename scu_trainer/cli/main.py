@@ -23,6 +23,7 @@ OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT}
 
 COMMANDS = {
     "train": "train a model; memory is looked after, S measured or steered",
+    "recipes": "jobs and launch files that come with the package: list them, print one, copy one",
     "launch": "train under accelerate, deepspeed or torchrun, as fits this machine",
     "variants": "memory-efficient paths, each run for a few steps: what it costs; --limit finds one that fits",
     "import": "a configuration of TRL, LLaMA-Factory, Axolotl or Unsloth as one of ours, every key accounted for",

@@ -14,6 +14,7 @@ from typing import Any, Optional
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.shipped import recipe
 
 DESCRIPTION = """\
 Trains a few steps of a job in each of its modes, in fresh processes, and prints what the full run would take. Nothing
@@ -38,7 +39,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="scu-trainer modes", description=DESCRIPTION)
-    parser.add_argument("--config", help="YAML or JSON file of the job; default: the defaults of scu-trainer train")
+    parser.add_argument(
+        "--config", type=recipe, help="YAML or JSON file of the job; default: the defaults of scu-trainer train"
+    )
     parser.add_argument("--mode", nargs="+", metavar="MODE", help="which: tiny, standard, extended; default: all")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # in the fresh process: one mode

@@ -16,6 +16,7 @@ from scu_trainer.cli.names.meaning import FALSE, TRUE
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError, Stopped
 from scu_trainer.imports import without_collector
+from scu_trainer.shipped import recipe
 from scu_trainer.train.step.distributed.launched import end_with_launcher
 
 MODES = {
@@ -63,7 +64,7 @@ def _train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[in
 
 def _mode_parser() -> argparse.ArgumentParser:
     parser = Parser(add_help=False)
-    parser.add_argument("--config")
+    parser.add_argument("--config", type=recipe)
     parser.add_argument("-h", "--help", action="store_true")
     for flag in MODES:
         parser.add_argument(flag, flag.replace("_", "-"), nargs="?", const=True, default=False, type=_truth)

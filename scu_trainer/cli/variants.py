@@ -17,11 +17,12 @@ from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import ModelError, SettingsError, nearest
 from scu_trainer.run_files import write_json
-from scu_trainer.runs.launch import require_checkout
+from scu_trainer.runs.launch import require_files
 from scu_trainer.runs.studies.budget import Attempt, Sizes, first_that_fits
 from scu_trainer.runs.studies.variant_table import BASELINE, BY_NAME, LOOPS, VARIANTS, Variant
 from scu_trainer.runs.studies.variants import Outcome, VariantPlan, broken_promises, missing, run
 from scu_trainer.settings import size_in_gib
+from scu_trainer.shipped import recipe
 
 BYTES_OF = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 OURS = 1
@@ -46,7 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", help="memory of the device that may be used, such as 4GB or 39GiB")
     parser.add_argument("--tuning", choices=("lora", "full"), default="lora", help="with --limit: what is trained")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each path")
-    parser.add_argument("--config", help="a job of your own; default: a Llama of 30 million weights on docstrings")
+    parser.add_argument(
+        "--config", type=recipe, help="a job of your own; default: a Llama of 30 million weights on docstrings"
+    )
     parser.add_argument("--model_name_or_path", "--model-name-or-path", help="train this model instead")
     parser.add_argument("--json", metavar="FILE", help="also write the figures here")
     return parser
@@ -62,7 +65,7 @@ def _main(argv: list[str]) -> int:
     if options.list:
         console.print(_list(chosen, has_gpu))
         return 0
-    require_checkout()
+    require_files()
     if options.steps < 2:
         raise SettingsError(f"steps is {options.steps}; it must be 2 or more: the first step is not timed")
     with tempfile.TemporaryDirectory(prefix="scu-variants-") as scratch:

@@ -182,7 +182,7 @@ class Difficulty:
 
 
 def _frozen(values: np.ndarray, kind: type) -> np.ndarray:
-    view = np.asarray(values, dtype=kind).view()
+    view: np.ndarray = np.asarray(values, dtype=kind).view()
     view.setflags(write=False)
     return view
 

@@ -73,6 +73,7 @@ def observe(law: DivergenceConfig, state: DivergenceState, *, step: int, steps: 
     if not (math.isfinite(loss) and steps > 0):
         return state
     state = _averaged(state, step, steps, loss)
+    assert state.mean is not None
     above = min(state.mean, loss) > state.ceiling  # the mean still remembers a spike that is over
     state = replace(state, above_since=(state.above_since or max(1, step - steps + 1)) if above else None)
     ceiling = _ceiling(law, state)
@@ -101,6 +102,7 @@ def _averaged(state: DivergenceState, step: int, steps: int, loss: float) -> Div
 
 
 def _ceiling(law: DivergenceConfig, state: DivergenceState) -> float:
+    assert state.mean is not None and state.first is not None  # there from the first loss on
     level = max(abs(state.mean), FLOOR * abs(state.first))
     variance = max(state.variance, state.mean**2) if state.observations < FEW else state.variance
     error = math.sqrt(variance / min(state.steps, 2 * SPAN_STEPS - 1))

@@ -102,11 +102,11 @@ def after_oom(
     )
 
 
-def fitting_tokens(law: SizerConfig, state: SizerState, room_bytes: float, length: int) -> Optional[int]:
+def fitting_tokens(law: SizerConfig, state: SizerState, room_bytes: float, length: int) -> Optional[float]:
     """Most padded tokens of rows of ``length`` that will fit in ``room_bytes``, margin included. None: cannot say."""
     fit = state.cost.largest_tokens(room_bytes, length, law.margin)
     blocked = None if fit is None else _blocked_tokens(law, state, room_bytes, fit)
-    return fit if blocked is None else min(fit, blocked)
+    return fit if fit is None or blocked is None else min(fit, blocked)
 
 
 def with_observation(state: SizerState, tokens: int, quadratic: int, micro_batch_bytes: int) -> SizerState:
@@ -184,8 +184,9 @@ def _shrunk(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, error:
 
 
 def _grown(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, error: float) -> SizerState:
+    cap, former = _sizes(state)
     room_tokens = _room_tokens(law, state, seen, error)
-    if room_tokens < state.former_tokens and room_tokens < (1.0 + law.deadband) * state.cap_tokens:
+    if room_tokens < former and room_tokens < (1.0 + law.deadband) * cap:
         return replace(state, calm_steps=0)
     state = replace(state, calm_steps=state.calm_steps + 1)
     if state.calm_steps < _patience(law, state, room_tokens):
@@ -195,27 +196,35 @@ def _grown(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, error: 
     factor, integral = _output(law, state, error)
     if state.cost.fitted:
         factor = law.max_growth  # the model knows where to stop
-    step_tokens = max(state.cap_tokens + 1, int(state.cap_tokens * max(factor, 1.0 + law.deadband)))
-    if min(step_tokens, room_tokens) >= state.former_tokens:
+    step_tokens = max(cap + 1, int(cap * max(factor, 1.0 + law.deadband)))
+    if min(step_tokens, room_tokens) >= former:
         return _released(state)
     return replace(state, cap_tokens=min(step_tokens, room_tokens), integral=integral)
 
 
+def _sizes(state: SizerState) -> tuple[int, int]:
+    """The cap and the size before it was cut: both are there, or neither."""
+    assert state.cap_tokens is not None and state.former_tokens is not None
+    return state.cap_tokens, state.former_tokens
+
+
 def _room_tokens(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, error: float) -> int:
     """The cap that memory has room for, at most the former size; 0 where nothing speaks for a larger one."""
+    _, former = _sizes(state)
     if _is_proven(state, seen):
-        return state.former_tokens
+        return former
     if state.pressure != "low":
         return 0
     fit = _predicted_fit(law, state, seen)
     blocked = _blocked_tokens(law, state, seen.room_bytes, fit)
     room = _proportional_fit(seen, error) if fit is None else fit
-    return int(min(state.former_tokens, room, math.inf if blocked is None else blocked))
+    return int(min(former, room, math.inf if blocked is None else blocked))
 
 
 def _patience(law: SizerConfig, state: SizerState, room_tokens: int) -> int:
     """Steps in a row that must have had room before the cap grows into it."""
-    urgent = room_tokens == state.former_tokens or room_tokens >= URGENT_GROWTH * state.cap_tokens
+    cap, former = _sizes(state)
+    urgent = room_tokens == former or room_tokens >= URGENT_GROWTH * cap
     return law.patience_steps if urgent else LONG_PATIENCE * law.patience_steps
 
 
@@ -253,8 +262,8 @@ def _oom_is_fresh(state: SizerState) -> bool:
 
 def _with_failure(state: SizerState, tokens: int, room_bytes: int) -> SizerState:
     """Remember the failure, unless a smaller size failed in more room: that says more."""
-    known = state.failed_tokens is not None
-    if known and state.failed_tokens <= tokens and state.failed_room_bytes >= room_bytes:
+    known = state.failed_tokens is not None and state.failed_tokens <= tokens
+    if known and state.failed_room_bytes >= room_bytes:
         return state
     return replace(state, failed_tokens=tokens, failed_room_bytes=room_bytes)
 
@@ -281,7 +290,7 @@ def _with_proof(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) ->
 
 def _is_proven(state: SizerState, seen: MemoryMeasurement) -> bool:
     """Whether the former size has run without pressure in no more room than there is now."""
-    return state.proven_tokens >= state.former_tokens and seen.room_bytes >= state.proven_room_bytes
+    return state.proven_tokens >= _sizes(state)[1] and seen.room_bytes >= state.proven_room_bytes
 
 
 def _contradicts(law: SizerConfig, state: SizerState, room_bytes: int) -> bool:

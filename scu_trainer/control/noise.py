@@ -46,18 +46,20 @@ CLASS_FRACTION = 0.5
 
 def suspects(snapshot: Snapshot, ids: np.ndarray, law: CurriculumConfig) -> tuple[np.ndarray, int]:
     """(samples among ``ids`` that look wrong, worst first; how many more the cap on a class keeps in)."""
-    by_class = law.classes is not None and law.classes > 1 and snapshot.labels is not None
-    values = relative_losses(snapshot, law.classes)[ids] if by_class else snapshot.scores[ids].astype(np.float64)
+    classes, labels = law.classes or 0, snapshot.labels
+    by_class = classes > 1 and labels is not None
+    values = relative_losses(snapshot, classes)[ids] if by_class else snapshot.scores[ids].astype(np.float64)
     needed = law.guard_observations or (CLASS_OBSERVATIONS if by_class else OTHER_OBSERVATIONS)
     known = (snapshot.observations[ids] >= needed) & np.isfinite(values)
     bar = class_bar(values[known]) if by_class else robust_bar(values[known])
     above = np.flatnonzero(known & (values > bar))
     found = ids[above][np.lexsort((ids[above], -values[above]))]
-    return _within_classes(found, snapshot.labels, ids) if by_class else (found, 0)
+    return _within_classes(found, labels, ids) if classes > 1 and labels is not None else (found, 0)
 
 
 def relative_losses(snapshot: Snapshot, classes: int) -> np.ndarray:
     """Mean loss of every sample in units of its chance loss, float64 (samples,); NaN where unseen."""
+    assert snapshot.labels is not None and snapshot.means is not None
     return snapshot.means.astype(np.float64) / chance_losses(snapshot.labels, classes)
 
 

@@ -159,6 +159,7 @@ def _measure(law: ControllerConfig, state: ControllerState, seen: Measurement) -
 
 
 def _estimate_growth(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
+    assert state.data_bpt_ema is not None  # averaged just before
     log_ratio = math.log(seen.param_bpt / state.data_bpt_ema) if seen.param_bpt > 0 else None
     growth = state.growth
     if log_ratio is not None and state.log_ratio is not None:
@@ -172,6 +173,7 @@ def _model_law(law: ControllerConfig, state: ControllerState, seen: Measurement)
     waiting = law.wait_for_target and state.reached_step is None
     if state.target_s is None or state.growth is None or state.log_ratio is None or waiting:
         return replace(state, lam=0.0, saturated="")
+    assert state.s_ema is not None  # averaged with the ratio
     error = _outside_deadband(state.s_ema - state.target_s, law.deadband)
     excess = state.log_ratio - logit(state.target_s) if error else 0.0
     # The share of an error that tau would take back over `steps` steps, spread evenly over them.
@@ -200,6 +202,7 @@ def _coming_growth(law: ControllerConfig, growth: float, step: int) -> float:
 def _original_law(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
     if state.target_s is None:
         return state
+    assert state.s_ema is not None  # averaged with the measurement
     error = _outside_deadband(state.s_ema - state.target_s, law.deadband)
     integral = max(-law.integral_clamp, min(law.integral_clamp, law.integral_leak * state.integral + law.ki * error))
     wanted = state.lam * math.exp(min(law.kp * error + integral, LARGEST_EXPONENT))

@@ -124,7 +124,7 @@ def acmds(
     strata = np.array_split(np.argsort(scores, kind="stable")[: ids.size - unscored], STRATA)
     wanted = math.ceil(law.acmds_fraction * ids.size) if rows is None else rows
     slots = max(0, wanted - unscored)
-    overdue_rows = [np.count_nonzero(overdue[stratum]) for stratum in strata]
+    overdue_rows = [int(np.count_nonzero(overdue[stratum])) for stratum in strata]
     target = difficulty_target(law, epoch, epochs, snapshot.availability)
     for stratum, share in zip(strata, _rows_per_stratum(strata, overdue_rows, slots, target), strict=True):
         taken[_lowest(keys, stratum, share)] = True

@@ -35,7 +35,10 @@ def require_quantization(settings: ModelSettings, device: torch.device) -> None:
     if settings.tuning != "qlora":
         return
     if importlib.util.find_spec(BITSANDBYTES) is None:
-        raise RequirementError("tuning: qlora needs bitsandbytes, which is not installed; run make deps, or use lora")
+        raise RequirementError(
+            "tuning: qlora needs bitsandbytes, which is not installed; run make deps, or pip install "
+            "'scu-trainer[qlora]', or use lora"
+        )
     if device.type not in ("cuda", "cpu"):
         raise RequirementError(
             f"tuning: qlora runs on CUDA devices and CPUs, and the device here is {device.type}; use tuning: lora, or "

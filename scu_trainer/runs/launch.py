@@ -11,16 +11,16 @@ from typing import Literal, Optional
 
 from scu_trainer.errors import RequirementError
 from scu_trainer.hardware.probe import free_port
+from scu_trainer.shipped import ROOT
 
 Launcher = Literal["python", "torchrun", "accelerate", "deepspeed"]
-ROOT = Path(__file__).parents[2]
 ON_CPU, ON_GPUS = "accelerate_configs/cpu_2_processes.yaml", "accelerate_configs/multi_gpu_bf16.yaml"
 
 
 def command(launcher: Launcher, words: Sequence[str], processes: int, has_gpu: bool) -> list[str]:
     """Words to start scripts/train.py with ``words``, in ``processes`` processes of this machine. Raises
     RequirementError."""
-    require_checkout()
+    require_files()
     script, here = [str(ROOT / "scripts" / "train.py"), *words], Path(sys.executable).parent
     if launcher == "python":
         return [sys.executable, *script]
@@ -62,8 +62,9 @@ def processes_here(launcher: Launcher, gpus: int, asked: Optional[int] = None) -
     return asked or gpus or (2 if launcher == "accelerate" else 1)
 
 
-def require_checkout() -> None:
+def require_files() -> None:
     if not (ROOT / "scripts" / "train.py").is_file() or not (ROOT / "ds_configs").is_dir():
         raise RequirementError(
-            f"this starts scripts/train.py of a checkout, and {ROOT} is none; clone the repository and run it there"
+            f"this starts scripts/train.py, which is missing beside ds_configs in {ROOT}; install scu-trainer "
+            "again, or clone the repository and run it there"
         )

@@ -112,7 +112,7 @@ class DataSettings:
     @property
     def sources(self) -> tuple[SourceSettings, ...]:
         """Entries of a list; empty for one dataset."""
-        return sources_of(self.dataset, get_type_hints(type(self))) if self.is_mixture else ()
+        return sources_of(self.dataset, get_type_hints(type(self))) if isinstance(self.dataset, list) else ()
 
     def of_source(self, source: SourceSettings) -> DataSettings:
         """These settings for one source alone: what its entry says goes before what stands beside the list."""

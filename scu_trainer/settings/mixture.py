@@ -81,7 +81,7 @@ def sources_of(entries: list[Any], hints: Mapping[str, Any]) -> tuple[SourceSett
 
 def shares_of(sources: tuple[SourceSettings, ...]) -> list[Fraction]:
     """Asked share of the rows of each weighted source, exact; the sum is 1."""
-    weights = [Fraction(source.weight) for source in sources]
+    weights = [Fraction(source.weight) for source in sources]  # type: ignore[arg-type]  # all have one, or none
     return [weight / sum(weights) for weight in weights]
 
 

@@ -109,7 +109,7 @@ class SensorSettings:
 
     def check_parts(self) -> None:
         """Raise SettingsError where a list names a branch that is none of ``branches``."""
-        there = (*self.branches, FUSION)
+        there = (*(self.branches or ()), FUSION)
         for name in ("checkpoint_branches", "frozen_branches", "quantized_branches", "branch_devices"):
             for part in getattr(self, name) or ():
                 require(part in there, f"{name} has {part!r}, and the model has {', '.join(there)}; drop {part}")

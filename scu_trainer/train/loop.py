@@ -72,7 +72,7 @@ class Loop(TrainerCallback):
     rate_factor: float = 1.0
     notices: Sequence[str] = ()
     is_first = False
-    trainer: Optional[Trainer] = None
+    trainer: Any = None  # an SCUTrainer; its file imports this one
     history: Optional[History] = None
 
     def attach(self, trainer: Trainer) -> None:
@@ -221,7 +221,7 @@ class Loop(TrainerCallback):
 class LoopEvents(TrainerCallback):
     """The first of all callbacks where there are loops: opens and closes their histories, once for all of them."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self._is_due = self._is_scaled = False
 

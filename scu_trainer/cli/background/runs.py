@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Optional
 
+from scu_trainer import shipped
 from scu_trainer.cli.background import screens
 from scu_trainer.cli.background.seeds import INFIX, one_seed, runs_of, seeds_of, spread_lines
 from scu_trainer.cli.configuration import check_early, read_file
@@ -23,6 +24,7 @@ from scu_trainer.runs.monitor import follow, log_of, watch
 from scu_trainer.runs.progress import last_lines
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import ROOT, Options, Run, RunRecord, all_runs, check_name, find, free_name
+from scu_trainer.shipped import recipe
 
 LAUNCHERS = ("python", "accelerate", "deepspeed", "torchrun")
 ACTIONS = "start|list|status|monitor|logs|stop|resume"
@@ -94,7 +96,7 @@ def _add_start(actions) -> None:
     default = Options()
     parser = _add(actions, "start", "start a run that outlives this terminal; any flag of train may follow")
     parser.usage = "scu-trainer runs start [--config FILE] [--name NAME] [--FIELD VALUE ...]"
-    parser.add_argument("--config", help=f"YAML or JSON file, as for train; default: {OPTIMAL}, of hardware config")
+    parser.add_argument("--config", type=recipe, help=f"as for train; default: {OPTIMAL}, of hardware config")
     parser.add_argument("--name", help="of the run and its directory; default: that of output_dir in the file")
     parser.add_argument("--device", default=default.device, help="auto (shortest line), cpu, gpu-0, ...")
     parser.add_argument("--launcher", choices=LAUNCHERS, default=default.launcher, help="python is one process")
@@ -322,4 +324,4 @@ def _menu(hands: Hands) -> int:
 
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise SettingsError(f"{_parser().format_help()}\nwhich of them? without a terminal there is no menu")
-    return Menu(lambda words: _main(list(words), hands), input, screens.say, ROOT, Path("recipes")).run()
+    return Menu(lambda words: _main(list(words), hands), input, screens.say, ROOT, shipped.here("recipes")).run()

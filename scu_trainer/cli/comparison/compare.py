@@ -19,6 +19,7 @@ from scu_trainer.report.comparison.report import COMPARISON_FILE
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, read_plan, require_same
 from scu_trainer.runs.studies.comparison_state import found_states
+from scu_trainer.shipped import recipe
 
 DESCRIPTION = """\
 Trains the same job under several controllers, each over several seeds, with the
@@ -47,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", help="YAML or JSON file of the job")
+    parser.add_argument("--config", type=recipe, help="YAML or JSON file of the job")
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="by comma or space; default: all forms below")
     parser.add_argument("--arm", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="one of your own")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="default: 0 1 2")

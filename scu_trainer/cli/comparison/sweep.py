@@ -29,6 +29,7 @@ from scu_trainer.runs.studies.comparison_arms import Arm
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan
 from scu_trainer.runs.studies.comparison_state import is_finished, last_words
 from scu_trainer.runs.studies.search import FORM, axes_of
+from scu_trainer.shipped import recipe
 
 if TYPE_CHECKING:
     import optuna
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", help="YAML or JSON file of the job")
+    parser.add_argument("--config", type=recipe, help="YAML or JSON file of the job")
     parser.add_argument("--search", nargs="+", default=[], metavar="AXIS", help=f"what to move: {FORM}")
     parser.add_argument("--trials", type=int, default=12, metavar="N", help="beside the job as it is; default: 12")
     parser.add_argument("--output_dir", "--output-dir", default="runs/sweep", help="default: runs/sweep")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from scu_trainer import shipped
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.talking.streaming import stream_answer
@@ -41,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--port", type=int, default=PORT, help=f"of this machine ({PORT}); 0 takes a free one")
     parser.add_argument(
-        "--configs", type=Path, nargs="+", default=[Path("recipes")], metavar="PATH",
+        "--configs", type=Path, nargs="+", default=[shipped.here("recipes")], metavar="PATH",
         help="configuration files, and folders of them, that a run may be started from (recipes)",
     )  # fmt: skip
     parser.add_argument("--host", default=HOST, help=f"address to listen at ({HOST}); another than this machine's own "

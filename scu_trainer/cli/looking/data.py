@@ -13,6 +13,7 @@ from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import DataError, SettingsError
 from scu_trainer.imports import without_collector
+from scu_trainer.shipped import recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +35,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [CONFIG] [OPTIONS] [--FIELD VALUE ...]"
     parser = Parser(prog="scu-trainer data", description=DESCRIPTION, usage=usage)
-    parser.add_argument("--config", help="YAML or JSON file of the job; the first word may be this file too")
+    parser.add_argument(
+        "--config", type=recipe, help="YAML or JSON file of the job; the first word may be this file too"
+    )
     parser.add_argument("--rows", type=int, default=3, help="rows that are shown in full (default 3)")
     parser.add_argument(
         "--sample", default=str(SAMPLE), help=f"documents that are looked at, or all (default {SAMPLE})"

@@ -18,6 +18,7 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import RequirementError, SettingsError
 from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version
 from scu_trainer.hardware.watching.monitor import MonitorReading, device_name, find_target, readings
+from scu_trainer.shipped import recipe
 
 PLANS = ("recommend", "plan")
 
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "check", help="versions, devices, memory, disk; with --config and flags what that job needs beside"
     )
     check.add_argument("--gpu", action="store_true", help="only: is there a GPU that torch can use; exit code 2 if not")
-    check.add_argument("--config", help="YAML or JSON file of a job, and any flag of scu-trainer train")
+    check.add_argument("--config", type=recipe, help="YAML or JSON file of a job, and any flag of scu-trainer train")
     actions.add_parser(PLANS[0], help="the same as scu-trainer plan: settings with which a job fits a machine")
     actions.add_parser("config", help="the same, written to optimal_config.yaml (--output FILE) for --config to read")
     monitor = actions.add_parser("monitor", help="memory of the machine and its GPUs, live, and of one run")

@@ -15,6 +15,7 @@ from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import ModelError, SettingsError, UserError
 from scu_trainer.imports import without_collector
+from scu_trainer.shipped import recipe
 
 if TYPE_CHECKING:
     from scu_trainer.hardware.recommend import SettingChoice
@@ -43,7 +44,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="scu-trainer plan", description=DESCRIPTION)
-    parser.add_argument("--config", help="YAML or JSON file of the job; default: the defaults of scu-trainer train")
+    parser.add_argument(
+        "--config", type=recipe, help="YAML or JSON file of the job; default: the defaults of scu-trainer train"
+    )
     parser.add_argument("--gpu", help='for a card by name, such as "RTX 3050 4GB", or cpu-only; default: this machine')
     parser.add_argument("--ram", help="main memory of that machine, such as 16GB; default: what such a machine has")
     parser.add_argument("--here", action="store_true", help="for this machine as it is now (the default)")

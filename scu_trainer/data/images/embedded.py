@@ -29,8 +29,8 @@ def digits() -> ImageSource:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise DataError(
-            "dataset: digits comes with scikit-learn, which is not installed; run pip install scikit-learn, or use "
-            "dataset: generated"
+            "dataset: digits comes with scikit-learn, which is not installed; pip install 'scu-trainer[images]', or "
+            "use dataset: generated"
         ) from error
     found = load_digits()
     pixels = (found.images * (255 / LARGEST_DIGIT_VALUE)).round().astype(numpy.uint8)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Optional
 
+from scu_trainer import shipped
 from scu_trainer.errors import RequirementError, SettingsError
 from scu_trainer.hardware.probe import free_port
 
@@ -28,7 +29,7 @@ def prepare_environment(deepspeed: Optional[str], use_cpu: bool) -> None:
         return
     if find_spec("deepspeed") is None:
         raise RequirementError("DeepSpeed is asked for and not installed; pip install 'scu-trainer[deepspeed]'")
-    _require_file(deepspeed or os.environ.get(FILE_VARIABLE))
+    _require_file(deepspeed or _found_by_accelerate())
     _stand_alone()
     _keep_builds_with_the_environment()
     if use_cpu:
@@ -38,6 +39,14 @@ def prepare_environment(deepspeed: Optional[str], use_cpu: bool) -> None:
 
 def _asked_by_accelerate() -> bool:
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def _found_by_accelerate() -> Optional[str]:
+    """The configuration that its launch file names, where that lies: its processes read the variable, too."""
+    named = os.environ.get(FILE_VARIABLE)
+    if named:
+        os.environ[FILE_VARIABLE] = shipped.deepspeed(named)
+    return os.environ.get(FILE_VARIABLE)
 
 
 def _require_file(deepspeed: Optional[str]) -> None:

@@ -1,0 +1,17 @@
+"""QLoRA without a GPU: weights in 4 bits, adapters trained. python examples/qlora_cpu.py   (pip install bitsandbytes)
+
+Flags of `scu-trainer train` may follow: --model_name_or_path your/model --dataset your.jsonl --max_steps 50
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from scu_trainer.cli.main import main
+
+code = main(["train", "--config", "qlora", "--use_cpu", "true", "--output_dir", "runs/qlora_cpu", *sys.argv[1:]])
+if code == 0:
+    metrics = json.loads(Path("runs/qlora_cpu/scu_metrics.json").read_text())
+    before, after = metrics["held_out_bpt_before"]["value"], metrics["held_out_bpt_after"]["value"]
+    print(f"held out: {before:.3f} bits per token before, {after:.3f} after")
+sys.exit(code)

@@ -1,0 +1,14 @@
+"""A run merged into its base, checked, and what a push would send: python examples/share.py runs/animals me/animals
+
+Nothing is sent: drop --dry_run for that, after `hf auth login`.
+"""
+
+import sys
+
+from scu_trainer.cli.main import main
+
+run, repository = sys.argv[1:3]
+sys.exit(
+    main(["merge", run, "--output", f"{run}-merged"])
+    or main(["push", f"{run}-merged", "--repo_id", repository, "--dry_run"])
+)

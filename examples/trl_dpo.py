@@ -1,0 +1,42 @@
+"""Preferences by TRL under the loops: python examples/trl_dpo.py [MODEL]   (pip install trl)
+
+A sample is a pair of rows here, so batches run whole, and the log says why.
+"""
+
+import os
+import sys
+
+import torch
+from datasets import Dataset
+from trl import DPOConfig, DPOTrainer
+
+from scu_trainer import with_loops
+from scu_trainer.settings import MemorySettings, RegularizationSettings
+
+HAS_GPU = torch.cuda.is_available()
+name = sys.argv[1] if sys.argv[1:] else "HuggingFaceTB/SmolLM2-135M-Instruct"
+preferences = {
+    "prompt": [f"How many is {i} plus {i}?" for i in range(64)],
+    "chosen": [f" {2 * i}." for i in range(64)],
+    "rejected": [f" {2 * i + 1}." for i in range(64)],
+}
+
+trainer = with_loops(DPOTrainer)(
+    model=name,
+    args=DPOConfig(
+        "runs/dpo",
+        max_steps=int(os.environ.get("STEPS", "50")),
+        per_device_train_batch_size=4,
+        learning_rate=1e-5,
+        max_length=256,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=not HAS_GPU,
+        bf16=HAS_GPU,  # TRL's default, which a CPU run of its refuses
+    ),
+    train_dataset=Dataset.from_dict(preferences),
+    memory=MemorySettings(),
+    regularization=RegularizationSettings(tokens=1e4),  # TRL does not count tokens of a preference loss; S is measured
+)
+trainer.train()
+print("preference for what was chosen:", trainer.state.log_history[-2]["rewards/accuracies"])

@@ -1,0 +1,62 @@
+"""``scu-trainer recipes``: jobs and launch files that come with the package, listed, printed or copied."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer import shipped
+from scu_trainer.cli.main import guarded
+from scu_trainer.cli.parsing import Parser
+from scu_trainer.errors import SettingsError
+
+DESCRIPTION = """\
+Without a name: all of them, each with a sentence. With one: that file, to be read, copied and changed. A recipe's
+name is as good as its path for --config, a name of ds_configs for --deepspeed."""
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: list[str]) -> int:
+    parser = Parser(prog="scu-trainer recipes", description=DESCRIPTION)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of a file in the list")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--copy", type=Path, metavar="FILE", help="write it there instead, or into that folder")
+    way.add_argument("--path", action="store_true", help="print where it lies instead, for other programs")
+    options = parser.parse_args(argv)
+    if options.name is None:
+        if options.copy is not None or options.path:
+            raise SettingsError("which one? scu-trainer recipes NAME --copy FILE; scu-trainer recipes lists the names")
+        print(_listed())
+        return 0
+    path = shipped.one(options.name)
+    if options.copy is not None:
+        print(_copied(path, options.copy))
+    else:
+        print(path if options.path else path.read_text(encoding="utf-8"), end="\n" if options.path else "")
+    return 0
+
+
+def _listed() -> str:
+    blocks = []
+    for folder, use in shipped.FOLDERS.items():
+        found = shipped.files(folder)
+        width = max(map(len, found))
+        lines = [f"  {name:<{width}}  {shipped.about(path)}" for name, path in found.items()]
+        blocks.append("\n".join([f"{folder} ({use}):", *lines]))
+    return "\n\n".join(blocks)
+
+
+def _copied(path: Path, target: Path) -> Path:
+    """Raises SettingsError where a file is there already."""
+    target = target / path.name if target.is_dir() else target
+    if target.exists():
+        raise SettingsError(f"{target} is there already, and is kept; give another name")
+    if not target.parent.is_dir():
+        raise SettingsError(f"there is no folder {target.parent}; make it, or give another name")
+    return Path(shutil.copyfile(path, target))

@@ -1,0 +1,94 @@
+"""Each file of examples/ as a user starts it, on a model and for steps that are a test's."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from scu_trainer.cli.main import COMMANDS
+from scu_trainer.shipped import recipe
+from tests import tiny
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples"
+SHORT = ("--block_size", "64", "--max_steps", "4", "--eval_strategy", "no", "--use_cpu", "true")
+MODEL = "--model_name_or_path"
+
+# Words behind each script ({model}: a folder; {run}: what first_finetune.py has made), and what it prints in the end.
+EXAMPLES = {
+    "any_trainer": (["{model}"], "split exactly: True"),
+    "curriculum": ([], "of 12 rows with a wrong label, 12 are among the hardest 12"),
+    "first_finetune": ([MODEL, "{model}", *SHORT], "runs/animals"),
+    "own_loop": ([], "rate factor in the end: "),
+    "own_loss": ([], "split exactly: True"),
+    "qlora_cpu": ([MODEL, "{model}", "--dataset_size", "24", *SHORT], "bits per token before"),
+    "resume": (
+        [MODEL, "{model}", "--dataset_size", "24", "--block_size", "64", "--use_cpu", "true"],
+        "finished at step 12",
+    ),
+    "share": (["{run}", "me/animals"], "nothing was sent"),
+    "talk": (["{run}"], "\n"),
+    "trl_dpo": (["{model}"], "preference for what was chosen: "),
+    "trl_sft": (["{model}"], "the model is in runs/sft"),
+    "vision": (["--dataset_size", "40", *SHORT[2:]], "accuracy on what was held out: "),
+}
+# TRL says so of its own defaults.
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny.saved_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def run(model, tmp_path_factory) -> Path:
+    """What first_finetune.py leaves."""
+    place = tmp_path_factory.mktemp("first")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        start(patch, "first_finetune", [MODEL, str(model), *SHORT])
+    return place / "runs" / "animals"
+
+
+def start(patch: pytest.MonkeyPatch, name: str, words: list[str]) -> None:
+    patch.setattr(sys, "argv", [f"{name}.py", *words])
+    try:
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    except SystemExit as end:
+        assert end.code == 0
+
+
+def test_every_example_is_here():
+    assert {path.stem for path in FOLDER.glob("*.py")} - {"write_notebook"} == {*EXAMPLES}
+    page = (FOLDER / "README.md").read_text()
+    assert all(f"{name}.py" in page for name in EXAMPLES)
+    assert all(len(path.read_text().splitlines()) < 60 for path in FOLDER.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name, model, run, tmp_path, monkeypatch, capfd):
+    words, said = EXAMPLES[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STEPS", "6")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    start(monkeypatch, name, [word.format(model=model, run=run) for word in words])
+    assert said in capfd.readouterr().out
+
+
+def test_the_notebook_is_what_the_examples_make():
+    """And each of its commands is one of ours, with a recipe or a file that is there by then."""
+    written = runpy.run_path(str(FOLDER / "write_notebook.py"))["notebook"]()
+    assert (FOLDER / "first_run.ipynb").read_text() == written, "type python examples/write_notebook.py"
+    content = json.loads(written)
+    assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
+    lines = [line for cell in content["cells"] if cell["cell_type"] == "code" for line in cell["source"]]
+    commands = [line.split() for line in lines if line.startswith("!scu-trainer")]
+    assert all(words[1] in COMMANDS for words in commands)
+    assert [recipe(words[3]) for words in commands if words[1] == "train"] == [str(ROOT / "recipes/scu_lora.yaml")]
+    files = {line.split()[1] for line in lines if line.startswith("%%writefile")}
+    assert {line.split()[1] for line in lines if line.startswith("!python")} == files
