@@ -71,7 +71,7 @@ def test_digits_are_enlarged_once_and_mapped(tmp_path):
 
 def test_without_scikit_learn_digits_name_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match="pip install scikit-learn"):
+    with pytest.raises(DataError, match=r"pip install .scu-trainer\[images\]"):
         prepared("digits", tmp_path)
 
 
