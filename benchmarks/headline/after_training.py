@@ -22,7 +22,11 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scu_trainer.data import default_cache_dir, embedded_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "PYTHONPATH": str(ROOT)}
 PROGRAM = [sys.executable, "-m", "scu_trainer.cli.main"]
 LIMIT_S = 300
@@ -78,8 +82,6 @@ def _train(*words: object) -> None:
 def _llama(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from scu_trainer.data import default_cache_dir, embedded_tokenizer
 
     tokenizer = embedded_tokenizer(default_cache_dir(None))
     special = {word: getattr(tokenizer, word) for word in ("pad_token_id", "bos_token_id", "eos_token_id")}

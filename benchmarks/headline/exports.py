@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scu_trainer.cli.publishing.export import ExportOptions, export
 from scu_trainer.cli.subjects import subject_of

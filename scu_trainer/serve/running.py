@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from threading import Event
 from typing import Any
@@ -15,17 +16,22 @@ GRACE_S = 2
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, ends: Event) -> None:
         super().__init__(config)
-        self._ends = ends
+        self._ends, self.is_interrupted = ends, False
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._ends.set()
+        self.is_interrupted |= sig == signal.SIGINT
         super().handle_exit(sig, frame)
 
 
 def run(app: Any, listening: socket.socket, ends: Event) -> None:
-    """Until a signal. ``ends`` is set by it."""
+    """Until a signal. ``ends`` is set by it. Raises KeyboardInterrupt for Ctrl-C, also where the event loop has
+    swallowed it in its last moments."""
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, ws="none",
         timeout_graceful_shutdown=GRACE_S,
     )  # fmt: skip
-    _Server(config, ends).run(sockets=[listening])
+    server = _Server(config, ends)
+    server.run(sockets=[listening])
+    if server.is_interrupted:
+        raise KeyboardInterrupt
