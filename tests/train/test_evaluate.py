@@ -200,6 +200,13 @@ def test_two_documents_by_hand():
         assert (interval.low, interval.high) == pytest.approx(bounds)
 
 
+def test_one_document_has_a_value_and_no_bounds():
+    one, two = (DocumentScores(np.full(count, 10 * BIT), np.full(count, 10)) for count in (1, 2))
+    written = {"value": pytest.approx(1.0), "low": None, "high": None, "confidence": 0.95}
+    assert bootstrap_bpt(one).over(one) == written
+    assert bootstrap_bpt(two).over(two) == written | {"low": pytest.approx(1.0), "high": pytest.approx(1.0)}
+
+
 def test_resamples_weigh_documents_by_their_tokens():
     scores = DocumentScores(np.array([90 * BIT, 30 * BIT]), np.array([90, 10]))
     assert bootstrap_bpt(scores).value == pytest.approx(1.2)

@@ -92,12 +92,12 @@ def _figures_of(subject: Subject, result: EvaluationResult, options: EvalOptions
         row["merge"] = result.merge
     if scores is None:
         return row
-    row["bpt"] = _bounds(bootstrap_bpt(scores, **options.how), scores)
+    row["bpt"] = bootstrap_bpt(scores, **options.how).over(scores)
     if scores.correct is not None:
-        row["accuracy"] = _bounds(bootstrap_accuracy(scores, **options.how), scores)
+        row["accuracy"] = bootstrap_accuracy(scores, **options.how).over(scores)
         if scores.reports is not None:
-            row["report_exact"] = _bounds(bootstrap_exact(scores.reports, **options.how), scores.reports)
-            row["report_bpt"] = _bounds(bootstrap_bpt(scores.reports, **options.how), scores.reports)
+            row["report_exact"] = bootstrap_exact(scores.reports, **options.how).over(scores.reports)
+            row["report_bpt"] = bootstrap_bpt(scores.reports, **options.how).over(scores.reports)
         return row
     bits = row["bpt"]
     powers = {name: _perplexity(bits[name]) for name in ("value", "low", "high")}
@@ -114,7 +114,7 @@ def _by_source(scores: DocumentScores, options: EvalOptions, data: Any) -> dict[
         name: {
             "documents": len(part.tokens),
             "tokens": int(part.tokens.sum()),
-            "bpt": _bounds(bootstrap_bpt(part, **options.how), part),
+            "bpt": bootstrap_bpt(part, **options.how).over(part),
         }
         for name, part in scores_by_source(scores, data).items()
     }
@@ -131,12 +131,7 @@ def _difference(other: DocumentScores, model: DocumentScores, options: EvalOptio
 
     is_classifier = model.correct is not None
     found = (bootstrap_accuracy_difference if is_classifier else bootstrap_difference)(other, model, **options.how)
-    return {**_bounds(found, model), "verdict": verdict(found, len(model.tokens))}
-
-
-def _bounds(interval: BootstrapInterval, scores: DocumentScores) -> dict[str, Any]:
-    """One document cannot be resampled: it has a value and no bounds."""
-    return {**asdict(interval), **({"low": None, "high": None} if len(scores.tokens) < 2 else {})}
+    return {**found.over(model), "verdict": verdict(found, len(model.tokens))}
 
 
 # -- tasks of lm-evaluation-harness ------------------------------------------------------------------------------------

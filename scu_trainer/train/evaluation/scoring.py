@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Optional
+from dataclasses import asdict, dataclass
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -67,6 +67,10 @@ class BootstrapInterval:
     low: float
     high: float
     confidence: float
+
+    def over(self, scores: DocumentScores) -> dict[str, Any]:
+        """As it is written, taken over the documents of ``scores``: one cannot be resampled, and has no bounds."""
+        return {**asdict(self), **({"low": None, "high": None} if len(scores.tokens) < 2 else {})}
 
 
 def row_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
@@ -32,18 +31,18 @@ def held_out_figures(before: Optional[DocumentScores], after: Optional[DocumentS
     accuracy = {}
     if after.correct is not None:
         accuracy = {
-            "held_out_accuracy_before": asdict(bootstrap_accuracy(before)),
-            "held_out_accuracy_after": asdict(bootstrap_accuracy(after)),
-            "held_out_accuracy_change": asdict(bootstrap_accuracy_difference(before, after)),
+            "held_out_accuracy_before": bootstrap_accuracy(before).over(before),
+            "held_out_accuracy_after": bootstrap_accuracy(after).over(after),
+            "held_out_accuracy_change": bootstrap_accuracy_difference(before, after).over(before),
         }
     return {
         **accuracy,
         **_report_figures(before.reports, after.reports),
         "held_out_documents": len(before.tokens),
         "held_out_tokens": int(before.tokens.sum()),
-        "held_out_bpt_before": asdict(bootstrap_bpt(before)),
-        "held_out_bpt_after": asdict(bootstrap_bpt(after)),
-        "held_out_bpt_change": asdict(bootstrap_difference(before, after)),
+        "held_out_bpt_before": bootstrap_bpt(before).over(before),
+        "held_out_bpt_after": bootstrap_bpt(after).over(after),
+        "held_out_bpt_change": bootstrap_difference(before, after).over(before),
     }
 
 
@@ -53,8 +52,8 @@ def _report_figures(before: Optional[DocumentScores], after: Optional[DocumentSc
         return {}
     found = {}
     for when, scores in (("before", before), ("after", after)):
-        found[f"held_out_report_bpt_{when}"] = asdict(bootstrap_bpt(scores))
-        found[f"held_out_report_exact_{when}"] = asdict(bootstrap_exact(scores))
+        found[f"held_out_report_bpt_{when}"] = bootstrap_bpt(scores).over(scores)
+        found[f"held_out_report_exact_{when}"] = bootstrap_exact(scores).over(scores)
     return found
 
 
@@ -69,8 +68,8 @@ def held_out_by_source(
         name: {
             "documents": len(first[name].tokens),
             "tokens": int(first[name].tokens.sum()),
-            "bpt_before": asdict(bootstrap_bpt(first[name])),
-            "bpt_after": asdict(bootstrap_bpt(second[name])),
+            "bpt_before": bootstrap_bpt(first[name]).over(first[name]),
+            "bpt_after": bootstrap_bpt(second[name]).over(second[name]),
         }
         for name in first
     }
@@ -131,7 +130,7 @@ def _held_out_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
     if not figures["held_out_documents"]:
         return [("held out", "nothing")]
     documents, tokens = figures["held_out_documents"], figures["held_out_tokens"]
-    held_out = f"{documents:,} {figures.get('item', 'document')}s"
+    held_out = f"{documents:,} {figures.get('item', 'document')}{'' if documents == 1 else 's'}"
     of_classes = "held_out_accuracy_after" in figures
     return [*_best_line(figures, unit), ("held out", held_out if of_classes else f"{held_out}, {tokens:,} {unit}s")]
 
