@@ -48,7 +48,7 @@ export TOKENIZERS_PARALLELISM = false
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help deps verify-install plan background check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map train-resnet train-efficientnet train-gru train-sensors train-sensors-deepspeed train-sensors-device-map train-sensors-qlora compare regressions test test-fast test-cpu test-smoke coverage lint
+.PHONY: help deps verify-install plan background check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map train-resnet train-efficientnet train-gru train-sensors train-sensors-deepspeed train-sensors-device-map train-sensors-qlora compare regressions test test-fast test-cpu test-smoke coverage docs lint
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-25s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -129,6 +129,9 @@ test-smoke: $(STAMP) ## every memory-efficient path for a few real steps: peak m
 
 coverage: $(STAMP) $(BROWSER) ## run the tests, and list the lines of the package that none of them reaches
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov=scu_trainer --cov-report=term-missing $(ARGS)
+
+docs: $(STAMP) ## the documentation as a site, in site/; strict: a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)
 
 lint: $(STAMP) ## check style and formatting with ruff, and types with mypy
 	$(BIN)/ruff check .

@@ -48,6 +48,7 @@ def all_declared() -> list[Requirement]:
         "wandb",
         "sweep",
         "benchmarks",
+        "docs",
         "dev",
     )
     core = [Requirement(line) for line in setup_lines("options", "install_requires")]

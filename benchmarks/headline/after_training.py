@@ -1,6 +1,6 @@
 """What one does with a finished run, recorded: chat, generate, export and serve, on two runs of this machine's making.
 
-python benchmarks/headline/after_training.py [--output benchmarks/results/after_training.md]
+python benchmarks/headline/after_training.py [--output docs/after_training.md]
 
 The one is the first run of the README (LoRA on the embedded base); the other a Llama of two layers from random weights,
 200 steps on conversations about six animals. Chat runs in a pseudo-terminal, as it does for a person.
@@ -38,7 +38,7 @@ ASKED = {EMBEDDED: "def sorted(iterable):", LLAMA: "What does the cow say?"}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "after_training.md")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "after_training.md")
     typed = parser.parse_args()
     parts = [
         f"# After training\n\nWritten by `python benchmarks/headline/after_training.py` on {time.strftime('%Y-%m-%d')}."
@@ -191,11 +191,7 @@ def _served(run: str, asked: str) -> str:
         process.terminate()
         printed = process.communicate(timeout=60)[0]
     asks = CLIENT.format(address=f"http://127.0.0.1:{port}", asked=asked, name=name)
-    return (
-        f"$ scu-trainer {words}\n{printed}\n>>> "
-        + asks.strip().replace("\n", "\n>>> ")
-        + f"\n{text}\n[the first after {first_s:.2f} s]"
-    )
+    return f"$ scu-trainer {words}\n{printed}\n{asks.strip()}\n\n{text}\n[the first after {first_s:.2f} s]"
 
 
 def _wait_for(port: int, process: subprocess.Popen) -> None:
