@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 import re
 import sys
 from pathlib import Path
@@ -57,27 +59,33 @@ def _home(name: str) -> str:
 
 def reference() -> str:
     """Every field of the settings: of a configuration file, and as a flag."""
-    from scu_trainer import settings
-
     lines = [
         "# Every field",
         "",
         "In a configuration file and as flags (`--field value`), beside all of `transformers.TrainingArguments`.",
     ]
-    for name in sorted(dir(settings)):
-        kind = getattr(settings, name)
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type) and name.endswith("Settings"):
-            lines += [
-                "",
-                f"## {name}",
-                "",
-                *_summary(kind),
-                "",
-                "| field | default | what it does |",
-                "| --- | --- | --- |",
-            ]
-            lines += [_row(field) for field in dataclasses.fields(kind) if field.metadata.get("help")]
+    for kind in _kinds():
+        lines += ["", f"## {kind.__name__}", "", *_summary(kind), ""]
+        lines += ["| field | default | what it does |", "| --- | --- | --- |"]
+        lines += [_row(field) for field in _fields(kind)]
     return "\n".join(lines) + "\n"
+
+
+def _kinds() -> list[type]:
+    """All that have fields with help, wherever in the settings they are."""
+    from scu_trainer import settings
+
+    found = {}
+    for item in pkgutil.iter_modules(settings.__path__):
+        module = importlib.import_module(f"{settings.__name__}.{item.name}")
+        own = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+        has_help = [kind for kind in own if dataclasses.is_dataclass(kind) and _fields(kind)]
+        found |= {kind.__name__: kind for kind in has_help}
+    return [found[name] for name in sorted(found)]
+
+
+def _fields(kind: type) -> list[dataclasses.Field]:
+    return [field for field in dataclasses.fields(kind) if field.metadata.get("help")]
 
 
 def _summary(kind: type) -> list[str]:

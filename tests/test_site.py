@@ -38,9 +38,10 @@ def test_every_field_has_a_row(site):
     from dataclasses import fields
 
     from scu_trainer.settings import DataSettings, MemorySettings
+    from scu_trainer.settings.sensors import SensorSettings
 
     page = (site / "reference/index.html").read_text()
-    for kind in (DataSettings, MemorySettings):
+    for kind in (DataSettings, MemorySettings, SensorSettings):
         absent = [field.name for field in fields(kind) if field.metadata.get("help") and f">{field.name}<" not in page]
         assert absent == []
 
