@@ -53,6 +53,7 @@ def test_two_models_side_by_side_in_a_browser(root, model, capsys):
         page = chromium.new_page(viewport={"width": 390, "height": 900})
         page.goto(address)
         page.get_by_role("link", name="Chat").click()
+        page.wait_for_load_state()  # its script hears the key
         assert {page.input_value("#left"), page.input_value("#right")} == {"left-run", "right-run"}
         page.fill("#words", "The <b>cat</b> sat")
         page.keyboard.press("Enter")
