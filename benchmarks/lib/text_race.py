@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Optional
+
+from tqdm import tqdm
 
 from benchmarks.lib.memory_work import EXACT_MEMORY, MIB, in_fresh_process
 from benchmarks.lib.text_job import Job, contender_of, memory, tiny
@@ -43,13 +45,22 @@ def race(
     steps_per_turn: int = 1,
     warm_up_steps: int = 5,
     once: Sequence[str] = (),
+    before_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Raced]:
     """All contenders. ``once``: those that run in the first round only, because they take long."""
     raced = {name: Raced(name) for name in names}
     for number in range(repeats):
+        before_round()
         present = [name for name in names if number == 0 or name not in once]
         order = another_first([contender_of(name, job) for name in present], number)
-        found = in_turns(order, steps_per_turn, warm_up_turns=0)
+        turns = -(-job.steps // steps_per_turn) * len(order)
+        with tqdm(total=turns, desc=f"round {number + 1} of {repeats}", unit="turn", mininterval=10) as bar:
+
+            def shown(name: str, bar: tqdm = bar) -> None:
+                bar.set_postfix_str(name, refresh=False)
+                bar.update()
+
+            found = in_turns(order, steps_per_turn, warm_up_turns=0, on_turn=shown)
         _book(raced, found, steps_per_turn, warm_up_steps // steps_per_turn)
     return raced
 

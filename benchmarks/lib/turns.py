@@ -84,10 +84,13 @@ class Ended:
 
 
 def in_turns(
-    contenders: Sequence[Contender], steps_per_turn: int, warm_up_turns: int = WARM_UP_TURNS
+    contenders: Sequence[Contender],
+    steps_per_turn: int,
+    warm_up_turns: int = WARM_UP_TURNS,
+    on_turn: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Ended]:
-    """All contenders to their end. Processes start in the order of ``contenders``. Raises RuntimeError for a contender
-    that fails."""
+    """All contenders to their end. Processes start in the order of ``contenders``. ``on_turn`` gets the name of who
+    has had a turn. Raises RuntimeError for a contender that fails."""
     started = {contender.name: _start(contender, steps_per_turn) for contender in contenders}
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     said: dict[str, dict[str, Any]] = {}
@@ -97,6 +100,7 @@ def in_turns(
                 continue
             connection.send(None)
             answer = _answer(name, connection)
+            on_turn(name)
             if isinstance(answer, dict):
                 said[name] = answer
             else:

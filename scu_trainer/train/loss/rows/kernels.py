@@ -31,10 +31,17 @@ CHUNK_BYTES = 32 * 2**20
 FEWEST_ROWS, MOST_ROWS = 32, 1024
 """Rows of a chunk: below, the weight is read too often for too few of them; above, other tensors set the peak."""
 
+CARD_SHARE, MOST_ROWS_ON_CARD = 64, 2048
+"""On a card many small chunks wait for their launches: up to this many rows, in a 64th of its memory. Of all its
+memory, not of what is free: sums in another order for every run would be another run."""
 
-def rows_in_chunk(vocab: int) -> int:
-    """Rows whose float32 logits take about CHUNK_BYTES."""
-    return min(MOST_ROWS, max(FEWEST_ROWS, CHUNK_BYTES // (4 * vocab)))
+
+def rows_in_chunk(vocab: int, device: Optional[torch.device] = None) -> int:
+    """Rows whose float32 logits take about CHUNK_BYTES, on a CUDA ``device`` a share of its memory if that is more."""
+    if device is None or device.type != "cuda" or not torch.cuda.is_available():
+        return min(MOST_ROWS, max(FEWEST_ROWS, CHUNK_BYTES // (4 * vocab)))
+    chunk_bytes = max(CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // CARD_SHARE)
+    return min(MOST_ROWS_ON_CARD, max(FEWEST_ROWS, chunk_bytes // (4 * vocab)))
 
 
 # -- losses from hidden states -----------------------------------------------------------------------------------------
@@ -66,11 +73,11 @@ def chunked_linear_cross_entropy(
         found = f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}"
         raise ValueError(f"{found} found; (tokens, size) and (tokens,) allowed: flatten both alike")
     work = _Work(
-        *_order(targets, token_weights, weight.size(0), ignore_index),
+        *_order(targets, token_weights, weight, ignore_index),
         targets=targets,
         token_weights=token_weights,
         divisor=divisor,
-        rows_per_chunk=rows_per_chunk or rows_in_chunk(weight.size(0)),
+        rows_per_chunk=rows_per_chunk or rows_in_chunk(weight.size(0), weight.device),
         softcap=softcap,
         compute_dtype=_compute_dtype(weight),
         with_gradient=torch.is_grad_enabled(),
@@ -121,10 +128,11 @@ class _Work:
         return value / (divisor.detach().to(value.device) if torch.is_tensor(divisor) else divisor)
 
 
-def _order(targets: Tensor, token_weights: Optional[Tensor], vocab: int, ignore_index: int) -> tuple[Tensor, int]:
+def _order(targets: Tensor, token_weights: Optional[Tensor], weight: Tensor, ignore_index: int) -> tuple[Tensor, int]:
     """``order`` and ``learned`` of _Work, at the price of one wait for the device."""
+    vocab = weight.size(0)
     if isinstance(targets, FakeTensor):  # shapes alone (train/memory_estimate): after two chunks all have been seen
-        few = min(len(targets), 2 * rows_in_chunk(vocab))
+        few = min(len(targets), 2 * rows_in_chunk(vocab, weight.device))
         return torch.arange(few), few
     valid = targets != ignore_index
     learned = valid if token_weights is None else valid & (token_weights != 0)
@@ -331,7 +339,7 @@ def token_losses_of_logits(
     """
     flat, targets = logits.reshape(-1, logits.size(-1)), targets.reshape(-1)
     losses = flat.new_zeros(len(flat), dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
-    step = rows_per_chunk or rows_in_chunk(flat.size(1))
+    step = rows_per_chunk or rows_in_chunk(flat.size(1), flat.device)
     for start in range(0, len(flat), step):
         chunk = flat[start : start + step].to(losses.dtype)
         chunk_targets = targets[start : start + step]

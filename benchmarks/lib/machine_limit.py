@@ -1,0 +1,99 @@
+"""What a training could be at best on this machine: the multiplications and bytes that cannot be avoided, at the peaks
+that the device was measured at.
+
+Unavoidable is what the rows ask for, no padding and nothing computed twice: every real token through the layers,
+forward and backward, every learned token through the output head, causal attention over each row by itself, and the
+optimizer once over what is trained. A frozen weight has no gradient of its own. Multiplications and bytes do not
+overlap here, so the limit is a little low for a device that overlaps them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.lib.text_job import SHIFT, Job
+
+SIDES = {"cpu": 2048, "cuda": 8192}
+"""Of the square matrices whose product is the peak."""
+
+COPIED_BYTES = {"cpu": 2**28, "cuda": 2**31}
+"""Of a tensor beyond all caches."""
+
+MEASURE_S = 1.0
+ADAMW_TENSORS_MOVED = 7
+"""Weight, gradient and both moments are read; weight and both moments are written."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of a whole training. ``tokens``: those whose prediction is learned."""
+
+    tokens: int
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Peaks:
+    flops_per_s: float
+    bytes_per_s: float
+
+    def tokens_per_second(self, work: Work) -> float:
+        """Of a training that does nothing but ``work``."""
+        return work.tokens / (work.flops / self.flops_per_s + work.bytes / self.bytes_per_s)
+
+
+def unavoidable(job: Job) -> Work:
+    """Counted from the model itself, not from what anybody runs."""
+    model, lengths = job.model(), job.token_rows().lengths
+    head = model.get_output_embeddings()
+    tokens, learned = sum(lengths), sum(length - SHIFT for length in lengths)
+    flops = 0.0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            seen = learned if module is head else tokens
+            flops += 2 * module.weight.numel() * seen * (2 + module.weight.requires_grad)
+    config = model.config
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    # Scores and their values, below the diagonal: 2 products of length²/2; the backward has 4.
+    flops += sum(config.num_hidden_layers * 3 * 2 * 2 * width * length**2 / 2 for length in lengths)
+    trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return Work(learned, flops, job.steps * ADAMW_TENSORS_MOVED * trained_bytes)
+
+
+def measured_peaks(job: Job) -> Peaks:
+    """The best of a second each of products of square matrices, in the precision of training, and of copies."""
+    device = torch.device(job.device)
+    dtype = torch.bfloat16 if job.precision == "bf16" else torch.float32
+    side, size_bytes = SIDES[device.type], COPIED_BYTES[device.type]
+    matrix = torch.ones(side, side, dtype=dtype, device=device)
+    product = torch.empty_like(matrix)
+    source = torch.ones(size_bytes // 4, device=device)
+    copy = torch.empty_like(source)
+    return Peaks(
+        2 * side**3 / _fastest_s(lambda: torch.mm(matrix, matrix, out=product), device),
+        2 * size_bytes / _fastest_s(lambda: copy.copy_(source), device),
+    )
+
+
+def _fastest_s(work: Callable[[], object], device: torch.device) -> float:
+    seconds: list[float] = []
+    work()
+    while sum(seconds) < MEASURE_S or len(seconds) < 3:
+        _wait(device)
+        begun_s = time.perf_counter()
+        work()
+        _wait(device)
+        seconds.append(time.perf_counter() - begun_s)
+    return min(seconds)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
