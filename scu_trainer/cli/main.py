@@ -7,7 +7,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Optional
 
 from scu_trainer import __version__
@@ -16,6 +16,9 @@ from scu_trainer.secrets import hide_in_tracebacks, redact, remember_environment
 
 INTERRUPTED = 130
 """What a shell reports for a program ended by Ctrl-C."""
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""How torch's allocator is set up: today's name, and two that it still reads."""
 
 OF_THE_PATH = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT}
@@ -92,6 +95,7 @@ def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -
     """Run a command; what the user can fix becomes one message on stderr and exit code 2."""
     remember_environment()
     hide_in_tracebacks()
+    _let_segments_grow(os.environ)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file may be no text
     try:
@@ -111,6 +115,15 @@ def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _let_segments_grow(environment: MutableMapping[str, str]) -> None:
+    """Micro-batches change their shapes: CUDA's allocator shall grow its blocks instead of keeping holes between them.
+
+    Read by torch when it first asks for a card's memory. Whoever has set the allocator up is left alone.
+    """
+    if sys.platform == "linux" and not any(name in environment for name in ALLOCATOR):
+        environment[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def _in_words(error: OSError) -> Optional[str]:
