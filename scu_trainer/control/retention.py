@@ -20,7 +20,7 @@ comes back slower than it went.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -38,6 +38,15 @@ LOST_AFTER = 4
 
 PATIENCE = 10
 """A level that comes down to the budget within so many measurements is on its way back, not lost."""
+
+COST = 0.02
+"""Share of the time of training that measuring may take."""
+
+MEASUREMENTS = 24
+"""Of a run, where the rows of each can be chosen."""
+
+FEWEST_ROWS, MOST_ROWS = 4, 32
+"""Of a measurement."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ class ExcessMeasurement:
 class RetentionState:
     """Everything that a decision depends on; JSON-safe, kept in checkpoints. ``variance``: of level, of both, of slope.
 
-    ``over``: measurements in a row in which full effort did not keep the budget. ``skipped``: that were no number.
+    ``over``: measurements in a row in which full effort did not keep the budget. ``skipped``: that were not finite.
     """
 
     effort: float
@@ -106,7 +115,7 @@ def initial_state(config: RetentionConfig) -> RetentionState:
 
 
 def decide(config: RetentionConfig, state: RetentionState, seen: ExcessMeasurement) -> RetentionState:
-    """The state after a measurement. One that is no number changes nothing and is counted."""
+    """The state after a measurement. One that is not finite changes nothing and is counted."""
     if not (math.isfinite(seen.excess_bits) and math.isfinite(seen.error_bits)) or seen.error_bits < 0:
         return replace(state, skipped=state.skipped + 1)
     if seen.step <= state.step:
@@ -163,3 +172,32 @@ def _is_over(config: RetentionConfig, state: RetentionState, seen: ExcessMeasure
     surplus = state.level_bits - config.certainty * state.error_bits - config.budget_bits
     comes_back = state.slope_bits * PATIENCE * seen.next_steps < -surplus
     return state.effort >= 1.0 and surplus > 0 and not comes_back
+
+
+def mean_excess(extra_bits: Sequence[float], tokens: Sequence[float]) -> tuple[float, float]:
+    """Mean excess per token over documents, and its standard error. ``extra_bits``: of each document, over the base.
+
+    A ratio of two sums, whose variance is that of what the documents leave unexplained; widened to the standard
+    deviation of Student's t, since few documents say little about their own spread. One document has no spread: its
+    error is its size.
+    """
+    count, total = len(tokens), sum(tokens)
+    mean = sum(extra_bits) / total
+    if count < 2:
+        return mean, abs(mean)
+    rest = sum((extra - mean * weight) ** 2 for extra, weight in zip(extra_bits, tokens, strict=True))
+    widened = (count - 1) / (count - 3) if count > 3 else 3.0
+    return mean, math.sqrt(widened * count / (count - 1) * rest) / total
+
+
+def cadence(step_s: float, row_s: float, max_steps: int, most_rows: int) -> tuple[int, int]:
+    """(optimizer steps between two measurements, rows of each), so that measuring takes COST of the time.
+
+    step_s: of an optimizer step; row_s: of measuring a row. As many rows as allow MEASUREMENTS of a run, within
+    FEWEST_ROWS and MOST_ROWS; then as often as they allow.
+    """
+    affordable_s = COST * step_s
+    rows = math.floor(affordable_s * max_steps / MEASUREMENTS / row_s) if row_s > 0 else MOST_ROWS
+    rows = min(max(rows, FEWEST_ROWS), MOST_ROWS, most_rows)
+    every = math.ceil(rows * row_s / affordable_s) if affordable_s > 0 else max_steps
+    return min(max(every, 1), max(1, max_steps)), rows
