@@ -9,6 +9,7 @@ from typing import Any, Optional
 from scu_trainer.control.budget import largest_share
 from scu_trainer.errors import ModelError, OutOfMemory
 from scu_trainer.models.scaling import ScaledUpdate
+from scu_trainer.settings.mixture import short_name
 from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScores, bootstrap_difference
 from scu_trainer.train.retention.passages import Passages
 from scu_trainer.train.step.recovery.second_try import second_try
@@ -130,7 +131,10 @@ def verdict_lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     said = "kept" if found["is_within_budget"] else "NOT kept"
     bits = f"{lost['value']:+.4f} bits per token ({lost['low']:+.4f} to {lost['high']:+.4f})"
     lines = [
-        (f"lost on {found['anchor']}", f"{bits} on unseen documents; the budget of {found['budget_bits']:g} is {said}")
+        (
+            f"lost on {short_name(found['anchor'])}",
+            f"{bits} on unseen documents; the budget of {found['budget_bits']:g} is {said}",
+        )
     ]
     if found["scale"] < 1:
         kept = found.get("share_of_gain_kept")
