@@ -33,6 +33,9 @@ RESTLESSNESS = 0.2
 SLOW_FALL = 0.9
 """What of the growth that was seen once is still expected one measurement later, where less is seen."""
 
+SLOW_START = 4
+"""Measurement from which on the effort may fall: the first steps of a training forget least."""
+
 LOST_AFTER = 4
 """Measurements in a row, beyond chance above the budget at full effort, after which it is said to be lost."""
 
@@ -42,10 +45,10 @@ PATIENCE = 10
 COST = 0.02
 """Share of the time of training that measuring may take."""
 
-MEASUREMENTS = 24
+MEASUREMENTS = 16
 """Of a run, where the rows of each can be chosen."""
 
-FEWEST_ROWS, MOST_ROWS = 4, 32
+FEWEST_ROWS, MOST_ROWS = 8, 32
 """Of a measurement."""
 
 
@@ -53,7 +56,7 @@ FEWEST_ROWS, MOST_ROWS = 4, 32
 class RetentionConfig:
     """``budget_bits``: per token. ``certainty``: standard errors that the level keeps away from the budget, up to half
     of it. ``horizon``: measurements. ``first_effort``: until the first measurement. ``largest_rise`` and
-    ``largest_fall``: of the effort, at one measurement. ``damping``: share of the computed change that is made."""
+    ``largest_fall``: of the effort, at one measurement."""
 
     budget_bits: float
     first_effort: float = 0.5
@@ -61,7 +64,6 @@ class RetentionConfig:
     largest_fall: float = 0.06
     horizon: float = 3.0
     certainty: float = 0.84
-    damping: float = 0.6
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def decide(config: RetentionConfig, state: RetentionState, seen: ExcessMeasureme
     if seen.step <= state.step:
         raise ValueError(f"a measurement at step {seen.step} follows one at step {state.step}; steps must grow")
     state = _filtered(config, state, seen)
-    state = replace(state, growth_bits=_growth(config, state, seen), measurements=state.measurements + 1)
+    state = replace(state, growth_bits=_growth(state), measurements=state.measurements + 1)
     effort = min(1.0, max(0.0, state.effort + _change(config, state, seen)))
     state = replace(state, over=state.over + 1 if _is_over(config, state, seen) else 0)
     # The change acts on the slope from here on; what the filter expects next is without what it has just prevented.
@@ -151,11 +153,9 @@ def _filtered(config: RetentionConfig, state: RetentionState, seen: ExcessMeasur
     )
 
 
-def _growth(config: RetentionConfig, state: RetentionState, seen: ExcessMeasurement) -> float:
-    """Without effort; never so little that a slope of noise would move the effort from one end to the other."""
-    now = max(0.0, state.slope_bits) / max(1.0 - state.effort, 0.2)
-    least = config.budget_bits / (config.horizon * seen.next_steps)
-    return max(now, SLOW_FALL * state.growth_bits, least)
+def _growth(state: RetentionState) -> float:
+    """Without effort: what is seen over what the effort leaves of it, of late."""
+    return max(max(0.0, state.slope_bits) / max(1.0 - state.effort, 0.2), SLOW_FALL * state.growth_bits)
 
 
 def _change(config: RetentionConfig, state: RetentionState, seen: ExcessMeasurement) -> float:
@@ -163,8 +163,11 @@ def _change(config: RetentionConfig, state: RetentionState, seen: ExcessMeasurem
     margin = min(config.certainty * state.error_bits, config.budget_bits / 2)
     room = config.budget_bits - margin - state.level_bits
     wanted_slope = room / (config.horizon * seen.next_steps)
-    change = config.damping * (state.slope_bits - wanted_slope) / state.growth_bits if state.growth_bits else 0.0
-    return min(config.largest_rise, max(-config.largest_fall, change))
+    # Never so little growth that a slope of noise would move the effort from one end to the other.
+    growth = max(state.growth_bits, config.budget_bits / (config.horizon * seen.next_steps))
+    change = (state.slope_bits - wanted_slope) / growth
+    largest_fall = config.largest_fall if state.measurements >= SLOW_START else 0.0
+    return min(config.largest_rise, max(-largest_fall, change))
 
 
 def _is_over(config: RetentionConfig, state: RetentionState, seen: ExcessMeasurement) -> bool:
@@ -190,14 +193,15 @@ def mean_excess(extra_bits: Sequence[float], tokens: Sequence[float]) -> tuple[f
     return mean, math.sqrt(widened * count / (count - 1) * rest) / total
 
 
-def cadence(step_s: float, row_s: float, max_steps: int, most_rows: int) -> tuple[int, int]:
-    """(optimizer steps between two measurements, rows of each), so that measuring takes COST of the time.
+def cadence(step_s: float, row_s: float, steps: int, max_steps: int, most_rows: int, spent_s: float) -> tuple[int, int]:
+    """(optimizer steps between two measurements, rows of each), so that measuring takes COST of the time of a run.
 
-    step_s: of an optimizer step; row_s: of measuring a row. As many rows as allow MEASUREMENTS of a run, within
-    FEWEST_ROWS and MOST_ROWS; then as often as they allow.
+    step_s: of an optimizer step; row_s: of measuring a row. After ``steps`` of ``max_steps``, with ``spent_s`` spent
+    on it. As many rows as allow MEASUREMENTS, within FEWEST_ROWS and MOST_ROWS; then as often as they allow.
     """
-    affordable_s = COST * step_s
-    rows = math.floor(affordable_s * max_steps / MEASUREMENTS / row_s) if row_s > 0 else MOST_ROWS
+    left_s = COST * step_s * max_steps - spent_s
+    rows = math.floor(left_s / MEASUREMENTS / row_s) if row_s > 0 else MOST_ROWS
     rows = min(max(rows, FEWEST_ROWS), MOST_ROWS, most_rows)
-    every = math.ceil(rows * row_s / affordable_s) if affordable_s > 0 else max_steps
-    return min(max(every, 1), max(1, max_steps)), rows
+    steps_left = max(1, max_steps - steps)
+    measurements = max(1, math.floor(left_s / (rows * row_s))) if row_s > 0 else steps_left
+    return max(1, math.ceil(steps_left / measurements)), rows

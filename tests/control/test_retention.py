@@ -12,8 +12,10 @@ from scu_trainer.control.retention import (
     ExcessMeasurement,
     RetentionConfig,
     RetentionState,
+    cadence,
     decide,
     initial_state,
+    mean_excess,
 )
 
 BUDGETS = (0.01, 0.02, 0.05, 0.1)
@@ -62,7 +64,7 @@ def test_the_budget_is_held(budget, shape, noise):
     free, _ = steered(Forgetting(budget * growth, pull), budget, first_effort=0.0, largest_rise=0.0)
     course, states = steered(Forgetting(budget * growth, pull), budget, noise * budget, seed=1)
     assert free[-1] > 2 * budget - 0.02 * budget
-    assert max(course) <= 1.2 * budget and course[-1] <= budget
+    assert max(course) <= 1.2 * budget and course[-1] <= 1.01 * budget
     assert not states[-1].is_lost
 
 
@@ -101,16 +103,16 @@ def test_growth_is_anticipated():
     for number in range(1, 6):
         still = decide(law, still, ExcessMeasurement(10 * number, 0.04, 0.001, 10))
         rising = decide(law, rising, ExcessMeasurement(10 * number, 0.016 * number, 0.001, 10))
-    assert rising.level_bits < 0.1 and rising.effort > 0.5 > still.effort
+    assert rising.level_bits < 0.1 and rising.effort > still.effort + 0.2
 
 
 def test_the_first_measurement_by_hand():
     """Of one that is exact, level and slope are what it says: 0.03 bits in 3 steps."""
     state = decide(RetentionConfig(0.1), RetentionState(effort=0.5), ExcessMeasurement(3, 0.03, 0.0, 3))
     assert state.level_bits == pytest.approx(0.03)
-    # growth 0.01 / (1 - 0.5); wanted slope (0.1 - 0.03) / (3 * 3); 0.6 of the difference over growth
+    # growth 0.01 / (1 - 0.5); wanted slope (0.1 - 0.03) / (3 * 3); their difference over growth
     assert state.growth_bits == pytest.approx(0.02)
-    change = 0.6 * (0.01 - 0.07 / 9) / 0.02
+    change = (0.01 - 0.07 / 9) / 0.02
     assert state.effort == pytest.approx(0.5 + change, rel=0.01)
     assert state.slope_bits == pytest.approx(0.01 - 0.02 * change, rel=0.01)
 
@@ -140,3 +142,47 @@ def test_a_state_survives_a_checkpoint():
     _, states = steered(Forgetting(0.001, 0.1), 0.02, 0.004)
     for state in states:
         assert RetentionState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+
+
+def test_the_effort_does_not_fall_before_anything_is_known():
+    """The first steps of a training forget least: the adapter has just left 0, the rate warms up."""
+    law = RetentionConfig(0.1)
+    state, efforts = initial_state(law), []
+    for step in range(1, 8):
+        state = decide(law, state, ExcessMeasurement(step, 0.0, 0.0001, 1))
+        efforts.append(state.effort)
+    assert efforts[:3] == [law.first_effort] * 3 and efforts[-1] < efforts[2]
+
+
+def test_the_mean_excess_by_hand():
+    """Documents of 10, 10, 20 and 40 tokens that lose 1, 3, 4 and 4 bits: 12 of 80, unexplained -0.5, 1.5, 1 and -2."""
+    mean, error = mean_excess([1.0, 3.0, 4.0, 4.0], [10, 10, 20, 40])
+    assert mean == pytest.approx(0.15)
+    assert error == pytest.approx((3.0 * 4 / 3 * (0.25 + 2.25 + 1 + 4)) ** 0.5 / 80)
+    assert mean_excess([2.0], [10]) == (0.2, 0.2)
+
+
+def test_the_error_of_the_mean_excess_is_honest():
+    """Over 2,000 samples of 8 documents: the 95 % band covers the truth in 93 to 99 %."""
+    random_excess, covered = random.Random(0), 0
+    for _ in range(2000):
+        tokens = [random_excess.randint(20, 120) for _ in range(8)]
+        extra = [count * (0.05 + random_excess.gauss(0, 0.04)) for count in tokens]
+        mean, error = mean_excess(extra, tokens)
+        covered += abs(mean - 0.05) <= 1.96 * error
+    assert 0.93 <= covered / 2000 <= 0.99
+
+
+@pytest.mark.parametrize(
+    ("step_s", "row_s", "steps"), [(1.0, 0.01, 500), (0.2, 0.02, 240), (5.0, 0.001, 100), (1, 1, 4000)]
+)
+def test_measuring_takes_no_more_of_the_time_than_it_may(step_s, row_s, steps):
+    spent_s = 0.001 * step_s * steps
+    every, rows = cadence(step_s, row_s, 5, steps, 100, spent_s)
+    assert 8 <= rows <= 32
+    assert spent_s + (steps - 5) // every * rows * row_s <= 0.02 * step_s * steps + 1e-9
+
+
+def test_a_run_too_short_for_its_measurements_has_one_more():
+    assert cadence(0.1, 0.1, 5, 20, 100, 3.0) == (15, 8)
+    assert cadence(0.1, 0.0, 5, 20, 6, 0.0) == (1, 6)

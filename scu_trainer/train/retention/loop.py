@@ -223,7 +223,8 @@ class Retention(Loop):
         synchronized(self.trainer.args.device)
         steps = TIMED[1] - TIMED[0] + 1
         step_s = (time.perf_counter() - self._timed_from - (self.seconds - self._measuring_before)) / steps
-        chosen = [control.cadence(step_s, self._row_s, max_steps, len(self._measured))]
+        done, most_rows = self.trainer.state.global_step, len(self._measured)
+        chosen = [control.cadence(step_s, self._row_s, done, max_steps, most_rows, self.seconds)]
         if self.trainer.accelerator.num_processes > 1:
             broadcast_object_list(chosen)
         self._every, self._sample_rows = chosen[0]
