@@ -109,7 +109,8 @@ class Retention(Loop):
         self._base: dict[str, numpy.ndarray] = {}
         self._resumed_from: Optional[Path] = None
         self._next_step, self._every, self._at = 1, self.settings.retain_frequency or 0, 0
-        self._sample_rows = min(control.MOST_ROWS // 2, len(self._measured))
+        usual_rows = control.MOST_ROWS // 2 if self._every else control.FEWEST_ROWS
+        self._sample_rows = min(usual_rows, len(self._measured))
         self._timed_from = self._row_s = math.nan
         self.seconds = self._train_s = self.seconds_at_the_ends = 0.0
         if self.replays:
