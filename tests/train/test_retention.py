@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import datasets
@@ -19,6 +21,7 @@ from scu_trainer.train.retention.choice import chooser
 from scu_trainer.train.retention.loop import BASE_FILE, Retention
 from scu_trainer.train.retention.replay import NO_NUMBER, Replay, joined_rows
 from scu_trainer.train.retention.verdict import SOLVED_AT, _lost
+from tests import processes
 from tests.tiny import VOCAB, Rows, llama, lora, same, trained, weights_of
 from tests.train.test_resume import StopAt
 
@@ -57,7 +60,11 @@ def anchor(replays: bool = True, fingerprint: str = "one") -> Anchor:
 
 @pytest.fixture(scope="module")
 def base():
-    """Weights that have learned the anchor, so that there is something to lose."""
+    return base_weights()
+
+
+def base_weights() -> dict[str, torch.Tensor]:
+    """Of a model that has learned the anchor, so that there is something to lose."""
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(60):
@@ -363,3 +370,44 @@ def test_which_actuator_is_used_and_why():
     ):
         with pytest.raises(DataError, match=re.escape("give more of that text")):
             chosen(rows, planned, has_lambda, **settings)
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def main(folder: Path) -> None:
+    rank = os.environ["RANK"]
+    old = base_weights()
+    loop = retention(old, {"retain_budget_bits": 0.05, "retain_max_share": 0.3})
+    used: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replay, "_next", noted_in(used))
+        trainer = learned(old, folder, loop, memory=MemorySettings(), per_device_train_batch_size=2)
+    figures = loop.figures()["retention"]
+    torch.save((weights_of(trainer.model), loop.state, used, figures["replayed_rows"]), folder / f"rank{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def noted_in(used: list[int]):
+    true_next = Replay._next
+
+    def next_rows(self, count):
+        found = true_next(self, count)
+        used.extend(found)
+        return found
+
+    return next_rows
+
+
+def test_ranks_agree_and_replay_rows_of_their_own(tmp_path):
+    done = processes.run([__file__, tmp_path], ranks=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in (0, 1))
+    assert same(first[0], second[0]) and first[1] == second[1] and first[1].measurements == 6
+    assert not {*first[2]} & {*second[2]}  # less than a pass
+    assert first[3] == second[3] == len(first[2]) + len(second[2]) > 0
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
