@@ -16,7 +16,13 @@ import torch
 from scu_trainer.data import Collator
 from scu_trainer.data.text.anchor import Anchor, parted
 from scu_trainer.errors import CheckpointError, ControlError, DataError
-from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, RetentionSettings
+from scu_trainer.settings import (
+    CurriculumSettings,
+    MemorySettings,
+    RegularizationSettings,
+    RetentionSettings,
+    SafetySettings,
+)
 from scu_trainer.train.retention.choice import chooser
 from scu_trainer.train.retention.loop import BASE_FILE, Retention
 from scu_trainer.train.retention.replay import NO_NUMBER, Replay, joined_rows
@@ -240,6 +246,33 @@ def test_a_base_that_is_lost_is_not_measured_on_other_weights(base, tmp_path):
         path.unlink()
     with pytest.raises(CheckpointError, match=r"what the base costs on old\.txt is not known any more"):
         learned(base, tmp_path / "b", retention(base), resume=str(checkpoint))
+
+
+@pytest.mark.parametrize("name", ["retain_state.json", BASE_FILE])
+@pytest.mark.parametrize("content", ["", "[]", '{"law": {"effort": 1}, "fingerprint": "one"}', '{"fingerprint": "one"'])
+def test_a_torn_file_is_one_line(base, tmp_path, name, content):
+    checkpoint = checkpoint_of(base, tmp_path / "a")
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / name).write_text(content)
+    with pytest.raises(CheckpointError, match=re.escape(name)) as caught:
+        learned(base, tmp_path / "b", retention(base), resume=str(checkpoint))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "run directory"])
+def test_weights_alone_go_on_with_the_base_of_before(base, tmp_path, where):
+    """Without optimizer state everything starts over, but for what was lost since the start."""
+    checkpoint = checkpoint_of(base, tmp_path / "a")
+    (checkpoint / "optimizer.pt").unlink()
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / "retain_state.json").unlink()
+    if where == "run directory":
+        (checkpoint / BASE_FILE).unlink()
+    loop = retention(base, {"retain_budget_bits": 0.05})
+    safety = SafetySettings(weights_only=True)
+    learned(base, tmp_path / "b", loop, max_steps=4, resume=str(checkpoint), safety=safety)
+    expected = json.loads((tmp_path / "a" / BASE_FILE).read_text())
+    assert json.loads((tmp_path / "b" / BASE_FILE).read_text()) == expected
 
 
 class Nothing(StopAt):

@@ -26,9 +26,9 @@ from transformers import Trainer
 from scu_trainer.control import retention as control
 from scu_trainer.data.text.anchor import Anchor
 from scu_trainer.errors import CheckpointError, ControlError
-from scu_trainer.run_files import read_json, write_json
+from scu_trainer.run_files import write_json
 from scu_trainer.settings import RetentionSettings
-from scu_trainer.train.checkpoints.saved_state import reading
+from scu_trainer.train.checkpoints.saved_state import read_state, reading
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.retention.passages import Passages, extra_bits, synchronized
 from scu_trainer.train.retention.replay import Replay
@@ -160,7 +160,7 @@ class Retention(Loop):
                 f"{self.anchor.name} is not known any more; resume without retain, or start over with --no_resume"
             )
         with reading(path):
-            found = read_json(path)
+            found = read_state(path)
             self._require_same_anchor(path, found["fingerprint"])
             base = {part: numpy.array(found["nats_and_tokens"][part], dtype=float) for part in self._parts}
             if any(base[part].shape != (len(rows), 2) for part, rows in self._parts.items()):
