@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from scu_trainer.data import Collator
-from scu_trainer.data.text.anchor import Anchor, parted
+from scu_trainer.data.text.anchor import Anchor, parted, spread
 from scu_trainer.errors import CheckpointError, ControlError, DataError
 from scu_trainer.settings import (
     CurriculumSettings,
@@ -380,6 +380,11 @@ def test_the_parts_share_no_document_and_copies_count_once():
     assert len({*digests[everything].tolist()}) == len(everything) == 40
     assert (len(parts["measured"]), len(parts["unseen"]), len(parts["replayed"])) == (8, 8, 24)
     assert parted(digests, 1, "a.txt")["unseen"].tolist() != parts["unseen"].tolist()
+
+
+def test_rows_next_to_each_other_are_of_different_documents():
+    documents = numpy.array([7, 7, 7, 3, 3, 9])
+    assert spread(documents).tolist() == [0, 3, 5, 1, 4, 2]
 
 
 def test_too_few_documents_are_refused_with_numbers():

@@ -26,6 +26,9 @@ SHARE_PER_JUDGE = 0.2
 MOST_PER_JUDGE = 200
 """Documents that are measured, or give the verdict: more would cost time and tell little."""
 
+MOST_ROWS_PER_JUDGE = 1000
+"""Of their rows, so many of each document as there is room for."""
+
 
 @dataclass(frozen=True)
 class Anchor:
@@ -68,7 +71,9 @@ def read_anchor(
     parts = parted(documents.digests, seed, name)
 
     def held_out(which: str) -> datasets.Dataset:
-        return _stored(held_out_rows(documents.numbered(parts[which]), settings, statistics), held_out_schema())
+        rows = _stored(held_out_rows(documents.numbered(parts[which]), settings, statistics), held_out_schema())
+        few = spread(numpy.asarray(rows["document"]))[:MOST_ROWS_PER_JUDGE]
+        return rows if len(few) == len(rows) else rows.select(numpy.sort(few))
 
     schema = training_schema(bool(settings.isolate_documents))
     replayed = _stored(training_rows(documents.numbered(parts["replayed"]), settings, statistics), schema)
@@ -82,7 +87,7 @@ def read_anchor(
         held_out("measured"),
         held_out("unseen"),
         {part: len(numbers) for part, numbers in parts.items()},
-        digest_of(plan.fingerprint, most_documents, is_enough, SHARE_PER_JUDGE, MOST_PER_JUDGE),
+        digest_of(plan.fingerprint, most_documents, is_enough, SHARE_PER_JUDGE, MOST_PER_JUDGE, MOST_ROWS_PER_JUDGE),
         reason,
     )
 
@@ -117,6 +122,14 @@ def parted(digests: numpy.ndarray, seed: int, name: str) -> dict[str, numpy.ndar
     order = numpy.random.default_rng([seed, len(numbers)]).permutation(numpy.sort(numbers))
     count = min(MOST_PER_JUDGE, max(FEWEST_TO_RETAIN // 2, round(len(numbers) * SHARE_PER_JUDGE)))
     return {"unseen": order[:count], "measured": order[count : 2 * count], "replayed": order[2 * count :]}
+
+
+def spread(documents: numpy.ndarray) -> numpy.ndarray:
+    """Row numbers: the first row of every document, then the second of every one that has it, and so on."""
+    order = numpy.argsort(documents, kind="stable")
+    _, starts, counts = numpy.unique(documents[order], return_index=True, return_counts=True)
+    place = numpy.arange(len(documents)) - numpy.repeat(starts, counts)
+    return order[numpy.lexsort((order, place))]
 
 
 def _stored(rows: Iterable[dict], schema: Any) -> datasets.Dataset:

@@ -11,12 +11,17 @@ import torch
 from accelerate.utils import gather_object
 from transformers import Trainer
 
+from scu_trainer.data.text.anchor import spread
 from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.train.evaluation.scoring import DocumentScores, score_documents
 from scu_trainer.train.step.distributed.sharded import training_precision
 
 BATCH_TOKENS = 8192
 """Padded tokens of a forward pass; fewer where that does not fit."""
+
+
+MOST_JUDGED = 256
+"""Rows of what is held out, that say what a scale costs: more would take time and change little."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +46,17 @@ class Passages:
     def __init__(self, rows: Any, trainer: Trainer, collate: Any) -> None:
         self.rows, self._trainer, self._collate = rows, trainer, collate
         self.documents = numpy.asarray(rows["document"])
-        self.order = _spread(self.documents)
+        self.order = spread(self.documents)
 
     def __len__(self) -> int:
         return len(self.documents)
 
     def all(self) -> numpy.ndarray:
         return numpy.arange(len(self))
+
+    def some(self) -> numpy.ndarray:
+        """What is judged of rows that may be many: MOST_JUDGED at most, of as many documents as there are."""
+        return self.order[:MOST_JUDGED]
 
     def sample(self, start: int, count: int) -> numpy.ndarray:
         """``count`` row numbers from ``start`` on, around and around, next to each other of different documents."""
@@ -77,14 +86,6 @@ class Passages:
         _, place = numpy.unique(self.documents[numbers], return_inverse=True)
         nats, tokens = (numpy.bincount(place, weights=scores[:, column]) for column in (0, 1))
         return DocumentScores(nats, tokens.astype(numpy.int64))
-
-
-def _spread(documents: numpy.ndarray) -> numpy.ndarray:
-    """Row numbers: the first row of every document, then the second of every one that has it, and so on."""
-    order = numpy.argsort(documents, kind="stable")
-    _, starts, counts = numpy.unique(documents[order], return_index=True, return_counts=True)
-    place = numpy.arange(len(documents)) - numpy.repeat(starts, counts)
-    return order[numpy.lexsort((order, place))]
 
 
 def extra_bits(before: DocumentScores, after: DocumentScores) -> tuple[Sequence[float], Sequence[float]]:

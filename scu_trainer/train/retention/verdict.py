@@ -107,7 +107,7 @@ def _own_scores(loop: Any) -> Optional[DocumentScores]:
     if loop.own_rows is None:
         return None
     rows = Passages(loop.own_rows, loop.trainer, loop._collate)
-    return rows.by_document(rows.all(), rows.scored(rows.all()))
+    return rows.by_document(rows.some(), rows.scored(rows.some()))
 
 
 def _own_figures(loop: Any, update: ScaledUpdate, share: float, whole: Optional[DocumentScores]) -> dict[str, Any]:
