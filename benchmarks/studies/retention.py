@@ -81,8 +81,10 @@ FIXED = {
     "lambda 10": {"lambda": 10.0},
     "a quarter of the rate": {"rate": RATE / 4},
     "rank 1": {"rank": 1},
+    "twice the steps": {"times": 2},
 }
-"""``none`` also gives the points of stopping early. lambda: decay toward the initial weights (L2-SP, decoupled)."""
+"""``none`` also gives the points of stopping early. lambda: decay toward the initial weights (L2-SP, decoupled).
+``twice the steps`` takes the time that replay takes at its most."""
 
 
 class FixedReplay(Loop):
@@ -157,7 +159,7 @@ def cell(scene: Scene, contender: str, what: dict[str, Any], steps: int) -> dict
         "regularization": RegularizationSettings(law="fixed", lambda_init=what["lambda"])
     }  # fmt: skip
     begun_s = time.perf_counter()
-    changes = {"max_steps": steps, "learning_rate": what.get("rate", RATE), "seed": scene.seed}
+    changes = {"max_steps": steps * what.get("times", 1), "learning_rate": what.get("rate", RATE), "seed": scene.seed}
     with scratch_arguments(**changes) as arguments:
         given = {"train_dataset": scene.data.train, "data_collator": collator(), "callbacks": callbacks, **law}
         trainer = quiet(SCUTrainer(model, arguments, **given))

@@ -205,11 +205,14 @@ def test_rows_of_the_data_are_all_trained_on_and_counted_alone(base, tmp_path):
 # -- going on ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", [None, MemorySettings()])
-def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(base, tmp_path, memory, monkeypatch):
+@pytest.mark.parametrize(("replays", "memory"), [(True, None), (True, MemorySettings()), (False, None)])
+def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(base, tmp_path, replays, memory, monkeypatch):
+    law = None if replays else RegularizationSettings(law="fixed", lambda_init=0.0)
+
     def run(folder, **changes):
-        loop = retention(base, {"retain_budget_bits": 0.05, "retain_max_share": 0.3})
-        return learned(base, folder, loop, memory=memory, save_steps=9, save_strategy="steps", **changes)
+        loop = retention(base, {"retain_budget_bits": 0.05, "retain_max_share": 0.3}, anchor=anchor(replays))
+        loops = {"memory": memory, "regularization": law}
+        return learned(base, folder, loop, save_steps=9, save_strategy="steps", **loops, **changes)
 
     whole = run(tmp_path / "whole")
     run(tmp_path / "parts", callbacks=[StopAt(9)])
