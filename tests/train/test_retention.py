@@ -172,6 +172,15 @@ def test_a_budget_that_cannot_be_held_is_said_and_may_end_the_run(base, tmp_path
     assert stopped.notices[0].endswith("the run ends here (retain_stop)")
 
 
+def test_a_budget_below_what_can_be_measured_is_said(base, tmp_path):
+    loop = retention(base, {"retain_budget_bits": 1e-6})
+    learned(base, tmp_path, loop)
+    assert any("known no better than to within" in notice for notice in loop.notices)
+    wide = retention(base, {"retain_budget_bits": 9.0})
+    learned(base, tmp_path / "wide", wide)
+    assert wide.notices == []
+
+
 def test_lambda_acts_where_nothing_is_replayed(base, tmp_path):
     settings = {"retain_budget_bits": 0.02, "retain_frequency": 1}
     law = RegularizationSettings(law="fixed", lambda_init=0.0)

@@ -307,10 +307,20 @@ class Retention(Loop):
             return
         begun_s = time.perf_counter()
         self.judged = verdict(self)
-        self.notices += self.judged.notices
-        for text in self.judged.notices:
+        said = [*self._noise_notices(), *self.judged.notices]
+        self.notices += said
+        for text in said:
             self._say(text)
         self.seconds_at_the_ends += time.perf_counter() - begun_s
+
+    def _noise_notices(self) -> list[str]:
+        error, budget = self.state.error_bits, self.law.budget_bits
+        if not self.state.measurements or error <= budget / 2:
+            return []
+        return [
+            f"on the way, what is lost was known no better than to within {error:.4f} bits per token, for a budget of "
+            f"{budget:g}: effort was spent on chance; measure more often (retain_frequency) or allow a larger budget"
+        ]
 
     @property
     def _is_interrupted(self) -> bool:
@@ -389,6 +399,7 @@ class Retention(Loop):
             "rows_of_a_measurement": self._sample_rows,
             "replayed_rows": self.replay.used * self.trainer.args.world_size if self.replays else 0,
             "could_be_held": not self.state.is_lost,
+            "error_bits": self.state.error_bits,
             "last": self.newest,
             "overhead_fraction": self.seconds / self._train_s if self._train_s else None,
             "seconds_before_and_after": self.seconds_at_the_ends,
