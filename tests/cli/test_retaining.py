@@ -88,6 +88,7 @@ def test_lambda_where_there_is_too_little_to_train_on(model_dir, files, tmp_path
     ("changes", "message"),
     [
         ({"retain": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"retain": "dataset"}, "has 0 different documents of 24 (24 more are in the training data, too), and 16"),
         ({"retain": "few"}, "has 11 different documents of 11, and 16 are needed"),
         ({"retain_budget_bits": 0}, "retain_budget_bits is 0.0; it must be above 0, such as 0.02"),
         ({"retain_max_share": 0.95}, "retain_max_share is 0.95; allowed: above 0 and up to 0.9"),

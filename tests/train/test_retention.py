@@ -34,6 +34,7 @@ from tests.train.test_resume import StopAt
 COLLATE = Collator(pad_token_id=2)
 OLD_ROWS = Rows(72, 16, seed=5)
 STEPS = 12
+NOTHING = numpy.empty(0, dtype=int)
 
 
 class Reversed(Rows):
@@ -58,7 +59,7 @@ def anchor(replays: bool = True, fingerprint: str = "one") -> Anchor:
         rows_of(parts["replayed"], "documents") if replays else None,
         rows_of(parts["measured"], "document"),
         rows_of(parts["unseen"], "document"),
-        {name: len(numbers) for name, numbers in parts.items()},
+        {**{name: len(numbers) for name, numbers in parts.items()}, "in_the_data": 0},
         fingerprint,
         "of the test",
     )
@@ -387,11 +388,11 @@ def test_a_replayed_row_has_no_number_and_other_columns_are_refused():
 
 def test_the_parts_share_no_document_and_copies_count_once():
     digests = numpy.array([number % 40 for number in range(60)])
-    parts = parted(digests, 0, "a.txt")
+    parts = parted(digests, 0, "a.txt", NOTHING)
     everything = numpy.concatenate(list(parts.values()))
     assert len({*digests[everything].tolist()}) == len(everything) == 40
     assert (len(parts["measured"]), len(parts["unseen"]), len(parts["replayed"])) == (8, 8, 24)
-    assert parted(digests, 1, "a.txt")["unseen"].tolist() != parts["unseen"].tolist()
+    assert parted(digests, 1, "a.txt", NOTHING)["unseen"].tolist() != parts["unseen"].tolist()
 
 
 def test_rows_next_to_each_other_are_of_different_documents():
@@ -399,9 +400,17 @@ def test_rows_next_to_each_other_are_of_different_documents():
     assert spread(documents).tolist() == [0, 3, 5, 1, 4, 2]
 
 
+def test_documents_of_the_training_data_are_in_no_part():
+    digests = numpy.arange(40)
+    parts = parted(digests, 0, "a.txt", digests[:20])
+    assert sorted(digests[numpy.concatenate(list(parts.values()))]) == list(range(20, 40))
+    with pytest.raises(DataError, match=r"10 different documents of 40 \(30 more are in the training data, too\)"):
+        parted(digests, 0, "a.txt", digests[:30])
+
+
 def test_too_few_documents_are_refused_with_numbers():
     with pytest.raises(DataError, match=r"a\.txt has 9 different documents of 12, and 16 are needed"):
-        parted(numpy.array([number % 9 for number in range(12)]), 0, "a.txt")
+        parted(numpy.array([number % 9 for number in range(12)]), 0, "a.txt", NOTHING)
 
 
 def test_which_actuator_is_used_and_why():

@@ -11,6 +11,7 @@ import numpy
 
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import digest_of
+from scu_trainer.data.text.mixture_plan import mixture_plan
 from scu_trainer.data.text.packing import held_out_rows, held_out_schema, record_batches, training_rows, training_schema
 from scu_trainer.data.text.prepare import plan_of, tokenized
 from scu_trainer.errors import DataError
@@ -35,8 +36,8 @@ class Anchor:
     """Rows of the text that must not be forgotten. No document is in two parts, and copies are in one.
 
     replayed: as training rows, None where they are not trained on. measured, unseen: as held-out rows. ``documents``:
-    how many each part has. ``fingerprint``: of text, settings, tokenizer and parting together. ``reason``: why
-    ``replayed`` is what it is, for a person.
+    how many each part has, and how many were left out because they are in the training data. ``fingerprint``: of text,
+    settings, tokenizer and parting together. ``reason``: why ``replayed`` is what it is, for a person.
     """
 
     name: str
@@ -64,11 +65,14 @@ def read_anchor(
 
     Raises DataError for a text that cannot be found or read, or has too few documents.
     """
+    known = _digests_of_data(settings, tokenizer, seed, cache_dir, model_name)
     settings = _alone(settings, name, most_documents)
     plan = plan_of(settings, tokenizer, seed, cache_dir, model_name)
     statistics = DataStatistics()
     documents = tokenized(plan, plan.source, most_documents, statistics)
-    parts = parted(documents.digests, seed, name)
+    parts = parted(documents.digests, seed, name, known)
+
+    in_data = int(numpy.isin(documents.digests, known).sum())
 
     def held_out(which: str) -> datasets.Dataset:
         rows = _stored(held_out_rows(documents.numbered(parts[which]), settings, statistics), held_out_schema())
@@ -86,8 +90,8 @@ def read_anchor(
         replayed if is_enough else None,
         held_out("measured"),
         held_out("unseen"),
-        {part: len(numbers) for part, numbers in parts.items()},
-        digest_of(plan.fingerprint, most_documents, is_enough, SHARE_PER_JUDGE, MOST_PER_JUDGE, MOST_ROWS_PER_JUDGE),
+        {**{part: len(numbers) for part, numbers in parts.items()}, "in_the_data": in_data},
+        digest_of(plan.fingerprint, MOST_ROWS_PER_JUDGE, {part: numbers.tolist() for part, numbers in parts.items()}),
         reason,
     )
 
@@ -107,16 +111,30 @@ def _alone(settings: DataSettings, name: str, most_documents: int) -> DataSettin
     )
 
 
-def parted(digests: numpy.ndarray, seed: int, name: str) -> dict[str, numpy.ndarray]:
+def _digests_of_data(settings: DataSettings, tokenizer: Any, seed: int, cache_dir: Path, model_name: str) -> Any:
+    """Of all documents of the training data, held-out ones too; none of a stream, which nobody has read yet."""
+    given = (settings, tokenizer, seed, cache_dir, model_name)
+    if settings.streaming:
+        return numpy.empty(0, dtype=numpy.int64)
+    plans = mixture_plan(*given).plans if settings.is_mixture else [plan_of(*given)]
+    found = [tokenized(plan, plan.source, plan.settings.dataset_size, DataStatistics()) for plan in plans]
+    return numpy.concatenate([documents.digests for documents in found])
+
+
+def parted(digests: numpy.ndarray, seed: int, name: str, known: numpy.ndarray) -> dict[str, numpy.ndarray]:
     """Numbers of the documents of each part, by the seed. ``digests``: equal for copies, of which the first counts.
+    ``known``: digests of the training data, whose documents are in no part: the verdict would be of what was learned.
 
     Raises DataError where there are fewer than FEWEST_TO_RETAIN different ones.
     """
-    numbers = numpy.unique(digests, return_index=True)[1]
+    different, numbers = numpy.unique(digests, return_index=True)
+    numbers = numbers[~numpy.isin(different, known)]
     if len(numbers) < FEWEST_TO_RETAIN:
+        of_data = len(different) - len(numbers)
+        also = f" ({of_data} more are in the training data, too)" if of_data else ""
         raise DataError(
-            f"retain: {name} has {len(numbers)} different documents of {len(digests)}, and {FEWEST_TO_RETAIN} are "
-            f"needed: {FEWEST_TO_RETAIN // 2} to measure on and {FEWEST_TO_RETAIN // 2} for the verdict; give more, "
+            f"retain: {name} has {len(numbers)} different documents of {len(digests)}{also}, and {FEWEST_TO_RETAIN} "
+            f"are needed: {FEWEST_TO_RETAIN // 2} to measure on and {FEWEST_TO_RETAIN // 2} for the verdict; give more, "
             "shorter ones for instance (one empty line between two in a .txt file)"
         )
     order = numpy.random.default_rng([seed, len(numbers)]).permutation(numpy.sort(numbers))
