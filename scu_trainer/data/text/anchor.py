@@ -134,8 +134,8 @@ def parted(digests: numpy.ndarray, seed: int, name: str, known: numpy.ndarray) -
         also = f" ({of_data} more are in the training data, too)" if of_data else ""
         raise DataError(
             f"retain: {name} has {len(numbers)} different documents of {len(digests)}{also}, and {FEWEST_TO_RETAIN} "
-            f"are needed: {FEWEST_TO_RETAIN // 2} to measure on and {FEWEST_TO_RETAIN // 2} for the verdict; give more, "
-            "shorter ones for instance (one empty line between two in a .txt file)"
+            f"are needed: {FEWEST_TO_RETAIN // 2} to measure on and {FEWEST_TO_RETAIN // 2} for the verdict; give "
+            "more, shorter ones for instance (one empty line between two in a .txt file)"
         )
     order = numpy.random.default_rng([seed, len(numbers)]).permutation(numpy.sort(numbers))
     count = min(MOST_PER_JUDGE, max(FEWEST_TO_RETAIN // 2, round(len(numbers) * SHARE_PER_JUDGE)))
