@@ -168,7 +168,14 @@ def cell(scene: Scene, contender: str, what: dict[str, Any], steps: int) -> dict
         found = {"seconds": seconds, "steps": steps, "pair": scene.pair, "seed": scene.seed, "contender": contender}
         if isinstance(loop, Retention):
             figures = loop.figures()["retention"]
-            kept = ("scale", "replayed_rows", "lost_bits", "is_within_budget", "could_be_held", "overhead_fraction")
+            kept = (
+                "scale",
+                "replayed_rows",
+                "lost_bits",
+                "is_within_budget",
+                "held_while_training",
+                "overhead_fraction",
+            )
             return {**found, "ours": scene.point(trainer.model), **{name: figures[name] for name in kept}}
     update = ScaledUpdate(trainer.model)
     points = []

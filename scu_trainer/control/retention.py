@@ -36,10 +36,10 @@ SLOW_FALL = 0.9
 SLOW_START = 4
 """Measurement from which on the effort may fall: the first steps of a training forget least."""
 
-LOST_AFTER = 4
+LOST_AFTER = 3
 """Measurements in a row, beyond chance above the budget at full effort, after which it is said to be lost."""
 
-PATIENCE = 10
+PATIENCE = 4
 """A level that comes down to the budget within so many measurements is on its way back, not lost."""
 
 COST = 0.016
