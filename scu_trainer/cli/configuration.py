@@ -36,6 +36,7 @@ from scu_trainer.settings import (
     MemorySettings,
     ModelSettings,
     RegularizationSettings,
+    RetentionSettings,
     SafetySettings,
 )
 from scu_trainer.settings.base import check_text, check_values, require, short
@@ -106,7 +107,7 @@ def our_parser(*more: type) -> HfArgumentParser:
     kinds = [_grouped(TaskSettings, "task"), _grouped(ModelSettings, "model"), _grouped(DataSettings, "data")]
     kinds += [_grouped(regularization_flags(), "regularization"), _grouped(memory_flags(), "memory")]
     kinds += [_grouped(CurriculumSettings, "curriculum"), _grouped(EfficiencySettings, "efficiency")]
-    kinds += [_grouped(SafetySettings, "safety")]
+    kinds += [_grouped(SafetySettings, "safety"), _grouped(RetentionSettings, "retention")]
     kinds += [_grouped(kind.settings, f"task {name}") for name, kind in KINDS.items() if kind.settings is not None]
     kinds += more
     parser = Parser(
@@ -141,7 +142,7 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
     note += _choose_evaluations(parser, typed, arguments)
     with _stock_refusals():
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
-    _, model, data, scu, memory, curriculum, efficiency, safety, *own, training = parts
+    _, model, data, scu, memory, curriculum, efficiency, safety, retention, *own, training = parts
     return Job(
         dataclasses.replace(model, mixed_precision=precision.name),
         data,
@@ -154,6 +155,7 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
         own=next((settings for settings in own if type(settings) is task.kind.settings), None),
         efficiency=efficiency,
         safety=safety,
+        retention=retention,
         notes=(f"precision: {precision.reason}", *note),
         changed_from=_changed_from(parser, typed),
     )

@@ -9,7 +9,7 @@ from scu_trainer.settings.data import EMBEDDED_DATASETS, DataSettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.settings.memory import BYTES, MemorySettings, size_in_gib
 from scu_trainer.settings.model import DEVICE_MAPS, ModelSettings
-from scu_trainer.settings.regularization import RegularizationSettings
+from scu_trainer.settings.regularization import RegularizationSettings, RetentionSettings
 from scu_trainer.settings.safety import SafetySettings
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "MemorySettings",
     "ModelSettings",
     "RegularizationSettings",
+    "RetentionSettings",
     "SafetySettings",
     "size_in_gib",
 ]

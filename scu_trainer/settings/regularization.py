@@ -1,4 +1,4 @@
-"""How lambda is controlled."""
+"""How lambda is controlled, and what must not be forgotten."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from scu_trainer.settings.base import check_fields, option, require
 
 ACT_BY_LAMBDA = ("fixed", "schedule")
 """Laws that need no target: lambda is what it is set to."""
+
+FEWEST_TO_RETAIN = 16
+"""Documents: eight to measure on, eight for the verdict."""
 
 MEASURES = ("law", "target_s", "measure", "prior", "sigma", "tokens", "ema_alpha")
 """Fields that say what S is; all others say how it is steered."""
@@ -181,6 +184,57 @@ class RegularizationSettings:
         if self.deadband is not None:
             return self.deadband
         return 0.002 if self.law == "original" else 0.0
+
+
+@dataclass(frozen=True)
+class RetentionSettings:
+    """What must not be forgotten while something else is learned, and what keeps it."""
+
+    retain: Optional[str] = option(
+        None,
+        "text that must not be forgotten: an embedded name, a file, a folder or a Hub id, as for dataset; its "
+        "documents are parted into those that are measured, those that may be trained on, those that give the verdict",
+    )
+    retain_budget_bits: float = option(
+        0.02, "bits per token on it that may be lost, against the model that training begins with"
+    )
+    retain_actuator: Literal["auto", "replay", "lambda"] = option(
+        "auto",
+        "what keeps it while training: rows of it added to the batches (replay), or the decay toward the start of the "
+        "regularization loop (lambda); auto: replay where there is enough of it to train on",
+    )
+    retain_max_share: float = option(0.5, "of the rows of a batch that may be replayed ones, at most")
+    retain_documents: int = option(2000, "documents of retain that are read, at most")
+    retain_frequency: Optional[int] = option(
+        None, "optimizer steps between two measurements; default: as many as cost 2 %% of the time of training"
+    )
+    retain_stop: bool = option(False, "end the run where the budget cannot be held, instead of only saying so")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        budget, share, steps = self.retain_budget_bits, self.retain_max_share, self.retain_frequency
+        require(
+            math.isfinite(budget) and budget > 0,
+            f"retain_budget_bits is {budget}; it must be above 0, such as 0.02; to lose nothing, do not train",
+        )
+        require(0 < share <= 0.9, f"retain_max_share is {share}; allowed: above 0 and up to 0.9, such as 0.5")
+        require(steps is None or steps >= 1, f"retain_frequency is {steps}; it must be 1 or more")
+        require(
+            self.retain_documents >= FEWEST_TO_RETAIN,
+            f"retain_documents is {self.retain_documents}; it must be {FEWEST_TO_RETAIN} or more: some are measured, "
+            "others give the verdict",
+        )
+        changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+        require(
+            self.retain is not None or not changed,
+            f"{changed[0] if changed else ''} has an effect only with retain, the text that must not be forgotten; "
+            "give it, for instance --retain general.jsonl",
+        )
+        require(self.retain != "", "retain is empty; give a file or a dataset, or drop it")
+
+    @property
+    def acts(self) -> bool:
+        return self.retain is not None
 
 
 def _target(value) -> Union[float, str, None]:

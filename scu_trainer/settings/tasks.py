@@ -14,6 +14,7 @@ from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.settings import images, sensors, text, words
 from scu_trainer.settings.base import check_fields, option, require
 from scu_trainer.settings.data import DataSettings
+from scu_trainer.settings.regularization import RetentionSettings
 
 TEXT = "text-generation"
 
@@ -34,6 +35,7 @@ ONLY_TEXT = (
     "embedded_base_steps",
     "new_tokens",
     "adapter_name_or_path",
+    *(item.name for item in fields(RetentionSettings)),
 )
 LANGUAGE = ("text_column", "block_size", "preprocessing_num_workers", "chunked_loss")
 NOT_WORDS = (*ONLY_TEXT, "preprocessing_num_workers")

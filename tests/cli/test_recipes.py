@@ -40,7 +40,8 @@ def documents(tmp_path_factory) -> Path:
 
 
 def test_recipes_of_every_path_are_there():
-    elsewhere = ("cifar10.yaml", "deepspeed.yaml", "granite.yaml", "imagenet.yaml")  # test_public_images, test_granite
+    # test_public_images, test_granite, test_retaining
+    elsewhere = ("cifar10.yaml", "deepspeed.yaml", "granite.yaml", "imagenet.yaml", "retain.yaml")
     assert RECIPES == sorted([*elsewhere, *TEXT, *FAMILIES])
 
 

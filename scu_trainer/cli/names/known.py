@@ -16,6 +16,7 @@ from scu_trainer.settings import (
     MemorySettings,
     ModelSettings,
     RegularizationSettings,
+    RetentionSettings,
     SafetySettings,
 )
 from scu_trainer.settings.efficiency import EfficiencySettings
@@ -28,6 +29,7 @@ KINDS_OF_SETTINGS = (
     TaskSettings,
     ModelSettings,
     DataSettings,
+    RetentionSettings,
     MemorySettings,
     CurriculumSettings,
     EfficiencySettings,

@@ -24,7 +24,7 @@ HARMLESS = frozenset(
     "hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision dataloader_num_workers "
     "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor preprocessing_num_workers "
     "cache_dir use_cpu ddp_timeout throughput peak_tflops predict_memory profile_steps include_num_input_tokens_seen "
-    "early_stopping_patience early_stopping_threshold sample_prompts sample_max_new_tokens "
+    "early_stopping_patience early_stopping_threshold retain_stop sample_prompts sample_max_new_tokens "
     "project trackio_space_id trackio_bucket_id trackio_static_space_id".split()
 )
 """Settings that change no weight."""
@@ -47,7 +47,7 @@ DATA = frozenset(
     "dataset dataset_size dataset_split dataset_config_name eval_dataset validation_split_percentage text_column "
     "prompt_column response_column system_column messages_column stopping_strategy block_size packing synthetic "
     "sensor_samples streaming chat_template completion_only_loss assistant_only_loss isolate_documents lowercase "
-    "min_word_count".split()
+    "min_word_count retain retain_documents".split()
 )
 
 

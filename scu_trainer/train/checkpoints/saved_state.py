@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from scu_trainer.control import divergence, memory_values, regularization
+from scu_trainer.control import divergence, memory_values, regularization, retention
 from scu_trainer.errors import CheckpointError
 from scu_trainer.train.checkpoints.format import json_object
 from scu_trainer.train.curriculum.deliveries import DeliveryCounts
@@ -35,6 +35,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "prior_fingerprint": float,
     },
     "memory_state.json": {"state": memory_values.SizerState, "books": MemoryStatistics, "learning_until": int},
+    "retain_state.json": {
+        "law": retention.RetentionState,
+        **dict.fromkeys(("next_step", "every", "sample_rows", "measured", "replayed"), int),
+        "owed": float,
+        "fingerprint": str,
+        "notices": list[str],
+    },
     "safety_state.json": {
         "skipped_steps": int,
         "records": list[dict],

@@ -132,6 +132,7 @@ class SeenLosses:
 
     def _last_seen(self) -> Losses:
         found = Losses.join(self._on_host) if self._on_host else NOTHING
+        found = found.take(found.ids >= 0)  # rows that another loop has added have no number here
         return found.take(_last_of_each(found.steps, found.ids)) if len(found.ids) else found
 
     def _to_host(self) -> None:

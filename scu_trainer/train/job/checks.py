@@ -16,6 +16,7 @@ from scu_trainer.settings import (
     MemorySettings,
     ModelSettings,
     RegularizationSettings,
+    RetentionSettings,
 )
 from scu_trainer.settings.base import require
 from scu_trainer.train.job.optimizer_checks import check_optimizer_arguments, check_schedule
@@ -147,3 +148,32 @@ def check_teacher(
     }
     found = next((reason for reason, is_so in contradictions.items() if is_so), None)
     require(found is None, f"{found}, and a teacher needs the plain loss of whole models; drop one of them")
+
+
+def check_retention(
+    retention: RetentionSettings,
+    regularization: Optional[RegularizationSettings],
+    memory: MemorySettings,
+    curriculum: CurriculumSettings,
+) -> None:
+    """Of what must not be forgotten, beside the loops that its actuators share with it."""
+    if not retention.acts:
+        return
+    steers = regularization is not None and regularization.steers
+    require(
+        retention.retain_actuator != "lambda" or (regularization is not None and not steers),
+        "retain_actuator: lambda acts through the regularization loop, which "
+        + ("scu_target_s or scu_law steer already; drop them" if steers else "scu: false switches off; set scu: true")
+        + ", or set retain_actuator: replay",
+    )
+    replays = retention.retain_actuator != "lambda"
+    require(
+        not (replays and curriculum.methods),
+        f"curriculum: {curriculum.curriculum} plans every batch, and replay adds rows to it; set retain_actuator: "
+        "lambda, or curriculum: none",
+    )
+    require(
+        not (replays and memory.batch_mode == "logical"),
+        "batch_mode: logical gives each step as many rows as memory allows, and replay adds rows to it; set "
+        "retain_actuator: lambda, or drop batch_mode",
+    )

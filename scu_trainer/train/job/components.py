@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -14,6 +15,8 @@ class TrainingComponents:
 
     ``processor``: tokenizer or image processor, which is saved beside the model; None where there is none. ``data``:
     ``PreparedData`` or ``PreparedSamples``. ``before_model_bytes``: see costs.py.
+    ``anchor``: an ``Anchor``, where something must not be forgotten. ``load_base``: then, the
+    model that training began with, once more.
     ``teacher``: a model to learn from, frozen and in evaluation mode, on the device.
     ``batch_tokens``: padded tokens per forward pass when documents are scored.
     """
@@ -25,3 +28,5 @@ class TrainingComponents:
     before_model_bytes: Optional[int] = None
     batch_tokens: int = 8192
     teacher: Optional[torch.nn.Module] = None
+    anchor: Any = None
+    load_base: Optional[Callable[[], torch.nn.Module]] = None

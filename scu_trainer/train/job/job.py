@@ -22,6 +22,7 @@ from scu_trainer.settings import (
     MemorySettings,
     ModelSettings,
     RegularizationSettings,
+    RetentionSettings,
     SafetySettings,
 )
 from scu_trainer.settings.base import require
@@ -33,6 +34,7 @@ from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.job.checks import (
     check_evaluation,
     check_memory,
+    check_retention,
     check_teacher,
     check_training_optimizer,
     check_words,
@@ -93,6 +95,7 @@ class Job:
     own: Optional[Any] = None
     efficiency: EfficiencySettings = field(default_factory=EfficiencySettings)
     safety: SafetySettings = field(default_factory=SafetySettings)
+    retention: RetentionSettings = field(default_factory=RetentionSettings)
     notes: tuple[str, ...] = ()
     changed_from: dict[str, Any] = field(default_factory=dict)
 
@@ -111,6 +114,7 @@ class Job:
             **asdict(self.curriculum),
             **asdict(self.efficiency),
             **asdict(self.safety),
+            **asdict(self.retention),
             **_training_as_dict(self.training),
         }
         return {name: value for name, value in found.items() if name not in self.task.kind.unused}
@@ -150,6 +154,7 @@ class Job:
         check_efficiency(self.efficiency, training)
         check_schedule_free(training, self.regularization, self.efficiency)
         check_safety(self.safety, training)
+        check_retention(self.retention, self.regularization, self.memory, self.curriculum)
         self.kind.check(self)
         check_resumable(training)
 

@@ -10,6 +10,7 @@ import logging
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
@@ -23,6 +24,7 @@ from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.models.loading.safety import refuse_pickle
 from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
 from scu_trainer.safe_paths import require_own_folder
+from scu_trainer.settings import RegularizationSettings
 from scu_trainer.settings.base import check_values, require
 from scu_trainer.settings.stock import ALLOWED, LEFT_TO_PREFLIGHT
 from scu_trainer.settings.tasks import TEXT
@@ -37,6 +39,7 @@ from scu_trainer.train.loops.distillation import Distillation
 from scu_trainer.train.loops.throughput import measure_pace
 from scu_trainer.train.memory_estimate.record import RunEstimate, prediction
 from scu_trainer.train.preflight import Finding, before_loading, before_training, report
+from scu_trainer.train.retention.loop import Retention
 from scu_trainer.train.run_directory.console import ConsoleCallback
 from scu_trainer.train.run_directory.directory_lock import RunDirectoryLock, from_first_rank
 from scu_trainer.train.run_directory.layout import RunStatusCallback, git_commit, hardware, versions
@@ -233,7 +236,7 @@ def build_trainer(job: Job, parts: TrainingComponents, status: Optional[RunStatu
             processing_class=parts.processor,
             compute_metrics=metrics_by_source(job.kind.compute_metrics, parts.data),
             preprocess_logits_for_metrics=job.kind.preprocess_logits,
-            regularization=job.regularization,
+            regularization=_regularization(job, parts),
             regularization_tokens=parts.data.statistics.supervised_tokens or None,
             memory=job.memory,
             curriculum=job.acting_curriculum,
@@ -259,9 +262,18 @@ def _loops(job: Job, parts: TrainingComponents) -> list[Loop]:
     loops: list[Loop] = []
     if parts.teacher is not None:
         loops.append(Distillation(parts.teacher, job.model.teacher_weight, job.model.teacher_temperature))
+    if parts.anchor is not None:
+        loops.append(Retention(parts.anchor, job.retention, parts.collator, parts.load_base, parts.data.eval))
     if job.task.task == TEXT and job.data.sample_prompts and parts.data.eval is not None:
         loops.append(Samples(parts.data.eval, parts.processor, job.data.sample_prompts, job.data.sample_max_new_tokens))
     return loops
+
+
+def _regularization(job: Job, parts: TrainingComponents) -> Optional[RegularizationSettings]:
+    """Where retention acts through lambda, it alone moves it."""
+    if parts.anchor is None or parts.anchor.replayed is not None:
+        return job.regularization
+    return replace(job.regularization, law="fixed", lambda_init=0.0)
 
 
 @contextlib.contextmanager

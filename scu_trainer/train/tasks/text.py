@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from rich.console import Console
 
 from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer, prepare
+from scu_trainer.data.text.anchor import Anchor, read_anchor
 from scu_trainer.data.text.mixture import whole_held_out
 from scu_trainer.errors import ModelError
 from scu_trainer.models.fit import require_fit
@@ -42,6 +44,7 @@ from scu_trainer.train.fixtures.base_model import embedded_base, is_cached
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.job.source import Source
+from scu_trainer.train.retention.choice import chooser
 from scu_trainer.train.tasks.common import (
     begin_model,
     checkpoints,
@@ -85,9 +88,11 @@ class TextTask:
         if placement is not None:
             console.print(placement.line(checkpoints(job)), soft_wrap=True)
         of_model = {"seed": job.training.seed, "cache_dir": cache_dir, "model_name": settings.model_name_or_path}
+        of_anchor = {"tokenizer": tokenizer, **of_model}
         say_reading(console, f"the data: {job.data.shown_dataset}")
         data = prepare(packing.applied(job.data), tokenizer, **of_model)
         say_data(console, data)
+        anchor = _anchor(job, packing.applied(job.data), len(data.train) if not job.data.streaming else 0, of_anchor)
         say_reading(console, f"the model: {job.model.model_name_or_path or 'the embedded base'}")
         before_model_bytes = begin_model(job)
         model = load_model(settings, device=device, placement=placement)
@@ -98,6 +103,7 @@ class TextTask:
         if asked.applied(job.data) != packing.applied(job.data):
             data = prepare(asked.applied(job.data), tokenizer, **of_model)
             say_data(console, data)
+            anchor = _anchor(job, asked.applied(job.data), len(data.train) if not job.data.streaming else 0, of_anchor)
         if job.data.packing:
             console.print(asked.line(), soft_wrap=True)
         parts = finish(
@@ -111,6 +117,9 @@ class TextTask:
             before_model_bytes=before_model_bytes,
             adapters=replace(CAUSAL, new_rows=new_rows),
         )
+        parts.anchor = anchor
+        if anchor is not None:
+            parts.load_base = functools.partial(load_for_evaluation, settings.model_name_or_path, settings)
         if teacher is not None:
             parts.teacher = load_for_evaluation(job.model.teacher, teacher)
             require_fit(parts.teacher, job.model.teacher, len(tokenizer), job.data.block_size)
@@ -137,6 +146,18 @@ class TextTask:
     def example_inputs(self, parts: TrainingComponents) -> Mapping[str, Any]:
         batch = parts.collator([next(iter(parts.data.train))])
         return {name: batch[name][:, :PROBED_TOKENS] for name in MODEL_INPUTS if name in batch}
+
+
+def _anchor(job: Job, data: DataSettings, rows: int, how: dict[str, Any]) -> Optional[Anchor]:
+    """What must not be forgotten. ``rows``: of the training data, 0 of a stream."""
+    settings = job.retention
+    if not settings.acts:
+        return None
+    training, regularization = job.training, job.regularization
+    rows_per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+    has_lambda = regularization is not None and not regularization.steers
+    choose = chooser(settings, job.planned_steps(rows) * rows_per_step, has_lambda)
+    return read_anchor(data, settings.retain, settings.retain_documents, choose=choose, **how)
 
 
 def _with_base(settings: ModelSettings, cache_dir: Path, console: Console):

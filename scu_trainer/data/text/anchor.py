@@ -1,0 +1,157 @@
+"""Text that must not be forgotten, parted by documents: measured while training, replayed, and unseen until the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+import numpy
+
+from scu_trainer.data.statistics import DataStatistics
+from scu_trainer.data.store import digest_of
+from scu_trainer.data.text.mixture_plan import mixture_plan
+from scu_trainer.data.text.packing import held_out_rows, held_out_schema, record_batches, training_rows, training_schema
+from scu_trainer.data.text.prepare import plan_of, tokenized
+from scu_trainer.errors import DataError
+from scu_trainer.settings import DataSettings
+from scu_trainer.settings.regularization import FEWEST_TO_RETAIN
+
+if TYPE_CHECKING:
+    import datasets
+
+SHARE_PER_JUDGE = 0.2
+"""Of the documents: for measuring, and as many for the verdict. The rest may be trained on."""
+
+MOST_PER_JUDGE = 200
+"""Documents that are measured, or give the verdict: more would cost time and tell little."""
+
+MOST_ROWS_PER_JUDGE = 1000
+"""Of their rows, so many of each document as there is room for."""
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Rows of the text that must not be forgotten. No document is in two parts, and copies are in one.
+
+    replayed: as training rows, None where they are not trained on. measured, unseen: as held-out rows. ``documents``:
+    how many each part has, and how many were left out because they are in the training data. ``fingerprint``: of text,
+    settings, tokenizer and parting together. ``reason``: why ``replayed`` is what it is, for a person.
+    """
+
+    name: str
+    replayed: Optional[datasets.Dataset]
+    measured: datasets.Dataset
+    unseen: datasets.Dataset
+    documents: dict[str, int]
+    fingerprint: str
+    reason: str = ""
+
+
+def read_anchor(
+    settings: DataSettings,
+    name: str,
+    most_documents: int,
+    *,
+    tokenizer: Any,
+    seed: int,
+    cache_dir: Path,
+    model_name: str,
+    choose: Callable[[int], tuple[bool, str]],
+) -> Anchor:
+    """``settings``: those of the training data, whose rules for rows hold here too. ``choose``: whether so many rows
+    are enough to train on, and why; where they are not, their documents are measured as well.
+
+    Raises DataError for a text that cannot be found or read, or has too few documents.
+    """
+    known = _digests_of_data(settings, tokenizer, seed, cache_dir, model_name)
+    settings = _alone(settings, name, most_documents)
+    plan = plan_of(settings, tokenizer, seed, cache_dir, model_name)
+    statistics = DataStatistics()
+    documents = tokenized(plan, plan.source, most_documents, statistics)
+    parts = parted(documents.digests, seed, name, known)
+
+    in_data = int(numpy.isin(documents.digests, known).sum())
+
+    def held_out(which: str) -> datasets.Dataset:
+        rows = _stored(held_out_rows(documents.numbered(parts[which]), settings, statistics), held_out_schema())
+        few = spread(numpy.asarray(rows["document"]))[:MOST_ROWS_PER_JUDGE]
+        return rows if len(few) == len(rows) else rows.select(numpy.sort(few))
+
+    schema = training_schema(bool(settings.isolate_documents))
+    replayed = _stored(training_rows(documents.numbered(parts["replayed"]), settings, statistics), schema)
+    is_enough, reason = choose(len(replayed))
+    if not is_enough:
+        parts = {**parts, "measured": numpy.concatenate([parts["measured"], parts["replayed"]])[:MOST_PER_JUDGE]}
+        parts["replayed"] = parts["replayed"][:0]
+    return Anchor(
+        name,
+        replayed if is_enough else None,
+        held_out("measured"),
+        held_out("unseen"),
+        {**{part: len(numbers) for part, numbers in parts.items()}, "in_the_data": in_data},
+        digest_of(plan.fingerprint, MOST_ROWS_PER_JUDGE, {part: numbers.tolist() for part, numbers in parts.items()}),
+        reason,
+    )
+
+
+def _alone(settings: DataSettings, name: str, most_documents: int) -> DataSettings:
+    """The rules of ``settings`` for one text; a file of paragraphs is cut into them, as where some are held out."""
+    return replace(
+        settings,
+        dataset=name,
+        dataset_config_name=None,
+        dataset_split="train",
+        dataset_size=most_documents,
+        eval_dataset=None,
+        validation_split_percentage=50.0,
+        streaming=False,
+        stopping_strategy="first_exhausted",
+    )
+
+
+def _digests_of_data(settings: DataSettings, tokenizer: Any, seed: int, cache_dir: Path, model_name: str) -> Any:
+    """Of all documents of the training data, held-out ones too; none of a stream, which nobody has read yet."""
+    given = (settings, tokenizer, seed, cache_dir, model_name)
+    if settings.streaming:
+        return numpy.empty(0, dtype=numpy.int64)
+    plans = mixture_plan(*given).plans if settings.is_mixture else [plan_of(*given)]
+    found = [tokenized(plan, plan.source, plan.settings.dataset_size, DataStatistics()) for plan in plans]
+    return numpy.concatenate([documents.digests for documents in found])
+
+
+def parted(digests: numpy.ndarray, seed: int, name: str, known: numpy.ndarray) -> dict[str, numpy.ndarray]:
+    """Numbers of the documents of each part, by the seed. ``digests``: equal for copies, of which the first counts.
+    ``known``: digests of the training data, whose documents are in no part: the verdict would be of what was learned.
+
+    Raises DataError where there are fewer than FEWEST_TO_RETAIN different ones.
+    """
+    different, numbers = numpy.unique(digests, return_index=True)
+    numbers = numbers[~numpy.isin(different, known)]
+    if len(numbers) < FEWEST_TO_RETAIN:
+        of_data = len(different) - len(numbers)
+        also = f" ({of_data} more are in the training data, too)" if of_data else ""
+        raise DataError(
+            f"retain: {name} has {len(numbers)} different documents of {len(digests)}{also}, and {FEWEST_TO_RETAIN} "
+            f"are needed: {FEWEST_TO_RETAIN // 2} to measure on and {FEWEST_TO_RETAIN // 2} for the verdict; give "
+            "more, shorter ones for instance (one empty line between two in a .txt file)"
+        )
+    order = numpy.random.default_rng([seed, len(numbers)]).permutation(numpy.sort(numbers))
+    count = min(MOST_PER_JUDGE, max(FEWEST_TO_RETAIN // 2, round(len(numbers) * SHARE_PER_JUDGE)))
+    return {"unseen": order[:count], "measured": order[count : 2 * count], "replayed": order[2 * count :]}
+
+
+def spread(documents: numpy.ndarray) -> numpy.ndarray:
+    """Row numbers: the first row of every document, then the second of every one that has it, and so on."""
+    order = numpy.argsort(documents, kind="stable")
+    _, starts, counts = numpy.unique(documents[order], return_index=True, return_counts=True)
+    place = numpy.arange(len(documents)) - numpy.repeat(starts, counts)
+    return order[numpy.lexsort((order, place))]
+
+
+def _stored(rows: Iterable[dict], schema: Any) -> datasets.Dataset:
+    import datasets
+    import pyarrow
+
+    return datasets.Dataset(pyarrow.Table.from_batches(list(record_batches(rows, schema)), schema))

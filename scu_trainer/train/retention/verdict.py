@@ -1,0 +1,147 @@
+"""After training: the share of the update that keeps the budget, and what rows that decided nothing say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Optional
+
+from scu_trainer.control.budget import largest_share
+from scu_trainer.errors import ModelError, OutOfMemory
+from scu_trainer.models.scaling import ScaledUpdate
+from scu_trainer.settings.mixture import short_name
+from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScores, bootstrap_difference
+from scu_trainer.train.retention.passages import Passages
+from scu_trainer.train.step.recovery.second_try import second_try
+
+LEVEL, SOLVED_AT = 0.95, 0.8
+"""Confidence of the verdict's interval, and of the one whose upper end is kept within the budget by the scale; both as
+``scu-trainer retain`` has them."""
+
+
+@dataclass
+class Judged:
+    """``figures``: for scu_metrics.json."""
+
+    figures: dict[str, Any] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+
+
+def verdict(loop: Any) -> Judged:
+    """Scales the update of the model of ``loop`` to its budget, and judges it. Every rank does the same."""
+    judged = Judged()
+    whole = _lost(loop, "unseen", LEVEL)
+    share = _scaled(loop, judged)
+    lost = whole if share == 1.0 else _lost(loop, "unseen", LEVEL)
+    budget = loop.law.budget_bits
+    judged.figures |= {
+        "scale": share,
+        "lost_bits": asdict(lost),
+        "lost_bits_of_the_whole_update": asdict(whole),
+        "is_within_budget": lost.value <= budget,
+    }
+    if lost.value > budget:
+        judged.notices.append(
+            f"{lost.value:.4f} bits per token are lost on the unseen part of {loop.anchor.name} "
+            f"({lost.low:+.4f} to {lost.high:+.4f}), more than the budget of {budget:g}"
+        )
+    return judged
+
+
+def _lost(loop: Any, part: str, confidence: float) -> BootstrapInterval:
+    rows: Passages = loop._parts[part]
+    numbers = rows.all()
+    after = rows.by_document(numbers, rows.scored(numbers))
+    before = rows.by_document(numbers, loop._base[part])
+    return bootstrap_difference(before, after, confidence=confidence, seed=loop.trainer.args.seed)
+
+
+def _scaled(loop: Any, judged: Judged) -> float:
+    """The share of the update that the model has now; 1 where all of it fits, or where it cannot be scaled."""
+    budget, whole = loop.law.budget_bits, _lost(loop, "measured", SOLVED_AT)
+    tried = judged.figures.setdefault("tried", [])
+    tried.append({"share": 1.0, "bits": whole.value, "high": whole.high})
+    if whole.high <= budget:
+        return 1.0
+    update = _update(loop, judged)
+    if update is None:
+        return 1.0
+    own_before = _own_scores(loop)
+
+    def cost(share: float) -> float:
+        if share == 1.0:
+            return whole.high
+        update.set(share)
+        found = _lost(loop, "measured", SOLVED_AT)
+        tried.append({"share": share, "bits": found.value, "high": found.high})
+        return found.high
+
+    share = largest_share(cost, budget)
+    judged.figures |= _own_figures(loop, update, share, own_before)
+    update.set(share)
+    judged.notices.append(
+        f"{share:.1%} of what was learned is kept, by scaling the update: all of it costs {whole.value:.4f} bits per "
+        f"token on {loop.anchor.name}, and the budget is {budget:g}; checkpoints have all of it"
+    )
+    return share
+
+
+def _update(loop: Any, judged: Judged) -> Optional[ScaledUpdate]:
+    model = loop.trainer.model
+    is_adapter = hasattr(model, "peft_config")
+    try:
+        if not is_adapter and loop.base is None:
+            raise ModelError("the model that full tuning began with was not given")
+        load = (lambda: None) if is_adapter else loop.base
+        return second_try(lambda: ScaledUpdate(model, load()), "the base, beside which the update is scaled,")
+    except (ModelError, OutOfMemory) as error:
+        judged.notices.append(
+            f"more than the budget is lost, and the update cannot be scaled here: {error}; scu-trainer retain scales a "
+            "finished run"
+        )
+        return None
+
+
+def _own_scores(loop: Any) -> Optional[DocumentScores]:
+    """Of what is learned, on held-out rows, by the model as it is."""
+    if loop.own_rows is None:
+        return None
+    rows = Passages(loop.own_rows, loop.trainer, loop._collate)
+    return rows.by_document(rows.some(), rows.scored(rows.some()))
+
+
+def _own_figures(loop: Any, update: ScaledUpdate, share: float, whole: Optional[DocumentScores]) -> dict[str, Any]:
+    """What of the gain on held-out rows is left, where it was scaled."""
+    if whole is None:
+        return {}
+    update.set(0.0)
+    before = _own_scores(loop)
+    update.set(share)
+    kept = _own_scores(loop)
+    gains = {name: bootstrap_difference(before, after, seed=loop.trainer.args.seed)
+             for name, after in (("whole", whole), ("kept", kept))}  # fmt: skip
+    left = gains["kept"].value / gains["whole"].value if gains["whole"].value < 0 else None
+    return {"own_text": {name: asdict(gain) for name, gain in gains.items()}, "share_of_gain_kept": left}
+
+
+def verdict_lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    lost = found.get("lost_bits")
+    if lost is None:
+        return []
+    said = "kept" if found["is_within_budget"] else "NOT kept"
+    bits = f"{lost['value']:+.4f} bits per token ({lost['low']:+.4f} to {lost['high']:+.4f})"
+    lines = [
+        (
+            f"lost on {short_name(found['anchor'])}",
+            f"{bits} on unseen documents; the budget of {found['budget_bits']:g} is {said}",
+        )
+    ]
+    if found["scale"] < 1:
+        kept = found.get("share_of_gain_kept")
+        gain = "" if kept is None else f", {kept:.0%} of the gain on held-out text"
+        lines.append(("update kept", f"{found['scale']:.1%}{gain}"))
+    if found["replayed_rows"]:
+        lines.append(("replayed", f"{found['replayed_rows']:,} rows of {found['anchor']}, beside those of the data"))
+    if found["overhead_fraction"] is not None:
+        lines.append(("cost of measuring", f"{found['overhead_fraction']:.2%} of the time of training"))
+    return lines + [("note", text) for text in found["notices"]]

@@ -1,0 +1,122 @@
+"""``retain`` through the command: the recipe, a run that is stopped and goes on, and what is refused before a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scu_trainer.cli import train
+from scu_trainer.errors import SettingsError
+from scu_trainer.run_files import read_json, read_rows
+from scu_trainer.settings import RetentionSettings
+from scu_trainer.train.retention.loop import BASE_FILE
+from tests import tiny
+
+ROOT = Path(__file__).parents[2]
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    return tiny.saved_llama(tmp_path_factory.mktemp("model"))
+
+
+def written(path: Path, count: int, text: str) -> Path:
+    rows = [{"text": f"{text} Number {i} of {i * 7919 % 1000}. " * 8} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("data")
+    return {
+        "dataset": written(folder / "new.jsonl", 24, "A list is a sequence that can be changed in place."),
+        "retain": written(folder / "old.jsonl", 40, "The weather of the north is cold, and its ships are old."),
+        "few": written(folder / "few.jsonl", 11, "Too little of it."),
+    }
+
+
+def begun(capsys, model_dir, files, tmp_path, **changes) -> tuple[int, str]:
+    """Exit code, and all that was said."""
+    fields = {
+        "config": ROOT / "recipes" / "retain.yaml",
+        "model_name_or_path": model_dir,
+        "dataset": files["dataset"],
+        "retain": files["retain"],
+        "block_size": 64,
+        "max_steps": STEPS,
+        "save_steps": 4,
+        "learning_rate": 1e-2,
+        "retain_frequency": 2,
+        "output_dir": tmp_path / "run",
+        "cache_dir": tmp_path / "cache",
+        "use_cpu": "true",
+        "sample_prompts": 0,
+        **changes,
+    }
+    code = train.main([word for key, value in fields.items() for word in (f"--{key}", str(value))])
+    shown = capsys.readouterr()
+    return code, " ".join((shown.out + shown.err).split())
+
+
+def test_the_recipe_replays_and_judges(model_dir, files, tmp_path, capsys):
+    code, said = begun(capsys, model_dir, files, tmp_path)
+    assert code == 0, said
+    assert "8 of its documents are measured, 24 may be trained on, 8 give the verdict" in said
+    metrics = read_json(tmp_path / "run" / "scu_metrics.json")
+    found = metrics["retention"]
+    assert found["actuator"] == "replay" and found["replayed_rows"] > 0 and "lost_bits" in found
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "retain_history.json")] == [1, 2, 4, 5, 7, 8]
+    assert read_json(tmp_path / "run" / "training_config.json")["configuration"]["retain"] == str(files["retain"])
+    assert read_json(tmp_path / "run" / "run.json")["notices"] == found["notices"]
+    assert {"retain_state.json", BASE_FILE} <= {path.name for path in (tmp_path / "run" / "checkpoint-8").iterdir()}
+    assert "lost on old" in said
+
+
+def test_lambda_where_there_is_too_little_to_train_on(model_dir, files, tmp_path, capsys):
+    code, said = begun(capsys, model_dir, files, tmp_path, retain_documents=16)
+    assert code == 0, said
+    assert "by lambda (no rows are left to train on); 8 of its documents are measured, 0 may be trained on" in said
+    assert read_json(tmp_path / "run" / "scu_metrics.json")["retention"]["actuator"] == "lambda"
+    assert read_rows(tmp_path / "run" / "retain_history.json")[-1]["lambda"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"retain": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"retain": "dataset"}, "has 0 different documents of 24 (24 more are in the training data, too), and 16"),
+        ({"retain": "few"}, "has 11 different documents of 11, and 16 are needed"),
+        ({"retain_budget_bits": 0}, "retain_budget_bits is 0.0; it must be above 0, such as 0.02"),
+        ({"retain_max_share": 0.95}, "retain_max_share is 0.95; allowed: above 0 and up to 0.9"),
+        ({"retain_documents": 15}, "retain_documents is 15; it must be 16 or more"),
+        ({"retain_actuator": "replays"}, "did you mean 'replay'"),
+        ({"retain_actuator": "lambda", "scu_target_s": 0.1}, "which scu_target_s or scu_law steer already"),
+        ({"retain_actuator": "lambda", "scu": "false"}, "which scu: false switches off"),
+        ({"curriculum": "acmds"}, "curriculum: acmds plans every batch, and replay adds rows to it"),
+        ({"batch_mode": "logical"}, "batch_mode: logical gives each step as many rows as memory allows"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_a_model_is_loaded(
+    model_dir, files, tmp_path, changes, message, capsys, monkeypatch
+):
+    from scu_trainer.train.tasks import text
+
+    monkeypatch.setattr(text, "load_model", lambda *given, **how: pytest.fail("a model was loaded"))
+    changes = {name: files.get(value, value) if name == "retain" else value for name, value in changes.items()}
+    code, said = begun(capsys, model_dir, files, tmp_path, **changes)
+    assert code == 2 and message in said, said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_budget_without_a_text():
+    with pytest.raises(SettingsError, match="retain_budget_bits has an effect only with retain"):
+        RetentionSettings(retain_budget_bits=0.1)
+
+
+def test_another_task_has_no_text_to_keep(tmp_path, capsys):
+    code = train.main(["--task", "image-classification", "--retain", "a.txt", "--output_dir", str(tmp_path / "run")])
+    assert code == 2 and "retain has no effect on task: image-classification" in capsys.readouterr().err
