@@ -7,7 +7,8 @@ import json
 import numpy
 import pytest
 
-from benchmarks.studies import scaling_commands, scaling_documents, scaling_ranks, scaling_sizes
+from benchmarks.lib import scaling_commands
+from benchmarks.studies import scaling_documents, scaling_ranks, scaling_sizes
 from scu_trainer.data.store import open_arrow
 
 

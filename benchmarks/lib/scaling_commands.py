@@ -1,4 +1,4 @@
-"""``scu-trainer train --streaming true`` on a file of any number of documents: see scaling.py."""
+"""``scu-trainer train --streaming true`` on a file of any number of documents: see studies/scaling.py."""
 
 from __future__ import annotations
 
