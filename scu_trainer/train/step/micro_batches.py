@@ -214,7 +214,7 @@ class MicroBatchStep:
                 return self.trainer.stock_training_step(model, window.inputs(micro_batch), num_items)
 
         if self.settings.memory_control and self.ranks.recoverable:
-            return steps.run(micro_batches, attempt, self.loop, self._place)
+            return steps.run(micro_batches, attempt, self.loop, self._place, self.trainer.loss_path)
         if self.ranks.even_micro_batches:
             return self._in_step(micro_batches, attempt)
         return steps.run_once(
