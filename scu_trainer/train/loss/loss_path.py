@@ -102,10 +102,11 @@ class LossPath:
         """What the model is to see of a batch."""
         return inputs if self.rows is None else without_index(inputs)
 
-    def choose(self, inputs: Any) -> None:
-        """Decide on ``inputs``, which lie on the model's device, which way the loss takes, where that is not known."""
+    def choose(self, inputs: Callable[[], Any]) -> None:
+        """Decide on ``inputs``, which give a batch on the model's device, which way the loss takes, where that is not
+        known."""
         if self._kind is None:
-            self._choose(inputs)
+            self._choose(inputs())
 
     def _unrecorded_loss(self, model, inputs, num_items, stock) -> torch.Tensor:
         inputs = self.for_model(inputs)
