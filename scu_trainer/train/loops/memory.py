@@ -48,11 +48,6 @@ class MemoryLoop(Loop):
         if self._host is not None:
             self._host.look(state.global_step)
 
-    def on_log(self, args, state, control, **kwargs):
-        self.micro_batches.loop.interrupted()
-
-    on_evaluate = on_save = on_epoch_begin = on_log
-
     def _host_memory(self) -> Optional[HostMemory]:
         """None on a CPU: there main memory is what micro-batches are sized by. Raises SettingsError."""
         settings = self.micro_batches.settings

@@ -34,6 +34,7 @@ from scu_trainer.train.loss.rows.row_readings import (
 )
 from scu_trainer.train.step.batches.rows import PADDING, has_time, pick
 from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory
+from scu_trainer.train.step.recovery.second_try import second_try
 
 logger = logging.getLogger("scu_trainer")
 
@@ -152,10 +153,11 @@ class LossPath:
         """Whether all losses that were held are finite; only then they are reported. Else their micro-batches must run
         again, without ``hold``: the rows that are not finite are set aside then."""
         held, self._held = self._held or [], None
-        if not _are_finite([losses for _, losses in held if losses is not None]):
+        losses = [losses for _, losses in held if losses is not None]
+        if not second_try(lambda: _are_finite(losses), "asking whether the losses of rows are finite"):
             return False
-        for ids, losses in held:
-            self._see(ids, losses)
+        for ids, found in held:
+            self._see(ids, found)
         return True
 
     def _forward(self, model, inputs, num_items, stock, ids: Optional[torch.Tensor]) -> Forward:

@@ -205,7 +205,8 @@ class Regularizer:
         steps, (losses, counts) = len(self._interval), zip(*self._interval, strict=True)
         counts = [count if torch.is_tensor(count) else torch.tensor(count, dtype=torch.float64) for count in counts]
         distance, read = self.prior.squared_distance_beside([*losses, *counts])
-        own = _own_share(read[:steps], read[steps:], distance)
+        add = partial(_own_share, read[:steps], read[steps:], distance)
+        own = second_try(add, "adding up the losses since the last decision")
         # Under DDP every rank holds its own share of the loss and the same weights. One sum makes loss and tokens
         # global, and the mean distance everybody's: ranks that round differently must not decay differently.
         shared = reduce(own)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Optional
@@ -97,7 +96,7 @@ class MicroBatchEngine(StockEngine):
     def epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
         """Batches stay on the host, where the lengths of their rows are read without a wait, and go to the device in
         micro-batches."""
-        if type(loader) is not DataLoaderShard:
+        if not isinstance(loader, DataLoaderShard):
             return run()
         device, loader.device = loader.device, None
         try:
@@ -110,9 +109,14 @@ class MicroBatchEngine(StockEngine):
             return self.prediction.items[0]
         if self.trainer.accelerator.num_processes > 1:  # ranks count together, once
             return count(device)
-        count = functools.partial(count, "cpu" if are_on_host(batches) else device)
-        items = count() if self.prediction is None else second_try(count, "counting the labels of a step")
-        return items.to(device, non_blocking=True) if torch.is_tensor(items) else items
+
+        def count_where_they_are() -> Any:
+            items = count("cpu" if are_on_host(batches) else device)
+            return items.to(device, non_blocking=True) if torch.is_tensor(items) else items
+
+        if self.prediction is None:
+            return count_where_they_are()
+        return second_try(count_where_they_are, "counting the labels of a step")
 
     def evaluated(self, evaluate: Callable[[], Any], loader: DataLoader, loss_only: bool) -> Any:
         if self.prediction is None:

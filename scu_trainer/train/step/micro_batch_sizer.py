@@ -97,7 +97,6 @@ class MicroBatchSizer:
         self._collected_step = -STEPS_BETWEEN_COLLECTIONS
         self._logged_peak_bytes = 0
         self._ran: dict[str, int] = {}
-        self._just_read: Optional[MemoryReading] = None
 
     # -- one window ----------------------------------------------------------------------------------------------------
 
@@ -111,8 +110,7 @@ class MicroBatchSizer:
         self._window, self.step, self._attempts = window, step, 0
         self._retried.clear()
         if self.gauge is not None:
-            # The peak may be that of an evaluation between two steps.
-            reading, self._just_read = self._just_read or self.gauge.read(), None
+            reading = self.gauge.read()  # its peak may be that of an evaluation between two steps
             # Where memory is short, what is live must be distinguished from what was freed and not given back.
             exact = self._is_learning or self.state.pressure != "low" or self.state.cap_tokens is not None
             self.gauge.reset(exact=exact)
@@ -208,11 +206,7 @@ class MicroBatchSizer:
     def stepped(self) -> None:
         """After the optimizer's step, which can be the highest moment of all."""
         if self.gauge is not None:
-            self._just_read = self._look()
-
-    def interrupted(self) -> None:
-        """Something lies between two steps, after which memory is to be read again."""
-        self._just_read = None
+            self._look()
 
     # -- what attempts.run asks ----------------------------------------------------------------------------------------
 
