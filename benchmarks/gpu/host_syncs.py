@@ -7,7 +7,7 @@ number is read (``item``, ``tolist``, ``bool``, ``nonzero``, a boolean mask as a
 is copied to the device without ``non_blocking``. Both are counted here without a device: the CPU stands for it. What
 is made on the host (a factory without ``device=``, a batch of the loader) is remembered as such until it is moved; all
 else counts as the device's, so a doubt counts against the contender. Only calls from Python are seen, not those within
-a kernel of torch.
+a kernel of torch; in a backward, which autograd runs, all of them.
 
 Work: documents of uneven lengths, batches of eight, four of them accumulated, a vocabulary large enough for the chunked
 loss, small otherwise: the number of waits does not depend on the size of the model. The first steps are left out, in
@@ -31,6 +31,7 @@ import torch
 import trl  # noqa: F401  by its first import, which is not to be counted
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -61,6 +62,11 @@ ANSWERS = {
     "allclose", "is_nonzero", "bincount", "__bool__", "__int__", "__float__", "__index__", "__contains__",
 }  # fmt: skip
 """What cannot return before the device has computed it: a number, or a tensor whose shape depends on numbers."""
+
+OPERATIONS_THAT_ANSWER = {
+    torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select, torch.ops.aten.equal,
+}  # fmt: skip
+"""Of those, what they are made of: how they show in a backward."""
 
 MAKERS_FROM_HOST = {"tensor", "as_tensor", "asarray"}
 """With ``device=``: made on the host, then copied."""
@@ -100,6 +106,20 @@ class CountsWaits(TorchFunctionMode):
         super().__init__()
         self.waits = waits
         self._on_host: dict[int, StorageWeakRef] = {}  # a weak reference keeps the number from being given again
+        self._backward, self._is_counted = SeesBackward(self), False
+
+    def __enter__(self):
+        self._backward.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._backward.__exit__(*error)
+
+    def read_in_backward(self, tensor: Any) -> None:
+        """By an operation of autograd itself, or of Python, which has been counted then."""
+        if not self._is_counted and not self.is_on_host(tensor):
+            self.waits.note(READS)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -113,7 +133,9 @@ class CountsWaits(TorchFunctionMode):
             self.waits.note(READS)
         if self._waits_for_copy(name, args, kwargs):
             self.waits.note(COPIES)
+        self._is_counted = name in ANSWERS or name in ("where", "repeat_interleave", "__getitem__")
         made = func(*args, **kwargs)
+        self._is_counted = False
         if name == "cpu":
             made = made.clone()
         if name == "cpu" or (from_host and not (is_made and kwargs.get("device") is not None)):
@@ -177,6 +199,19 @@ class CountsWaits(TorchFunctionMode):
             if torch.is_tensor(tensor):
                 reference = StorageWeakRef(tensor.untyped_storage())
                 self._on_host[reference.cdata] = reference
+
+
+class SeesBackward(TorchDispatchMode):
+    """Tells ``counts`` of every read of a number in a backward. The thread that calls it runs it on a CPU."""
+
+    def __init__(self, counts: CountsWaits) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in OPERATIONS_THAT_ANSWER and torch._C._current_graph_task_id() != -1:
+            self._counts.read_in_backward(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _indices(given: Any) -> Sequence[Any]:

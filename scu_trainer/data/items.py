@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Optional, Union
 
-import numpy
 import torch
 
+from scu_trainer.data.random_states import states_kept
 from scu_trainer.errors import DataError, nearest
 
 TARGET = "labels"
@@ -172,10 +171,5 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
 
 def first_item(rows: Any) -> Any:
     """``rows[0]``, with all RNG left as they were: reading it may augment it at random."""
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
+    with states_kept():
         return rows[0]
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy
 import torch
 
+from scu_trainer.data.random_states import own_generators, states_kept
 from scu_trainer.errors import DataError
 
 SAMPLE_INDEX = "sample_index"
@@ -48,31 +47,9 @@ class Numbered(torch.utils.data.Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[int, Any]]:
         many = getattr(self.rows, "__getitems__", None)
-        with _own_generators((self._seed, int(self._epoch), int(indices[0]))):
+        with own_generators((self._seed, int(self._epoch), int(indices[0]))):
             rows = many(indices) if callable(many) else [self.rows[index] for index in indices]
         return list(zip(indices, rows, strict=True))
-
-
-@contextlib.contextmanager
-def _own_generators(entropy: tuple[int, ...]) -> Iterator[None]:
-    """The generators of Python, numpy and torch (CPU) seeded by ``entropy``, and afterwards as they were."""
-    for_python, for_numpy, for_torch = numpy.random.SeedSequence(entropy).generate_state(3).tolist()
-    with _generators_kept():
-        random.seed(for_python)
-        numpy.random.seed(for_numpy)
-        torch.random.default_generator.manual_seed(for_torch)
-        yield
-
-
-@contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 class NumberedCollator:
@@ -121,7 +98,7 @@ def content_crc32(rows: Any) -> Optional[int]:
     """
     if not len(rows):
         return None
-    with _generators_kept():
+    with states_kept():
         numbers = numpy.linspace(0, len(rows) - 1, num=min(ROWS_TO_CHECK, len(rows)), dtype=int).tolist()
         first, again = (_crc32_of([rows[number] for number in part]) for part in (numbers[:2], numbers[:2]))
         return _crc32_of([rows[number] for number in numbers]) if first == again else None

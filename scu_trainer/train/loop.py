@@ -124,7 +124,7 @@ class Loop(TrainerCallback):
         return batches
 
     def on_window(self, batches: Sequence[Any], num_items: Any) -> None:
-        """``batches``: all accumulation batches of the next step."""
+        """``batches``: all accumulation batches of the next step; with the memory loop on the host."""
 
     def on_batch(self, inputs: Any, num_items: Any) -> None:
         """An accumulation batch is about to be trained on."""

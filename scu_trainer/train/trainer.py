@@ -249,7 +249,8 @@ class SCUTrainer(Trainer):
         skipped = kwargs["steps_trained_in_current_epoch"] if is_resumed else 0
         for loop in self.loops:
             kwargs |= loop.begin_epoch(kwargs["epoch"], skipped)
-        return handed_over(self, functools.partial(super()._run_epoch, **kwargs))
+        run = functools.partial(super()._run_epoch, **kwargs)
+        return handed_over(self, functools.partial(self.engine.epoch, run, kwargs["train_dataloader"]))
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         rows = _first(loop.rows_trained for loop in self.loops)
@@ -333,11 +334,11 @@ class SCUTrainer(Trainer):
         return self.compute_loss_func is not None or not are_public
 
     def _get_num_items_in_batch(self, batch_samples, device):
-        def count():
-            items = super(SCUTrainer, self)._get_num_items_in_batch(countable(self, batch_samples), device)
-            return weighed(self, batch_samples, items, device)
+        def count(where):
+            items = super(SCUTrainer, self)._get_num_items_in_batch(countable(self, batch_samples), where)
+            return weighed(self, batch_samples, items, where)
 
-        return self.engine.counted(count)
+        return self.engine.counted(count, batch_samples, device)
 
     def _clip_grad_norm(self, model):
         return self.engine.clipped(functools.partial(super()._clip_grad_norm, model))

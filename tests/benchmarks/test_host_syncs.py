@@ -106,9 +106,41 @@ def test_the_table_adds_up():
     assert figures["waits per step in scu_trainer, ours, memory"].value == 3
 
 
-def test_ours_waits_once_per_micro_batch_for_the_loss_and_never_in_sizing_it():
-    found = host_syncs.counted("ours, memory", 1)
+class ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
 
-    places = {wait["place"]: wait["count"] for wait in found["waits"]}
-    assert places["scu_trainer/kernels.py: _order"] == found["forwards"]
-    assert not any("micro_batch_sizer" in place or "attempts.py" in place for place in places)
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * gradient.sum().item()
+
+
+def test_a_read_in_a_backward_waits_once():
+    def work(x: torch.Tensor) -> None:
+        ReadsInBackward.apply(x).sum().backward()
+
+    assert counted(work, torch.ones(3, requires_grad=True)) == {READS: 1, COPIES: 0}
+
+
+def test_a_read_by_autograd_itself_waits():
+    def work(x: torch.Tensor) -> None:
+        x.register_hook(lambda gradient: torch.ops.aten._local_scalar_dense(gradient.sum()) * gradient)
+        x.sum().backward()
+
+    assert counted(work, torch.ones(3, requires_grad=True)) == {READS: 1, COPIES: 0}
+
+
+def test_all_loops_wait_no_more_often_than_stock():
+    stock, ours = (host_syncs.counted(name, 1) for name in ("stock", "ours, all loops"))
+
+    assert host_syncs.total(ours) <= host_syncs.total(stock)
+    places = {wait["place"]: wait["count"] for wait in ours["waits"]}
+    masks = places.pop("transformers/masking_utils.py: _ignore_causal_mask_sdpa")
+    assert masks <= 2 * ours["forwards"]
+    # Once a step, whatever number of micro-batches: S and the losses, the losses of rows, loss and gradient.
+    assert places == {
+        "scu_trainer/distances.py: read_together": 1,
+        "scu_trainer/loss_path.py: _are_finite": 1,
+        "scu_trainer/nonfinite_guard.py: _flags": 1,
+    }

@@ -14,6 +14,7 @@ from transformers import BertForSequenceClassification
 from scu_trainer.errors import DataError, NonFiniteLoss
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings
+from scu_trainer.train.loss.loss_path import LossPath
 from tests.faults import FakeGauge, fail_in_backward, fail_in_forward, is_training
 from tests.tiny import Examples, UnevenRows, bert, images, labelled, llama, pairs, same, t5, weights_of
 from tests.train.curricula import NAN_TOKEN, SGD, PoisonedRows, Watched, curriculum_run, poisoned
@@ -178,6 +179,32 @@ def test_a_chunk_that_runs_again_counts_once(tmp_path, name, place):
     numpy.testing.assert_allclose(faulty.difficulty.scores, calm.difficulty.scores, rtol=1e-4)
     assert faulty.curriculum.figures()["curriculum"] == calm.curriculum.figures()["curriculum"]
     torch.testing.assert_close(weights_of(faulty.model), weights_of(calm.model), rtol=1e-3, atol=1e-5)
+
+
+def test_a_window_with_a_bad_row_ends_as_if_each_micro_batch_had_been_asked_at_once(tmp_path, monkeypatch):
+    """It is asked once, when all have run, and runs again then: with the same dropout, rows and gradients."""
+    settled, settle = [], LossPath.settle
+
+    def watched(path) -> bool:
+        settled.append(settle(path))
+        return settled[-1]
+
+    def run(name: str) -> tuple:
+        model = poisoned(llama(layers=1, attention_dropout=0.5))
+        data = PoisonedRows(12, [row_at(5)])
+        trainer = curriculum_run(tmp_path / name, "none", model=model, data=data, memory=PATHS["memory"], **SGD)
+        return weights_of(trainer.model), trainer.difficulty
+
+    monkeypatch.setattr(LossPath, "settle", watched)
+    weights, difficulty = run("held")
+    assert settled.count(False) == 1 and settled.count(True) > 3
+    monkeypatch.setattr(LossPath, "hold", lambda path: None)
+    at_once, expected = run("at once")
+
+    assert same(weights, at_once)
+    assert numpy.array_equal(difficulty.scores, expected.scores, equal_nan=True)
+    assert numpy.array_equal(difficulty.observations, expected.observations)
+    assert difficulty.quarantined.nonzero()[0].tolist() == [row_at(5)]
 
 
 # -- what one bad row must not spoil -----------------------------------------------------------------------------------

@@ -152,22 +152,25 @@ class NonFiniteGuard(Loop):
 
     def _fault(self, norm: Any) -> Optional[str]:
         ask = functools.partial(self._flags, self._gradient(norm))
-        flags = second_try(ask, "asking whether loss and gradient are finite")
-        if self.trainer.accelerator.num_processes > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # a loss is one rank's own, and all must decide alike
-        bad_loss, bad_gradient, has_learned = flags.tolist()
+        bad_loss, bad_gradient, has_learned = second_try(ask, "asking whether loss and gradient are finite")
         if not has_learned and not self.trainer.is_deepspeed_enabled:  # its engine has taken a step of zeros
             return ROWS
         if bad_loss:
             return LOSS
         return GRADIENT if bad_gradient and not self._is_overflow_of_scale() else None
 
-    def _flags(self, gradient: torch.Tensor) -> torch.Tensor:
-        """(3,) of this rank: is the loss not finite, is the gradient not finite, was any row trained on."""
+    def _flags(self, gradient: torch.Tensor) -> list[bool]:
+        """Is a loss not finite, is the gradient not finite, was any row trained on: of all ranks, which must decide
+        alike. One wait for the device, for all numbers of the step."""
         device = self.trainer.args.device
-        loss = torch.stack([loss.to(device).float().reshape(()) for loss in self._losses]).sum()
-        numbers = torch.stack([loss, gradient.to(device).float().reshape(())])
-        return torch.cat([~torch.isfinite(numbers), torch.full((1,), self._has_learned, device=device)]).int()
+        numbers = [number.to(device).float().reshape(()) for number in (*self._losses, gradient)]
+        *losses, norm = torch.stack(numbers).tolist()
+        flags = [not all(map(math.isfinite, losses)), not math.isfinite(norm), self._has_learned]
+        if self.trainer.accelerator.num_processes == 1:
+            return flags
+        shared = torch.tensor(flags, dtype=torch.int32, device=device)  # a loss is one rank's own
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return [bool(flag) for flag in shared.tolist()]
 
     @property
     def _has_learned(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Optional, Protocol
 
@@ -34,6 +34,7 @@ from scu_trainer.train.loss.rows.row_readings import (
 )
 from scu_trainer.train.step.batches.rows import PADDING, has_time, pick
 from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory
+from scu_trainer.train.step.recovery.second_try import second_try
 
 logger = logging.getLogger("scu_trainer")
 
@@ -83,6 +84,7 @@ class LossPath:
         self._wanted = chunked
         self._mixes: Optional[bool] = None
         self._records = True
+        self._held: Optional[list[tuple[torch.Tensor, Optional[RowLosses]]]] = None
 
     @property
     def is_chunked(self) -> bool:
@@ -101,10 +103,11 @@ class LossPath:
         """What the model is to see of a batch."""
         return inputs if self.rows is None else without_index(inputs)
 
-    def choose(self, inputs: Any) -> None:
-        """Decide on ``inputs``, which lie on the model's device, which way the loss takes, where that is not known."""
+    def choose(self, inputs: Callable[[], Any]) -> None:
+        """Decide on ``inputs``, which give a batch on the model's device, which way the loss takes, where that is not
+        known."""
         if self._kind is None:
-            self._choose(inputs)
+            self._choose(inputs())
 
     def _unrecorded_loss(self, model, inputs, num_items, stock) -> torch.Tensor:
         inputs = self.for_model(inputs)
@@ -123,15 +126,39 @@ class LossPath:
         ids, inputs = inputs.get(SAMPLE_INDEX), without_index(inputs)
         if ids is None:
             raise ControlError("a batch came without sample_index: it is not from this trainer's own data loader")
+        if self._held is not None:
+            loss, losses = self._forward(model, inputs, num_items, stock, ids)
+            self._held.append((ids, losses))
+            return loss
         with self._statistics() as restore_statistics:
             loss, losses = self._forward(model, inputs, num_items, stock, ids)
-            bad = None if losses is None else ~torch.isfinite(losses.sums)
-            if bad is not None and bool(bad.any()):
+            if losses is not None and not _are_finite([losses]):
                 restore_statistics()
-                return self._without(inputs, num_items, stock, ids, bad)
+                return self._without(inputs, num_items, stock, ids, ~torch.isfinite(losses.sums))
+        self._see(ids, losses)
+        return loss
+
+    def _see(self, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:
         self.rows.see(ids, losses)
         self.has_learned = True
-        return loss
+
+    # -- many micro-batches at one wait for the device
+
+    def hold(self) -> None:
+        """From here on nobody looks whether the rows' losses are finite, nor reports them, until ``settle``. Does
+        nothing while it is not known how they are read."""
+        self._held = [] if self.rows is not None and self._has_reading else None
+
+    def settle(self) -> bool:
+        """Whether all losses that were held are finite; only then they are reported. Else their micro-batches must run
+        again, without ``hold``: the rows that are not finite are set aside then."""
+        held, self._held = self._held or [], None
+        losses = [losses for _, losses in held if losses is not None]
+        if not second_try(lambda: _are_finite(losses), "asking whether the losses of rows are finite"):
+            return False
+        for ids, found in held:
+            self._see(ids, found)
+        return True
 
     def _forward(self, model, inputs, num_items, stock, ids: Optional[torch.Tensor]) -> Forward:
         kind = self._kind or self._choose(inputs)
@@ -302,6 +329,13 @@ class LossPath:
         bound = tolerance(model, self.trainer.accelerator.mixed_precision != "no")
         same = abs(stock - ours) <= bound * max(abs(stock), 1e-6)
         return same, None if same else f"it gives {ours:.6g} where this model's own loss is {stock:.6g}"
+
+
+def _are_finite(losses: Sequence[RowLosses]) -> bool:
+    """Whether every row's loss is. Waits for the device once."""
+    sums = [one.sums for one in losses]
+    found = (sums[0] if len(sums) == 1 else torch.cat(sums)).tolist() if sums else []
+    return all(map(math.isfinite, found))
 
 
 def without_index(inputs: Any) -> Any:

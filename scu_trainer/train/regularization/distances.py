@@ -8,7 +8,7 @@ off in blocks: what is subtracted is summed while it is in the cache.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional
 
 import torch
@@ -59,6 +59,20 @@ class SquaredDistances:
             else:
                 torch.sub(_exact(block), block_start, out=difference)
             yield difference.square_().sum()
+
+
+def read_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``tensors`` on the host, at one wait for each device: they travel as the bytes of one tensor."""
+    found: dict[int, torch.Tensor] = {}
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for number in sorted(range(len(tensors)), key=lambda number: -tensors[number].element_size()):  # all lie aligned
+        by_device[tensors[number].device].append(number)
+    for members in by_device.values():
+        parts = [tensors[number].detach().reshape(-1).view(torch.uint8) for number in members]
+        read = torch.cat(parts).cpu().split([len(part) for part in parts])
+        for number, part in zip(members, read, strict=True):
+            found[number] = part.view(tensors[number].dtype).reshape(tensors[number].shape)
+    return [found[number] for number in range(len(tensors))]
 
 
 def _block_values(tensor: torch.Tensor) -> int:

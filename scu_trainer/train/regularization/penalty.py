@@ -24,7 +24,7 @@ from torch import nn
 
 from scu_trainer.errors import ControlError
 from scu_trainer.figures import NATS_PER_BIT
-from scu_trainer.train.regularization.distances import Pair, SquaredDistances
+from scu_trainer.train.regularization.distances import Pair, SquaredDistances, read_together
 from scu_trainer.train.regularization.effective import DoraUpdate, VeraUpdate, low_rank_pairs, other_updates
 from scu_trainer.train.step.recovery.second_try import second_try
 
@@ -172,6 +172,18 @@ class Prior:
         """||w - w0||^2 over all trainable weights, float64 scalar on the CPU (one device synchronization)."""
         self._follow_weights()
         return self._again(lambda: self._total(self._distances()), "measuring S")
+
+    @torch.no_grad()
+    def squared_distance_beside(self, others: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Tensors]:
+        """``squared_distance`` and ``others``, all on the CPU at the price of one device synchronization."""
+        self._follow_weights()
+
+        def read() -> tuple[torch.Tensor, Tensors]:
+            parts = list(self._distances())
+            found = read_together([*parts, *others])
+            return torch.stack(found[: len(parts)]).double().sum(), found[len(parts) :]
+
+        return self._again(read, "measuring S")
 
     def _again(self, function: Callable[[], Result], doing: str) -> Result:
         """``function``, which only reads what training needs, a second time where it runs out of memory."""

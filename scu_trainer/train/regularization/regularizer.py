@@ -202,8 +202,11 @@ class Regularizer:
         self._interval.append((loss, 1.0 if items is None else items))
 
     def _measure(self, step: int, learning_rate: float, reduce: Callable, processes: int) -> control.Measurement:
-        steps, distance = len(self._interval), self.prior.squared_distance()
-        own = second_try(partial(_own_share, self._interval, distance), "adding up the losses since the last decision")
+        steps, (losses, counts) = len(self._interval), zip(*self._interval, strict=True)
+        counts = [count if torch.is_tensor(count) else torch.tensor(count, dtype=torch.float64) for count in counts]
+        distance, read = self.prior.squared_distance_beside([*losses, *counts])
+        add = partial(_own_share, read[:steps], read[steps:], distance)
+        own = second_try(add, "adding up the losses since the last decision")
         # Under DDP every rank holds its own share of the loss and the same weights. One sum makes loss and tokens
         # global, and the mean distance everybody's: ranks that round differently must not decay differently.
         shared = reduce(own)
@@ -352,11 +355,13 @@ def _sum(losses: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([loss.float() for loss in losses]).sum()
 
 
-def _own_share(interval: Sequence[tuple[torch.Tensor, Any]], squared_distance: torch.Tensor) -> torch.Tensor:
-    """This rank's nats, tokens and squared distance, shape (3,) in float64 on the CPU."""
-    losses = torch.stack([loss.double().cpu() for loss, _ in interval])
-    items = torch.tensor([float(count) for _, count in interval], dtype=torch.float64)
-    return torch.stack([(losses * items).sum(), items.sum(), squared_distance])
+def _own_share(
+    losses: Sequence[torch.Tensor], counts: Sequence[torch.Tensor], squared_distance: torch.Tensor
+) -> torch.Tensor:
+    """This rank's nats, tokens and squared distance, shape (3,) in float64 on the CPU, where all that is given lies."""
+    means = torch.stack([loss.double() for loss in losses])
+    items = torch.stack([count.double() for count in counts])
+    return torch.stack([(means * items).sum(), items.sum(), squared_distance])
 
 
 def resolve(settings: RegularizationSettings, max_steps: int) -> control.ControllerConfig:

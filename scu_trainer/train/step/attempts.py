@@ -50,6 +50,15 @@ class Sizes(Protocol):
         """Smaller micro-batches of the same rows. Raises OutOfMemory where there are none."""
 
 
+class Held(Protocol):
+    """What is asked once, when all micro-batches have run, instead of after each of them."""
+
+    def hold(self) -> None: ...
+
+    def settle(self) -> bool:
+        """Whether all that ran may stand; else it runs again, and is asked after each micro-batch."""
+
+
 @dataclass
 class AttemptSite:
     """Where micro-batches run: what a snapshot has to hold, and how to begin the window's gradients again.
@@ -95,6 +104,7 @@ def run(
     attempt: Callable[[MicroBatch, bool], torch.Tensor],
     sizes: Sizes,
     place: AttemptSite,
+    held: Held | None = None,
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
     """Every row once: the micro-batches in the order in which they ran, with their losses. Gradients add up in
     ``.grad``.
@@ -108,28 +118,38 @@ def run(
     beginning = place.snapshot()
     place.keep_gradients()
     snapshot: WindowSnapshot | None = beginning
+    held = held if beginning.is_whole else None
+    if held is not None:
+        held.hold()
     while waiting:
         micro_batch = waiting.popleft()
         if not micro_batch.has_run:
             fitting = sizes.fit(micro_batch)
-            if list(fitting) != [micro_batch]:
+            if fitting[0] is not micro_batch and list(fitting) != [micro_batch]:
                 waiting.extendleft(reversed(fitting))
                 continue
         snapshot = snapshot or place.snapshot()
         loss, failure = _try(micro_batch, not waiting, attempt, sizes)
         if failure is None:
-            done.append((replace(micro_batch, has_run=True), loss))
+            done.append((micro_batch, loss))
             snapshot = None
             continue
         # Outside the except: inside it the traceback keeps the failed step's tensors alive.
         touched = snapshot.gradients_touched()
         place.restore(beginning if touched else snapshot, with_gradients=touched)
-        again = [earlier for earlier, _ in done] if touched else []
+        again = _again(done) if touched else []
         waiting.extendleft(reversed([*again, *sizes.failed(failure)]))
         if touched:
             done.clear()
             snapshot = None
-    return done
+    if held is None or held.settle():
+        return done
+    place.restore(beginning, with_gradients=True)
+    return run(_again(done), attempt, sizes, place)
+
+
+def _again(done: Sequence[tuple[MicroBatch, torch.Tensor]]) -> list[MicroBatch]:
+    return [replace(micro_batch, has_run=True) for micro_batch, _ in done]
 
 
 def run_once(

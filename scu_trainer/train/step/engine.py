@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Optional
 
 import torch
+from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from scu_trainer.train.step.batches.rows import are_on_host
 from scu_trainer.train.step.micro_batches import MicroBatchStep
 from scu_trainer.train.step.prediction import Prediction
 from scu_trainer.train.step.recovery.loader_workers import loading_again
@@ -44,9 +46,13 @@ class StockEngine:
         """(loss, logits, labels) of ``inputs``."""
         return predict(inputs)
 
-    def counted(self, count: Callable[[], Any]) -> Any:
-        """The number of labels that ``count`` finds."""
-        return count()
+    def epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
+        """``run()``, which trains for an epoch on ``loader``."""
+        run()
+
+    def counted(self, count: Callable[[Any], Any], batches: Sequence[Any], device: torch.device) -> Any:
+        """The number of labels that ``count`` finds in ``batches``, on ``device``."""
+        return count(device)
 
     def evaluated(self, evaluate: Callable[[], Any], loader: DataLoader, loss_only: bool) -> Any:
         """``evaluate()``: a pass over ``loader``."""
@@ -75,7 +81,9 @@ class MicroBatchEngine(StockEngine):
         if not self.micro_batches.ranks.recoverable:
             return clip()
         gradients = [p.grad for p in self.micro_batches.parameters if p.grad is not None]
-        with unscaled(self.trainer.accelerator, gradients):
+        scaler = self.trainer.accelerator.scaler
+        is_scaled = scaler is not None and scaler.is_enabled()
+        with unscaled(self.trainer.accelerator, gradients) if is_scaled else contextlib.nullcontext():
             return second_try(clip, "clipping the gradients, or taking their norm,", unchanged=gradients)
 
     def loading(self, loader: DataLoader) -> DataLoader:
@@ -85,14 +93,30 @@ class MicroBatchEngine(StockEngine):
         """With sizes of its own, in the same way as training."""
         return predict(inputs) if self.prediction is None else self.prediction.step(inputs, predict, loss_only)
 
-    def counted(self, count: Callable[[], Any]) -> Any:
-        if self.prediction is None:
-            return count()
-        if self.prediction.items is not None:
+    def epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
+        """Batches stay on the host, where the lengths of their rows are read without a wait, and go to the device in
+        micro-batches."""
+        if not isinstance(loader, DataLoaderShard):
+            return run()
+        device, loader.device = loader.device, None
+        try:
+            run()
+        finally:
+            loader.device = device
+
+    def counted(self, count: Callable[[Any], Any], batches: Sequence[Any], device: torch.device) -> Any:
+        if self.prediction is not None and self.prediction.items is not None:
             return self.prediction.items[0]
         if self.trainer.accelerator.num_processes > 1:  # ranks count together, once
-            return count()
-        return second_try(count, "counting the labels of a step")
+            return count(device)
+
+        def count_where_they_are() -> Any:
+            items = count("cpu" if are_on_host(batches) else device)
+            return items.to(device, non_blocking=True) if torch.is_tensor(items) else items
+
+        if self.prediction is None:
+            return count_where_they_are()
+        return second_try(count_where_they_are, "counting the labels of a step")
 
     def evaluated(self, evaluate: Callable[[], Any], loader: DataLoader, loss_only: bool) -> Any:
         if self.prediction is None:

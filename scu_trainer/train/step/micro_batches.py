@@ -26,7 +26,7 @@ from scu_trainer.train.loss.analysis.analysis import LossAnalysis
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
 from scu_trainer.train.step.batches.reduction import Reduction
-from scu_trainer.train.step.batches.rows import Batch, layout_for
+from scu_trainer.train.step.batches.rows import Batch, layout_for, placed
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.distributed.launchers import ranks_for
 from scu_trainer.train.step.distributed.ranks import Ranks
@@ -211,10 +211,11 @@ class MicroBatchStep:
     def _work_off(self, micro_batches, model, window, num_items) -> list[tuple[MicroBatch, torch.Tensor]]:
         def attempt(micro_batch: MicroBatch, last: bool) -> torch.Tensor:
             with self.ranks.micro_batch(last), self._scaled(micro_batch.weight, num_items):
-                return self.trainer.stock_training_step(model, window.inputs(micro_batch), num_items)
+                inputs = placed(window.inputs(micro_batch), self.trainer.args.device)
+                return self.trainer.stock_training_step(model, inputs, num_items)
 
         if self.settings.memory_control and self.ranks.recoverable:
-            return steps.run(micro_batches, attempt, self.loop, self._place)
+            return steps.run(micro_batches, attempt, self.loop, self._place, self.trainer.loss_path)
         if self.ranks.even_micro_batches:
             return self._in_step(micro_batches, attempt)
         return steps.run_once(

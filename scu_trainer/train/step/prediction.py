@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_pt_utils import nested_concat
 
+from scu_trainer.data.random_states import put_back
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.loss.analysis import analyze
 from scu_trainer.train.step.batches.reduction import Reduction
@@ -24,7 +25,7 @@ from scu_trainer.train.step.batches.rows import Batch, layout_for, rows_of, take
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory_in_loader
 from scu_trainer.train.step.recovery.second_try import second_try
-from scu_trainer.train.step.recovery.snapshot import generators, put_back
+from scu_trainer.train.step.recovery.snapshot import generators
 
 logger = logging.getLogger("scu_trainer")
 

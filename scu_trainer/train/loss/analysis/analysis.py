@@ -19,7 +19,7 @@ from scu_trainer.train.loss.analysis.measuring import tolerance
 from scu_trainer.train.loss.analysis.trials import analyze
 from scu_trainer.train.loss.rows.model_loss import inner_model
 from scu_trainer.train.step.batches.reduction import Reduction
-from scu_trainer.train.step.batches.rows import Batch
+from scu_trainer.train.step.batches.rows import Batch, placed
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.recovery.second_try import second_try
 
@@ -137,7 +137,10 @@ class LossAnalysis:
     def _loss_of(self, inputs: Any, items: Any) -> torch.Tensor:
         trainer = self.trainer
         with trainer.compute_loss_context_manager():
-            return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs), num_items_in_batch=items)
+            return trainer.compute_loss(trainer.model, self._on_device(inputs), num_items_in_batch=items)
+
+    def _on_device(self, inputs: Any) -> Any:
+        return self.trainer._prepare_inputs(placed(inputs, self.trainer.args.device))
 
     @contextlib.contextmanager
     def _unrecorded(self) -> Iterator[None]:
@@ -187,7 +190,7 @@ class LossAnalysis:
             self._auditor = Auditor(trainer.model, self._loss_of, self._free_memory, trainer)
         full = self.audits == 0 and not (self.reduction.known and self._is_public)  # of the known a sample is enough
         if trainer.loss_path is not None:  # without the logits, if training does without them
-            trainer.loss_path.choose(trainer._prepare_inputs(window.batches[0].inputs))
+            trainer.loss_path.choose(partial(self._on_device, window.batches[0].inputs))
         with self._unrecorded():
             audit = partial(self._auditor.audit, window, micro_batches, num_items, self.audits, full)
             return second_try(audit, "auditing how the loss adds up")

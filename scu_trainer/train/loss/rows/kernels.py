@@ -58,6 +58,7 @@ def chunked_linear_cross_entropy(
     ignore_index: int = NOT_LEARNED,
     rows_per_chunk: Optional[int] = None,
     softcap: Optional[float] = None,
+    host_targets: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
     """(sum(token_weights · token_losses) / divisor, token_losses in nats).
 
@@ -67,13 +68,14 @@ def chunked_linear_cross_entropy(
 
     The loss can be differentiated once by hidden, weight and bias. token_losses (tokens,) cannot; they are 0 where
     ignored. Both float32, float64 if the weight is. A token of weight 0 has its loss, be it infinite or NaN, and takes
-    no part in the gradient at all. Waits for the device once. Raises IndexError for targets outside the vocabulary.
+    no part in the gradient at all. Waits for the device once, not at all without token_weights where ``host_targets``
+    are given, the same targets on the host. Raises IndexError for targets outside the vocabulary.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         found = f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}"
         raise ValueError(f"{found} found; (tokens, size) and (tokens,) allowed: flatten both alike")
     work = _Work(
-        *_order(targets, token_weights, weight, ignore_index),
+        *_order(targets, token_weights, weight, ignore_index, host_targets),
         targets=targets,
         token_weights=token_weights,
         divisor=divisor,
@@ -128,8 +130,17 @@ class _Work:
         return value / (divisor.detach().to(value.device) if torch.is_tensor(divisor) else divisor)
 
 
-def _order(targets: Tensor, token_weights: Optional[Tensor], weight: Tensor, ignore_index: int) -> tuple[Tensor, int]:
+def _order(
+    targets: Tensor,
+    token_weights: Optional[Tensor],
+    weight: Tensor,
+    ignore_index: int,
+    host_targets: Optional[Tensor] = None,
+) -> tuple[Tensor, int]:
     """``order`` and ``learned`` of _Work, at the price of one wait for the device."""
+    if host_targets is not None and token_weights is None:
+        order, learned = _order(host_targets, None, weight, ignore_index)
+        return (order.pin_memory() if targets.is_cuda else order).to(targets.device, non_blocking=True), learned
     vocab = weight.size(0)
     if isinstance(targets, FakeTensor):  # shapes alone (train/memory_estimate): after two chunks all have been seen
         few = min(len(targets), 2 * rows_in_chunk(vocab, weight.device))

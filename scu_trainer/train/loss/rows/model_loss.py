@@ -19,7 +19,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy, row_losses
 from scu_trainer.train.loss.rows.row_readings import RowLosses, shifted
-from scu_trainer.train.step.batches.rows import NOT_LEARNED
+from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host
 
 Seen = Callable[[RowLosses], None]
 
@@ -71,7 +71,9 @@ def opened(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen) 
     ``weights``: factor of each row's loss, (rows,).
     """
 
-    def loss_of(logits: torch.Tensor, targets: torch.Tensor, num_items: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_of(
+        logits: torch.Tensor, targets: torch.Tensor, num_items: Any, known: Optional[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         log_shares, flat = log_softmax(logits.float().flatten(0, -2), dim=-1), targets.flatten()
         with torch.set_grad_enabled(weights is not None and torch.is_grad_enabled()):
             tokens = nll_loss(log_shares, flat, ignore_index=NOT_LEARNED, reduction="none")
@@ -94,7 +96,9 @@ def headless(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen
     """Inside, the forward makes no logits: ``train/loss/rows/kernels.py`` takes the loss from the hidden states."""
     head = head_of(model)
 
-    def loss_of(hidden: torch.Tensor, targets: torch.Tensor, num_items: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_of(
+        hidden: torch.Tensor, targets: torch.Tensor, num_items: Any, known: Optional[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return chunked_linear_cross_entropy(
             hidden.flatten(0, -2),
             head.weight,
@@ -102,6 +106,7 @@ def headless(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen
             targets.flatten(),
             token_weights=None if weights is None else _of_tokens(weights, targets),
             divisor=num_items,
+            host_targets=None if known is None else known.flatten(),
         )
 
     with _attribute(head, "forward", lambda hidden: hidden), _loss_function(model, loss_of, seen):
@@ -114,11 +119,13 @@ def _of_tokens(weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _loss_function(model: torch.nn.Module, loss_of: Callable, seen: Seen) -> Iterator[None]:
-    """``loss_of(logits, targets, num_items) -> (loss, token losses)`` in the place of the model's own."""
+    """``loss_of(logits, targets, num_items, known) -> (loss, token losses)`` in the place of the model's own.
+    ``known``: the targets on the host, where they are."""
 
     def loss_function(logits, labels, vocab_size=None, num_items_in_batch=None, shift_labels=None, **kwargs):
         targets = (shifted(labels) if shift_labels is None else shift_labels).to(logits.device)
-        loss, tokens = loss_of(logits, targets, num_items_in_batch)
+        known = on_host(labels) if shift_labels is None else None
+        loss, tokens = loss_of(logits, targets, num_items_in_batch, None if known is None else shifted(known))
         seen(RowLosses(*row_losses(tokens.detach(), len(targets), targets)))
         return loss
 

@@ -14,6 +14,7 @@ from typing import Any, Optional
 import torch
 
 NOT_LEARNED = -100
+CPU = torch.device("cpu")
 
 PADDING = {
     "input_ids": None,  # the pad token: which one has no effect, attention_mask hides it
@@ -203,7 +204,7 @@ def _is_full(batch: Batch) -> bool:
 
 def _last_used(used: torch.Tensor) -> torch.Tensor:
     """Columns up to and with the last True, per row. ``used``: (rows, time)."""
-    return (used * torch.arange(1, used.size(1) + 1, device=used.device)).amax(dim=1)
+    return (used * torch.ones_like(used, dtype=torch.int64).cumsum(dim=1)).amax(dim=1)
 
 
 # -- making a batch of some rows ---------------------------------------------------------------------------------------
@@ -254,6 +255,38 @@ def take(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int = 0, t
         for name, value in first.inputs.items()
     }
     return type(first.inputs)(made)  # a loss may read a BatchEncoding by attributes
+
+
+def are_on_host(batches: Sequence[Any]) -> bool:
+    """Whether all tensors of the ``batches`` are, so that their numbers are read without a wait."""
+    mappings = [inputs for inputs in batches if isinstance(inputs, Mapping)]
+    tensors = (value for inputs in mappings for value in inputs.values() if torch.is_tensor(value))
+    return len(mappings) == len(batches) and all(tensor.device == CPU for tensor in tensors)
+
+
+def placed(inputs: Any, device: torch.device) -> Any:
+    """``inputs`` on ``device``, on their way there while the host goes on. ``on_host`` finds labels where they were."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    moved = {name: _moved(value, device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+    if all(moved[name] is value for name, value in inputs.items()):
+        return inputs
+    labels = inputs.get("labels")
+    if torch.is_tensor(labels) and moved["labels"] is not labels:
+        moved["labels"].on_host = labels, moved["labels"]._version
+    return type(inputs)(moved)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda" and tensor.device == CPU and not tensor.is_pinned():
+        tensor = tensor.pin_memory()  # else the driver copies it first, and may wait for the device
+    return tensor.to(device, non_blocking=True)
+
+
+def on_host(labels: torch.Tensor) -> Optional[torch.Tensor]:
+    """What ``labels`` hold, on the host. None where they were not ``placed``, or were written to since."""
+    known, version = getattr(labels, "on_host", (None, 0))
+    return known if known is not None and labels._version == version else None
 
 
 def pick(inputs: Any, rows: torch.Tensor, count: int) -> Any:
@@ -309,8 +342,7 @@ class _Selection:
         key = (number, tensor.device)
         if key not in self._indices:
             index = torch.tensor(rows)
-            on_cuda = tensor.device.type == "cuda"
-            self._indices[key] = (index.pin_memory() if on_cuda else index).to(tensor.device, non_blocking=True)
+            self._indices[key] = index if tensor.device == CPU else _moved(index, tensor.device)
         return tensor[self._indices[key]]
 
 

@@ -21,9 +21,9 @@ from typing import Any, Optional
 from torch.utils.data import DataLoader, IterableDataset
 
 from scu_trainer.data.numbered import Numbered
+from scu_trainer.data.random_states import put_back, states
 from scu_trainer.hardware.heap import give_back_freed
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
-from scu_trainer.train.step.recovery.snapshot import generators, put_back
 
 
 class LeaveSignals:
@@ -88,7 +88,7 @@ class ReadsAgain:
 def _again(first: Callable[[], Any], second: Optional[Callable[[], Any]] = None, draws: bool = True) -> Any:
     """``first()``; where it runs out of memory ``second()`` (None: the same), with random numbers as they were.
     ``draws``: False where ``first`` leaves the generators as they are, whatever happens in it."""
-    states = generators() if draws else []
+    before = states() if draws else []
     try:
         return first()
     except (RuntimeError, MemoryError, OSError) as error:
@@ -97,7 +97,7 @@ def _again(first: Callable[[], Any], second: Optional[Callable[[], Any]] = None,
         forget_traceback(error)
     gc.collect()  # no cache of a device: this may be a worker
     give_back_freed()
-    put_back(states)
+    put_back(before)
     return (second or first)()
 
 

@@ -16,11 +16,8 @@ def unscaled(accelerator: Accelerator, gradients: Sequence[torch.Tensor]) -> Ite
     """Inside, the loss scale is out of ``gradients``, and clipping does not take it out again.
 
     It does so first of all, and torch refuses a second time: a clipping that ran out of memory could not be repeated.
+    For an ``accelerator`` whose scaler is enabled.
     """
-    scaler = accelerator.scaler
-    if scaler is None or not scaler.is_enabled():
-        yield
-        return
     second_try(accelerator.unscale_gradients, "taking the loss scale out of the gradients", unchanged=gradients)
     before = vars(accelerator).get("unscale_gradients")
     accelerator.unscale_gradients = lambda optimizer=None: None

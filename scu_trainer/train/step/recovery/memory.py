@@ -37,6 +37,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -64,6 +65,9 @@ __all__ = [
     "is_out_of_memory",
     "wanted_bytes",
 ]
+
+
+MEMINFO = "proc/meminfo"
 
 
 @dataclass(frozen=True)
@@ -214,10 +218,10 @@ class CpuGauge(Gauge):
 
     def __init__(self, root: Path = cgroup.ROOT, system_memory: Optional[Callable[[], Any]] = None):
         self._root = root
-        self._system_memory = system_memory or functools.partial(machine_memory, root)
-        self._status_path = os.path.join(root, "proc/self/status")
-        self._clear_refs_path = os.path.join(root, "proc/self/clear_refs")
-        self._has_status = os.path.exists(self._status_path)
+        self._system_memory = system_memory or functools.partial(machine_memory, root, KernelFile(root, MEMINFO))
+        self._status = KernelFile(root, "proc/self/status")
+        self._clear_refs = KernelFile(root, "proc/self/clear_refs", os.O_WRONLY)
+        self._has_status = os.path.exists(self._status.path)
         self._keeps_peak = self._has_status and self._can_restart_peak()
         self._container_limit_bytes = cgroup.memory_limit_bytes(root)
 
@@ -259,7 +263,7 @@ class CpuGauge(Gauge):
         """Sizes of this process in bytes, by the names that the kernel gives them."""
         if not self._has_status:
             return {"VmRSS": psutil.Process().memory_info().rss}
-        status = _content(self._status_path)
+        status = self._status.read()
         return {name: _kilobytes(status, name) * 1024 for name in ("VmRSS", "VmHWM", "VmData", "VmSize")}
 
     def _can_restart_peak(self) -> bool:
@@ -270,11 +274,28 @@ class CpuGauge(Gauge):
         return True
 
     def _restart_peak(self) -> None:
-        descriptor = os.open(self._clear_refs_path, os.O_WRONLY)
-        try:
-            os.write(descriptor, b"5")
-        finally:
-            os.close(descriptor)
+        self._clear_refs.write(b"5")
+
+
+class KernelFile:
+    """A file of the kernel's that is read or written several times in each step: opened once by each process, since
+    opening takes as long as reading. Raises OSError as ``os.open`` does."""
+
+    def __init__(self, root: Path, name: str, flags: int = os.O_RDONLY) -> None:
+        self.path, self._flags = os.path.join(root, name), flags
+        self._process = -1
+
+    def read(self) -> bytes:
+        return os.pread(self._opened(), 1 << 16, 0)
+
+    def write(self, content: bytes) -> None:
+        os.pwrite(self._opened(), content, 0)
+
+    def _opened(self) -> int:
+        if self._process != os.getpid():  # what a fork inherits is about its parent
+            self._descriptor, self._process = os.open(self.path, self._flags), os.getpid()
+            weakref.finalize(self, os.close, self._descriptor)
+        return self._descriptor
 
 
 class MachineMemory(NamedTuple):
@@ -284,26 +305,17 @@ class MachineMemory(NamedTuple):
     available: int
 
 
-def machine_memory(root: Path = cgroup.ROOT) -> Any:
+def machine_memory(root: Path = cgroup.ROOT, meminfo: Optional[KernelFile] = None) -> Any:
     """``total`` and ``available`` bytes of main memory. As psutil has them, which parses all of /proc/meminfo for two
     numbers: several times in each step that is a tenth of a millisecond each."""
     try:
-        text = b"\n" + _content(os.path.join(root, "proc/meminfo"))
+        text = b"\n" + (meminfo or KernelFile(root, MEMINFO)).read()
         total_bytes, available_bytes = (_kilobytes(text, name) * 1024 for name in ("MemTotal", "MemAvailable"))
     except (OSError, ValueError):  # no Linux, or one that hides it
         total_bytes = available_bytes = 0
     if 0 < available_bytes <= total_bytes:  # else a container that mixes its own figures with the machine's
         return MachineMemory(total_bytes, available_bytes)
     return psutil.virtual_memory()
-
-
-def _content(path: str) -> bytes:
-    """Of a file of the kernel's, read several times in each step: a file object takes twice as long."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(descriptor, 1 << 16)
-    finally:
-        os.close(descriptor)
 
 
 def gauge_for(device: torch.device) -> Gauge:

@@ -175,7 +175,7 @@ class OptimizerGuard:
                 else:  # one kernel each
                     in_place[index, parameter.device, parameter.dtype].append((parameter, gradient))
         return cut(copied, self._part_bytes) + [
-            ParameterGroupPart(tuple(pairs), copied=False) for pairs in in_place.values()
+            ParameterGroupPart(tuple(pairs), copied=False, groups=(index,)) for (index, *_), pairs in in_place.items()
         ]
 
     def _attempt(self, part: ParameterGroupPart) -> bool:
@@ -184,7 +184,8 @@ class OptimizerGuard:
         part.show()
         try:
             saved = (SavedPart if part.copied else SavedCounters)(self.optimizer, part)
-            step_without_hooks(self.optimizer)
+            with self._only(part.groups):
+                step_without_hooks(self.optimizer)
             return True
         except (RuntimeError, MemoryError) as error:
             if not self._is_out_of_memory(error):
@@ -198,6 +199,17 @@ class OptimizerGuard:
         self._reset_groups()  # before any that raises below
         self._free_memory()
         return False
+
+    @contextlib.contextmanager
+    def _only(self, groups: Sequence[int] | None) -> Iterator[None]:
+        """Inside, the optimizer has these ``groups`` alone: the others would be looked through in vain."""
+        every = self.optimizer.param_groups
+        if groups is not None:
+            self.optimizer.param_groups = [every[index] for index in groups]
+        try:
+            yield
+        finally:
+            self.optimizer.param_groups = every
 
     def _fitting(self, part: ParameterGroupPart) -> list[ParameterGroupPart]:
         """``part``, cut to the size that the last failure has left."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from copy import copy as shallow_copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch.optim import Optimizer
@@ -26,11 +26,13 @@ class ParameterGroupPart:
     """Parameters, each with its gradient, that are updated together.
 
     copied: after a copy of all that the update writes; else by one kernel, which can fail only before it writes.
+    groups: those of the optimizer that the parameters are of, by number; None where that is not known.
     """
 
     pairs: tuple[Pair, ...]
     copied: bool = True
     copy_to_host: bool = False
+    groups: Optional[tuple[int, ...]] = None
 
     @property
     def weight_bytes(self) -> int:
@@ -51,14 +53,12 @@ class SavedCounters:
     def __init__(self, optimizer: Optimizer, part: ParameterGroupPart) -> None:
         entries = [optimizer.state.get(parameter, {}) for parameter, _ in part.pairs]
         self._counters = [entry["step"] for entry in entries if "step" in entry]
-        if all(counter.device.type == "cpu" for counter in self._counters):
-            self._copies = [counter.item() for counter in self._counters]  # a tenth of the time of a copy
-        else:  # not one by one: each would wait for the device
-            self._copies = torch.stack(self._counters).unbind()
+        # Not read one by one: each would wait for the device.
+        self._copies = torch.stack(self._counters).unbind() if self._counters else ()
 
     def restore(self) -> None:
         for counter, copy in zip(self._counters, self._copies, strict=True):
-            counter.fill_(copy)
+            counter.copy_(copy)
 
 
 class SavedPart:

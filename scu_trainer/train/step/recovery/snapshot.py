@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
-import numpy as np
 import torch
 from torch import nn
 
+from scu_trainer.data.random_states import States, put_back, states
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
 
@@ -210,15 +209,11 @@ def _names(model: nn.Module, wanted: nn.Module) -> list[str]:
     return [f"{name}.{key}" if name else key for key, buffer in wanted._buffers.items() if buffer is not None]
 
 
-Generators = list[tuple[Callable[[Any], None], Any]]
-"""(what puts a generator of random numbers back, its state)"""
-
-
 @dataclass
 class WindowSnapshot:
     """The state of RNG, buffers and gradients before a micro-batch. ``parameters``: the trainable ones."""
 
-    rng: Generators
+    rng: States
     buffers: ChangingBuffers
     copies: KeptBuffers
     parameters: Sequence[nn.Parameter]
@@ -230,6 +225,11 @@ class WindowSnapshot:
     ) -> WindowSnapshot:
         return cls(generators(devices), buffers, buffers.copies(), parameters, _versions(parameters))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every buffer could be put back that the micro-batch may change."""
+        return all(one.copy is not None or one.tensor is None for one in self.copies.buffers)
+
     def restore_surroundings(self) -> None:
         """RNG and buffers as they were; gradients are the caller's. Raises as ``ChangingBuffers.restore``."""
         put_back(self.rng)
@@ -240,19 +240,9 @@ class WindowSnapshot:
         return self.gradients != _versions(self.parameters)
 
 
-def generators(devices: Sequence[str] = ()) -> Generators:
+def generators(devices: Sequence[str] = ()) -> States:
     """Those of torch (for the CPU and ``devices``), of numpy and of Python, as they are now."""
-    found: Generators = [
-        (torch.set_rng_state, torch.get_rng_state()),
-        (np.random.set_state, np.random.get_state()),
-        (random.setstate, random.getstate()),
-    ]
-    return found + [_device_rng(torch.device(n)) for n in devices if torch.device(n).type not in ("cpu", "meta")]
-
-
-def put_back(states: Generators) -> None:
-    for restore, state in states:
-        restore(state)
+    return states() + [_device_rng(torch.device(n)) for n in devices if torch.device(n).type not in ("cpu", "meta")]
 
 
 def _device_rng(device: torch.device) -> tuple[Callable[[Any], None], Any]:

@@ -1,0 +1,104 @@
+"""The process's generators of random numbers: kept, put back, and others in their place for a while.
+
+numpy hands its state out and takes it back number by number, a tenth of a millisecond each way, which a step of a few
+milliseconds feels. So a state is read again only where numbers were drawn since, and what draws from seeds of its own
+gets a generator of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, Optional
+
+import numpy
+import torch
+
+States = list[tuple[Callable[[Any], None], Any]]
+"""(what puts a generator back, its state)"""
+
+TWISTER_BYTES = 625 * 4
+"""Of a Mersenne Twister's state in memory: 624 words and the place among them."""
+
+_last_read: Optional[tuple[Any, bytes, dict[str, Any]]] = None
+"""numpy's generator, what lay in its memory, and its state."""
+
+
+def states() -> States:
+    """Those of torch for the CPU, of numpy and of Python, as they are now."""
+    return [
+        (torch.set_rng_state, torch.get_rng_state()),
+        (_set_numpy, _of_numpy()),
+        (random.setstate, random.getstate()),
+    ]
+
+
+def put_back(kept: States) -> None:
+    for restore, state in kept:
+        restore(state)
+
+
+@contextlib.contextmanager
+def states_kept() -> Iterator[None]:
+    """Afterwards all is as it was."""
+    kept = states()
+    try:
+        yield
+    finally:
+        put_back(kept)
+
+
+@contextlib.contextmanager
+def own_generators(entropy: tuple[int, ...]) -> Iterator[None]:
+    """Those of Python, numpy and torch (CPU) seeded by ``entropy``, and afterwards as they were."""
+    for_python, for_numpy, for_torch = numpy.random.SeedSequence(entropy).generate_state(3).tolist()
+    for_all, of_numpy, of_torch = random.getstate(), _of_numpy(), torch.get_rng_state()
+    theirs = numpy.random.get_bit_generator()
+    try:
+        numpy.random.set_bit_generator(_spare())
+        random.seed(for_python)
+        numpy.random.seed(for_numpy)
+        torch.default_generator.manual_seed(for_torch)
+        yield
+    finally:
+        numpy.random.set_bit_generator(theirs)  # which forgets the second of two normal numbers drawn at once
+        if of_numpy["has_gauss"]:
+            numpy.random.set_state(of_numpy)
+        random.setstate(for_all)
+        torch.set_rng_state(of_torch)
+
+
+@functools.cache
+def _spare() -> Any:
+    """Stands in for numpy's generator, seeded each time."""
+    return numpy.random.MT19937(0)
+
+
+def _of_numpy() -> dict[str, Any]:
+    """``numpy.random.get_state``; the one of before where nothing was drawn since. A normal number that waits to be
+    handed out lies elsewhere: where there was one the state is read anew."""
+    global _last_read
+    generator = numpy.random.get_bit_generator()
+    memory = _memory_of(generator)
+    if memory is not None and _last_read is not None and _last_read[0] is generator and _last_read[1] == memory:
+        return _last_read[2]
+    state = numpy.random.get_state(legacy=False)
+    _last_read = None if memory is None or state["has_gauss"] else (generator, memory, state)
+    return state
+
+
+def _memory_of(generator: Any) -> Optional[bytes]:
+    """None of kinds of generators whose memory is not known."""
+    if type(generator) is not numpy.random.MT19937:
+        return None
+    return ctypes.string_at(generator.ctypes.state_address, TWISTER_BYTES)
+
+
+def _set_numpy(state: dict[str, Any]) -> None:
+    global _last_read
+    if _of_numpy() is not state:
+        _last_read = None
+        numpy.random.set_state(state)
