@@ -1,6 +1,6 @@
 """Do short trainings find the learning rate of a long one? Held against the best of a whole grid.
 
-    python benchmarks/loops/find_rate.py [--points FOLDER] [--only SUBSTRING ...]
+    python benchmarks/loops/find_rate.py [--only SUBSTRING ...] [--report]
 
 A condition is a small job: a Llama of 1.2 million weights that knows Python's documentation learns another text. Each
 rate of a grid (factor 2) trains it to the end, and also a quarter and half of the steps, with a schedule that is as
@@ -9,8 +9,10 @@ alone and names a rate of the grid; what counts is how much more that rate's who
 token, than the best of the grid's. A rule is good enough with at most 0.02 in 9 of 10 conditions.
 
 Half of the conditions were there to choose a rule by (development), the others to check it (confirmation). A training
-takes seconds to half a minute. Each is written to FOLDER at once, and none there is done again; half of the steps are
-trained only around the rate that a quarter finds best.
+takes seconds to half a minute on one core. Each is written to results/find_rate.json at once, and none there is done
+again: a run that was stopped goes on. Half of the steps are trained only around the rate that a quarter finds best.
+--report trains nothing and judges by what the file has; a condition counts where the best rate of its grid has a worse
+neighbour on both sides. The file has figures for regressions.py once all conditions count.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -34,7 +36,16 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from benchmarks.lib.common import collator, embedded_data, quiet, scratch_arguments, shown
+from benchmarks.lib.common import (
+    RESULTS,
+    collator,
+    command_line,
+    embedded_data,
+    quiet,
+    scratch_arguments,
+    shown,
+    write_result,
+)
 from benchmarks.lib.outcome import Figure, Grid, finish
 from scu_trainer import SCUTrainer
 from scu_trainer.cli.configuration import as_flags, read_job
@@ -47,10 +58,12 @@ from scu_trainer.train.job.job import Job
 from scu_trainer.train.run_directory.logs import run_log
 from scu_trainer.train.session.session import build_trainer, score
 
+NAME = "find_rate"
+TITLE = "Learning rates by short trainings: nats per token that a rule's choice loses beside the best of the grid"
 QUARTER, HALF, WHOLE = 1 / 4, 1 / 2, 1.0
 FACTOR, RATES = 2.0, 7
 PIECE_CHARACTERS = 110
-MOST_NATS, MOST_MISSED = 0.02, 0.1
+MOST_NATS = 0.02
 LORA, FULL = {"tuning": "lora"}, {"tuning": "full"}
 TEXTS = {"source": "stdlib_source", "docstrings": "stdlib_docstrings"}
 
@@ -191,9 +204,6 @@ class Trainings:
         model = self.parts.model
         self._start = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
-    def before(self) -> DocumentScores:
-        return self.job.kind.score(self.parts.model, self.parts)
-
     def trained(self, rate: float, steps: int) -> Optional[DocumentScores]:
         """Held-out scores; None where no finite loss is left."""
         with tempfile.TemporaryDirectory() as scratch:
@@ -220,36 +230,52 @@ class Trainings:
 
 
 class Points:
-    """Trainings of a condition, (rate, steps) to held-out scores, as they stand in a file. None: no finite loss."""
+    """Trainings of a condition, (number of the rate in the grid, steps) to held-out scores, None where no finite loss
+    was left. ``rows``: as the file has them."""
 
-    def __init__(self, condition: Condition, folder: Path) -> None:
-        self.condition, self.path = condition, folder / f"{condition.name.replace(' ', '_').replace(',', '')}.jsonl"
-        self.tokens = np.zeros(0)
-        self.found: dict[tuple[int, int], Optional[DocumentScores]] = {}
-        for line in self.path.read_text().splitlines() if self.path.exists() else ():
-            self._take(json.loads(line))
+    def __init__(self, condition: Condition, rows: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.condition = condition
+        self.found = {(row["rate"], row["steps"]): _scores(row) for row in rows}
 
-    def add(self, rate: int, steps: int, scores: Optional[DocumentScores]) -> None:
-        """``rate``: its number in the grid; -1 for the model before training."""
-        row: dict[str, Any] = {"rate": rate, "steps": steps, "nats": None}
-        if scores is not None:
-            row |= {"nats": [round(float(nats), 3) for nats in scores.nats], "tokens": scores.tokens.tolist()}
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        self._take(row)
-
-    def _take(self, row: dict[str, Any]) -> None:
-        scores = None if row["nats"] is None else DocumentScores(np.array(row["nats"]), np.array(row["tokens"]))
-        self.found[row["rate"], row["steps"]] = scores
+    def rows(self) -> list[dict[str, Any]]:
+        return [{"rate": rate, "steps": steps, **_row(scores)} for (rate, steps), scores in sorted(self.found.items())]
 
     def losses(self, share: float) -> dict[int, float]:
         """Nats per token by number of the rate."""
         steps = self.condition.steps_of(share)
-        return {rate: _nats(scores) for (rate, of), scores in self.found.items() if of == steps and rate >= 0}
+        return {rate: _nats(scores) for (rate, of), scores in self.found.items() if of == steps}
 
     @property
-    def is_whole(self) -> bool:
-        return len(self.losses(QUARTER)) == len(self.losses(WHOLE)) == RATES and len(self.losses(HALF)) >= 2
+    def is_judged(self) -> bool:
+        """Whether the best rate of the whole trainings is known: it has a worse neighbour on both sides."""
+        whole = self.losses(WHOLE)
+        return bool(whole) and {lowest(whole) - 1, lowest(whole) + 1} <= whole.keys()
+
+    @property
+    def has_halves(self) -> bool:
+        """Around the best of a quarter."""
+        best = lowest(self.losses(QUARTER))
+        return set(range(max(0, best - 1), min(RATES, best + 2))) <= self.losses(HALF).keys()
+
+
+def _row(scores: Optional[DocumentScores]) -> dict[str, Any]:
+    if scores is None:
+        return {"nats_per_token": None}
+    per_document = {"nats": " ".join(f"{nats:.3f}" for nats in scores.nats)}
+    per_document["tokens"] = " ".join(str(tokens) for tokens in scores.tokens)
+    return {"nats_per_token": round(_nats(scores), 5), **per_document}
+
+
+def _scores(row: Mapping[str, Any]) -> Optional[DocumentScores]:
+    if row["nats_per_token"] is None:
+        return None
+    return DocumentScores(np.array(row["nats"].split(), dtype=float), np.array(row["tokens"].split(), dtype=int))
+
+
+def kept() -> dict[str, list[dict[str, Any]]]:
+    """Trainings of the results file, by condition."""
+    path = RESULTS / f"{NAME}.json"
+    return json.loads(path.read_text())["trainings"] if path.is_file() else {}
 
 
 def _nats(scores: Optional[DocumentScores]) -> float:
@@ -269,15 +295,15 @@ def missing(points: Points) -> Iterator[tuple[int, int]]:
             yield rate, of.steps_of(HALF)
 
 
-def measure(points: Points, scratch: Path, console: Console) -> None:
+def measure(points: Points, every: Sequence[Points], scratch: Path, console: Console) -> None:
     trainings = None
     for rate, steps in missing(points):
         if trainings is None:
             trainings = Trainings(job_of(points.condition, scratch))
-            points.add(-1, 0, trainings.before())
-        points.add(rate, steps, trainings.trained(points.condition.rates[rate], steps))
+        points.found[rate, steps] = trainings.trained(points.condition.rates[rate], steps)
         nats = _nats(points.found[rate, steps])
         console.print(f"{points.condition.name}: {points.condition.rates[rate]:.2e}, {steps} steps: {nats:.4f} nats")
+        write_result(NAME, command_line(), {"trainings": {one.condition.name: one.rows() for one in every}})
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -325,52 +351,59 @@ RULES: dict[str, Callable[[Points], int]] = {
 the rate."""
 
 
-def excess(points: Points, rule: str) -> float:
-    """Nats per token that the named rate loses more than the best of the grid; infinite for one below the grid."""
-    whole = points.losses(WHOLE)
-    return whole.get(RULES[rule](points), math.inf) - min(whole.values())
+OF_HALF = ("half", "half, one lower", "projected")
 
 
-def report(conditions: list[Points], quick: bool) -> None:
-    rows, figures = [], {}
-    for points in conditions:
+def excess(points: Points, rule: str) -> Optional[float]:
+    """Nats per token that the named rate loses more than the best of the grid; infinite for one below the grid; None
+    where trainings that the rule asks for were not done."""
+    if rule in OF_HALF and not points.has_halves:
+        return None
+    whole, named = points.losses(WHOLE), RULES[rule](points)
+    if 0 <= named < RATES and named not in whole:
+        return None
+    return whole.get(named, math.inf) - min(whole.values())
+
+
+def report(every: Sequence[Points], console: Console) -> None:
+    rows, missed, figures = [], {}, {}
+    judged = [points for points in every if points.is_judged]
+    for points in judged:
         whole, rates = points.losses(WHOLE), points.condition.rates
-        bests = [f"{rates[lowest(points.losses(share))]:.2e}" for share in (QUARTER, HALF, WHOLE)]
+        bests = [f"{rates[lowest(points.losses(share))]:.2e}" for share in (QUARTER, WHOLE)]
         lost = [shown(excess(points, rule), 4) for rule in RULES]
         rows.append([points.condition.name, points.condition.side, *bests, shown(min(whole.values())), *lost])
     for rule in RULES:
-        for side in ("development", "confirmation", "all"):
-            lost = [excess(points, rule) for points in conditions if side in ("all", points.condition.side)]
-            if lost:
-                within = float(np.mean([nats <= MOST_NATS for nats in lost]))
-                target = 1 - MOST_MISSED if side == "all" else None
-                figures[f"within {MOST_NATS} nats, {rule}, {side}"] = Figure(within, "higher", target=target)
-    heads = ["condition", "half", "best of a quarter", "best of half", "best of all", "nats", *RULES]
-    title = "Learning rates by short trainings: nats per token that a rule's choice loses beside the best of the grid"
-    points_of = {
-        points.condition.name: [
-            {"rate": points.condition.rates[rate], "steps": steps, "nats_per_token": round(_nats(scores), 5)}
-            for (rate, steps), scores in sorted(points.found.items())
-            if rate >= 0
-        ]
-        for points in conditions
-    }
-    finish("find_rate", title, Grid(heads, rows), figures, quick=quick, points=points_of)
+        found = [lost for points in judged if (lost := excess(points, rule)) is not None]
+        beyond = sum(lost > MOST_NATS for lost in found)
+        missed[rule] = {"judged": len(found), "missed": beyond}
+        figures[f"within {MOST_NATS} nats, {rule}"] = Figure(1 - beyond / max(1, len(found)), "higher", target=0.9)
+        console.print(f"{rule}: {beyond} of {len(found)} conditions lose more than {MOST_NATS} nats")
+    grid = Grid(["condition", "side", "best of a quarter", "best of all", "nats", *RULES], rows)
+    trainings = {points.condition.name: points.rows() for points in every}
+    if all(one["judged"] == len(CONDITIONS) for one in missed.values()):
+        finish(NAME, TITLE, grid, figures, trainings=trainings, missed=missed)
+        return
+    console.print(grid.table(TITLE))
+    left_out = [points.condition.name for points in every if points not in judged]
+    console.print(f"the best rate of their grid is not known yet: {'; '.join(left_out)}" if left_out else "")
+    write_result(NAME, command_line(), {"missed": missed, "not_judged": left_out, "trainings": trainings})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", type=Path, default=Path(tempfile.gettempdir()) / "find_rate")
-    parser.add_argument("--only", nargs="+", help="conditions whose name holds one of these; nothing is written then")
-    asked, console = parser.parse_args(), Console(highlight=False, soft_wrap=True)
+    parser.add_argument("--only", nargs="+", help="train conditions whose name holds one of these")
+    parser.add_argument("--report", action="store_true", help="train nothing, judge by the results that are there")
+    asked, console = parser.parse_args(), Console(highlight=False, soft_wrap=True, width=140)
     torch.set_num_threads(1)
-    asked.points.mkdir(parents=True, exist_ok=True)
-    chosen = [one for one in CONDITIONS if not asked.only or any(word in one.name for word in asked.only)]
-    every = [Points(condition, asked.points) for condition in chosen]
+    scratch, before = Path(tempfile.gettempdir()) / "find_rate", kept()
+    scratch.mkdir(exist_ok=True)
+    every = [Points(condition, before.get(condition.name, ())) for condition in CONDITIONS]
+    chosen = [points for points in every if not asked.only or any(word in points.condition.name for word in asked.only)]
     with run_log():
-        for points in every:
-            measure(points, asked.points, console)
-    report(every, quick=len(chosen) < len(CONDITIONS))
+        for points in () if asked.report else chosen:
+            measure(points, every, scratch, console)
+    report(every, console)
 
 
 if __name__ == "__main__":

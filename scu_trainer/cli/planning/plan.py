@@ -62,11 +62,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="how far the predictions of the runs in FOLDER (default: runs) were from what was measured, and stop",
     )
-    parser.add_argument(
-        "--find_lr",
-        action="store_true",
-        help="train for short times at several learning rates, on a copy, and say which is the best (see docs/plan.md)",
-    )
     return parser
 
 
@@ -86,10 +81,6 @@ def _main(argv: list[str]) -> int:
         from scu_trainer.train.run_directory.logs import run_log
 
         with run_log():
-            if options.find_lr:
-                from scu_trainer.cli.planning.rates import find
-
-                return find(options, flags)
             return _plan(options, flags)
 
 
