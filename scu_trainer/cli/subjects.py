@@ -167,7 +167,7 @@ def merged_subject(subject: Subject, dtype: str) -> Subject:
     if subject.task != TEXT:
         raise ModelError(f"{subject.name} is of task: {subject.task}, and merged is for {TEXT}; drop it from --against")
     if not is_adapter(Path(subject.source)):
-        raise ModelError(f"{subject.name} is no adapter, so there is nothing to merge; drop merged from --against")
+        raise ModelError(f"{subject.name} is not an adapter, so there is nothing to merge; drop merged from --against")
     return replace(subject, name=f"{subject.name} ({MERGED})", word=MERGED, merge_dtype=dtype)
 
 
@@ -196,7 +196,8 @@ def held_out_settings(subject: Subject, typed: dict[str, Any], seed: int) -> tup
             own = {name: value for name, value in own.items() if name not in WHICH_DOCUMENTS}
         return DataSettings(**{**own, **typed}), subject.run["seed"]
     if not {"dataset", "eval_dataset"} & {*typed}:
-        found = "belongs to no run" if Path(subject.source).exists() else "is no folder here, and a Hub id has no run"
+        found = "belongs to no run" if Path(subject.source).exists() else "is not a folder here, and a Hub id "
+        "has no run"
         raise DataError(
             f"{subject.name} {found}, so nothing tells which documents to hold out; add --dataset NAME_OR_PATH to "
             "score a split of it, or --eval_dataset NAME_OR_PATH to score all of it"

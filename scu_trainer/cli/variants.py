@@ -91,7 +91,7 @@ def _has_gpu() -> bool:
 def _plan(options: argparse.Namespace, scratch: Path) -> VariantPlan:
     config = None if options.config is None else Path(options.config)
     if config is not None and not config.is_file():
-        raise SettingsError(f"cannot read the configuration {config}: it is no file; give a YAML or JSON file")
+        raise SettingsError(f"cannot read the configuration {config}: it is not a file; give a YAML or JSON file")
     extra = () if options.model_name_or_path is None else ("--model_name_or_path", options.model_name_or_path)
     model = None if config is not None or extra else _reference_model()
     if model is None and config is None:

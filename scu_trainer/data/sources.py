@@ -99,7 +99,7 @@ def _refuse_hub_settings(name: str, wanted: tuple[str, ...], settings: DataSetti
         raise DataError(f"dataset_split is {wanted[-1]!r}, but {name} has no splits; leave dataset_split out")
     if settings.dataset_config_name and len(wanted) == 1:  # one wanted split: the training data, which it belongs to
         raise DataError(
-            f"dataset_config_name is {settings.dataset_config_name!r}, but {name} is no Hub id; leave it out"
+            f"dataset_config_name is {settings.dataset_config_name!r}, but {name} is not a Hub id; leave it out"
         )
 
 
@@ -253,8 +253,9 @@ def _load_from_hub(name: str, split: str, settings: DataSettings, cache_dir: Pat
         )
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
         raise DataError(
-            f"dataset {name!r} is no embedded name ({', '.join(EMBEDDED_DATASETS)}){nearest(name, EMBEDDED_DATASETS)}, "
-            f"no file or folder here, and could not be loaded from the Hub: {error}"
+            f"dataset {name!r} is not an embedded name "
+            f"({', '.join(EMBEDDED_DATASETS)}){nearest(name, EMBEDDED_DATASETS)}, not a file or folder here, "
+            f"and could not be loaded from the Hub: {error}"
         ) from error
 
 

@@ -154,7 +154,7 @@ def _license(facts: Facts, license: str) -> str:
     if license == "not stated" and not facts.base:
         return "Not stated: none was given."
     if license == "not stated":
-        return "Not stated: none was given, and the files of the base name none. Ask whoever published the base."
+        return "Not stated: none was given, and the files of the base name none. Ask the publisher of the base."
     return license
 
 

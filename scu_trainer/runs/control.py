@@ -207,7 +207,7 @@ def _own_record(run: Run, done: str) -> RunRecord:
     if record is None:
         raise SettingsError(
             f"{run.name} was not started by runs start (no {FOLDER} in {run.path}), so it cannot be {done} from here; "
-            "its own terminal or kill -TERM stops it, and the same command goes on"
+            "its own terminal or kill -TERM stops it, and its own command resumes it"
         )
     return record
 

@@ -39,7 +39,7 @@ def test_axes_are_ranges_and_choices():
     [
         ([], "--search is missing"),
         (["learning_rat=1:2"], "which is no field .did you mean 'learning_rate'"),
-        (["lora_r"], "is no axis; write NAME=LOW:HIGH"),
+        (["lora_r"], "is not a search axis; write NAME=LOW:HIGH"),
         (["lora_r=4"], "needs two different values"),
         (["lora_r=4,4"], "needs two different values"),
         (["lora_r=8:4"], "8 is not below 4"),

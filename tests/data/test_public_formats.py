@@ -330,7 +330,7 @@ REFUSED = {
     ),
     "arguments that are no object": (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "now"}}]}]},
-        "arguments of f in message 1 of 'messages' are no JSON object",
+        "arguments of f in message 1 of 'messages' are not a JSON object",
     ),
 }
 

@@ -18,7 +18,10 @@ import yaml
 from harper import Linter
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING"))]
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
+]
 PHRASES = yaml.safe_load((HERE / "phrases.yaml").read_text())
 OFF = (HERE / "off.txt").read_text().split()
 
@@ -27,7 +30,9 @@ def linter(grammar: bool) -> Linter:
     """One that knows our words and phrases; ``grammar``: and checks with Harper's own rules, except those in off.txt."""
     made, pack = Linter(), io.BytesIO()
     with zipfile.ZipFile(pack, "w") as archive:
-        archive.writestr("manifest.json", json.dumps(dict.fromkeys(("author", "version", "description", "license"), "-")))
+        archive.writestr(
+            "manifest.json", json.dumps(dict.fromkeys(("author", "version", "description", "license"), "-"))
+        )
         for number, phrase in enumerate(PHRASES):
             lines = {"message": "Reads as translated.", "description": "-", "kind": "Style", "becomes": phrase["write"]}
             rule = [f"expr main {phrase['find']}", *(f'let {name} "{text}"' for name, text in lines.items())]
@@ -59,7 +64,11 @@ def findings(made: Linter, text: str, name: str = "", line: int = 1) -> Iterator
 
 def main(names: list[str]) -> list[str]:
     pages = [path for path in PAGES if not names or str(path.relative_to(ROOT)) in names]
-    code = [path for path in sorted((ROOT / "scu_trainer").rglob("*.py")) if not names or str(path.relative_to(ROOT)) in names]
+    code = [
+        path
+        for path in sorted((ROOT / "scu_trainer").rglob("*.py"))
+        if not names or str(path.relative_to(ROOT)) in names
+    ]
     strict, loose = linter(grammar=True), linter(grammar=False)
     found = [one for path in pages for one in findings(strict, path.read_text(), str(path.relative_to(ROOT)))]
     for path in code:

@@ -247,7 +247,7 @@ def test_an_adapter_is_gone_on_with_and_said(flags, base, tmp_path, capsys):
     assert (
         cli.main(["train", *flags, "--adapter_name_or_path", str(first), "--output_dir", str(tmp_path / "second")]) == 0
     )
-    assert f"goes on with the adapter {first}: rank 4, of {base}" in capsys.readouterr().out.replace("\n", "")
+    assert f"continues training the adapter {first}: rank 4, of {base}" in capsys.readouterr().out.replace("\n", "")
     other = tiny.saved_llama(tmp_path / "other", seed=5)
     words = [*flags, "--model_name_or_path", str(other), "--adapter_name_or_path", str(first)]
     assert cli.main(["train", *words, "--output_dir", str(tmp_path / "third")]) == 2

@@ -276,7 +276,7 @@ def test_what_is_no_folder_is_passed_over(ours, tmp_path, caplog, entry):
     run = copied(ours, tmp_path, 2)
     NO_FOLDERS[entry](run / "checkpoint-6")
     assert newest_with_reasons(run, 1, False) == (run / "checkpoint-2", ["checkpoint-6 is skipped: it is no folder"])
-    with pytest.raises(CheckpointError, match="checkpoint-6 cannot be gone on from: it is no folder"):
+    with pytest.raises(CheckpointError, match="checkpoint-6 cannot be resumed from: it is no folder"):
         resumed(SCUTrainer, str(run / "checkpoint-6"), run)
     NO_FOLDERS[entry](run / "checkpoint-4")
     trainer = trained(llama(), run, resume=True, **SAVED)  # and its own checkpoints take their names

@@ -29,7 +29,7 @@ def export(path: Path, rows: Any, tokenizer: Any) -> int:
                 file.write(json.dumps(_described(row, tokenizer), ensure_ascii=False) + "\n")
                 count += 1
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}; give --export a place with room") from error
+        raise StorageError(f"cannot write {path}: {error.strerror}; give --export a place with free space") from error
     return count
 
 

@@ -37,7 +37,7 @@ def _zero_is_not_given(name: str) -> Any:
 def _save_steps(value: Any, source: Source) -> Meaning:
     if not is_on(value):
         return Meaning(
-            {"save_strategy": "epoch"}, "0 there saves at the end alone; here each epoch can be gone on from"
+            {"save_strategy": "epoch"}, "0 there saves at the end alone; here you can resume from each epoch"
         )
     return Meaning({"save_strategy": "steps", "save_steps": value})
 
@@ -139,4 +139,4 @@ def defaults(source: Source) -> Iterator[tuple[str, Any]]:
 
 
 def differences(source: Source) -> Iterator[str]:
-    yield "a document longer than block_size goes on in further rows; Unsloth cuts it off at max_seq_length"
+    yield "a document longer than block_size continues in further rows; Unsloth cuts it off at max_seq_length"

@@ -145,7 +145,7 @@ def _require_adapter(subject: Subject) -> None:
 
     source = Path(subject.source)
     if not source.is_dir():
-        raise ModelError(f"{subject.name} is no folder; give that of a run, of a checkpoint or of an adapter")
+        raise ModelError(f"{subject.name} is not a folder; give the folder of a run, of a checkpoint or of an adapter")
     if not is_adapter(source):
         raise ModelError(
             f"{subject.name} holds full weights, no adapter: there is nothing to merge. It can be loaded as it is, and "

@@ -83,7 +83,7 @@ def _main(argv: list[str]) -> int:
 def _require_prunable(subject: Subject, dataset: Optional[str]) -> None:
     source = Path(subject.source)
     if not source.is_dir():
-        raise ModelError(f"{subject.name} is no folder here; download the model and give its folder")
+        raise ModelError(f"{subject.name} is not a folder here; download the model and give its folder")
     if is_adapter(source):
         raise ModelError(f"{subject.name} is an adapter; merge it first: scu-trainer merge {subject.name}")
     if subject.task not in TASKS:

@@ -80,7 +80,9 @@ def _upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional[str]]:
     """What is sent. Raises a UserError for a run that is not finished, and for what nobody could load."""
     path = Path(typed.run).expanduser().resolve()
     if not path.is_dir():
-        raise ModelError(f"{typed.run} is no folder here; give that of a run, of a checkpoint or of a merged model")
+        raise ModelError(
+            f"{typed.run} is not a folder here; give the folder of a run, of a checkpoint or of a merged model"
+        )
     subject = subject_of(typed.run)
     facts, merged = facts_of(path)
     if typed.base_model is not None:

@@ -105,7 +105,7 @@ def _no_run(folder: Path, word: str, root: Path) -> str:
     inside = [path.name for path in sorted(folder.iterdir()) if is_run(path)] if folder.is_dir() else []
     runs = f"; it holds runs: {_listed(inside)}; give one of them, as {folder / inside[0]}" if inside else ""
     files = ", ".join((STATUS_FILE, *BEGUN[:3], COMPARISON_FILE))
-    return f"{folder} is no directory of a run or comparison: it holds none of {files} and the like" + (
+    return f"{folder} is not the directory of a run or comparison: it holds none of {files} and the like" + (
         runs or "; give a directory that scu-trainer train or compare wrote"
     )
 

@@ -117,7 +117,7 @@ class Chat:
     def _opening(self) -> list[str]:
         lines = [f"{' and '.join(one.name for one in self.talkers)}; {self.settings.in_words(self.talkers[0])}"]
         lines += [
-            f"{one.name} has no chat template: it goes on with what was said" for one in self.talkers
+            f"{one.name} has no chat template: it continues the text" for one in self.talkers
             if not one.has_template
         ]  # fmt: skip
         return [*lines, "/help lists commands; Ctrl-D ends"]
@@ -143,7 +143,7 @@ class Chat:
             return False
         if name not in acts:
             known = [*acts, "exit"]
-            raise SettingsError(f"/{name} is no command{nearest(name, known)}; commands: /{', /'.join(known)}")
+            raise SettingsError(f"/{name} is not a command{nearest(name, known)}; commands: /{', /'.join(known)}")
         acts[name](rest.strip())
         return True
 

@@ -147,7 +147,7 @@ def _with_transformers(
 def _opening(asker: Asker, options: argparse.Namespace, key: Optional[str]) -> list[str]:
     lines = [f"{asker.name}: {_address(options)} (the server of transformers)", asker.settings.in_words(asker.talker)]
     if not asker.talker.has_template:
-        lines.append(f"{asker.name} has no chat template: it goes on with what was said")
+        lines.append(f"{asker.name} has no chat template: it continues the text")
     return [*lines, _access(key)]
 
 
@@ -156,7 +156,7 @@ def _address(options: argparse.Namespace) -> str:
 
 
 def _access(key: Optional[str]) -> str:
-    who = "every program of this machine may ask" if key is None else "whoever has the key may ask"
+    who = "every program on this machine may use it" if key is None else "anyone with the key may use it"
     return f"{who}; Ctrl-C ends it"
 
 

@@ -101,7 +101,7 @@ def _in_words(error: Exception) -> str:
     import PIL
 
     if isinstance(error, PIL.UnidentifiedImageError):
-        return "it is no image of a kind that Pillow knows"
+        return "it is not an image format that Pillow knows"
     return str(error) or type(error).__name__
 
 

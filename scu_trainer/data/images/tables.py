@@ -73,8 +73,8 @@ def _load(name: str, split: str, data: DataSettings, cache_dir: Path) -> Any:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
         known = (*EMBEDDED_IMAGES, *HUB_IDS)
         raise DataError(
-            f"dataset {name!r} is none of {', '.join(known)}{nearest(name, known)}, no folder here, and could not be "
-            f"loaded from the Hub: {error}"
+            f"dataset {name!r} is none of {', '.join(known)}{nearest(name, known)}, not a folder here, and "
+            f"could not be loaded from the Hub: {error}"
         ) from error
 
 
@@ -210,4 +210,4 @@ def _content(cell: Optional[dict]) -> Any:
 
 
 def _without_class(value: Any) -> str:
-    return "it has no label" if value in (None, "", -1) else f"label {value!r} is none of the classes"
+    return "it has no label" if value in (None, "", -1) else f"label {value!r} is not one of the classes"

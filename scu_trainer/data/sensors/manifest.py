@@ -204,7 +204,7 @@ def class_names(entries: Sequence[Entry], num_classes: Optional[int], known: Opt
 
 
 def label_number(label: Any, names: Sequence[str]) -> int:
-    """Raises BadRecording for a label that is none of the classes."""
+    """Raises BadRecording for a label that is not one of the classes."""
     if str(label) in names:
         return names.index(str(label))
     if isinstance(label, int) and 0 <= label < len(names):

@@ -79,7 +79,7 @@ def _against(model: nn.Module, read: LlamaCpp, row: list[int]) -> tuple[float, b
 def _template_note(read: LlamaCpp, tokenizer: Any) -> str:
     """What llama.cpp makes of the chat template, which is a program in a language that it reads in its own way."""
     if not getattr(tokenizer, "chat_template", None):
-        return "no chat template: it goes on with a text"
+        return "no chat template: it continues a text"
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     turns.append({"role": "user", "content": QUESTION})
     expected = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)

@@ -96,5 +96,5 @@ def _reason(stderr: str) -> str:
     """The last error of a traceback; the converter's own words say what it lacks."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(ERROR:|[A-Za-z_.]*(Error|Exception)\b)", line)]
-    last = (errors or lines or ["it ended without a word"])[-1][:500]
+    last = (errors or lines or ["it ended without a message"])[-1][:500]
     return re.sub(r"/\S*/weights/", "", last)  # a folder that is gone by now

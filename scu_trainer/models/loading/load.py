@@ -142,7 +142,7 @@ def with_adapter_as_model(settings: ModelSettings) -> ModelSettings:
     adapter = Path(settings.adapter_name_or_path).expanduser()
     if not is_adapter(adapter):
         raise ModelError(
-            f"adapter_name_or_path {settings.adapter_name_or_path!r} is no folder with an adapter_config.json; give "
+            f"adapter_name_or_path {settings.adapter_name_or_path!r} is not a folder with an adapter_config.json; give "
             "the folder that a run wrote"
         )
     base, given = base_of(adapter), settings.model_name_or_path

@@ -105,8 +105,8 @@ def refuse_pickle(path: Path, allow: bool) -> None:
         return
     raise CheckpointError(
         f"{path} lies outside of this run, and {found.relative_to(path)} in it can only be read in a way that runs "
-        "code from the file; set output_dir to the run that wrote it to go on there, set allow_pickle: true if you "
-        f"trust whoever wrote it, or start from its weights with model_name_or_path {path}"
+        "code from the file; set output_dir to the run that wrote it to resume there, set allow_pickle: true if "
+        "you trust the person who wrote it, or start from its weights with model_name_or_path {path}"
     )
 
 
@@ -121,7 +121,7 @@ def tensors_only(checkpoint: Optional[str | Path]) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"a file of {checkpoint} is damaged or holds more than tensors and plain values, and was not read "
-            f"({reason_of(error)}); go on from another checkpoint"
+            f"({reason_of(error)}); resume from another checkpoint"
         ) from error
 
 

@@ -19,7 +19,7 @@ def device_refusal(name: str) -> Optional[str]:
     try:
         device = torch.device(name)
     except (RuntimeError, ValueError):
-        return f"{name!r} is no device; give cpu, cuda or cuda:1"
+        return f"{name!r} is not a device; give cpu, cuda or cuda:1"
     if device.type == "meta":
         return "the meta device holds shapes and no numbers, so nothing can be computed there; give cpu or cuda"
     if device.type not in COMPUTES:

@@ -156,7 +156,7 @@ def end_of(plan: ComparisonPlan, key: Key, code: int, was_asked: bool) -> ArmSta
     if code == TRAINED:
         return ArmState("failed", f"ended with exit code 0, but {folder} holds no finished run")
     if code == 3 or (was_asked and code not in (CANNOT, FAULT)):
-        return ArmState("missing", "stopped; the same command goes on")
+        return ArmState("missing", "stopped; run the same command to continue")
     return ArmState("failed", last_words(console, code))
 
 

@@ -125,8 +125,8 @@ def check_compatibility(checkpoint: Path, now: Mapping[str, Any]) -> list[Change
     refused = [change.line for change in found if change.is_refused]
     if refused:
         raise CheckpointError(
-            f"{checkpoint} cannot go on with these settings: {'; '.join(refused)}. Give the settings of before, "
-            "start over with --no_resume, or from its weights with model_name_or_path"
+            f"{checkpoint} cannot resume with these settings: {'; '.join(refused)}. Give the previous settings, "
+            f"start over with --no_resume, or from its weights with model_name_or_path"
         )
     return found
 
@@ -137,7 +137,7 @@ def _setting(name: str, before: Any, now: Any) -> Change:
     if name in CARRIED:
         text = "no effect, the optimizer's and the schedule's state in the checkpoint carry the value of before"
     elif name in SCHEDULE:
-        text = "the learning rate goes on as the new schedule says for this step, which may be a jump"
+        text = "the learning rate follows the new schedule from this step on, which may be a jump"
     elif name in ORDER:
         text = "the rows of this epoch come in another order, so some are seen twice or not at all"
     elif name == "scu_target_s" and now is None:

@@ -76,7 +76,7 @@ RATE_HIGH = Check(
 OWN_CONFIGURATION = Check(
     "adapter-keeps-configuration",
     "note",
-    "model_name_or_path is an adapter: it goes on with its own rank and scale, not with lora_r and lora_alpha",
+    "model_name_or_path is an adapter: it keeps its own rank and scale, not lora_r and lora_alpha",
     "to start a new adapter give the base model",
 )
 

@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 MORE_ROOM_FOR_S = (
     "Leave more room: lower max_batch_size or per_device_train_batch_size, raise target_headroom_gb, use tuning: lora, "
-    "or set scu: false; resume_from_checkpoint: true goes on from the newest checkpoint"
+    "or set scu: false; resume_from_checkpoint: true resumes from the newest checkpoint"
 )
 
 

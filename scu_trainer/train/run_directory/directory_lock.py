@@ -96,7 +96,7 @@ def _checked(start: Start, request: Request) -> Start:
         others = [path for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name]
         whole = next((path for path in others if fault_of(path, None, request.weights_only) is None), None)
         instead = f"resume_from_checkpoint: {whole} is whole" if whole is not None else "none beside it is whole"
-        raise CheckpointError(f"{checkpoint} cannot be gone on from: {found.damage}; {instead}")
+        raise CheckpointError(f"{checkpoint} cannot be resumed from: {found.damage}; {instead}")
     return start
 
 

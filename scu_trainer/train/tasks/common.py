@@ -99,7 +99,7 @@ def _tunable(
         own = model.peft_config[model.active_adapter]
         base = own.base_model_name_or_path
         console.print(
-            f"goes on with the adapter {settings.model_name_or_path}: rank {own.r}, of {base}", soft_wrap=True
+            f"continues training the adapter {settings.model_name_or_path}: rank {own.r}, of {base}", soft_wrap=True
         )
     trainable = sum(weight_count(p) for p in model.parameters() if p.requires_grad)
     total = sum(weight_count(p) for p in model.parameters())

@@ -33,8 +33,8 @@ from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import begin_model, finish, require_same, say_data, teacher_of
 
 ADAPTED = ("projection", "categories")
-"""What LoRA can act on. The GRU's weights go to a fused kernel that would pass adapters by, and the word embedding is
-the output matrix too: an adapter on one of both would be merged into the other."""
+"""What LoRA can act on. The GRU's weights go to a fused kernel that would pass adapters by, and use the word "
+"embedding as the output matrix as well: an adapter on one of both would be merged into the other."""
 
 PROBED_WORDS = 32
 
