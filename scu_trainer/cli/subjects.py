@@ -156,7 +156,9 @@ def base_subject(subject: Subject) -> Subject:
             raise ModelError(f"{subject.name} was trained from scratch, so it has no base; drop base from --against")
         name = name or _embedded_base(subject)
     else:
-        raise ModelError(f"{subject.name} is neither an adapter nor of a run, so its base is unknown; give its path")
+        raise ModelError(
+            f"{subject.name} is neither an adapter nor part of a run, so its base is unknown; give its path"
+        )
     check_source(name)
     return Subject(name, replace(subject.model, model_name_or_path=name), word=BASE)
 
@@ -199,7 +201,7 @@ def held_out_settings(subject: Subject, typed: dict[str, Any], seed: int) -> tup
         found = "belongs to no run" if Path(subject.source).exists() else "is not a folder here, and a Hub id "
         "has no run"
         raise DataError(
-            f"{subject.name} {found}, so nothing tells which documents to hold out; add --dataset NAME_OR_PATH to "
+            f"{subject.name} {found}, so it is unknown which documents were held out; add --dataset NAME_OR_PATH to "
             "score a split of it, or --eval_dataset NAME_OR_PATH to score all of it"
         )
     return DataSettings(**{"dataset": typed.get("eval_dataset"), **typed}), seed

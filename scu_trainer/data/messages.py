@@ -59,7 +59,7 @@ def tools_of(value: Any) -> Optional[list]:
 
 def _tool(tool: Any) -> dict:
     if not isinstance(tool, dict):
-        raise BadRow("column 'tools' holds something else than objects that describe functions")
+        raise BadRow("column 'tools' is not a list of objects that describe functions")
     is_bare = "function" not in tool and "name" in tool
     return {"type": "function", "function": tool} if is_bare else tool
 

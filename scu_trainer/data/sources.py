@@ -192,7 +192,7 @@ def _from_text_file(name: str, path: Path, identity: list, text_column: str, wil
     blank_lines, notes = BLANK_TWICE, ()
     if will_split and not has_several_sections(path, BLANK_TWICE) and has_several_sections(path, BLANK_ONCE):
         blank_lines = BLANK_ONCE
-        notes = (f"{path.name} is one document; its paragraphs count as documents, so that some can be held out",)
+        notes = (f"{path.name} is a single document; its paragraphs count as documents, so that some can be held out",)
     read = partial(read_sections, path, text_column, blank_lines)
     return Source(name, [*identity, blank_lines], read, notes=notes)
 
@@ -298,7 +298,7 @@ def _from_splits(name: str, splits: Mapping, wanted: tuple[str, ...], settings: 
     chosen = next((split for split in wanted if split in splits), None)
     if chosen is None:
         raise DataError(
-            f"{name} has the splits {', '.join(splits)}, none of the wanted: {', '.join(wanted)}"
+            f"{name} has the splits {', '.join(splits)}, none of the requested: {', '.join(wanted)}"
             f"{nearest(wanted[-1], splits)}. Choose one with --dataset_split"
         )
     source = build(f"{name} ({chosen})", splits[chosen])

@@ -108,7 +108,7 @@ def _living(seen: Evidence, status: str) -> RunState:
             return RunState("starting", "libraries, model and data are being loaded", is_alive=True)
         return RunState("queued", f"waits {record.waiting or 'for its place in the line'}", is_alive=True)
     if status == "running" and seen.is_asked_to_stop:
-        return RunState("stopping", "asked to stop: the step is finished first", is_alive=True)
+        return RunState("stopping", "stopping: the current step finishes first", is_alive=True)
     silent_s = 0.0 if seen.updated_s is None else seen.now_s - seen.updated_s
     if status in ("running", "stopping") and silent_s > SILENT_S:
         return RunState(status, f"not progressing: no news for {silent_s / 60:.0f} minutes", is_alive=True)

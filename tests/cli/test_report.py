@@ -219,7 +219,7 @@ def test_watching_follows_a_run_from_nothing_to_its_end(capsys, tmp_path, quick)
     assert 'data-reload-s="5.0"' in seen[3] and "20 of 60" in seen[3]
     assert len(seen) == 4 and "data-reload-s" not in page.read_text() and "60 of 60" in page.read_text()
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("watching every 5 s") and said[1] == f"{run} is not there yet: waiting for it"
+    assert said[0].startswith("watching every 5 s") and said[1] == f"{run} does not exist yet: waiting for it"
 
 
 def be_alive(run) -> None:

@@ -70,7 +70,7 @@ def test_from_start_to_resume(place, capsys):
     assert "running" in said and "queued (1 ahead)" in said and max(map(len, said.splitlines())) <= 80
     assert typed("stop", "long", "long-2") == 0
     said = capsys.readouterr().out
-    assert "long: the step is finished and a checkpoint written ..." in said
+    assert "long: finishing the step and writing a checkpoint ..." in said
     assert "long: stopped; checkpoint-" in said and "long-2: stopped (left the queue before it began)" in said
     assert typed("stop", "long") == 0 and "long is not running: stopped" in capsys.readouterr().out
     assert typed("resume", "long") == 0 and "long goes on from checkpoint-" in capsys.readouterr().out

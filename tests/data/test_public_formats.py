@@ -350,7 +350,7 @@ def test_rows_without_a_template_are_plain_text(prepared, jsonl, tokenizer, monk
         "<|bos|>2 + 3?\n\n2 + 3 = 5\n#### 5<|eos|>",
     ]
     assert list(data.statistics.formats) == [
-        "question and answer (question, answer) as plain text, for there is no chat template"
+        "question and answer (question, answer) as plain text, because there is no chat template"
     ]
 
 

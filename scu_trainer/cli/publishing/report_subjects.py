@@ -73,8 +73,8 @@ def require_begun(wanted: Wanted, folder: Path) -> None:
     """Raise SettingsError where the report would be written into a run that has not begun."""
     if not wanted.may_write(folder):
         raise SettingsError(
-            f"{folder} belongs to a run that has not begun to train, and a report in it would take its place; add "
-            "--watch to wait for it, or give another --output"
+            f"{folder} belongs to a run that has not started to train, and needs to be empty for it; add "
+            f"--watch to wait for it, or give another --output"
         )
 
 
@@ -130,7 +130,7 @@ def _is_under_way(found: Comparison) -> bool:
 def _state(folder: Path, name: str) -> tuple[str, str, bool]:
     """(state, in words, whether something is still to come)."""
     if not is_run(folder):
-        return "not there yet", "its folder is not there yet", True
+        return "not there yet", "its folder does not exist yet", True
     if not (folder / STATUS_FILE).is_file() and not (folder / "background").is_dir():
         return "unknown", "without run.json, as of a trainer in a script of your own, nothing tells how it ended", False
     found = report(Run(folder, name), Machine()).state

@@ -82,7 +82,7 @@ def _push(run: Path, training: TrainingArguments) -> None:
         )
     except HubError as error:
         raise HubError(
-            f"trained and saved in {run}, but not pushed: {error}. When that is mended: scu-trainer push {run} "
+            f"trained and saved in {run}, but not pushed: {error}. When that is fixed: scu-trainer push {run} "
             f"--repo_id {repo_id}"
         ) from error
     print(f"pushed: {sent['url']}")

@@ -42,8 +42,8 @@ def _parser() -> Parser:
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: answers.jsonl in this folder",
                         default=Path("answers.jsonl"))  # fmt: skip
     parser.add_argument("--batch_size", "--batch-size", type=int, default=BATCH_ROWS, metavar="N",
-                        help=f"prompts at once, at most ({BATCH_ROWS}); fewer where memory is short")  # fmt: skip
-    parser.add_argument("--overwrite", action="store_true", help="begin again where the output is there already")
+                        help=f"most prompts at a time ({BATCH_ROWS}); fewer if memory is short")  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="start over if the output already exists")
     add_options(parser, MAX_NEW_TOKENS)
     return parser
 
@@ -139,7 +139,7 @@ class Written:
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
-            self.lines.append(f"{self.path}: a torn last line is answered again")
+            self.lines.append(f"{self.path}: the last line is incomplete and is answered again")
             with open(self.path, "r+b") as file:
                 file.truncate(len(whole))
         count = whole.count(b"\n")

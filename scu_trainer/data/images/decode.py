@@ -83,7 +83,7 @@ def open_image(content: Optional[Content]) -> PIL.Image.Image:
     import PIL.ImageOps
 
     if content is None:
-        raise BadImage(UNREADABLE, "there is no image in this row")
+        raise BadImage(UNREADABLE, "this row has no image")
     if isinstance(content, numpy.ndarray):
         return _of_array(content)
     try:

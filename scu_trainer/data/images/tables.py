@@ -49,7 +49,7 @@ def table_source(
     chosen = next((split for split in wanted if split in loaded), None)
     if chosen is None:
         raise DataError(
-            f"{name} has the splits {', '.join(loaded)}, none of the wanted: {', '.join(wanted)}"
+            f"{name} has the splits {', '.join(loaded)}, none of the requested: {', '.join(wanted)}"
             f"{nearest(wanted[0], loaded)}; choose one with dataset_split"
         )
     source = _of_table(f"{name} ({chosen})", loaded[chosen], own, classes)

@@ -35,7 +35,7 @@ def require_gguf(architecture: str, converter: Optional[Path]) -> None:
     require_packages("GGUF", "gguf", modules)
     if converter and not (converter / "convert_hf_to_gguf.py").is_file():
         raise RequirementError(f"--converter {converter} has no convert_hf_to_gguf.py; give a folder of llama.cpp")
-    _run(converter, f"{architecture} has no way into GGUF", "--knows", architecture)
+    _run(converter, f"{architecture} cannot be converted to GGUF", "--knows", architecture)
 
 
 def write_gguf(weights: Path, output: Path, outtype: str, converter: Optional[Path] = None) -> None:
@@ -89,7 +89,8 @@ def _run(converter: Optional[Path], refusal: str, *words: str) -> None:
 def _advice(stderr: str) -> str:
     if "tokenizer.model" not in stderr:
         return ""
-    return "; it reads this family's tokenizer from the base's tokenizer.model: put that file beside what you export"
+    return "; it reads this family's tokenizer from the base's tokenizer.model: put that file next to the model "
+    "that you export"
 
 
 def _reason(stderr: str) -> str:

@@ -137,7 +137,7 @@ def _obstacle(settings: Mapping[str, Any]) -> Optional[str]:
     if settings.get("batch_mode", "chunk") != "chunk":
         return f"batch_mode {settings['batch_mode']} lets memory choose the batch; set batch_mode: chunk"
     if settings.get("auto_find_batch_size"):
-        return "auto_find_batch_size repeats rows after an out-of-memory; memory_control does without, drop it"
+        return "auto_find_batch_size repeats rows after an out-of-memory; memory_control does not need it, drop it"
     if settings.get("load_best_model_at_end"):
         return "load_best_model_at_end chooses by the held-out loss that is compared here; drop it"
     share = settings.get("validation_split_percentage")

@@ -68,9 +68,7 @@ class CheckpointWriter:
         """The same under a name of its own, beside those that are rotated and pushed. Every rank calls it. Raises
         StorageError."""
         if final.exists():
-            raise StorageError(
-                f"{final} is there already, and a checkpoint takes a folder of its own; give another path"
-            )
+            raise StorageError(f"{final} is there already, and a checkpoint needs its own folder; give another path")
         step = self.trainer.state.global_step
         staging = files.staging_of(final.parent, step)
         try:

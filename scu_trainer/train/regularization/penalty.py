@@ -85,7 +85,7 @@ class Prior:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
             raise ControlError(
-                "the model has no trainable weights; nothing can be regularized, check tuning / freezing"
+                "the model has no trainable weights; so nothing can be regularized; check tuning and frozen parameters"
             )
         _reject_unusable(named)
         self.kind, self.measure = prior, measure

@@ -59,7 +59,7 @@ class RunDirectoryLock:
             start = _checked(start, request) if request.is_explicit else start
             notes = [start.line] if start.line else []
             if cleared:
-                notes.append(f"removed what a killed run had begun to write: {', '.join(cleared)}")
+                notes.append(f"removed files that a killed run had left half-written: {', '.join(cleared)}")
         except BaseException:
             self._lock.release()
             raise

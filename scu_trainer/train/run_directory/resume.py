@@ -203,8 +203,8 @@ def _require_same_ranks(run: Path, world_size: int) -> None:
     before = _description(run).get("world_size", world_size)
     if before != world_size:
         raise CheckpointError(
-            f"{run} was trained by {before} processes, this launch has {world_size}: the optimizer would see other "
-            f"batches from here on; start {before} processes, or name the checkpoint in resume_from_checkpoint "
+            f"{run} was trained by {before} processes, this launch has {world_size}: the optimizer would see "
+            f"other batches from here; start {before} processes, or name the checkpoint in resume_from_checkpoint "
             f"to resume anyway"
         )
 

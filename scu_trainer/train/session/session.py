@@ -386,14 +386,14 @@ def _stopped(trainer: SCUTrainer, step: int, request: StopRequest) -> Exception:
 def _before(job: Job, trainer: SCUTrainer, parts: TrainingComponents, console: Console) -> Optional[DocumentScores]:
     console.print(_kernels(job, trainer, parts), soft_wrap=True)
     if parts.data.eval is not None:
-        console.print("scoring what is held out, before training", soft_wrap=True)
+        console.print("scoring the held-out data, before training", soft_wrap=True)
     return score(job, trainer, parts)
 
 
 def _kernels(job: Job, trainer: SCUTrainer, parts: TrainingComponents) -> str:
     """Which kernels really run, found by one forward on a training row."""
     if is_sharded(trainer):
-        return "attention: not looked at, the weights are sharded"
+        return "attention: not checked, because the weights are sharded"
     device = input_device(trainer.model)
     inputs = {name: value.to(device) for name, value in job.kind.example_inputs(parts).items()}
     return kernel_line(trainer.model, inputs, training_precision(trainer))
