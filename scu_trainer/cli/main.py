@@ -133,8 +133,7 @@ def _in_words(error: OSError) -> Optional[str]:
     name = "" if error.filename is None else str(error.filename).encode(errors="backslashreplace").decode()
     shown = name if len(name) <= 200 else f"{name[:100]}... ({len(name)} letters)"
     if error.errno in OF_THE_DISK:
-        return f"the disk is full: {shown or 'a file'} cannot be written; free some space, and run the same "
-        "command again"
+        return f"the disk is full: {shown or 'a file'} cannot be written; free some space, and run the command again"
     if error.errno in OF_THE_PATH and name:
         return f"cannot use {shown}: {error.strerror}; check the path and its permissions, or give another one"
     return None

@@ -89,8 +89,7 @@ def _run(converter: Optional[Path], refusal: str, *words: str) -> None:
 def _advice(stderr: str) -> str:
     if "tokenizer.model" not in stderr:
         return ""
-    return "; it reads this family's tokenizer from the base's tokenizer.model: put that file next to the model "
-    "that you export"
+    return "; it reads this family's tokenizer from the base's tokenizer.model: put that file next to what you export"
 
 
 def _reason(stderr: str) -> str:
