@@ -1,7 +1,8 @@
-"""English that a colleague would not say, in the pages and in the package: `make lint`, or give the files to look at.
+"""Finds English that a colleague would not say: `make lint`, or `python tests/english/check.py FILE ...`.
 
-Harper (https://writewithharper.com) checks grammar, spelling and sentence length, phrases.yaml holds what reads as
-translated, words.txt the terms that we accept. Messages and docstrings of the package are checked for phrases only.
+Harper (https://writewithharper.com, in-process, nothing is downloaded) checks grammar and sentence length of the pages;
+rules.yaml has what it leaves out, and the phrases that read as translated. Those are looked for in the messages and
+docstrings of the package as well.
 """
 
 from __future__ import annotations
@@ -17,63 +18,64 @@ from pathlib import Path
 import yaml
 from harper import Linter
 
-HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
+RULES = yaml.safe_load((ROOT / "tests" / "english" / "rules.yaml").read_text())
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
 ]
-PHRASES = yaml.safe_load((HERE / "phrases.yaml").read_text())
-OFF = (HERE / "off.txt").read_text().split()
+MODULES = sorted((ROOT / "scu_trainer").rglob("*.py"))
+MANIFEST = json.dumps(dict.fromkeys(("author", "version", "description", "license"), "-"))
 
 
 def linter(grammar: bool) -> Linter:
-    """One that knows our words and phrases; ``grammar``: and checks with Harper's own rules, except those in off.txt."""
+    """One with our phrases, and with Harper's own rules if ``grammar``. Raises ValueError for a broken pattern."""
     made, pack = Linter(), io.BytesIO()
     with zipfile.ZipFile(pack, "w") as archive:
-        archive.writestr(
-            "manifest.json", json.dumps(dict.fromkeys(("author", "version", "description", "license"), "-"))
-        )
-        for number, phrase in enumerate(PHRASES):
-            lines = {"message": "Reads as translated.", "description": "-", "kind": "Style", "becomes": phrase["write"]}
-            rule = [f"expr main {phrase['find']}", *(f'let {name} "{text}"' for name, text in lines.items())]
-            archive.writestr(f"Phrase{number}.weir", "\n".join(rule))
-    ours = made.get_default_lint_config()
-    made.set_lint_config({name: grammar and on and name not in OFF for name, on in ours.items()})
-    made.import_words((HERE / "words.txt").read_text().split())
-    assert made.load_weirpack(pack.getvalue()) is None
+        archive.writestr("manifest.json", MANIFEST)
+        for number, phrase in enumerate(RULES["phrases"]):
+            hint = f'let message "Reads as translated."\nlet description "-"\nlet becomes "{phrase["write"]}"'
+            archive.writestr(f"Phrase{number}.weir", f'expr main {phrase["find"]}\n{hint}\nlet kind "Style"\n')
+    rules = made.get_default_lint_config()
+    made.set_lint_config({name: grammar and on and name not in RULES["left_out"] for name, on in rules.items()})
+    if grammar:
+        made.import_words((ROOT / "tests" / "english" / "words.txt").read_text().split())
+    made.load_weirpack(pack.getvalue())
     return made
 
 
 def strings(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, text) of every string of more than three words below ``node``; what an f-string fills in is `x`."""
+    """(line, text) of every string of four words or more below ``node``; `x` stands for what an f-string fills in."""
     for child in ast.iter_child_nodes(node):
         parts = child.values if isinstance(child, ast.JoinedStr) else [child]
         text = "".join(str(part.value) if isinstance(part, ast.Constant) else "`x`" for part in parts)
-        if isinstance(child, ast.JoinedStr) or isinstance(child, ast.Constant) and isinstance(child.value, str):
-            yield from [(child.lineno, text)] * (text.count(" ") > 2)
-        else:
+        if not isinstance(child, (ast.JoinedStr, ast.Constant)):
             yield from strings(child)
+        elif text.count(" ") > 2:
+            yield child.lineno, text
 
 
-def findings(made: Linter, text: str, name: str = "", line: int = 1) -> Iterator[str]:
-    for lint in made.lint(text):
-        hints = ", ".join(one.replacement_text for one in lint.suggestions[:3])
-        where = f"{name}:{line + text.count(chr(10), 0, lint.span.start)}"
-        yield f"{where}: {' '.join(lint.problem_text.split())[:80]!r} {lint.message} {f'Write: {hints}' if hints else ''}"
+def findings(path: Path, checker: Linter) -> list[str]:
+    """One line for each: file, line, text, what to write."""
+    parts = [(1, path.read_text())] if path.suffix == ".md" else list(strings(ast.parse(path.read_text())))
+    text, lines = "\n\n".join(part for _, part in parts), []
+    for line, part in parts:
+        lines += [line + offset for offset in range(part.count("\n") + 1)] + [line]
+    found = []
+    for lint in checker.lint(text):
+        line = lines[text.count("\n", 0, lint.span.start)]
+        write = "; ".join(suggestion.replacement_text for suggestion in lint.suggestions[:3])
+        quoted = " ".join(lint.problem_text.split())[:80]
+        found.append(f"{path.relative_to(ROOT)}:{line}: {quoted!r} {lint.message}{f' Write: {write}' if write else ''}")
+    return found
 
 
 def main(names: list[str]) -> list[str]:
-    pages = [path for path in PAGES if not names or str(path.relative_to(ROOT)) in names]
-    code = [
-        path
-        for path in sorted((ROOT / "scu_trainer").rglob("*.py"))
-        if not names or str(path.relative_to(ROOT)) in names
-    ]
-    strict, loose = linter(grammar=True), linter(grammar=False)
-    found = [one for path in pages for one in findings(strict, path.read_text(), str(path.relative_to(ROOT)))]
-    for path in code:
-        for line, text in strings(ast.parse(path.read_text())):
-            found += findings(loose, text, str(path.relative_to(ROOT)), line)
+    found = []
+    for paths, grammar in ((PAGES, True), (MODULES, False)):
+        checker = linter(grammar)
+        chosen = [path for path in paths if not names or str(path.relative_to(ROOT)) in names]
+        found += [one for path in chosen for one in findings(path, checker)]
     return found
 
 
