@@ -1,8 +1,8 @@
 """Finds English that a colleague would not say: `make lint`, or `python tests/english/check.py FILE ...`.
 
-Harper (https://writewithharper.com, in-process, nothing is downloaded) checks grammar and sentence length of the pages;
-rules.yaml has what it leaves out, and the phrases that read as translated. Those are looked for in the messages and
-docstrings of the package as well.
+Harper (https://writewithharper.com, in-process, nothing is downloaded) checks the grammar of the pages. rules.yaml lists
+the rules that are off, and phrases that read as translated. The messages of the package, and the docstrings that the
+reference shows, are checked for those phrases.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
 ]
 MODULES = sorted((ROOT / "scu_trainer").rglob("*.py"))
+SHOWN = ("trainer.py", "loop.py", "wrap.py")
+"""Modules whose docstrings are pages of the reference."""
 MANIFEST = json.dumps(dict.fromkeys(("author", "version", "description", "license"), "-"))
 
 
@@ -38,26 +40,28 @@ def linter(grammar: bool) -> Linter:
             archive.writestr(f"Phrase{number}.weir", f'expr main {phrase["find"]}\n{hint}\nlet kind "Style"\n')
     rules = made.get_default_lint_config()
     made.set_lint_config({name: grammar and on and name not in RULES["left_out"] for name, on in rules.items()})
-    if grammar:
-        made.import_words((ROOT / "tests" / "english" / "words.txt").read_text().split())
     made.load_weirpack(pack.getvalue())
     return made
 
 
-def strings(node: ast.AST) -> Iterator[tuple[int, str]]:
+def strings(node: ast.AST, docstrings: bool) -> Iterator[tuple[int, str]]:
     """(line, text) of every string of four words or more below ``node``; `x` stands for what an f-string fills in."""
     for child in ast.iter_child_nodes(node):
         parts = child.values if isinstance(child, ast.JoinedStr) else [child]
         text = "".join(str(part.value) if isinstance(part, ast.Constant) else "`x`" for part in parts)
         if not isinstance(child, (ast.JoinedStr, ast.Constant)):
-            yield from strings(child)
-        elif text.count(" ") > 2:
+            yield from strings(child, docstrings)
+        elif text.count(" ") > 2 and (docstrings or not isinstance(node, ast.Expr)):
             yield child.lineno, text
 
 
 def findings(path: Path, checker: Linter) -> list[str]:
     """One line for each: file, line, text, what to write."""
-    parts = [(1, path.read_text())] if path.suffix == ".md" else list(strings(ast.parse(path.read_text())))
+    parts = (
+        [(1, path.read_text())]
+        if path.suffix == ".md"
+        else list(strings(ast.parse(path.read_text()), path.name in SHOWN))
+    )
     text, lines = "\n\n".join(part for _, part in parts), []
     for line, part in parts:
         lines += [line + offset for offset in range(part.count("\n") + 1)] + [line]

@@ -249,7 +249,7 @@ class NonFiniteGuard(Loop):
         return next((one for one in found if one.place is not None), found[0])
 
     def _advice(self) -> str:
-        rows = "Mend or remove these rows if their data are at fault"
+        rows = "Fix or remove these rows if their data are at fault"
         precision = "use bf16 instead of fp16" if self.trainer.args.fp16 else "lower learning_rate"
         return f"{rows}; if they are sound, {precision}, or set max_grad_norm: 1"
 
