@@ -86,7 +86,7 @@ class ModelSettings:
         "(VeRA)",
     )
     adapter_name_or_path: Optional[str] = option(
-        None, "folder of an adapter of model_name_or_path that training goes on with; its own configuration counts"
+        None, "folder of an adapter of model_name_or_path to train further; its own configuration applies"
     )
     use_rslora: bool = option(
         False, "scale adapters by lora_alpha / sqrt(lora_r): high ranks learn as fast as low ones"

@@ -164,7 +164,7 @@ def test_trl_and_unsloth_keep_their_defaults():
         ("stage: sft\ndataset: pairs\n", "dataset: pairs holds preferences"),
         (
             "stage: sft\ndataset: identiti\n",
-            "identiti does not stand in data/dataset_info.json .did you mean 'identity'",
+            "identiti is not in data/dataset_info.json .did you mean 'identity'",
         ),
         ("stage: sft\nbase_model: b\n", "keys are of several programs.*--from llama-factory or axolotl"),
         ("learning_rate: 1\n", "no key of it is one of TRL, LLaMA-Factory, Axolotl or Unsloth's alone"),

@@ -133,7 +133,7 @@ def test_what_is_no_run_is_refused_with_what_is_allowed(capsys, tmp_path):
     assert "did you mean 'first'" in refused(capsys, "frist", "--root", tmp_path / "runs")
     assert "is given twice" in refused(capsys, tmp_path / "runs/first", tmp_path / "runs" / ".." / "runs" / "first")
     assert "not a number of seconds" in refused(capsys, tmp_path / "runs/first", "--watch", "0")
-    assert "runs stand before --watch" in refused(capsys, "--watch", tmp_path / "runs/first")
+    assert "give the runs before --watch" in refused(capsys, "--watch", tmp_path / "runs/first")
     assert "did you mean '--output'" in refused(capsys, tmp_path / "runs/first", "--otput", "x")
     assert "required: RUN" in refused(capsys)
     study = make_comparison(tmp_path / "study")

@@ -73,7 +73,7 @@ def test_from_start_to_resume(place, capsys):
     assert "long: finishing the step and writing a checkpoint ..." in said
     assert "long: stopped; checkpoint-" in said and "long-2: stopped (left the queue before it began)" in said
     assert typed("stop", "long") == 0 and "long is not running: stopped" in capsys.readouterr().out
-    assert typed("resume", "long") == 0 and "long goes on from checkpoint-" in capsys.readouterr().out
+    assert typed("resume", "long") == 0 and "long resumes from checkpoint-" in capsys.readouterr().out
     reaches("long", "running")
     assert typed("stop", "long", "--now") == 0 and "ended at once" in capsys.readouterr().out
     assert typed("resume", "long-2") == 0

@@ -110,7 +110,7 @@ def test_the_same_command_goes_on_with_the_way_that_it_had(run, tmp_path, monkey
     monkeypatch.setattr(CheckpointWriter, "save", save)
     monkeypatch.setattr(LlamaModel, "forward", forward)
     code, said = run()
-    assert code == 0 and "(as this run was begun)" in said and "going on from " in said
+    assert code == 0 and "(as this run was begun)" in said and "resuming from " in said
 
 
 def test_several_processes_are_sent_to_the_planner():

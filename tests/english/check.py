@@ -1,6 +1,6 @@
 """Finds English that a colleague would not say: `make lint`, or `python tests/english/check.py FILE ...`.
 
-Harper (https://writewithharper.com, in-process, nothing is downloaded) checks the grammar of the pages. rules.yaml lists
+Harper (https://writewithharper.com, in this process, without network) checks the grammar of the pages. rules.yaml lists
 the rules that are off, and phrases that read as translated. The messages of the package, and the docstrings that the
 reference shows, are checked for those phrases.
 """

@@ -495,4 +495,4 @@ def test_the_command_ends_in_one_line_or_takes_the_older(tmp_path, capsys):
     (run / "run.json").write_text(json.dumps(with_step))
     assert train.main([*words, "--max_steps", "3", "--resume_from_checkpoint", "true"]) == 0
     said = "".join(capsys.readouterr())
-    assert f"going on from {run / 'checkpoint-2'}" in said and "checkpoint-6 is skipped: it is no folder" in said
+    assert f"resuming from {run / 'checkpoint-2'}" in said and "checkpoint-6 is skipped: it is no folder" in said

@@ -255,7 +255,7 @@ def _because(detail: str) -> str:
 def _resume(options: argparse.Namespace, hands: Hands) -> int:
     run = find(options.name, options.root)
     record, checkpoint = resume(run, hands)
-    begins = f"goes on from {checkpoint}" if checkpoint else "starts over: there is no checkpoint"
+    begins = f"resumes from {checkpoint}" if checkpoint else "starts over: there is no checkpoint"
     screens.say(f"{run.name} {begins}, process {record.process.pid}")
     _say_commands(options.name, options.root)
     return 0

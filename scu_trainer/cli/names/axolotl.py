@@ -322,9 +322,9 @@ WATCH = "a run ends whose loss leaves its own course for good, not one above a f
 
 TABLE: Table = {
     "base_model": Same("model_name_or_path"),
-    "base_model_config": "the configuration lies beside the weights: model_name_or_path",
+    "base_model_config": "the configuration is next to the weights: model_name_or_path",
     "revision_of_model": Same("model_revision"),
-    "tokenizer_config": "the tokenizer lies beside the model",
+    "tokenizer_config": "the tokenizer is next to the model",
     **dict.fromkeys(("model_type", "type_of_model", "tokenizer_type", "processor_type", "is_llama_derived_model",
                      "is_mistral_derived_model", "is_falcon_derived_model", "is_qwen_derived_model"),
                     Nothing("the class follows from config.json")),

@@ -126,7 +126,7 @@ RUN_FOLDER = Nothing(
     "no run is overwritten: an unfinished one of the same configuration resumes, another one starts next to it"
 )
 GONE = {
-    "logging_dir": Nothing("TensorBoard's files lie in logs/tensorboard of output_dir"),
+    "logging_dir": Nothing("TensorBoard's files are in logs/tensorboard of output_dir"),
     "overwrite_output_dir": RUN_FOLDER,
     "overwrite_cache": Nothing(
         "prepared data are known by what they were made of, and are made again where it changed"

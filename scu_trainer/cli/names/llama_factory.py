@@ -144,7 +144,7 @@ def _info(path: Path, name: str) -> Mapping[str, Any]:
     except (OSError, ValueError, AttributeError) as error:
         raise SettingsError(f"cannot read {path}: {error}; it is a JSON mapping of datasets") from error
     if not isinstance(found, dict):
-        raise SettingsError(f"{name} does not stand in {path}{nearest(name, known)}")
+        raise SettingsError(f"{name} is not in {path}{nearest(name, known)}")
     return found
 
 

@@ -111,7 +111,7 @@ TABLE: Table = {
     "wandb_token": "log in by wandb login, or give the environment variable WANDB_API_KEY",
     "hf_token": "log in by hf auth login, or give the environment variable HF_TOKEN",
     "enable_tensorboard": _report("tensorboard"),
-    "tensorboard_dir": Nothing("TensorBoard's files lie in logs/tensorboard of output_dir"),
+    "tensorboard_dir": Nothing("TensorBoard's files are in logs/tensorboard of output_dir"),
     "log_frequency": Same("logging_steps"),
     "save_model": Nothing("the model is always saved"),
     "save_path": Same("output_dir"),

@@ -79,7 +79,7 @@ def _seconds(text: str) -> float:
         value = 0.0
     if not LEAST_S <= value < float("inf"):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds of {LEAST_S:g} or more; runs stand before --watch"
+            f"{text!r} is not a number of seconds of {LEAST_S:g} or more; give the runs before --watch"
         )
     return value
 

@@ -207,7 +207,7 @@ def _torn_states(checkpoint: Path) -> list[str]:
             try:
                 read_state(checkpoint / name)
             except CheckpointError as error:
-                torn.append(str(error).partition(": go on from")[0])
+                torn.append(str(error).partition(": resume from")[0])
     return torn
 
 

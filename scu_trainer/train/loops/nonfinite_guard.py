@@ -264,14 +264,14 @@ class NonFiniteGuard(Loop):
     def _stop_without_weights(self, said: str) -> NoReturn:
         raise NonFiniteLoss(
             f"{said}: an update has written it. No checkpoint of these weights is made; "
-            f"{self._newest}. Lower learning_rate, raise adam_epsilon, or use bf16 instead of fp16, and go on with "
+            f"{self._newest}. Lower learning_rate, raise adam_epsilon, or use bf16 instead of fp16, and resume with "
             "resume_from_checkpoint: true"
         )
 
     def _stop_too_late(self, said: str) -> NoReturn:
         raise NonFiniteLoss(
             f"{said}. DeepSpeed's engine has taken the step already, it cannot be skipped; {self._newest}. "
-            f"{self._advice()}; go on with resume_from_checkpoint: true"
+            f"{self._advice()}; resume with resume_from_checkpoint: true"
         )
 
     @property

@@ -196,7 +196,7 @@ def _go_on(run: Path, request: Request) -> Start:
 
 def going_on(checkpoint: Path, skipped: Sequence[str] = ()) -> str:
     """What the user reads."""
-    return f"going on from {checkpoint}" + (f", the newest that can be used ({'; '.join(skipped)})" if skipped else "")
+    return f"resuming from {checkpoint}" + (f", the newest that can be used ({'; '.join(skipped)})" if skipped else "")
 
 
 def _require_same_ranks(run: Path, world_size: int) -> None:
