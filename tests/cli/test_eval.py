@@ -324,7 +324,10 @@ def test_help_needs_no_torch():
         (["{folder}"], "without config.json or adapter_config.json"),
         (["base"], "base is a word of --against"),
         (["merged"], "merged is a word of --against"),
-        (["{model}", "--dataset", "{documents}", "--against", "merged"], "{model} is no adapter, so there is nothing"),
+        (
+            ["{model}", "--dataset", "{documents}", "--against", "merged"],
+            "{model} is not an adapter, so there is nothing",
+        ),
         (["{full}", "--against", "merged"], "{full} is not an adapter, so there is nothing to merge"),
         (["--against", "base", "{lora}"], "required: RUN_OR_MODEL; give it before --against"),
         (["{lora}", "--against", "bsae"], "--against bsae is not a folder here; did you mean the keyword base?"),

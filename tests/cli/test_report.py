@@ -234,7 +234,7 @@ def test_a_folder_that_training_has_only_claimed_is_waited_for(capsys, tmp_path)
     run = tmp_path / "run"
     run.mkdir()
     (run / "_run.lock").write_text("1")
-    assert "no directory of a run" in refused(capsys, run)
+    assert "not the directory of a run" in refused(capsys, run)
     assert command.main([str(run), "--watch"], sleep=interrupt_at_once) == 0
     assert [path.name for path in run.iterdir()] == ["_run.lock"]
 

@@ -151,7 +151,7 @@ def test_a_mistyped_path_names_its_neighbour(source, jsonl):
 
 def test_an_unknown_name_offers_the_nearest_embedded_one(source):
     with pytest.raises(
-        DataError, match=r"'python_doc' is no embedded name .*did you mean 'python_docs'.* from the Hub"
+        DataError, match=r"'python_doc' is not an embedded name .*did you mean 'python_docs'.* from the Hub"
     ):
         source("python_doc")
 
