@@ -133,10 +133,11 @@ coverage: $(STAMP) $(BROWSER) ## run the tests, and list the lines of the packag
 docs: $(STAMP) ## the documentation as a site, in site/; strict: a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)
 
-lint: $(STAMP) ## check style and formatting with ruff, and types with mypy
+lint: $(STAMP) ## check style and formatting with ruff, types with mypy, and the English of pages and messages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/english/check.py
 
 # The stamp is the last thing written, so an interrupted install is taken up again by the next call.
 # DS_BUILD_OPS=0: DeepSpeed compiles an operator when a run first needs it, never at install.

@@ -287,7 +287,7 @@ def _parse_rows(content: bytes, path: Path) -> tuple[list[Row], int]:
     """The complete rows at the start of ``content``, and the number of bytes of a torn row after them."""
     text = content.decode(errors="replace")
     if text and not text.startswith("["):
-        raise StorageError(f"{path} does not hold a JSON array, so it is no history; move it away")
+        raise StorageError(f"{path} does not hold a JSON array, so it is not a history; move it away")
     rows: list[Row] = []
     position = _BETWEEN_ROWS.match(text, 1).end() if text else 0
     while text.startswith("{", position):
@@ -299,7 +299,7 @@ def _parse_rows(content: bytes, path: Path) -> tuple[list[Row], int]:
         position = _BETWEEN_ROWS.match(text, end).end()
     rest = text[position:].strip()
     if rest not in ("", "]"):
-        raise StorageError(f"{path} holds {rest[:20]!r} after {len(rows)} rows, so it is no history; move it away")
+        raise StorageError(f"{path} holds {rest[:20]!r} after {len(rows)} rows, so it is not a history; move it away")
     return rows, 0
 
 

@@ -42,7 +42,7 @@ class Acts:
     def start(self, config: str, name: str, device: str, flags: str) -> str:
         """Raises a UserError. ``flags``: as one would type them."""
         if config not in self.choices():
-            raise SettingsError(f"{config!r} is none of the configuration files here; choose one of the list")
+            raise SettingsError(f"{config!r} is not one of the configuration files here; choose one of the list")
         if name:
             check_name(name)
         try:

@@ -166,7 +166,7 @@ def _messages(text: str) -> list[dict[str, str]]:
     try:
         found = [{"role": one["role"], "content": one["content"]} for one in json.loads(text)]
     except (ValueError, TypeError, KeyError) as error:
-        raise SettingsError("messages is no list of objects with role and content") from error
+        raise SettingsError("messages is not a list of objects with role and content") from error
     if not found or not all(one["role"] in ROLES and isinstance(one["content"], str) for one in found):
         raise SettingsError(f"messages needs one or more, each with a role ({', '.join(ROLES)}) and a text")
     return found

@@ -97,7 +97,7 @@ def look_at(run: Run, machine: Machine) -> Report:
         list(words.facts(found))
         return found
     except Exception as error:
-        return _unreadable(run, f"its files hold what no run writes: {type(error).__name__}: {error}")
+        return _unreadable(run, f"its files contain what no run writes: {type(error).__name__}: {error}")
 
 
 def _unreadable(run: Run, why: str) -> Report:

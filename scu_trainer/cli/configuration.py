@@ -443,7 +443,7 @@ def _named_as_here(config: str, names: Collection[str]) -> tuple[dict[str, Any],
     for key, value in _content(config).items():
         name = str(key).replace("-", "_")
         if name in entries:
-            raise SettingsError(f"{config}: {name} stands there twice, once with hyphens; keep one of them")
+            raise SettingsError(f"{config}: {name} appears twice, once with hyphens; keep one of them")
         entries[name] = value
     try:
         tool = tool_of(entries, names)
@@ -496,7 +496,7 @@ def _check_shape(place: str, value: Any, takes_list: bool, takes_mapping: bool) 
             takes_list or len(value) <= 1,
             f"{place} is a list of {len(value)}; it takes {'a mapping' if takes_mapping else 'one value'}",
         )
-        require(all(map(_is_word, value)), f"{place} has an entry that is no text and no number; take it out")
+        require(all(map(_is_word, value)), f"{place} has an entry that is neither text nor a number; take it out")
     else:
         require(value is None or _is_word(value), f"{place} is {_kind(value)}; it takes text, a number, true or false")
 
@@ -509,7 +509,7 @@ def _is_mixture(name: str, value: Any) -> bool:
 def _check_content(place: str, value: Any) -> None:
     """Of a mapping or a list of sources: what JSON can say."""
     if isinstance(value, dict):
-        require(all(isinstance(key, str) for key in value), f"{place} has a key that is no text; put it in quotes")
+        require(all(isinstance(key, str) for key in value), f"{place} has a key that is not text; put it in quotes")
         value = list(value.values())
     if isinstance(value, list):
         for item in value:
@@ -559,7 +559,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise SettingsError(f"{path} nests too deeply; at most {DEEPEST} levels make sense here") from error
     except (yaml.YAMLError, ValueError, TypeError) as error:  # the latter two for what a tag such as !!int says
-        raise SettingsError(f"{path} is no valid YAML or JSON: {' '.join(str(error).split())[:1000]}") from error
+        raise SettingsError(f"{path} is not valid YAML or JSON: {' '.join(str(error).split())[:1000]}") from error
     if not isinstance(entries, dict):
         found = "nothing" if entries is None else type(entries).__name__
         raise SettingsError(f"{path} holds {found}; it must hold lines like 'learning_rate: 2e-4'")
@@ -586,7 +586,7 @@ def _require_small(root: Optional[yaml.Node]) -> None:
             raise yaml.YAMLError(f"its aliases stand for more than {MOST_VALUES:,} values; write out what is needed")
         if not level:
             return
-    raise yaml.YAMLError(f"it nests deeper than {DEEPEST} levels, or an alias stands inside of what it names")
+    raise yaml.YAMLError(f"it nests deeper than {DEEPEST} levels, or an alias is inside the value that it names")
 
 
 def _children(node: Optional[yaml.Node]) -> Iterator[yaml.Node]:
@@ -603,10 +603,10 @@ class _UniqueKeys(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in getattr(node, "value", ()):
             if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.YAMLError(f"a key is no word, line {key_node.start_mark.line + 1}; write NAME: VALUE")
+                raise yaml.YAMLError(f"a key is not a word, line {key_node.start_mark.line + 1}; write NAME: VALUE")
             key = self.construct_object(key_node, deep=deep)
             if key in seen:
-                raise yaml.YAMLError(f"key {key!r} stands there twice, line {key_node.start_mark.line + 1}")
+                raise yaml.YAMLError(f"key {key!r} appears twice, line {key_node.start_mark.line + 1}")
             seen.add(key)
         return super().construct_mapping(node, deep)
 

@@ -25,29 +25,31 @@ OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT}
 """Errors of the system that the person at the keyboard can put right, wherever they come from."""
 
 COMMANDS = {
-    "train": "train a model; memory is looked after, S measured or steered",
+    "train": "train a model, with memory kept in check and S measured or steered",
     "recipes": "jobs and launch files that come with the package: list them, print one, copy one",
     "launch": "train under accelerate, deepspeed or torchrun, as fits this machine",
     "variants": "memory-efficient paths, each run for a few steps: what it costs; --limit finds one that fits",
-    "import": "a configuration of TRL, LLaMA-Factory, Axolotl or Unsloth as one of ours, every key accounted for",
-    "hardware": "what this machine has: profile, check, monitor, optimize",
-    "plan": "what a job takes of a machine's memory, before it runs, and the fastest settings that fit",
-    "data": "what is learned of a dataset: format, columns, lengths, repetitions, rows with the learned tokens marked",
-    "modes": "how long a job takes in its sizes tiny, standard and extended, from a few measured steps of each",
+    "import": "convert a configuration of TRL, LLaMA-Factory, Axolotl or Unsloth, with every key accounted for",
+    "hardware": "this machine: profile, check, monitor, optimize",
+    "plan": "predict how much memory a job needs, and find the fastest settings that fit",
+    "data": "show what is learned of a dataset: format, columns, lengths, repetitions, rows with the learned "
+    "tokens marked",
+    "modes": "estimate how long a job takes in sizes tiny, standard and extended, from a few measured steps",
     "runs": "train in the background: start, list, status, monitor, logs, stop, resume; alone: a menu",
     "board": "runs in a browser: list, curves, notices; start, stop, resume; two models side by side",
     "eval": "held-out bits per token of a run, an adapter or a base model, with a confidence interval",
     "compare": "controllers against each other at equal tokens, over several seeds: a table and a verdict",
-    "sweep": "a small search, such as learning rate and rank, by Optuna; resumable, with a verdict in the end",
-    "report": "runs or a comparison as plots and one HTML page; --watch while they go on",
-    "chat": "talk to a run, an adapter or a model in the terminal, alone or beside its base",
+    "sweep": "a small search with Optuna, such as learning rate and rank; resumable, with a verdict at the end",
+    "report": "runs or a comparison as plots and one HTML page; --watch while they run",
+    "chat": "talk to a run, an adapter or a model in the terminal, alone or next to its base",
     "generate": "answers to a file of prompts as JSON lines, in batches that fit, resumable",
-    "serve": "a run, an adapter or a model behind OpenAI's HTTP interface, for this machine or with a key",
-    "merge": "the adapter of a run in its base: full weights that need nothing of ours, checked against the adapter",
-    "export": "a run for other programs: safetensors, gguf, ollama, onnx; read back there and compared",
-    "retain": "as much of what was learned as costs no more than a budget on other text, measured",
-    "prune": "a smaller model out of a trained one: least used neurons, heads or channels cut out; what that costs",
-    "push": "a run to the Hub, adapter or merged, with a model card; --dry_run shows every file and byte",
+    "serve": "serve a run, an adapter or a model over OpenAI's HTTP interface, for this machine or with a key",
+    "merge": "merge the adapter of a run into its base: full weights for stock transformers, checked against "
+    "the adapter",
+    "export": "export a run for other programs: safetensors, gguf, ollama, onnx; read back there and compared",
+    "retain": "keep as much of what was learned as a budget on other text allows, measured",
+    "prune": "make a trained model smaller: cut out the least used neurons, heads or channels, and measure the cost",
+    "push": "push a run to the Hub, as an adapter or merged, with a model card; --dry_run shows every file and byte",
 }
 
 MODULES = {
@@ -131,7 +133,7 @@ def _in_words(error: OSError) -> Optional[str]:
     name = "" if error.filename is None else str(error.filename).encode(errors="backslashreplace").decode()
     shown = name if len(name) <= 200 else f"{name[:100]}... ({len(name)} letters)"
     if error.errno in OF_THE_DISK:
-        return f"the disk is full: {shown or 'a file'} cannot be written; free some room, and type the same again"
+        return f"the disk is full: {shown or 'a file'} cannot be written; free some space, and run the command again"
     if error.errno in OF_THE_PATH and name:
         return f"cannot use {shown}: {error.strerror}; check the path and its permissions, or give another one"
     return None

@@ -14,7 +14,7 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError
 
 DESCRIPTION = """\
-Without a name: all of them, each with a sentence. With one: that file, to be read, copied and changed. A recipe's
+Without a name: all of them, each with a sentence. With a name: that file, for you to read, copy and change. A recipe's
 name is as good as its path for --config, a name of ds_configs for --deepspeed."""
 
 
@@ -27,7 +27,7 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("name", nargs="?", metavar="NAME", help="of a file in the list")
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--copy", type=Path, metavar="FILE", help="write it there instead, or into that folder")
-    way.add_argument("--path", action="store_true", help="print where it lies instead, for other programs")
+    way.add_argument("--path", action="store_true", help="print its path instead, for other programs")
     options = parser.parse_args(argv)
     if options.name is None:
         if options.copy is not None or options.path:
@@ -56,7 +56,7 @@ def _copied(path: Path, target: Path) -> Path:
     """Raises SettingsError where a file is there already."""
     target = target / path.name if target.is_dir() else target
     if target.exists():
-        raise SettingsError(f"{target} is there already, and is kept; give another name")
+        raise SettingsError(f"{target} already exists and is kept; give another name")
     if not target.parent.is_dir():
-        raise SettingsError(f"there is no folder {target.parent}; make it, or give another name")
+        raise SettingsError(f"there is no folder {target.parent}; create it, or give another name")
     return Path(shutil.copyfile(path, target))

@@ -156,7 +156,9 @@ def base_subject(subject: Subject) -> Subject:
             raise ModelError(f"{subject.name} was trained from scratch, so it has no base; drop base from --against")
         name = name or _embedded_base(subject)
     else:
-        raise ModelError(f"{subject.name} is neither an adapter nor of a run, so its base is unknown; give its path")
+        raise ModelError(
+            f"{subject.name} is neither an adapter nor part of a run, so its base is unknown; give its path"
+        )
     check_source(name)
     return Subject(name, replace(subject.model, model_name_or_path=name), word=BASE)
 
@@ -167,7 +169,7 @@ def merged_subject(subject: Subject, dtype: str) -> Subject:
     if subject.task != TEXT:
         raise ModelError(f"{subject.name} is of task: {subject.task}, and merged is for {TEXT}; drop it from --against")
     if not is_adapter(Path(subject.source)):
-        raise ModelError(f"{subject.name} is no adapter, so there is nothing to merge; drop merged from --against")
+        raise ModelError(f"{subject.name} is not an adapter, so there is nothing to merge; drop merged from --against")
     return replace(subject, name=f"{subject.name} ({MERGED})", word=MERGED, merge_dtype=dtype)
 
 
@@ -196,9 +198,10 @@ def held_out_settings(subject: Subject, typed: dict[str, Any], seed: int) -> tup
             own = {name: value for name, value in own.items() if name not in WHICH_DOCUMENTS}
         return DataSettings(**{**own, **typed}), subject.run["seed"]
     if not {"dataset", "eval_dataset"} & {*typed}:
-        found = "belongs to no run" if Path(subject.source).exists() else "is no folder here, and a Hub id has no run"
+        found = "belongs to no run" if Path(subject.source).exists() else "is not a folder here, and a Hub id "
+        "has no run"
         raise DataError(
-            f"{subject.name} {found}, so nothing tells which documents to hold out; add --dataset NAME_OR_PATH to "
+            f"{subject.name} {found}, so it is unknown which documents were held out; add --dataset NAME_OR_PATH to "
             "score a split of it, or --eval_dataset NAME_OR_PATH to score all of it"
         )
     return DataSettings(**{"dataset": typed.get("eval_dataset"), **typed}), seed

@@ -21,8 +21,8 @@ from scu_trainer.train.step.distributed.launched import end_with_launcher
 
 MODES = {
     "--print_config": "show the resolved configuration as YAML and stop",
-    "--test_run": "do a few steps of everything in a scratch folder, then say what the full run would take",
-    "--preflight_only": "load everything, look for mistakes, say what was found, and stop",
+    "--test_run": "run a few steps of everything in a scratch folder, then report what the full run would take",
+    "--preflight_only": "load everything, check for mistakes, report them, and stop",
     "--check_requirements": "check versions, devices, memory and disk, and stop",
     "--help_all": "also list every field of transformers.TrainingArguments, and stop",
 }
@@ -56,7 +56,7 @@ def _main(argv: list[str]) -> int:
 
 def _train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int]) -> int:
     if "WORLD_SIZE" in os.environ:
-        raise SettingsError("seeds start processes of their own; drop the launcher, or give one seed: --seed 0")
+        raise SettingsError("seeds start their own processes; drop the launcher, or give one seed: --seed 0")
     from scu_trainer.cli.comparison.seeds import train_seeds
 
     return train_seeds(config, flags, seeds)

@@ -29,7 +29,7 @@ OURS = 1
 """Exit code where a path does not keep what the table promises."""
 
 DESCRIPTION = """\
-Trains each path in fresh processes with the real libraries and all three loops, and prints what it cost beside what it
+Trains each path in fresh processes with the real libraries and all three loops, and prints what it cost and what it
 learned. Without names: all. With --limit: tries them in order of speed and stops at the first that fits."""
 
 PARTS = ("weights", "gradients", "optimizer", "regularization", "activations", "logits", "exchange", "overhead")
@@ -43,12 +43,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="scu-trainer variants", description=DESCRIPTION)
     parser.add_argument("names", nargs="*", metavar="NAME", help="paths to run; default: all")
-    parser.add_argument("--list", action="store_true", help="say what each path is and needs, and stop")
+    parser.add_argument("--list", action="store_true", help="show what each path does and needs, and stop")
     parser.add_argument("--limit", help="memory of the device that may be used, such as 4GB or 39GiB")
     parser.add_argument("--tuning", choices=("lora", "full"), default="lora", help="with --limit: what is trained")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each path")
     parser.add_argument(
-        "--config", type=recipe, help="a job of your own; default: a Llama of 30 million weights on docstrings"
+        "--config", type=recipe, help="your own job; default: a Llama of 30 million weights on docstrings"
     )
     parser.add_argument("--model_name_or_path", "--model-name-or-path", help="train this model instead")
     parser.add_argument("--json", metavar="FILE", help="also write the figures here")
@@ -91,7 +91,7 @@ def _has_gpu() -> bool:
 def _plan(options: argparse.Namespace, scratch: Path) -> VariantPlan:
     config = None if options.config is None else Path(options.config)
     if config is not None and not config.is_file():
-        raise SettingsError(f"cannot read the configuration {config}: it is no file; give a YAML or JSON file")
+        raise SettingsError(f"cannot read the configuration {config}: it is not a file; give a YAML or JSON file")
     extra = () if options.model_name_or_path is None else ("--model_name_or_path", options.model_name_or_path)
     model = None if config is not None or extra else _reference_model()
     if model is None and config is None:

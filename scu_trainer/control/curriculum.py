@@ -194,7 +194,7 @@ def check_methods(methods: Iterable[str]) -> Optional[str]:
         return f"{twice[0]!r} is named {names.count(twice[0])} times; name it once"
     if "none" in names and len(names) > 1:
         others = ", ".join(repr(name) for name in names if name != "none")
-        return f"'none' switches the curriculum off, but {others} stands beside it; remove one of them"
+        return f"'none' switches the curriculum off, but {others} is set too; remove one of them"
     if "acmds" in names and "infobatch" in names:
         return (
             "'acmds' and 'infobatch' both choose samples by difficulty: infobatch lets the samples that it keeps count "

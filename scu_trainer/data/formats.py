@@ -157,7 +157,7 @@ def _pair(row: dict) -> Optional[Read]:
         return _no_pair(row)
     if len(prompts) > 1 or len(answers) > 1:
         raise BadRow(
-            f"has several columns that may be the question or the answer: {', '.join((*prompts, *answers))}. Name "
+            f"has several columns that could be the question or the answer: {', '.join((*prompts, *answers))}. Name "
             f"them, for instance --prompt_column {prompts[0]} --response_column {answers[0]}"
         )
     return _question(row, prompts[0], answers[0], None)
@@ -192,7 +192,7 @@ def _history(value: Any) -> tuple[tuple[str, str], ...]:
     """Of Alpaca: a list of [question, answer]."""
     turns = tuple(tuple(turn) if isinstance(turn, (list, tuple)) else () for turn in value or ())
     if not all(len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns):
-        raise BadRow("column 'history' holds something else than a list of [question, answer]")
+        raise BadRow("column 'history' is not a list of [question, answer]")
     return turns
 
 
@@ -218,7 +218,7 @@ def _refuse_what_would_be_lost(row: dict, content: Content) -> None:
     mark = next((name for name in LABELS if _mark(row.get(name)) is False), None)
     if mark is not None:
         raise BadRow(
-            f"is marked as a bad answer ({mark}: false), and would be learned as a good one; take such rows out, or "
+            f"is marked as a bad answer ({mark}: false), and would be learned as a good one; remove such rows, or "
             "train with TRL's KTOTrainer and our loops (see docs/any_trainer.md)"
         )
 
@@ -230,7 +230,7 @@ def _mark(value: Any) -> Optional[bool]:
 
 
 _PREFERENCE = (
-    "is a pair of a chosen and a rejected answer, and the rejected one is not learned from by this task; train with "
+    "is a pair of a chosen and a rejected answer, and this task does not learn from rejected ones; train with "
     "TRL's DPOTrainer and our loops (see docs/any_trainer.md), or learn the chosen answers alone: "
     "--prompt_column prompt --response_column chosen, or --messages_column chosen where it holds the whole conversation"
 )
@@ -247,7 +247,9 @@ def _present(row: dict, column: str, setting: str) -> str:
 def _only(row: dict, names: Sequence[str], setting: str) -> str:
     found = [name for name in names if name in row]
     if len(found) != 1:
-        raise BadRow(f"has {len(found)} columns that may be meant; name it with --{setting}; {_columns(row)}")
+        raise BadRow(
+            f"has {len(found)} columns that could be meant; name the right one with --{setting}; {_columns(row)}"
+        )
     return found[0]
 
 

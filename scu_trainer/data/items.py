@@ -93,7 +93,9 @@ class ItemCollator:
         places = [place for place in range(len(item)) if place != target] if self.inputs is None else self.inputs
         for place in (*places, *([] if target is None else [target])):
             if not isinstance(place, int) or not -len(item) <= place < len(item):
-                raise DataError(f"items are tuples of {len(item)}; {place!r} is no position in them, allowed: integers")
+                raise DataError(
+                    f"items are tuples of {len(item)}; {place!r} is not a position in them, allowed: integers"
+                )
         parts = {PART.format(number): item[place] for number, place in enumerate(places)}
         return parts if target is None else {**parts, TARGET: item[target]}
 
@@ -164,7 +166,8 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{name} is a {type(value).__name__} that is no tensor ({error}); let the dataset give tensors, arrays or "
+            f"{name} is a {type(value).__name__} that is not a tensor ({error}); let the dataset give tensors, "
+            f"arrays or "
             "numbers, or leave it out with wrap(..., inputs=[...])"
         ) from None
 

@@ -39,7 +39,7 @@ def _json_record(place: str, line: bytes) -> Record:
     return _object_record(place, value, line)
 
 
-TOO_DEEP = f"lists and objects lie in each other deeper than {DEEPEST_ROW} levels"
+TOO_DEEP = f"lists and objects are nested deeper than {DEEPEST_ROW} levels"
 
 
 def _object_record(place: str, value, text: bytes) -> Record:
@@ -128,7 +128,7 @@ def _elements(text: TextIO) -> Iterator[tuple[Any, bytes]]:
         if buffer[following] == "]":
             return
         if buffer[following] != ",":
-            raise ValueError(f"a comma or ] is missing behind {buffer[max(place, end - 40) : end]!r}")
+            raise ValueError(f"a comma or ] is missing after {buffer[max(place, end - 40) : end]!r}")
         place = following + 1
 
 

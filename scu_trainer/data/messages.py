@@ -59,7 +59,7 @@ def tools_of(value: Any) -> Optional[list]:
 
 def _tool(tool: Any) -> dict:
     if not isinstance(tool, dict):
-        raise BadRow("column 'tools' holds something else than objects that describe functions")
+        raise BadRow("column 'tools' is not a list of objects that describe functions")
     is_bare = "function" not in tool and "name" in tool
     return {"type": "function", "function": tool} if is_bare else tool
 
@@ -81,7 +81,7 @@ def _said(item: dict, where: str) -> dict:
     if item["from"] in CALLS:
         calls = _parsed(item["value"]) if isinstance(item["value"], str) else item["value"]
         if not isinstance(calls, (dict, list)):
-            raise BadRow(f"{where} is a {item['from']}, but its value is no JSON object with name and arguments")
+            raise BadRow(f"{where} is a {item['from']}, but its value is not a JSON object with name and arguments")
         return {"role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
     return {"role": item["from"], "content": item["value"]}
 
@@ -108,7 +108,7 @@ def _call(call: Any, where: str) -> dict:
     if isinstance(arguments, str):
         arguments = _parsed(arguments)
     if not isinstance(arguments, dict):
-        raise BadRow(f"the arguments of {function['name']} in {where} are no JSON object")
+        raise BadRow(f"the arguments of {function['name']} in {where} are not a JSON object")
     outer = {key: value for key, value in call.items() if key == "id" and value}
     return {**outer, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 

@@ -172,7 +172,7 @@ READERS = {
 }
 WITHOUT_GZIP = (".parquet", ".arrow", ".feather")
 SUFFIXES = (".txt", *READERS)
-ALLOWED_SUFFIXES = f"{' '.join(SUFFIXES)}; all but the last three also with .gz behind"
+ALLOWED_SUFFIXES = f"{' '.join(SUFFIXES)}; all but the last three also with .gz appended"
 
 _SPLIT_WORD = re.compile(r"^(train|training|validation|valid|val|dev|eval|test)(?![a-z])")
 _SPLIT_NAMES = {

@@ -56,7 +56,9 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
     ) -> None:
         self.lengths = numpy.asarray(lengths, dtype=numpy.int32)
         if not len(self.lengths):
-            raise DataError("the training dataset is empty: there is nothing to plan; check the path and the filters")
+            raise DataError(
+                "the training dataset is empty: so there is nothing to plan; check the path and the filters"
+            )
         self.settings, self.epochs, self.seed, self.rank, self.world = settings, epochs, seed, rank, world
         self.content = content
         self.law = law_of(settings, rows_per_batch)
@@ -212,12 +214,12 @@ def _what_changed(changes: dict[str, tuple[Any, Any]], epoch: int, rows_cut_agai
         was_is = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in changes.items())
         sentences.append(
             f"the checkpoint was written with other settings ({was_is}): epoch {epoch + 1} ends as it was planned, "
-            "later ones follow the new settings; the run is no longer the one that was begun"
+            "later ones follow the new settings; the run is no longer the one that was started"
         )
     if rows_cut_again:
         sentences.append(
-            f"the {rows_cut_again:,} rows that epoch {epoch + 1} has not seen yet are cut again: none is lost, none "
-            "comes twice"
+            f"the {rows_cut_again:,} rows that epoch {epoch + 1} has not seen yet are divided again: none is "
+            f"lost, none repeats"
         )
     return sentences
 

@@ -99,7 +99,7 @@ def _refuse_hub_settings(name: str, wanted: tuple[str, ...], settings: DataSetti
         raise DataError(f"dataset_split is {wanted[-1]!r}, but {name} has no splits; leave dataset_split out")
     if settings.dataset_config_name and len(wanted) == 1:  # one wanted split: the training data, which it belongs to
         raise DataError(
-            f"dataset_config_name is {settings.dataset_config_name!r}, but {name} is no Hub id; leave it out"
+            f"dataset_config_name is {settings.dataset_config_name!r}, but {name} is not a Hub id; leave it out"
         )
 
 
@@ -192,7 +192,7 @@ def _from_text_file(name: str, path: Path, identity: list, text_column: str, wil
     blank_lines, notes = BLANK_TWICE, ()
     if will_split and not has_several_sections(path, BLANK_TWICE) and has_several_sections(path, BLANK_ONCE):
         blank_lines = BLANK_ONCE
-        notes = (f"{path.name} is one document; its paragraphs count as documents, so that some can be held out",)
+        notes = (f"{path.name} is a single document; its paragraphs count as documents, so that some can be held out",)
     read = partial(read_sections, path, text_column, blank_lines)
     return Source(name, [*identity, blank_lines], read, notes=notes)
 
@@ -253,8 +253,9 @@ def _load_from_hub(name: str, split: str, settings: DataSettings, cache_dir: Pat
         )
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
         raise DataError(
-            f"dataset {name!r} is no embedded name ({', '.join(EMBEDDED_DATASETS)}){nearest(name, EMBEDDED_DATASETS)}, "
-            f"no file or folder here, and could not be loaded from the Hub: {error}"
+            f"dataset {name!r} is not an embedded name "
+            f"({', '.join(EMBEDDED_DATASETS)}){nearest(name, EMBEDDED_DATASETS)}, not a file or folder here, "
+            f"and could not be loaded from the Hub: {error}"
         ) from error
 
 
@@ -297,7 +298,7 @@ def _from_splits(name: str, splits: Mapping, wanted: tuple[str, ...], settings: 
     chosen = next((split for split in wanted if split in splits), None)
     if chosen is None:
         raise DataError(
-            f"{name} has the splits {', '.join(splits)}, none of the wanted: {', '.join(wanted)}"
+            f"{name} has the splits {', '.join(splits)}, none of the requested: {', '.join(wanted)}"
             f"{nearest(wanted[-1], splits)}. Choose one with --dataset_split"
         )
     source = build(f"{name} ({chosen})", splits[chosen])

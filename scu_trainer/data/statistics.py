@@ -75,10 +75,10 @@ class DataStatistics:
         ]
         lines += [SourceStatistics(**source).line(so_far) for source in self.sources]
         if self.documents_cut:
-            lines.append(f"{self.documents_cut:,} documents are longer than a row and go on in the next ones")
+            lines.append(f"{self.documents_cut:,} documents are longer than a row and continue in the next ones")
         if self.answers_cut:
             lines.append(
-                f"{self.answers_cut:,} conversations are cut: their answers go on in a row without the question "
+                f"{self.answers_cut:,} conversations are cut: their answers continue in a row without the question "
                 "(a larger block_size or packing: false leaves more of them whole)"
             )
         lines += self._lines_of_losses(so_far)

@@ -88,7 +88,7 @@ def _require_possible(name: str, device: DeviceFacts, who: str) -> None:
         raise RequirementError(f"{who}, but this GPU has no bf16; use mixed_precision: fp16, or auto")
     if name == "fp16" and device.kind == "cpu":
         raise RequirementError(
-            f"{who}, but there is no fp16 training on a CPU (it would go on in float32); "
+            f"{who}, but there is no fp16 training on a CPU (it would silently run in float32); "
             "use mixed_precision: bf16, or auto"
         )
 

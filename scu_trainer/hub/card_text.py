@@ -154,7 +154,7 @@ def _license(facts: Facts, license: str) -> str:
     if license == "not stated" and not facts.base:
         return "Not stated: none was given."
     if license == "not stated":
-        return "Not stated: none was given, and the files of the base name none. Ask whoever published the base."
+        return "Not stated: none was given, and the files of the base name none. Ask the publisher of the base."
     return license
 
 
@@ -168,10 +168,10 @@ def _limits(facts: Facts) -> str:
         "- No benchmark was run, and its output was not looked at for errors, bias or harm.",
         f"- One run with seed {facts.description['seed']}: how much another seed changes was not measured."
         if "seed" in facts.description
-        else "- Nothing is known about its training: no files of a run were beside it.",
+        else "- Nothing is known about its training: there were no run files with it.",
     ]
     if names and {*names} <= {*EMBEDDED_DATASETS}:
         lines.append("- A small model on a small dataset that comes with Python: an example, not a tool.")
     if any(is_local(name, facts.weights) for name in dataset_names(facts.settings.get("dataset"))):
-        lines.append("- The data lie on the machine that trained it, and are not published here.")
+        lines.append("- The data are on the machine that trained it, and are not published here.")
     return "\n".join(["## Limits", "", *lines])

@@ -169,6 +169,6 @@ def again(facts: Facts) -> str:
         return ""
     return (
         "## Again\n\n```\nscu-trainer train --config training_config.json --output_dir runs/again\n```\n\n"
-        "with the training_config.json that lies beside this card. A name that starts with `[local]/` was a path of "
+        "with the training_config.json that is next to this card. A name that starts with `[local]/` was a path of "
         "the machine that trained it; give yours."
     )

@@ -110,8 +110,8 @@ def require_shared_base(facts: Facts, base_id: Optional[str]) -> None:
         return
     base = "the embedded base, which each machine makes for itself" if facts.is_embedded_base else facts.base
     raise HubError(
-        f"the base of this adapter is {base}: whoever downloads the adapter does not have it. Add --merged to push the "
-        "full weights, or --base_model OWNER/NAME if the same base lies on the Hub"
+        f"the base of this adapter is {base}: people who download the adapter do not have it. Add --merged to push the "
+        "full weights, or --base_model OWNER/NAME if the same base is on the Hub"
     )
 
 

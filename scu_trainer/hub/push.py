@@ -135,7 +135,8 @@ def _require_base(api: Any, base_id: str, say: Say) -> None:
         if error.response.status_code == 401:
             raise
         raise HubError(
-            f"the base {base_id} is not on the Hub, or not for this token: whoever downloads the adapter needs it. Add "
+            f"the base {base_id} is not on the Hub, or not for this token: people who download the adapter need "
+            f"it. Add "
             "--merged to push the full weights, or name the base with --base_model OWNER/NAME"
         ) from error
 

@@ -116,7 +116,8 @@ def _named_blocks(model: nn.Module) -> list[nn.Module]:
     for name in named:
         if name not in modules:
             raise ModelError(
-                f"{type(model).__name__}.{NAMES} names {name!r}, which is no module of it{nearest(name, modules)}"
+                f"{type(model).__name__}.{NAMES} names {name!r}, which is not one of its "
+                f"modules{nearest(name, modules)}"
             )
     return [modules[name] for name in named]
 

@@ -55,7 +55,7 @@ def require_same_logits(
         return difference, tolerance
     finer = "" if str(dtype) == "torch.float32" else ", for instance with --dtype float32"
     raise ModelError(
-        f"the merged model is another one than the adapter: its logits differ by {difference:.2g} of the largest, and "
+        f"the merged model is not equal to the adapter: its logits differ by {difference:.2g} of the largest, and "
         f"{tolerance:g} is allowed for {str(dtype).removeprefix('torch.')}; nothing was written. Merge another "
         f"checkpoint{finer}"
     )

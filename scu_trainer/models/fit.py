@@ -17,8 +17,8 @@ def require_fit(model: PreTrainedModel, name: str, token_count: int, longest_row
     rows = embedding_rows(model)
     if rows is not None and token_count > rows:
         raise ModelError(
-            f"the tokenizer has {token_count} tokens, the embedding of {name} has {rows} rows; use the tokenizer that "
-            "belongs to the model"
+            f"the tokenizer has {token_count} tokens, the embedding of {name} has {rows} rows; use the "
+            f"tokenizer that belongs to the model"
         )
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and longest_row > positions:

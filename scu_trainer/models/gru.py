@@ -40,8 +40,9 @@ class CadenceConfig(PretrainedConfig):
     """Sizes of a CADENCE model. ``category_names``: by category id; the first one stands for an unknown category.
 
     ``dropout``: before, between and after the GRU layers. ``category_dropout``: share of the training rows whose
-    category is hidden, so that the model can also speak without one. ``tie_word_embeddings``: the word embedding is the
-    output matrix too (Press and Wolf, 2017, arXiv:1608.05859), ``projection`` leads from hidden to embedding size.
+    category is hidden, so that the model can also speak without one. ``tie_word_embeddings``: use the word embedding
+    as the output matrix as well (Press and Wolf, 2017, arXiv:1608.05859), ``projection`` leads from hidden to
+    embedding size.
     """
 
     model_type = "cadence"

@@ -36,7 +36,7 @@ def declared_leak(config: PretrainedConfig) -> Optional[str]:
     if any(isinstance(name, str) and any(part in name.lower() for part in CARRYING) for name in names):
         return "has layers that carry their state along the row"
     if config.model_type in ALIBI or getattr(config, "alibi", False) is True:
-        return "knows distances (ALiBi) and no positions, at which a document could begin"
+        return "uses distances (ALiBi) instead of positions, so documents cannot be separated"
     return None
 
 

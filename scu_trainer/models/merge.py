@@ -90,7 +90,7 @@ def _merged(full: PreTrainedModel, config, adapter: dict[str, torch.Tensor]) -> 
     try:
         return wrapped.merge_and_unload(safe_merge=True)
     except ValueError as error:  # NaN or infinite
-        raise ModelError(f"the adapter cannot be merged: {error}; take an earlier checkpoint") from error
+        raise ModelError(f"the adapter cannot be merged: {error}; use an earlier checkpoint") from error
 
 
 def _from_state(like: PreTrainedModel, state: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:

@@ -71,7 +71,7 @@ def plan_pruning(model: PreTrainedModel, amount: float, kinds: Sequence[str] = (
     if all(units.kept == units.count for units in plan.units):
         sizes = ", ".join(f"{kind} {counts[0][0]}" for kind, counts in plan.sizes.items())
         raise ModelError(
-            f"amount {amount:g} takes nothing away ({sizes}): it is less than one unit, or the family's config has "
+            f"amount {amount:g} removes nothing ({sizes}): it is less than one unit, or the family's config has "
             "rules for the number of heads; give a larger amount"
         )
     return plan

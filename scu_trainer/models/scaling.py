@@ -19,7 +19,7 @@ Moved = tuple[torch.Tensor, Callable[[float], torch.Tensor]]
 """A weight, and its value by the share of the update."""
 
 REFUSED = {
-    "lora_magnitude_vector": "DoRA, whose update is no product that could be scaled",
+    "lora_magnitude_vector": "DoRA, whose update is not a product that can be scaled",
     "trainable_tokens_delta": "rows of new tokens, which the base does not have",
 }
 
@@ -86,7 +86,7 @@ def _of_weights(model: nn.Module, base: nn.Module) -> Iterator[Moved]:
         if name not in start or start[name].shape != weight.shape:
             found = "lacks it" if name not in start else f"has {tuple(start[name].shape)}"
             raise ModelError(
-                f"{name} has shape {tuple(weight.shape)} and the base {found}; it is no base of this model"
+                f"{name} has shape {tuple(weight.shape)} and the base {found}; it is not the base of this model"
             )
         if not torch.equal(weight.to(start[name].device), start[name]):
             yield _toward(weight, start[name])

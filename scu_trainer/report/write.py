@@ -27,8 +27,8 @@ def check_folder(folder: Path, names: Iterable[str]) -> None:
         foreign.append(LIST)
     if foreign:
         raise StorageError(
-            f"{folder / foreign[0]} is there and no report of ours wrote it; nothing is overwritten: give another "
-            "--output, or move it away"
+            f"{folder / foreign[0]} exists and was not written by scu-trainer report; nothing is overwritten: "
+            f"give another --output, or move it away"
         )
 
 

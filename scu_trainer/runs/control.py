@@ -58,7 +58,7 @@ def check(wish: Wish, root: Path) -> None:
     check_name(wish.name)
     path, options = root / wish.name, wish.options
     if path.exists():
-        raise SettingsError(f"the name {wish.name!r} is in use: {path} is there; give another --name")
+        raise SettingsError(f"the name {wish.name!r} is in use: {path} exists; give another --name")
     if not 0 <= options.nice <= 19:
         raise SettingsError(f"nice is {options.nice}; allowed: 0 (as others) to 19 (last)")
     if options.numa_node not in ("auto", "off") and not options.numa_node.isdecimal():
@@ -163,7 +163,7 @@ def _registered(run: Run, child: Any, hands: Hands) -> RunRecord:
             last = last_error(run.console) or "\n".join(tail(run.console).splitlines()[-3:])
             raise StorageError(f"the process of {run.name} ended at once: {last}; see {run.console}")
         hands.sleep(LOOK_EVERY_S)
-    raise StorageError(f"the process of {run.name} has not come up in {REGISTERS_WITHIN_S:g} s; see {run.console}")
+    raise StorageError(f"the process of {run.name} has not started within {REGISTERS_WITHIN_S:g} s; see {run.console}")
 
 
 # -- going on ----------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def _own_record(run: Run, done: str) -> RunRecord:
     if record is None:
         raise SettingsError(
             f"{run.name} was not started by runs start (no {FOLDER} in {run.path}), so it cannot be {done} from here; "
-            "its own terminal or kill -TERM stops it, and the same command goes on"
+            "its own terminal or kill -TERM stops it, and its own command resumes it"
         )
     return record
 
@@ -275,7 +275,7 @@ def _end_all(record: RunRecord, hands: Hands) -> None:
     while members := family(record.process, record.token, hands.machine):
         if hands.clock() - begun_s > ENDS_WITHIN_S:
             numbers = ", ".join(str(member.pid) for member in members)
-            raise StorageError(f"processes {numbers} do not end: the system has them wait for a device or disk")
+            raise StorageError(f"processes {numbers} do not end: they are waiting for a device or disk")
         for member in members:
             hands.platform.end(member, hands.machine)
         hands.sleep(LOOK_EVERY_S)

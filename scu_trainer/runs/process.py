@@ -209,7 +209,7 @@ class Posix:
         try:
             process.ionice(psutil.IOPRIO_CLASS_BE, 7)
         except (OSError, psutil.Error) as error:
-            failed.append(f"a lower disk priority was not possible: {error}")
+            failed.append(f"the disk priority could not be lowered: {error}")
         return failed
 
     def ask_to_stop(self, process: Identity, machine: Machine) -> bool:

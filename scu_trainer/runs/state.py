@@ -73,13 +73,13 @@ def judge(seen: Evidence) -> RunState:
     if seen.fact == "elsewhere":
         host = seen.record.process.host if seen.record and seen.record.process else "another machine"
         return RunState(
-            "elsewhere", f"it was started on {host}: only there one can see whether it lives; last seen {status}"
+            "elsewhere", f"it was started on {host}: only that machine can tell whether it is alive; last seen {status}"
         )
     if seen.fact == "rebooted":
-        return RunState("rebooted", f"the machine was started again while {_doing(status)}", "reboot")
+        return RunState("rebooted", f"the machine restarted while {_doing(status)}", "reboot")
     if _is_disk_full(seen):
         return RunState(
-            "failed", seen.error or "the disk was full, not even its last words could be written", "disk full"
+            "failed", seen.error or "the disk was full, so its last message could not be written", "disk full"
         )
     if seen.record is not None and seen.record.exit_code is not None:
         return RunState("failed", seen.error or f"ended with exit code {seen.record.exit_code}", "error")
@@ -87,10 +87,13 @@ def judge(seen: Evidence) -> RunState:
         return RunState("failed", seen.error, "error")  # nobody noted the exit code of a launcher
     if seen.fact == "other program":
         return RunState(
-            "killed", f"it ended without last words while {_doing(status)}; its number belongs to another program now",
+            "killed", f"it ended without an error message while {_doing(status)}; another program now has its "
+            f"process number",
             "number re-used",
         )  # fmt: skip
-    return RunState("killed", f"it ended without last words while {_doing(status)}: killed, or out of memory", "killed")
+    return RunState(
+        "killed", f"it ended without an error message while {_doing(status)}: killed, or out of memory", "killed"
+    )
 
 
 def _living(seen: Evidence, status: str) -> RunState:
@@ -99,13 +102,13 @@ def _living(seen: Evidence, status: str) -> RunState:
         ended = _ended(seen, status)
         return replace(ended, detail=ended.detail or "its process is just ending", is_alive=True)
     if seen.fact == "suspended":
-        return RunState(status, "suspended by a signal; kill -CONT lets it go on", is_alive=True)
+        return RunState(status, "suspended by a signal; kill -CONT lets it continue", is_alive=True)
     if status == "queued" and record is not None:
         if record.phase == "training":
             return RunState("starting", "libraries, model and data are being loaded", is_alive=True)
         return RunState("queued", f"waits {record.waiting or 'for its place in the line'}", is_alive=True)
     if status == "running" and seen.is_asked_to_stop:
-        return RunState("stopping", "asked to stop: the step is finished first", is_alive=True)
+        return RunState("stopping", "stopping: the current step finishes first", is_alive=True)
     silent_s = 0.0 if seen.updated_s is None else seen.now_s - seen.updated_s
     if status in ("running", "stopping") and silent_s > SILENT_S:
         return RunState(status, f"not progressing: no news for {silent_s / 60:.0f} minutes", is_alive=True)
@@ -123,7 +126,7 @@ def _ended(seen: Evidence, status: str) -> RunState:
 def _without_process(seen: Evidence) -> RunState:
     """Between the start and the moment in which the process registers itself, or nobody knows of any process."""
     if seen.record is None:
-        return RunState("killed", "no process of it is known, and it has not ended well", "killed")
+        return RunState("killed", "none of its processes is known, and it did not end normally", "killed")
     age_s = seen.now_s - seen.record.asked_s
     if seen.spawner == "alive" or 0 <= age_s < COMING_UP_S:
         return RunState("starting", "its process is coming up", is_alive=True)

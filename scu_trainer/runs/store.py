@@ -133,7 +133,7 @@ def _record(content: Any, path: Path) -> RunRecord:
         return RunRecord(**known)
     except (KeyError, TypeError) as error:
         raise StorageError(
-            f"{path} is no record of a background run ({error}); delete the folder {path.parent}"
+            f"{path} is not the record of a background run ({error}); delete the folder {path.parent}"
         ) from error
 
 

@@ -54,7 +54,7 @@ def lead(run: Run, outside: Outside) -> int:
     try:
         code = supervisor.live()
     except KeyboardInterrupt:
-        code, reason = (INTERRUPTED, None) if supervisor.is_training else (STOPPED, "left the line before it began")
+        code, reason = (INTERRUPTED, None) if supervisor.is_training else (STOPPED, "left the queue before it began")
         supervisor.say_last(code, reason)
         return code
     except UserError as error:
@@ -151,7 +151,7 @@ class _Supervisor:
         try:
             self._settle(code, error)
         except StorageError as failure:  # a full disk: whoever asks for the status finds the cause in the log
-            print(f"the last words were not written: {failure}", file=sys.stderr, flush=True)
+            print(f"the last message was not written: {failure}", file=sys.stderr, flush=True)
 
     def _settle(self, code: int, error: Optional[str]) -> None:
         status = self.run.status().get("status")

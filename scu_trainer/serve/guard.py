@@ -16,7 +16,7 @@ ROUTES = {CHAT: "POST", COMPLETIONS: "POST", MODELS: "GET", HEALTH: "GET"}
 
 STRANGERS = {
     FOREIGN_HOST: "the header Host names another server",
-    FOREIGN_ORIGIN: "a web page of another site asked for this",
+    FOREIGN_ORIGIN: "this request came from a web page of another site",
 }
 
 POLICY_VIOLATION = 1008
@@ -60,7 +60,7 @@ class Guard:
     def _check_key(self, header: str) -> None:
         scheme, _, given = header.partition(" ")
         if scheme.lower() != "bearer" or not is_same_secret(given.strip(), self._key):
-            said = "another key than that of this server was given" if given else "this server asks for a key"
+            said = "the key does not match the key of this server" if given else "this server requires a key"
             raise BadRequest(
                 f"{said}; send it in the header Authorization, after the word Bearer",
                 code="invalid_api_key",

@@ -41,7 +41,7 @@ class Asker:
     def forwarded(self, path: str, body: Any) -> dict[str, Any]:
         """Raises BadRequest."""
         if not isinstance(body, dict):
-            raise BadRequest("the body is no JSON object")
+            raise BadRequest("the body is not a JSON object")
         self._check_model(body.get("model"))
         _check_fields(body)
         numbers = {name: _number(body, name, kind) for name, kind in NUMBERS.items() if body.get(name) is not None}

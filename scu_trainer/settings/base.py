@@ -120,10 +120,10 @@ def short(value: Any) -> str:
 
 def check_text(name: str, text: str, *, is_name: bool) -> None:
     """Reject a text that holds what neither files nor libraries take; ``is_name``: also one too long for a path."""
-    require("\0" not in text, f"{name} is {short(text)}, with a NUL character, which no name can hold; take it out")
+    require("\0" not in text, f"{name} is {short(text)}, with a NUL character, which names cannot contain; take it out")
     require(
         _is_unicode(text),
-        f"{name} is {short(text)}, whose bytes are no UTF-8; give the file or folder a name in UTF-8 (mv, or convmv)",
+        f"{name} is {short(text)}, which is not valid UTF-8; give the file or folder a name in UTF-8 (mv, or convmv)",
     )
     if not is_name:
         return
@@ -135,7 +135,7 @@ def check_text(name: str, text: str, *, is_name: bool) -> None:
     )
     require(
         not text.startswith("~") or os.path.expanduser(text) != text,
-        f"{name} is {short(text)}, and nobody here has that home; write ./{text[:40]} for a file of that name",
+        f"{name} is {short(text)}, and there is no user of that name; write ./{text[:40]} for a file of that name",
     )
 
 

@@ -19,26 +19,26 @@ class CurriculumSettings:
 
     curriculum: str = option(
         "none",
-        "none: uniform; token_budget: batches of equal tokens and similar lengths; noise_guard: leaves out rows whose "
-        "loss says that they are wrong, and lists them; acmds: difficulty follows memory and epoch; infobatch: "
-        "unbiased pruning of easy rows; length_warmup: rows are cut short at first. Several: joined with '+'",
+        "none: uniform; token_budget: batches of equal tokens and similar lengths; noise_guard: leaves out rows "
+        "whose loss suggests that they are wrong, and lists them; acmds: difficulty follows memory and epoch; "
+        "infobatch: unbiased pruning of easy rows; length_warmup: rows are cut short at first. Join several with '+'",
     )
     token_budget: Optional[int] = option(
         None, "padded tokens per batch and device; default: as many batches as per_device_train_batch_size makes"
     )
     difficulty_alpha: float = option(0.3, "weight of the newest loss in a sample's running average")
     difficulty_window: int = option(
-        1000, "acmds: samples after which it looks at memory and scores again, within the epoch; not epochs"
+        1000, "acmds: check memory and scores again after this many samples (not epochs), within the epoch"
     )
     difficulty_stale_epochs: int = option(
-        3, "epochs after which a score counts as stale; acmds shows every sample at least once in them"
+        3, "epochs after which a score counts as stale; acmds shows every sample at least once in this many epochs"
     )
-    noise_guard_max_fraction: float = option(0.5, "noise_guard: never leaves out more than this share of the rows")
+    noise_guard_max_fraction: float = option(0.5, "noise_guard: largest share of the rows that it leaves out")
     noise_guard_readmit_fraction: float = option(
-        0.1, "noise_guard: share of the rows left out that is trained on again each epoch, so that scores are renewed"
+        0.1, "noise_guard: share of the rows left out that is trained on again each epoch to renew their scores"
     )
     infobatch_prune_ratio: float = option(0.5, "infobatch: probability that a row below the mean loss is left out")
-    infobatch_final_fraction: float = option(0.125, "infobatch: share of the epochs, the last ones, that see all rows")
+    infobatch_final_fraction: float = option(0.125, "infobatch: share of the epochs, at the end, that see all rows")
     acmds_fraction: float = option(0.75, "acmds: share of the rows that an epoch sees")
     length_warmup_steps: float = option(0.3, "length_warmup: steps, or below 1 their share of the run")
     length_warmup_start: int = option(64, "length_warmup: tokens per row in the first step")

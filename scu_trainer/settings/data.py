@@ -25,30 +25,33 @@ class DataSettings:
     )
     dataset_config_name: Optional[str] = option(None, "configuration of a Hub dataset")
     dataset_split: str = option("train", "split to train on")
-    eval_dataset: Optional[str] = option(None, "held-out data of its own, same kinds as dataset; default: a split")
+    eval_dataset: Optional[str] = option(
+        None, "a separate held-out dataset, same kinds as dataset; default: a split of dataset"
+    )
     validation_split_percentage: float = option(5.0, "share of the documents held out when eval_dataset is not given")
     sample_prompts: int = option(
-        3, "held-out prompts that the model answers before training, at each evaluation and after; 0: none"
+        3, "number of held-out prompts that the model answers before training, at each evaluation and after; 0: none"
     )
-    sample_max_new_tokens: int = option(48, "longest answer to them")
-    max_eval_documents: Optional[int] = option(None, "cap on held-out documents")
-    streaming: bool = option(False, "read a Hub dataset or large files as they come; needs max_steps")
+    sample_max_new_tokens: int = option(48, "most tokens of each answer to sample_prompts")
+    max_eval_documents: Optional[int] = option(None, "most held-out documents")
+    streaming: bool = option(False, "read a Hub dataset or large files while training; needs max_steps")
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = option(
         "first_exhausted",
-        "an epoch of a mixture with weights: no row twice (first_exhausted) or every row at least once (all_exhausted)",
+        "when an epoch of a weighted mixture ends: before any row repeats (first_exhausted), or once every row "
+        "was seen (all_exhausted)",
     )
     text_column: str = option("text", "column with plain text")
     prompt_column: Optional[str] = option(None, "column with the question; default: instruction, question, prompt, ...")
     response_column: Optional[str] = option(None, "column with the answer; default: output, response, answer, ...")
     system_column: Optional[str] = option(None, "column with the system message; default: system, system_prompt")
     messages_column: Optional[str] = option(None, "column with a conversation; default: messages, conversations")
-    dataset_size: Optional[int] = option(None, "cap on documents, taken before the split")
+    dataset_size: Optional[int] = option(None, "most documents to use, applied before the split")
     block_size: int = option(512, "tokens per training row")
-    packing: bool = option(True, "fill rows with several documents, one after the other")
+    packing: bool = option(True, "fill each row with several documents, one after another")
     isolate_documents: Optional[bool] = option(
         None,
-        "packed documents do not see each other; default: so where the model can, and no packing where it cannot; "
-        "false: packed whatever they see",
+        "keep packed documents from seeing each other; default: yes if the model can, and no packing if it "
+        "cannot; false: pack in any case",
     )
     completion_only_loss: bool = option(True, "prompt/completion rows: learn the completion's tokens only")
     assistant_only_loss: bool = option(True, "chat rows: learn the assistant's tokens only")
@@ -58,7 +61,7 @@ class DataSettings:
     )
     skip_bad_rows: bool = option(False, "count and skip unreadable rows instead of stopping at the first")
     preprocessing_num_workers: int = option(1, "processes that tokenize")
-    cache_dir: Optional[str] = option(None, "where tokenized data and the embedded base are kept")
+    cache_dir: Optional[str] = option(None, "folder for tokenized data and the embedded base")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dataset", dataset_of(self.dataset))
@@ -68,7 +71,8 @@ class DataSettings:
         named = [name for name in ("prompt_column", "response_column") if getattr(self, name) is not None]
         require(
             self.messages_column is None or not named,
-            f"messages_column and {' and '.join(named)} both say where the content stands; keep one of the two ways",
+            f"messages_column and {' and '.join(named)} both name the column with the content; keep one of the "
+            f"two ways",
         )
         for name in ("dataset_size", "max_eval_documents"):
             value = getattr(self, name)

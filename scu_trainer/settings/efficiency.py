@@ -23,26 +23,26 @@ class EfficiencySettings:
 
     ema_decay: Optional[float] = option(
         None,
-        "keep an exponential moving average of the trained weights with this decay, for instance 0.999; evaluations "
-        "and the final model use it, checkpoints keep the weights themselves as well",
+        "keep an exponential moving average of the trained weights with this decay, for instance 0.999; "
+        "evaluations and the final model use the average, checkpoints also keep the weights themselves",
     )
     use_muon: bool = option(
         False,
-        "Muon for the matrices inside of the model, AdamW for embeddings, output layer, norms and biases, at one "
+        "Muon for the matrices inside the model, AdamW for embeddings, output layer, norms and biases, at one "
         "learning rate",
     )
-    channels_last: bool = option(False, "keep pictures and filters of convolutions with their channels last in memory")
+    channels_last: bool = option(False, "store pictures and convolution filters with their channels last in memory")
     cudnn_benchmark: bool = option(
         False,
-        "on CUDA, let cuDNN time its convolutions for each new size of pictures and keep the fastest; sizes should not "
-        "change, and results may differ between runs in the last bits",
+        "on CUDA, let cuDNN time its convolutions for each new picture size and keep the fastest; use it if "
+        "sizes do not change; results may differ between runs in the last bits",
     )
     keep_freed_memory: bool = option(
         False,
-        "on a CPU, what a step frees stays with the process for the next one; the system would zero it again",
+        "on a CPU, keep memory that a step frees for the next step; otherwise the system zeroes it again",
     )
     lr_step_size: Optional[int] = option(
-        None, "epochs after which the learning rate is multiplied by lr_gamma, again and again (torch's StepLR)"
+        None, "multiply the learning rate by lr_gamma every this many epochs (torch's StepLR)"
     )
     lr_milestones: Optional[list[float]] = option(
         None,
@@ -57,13 +57,14 @@ class EfficiencySettings:
     )
     peak_tflops: Optional[float] = option(
         None,
-        "peak of one device in TFLOP/s that throughput is compared with; default: the maker's figure for a known GPU, "
+        "peak of one device in TFLOP/s that throughput is compared with; default: the manufacturer's figure for "
+        "a known GPU, "
         "a measured matrix product on a CPU",
     )
     predict_memory: bool = option(
         True,
-        "before training, run a step on shapes alone (some seconds at most) and say how much memory it should take; "
-        "scu_metrics.json has it beside what was measured",
+        "before training, run a step on shapes alone (a few seconds at most) and report how much memory it "
+        "should take; scu_metrics.json has the prediction and the measurement",
     )
     profile_steps: int = option(
         0, "record this many optimizer steps, after a short warm-up, with the PyTorch profiler: logs/profile/"
@@ -77,9 +78,7 @@ class EfficiencySettings:
             peak is None or (math.isfinite(peak) and peak > 0),
             f"peak_tflops is {peak}; it must be above 0, such as 312",
         )
-        require(
-            peak is None or self.throughput, "peak_tflops is what throughput is compared with; add throughput: true"
-        )
+        require(peak is None or self.throughput, "peak_tflops has an effect only with throughput; add throughput: true")
         require(self.profile_steps >= 0, f"profile_steps is {self.profile_steps}; it must be 0 or more")
         self._check_schedule()
 
@@ -116,13 +115,13 @@ def check_efficiency(efficiency: EfficiencySettings, training: TrainingArguments
     """Raise SettingsError for settings that contradict the stock arguments."""
     require(
         efficiency.ema_decay is None or not (training.load_best_model_at_end and training.save_only_model),
-        "ema_decay and load_best_model_at_end need the averages of the best checkpoint, and save_only_model keeps "
-        "none; leave save_only_model out",
+        "ema_decay and load_best_model_at_end need the averages of the best checkpoint, and save_only_model "
+        "does not keep them; drop save_only_model",
     )
     require(
         not (efficiency.cudnn_benchmark and training.full_determinism),
-        "cudnn_benchmark picks what is fastest in the moment, and full_determinism wants the same each time; keep one "
-        "of them",
+        "cudnn_benchmark picks whatever is fastest at the moment, and full_determinism needs the same choice "
+        "each time; keep one of them",
     )
     _check_one_schedule(efficiency, training)
     if efficiency.use_muon:
@@ -133,12 +132,12 @@ def _check_muon(training: TrainingArguments) -> None:
     optim = getattr(training.optim, "value", training.optim)
     require(
         optim in ("adamw_torch", "adamw_torch_fused") and not training.optim_args,
-        f"use_muon takes the place of optim: {optim}{' and its optim_args' if training.optim_args else ''}; leave "
+        f"use_muon replaces optim: {optim}{' and its optim_args' if training.optim_args else ''}; leave "
         "optim and optim_args out",
     )
     require(
         not training.deepspeed and not training.fsdp,
-        "use_muon needs each matrix whole, and DeepSpeed and FSDP cut them; leave use_muon out",
+        "use_muon needs whole matrices, and DeepSpeed and FSDP split them; drop use_muon",
     )
 
 

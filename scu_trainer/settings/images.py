@@ -16,15 +16,16 @@ class ImageSettings:
     """Which classifier of images, and what it sees."""
 
     architecture: Literal["resnet18", "resnet50", "resnet101", "efficientnet_b0"] = option(
-        "resnet18", "image classifier that is made from scratch; model_name_or_path wins"
+        "resnet18", "image classifier to train from scratch; model_name_or_path overrides it"
     )
     image_size: Optional[int] = option(
         None,
-        "pixels per side; default: what a loaded model was trained with, else the size of the first image, rounded up "
+        "pixels per side; default: the size that a loaded model was trained with, else the size of the first "
+        "image, rounded up "
         "to 32, 64, 96, 128 or 224",
     )
     image_channels: Optional[int] = option(
-        None, "1: images become gray, 3: RGB; default: what a loaded model takes, else 3"
+        None, "1: gray images, 3: RGB; default: the channels of a loaded model, else 3"
     )
     image_column_name: Optional[str] = option(None, "column with images; default: image, img, or the only such column")
     label_column_name: Optional[str] = option(

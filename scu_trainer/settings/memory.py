@@ -30,21 +30,19 @@ class MemorySettings:
         "padded tokens per micro-batch (rows, for inputs without a length); auto: the longest row, or what keeps the "
         "device busy; default: auto with memory_control, no splitting without",
     )
-    min_batch_size: int = option(1, "rows per micro-batch: never fewer, whatever memory says")
-    max_batch_size: Optional[int] = option(
-        None, "rows per micro-batch: never more; default: bounded by token_cap alone"
-    )
+    min_batch_size: int = option(1, "fewest rows per micro-batch, even if memory is short")
+    max_batch_size: Optional[int] = option(None, "most rows per micro-batch; default: limited only by token_cap")
     target_headroom_gb: Union[float, str] = option(
         "8%", "memory that stays free, in GiB, or as a share of the limit ('8%%')"
     )
     gc_threshold_gb: Optional[float] = option(
         None,
-        "below this many GiB free at the peak of a step, memory is collected at once; default: a quarter of "
+        "collect garbage at once if fewer GiB than this are free at the peak of a step; default: a quarter of "
         "target_headroom_gb",
     )
     ram_threshold_gb: Optional[float] = option(
         None,
-        "beside a GPU: GiB of main memory in use from which on it is collected, looked at every 20 steps; default: 92 "
+        "with a GPU: collect garbage when this many GiB of main memory are in use, checked every 20 steps; default: 92 "
         "%% of it",
     )
     pid_kp: float = option(1.0, "proportional gain: ln(micro-batch size) per unit of used fraction below the target")
@@ -52,7 +50,7 @@ class MemorySettings:
     pid_kd: float = option(0.2, "derivative gain, optimizer steps")
     batch_mode: Literal["chunk", "logical"] = option(
         "chunk",
-        "chunk: memory moves the micro-batch, the logical batch stays; logical: memory moves the logical batch itself, "
+        "chunk: memory sizes the micro-batch, the logical batch stays; logical: memory sizes the logical batch itself, "
         "between min_batch_size and max_batch_size rows per device, which changes the optimization",
     )
     batch_size_lr_rule: Literal["sqrt", "linear", "none"] = option(
@@ -63,10 +61,10 @@ class MemorySettings:
     chunked_loss: Literal["auto", "always", "never"] = option(
         "auto",
         "causal language models: cross-entropy straight from the hidden states, some tokens at a time, so that logits "
-        "never exist as a whole; same loss and gradient up to rounding. auto: from a vocabulary of 16,384 on",
+        "never exist as a whole; same loss and gradient up to rounding. auto: for vocabularies of 16,384 words or more",
     )
     memory_limit_gb: Optional[float] = option(
-        None, "GiB of the training device that each process may use at most; default: all that is there"
+        None, "most GiB of the training device that each process may use; default: all of it"
     )
     max_gpu_mem: Optional[Union[float, str]] = option(
         None, "device_map: weights on each GPU, in GiB or as '4GB'; default: what accelerate finds free"
@@ -90,7 +88,7 @@ class MemorySettings:
         )
         require(
             limit is None or self.memory_control,
-            "memory_limit_gb is what memory control keeps to; set memory_control: true, or drop it",
+            "memory_limit_gb has an effect only with memory control; set memory_control: true, or drop it",
         )
         check_fields(self)
         require(self.min_batch_size >= 1, f"min_batch_size is {self.min_batch_size}; it must be 1 or more")

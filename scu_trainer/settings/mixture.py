@@ -43,7 +43,7 @@ def dataset_of(value: Union[str, list]) -> Union[str, list]:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise SettingsError(
-            f"dataset is {short(value)}, which begins as a list and is no valid JSON ({error}); write "
+            f"dataset is {short(value)}, which starts like a list but is not valid JSON ({error}); write "
             '\'[{"dataset": "a.jsonl", "weight": 3}, {"dataset": "b.jsonl", "weight": 1}]\', or ./ before the name '
             "of a file that begins with ["
         ) from error

@@ -31,35 +31,35 @@ class ModelSettings:
     """Which model is tuned, and which of its weights."""
 
     model_name_or_path: Optional[str] = option(
-        None, "folder with a config.json, or a Hub id; default: a small Granite hybrid, made once and cached"
+        None, "model folder with a config.json, or a Hub id; default: a small Granite hybrid, trained once and cached"
     )
     model_revision: Optional[str] = option(None, "branch, tag or commit on the Hub")
     trust_remote_code: bool = option(
-        False, "run Python code that comes with the model; its files are named, with their hashes, before they run"
+        False, "run Python code that comes with the model; the log names its files and their hashes first"
     )
     allow_pickle: bool = option(
         False,
-        "also read weights that are stored as pickle files (tensors only), and checkpoints of other runs whose files "
-        "can hold code (DeepSpeed, sharded FSDP)",
+        "also read weights stored as pickle files (tensors only), and checkpoints of other runs whose files can "
+        "contain code (DeepSpeed, sharded FSDP)",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
-        "type of the frozen weights; with tuning: full of the trained ones, which in bfloat16 take half the bytes, and "
-        "an optimizer that keeps small steps, chosen where none is named",
+        "type of the frozen weights; with tuning: full, of the trained weights (bfloat16 takes half the bytes "
+        "and needs an optimizer that keeps small steps, which is chosen unless you name one)",
     )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
         "auto",
-        "arithmetic of training: bf16 or fp16 autocast, or no: that of the weights. auto: what bf16, fp16 or the "
-        "launcher say, else the fastest safe one of the device",
+        "precision of training: bf16 or fp16 autocast, or no: the type of the weights. auto: follow bf16, fp16 "
+        "or the launcher, else the fastest safe one of the device",
     )
     attn_implementation: Optional[str] = option(
-        None, "sdpa, eager, flash_attention_2, ...; default: flash attention where it is installed and runs, else sdpa"
+        None, "sdpa, eager, flash_attention_2, ...; default: flash attention if it is installed and runs, else sdpa"
     )
     checkpoint_every_layer: bool = option(
-        False, "keep only the inputs of each layer and compute its inside again in backward: less memory, more time"
+        False, "keep only the inputs of each layer and recompute the rest in the backward pass: less memory, more time"
     )
     tuning: Literal["full", "lora", "qlora"] = option(
-        "lora", "train all weights; low-rank adapters; or adapters over weights that are stored in 4 or 8 bits"
+        "lora", "full: train all weights; lora: low-rank adapters; qlora: adapters over weights stored in 4 or 8 bits"
     )
     tuning_path: Literal["given", "auto"] = option(
         "given",
@@ -86,7 +86,7 @@ class ModelSettings:
         "(VeRA)",
     )
     adapter_name_or_path: Optional[str] = option(
-        None, "folder of an adapter of model_name_or_path that training goes on with; its own configuration counts"
+        None, "folder of an adapter of model_name_or_path to train further; its own configuration applies"
     )
     use_rslora: bool = option(
         False, "scale adapters by lora_alpha / sqrt(lora_r): high ranks learn as fast as low ones"
@@ -98,15 +98,15 @@ class ModelSettings:
         "the base weights",
     )
     loraplus_lr_ratio: Optional[float] = option(
-        None, "LoRA+: how many times faster B learns than A, such as 16; learning_rate is that of A"
+        None, "LoRA+: how many times faster B learns than A, such as 16; learning_rate is the rate of A"
     )
     modules_to_save: Optional[list[str]] = option(
-        None, "names of modules that are trained as they are beside adapters, and saved with them, such as lm_head"
+        None, "names of modules to train whole along with the adapters, and save with them, such as lm_head"
     )
     exclude_modules: Optional[list[str]] = option(None, "names of modules that get no adapter")
     layers_to_transform: Optional[list[int]] = option(None, "numbers of the layers that get adapters, from 0")
     new_tokens: Optional[list[str]] = option(
-        None, "tokens that the tokenizer gets; their rows of the embedding are trained, beside adapters too"
+        None, "tokens to add to the tokenizer; their rows of the embedding are trained, also with adapters"
     )
     trainable_parameters: Optional[list[str]] = option(
         None, "tuning: full: regular expressions of the names of the weights that are trained; default: all"
@@ -116,14 +116,18 @@ class ModelSettings:
     )
     teacher: Optional[str] = option(
         None,
-        "run, folder or Hub id of a trained model of the same task whose answers are learned as well as the data "
-        "(distillation); it has the same tokenizer or classes, is not trained, and is not saved",
+        "run, folder or Hub id of a trained model of the same task to learn from in addition to the data "
+        "(distillation); it must have the same tokenizer or classes, and is neither trained nor saved",
     )
-    teacher_weight: float = option(0.5, "share of the loss that is the distance to the teacher; the rest is the task's")
+    teacher_weight: float = option(
+        0.5, "weight of the distance to the teacher in the loss; the rest is the loss of the task"
+    )
     teacher_temperature: float = option(
-        2.0, "by what logits of both are divided before they are compared; higher: also what the teacher finds unlikely"
+        2.0,
+        "divisor of both models' logits before they are compared; higher values also weigh what the "
+        "teacher finds unlikely",
     )
-    embedded_base_steps: int = option(240, "optimizer steps that make the embedded base model, once")
+    embedded_base_steps: int = option(240, "optimizer steps to train the embedded base model, once")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -155,7 +159,7 @@ class ModelSettings:
         odd = next((name for name in OF_ADAPTERS if self.tuning == "full" and self._given(name)), None)
         require(odd is None, f"{odd} is about adapters, and tuning is full, which has none; drop it, or tuning: lora")
         odd = next((name for name in OF_LORA if self.peft_type == "vera" and self._given(name)), None)
-        require(odd is None, f"{odd} is LoRA's, and peft_type is vera, which has no such thing; drop one of them")
+        require(odd is None, f"{odd} is LoRA's, and peft_type is vera, which does not have it; drop one of them")
         odd = next((n for n in PATTERNS if self.tuning != "full" and self._given(n)), None)
         require(odd is None, f"{odd} is for tuning: full; adapters are put by lora_target_modules, exclude_modules")
         for name in PATTERNS:
@@ -164,16 +168,16 @@ class ModelSettings:
         ratio = self.loraplus_lr_ratio
         require(ratio is None or ratio >= 1, f"loraplus_lr_ratio is {ratio}; it must be 1 or more, such as 16")
         tokens = self.new_tokens or []
-        require(all(tokens), "new_tokens has an empty one; take it out")
-        require(len({*tokens}) == len(tokens), f"new_tokens names one twice: {', '.join(tokens)}; keep one of them")
+        require(all(tokens), "new_tokens contains an empty token; remove it")
+        require(len({*tokens}) == len(tokens), f"new_tokens lists a token twice: {', '.join(tokens)}; keep one of them")
 
     def _check_initial(self) -> None:
         initial = self.init_lora_weights
         if initial.startswith("pissa_niter"):
             require(
                 False,
-                f"init_lora_weights is {initial}, a decomposition that is drawn by chance: at each load another part "
-                "would be taken out of the base, and a saved adapter would not fit it; pissa is the exact one",
+                f"init_lora_weights is {initial}, a random decomposition: each load would subtract a different "
+                f"part from the base, and a saved adapter would not fit; use pissa, which is exact",
             )
         require(
             initial in INITIAL,
@@ -203,4 +207,4 @@ def _check_patterns(name: str, patterns: Sequence[str]) -> None:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise SettingsError(f"{name} has {pattern!r}, which is no regular expression: {error}") from error
+            raise SettingsError(f"{name} has {pattern!r}, which is not a regular expression: {error}") from error

@@ -37,30 +37,33 @@ class RegularizationSettings:
     )
     target_s: Union[float, str, None] = option(
         None,
-        "target of S, between 0 and 1, or 'auto' (needs held-out data); none (the default): S is measured and nothing "
-        "is steered",
+        "target of S, between 0 and 1, or 'auto' (needs held-out data); none (the default): S is only measured",
     )
     measure: Literal["effective", "factors"] = option(
         "effective", "LoRA: squared norm of the effective update scale*B*A, or of the factors A and B themselves"
     )
-    prior: Literal["init", "zero"] = option("init", "weights toward which lambda shrinks: the start of training, or 0")
+    prior: Literal["init", "zero"] = option(
+        "init", "weights toward which lambda decays: those at the start of training, or 0"
+    )
     sigma: float = option(0.1, "standard deviation of the Gaussian prior around w0, in units of a weight")
     tokens: Optional[int] = option(
-        None, "N, the tokens that the description of the weights is spread over; default: supervised training tokens"
+        None,
+        "N, the number of tokens that the description of the weights is spread over; default: supervised "
+        "training tokens",
     )
     stop_at_target: bool = option(False, "end training when S reaches target_s (early stop without held-out data)")
     hold_steps: int = option(
-        0, "with stop_at_target: instead of ending at once hold S for this many steps while the rate decays to 0"
+        0, "with stop_at_target: hold S for this many steps while the rate decays to 0, instead of ending at once"
     )
     control_frequency: int = option(
         1,
-        "optimizer steps between two decisions of the controller; where nothing is steered S is measured as it is "
-        "logged",
+        "optimizer steps between two decisions of the controller; if nothing is steered, S is measured when it "
+        "is logged",
     )
     ema_alpha: Optional[float] = option(
         None, "weight of the newest value: in the average of DataBPT (model law, 0.05) or of S (original law, 0.1)"
     )
-    time_constant: float = option(10.0, "model law: steps in which an error of logit(S) is taken back")
+    time_constant: float = option(10.0, "model law: steps within which an error of logit(S) is corrected")
     growth_alpha: float = option(0.2, "model law: weight of the newest growth of logit(S) in its running average")
     max_shrink: float = option(0.1, "largest fraction of (w - w0) removed by one optimizer step, decoupled actuator")
     kp: float = option(0.8, "original law: proportional gain on S - target")
@@ -127,7 +130,7 @@ class RegularizationSettings:
             )
         require(
             not (self.stop_at_target and self.target_s == "auto"),
-            "scu_stop_at_target needs a number as scu_target_s; 'auto' already finds its own turning point",
+            "scu_stop_at_target needs a number as scu_target_s; 'auto' already finds the turning point itself",
         )
         require(
             not (self.hold_steps and not self.stop_at_target),
@@ -154,8 +157,8 @@ class RegularizationSettings:
         needs += ["stop_at_target"] if self.stop_at_target and self.target_s is None and self.steers else []
         require(
             not needs,
-            f"scu_{needs[0] if needs else ''} has an effect only with a target, and without scu_target_s nothing is "
-            f"steered: S is measured only; add scu_target_s: 0.1 (or auto), or drop scu_{needs[0] if needs else ''}",
+            f"scu_{needs[0] if needs else ''} has an effect only with a target, and without scu_target_s S is "
+            f"only measured; add scu_target_s: 0.1 (or auto), or drop scu_{needs[0] if needs else ''}",
         )
 
     @property
@@ -193,22 +196,22 @@ class RetentionSettings:
     retain: Optional[str] = option(
         None,
         "text that must not be forgotten: an embedded name, a file, a folder or a Hub id, as for dataset; its "
-        "documents are parted into those that are measured, those that may be trained on, those that give the verdict",
+        "documents are split into one part to measure on, one to train on, and one for the verdict",
     )
     retain_budget_bits: float = option(
-        0.02, "bits per token on it that may be lost, against the model that training begins with"
+        0.02, "most bits per token that may be lost on it, compared with the model before training"
     )
     retain_actuator: Literal["auto", "replay", "lambda"] = option(
         "auto",
-        "what keeps it while training: rows of it added to the batches (replay), or the decay toward the start of the "
-        "regularization loop (lambda); auto: replay where there is enough of it to train on",
+        "how to keep it during training: add rows of it to the batches (replay), or use the decay toward the "
+        "initial weights (lambda); auto: replay if there is enough of it to train on",
     )
-    retain_max_share: float = option(0.5, "of the rows of a batch that may be replayed ones, at most")
-    retain_documents: int = option(2000, "documents of retain that are read, at most")
+    retain_max_share: float = option(0.5, "largest share of the rows of a batch that are replayed")
+    retain_documents: int = option(2000, "most documents of retain to read")
     retain_frequency: Optional[int] = option(
-        None, "optimizer steps between two measurements; default: as many as cost 2 %% of the time of training"
+        None, "optimizer steps between two measurements; default: as often as costs 2 %% of the training time"
     )
-    retain_stop: bool = option(False, "end the run where the budget cannot be held, instead of only saying so")
+    retain_stop: bool = option(False, "end the run if the budget cannot be held, instead of only reporting it")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -19,40 +19,38 @@ class SafetySettings:
 
     resume: bool = option(
         True,
-        "go on with the unfinished run of the same configuration that output_dir holds; --no_resume begins another "
-        "one beside it",
+        "resume the unfinished run of the same configuration in output_dir; --no_resume starts another one next to it",
     )
     weights_only: bool = option(
-        False, "also resume from a checkpoint without optimizer state: its weights, with a fresh optimizer"
+        False, "also resume from a checkpoint without optimizer state: take its weights, with a fresh optimizer"
     )
     preflight: Literal["stop", "warn", "off"] = option(
         "stop",
-        "what a mistake that is found before the first step does: stop the run, only report it, or not be looked for",
+        "what to do about mistakes found before the first step: stop the run, warn only, or do not check (off)",
     )
     save_epochs: Optional[int] = option(
-        None, "with save_strategy: epoch, a checkpoint after so many epochs, and at the end; default: after each"
+        None,
+        "with save_strategy: epoch, save a checkpoint every this many epochs, and at the end; default: every epoch",
     )
     early_stopping_patience: Optional[int] = option(
         None,
-        "end after so many evaluations in a row without a better metric_for_best_model (default: the held-out loss), "
+        "end after this many evaluations in a row without a better metric_for_best_model (default: the held-out loss), "
         "and keep the best model",
     )
-    early_stopping_threshold: float = option(0.0, "by how much a better figure must be better to count")
+    early_stopping_threshold: float = option(0.0, "smallest improvement that counts")
     max_nonfinite_steps: int = option(
         3,
-        "optimizer steps one after the other whose loss or gradient is no finite number: each is skipped and counted, "
-        "one more ends the run with a checkpoint from before; 0 ends it at the first",
+        "how many optimizer steps in a row may have a loss or gradient that is not finite: each is skipped and "
+        "counted; one more ends the run with a checkpoint from before; 0 ends it at the first",
     )
-    divergence: Literal["stop", "warn", "off"] = option(
-        "warn", "what a training loss that has left its own course for good does"
-    )
+    divergence: Literal["stop", "warn", "off"] = option("warn", "what to do when the training loss diverges for good")
     divergence_factor: float = option(
-        2.0, "times the best running mean of the training loss at which the run is said to diverge"
+        2.0, "the run counts as diverging when the running mean of its training loss is this many times its best"
     )
     grace_period_s: Optional[float] = option(
         None,
-        "seconds after a first SIGTERM or Ctrl-C in which the step and the checkpoint must be done, for instance 30 "
-        "under Slurm or Kubernetes; then the run ends with the checkpoint that it has; default: no limit",
+        "seconds after a first SIGTERM or Ctrl-C for finishing the step and the checkpoint, for instance 30 "
+        "under Slurm or Kubernetes; after that the run ends with the checkpoint that it has; default: no limit",
     )
 
     def __post_init__(self) -> None:
@@ -96,8 +94,8 @@ def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:
         _require_checkpoint_of_best(_word(training.eval_strategy), strategy, training.eval_steps, training.save_steps)
     require(
         safety.save_epochs in (None, 1) or not training.load_best_model_at_end,
-        f"save_epochs: {safety.save_epochs} may leave out the best checkpoint that load_best_model_at_end wants; leave "
-        "one of them out",
+        f"save_epochs: {safety.save_epochs} may leave out the best checkpoint that load_best_model_at_end "
+        f"needs; drop one of them",
     )
 
 
@@ -144,7 +142,7 @@ def _require_checkpoint_of_best(
     that lies between two, and leaves another model without a word."""
     require(
         evaluates != "no",
-        "early_stopping_patience looks at evaluations, and eval_strategy is no; set eval_strategy: steps or epoch, or "
+        "early_stopping_patience needs evaluations, and eval_strategy is no; set eval_strategy: steps or epoch, or "
         "drop early_stopping_patience",
     )
     require(

@@ -46,14 +46,15 @@ class SensorSettings:
 
     synthetic: bool = option(
         False,
-        f"train on generated recordings in which no branch alone tells the class; the same as dataset: {SYNTHETIC}",
+        f"train on generated recordings whose class no single branch can determine; the same as dataset: {SYNTHETIC}",
     )
     num_classes: Optional[int] = option(
         None, "number of classes; default: those found in the manifest, 9 for synthetic recordings (a square number)"
     )
     branches: Optional[list[str]] = option(
         None,
-        f"what the model looks at, of {', '.join(BRANCHES)}; default: {', '.join(DEFAULT_BRANCHES)}, or those of the "
+        f"the inputs that the model uses, of {', '.join(BRANCHES)}; default: {', '.join(DEFAULT_BRANCHES)}, or "
+        f"those of the "
         "trained model",
     )
     sensor_samples: int = option(1500, "synthetic recordings that are generated, before the split")
@@ -63,16 +64,18 @@ class SensorSettings:
     sensor_fusion_layers: int = option(2, "cross-attention layers that join the branches")
     sensor_heads: int = option(4, "attention heads")
     sensor_channels: int = option(16, "channels of the first convolution of a branch that looks at frames")
-    sensor_patch: int = option(4, "kinematics: points of time that make one token")
+    sensor_patch: int = option(4, "kinematics: points in time per token")
     sensor_dropout: float = option(0.0, "dropout inside the transformers")
     report_head: bool = option(
-        False, "also learn to write the short text that recordings have as their report; a trained model keeps its head"
+        False, "also learn to write the short report of each recording; a trained model keeps its head"
     )
     report_weight: Optional[float] = option(
-        None, "of the loss of the report (nats per word) beside that of the class; default: 1, or the trained model's"
+        None,
+        "weight of the report's loss (nats per word) relative to the loss of the class; default: 1, or "
+        "the trained model's",
     )
     checkpoint_branches: Optional[list[str]] = option(
-        None, "branches (and fusion) whose blocks keep only their inputs and compute the rest again in backward"
+        None, "branches (and fusion) whose blocks keep only their inputs and recompute the rest in the backward pass"
     )
     frozen_branches: Optional[list[str]] = option(
         None, "tuning: full: branches (and fusion) of a trained model that stay as they are"
@@ -83,12 +86,12 @@ class SensorSettings:
         f"{', '.join(WITH_TRANSFORMER)}; default: all that the model has",
     )
     branch_devices: Optional[Union[dict, str]] = option(
-        None, 'branches that lie and are computed on a device of their own, for instance {"geometry": "cpu"}'
+        None, 'branches to store and compute on a separate device, for instance {"geometry": "cpu"}'
     )
     offload_linears_mb: Optional[float] = option(
         None,
-        "tuning: lora: frozen linear layers of at least this many MiB lie in main memory, or in "
-        "offload_linears_folder, and are fetched whenever they run",
+        "tuning: lora: keep frozen linear layers of at least this many MiB in main memory, or in "
+        "offload_linears_folder, and fetch them when they run",
     )
     offload_linears_folder: Optional[str] = option(None, "folder on a fast disk for the offloaded linear layers")
 

@@ -77,8 +77,8 @@ def require_mixable(data: DataSettings, task: str) -> None:
     """Raise SettingsError for a list of datasets and a task that cannot mix them."""
     require(
         not data.is_mixture or task == TEXT,
-        f"dataset is a list of {len(data.sources)} sources ({data.shown_dataset}); task: {TEXT} alone mixes sources, "
-        f"and task is {task}; give one dataset",
+        f"dataset is a list of {len(data.sources)} sources ({data.shown_dataset}); task: {TEXT} only mixes "
+        f"sources, and task is {task}; give one dataset",
     )
 
 
@@ -87,20 +87,20 @@ class TaskSettings:
     """Which of the tasks, on what scale."""
 
     task: Literal["text-generation", "image-classification", "word-generation", "sensor-classification"] = option(
-        TEXT, "what is trained: a causal language model, an image classifier, a GRU over words, a classifier of sensors"
+        TEXT, "what to train: a causal language model, an image classifier, a GRU over words, a classifier of sensors"
     )
     preset: Optional[str] = option(
         None, "values for a kind of machine, which file and flags override; images: gpu, cpu, memory_efficient"
     )
     seeds: Optional[list[int]] = option(
         None,
-        "train the job once with each of these seeds, one after the other, each in a folder of its own below "
+        "train the job once with each of these seeds, one after another, each in its own folder below "
         "output_dir, and report mean and spread",
     )
     mode: Optional[str] = option(
         None,
-        "values for a size of job: tiny, standard, extended. In the file the file's other lines override them; typed "
-        "as a flag they override the file",
+        "values for a size of job: tiny, standard, extended. In a file, its other lines override them; as a "
+        "flag, they override the file",
     )
 
     def __post_init__(self) -> None:

@@ -18,16 +18,16 @@ class WordSettings:
     category_column: Optional[str] = option(
         "category", "column with the category of a text; empty: the model knows no categories"
     )
-    lowercase: bool = option(True, "words are the same in capital and small letters")
-    vocabulary_size: int = option(10_000, "most words that are known; the rarest others become <unk>")
-    min_word_count: int = option(2, "times that a word stands in the training texts before it is known")
+    lowercase: bool = option(True, "treat capital and small letters as the same")
+    vocabulary_size: int = option(10_000, "largest number of words in the vocabulary; rarer words become <unk>")
+    min_word_count: int = option(2, "how often a word must occur in the training texts to enter the vocabulary")
     embedding_size: int = option(128, "size of the word embedding")
     category_embedding_size: int = option(64, "size of the category embedding")
     gru_hidden_size: int = option(256, "size of the recurrent state")
-    gru_layers: int = option(1, "recurrent layers, one above the other")
+    gru_layers: int = option(1, "number of stacked recurrent layers")
     gru_dropout: float = option(0.2, "dropout before, between and after the recurrent layers")
     category_dropout: float = option(0.1, "share of the training rows whose category is hidden from the model")
-    tie_embeddings: bool = option(True, "the word embedding is the output matrix too")
+    tie_embeddings: bool = option(True, "use the word embedding as the output matrix as well")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -39,8 +39,8 @@ class AnswerSettings:
         require(self.top_p is None or 0 < self.top_p <= 1, f"top_p is {self.top_p}; allowed: above 0, up to 1")
         require(self.top_k is None or self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 or more")
         drawn = [name for name in ("temperature", "top_p", "top_k") if getattr(self, name) is not None]
-        require(not (self.do_sample is False and drawn), f"{', '.join(drawn)} act where tokens are drawn; drop "
-                "do_sample: false")  # fmt: skip
+        require(not (self.do_sample is False and drawn), f"{', '.join(drawn)} have an effect only when tokens "
+        f"are sampled; drop do_sample: false")  # fmt: skip
 
     def config(self, talker: Talker) -> GenerationConfig:
         own = {name: value for name, value in asdict(self).items() if value is not None and name != "seed"}
@@ -57,7 +57,7 @@ class AnswerSettings:
         config = self.config(talker)
         if not config.do_sample:
             return "greedy: each token is the most likely one (--temperature 0.7 draws)"
-        return f"drawn at temperature {config.temperature:g}, top_p {config.top_p:g}, seed {self.seed}"
+        return f"sampled at temperature {config.temperature:g}, top_p {config.top_p:g}, seed {self.seed}"
 
 
 def fitted(

@@ -106,13 +106,13 @@ class Loop(TrainerCallback):
 
     @property
     def is_over(self) -> bool:
-        """Whether this loop has ended the training. One that goes on from a checkpoint of that moment takes no step."""
+        """Whether this loop has ended the training. Resumed from that checkpoint, it takes no step."""
         return False
 
     # -- an epoch, a step ----------------------------------------------------------------------------------------------
 
     def resume_position(self, checkpoint: str, position: tuple[int, int]) -> tuple[int, int]:
-        """(epoch to go on with, batches of it that are done). ``position``: as the loops before this one have it."""
+        """(epoch to resume in, batches of it that are done). ``position``: as the loops before this one have it."""
         return position
 
     def begin_epoch(self, epoch: int, skipped_batches: int) -> Mapping[str, int]:
@@ -139,7 +139,7 @@ class Loop(TrainerCallback):
         own, scaled alike. None: all of it."""
 
     def on_nonfinite(self, error: NonFiniteLoss) -> Optional[NoReturn]:
-        """No finite loss could be had of a step. May raise a better error, after a checkpoint."""
+        """A step has no finite loss. May raise a better error, after a checkpoint."""
 
     def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
         """``loss``: of an accumulation batch, detached, on the device, as the stock ``training_step`` returns it.
@@ -214,7 +214,7 @@ class Loop(TrainerCallback):
             self.history.append(row)
 
     def rows_stand_until(self, step: int) -> int:
-        """Step up to which rows of an earlier start are kept by a training that goes on from ``step``."""
+        """Step up to which rows of an earlier start are kept by a run that resumes from ``step``."""
         return step
 
 

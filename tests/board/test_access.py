@@ -185,7 +185,7 @@ def test_a_configuration_beside_the_list_is_not_read(site, root, tmp_path):
     (tmp_path / "other.yaml").write_text("output_dir: runs/other\n")
     for config in (tmp_path / "other.yaml", tmp_path / "runs" / ".." / "recipe.yaml"):
         answer = site.ask("/start", "POST", data={"config": str(config), "device": "cpu", "flags": "--max_stepz 1"})
-        assert answer.status_code == 409 and "is none of the configuration files here" in answer.text
+        assert answer.status_code == 409 and "is not one of the configuration files here" in answer.text
     assert list(root.iterdir()) == []
 
 

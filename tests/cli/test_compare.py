@@ -203,7 +203,7 @@ def test_a_table_of_something_else(tmp_path, capsys):
     path = tmp_path / "comparison.json"
     path.write_text("{}")
     assert compare.main(["--table", str(tmp_path)]) == 2
-    assert f"{path} is no comparison of this version" in capsys.readouterr().err
+    assert f"{path} is not a comparison of this version" in capsys.readouterr().err
     assert compare.main([f"--table={tmp_path}", "--list"]) == 2
     assert "takes no other option" in capsys.readouterr().err
 

@@ -75,7 +75,7 @@ def test_beside_the_run_and_scored_like_the_adapter(folder, capsys):
         assert evaluate.main([str(folder / name), *data]) == 0
         bits.append(json.loads(capsys.readouterr().out)["model"]["bpt"]["value"])
     assert bits[0] == pytest.approx(bits[1], abs=1e-5)
-    assert "is there already; remove it, or give another folder with --output" in refused(capsys, folder / "lora")
+    assert "already exists; remove it, or give another folder with --output" in refused(capsys, folder / "lora")
 
 
 # -- nothing is written ------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_too_little_memory_is_told_before_anything_is_loaded(folder, tmp_path, c
     monkeypatch.setattr(probe, "ram_bytes", lambda: (2**30, 2**20))
     monkeypatch.setattr(merge, "_merged", lambda *arguments: pytest.fail("began to merge"))
     told = refused(capsys, folder / "lora", "--output", tmp_path / "merged")
-    assert "of main memory (two float32 copies beside the model), and 1.0 MiB are free" in told
+    assert "of main memory (two float32 copies and the model), and 1.0 MiB are free" in told
     assert list(tmp_path.iterdir()) == []
 
 

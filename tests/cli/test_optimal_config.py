@@ -65,7 +65,7 @@ def test_a_background_run_without_a_file_takes_the_one_of_this_machine(here, cap
     monkeypatch.setattr(runs, "start", lambda wish, root, hands: wishes.append(wish) or _record())
     assert runs.main(["start", "--max_steps", "3"]) == 0
     assert wishes[0].name == "mine" and wishes[0].config.startswith("tuning: lora")
-    assert "optimal_config.yaml is read, for there is no --config" in capsys.readouterr().out
+    assert "optimal_config.yaml is used, because there is no --config" in capsys.readouterr().out
 
 
 def _record():

@@ -164,11 +164,11 @@ def test_trl_and_unsloth_keep_their_defaults():
         ("stage: sft\ndataset: pairs\n", "dataset: pairs holds preferences"),
         (
             "stage: sft\ndataset: identiti\n",
-            "identiti does not stand in data/dataset_info.json .did you mean 'identity'",
+            "identiti is not in data/dataset_info.json .did you mean 'identity'",
         ),
         ("stage: sft\nbase_model: b\n", "keys are of several programs.*--from llama-factory or axolotl"),
         ("learning_rate: 1\n", "no key of it is one of TRL, LLaMA-Factory, Axolotl or Unsloth's alone"),
-        ("stage: sft\nfinetuning_type: oft\n", "finetuning_type: oft is no kind of adapter"),
+        ("stage: sft\nfinetuning_type: oft\n", "finetuning_type: oft is not an adapter type"),
         ("stage: sft\nfinetuning_type: full\nquantization_bit: 4\n", "without adapters nothing would be trained"),
         ("base_model: a\nsequence_len: 9\ndatasets: x\n", "datasets: it is no list of datasets"),
         ("base_model: a\nsequence_len: 9\nval_set_size: 200\n", "200 is a number of documents"),

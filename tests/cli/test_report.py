@@ -133,7 +133,7 @@ def test_what_is_no_run_is_refused_with_what_is_allowed(capsys, tmp_path):
     assert "did you mean 'first'" in refused(capsys, "frist", "--root", tmp_path / "runs")
     assert "is given twice" in refused(capsys, tmp_path / "runs/first", tmp_path / "runs" / ".." / "runs" / "first")
     assert "not a number of seconds" in refused(capsys, tmp_path / "runs/first", "--watch", "0")
-    assert "runs stand before --watch" in refused(capsys, "--watch", tmp_path / "runs/first")
+    assert "give the runs before --watch" in refused(capsys, "--watch", tmp_path / "runs/first")
     assert "did you mean '--output'" in refused(capsys, tmp_path / "runs/first", "--otput", "x")
     assert "required: RUN" in refused(capsys)
     study = make_comparison(tmp_path / "study")
@@ -219,7 +219,7 @@ def test_watching_follows_a_run_from_nothing_to_its_end(capsys, tmp_path, quick)
     assert 'data-reload-s="5.0"' in seen[3] and "20 of 60" in seen[3]
     assert len(seen) == 4 and "data-reload-s" not in page.read_text() and "60 of 60" in page.read_text()
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("watching every 5 s") and said[1] == f"{run} is not there yet: waiting for it"
+    assert said[0].startswith("watching every 5 s") and said[1] == f"{run} does not exist yet: waiting for it"
 
 
 def be_alive(run) -> None:
@@ -234,7 +234,7 @@ def test_a_folder_that_training_has_only_claimed_is_waited_for(capsys, tmp_path)
     run = tmp_path / "run"
     run.mkdir()
     (run / "_run.lock").write_text("1")
-    assert "no directory of a run" in refused(capsys, run)
+    assert "not the directory of a run" in refused(capsys, run)
     assert command.main([str(run), "--watch"], sleep=interrupt_at_once) == 0
     assert [path.name for path in run.iterdir()] == ["_run.lock"]
 

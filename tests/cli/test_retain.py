@@ -141,4 +141,4 @@ def test_a_base_that_is_another_model(tuned, anchor, tmp_path, capsys):
     tokenizer.save_pretrained(tmp_path / "other")
     words = [tuned, "--base", tmp_path / "other", "--anchor", anchor, "--budget_bits", "0.1"]
     code, _, err = retained(capsys, *words, "--output_dir", tmp_path / "out")
-    assert code == 2 and "it is no base of this model" in err and not (tmp_path / "out").exists()
+    assert code == 2 and "it is not the base of this model" in err and not (tmp_path / "out").exists()

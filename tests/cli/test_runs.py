@@ -70,10 +70,10 @@ def test_from_start_to_resume(place, capsys):
     assert "running" in said and "queued (1 ahead)" in said and max(map(len, said.splitlines())) <= 80
     assert typed("stop", "long", "long-2") == 0
     said = capsys.readouterr().out
-    assert "long: the step is finished and a checkpoint written ..." in said
-    assert "long: stopped; checkpoint-" in said and "long-2: stopped (left the line before it began)" in said
+    assert "long: finishing the step and writing a checkpoint ..." in said
+    assert "long: stopped; checkpoint-" in said and "long-2: stopped (left the queue before it began)" in said
     assert typed("stop", "long") == 0 and "long is not running: stopped" in capsys.readouterr().out
-    assert typed("resume", "long") == 0 and "long goes on from checkpoint-" in capsys.readouterr().out
+    assert typed("resume", "long") == 0 and "long resumes from checkpoint-" in capsys.readouterr().out
     reaches("long", "running")
     assert typed("stop", "long", "--now") == 0 and "ended at once" in capsys.readouterr().out
     assert typed("resume", "long-2") == 0
@@ -201,7 +201,7 @@ def test_leaving_the_monitor_leaves_the_run(by_hand, capsys):
         raise KeyboardInterrupt
 
     assert subject.main(["monitor", "by_hand"], stand_in.hands(sleep=leave)) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "by_hand goes on in the background"
+    assert capsys.readouterr().out.splitlines()[-1] == "by_hand keeps running in the background"
 
 
 def test_the_live_screen_fits_80_columns(by_hand):

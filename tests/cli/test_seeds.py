@@ -72,7 +72,7 @@ def test_one_that_fails_does_not_lose_the_others():
     # by hand: mean 7, standard deviation sqrt(2), t(0.975, 1) = 12.706 and sqrt(2) / sqrt(2) = 1
     assert "over 2 seeds: mean 7.000, standard deviation 1.414" in said and "-5.706 to 19.706" in said
     assert "2 seeds are few: the interval reaches 12.7 standard errors" in said
-    assert command.spread(runs[1:2]) == ["0 of 1 seeds with a held-out figure: no spread can be told"]
+    assert command.spread(runs[1:2]) == ["0 of 1 seeds with a held-out figure: too few for a spread"]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_axes_are_ranges_and_choices():
     [
         ([], "--search is missing"),
         (["learning_rat=1:2"], "which is no field .did you mean 'learning_rate'"),
-        (["lora_r"], "is no axis; write NAME=LOW:HIGH"),
+        (["lora_r"], "is not a search axis; write NAME=LOW:HIGH"),
         (["lora_r=4"], "needs two different values"),
         (["lora_r=4,4"], "needs two different values"),
         (["lora_r=8:4"], "8 is not below 4"),
@@ -69,7 +69,7 @@ def test_killed_in_the_middle_no_trial_counts_twice(job, tmp_path, capsys):  # n
     base = (out / "runs" / "base" / "run.json").read_bytes()
     assert cli(words) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "trial 0 goes on: it had begun" in printed and "best: trial" in printed
+    assert "trial 0 resumes: an earlier start" in printed and "best: trial" in printed
     assert "it is the best of 2 on the documents that chose it" in printed
     assert (out / "runs" / "base" / "run.json").read_bytes() == base
     rows = json.loads((out / sweep.TABLE).read_text())
@@ -122,7 +122,7 @@ def test_who_leaves_the_line_is_out_of_it(waiting):
         found.asked = 1
 
     found.hands = Hands(sleep=interrupt)
-    with pytest.raises(Stopped, match="stopped in the waiting line"), found._turn():
+    with pytest.raises(Stopped, match="stopped while waiting"), found._turn():
         pytest.fail("it was not its turn")
     assert [place.process.pid for place in Line("cpu").waiting()] == [other.pid]
 

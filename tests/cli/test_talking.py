@@ -196,7 +196,7 @@ def test_cut_anywhere_it_is_whole_again(folder, prompts, tmp_path, capsys):
         assert run(*generate(folder, prompts, output)) == 0
         assert output.read_bytes() == whole, end
         torn = end > 0 and whole[end - 1 : end] != b"\n"
-        assert ("a torn last line is answered again" in capsys.readouterr().err) == torn
+        assert ("the last line is incomplete and is answered again" in capsys.readouterr().err) == torn
 
 
 def test_answers_to_something_else_are_kept(folder, prompts, tmp_path, capsys):

@@ -349,7 +349,7 @@ def test_a_stream_with_held_out_data_of_its_own(mixed, files, jsonl):
         ([{"dataset": "a", "dataset_size": 0}], r"entry 1 of dataset \(a\): dataset_size is 0"),
         ([{"dataset": "a", "text_column": 3}], "text_column: 3; it takes text"),
         ([{"dataset": "a", "name": "a b"}], "the name 'a b'; it takes letters"),
-        ('[{"dataset": "a"', "begins as a list and is no valid JSON"),
+        ('[{"dataset": "a"', "starts like a list but is not valid JSON"),
         ("", "dataset is empty"),
     ],
 )

@@ -330,7 +330,7 @@ REFUSED = {
     ),
     "arguments that are no object": (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "now"}}]}]},
-        "arguments of f in message 1 of 'messages' are no JSON object",
+        "arguments of f in message 1 of 'messages' are not a JSON object",
     ),
 }
 
@@ -350,7 +350,7 @@ def test_rows_without_a_template_are_plain_text(prepared, jsonl, tokenizer, monk
         "<|bos|>2 + 3?\n\n2 + 3 = 5\n#### 5<|eos|>",
     ]
     assert list(data.statistics.formats) == [
-        "question and answer (question, answer) as plain text, for there is no chat template"
+        "question and answer (question, answer) as plain text, because there is no chat template"
     ]
 
 

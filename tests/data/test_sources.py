@@ -97,7 +97,7 @@ def test_folder_with_files_named_by_split(source, tmp_path):
     assert texts(result) == ["train-0", "train-1"]
     assert texts(result.held_out) == ["val"]
     assert texts(source(folder, dataset_split="test")) == ["test"]
-    with pytest.raises(DataError, match="has the splits test, train, validation, none of the wanted: tain"):
+    with pytest.raises(DataError, match="has the splits test, train, validation, none of the requested: tain"):
         source(folder, dataset_split="tain")
 
 
@@ -151,7 +151,7 @@ def test_a_mistyped_path_names_its_neighbour(source, jsonl):
 
 def test_an_unknown_name_offers_the_nearest_embedded_one(source):
     with pytest.raises(
-        DataError, match=r"'python_doc' is no embedded name .*did you mean 'python_docs'.* from the Hub"
+        DataError, match=r"'python_doc' is not an embedded name .*did you mean 'python_docs'.* from the Hub"
     ):
         source("python_doc")
 

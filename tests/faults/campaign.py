@@ -202,7 +202,7 @@ def killed_until_done(words: list[str], run: Path, log: Path, choose: Callable[[
         has_checkpoint = not is_finished and any(fault_of_files(path) is None for path in checkpoints(run))
         child = _start(words, run, log, *choose(start))
         ended = child.wait()
-        went_on = "going on from" in ended.said
+        went_on = "resuming from" in ended.said
         resumed += went_on
         missed += has_checkpoint and not went_on and "documents:" in ended.said  # said after what is gone on from
         if ended.code == 0:

@@ -59,7 +59,7 @@ def test_within_a_run_and_between_two_starts(site, tmp_path, jump_s):
     assert status["step"] >= 6 and status["updated"][:4] != status["started"][:4]
     set_times(run, time.time() - jump_s, time.time() + jump_s)
     ended = started(words, tmp_path / "log", lambda: Clock(-jump_s))
-    assert ended.code == 0 and f"going on from {run / 'checkpoint-6'}" in ended.said, ended.said
+    assert ended.code == 0 and f"resuming from {run / 'checkpoint-6'}" in ended.said, ended.said
     same_result(site, run)
 
 
@@ -69,5 +69,5 @@ def test_the_run_that_made_way_is_found_although_it_seems_older(site, tmp_path):
     words = site.flags(run)
     assert started(words, tmp_path / "log", lambda: jump_then_die(-YEAR_S, -YEAR_S)).code == -9
     ended = started(words, tmp_path / "log", lambda: Clock(-YEAR_S))
-    assert ended.code == 0 and f"going on from {second / 'checkpoint-6'}" in ended.said, ended.said
+    assert ended.code == 0 and f"resuming from {second / 'checkpoint-6'}" in ended.said, ended.said
     same_result(site, second)

@@ -193,7 +193,7 @@ def test_a_full_disk_ends_the_run_which_goes_on_with_room(site, tmp_path):
         assert ended.code == 2 and "error: the disk is full" in ended.said, ended.said
         (disk.folder / FILLER).unlink()
         ended = started(site.flags(run), log)
-        assert ended.code == 0 and f"going on from {run / 'checkpoint-3'}" in ended.said, ended.said
+        assert ended.code == 0 and f"resuming from {run / 'checkpoint-3'}" in ended.said, ended.said
         same_result(site, run)
 
     on_a_disk(scene, tmp_path / "scene")

@@ -62,7 +62,7 @@ def test_killed_after_the_checkpoint_at_which_it_stops_it_takes_no_step_more(sit
 
     assert campaign.Child(act, tmp_path / "log").wait().code == -signal.SIGKILL
     ended = campaign.Child(lambda: campaign.train(site.flags(run, **STOPS_EARLY)), tmp_path / "log").wait()
-    assert ended.code == 0 and "going on from" in ended.said, ended.said
+    assert ended.code == 0 and "resuming from" in ended.said, ended.said
     _same_end(run, whole)
 
 

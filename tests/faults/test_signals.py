@@ -29,7 +29,7 @@ def test_a_step_a_checkpoint_and_exit_3(site, tmp_path, number):
     assert status["status"] == "stopped" and f"stopped by {number.name} after step" in ended.said
     assert [path.name for path in run.glob("checkpoint-*")] == [f"checkpoint-{status['step']}"]
     ended = campaign.Child(lambda: campaign.train(words), tmp_path / "log").wait()
-    assert ended.code == 0 and "going on from" in ended.said, ended.said
+    assert ended.code == 0 and "resuming from" in ended.said, ended.said
     same_result(site, run)
 
 

@@ -94,7 +94,7 @@ def test_a_dead_process_and_its_workers_keep_nobody_out(site, tmp_path):
         assert worker.is_running()
     finally:
         worker.kill()
-    assert ended.code == 0 and f"going on from {run / 'checkpoint-6'} (--no_resume starts over)" in ended.said, (
+    assert ended.code == 0 and f"resuming from {run / 'checkpoint-6'} (--no_resume starts over)" in ended.said, (
         ended.said
     )
     same_result(site, run)
@@ -124,7 +124,7 @@ def test_other_settings_go_beside_and_are_named(site, run, tmp_path):
 
 def test_settings_that_change_no_weight_do_not_matter(site, run, tmp_path):
     ended = started(site.flags(run, logging_steps=3, save_steps=6, grace_period_s=30), tmp_path / "log")
-    assert ended.code == 0 and f"going on from {run / 'checkpoint-6'}" in ended.said, ended.said
+    assert ended.code == 0 and f"resuming from {run / 'checkpoint-6'}" in ended.said, ended.said
     assert "changed since" not in ended.said
     same_result(site, run)
 
@@ -168,7 +168,7 @@ def test_other_data_under_the_same_name_are_found(site, run, tmp_path):
     for folder in run.glob("checkpoint-*"):
         assert (folder / "manifest.json").is_file()
     said = begun(site.flags(run, dataset=documents), tmp_path / "log", "changed since checkpoint-6: data was ")
-    assert "rows may be seen twice or not at all" in said and f"going on from {run}" in said
+    assert "rows may be seen twice or not at all" in said and f"resuming from {run}" in said
 
 
 def test_killed_before_anything_was_saved_it_starts_again_there(site, tmp_path):

@@ -80,7 +80,7 @@ def test_a_process_that_took_over_the_number_is_not_the_run(tmp_path, worker):
     target = find_target(name)
     assert not target.is_alive and read_run(target) is None
     assert target.ending().startswith(
-        f"run {name} is gone: its process {worker.pid} ended without a word at step 3 of 9"
+        f"run {name} is gone: its process {worker.pid} ended without a message at step 3 of 9"
     )
 
 

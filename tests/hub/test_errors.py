@@ -35,7 +35,7 @@ def answer(status: int, text: str = "no") -> Exception:
         (httpx2.ReadTimeout("timed out"), "broke (timed out); type the same command again", True),
         (ConnectionResetError(104, "reset by peer"), "broke ([Errno 104] reset by peer)", True),
         (OfflineModeIsEnabled("no"), "HF_HUB_OFFLINE is set", False),
-        (HFValidationError("no such name"), "repo_id 'me/x' is no name of the Hub: no such name", False),
+        (HFValidationError("no such name"), "repo_id 'me/x' is not a valid Hub name: no such name", False),
         (ValueError("Invalid metadata in README.md.\n- license"), "the Hub refuses the model card: Invalid", False),
         (hf_xet.XetAuthenticationError("401"), "the storage of the Hub does not accept the token", False),
     ],

@@ -232,7 +232,7 @@ def test_what_a_device_map_does_not_go_with(changes, words):
 @pytest.mark.parametrize("launcher", ["DEEPSPEED", "FSDP"])
 def test_the_same_from_a_launcher(monkeypatch, launcher):
     monkeypatch.setenv(f"ACCELERATE_USE_{launcher}", "true")
-    with pytest.raises(SettingsError, match="both decide where weights lie"):
+    with pytest.raises(SettingsError, match="both decide where weights are placed"):
         refuse_unsound(ModelSettings(device_map="auto"), stock())
 
 

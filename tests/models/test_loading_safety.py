@@ -208,7 +208,7 @@ def test_code_in_a_stock_checkpoint_never_runs(tmp_path, marker, name):
     torch.save({"state": Trap(marker)}, checkpoint / name)
     (checkpoint / MANIFEST).unlink()  # which would tell of the change first
     with pytest.raises(
-        CheckpointError, match=r"checkpoint-1 is damaged or holds more than tensors.*go on from another"
+        CheckpointError, match=r"checkpoint-1 is damaged or holds more than tensors.*resume from another"
     ):
         tiny.trained(tiny.llama(), tmp_path / "run", resume=str(checkpoint), max_steps=2)
 

@@ -226,7 +226,7 @@ def test_weights_that_are_not_finite(tmp_path):
     model = adapted(FAMILIES["llama"], tmp_path)
     with torch.no_grad():
         next(p for n, p in model.named_parameters() if "lora_B" in n)[0, 0] = float("nan")
-    with pytest.raises(ModelError, match=r"cannot be merged: .*; take an earlier checkpoint"):
+    with pytest.raises(ModelError, match=r"cannot be merged: .*; use an earlier checkpoint"):
         merge_adapter(model, torch.float32)
 
 

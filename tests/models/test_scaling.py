@@ -75,7 +75,7 @@ def test_saved_is_what_was_scaled(tmp_path):
         (lambda: (lora(llama(), trainable_token_indices={"embed_tokens": [3]}),), "rows of new tokens"),
         (lambda: (llama(),), "no update that could be scaled"),
         (lambda: (llama(), llama()), "no update that could be scaled"),
-        (lambda: (moved(llama()), llama(hidden=64)), "is no base of this model"),
+        (lambda: (moved(llama()), llama(hidden=64)), "is not the base of this model"),
         (lambda: (moved(llama(layers=2)), llama(layers=1)), "the base lacks it"),
     ],
 )

@@ -194,7 +194,7 @@ class Campaign:
         """What training printed at each start that came so far as to read its data."""
         for (name, number), had in self.had.items():
             said = self._run(name).console.read_text().partition(f"{START_LINE}{number},")[2].partition(START_LINE)[0]
-            went_on = re.search(r"going on from \S*checkpoint-(\d+)", said)
+            went_on = re.search(r"resuming from \S*checkpoint-(\d+)", said)
             if "documents:" in said and (int(went_on[1]) if went_on else 0) < had:
                 self.found.wrong.append(f"{name} had checkpoint-{had} at start {number}: {said[:400]}")
 

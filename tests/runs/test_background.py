@@ -160,7 +160,7 @@ def test_one_trains_and_the_others_wait_their_turn(root):
     until(lambda: [report(run, Machine()).ahead for run in (second, third)] == [1, 2])
     assert [status(run) for run in (first, second, third)] == ["running", "queued", "queued"]
     after = stop(second, HANDS, 20)
-    assert (after.state.status, after.state.detail) == ("stopped", "left the line before it began")
+    assert (after.state.status, after.state.detail) == ("stopped", "left the queue before it began")
     os.kill(first.record().process.pid, signal.SIGKILL)
     reaches(third, "running")
     assert status(first) == "killed"
@@ -325,7 +325,7 @@ def test_a_full_disk_at_the_end_hides_nothing(alone, monkeypatch, capsys):
         return 2
 
     assert lead(alone, outside(train)) == 2
-    assert "the last words were not written: the disk is full" in capsys.readouterr().err
+    assert "the last message was not written: the disk is full" in capsys.readouterr().err
 
 
 def test_a_request_before_training_listens_ends_it(alone):

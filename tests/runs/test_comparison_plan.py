@@ -309,7 +309,7 @@ def test_places_that_are_free_at_once_share_the_last_run(tmp_path):
 def test_once_asked_to_stop_nothing_starts_any_more(tmp_path):
     runner, started = raced(plan(tmp_path, seeds=(0, 1)), [(4, 3), (8, 3)], asked_at=(2,))
     assert [one.heard for one in started] == [["terminate"], ["terminate"]]
-    assert [state.error for state in runner.states.values()] == ["stopped; the same command goes on"] * 2 + [
+    assert [state.error for state in runner.states.values()] == ["stopped; run the same command to continue"] * 2 + [
         "not started yet"
     ] * 2
 

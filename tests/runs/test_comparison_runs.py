@@ -211,7 +211,7 @@ def test_killed_in_the_middle_it_goes_on_with_what_was_done(tmp_path):
         assert len(of(folder)) == 1  # the run goes on alone
         shown = go_on(folder)
     assert "runs that it left write a checkpoint and stop: 1" in shown
-    assert "finished runs that are kept: 1; that go on from their checkpoints: 1" in shown
+    assert "finished runs that are kept: 1; that resume from their checkpoints: 1" in shown
     assert begins(folder, "none-seed0") == [0]
     assert begins(folder, "model-seed0") == [0, 3]
     found = record(folder)
@@ -226,7 +226,7 @@ def test_stopped_by_request_it_writes_checkpoints_and_goes_on(tmp_path):
         shown = " ".join(process.stdout.read().split())
         assert process.wait(PATIENCE_S) == 3
     assert of(folder) == []
-    assert "stopped: 3 of 4 runs are not done; the same command goes on" in shown
+    assert "stopped: 3 of 4 runs are not done; run the same command to continue" in shown
     state = json.loads((folder / "runs" / "model-seed0" / "checkpoint.json").read_text())
     assert state == {"step": 3, "signals": 1}
     runs = record(folder)["runs"]

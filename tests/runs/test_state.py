@@ -45,16 +45,16 @@ LAUNCHED = record(options=Options(launcher="accelerate"))
         (evidence("stopping", "dead"), "killed", "killed", "while it was stopping"),
         (evidence("queued", "dead"), "killed", "killed", "while it waited in the line"),
         (evidence("running", "other program"), "killed", "number re-used", "another program now"),
-        (evidence("running", "rebooted"), "rebooted", "reboot", "started again while it was running"),
+        (evidence("running", "rebooted"), "rebooted", "reboot", "restarted while it was running"),
         (evidence("running", "elsewhere"), "elsewhere", None, f"started on {HERE.host()}"),
         (evidence("running", "dead", error=FULL), "failed", "disk full", "the disk is full"),
-        (evidence("running", "dead", free_bytes=100), "failed", "disk full", "not even its last words"),
+        (evidence("running", "dead", free_bytes=100), "failed", "disk full", "so its last message could not"),
         (evidence("failed", "dead", status={"status": "failed", "error": FULL}), "failed", "disk full", FULL),
         (evidence("failed", "dead", status={"status": "failed", "error": "x"}), "failed", "error", "x"),
         (evidence("running", "dead", record=record(exit_code=2), error="wrong key"), "failed", "error", "wrong key"),
         (evidence("running", "dead", record=record(exit_code=1)), "failed", "error", "exit code 1"),
         (evidence("running", "dead", record=LAUNCHED, error="wrong"), "failed", "error", "wrong"),
-        (evidence("running", "dead", error="an old one"), "killed", "killed", "without last words"),
+        (evidence("running", "dead", error="an old one"), "killed", "killed", "without an error message"),
         (evidence("running", None, record=None), "killed", "killed", "no process"),
         (evidence("queued", None, record=record(process=None), now_s=1010.0), "killed", "no start", "never came up"),
         (evidence("queued", None, record=record(process=None), now_s=900.0), "killed", "no start", "never came up"),
@@ -175,7 +175,7 @@ def test_a_torn_file_of_one_run_is_told_and_harms_no_other(tmp_path):
     (tmp_path / "run.json").write_text("[]")
     assert "does not hold an object" in report(run, Machine()).state.detail
     write_json(run.folder / "start.json", {"token": "t"})
-    assert "no record of a background run" in report(run, Machine()).state.detail
+    assert "not the record of a background run" in report(run, Machine()).state.detail
 
 
 @pytest.mark.parametrize(

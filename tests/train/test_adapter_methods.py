@@ -247,7 +247,7 @@ def test_an_adapter_is_gone_on_with_and_said(flags, base, tmp_path, capsys):
     assert (
         cli.main(["train", *flags, "--adapter_name_or_path", str(first), "--output_dir", str(tmp_path / "second")]) == 0
     )
-    assert f"goes on with the adapter {first}: rank 4, of {base}" in capsys.readouterr().out.replace("\n", "")
+    assert f"continues training the adapter {first}: rank 4, of {base}" in capsys.readouterr().out.replace("\n", "")
     other = tiny.saved_llama(tmp_path / "other", seed=5)
     words = [*flags, "--model_name_or_path", str(other), "--adapter_name_or_path", str(first)]
     assert cli.main(["train", *words, "--output_dir", str(tmp_path / "third")]) == 2
@@ -285,12 +285,12 @@ def test_names_that_the_model_does_not_have_are_refused(changes, message):
         ({"tuning": "full", "use_dora": True}, "use_dora is about adapters, and tuning is full"),
         ({"peft_type": "vera", "use_rslora": True}, "use_rslora is LoRA's, and peft_type is vera"),
         ({"trainable_parameters": ["a"]}, "trainable_parameters is for tuning: full"),
-        ({"tuning": "full", "trainable_parameters": ["("]}, "is no regular expression"),
-        ({"init_lora_weights": "pissa_niter_16"}, "drawn by chance.*pissa is the exact one"),
+        ({"tuning": "full", "trainable_parameters": ["("]}, "is not a regular expression"),
+        ({"init_lora_weights": "pissa_niter_16"}, "random decomposition.*use pissa, which is exact"),
         ({"init_lora_weights": "pisa"}, "allowed: true, gaussian, olora, pissa, loftq .did you mean 'pissa'"),
         ({"init_lora_weights": "pissa", "tuning": "qlora"}, "which tuning: qlora packs before"),
         ({"loraplus_lr_ratio": 0.5}, "loraplus_lr_ratio is 0.5; it must be 1 or more"),
-        ({"new_tokens": ["<a>", "<a>"]}, "new_tokens names one twice"),
+        ({"new_tokens": ["<a>", "<a>"]}, "new_tokens lists a token twice"),
         ({"layers_to_transform": [-1]}, "layers_to_transform is -1; it must be 0 or more"),
     ],
 )

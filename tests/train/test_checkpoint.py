@@ -242,13 +242,15 @@ def test_the_trainer_takes_the_newest_whole_one(copy):
 def test_without_a_whole_one_it_is_refused(copy):
     for folder in subject.checkpoints(copy):
         cut_at(folder, 1000)
-    with pytest.raises(CheckpointError, match=r"no checkpoint to go on from \(checkpoint-4 is skipped: .*checkpoint-2"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint to resume from \(checkpoint-4 is skipped: .*checkpoint-2"
+    ):
         trained(llama(), copy, max_steps=5, resume=True, **LOOPS)
 
 
 def test_a_torn_one_that_is_named_is_refused(copy):
     cut_at(copy / "checkpoint-4", 1000)
-    with pytest.raises(CheckpointError, match="cannot be gone on from"):
+    with pytest.raises(CheckpointError, match="cannot be resumed from"):
         trained(llama(), copy, max_steps=5, resume=str(copy / "checkpoint-4"), **LOOPS)
 
 

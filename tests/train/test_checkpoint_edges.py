@@ -168,7 +168,7 @@ def test_what_was_being_written_is_removed_and_named(tmp_path):
     run = unfinished(tmp_path / "run", 2)
     (subject.staging_of(run, 4) / "checkpoint-4").mkdir(parents=True)
     with RunDirectoryLock(tiny.arguments(run, resume_from_checkpoint="auto")) as directory:
-        assert "removed what a killed run had begun to write: staging-checkpoint-4" in directory.start.line
+        assert "removed files that a killed run had left half-written: staging-checkpoint-4" in directory.start.line
     assert not subject.staging_of(run, 4).exists()
 
 

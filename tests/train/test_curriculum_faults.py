@@ -246,7 +246,7 @@ def test_label_smoothing_takes_the_labels_and_a_bad_row_still_goes_alone(tmp_pat
         label_smoothing_factor=0.1,
     )
     assert trainer.difficulty.quarantined.nonzero()[0].tolist() == [3]
-    assert "the loss that is trained has other parts as well" in caplog.text
+    assert "the trained loss has other parts as well" in caplog.text
     assert all(torch.isfinite(weight).all() for weight in weights_of(trainer.model).values())
 
 

@@ -82,7 +82,7 @@ def test_pruning_needs_epochs(tmp_path):
         ("nois_guard", "curriculum is 'nois_guard'; allowed: none, .*did you mean 'noise_guard'"),
         ("token_budget+acmd", "did you mean 'acmds'"),
         ("acmds+infobatch", "both choose samples by difficulty: .*; keep one of them"),
-        ("none+acmds", "'none' switches the curriculum off, but 'acmds' stands beside it; remove one"),
+        ("none+acmds", "'none' switches the curriculum off, but 'acmds' is set too; remove one"),
         ("acmds+acmds", "'acmds' is named 2 times; name it once"),
     ],
 )

@@ -170,7 +170,7 @@ def test_a_machine_dies_and_the_run_ends_as_if_it_had_not(tmp_path, cluster):
         machine.end()
 
     last = broken / f"checkpoint-{DIES_AT - 1}"
-    assert successor.said.count(f"restarted by the launcher: going on from {last}") == 1
+    assert successor.said.count(f"restarted by the launcher: resuming from {last}") == 1
     assert [path.name for path in tmp_path.glob("broken-?")] == []
     for name in ("adapter_model.safetensors", "scu_history.json", f"checkpoint-{STEPS}/optimizer.pt"):
         assert (broken / name).read_bytes() == (whole / name).read_bytes(), name

@@ -132,7 +132,7 @@ def test_the_best_model_is_the_average_of_its_step(tmp_path):
 def test_the_best_model_without_averages_in_checkpoints_is_refused(tmp_path):
     every = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     changes = {"load_best_model_at_end": True, "save_only_model": True, "eval_dataset": Rows(4), **every}
-    with pytest.raises(SettingsError, match="leave save_only_model out"):
+    with pytest.raises(SettingsError, match="drop save_only_model"):
         trained(llama(layers=1), tmp_path, efficiency=EMA, **changes)
     average = trained(llama(layers=1), tmp_path, efficiency=EMA, max_steps=1).loop("weight_average")
     with pytest.raises(CheckpointError, match=r"holds no ema\.safetensors"):

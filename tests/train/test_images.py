@@ -361,7 +361,7 @@ def test_adapter_knows_its_classes(adapter, tmp_path):
 def test_adapter_that_does_not_tell_its_classes_is_refused(adapter, tmp_path):
     shutil.copytree(adapter, tmp_path / "bare")
     (tmp_path / "bare" / "config.json").unlink()
-    with pytest.raises(ModelError, match=r"does not tell its classes; save .*config.json"):
+    with pytest.raises(ModelError, match=r"does not name its classes; save .*config.json"):
         scored(tmp_path / "bare", tmp_path)
 
 

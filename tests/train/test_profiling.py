@@ -102,5 +102,5 @@ def test_cudnn_chooses_on_request(tmp_path, monkeypatch):
     assert not torch.backends.cudnn.benchmark
     trained(llama(layers=1), tmp_path, efficiency=EfficiencySettings(cudnn_benchmark=True), max_steps=1)
     assert torch.backends.cudnn.benchmark
-    with pytest.raises(SettingsError, match="full_determinism wants the same each time"):
+    with pytest.raises(SettingsError, match="full_determinism needs the same choice each time"):
         check_efficiency(EfficiencySettings(cudnn_benchmark=True), arguments(tmp_path, full_determinism=True))

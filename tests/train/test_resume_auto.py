@@ -101,7 +101,7 @@ def test_what_an_earlier_start_left_behind_is_skipped(tmp_path, caplog):
 def test_auto_goes_on_with_an_unfinished_run(tmp_path, status):
     run = run_at(tmp_path / "run", status)
     newest = checkpoint(run, 4)
-    assert start(run) == Start(run, str(newest), f"going on from {newest}")
+    assert start(run) == Start(run, str(newest), f"resuming from {newest}")
 
 
 def test_auto_without_a_run_starts_one(tmp_path):
@@ -177,7 +177,7 @@ def test_without_auto_only_a_restart_goes_on(tmp_path):
     assert start(run, wanted=None).output_dir == tmp_path / "run-2"
     again = start(run, wanted=None, restarted=True)
     assert (again.output_dir, again.checkpoint) == (run, str(newest))
-    assert again.line == f"restarted by the launcher: going on from {newest}"
+    assert again.line == f"restarted by the launcher: resuming from {newest}"
 
 
 def test_a_restart_does_not_take_an_older_run_for_its_own(tmp_path):
@@ -290,7 +290,7 @@ def flags(tmp_path) -> list[str]:
 def test_the_same_command_starts_goes_on_and_begins_the_next(capsys, flags, tmp_path):
     run = tmp_path / "run"
     assert train.main(flags) == 0
-    assert "going on from" not in capsys.readouterr().out
+    assert "resuming from" not in capsys.readouterr().out
     whole = {name: (run / name).read_bytes() for name in ("adapter_model.safetensors", "scu_history.json")}
 
     status = json.loads((run / "run.json").read_text())
@@ -300,7 +300,7 @@ def test_the_same_command_starts_goes_on_and_begins_the_next(capsys, flags, tmp_
     (run / "adapter_model.safetensors").unlink()
     assert train.main(flags) == 0
     printed = capsys.readouterr()
-    assert f"going on from {run / 'checkpoint-2'}" in printed.out
+    assert f"resuming from {run / 'checkpoint-2'}" in printed.out
     assert f"{run / 'checkpoint-4'} is skipped" in printed.err
     assert {name: (run / name).read_bytes() for name in whole} == whole
     described = json.loads((run / "training_config.json").read_text())

@@ -344,7 +344,7 @@ def test_the_command_learns_reports_and_tells_how_well(tmp_path, recordings, cap
 
 def test_adapters_keep_a_report_head_and_make_no_new_one(tmp_path, recordings, base):
     changes = {"tuning": "lora", "lora_r": 2, "report_head": "true"}
-    with pytest.raises(SettingsError, match=r"report_head: true makes a new head on .* use tuning: full"):
+    with pytest.raises(SettingsError, match=r"report_head: true adds a new head to .* use tuning: full"):
         load(job_of(tmp_path / "a", recordings, model_name_or_path=base, **changes))
     run = tmp_path / "run"
     assert train.main(words_of(run, recordings, model_name_or_path=base, report_head="true", max_steps=1)) == 0

@@ -324,8 +324,8 @@ REFUSED_ITEMS = {
     "other name": ([{"x": x, "y": y} for x, y in PAIRS], {"targets": "yy"}, "none of them .did you mean 'y'"),
     "other input": ([{"x": x, "y": y} for x, y in PAIRS], {"targets": "y", "inputs": ["z"]}, "the input 'z' is none"),
     "which input": ([{"a": x, "b": x, "labels": y} for x, y in PAIRS], {}, r"forward takes input: say which"),
-    "no position": (PAIRS, {"targets": 4}, "4 is no position"),
-    "text": ([{"x": "abc", "labels": y} for _, y in PAIRS], {}, "x is a str that is no tensor"),
+    "no position": (PAIRS, {"targets": 4}, "4 is not a position"),
+    "text": ([{"x": "abc", "labels": y} for _, y in PAIRS], {}, "x is a str that is not a tensor"),
 }
 
 

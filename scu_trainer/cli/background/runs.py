@@ -32,7 +32,7 @@ OWN_FLAGS = ("output_dir", "config")
 
 EPILOG = """\
 A run is a directory below --root (runs). NAME may also be a path: list, status,
-monitor and logs tell of runs that were started by hand as well.
+monitor and logs also show runs that were started by hand.
 Exit codes: 0 done, 2 you can fix it."""
 
 
@@ -62,7 +62,7 @@ def _main(argv: list[str], hands: Hands) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="scu-trainer runs",
-        description="Train in the background. Without words: a menu.",
+        description="Train in the background. Without arguments: a menu.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -74,12 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     found = _add(actions, "monitor", "watch a run until it ends; Ctrl-C leaves it running", name=None)
     found.add_argument("--refresh", type=_above_zero, default=5.0, help="seconds between two looks (5)")
     found = _add(actions, "logs", "the last lines that a run printed", name=None)
-    found.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+    found.add_argument("-f", "--follow", action="store_true", help="keep printing until the run ends")
     found.add_argument("-n", "--lines", type=_count, default=50, help="how many lines (50)")
-    found = _add(actions, "stop", "write a checkpoint and end; a queued run leaves the line", name="+")
-    found.add_argument("--now", action="store_true", help="end all its processes at once, without a checkpoint")
+    found = _add(actions, "stop", "write a checkpoint and end; a queued run leaves the queue", name="+")
+    found.add_argument("--now", action="store_true", help="end all its processes immediately, without a checkpoint")
     found.add_argument("--timeout", type=_above_zero, help="seconds to wait for the end; default: until it has ended")
-    _add(actions, "resume", "the same command again, from the newest whole checkpoint", name=None)
+    _add(actions, "resume", "run the same command again, from the newest complete checkpoint", name=None)
     return parser
 
 
@@ -98,13 +98,13 @@ def _add_start(actions) -> None:
     parser.usage = "scu-trainer runs start [--config FILE] [--name NAME] [--FIELD VALUE ...]"
     parser.add_argument("--config", type=recipe, help=f"as for train; default: {OPTIMAL}, of hardware config")
     parser.add_argument("--name", help="of the run and its directory; default: that of output_dir in the file")
-    parser.add_argument("--device", default=default.device, help="auto (shortest line), cpu, gpu-0, ...")
+    parser.add_argument("--device", default=default.device, help="auto (shortest queue), cpu, gpu-0, ...")
     parser.add_argument("--launcher", choices=LAUNCHERS, default=default.launcher, help="python is one process")
     parser.add_argument("--nice", type=int, default=default.nice, help="0 as other programs, 19 last (10)")
     parser.add_argument("--threads", type=int, help="of the CPU; default: all cores but one")
     parser.add_argument(
         "--numa_node", "--numa-node", default=default.numa_node,
-        help="of several nodes of memory the one to stay on: a number, off, or auto (the GPU's own)",
+        help="NUMA node to stay on, if there are several: a number, off, or auto (the GPU's own)",
     )  # fmt: skip
     parser.add_argument(
         "--max_ram_percent", "--max-ram-percent", type=float, metavar="N", default=default.max_ram_percent,
@@ -185,7 +185,7 @@ def _written_for_this_machine() -> str:
             f"there is no --config and no {OPTIMAL} here; give one, or write it: scu-trainer hardware config [--FIELD "
             "VALUE ...]"
         )
-    screens.say(f"{OPTIMAL} is read, for there is no --config")
+    screens.say(f"{OPTIMAL} is used, because there is no --config")
     return OPTIMAL
 
 
@@ -236,7 +236,7 @@ def _stop(options: argparse.Namespace, hands: Hands) -> int:
             screens.say(f"{run.name} is not running: {before.state.status}{_because(before.state.detail)}")
             continue
         if not options.now and before.state.status in ("running", "stopping"):
-            screens.say(f"{run.name}: the step is finished and a checkpoint written ...")
+            screens.say(f"{run.name}: finishing the step and writing a checkpoint ...")
         after = stop(run, hands, options.timeout, options.now)
         if after.state.is_alive:
             screens.say(f"{run.name} has not ended after {options.timeout:g} s; wait, or runs stop {run.name} --now")
@@ -255,7 +255,7 @@ def _because(detail: str) -> str:
 def _resume(options: argparse.Namespace, hands: Hands) -> int:
     run = find(options.name, options.root)
     record, checkpoint = resume(run, hands)
-    begins = f"goes on from {checkpoint}" if checkpoint else "starts over: there is no checkpoint"
+    begins = f"resumes from {checkpoint}" if checkpoint else "starts over: there is no checkpoint"
     screens.say(f"{run.name} {begins}, process {record.process.pid}")
     _say_commands(options.name, options.root)
     return 0

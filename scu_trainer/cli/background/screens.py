@@ -92,7 +92,7 @@ def show_views(views: Iterable[View]) -> None:
     except KeyboardInterrupt:
         pass  # how one leaves a monitor
     if last is not None and last.report.state.is_alive:
-        console.print(f"{last.report.run.name} goes on in the background")
+        console.print(f"{last.report.run.name} keeps running in the background")
 
 
 def screen(view: View):

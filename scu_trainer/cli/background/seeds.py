@@ -31,7 +31,9 @@ def seeds_of(entries: Mapping[str, Any], flags: Sequence[str]) -> list[int]:
     if seeds and "seed" in {*typed, *entries}:
         raise SettingsError("seed and seeds are both given; keep one of them")
     if len(seeds) > 1 and str(typed.get("push_to_hub", entries.get("push_to_hub", False))).lower() == "true":
-        raise SettingsError("push_to_hub would put every seed over the last; drop it, and push the run that you want")
+        raise SettingsError(
+            "push_to_hub would overwrite each seed with the next; drop it, and push the run that you want"
+        )
     return seeds
 
 

@@ -23,9 +23,8 @@ from scu_trainer.shipped import recipe
 
 DESCRIPTION = """\
 Trains the same job under several controllers, each over several seeds, with the
-same data, order, first weights and tokens, and says what the differences allow
-to say. Any field of `scu-trainer train` may follow, for all arms. Killed or
-stopped, the same command goes on: finished runs are kept."""
+same data, order, first weights and tokens, and says which differences the results support. Any field of `scu-trainer
+train` may follow, for all arms. If it is killed or stopped, run the same command again: finished runs are kept."""
 
 EPILOG = """\
 arms: none, fixed[:LAMBDA], weight_decay[:VALUE], schedule[:linear|cosine],

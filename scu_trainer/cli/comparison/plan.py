@@ -31,7 +31,7 @@ OURS = {
     "scu": "arms turn the loop on and off: choose with --arms",
     "scu_law": "arms choose the law: choose with --arms",
     "seed": "each run has its own: give --seeds",
-    "resume_from_checkpoint": "runs go on by themselves; drop it",
+    "resume_from_checkpoint": "runs resume automatically; drop it",
 }
 """Fields of the training command that a comparison sets itself, and what to type instead."""
 
@@ -80,7 +80,7 @@ def arms_of(options: argparse.Namespace, flags: Sequence[str]) -> list[Arm]:
 def reference_of(asked: str, arms: Sequence[Arm]) -> str:
     name, names = asked.replace(":", "_"), [arm.name for arm in arms]
     if name not in names:
-        raise SettingsError(f"reference {asked!r} is no arm{nearest(name, names)}; arms: {', '.join(names)}")
+        raise SettingsError(f"reference {asked!r} is not an arm{nearest(name, names)}; arms: {', '.join(names)}")
     return name
 
 

@@ -77,7 +77,7 @@ class Start:
         self.done_before = len(count["finished"]) + len(count["failed"])
         if count["finished"] or begun:
             kept = f"finished runs that are kept: {len(count['finished'])}"
-            self.screen.say(f"{kept}; that go on from their checkpoints: {len(begun)}")
+            self.screen.say(f"{kept}; that resume from their checkpoints: {len(begun)}")
         if count["failed"]:
             self.screen.say(f"runs that failed before: {len(count['failed'])}; --retry_failed tries them again")
 
@@ -111,7 +111,9 @@ class Start:
     def _end(self, record: Mapping[str, Any], states: Mapping[Key, ArmState]) -> int:
         missing = [key for key, state in states.items() if state.status == "missing"]
         if missing:
-            raise Stopped(f"stopped: {len(missing)} of {len(states)} runs are not done; the same command goes on")
+            raise Stopped(
+                f"stopped: {len(missing)} of {len(states)} runs are not done; run the same command to continue"
+            )
         screens.print_record(self.console, record)
         screens.print_wrapped(self.console, f"written: {self.plan.folder / COMPARISON_FILE}, {PAGE_FILE}")
         return exit_code(record)
@@ -134,7 +136,7 @@ def read_record(folder: Path) -> Optional[dict[str, Any]]:
         return None
     found = read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise StorageError(f"{path} is no comparison of this version; move it away")
+        raise StorageError(f"{path} is not a comparison of this version; move it away")
     return found
 
 

@@ -32,7 +32,9 @@ def train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int
     words = ["--seed", str(seeds[0]), "--resume_from_checkpoint", "auto"]
     settings, text = resolved_settings(config, [*flags, *words])
     if settings.get("push_to_hub"):
-        raise SettingsError("push_to_hub would put every seed over the last; drop it, and push the run that you want")
+        raise SettingsError(
+            "push_to_hub would overwrite each seed with the next; drop it, and push the run that you want"
+        )
     typed = shlex.join([*(["--config", config] if config else []), *flags])
     folder, command = Path(settings["output_dir"]), f"scu-trainer train {typed}"
     plan = ComparisonPlan(folder, command, config, (JOB,), tuple(seeds), 1, {JOB.name: settings}, {JOB.name: text})
@@ -47,11 +49,14 @@ class Seeds(Start):
     def _end(self, record: Mapping[str, Any], states: Mapping[Key, Any]) -> int:
         missing = [key for key, state in states.items() if state.status == "missing"]
         if missing:
-            raise Stopped(f"stopped: {len(missing)} of {len(states)} seeds are not done; the same command goes on")
+            raise Stopped(
+                f"stopped: {len(missing)} of {len(states)} seeds are not done; run the same command to continue"
+            )
         self.console.print(_table(record["runs"]))
         fixed = self.plan.resolved[JOB.name].get("eval_dataset") is not None
         own_split = (
-            "each seed holds out documents of its own, and the spread is that of both; eval_dataset holds them fixed"
+            "each seed holds out its own documents, so the spread includes both; set eval_dataset to hold out "
+            "the same ones"
         )
         for line in [
             *spread(record["runs"]),
@@ -80,7 +85,7 @@ def spread(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     values = [run["metrics"].get("held_out_bpt") for run in runs if run["status"] == "finished"]
     values = [value for value in values if value is not None]
     if len(values) < 2:
-        return [f"{len(values)} of {len(runs)} seeds with a held-out figure: no spread can be told"]
+        return [f"{len(values)} of {len(runs)} seeds with a held-out figure: too few for a spread"]
     interval = t_interval(values, CONFIDENCE)
     said = [
         f"held-out bits over {len(values)} seeds: mean {interval.value:.3f}, standard deviation {stdev(values):.3f}, "

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = f"""\
 Trains the job as it is, then with other values of the fields that --search names, and keeps the best by its held-out
-bits. A trial that is clearly worse on the way ends early. Killed or stopped, the same command goes on.
+bits. A trial that is clearly worse during training ends early. If it is killed or stopped, run the same command again
+to continue.
 
   --search {FORM}"""
 
@@ -61,12 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", type=recipe, help="YAML or JSON file of the job")
     parser.add_argument("--search", nargs="+", default=[], metavar="AXIS", help=f"what to move: {FORM}")
-    parser.add_argument("--trials", type=int, default=12, metavar="N", help="beside the job as it is; default: 12")
+    parser.add_argument(
+        "--trials", type=int, default=12, metavar="N", help="trials in addition to the job as it is; default: 12"
+    )
     parser.add_argument("--output_dir", "--output-dir", default="runs/sweep", help="default: runs/sweep")
     parser.add_argument("--seed", type=int, default=0, help="of the job and of the search; default: 0")
     parser.add_argument(
         "--confirm_seeds", "--confirm-seeds", type=int, default=0, metavar="N",
-        help="then train the job and the best again with so many other seeds, and judge by those; default: 0",
+        help="then train the job and the best again with this many other seeds, and judge by those; default: 0",
     )  # fmt: skip
     return parser
 
@@ -90,7 +93,9 @@ def _main(argv: list[str], hands: comparison.Hands) -> int:
 
     settings, text = resolved_settings(options.config, [*flags, "--seed", str(options.seed)])
     if settings.get("push_to_hub"):
-        raise SettingsError("push_to_hub would put every trial over the last; drop it, and push the run that you want")
+        raise SettingsError(
+            "push_to_hub would overwrite each trial with the next; drop it, and push the run that you want"
+        )
     typed = "scu-trainer sweep " + shlex.join(argv)
     plan = SweepPlan(Path(options.output_dir), typed, options.config, flags, axes, options.seed, settings, text)
     return Sweep(plan, options, Console(highlight=False), hands).run()
@@ -157,7 +162,7 @@ class Sweep:
 
     def _sleep_in_line(self, seconds: float) -> None:
         if self.asked:
-            raise Stopped("stopped in the waiting line; the same command goes on")
+            raise Stopped("stopped while waiting; run the same command to continue")
         self.hands.sleep(seconds)
 
     def folder_of(self, name: str) -> Path:
@@ -186,7 +191,7 @@ class Sweep:
                     process.terminate()
             self.hands.sleep(LOOK_EVERY_S)
         if self.asked:
-            raise Stopped("stopped; the same command goes on with the run that was going on")
+            raise Stopped("stopped; run the same command to continue with the unfinished run")
         return process.poll()
 
     def _words(self, name: str, values: Mapping[str, Any]) -> list[str]:
@@ -244,7 +249,7 @@ class Sweep:
     def _go_on_with_begun(self, study: optuna.Study) -> None:
         optuna = _optuna()
         for begun in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
-            self.say(f"trial {begun.number} goes on: it had begun when an earlier start ended")
+            self.say(f"trial {begun.number} resumes: an earlier start ended before it was done")
             self._try(study, optuna.trial.Trial(study, begun._trial_id))
 
     def _try(self, study: optuna.Study, trial: optuna.Trial) -> None:
@@ -284,7 +289,7 @@ class Sweep:
         write_json(self.plan.folder / TABLE, rows)
         self.console.print(table_of(rows, self._figure("base"), [axis.name for axis in self.plan.axes]))
         if not done:
-            raise SettingsError("no trial came to its end; the lines above say why")
+            raise SettingsError("no trial finished; the lines above say why")
         best = min(done, key=lambda trial: trial.value)
         flags = [*self.plan.flags, *(f"--{key}={value}" for key, value in best.params.items())]
         _, text = resolved_settings(self.plan.config, [*flags, "--seed", str(self.plan.seed)])

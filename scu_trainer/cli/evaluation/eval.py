@@ -128,7 +128,7 @@ def _require_no_slip(name: str) -> None:
     """A misspelled word would be looked for on the Hub."""
     slip = get_close_matches(name, (BASE, MERGED), n=1, cutoff=ALMOST)
     if slip and name not in (BASE, MERGED) and not Path(name).exists():
-        raise ModelError(f"--against {name} is no folder here; did you mean the word {slip[0]}?")
+        raise ModelError(f"--against {name} is not a folder here; did you mean the keyword {slip[0]}?")
 
 
 @contextlib.contextmanager
@@ -186,7 +186,9 @@ def evaluation_request(
         request.windows = windows_of(options, request.settings, subjects, is_given)
     elif options.stride is not None or options.batch_tokens is not None:
         name = "stride" if options.stride is not None else "batch_tokens"
-        raise SettingsError(f"{name} is for held-out documents, and only tasks are asked; add --dataset, or drop it")
+        raise SettingsError(
+            f"{name} is for held-out documents, and you asked only for tasks; add --dataset, or drop it"
+        )
     tokenizers = [load_tokenizer(subject.model) for subject in subjects] if task.name == TEXT else []
     if tokenizers and request.settings is not None:
         _require_same_tokens(subjects, tokenizers)
@@ -199,7 +201,7 @@ def _require_task(
 ) -> None:
     other = next((subject for subject in subjects if subject.run and subject.task != task.name), None)
     if other is not None:
-        raise ModelError(f"{other.name} is a run of task: {other.task}, and task is {task.name}; score each by itself")
+        raise ModelError(f"{other.name} is a run of task: {other.task}, and task is {task.name}; score each separately")
     TaskSettings(task.name).check_typed(typed)
     if options.batch_tokens is not None and task.unit == "label":
         raise SettingsError(f"batch_tokens has no effect on task: {task.name}; drop it")
@@ -215,8 +217,8 @@ def _require_same_tokens(subjects: list[Subject], tokenizers: list[Any]) -> None
             f"{s.name} ({len(t):,} tokens)" for s, t in ((subjects[0], tokenizers[0]), (subject, tokenizer))
         )
         raise ModelError(
-            f"{first} and {second} have different tokenizers, so a token is not the same amount of text to both; score "
-            f"each by itself: scu-trainer eval {subjects[0].name}, and scu-trainer eval {subject.name}"
+            f"{first} and {second} have different tokenizers, so a token is not the same amount of text for "
+            f"both; score each separately: scu-trainer eval {subjects[0].name}, and scu-trainer eval {subject.name}"
         )
 
 

@@ -190,7 +190,9 @@ def notes_of(
         notes += [*_notes_on_data(request.data, request.task.item), *_notes_on_training(subjects, request)]
         owner = request.owner
         if owner.run and not typed and request.data.fingerprint != owner.run["data"]["fingerprint"]:
-            notes.append(f"the data have another fingerprint than when {owner.name} was trained: {MAY_HAVE_LEARNED}")
+            notes.append(
+                f"the data have a different fingerprint than when {owner.name} was trained: {MAY_HAVE_LEARNED}"
+            )
     return [*notes, *dict.fromkeys(_notes_on_figures(subjects, answers))]
 
 

@@ -32,9 +32,9 @@ SOLVED_AT = 0.8
 lie above by the chance of the documents."""
 
 DESCRIPTION = """\
-Learn this, lose at most that: keeps so much of what RUN has learned as costs no more than BITS per token on the
-documents of FILE, against the model that it was tuned from. Half of them decide how much, the other half, which decide
-nothing, say what it costs. Writes the model, or the adapter, with that share of its update (WiSE-FT)."""
+Learn this, lose at most that: keeps as much of what RUN has learned as costs at most BITS per token on the
+documents of FILE, against the model that it was tuned from. Half of them decide how much; the other half only measure
+what it costs. Writes the model, or the adapter, with that share of its update (WiSE-FT)."""
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -185,7 +185,7 @@ def as_text(report: dict[str, Any]) -> str:
     if not report["is_within_budget"]:
         lines.append("  more than the budget: the documents are few or unlike; give more of them, or a smaller budget")
     if report["share"] == 0:
-        lines.append("no share of the update keeps the budget: what was written is the base")
+        lines.append("no share of the update stays within the budget: the base itself was written")
     own = report["own_text"]
     if own:
         lines += [

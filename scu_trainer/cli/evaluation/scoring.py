@@ -124,7 +124,7 @@ class EvaluationRequest:
         keys = list(rows.keys()) if hasattr(rows, "keys") else None
         if self.held_out not in (None, keys):
             same = f"on the same {self.task.item}s"
-            raise ModelError(f"{subject.name} and the other model cannot be scored {same}; score each by itself")
+            raise ModelError(f"{subject.name} and the other model cannot be scored {same}; score each separately")
         self.held_out = keys
 
     def _checked_ids(self, tokenizer: Any, parts: Optional[TrainingComponents]) -> Any:

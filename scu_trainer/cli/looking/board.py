@@ -21,8 +21,8 @@ from scu_trainer.runs.store import ROOT
 from scu_trainer.secrets import remember
 
 DESCRIPTION = """\
-Shows the runs of this machine in a browser: list and queue, curves while they are drawn, memory, notices, the data;
-starts, stops and resumes them; two models beside each other in a chat. Asks for nothing outside of this machine."""
+Shows the runs of this machine in a browser: list and queue, live curves, memory, notices, the data;
+starts, stops and resumes them; two models side by side in a chat. Contacts nothing outside this machine."""
 
 PORT = 7860
 
@@ -48,8 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default=HOST, help=f"address to listen at ({HOST}); another than this machine's own "
                         "loopback needs --allow_network")  # fmt: skip
     parser.add_argument("--allow_network", "--allow-network", action="store_true",
-                        help="let other machines reach --host: who has the printed address can start programs here, "
-                        "and nothing on the way is encrypted")  # fmt: skip
+                        help="let other machines reach --host: anyone with the printed address can start "
+                        "programs here, and nothing is encrypted on the way")  # fmt: skip
     return parser
 
 
@@ -68,7 +68,7 @@ def _main(argv: list[str], serve: Serve, hands: Hands) -> int:
     board = Board(options.runs_dir, acts, stream_answer)
     app = Guard(board.application(), token, own_names(options.host, port), f"scu_board_{port}")
     print(f"runs of {options.runs_dir}: http://{in_address(options.host)}:{port}/?token={token}")
-    print("whoever has this address can start programs here; Ctrl-C ends the board, runs go on", flush=True)
+    print("anyone with this address can start programs here; Ctrl-C ends the board, runs continue", flush=True)
     serve(app, listening)
     return 0
 
@@ -78,10 +78,10 @@ def _check(options: argparse.Namespace) -> None:
     if options.runs_dir.exists() and not options.runs_dir.is_dir():
         raise SettingsError(f"--runs_dir {options.runs_dir} is a file; give the directory that holds the runs")
     if is_every_address(options.host):
-        raise SettingsError(f"--host {options.host} is every address of this machine; give the one that is to be used")
+        raise SettingsError(f"--host {options.host} means every address of this machine; give the one to use")
     if not is_loopback(options.host) and not options.allow_network:
-        raise SettingsError(f"--host {options.host} can be reached from other machines; add --allow_network, or better "
-                            f"keep {HOST} and come by ssh -L {options.port}:{HOST}:{options.port}")  # fmt: skip
+        raise SettingsError(f"--host {options.host} can be reached from other machines; add --allow_network, or "
+        f"better keep {HOST} and connect with ssh -L {options.port}:{HOST}:{options.port}")  # fmt: skip
 
 
 def _require_packages() -> None:

@@ -39,10 +39,8 @@ def _parser() -> argparse.ArgumentParser:
         "--config", type=recipe, help="YAML or JSON file of the job; the first word may be this file too"
     )
     parser.add_argument("--rows", type=int, default=3, help="rows that are shown in full (default 3)")
-    parser.add_argument(
-        "--sample", default=str(SAMPLE), help=f"documents that are looked at, or all (default {SAMPLE})"
-    )
-    parser.add_argument("--html", type=Path, help="write the look as one HTML page, too")
+    parser.add_argument("--sample", default=str(SAMPLE), help=f"documents to check, or all (default {SAMPLE})")
+    parser.add_argument("--html", type=Path, help="also write the output as one HTML page")
     parser.add_argument("--export", type=Path, help="write all rows as they are trained, one JSON object per line")
     return parser
 
@@ -64,7 +62,7 @@ def _main(argv: list[str]) -> int:
         task, model, data = configuration.read_data(options.config, flags)
     if task != "text-generation":
         raise SettingsError(
-            f"scu-trainer data looks at texts, and this job is {task}; scu-trainer train --preflight_only looks at its "
+            f"scu-trainer data checks texts, and this job is {task}; scu-trainer train --preflight_only looks at its "
             "samples"
         )
     console = Console(highlight=False, markup=False)
@@ -97,7 +95,7 @@ def _check_place(path: Path, is_kept: bool) -> None:
     if is_kept:
         check_export(path)
     elif path.is_dir() or not path.parent.is_dir():
-        raise SettingsError(f"--html {path} is a folder, or lies in one that does not exist; give the name of a file")
+        raise SettingsError(f"--html {path} is a folder, or is in one that does not exist; give the name of a file")
 
 
 @dataclass

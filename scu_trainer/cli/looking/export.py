@@ -16,7 +16,7 @@ def check_export(path: Path) -> None:
     if path.exists():
         raise SettingsError(f"{path} exists already; give --export another name, or remove it")
     if not path.parent.is_dir():
-        raise SettingsError(f"the folder of {path} does not exist; make it, or give --export another name")
+        raise SettingsError(f"the folder of {path} does not exist; create it, or give --export another name")
 
 
 def export(path: Path, rows: Any, tokenizer: Any) -> int:
@@ -29,7 +29,7 @@ def export(path: Path, rows: Any, tokenizer: Any) -> int:
                 file.write(json.dumps(_described(row, tokenizer), ensure_ascii=False) + "\n")
                 count += 1
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}; give --export a place with room") from error
+        raise StorageError(f"cannot write {path}: {error.strerror}; give --export a place with free space") from error
     return count
 
 

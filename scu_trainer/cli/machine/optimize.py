@@ -48,7 +48,7 @@ def optimize(options: argparse.Namespace) -> int:
     count = "1 entry" if len(free) == 1 else f"{len(free)} entries"
     print(f"sum    {readable(sum(item.size_bytes for item in free)):>10}  in {count}")
     if options.dry_run:
-        print("nothing was removed; without --dry_run it is")
+        print("nothing was removed; run it without --dry_run to remove it")
         return 0
     if not (options.yes or _agreed()):
         print("nothing was removed; to remove it: scu-trainer hardware optimize --yes")
@@ -94,7 +94,7 @@ def _remove(items: Sequence[Leftover]) -> int:
     print(f"freed  {freed:,} bytes in all")
     for device, folder in disks.items():
         gained = free_bytes(folder) - before[device]
-        print(f"the file system at {folder} has {gained:+,} bytes free; others write there too")
+        print(f"the filesystem at {folder} has {gained:+,} bytes free; other programs write there too")
     return 2 if failed else 0
 
 

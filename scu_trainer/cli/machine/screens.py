@@ -36,7 +36,7 @@ def _lines(found: Profile) -> Iterator[tuple[str, str]]:
             f"{gpu.name}, {gib(gpu.free_bytes)} free of {gib(gpu.total_bytes)}{capability}",
         )
         if gpu.kind == "cuda" and gpu.users is None:
-            yield "", "who else uses it is not known: nvidia-smi does not tell"
+            yield "", "unknown whether anything else uses it: nvidia-smi does not report it"
         for user in gpu.users or ():
             held = "memory unknown" if user.used_bytes is None else gib(user.used_bytes)
             yield "", f"used by process {user.pid} ({user.name}): {held}"

@@ -41,7 +41,7 @@ PROMPTS = {"alpaca": "alpaca", "alpaca_chat.load_qa": "alpaca"}
 
 def _adapter(value: Any, source: Source) -> Meaning:
     if is_on(value) and value not in ("lora", "qlora"):
-        raise SettingsError(f"{value} is no adapter of this program; lora and qlora are")
+        raise SettingsError(f"{value} is not an adapter type here; use lora or qlora")
     return tuning(source, adapts=is_on(value))
 
 
@@ -174,7 +174,7 @@ def _pretraining(value: Any, source: Source) -> Meaning:
 
 def _read_sets(value: Any, key: str) -> Meaning:
     if not isinstance(value, list) or not value or not all(isinstance(entry, Mapping) for entry in value):
-        raise SettingsError(f"it is no list of datasets; write {key}: with - path: FILE_OR_HUB_ID below it")
+        raise SettingsError(f"it is not a list of datasets; write {key}: with - path: FILE_OR_HUB_ID below it")
     found = [_entry(entry) for entry in value]
     templates = {template for _, template in found if template is not None}
     if len(templates) > 1:
@@ -322,9 +322,9 @@ WATCH = "a run ends whose loss leaves its own course for good, not one above a f
 
 TABLE: Table = {
     "base_model": Same("model_name_or_path"),
-    "base_model_config": "the configuration lies beside the weights: model_name_or_path",
+    "base_model_config": "the configuration is next to the weights: model_name_or_path",
     "revision_of_model": Same("model_revision"),
-    "tokenizer_config": "the tokenizer lies beside the model",
+    "tokenizer_config": "the tokenizer is next to the model",
     **dict.fromkeys(("model_type", "type_of_model", "tokenizer_type", "processor_type", "is_llama_derived_model",
                      "is_mistral_derived_model", "is_falcon_derived_model", "is_qwen_derived_model"),
                     Nothing("the class follows from config.json")),
@@ -387,7 +387,7 @@ TABLE: Table = {
     "val_set_size": held_out,
     "sequence_len": Same("block_size"),
     "eval_sequence_len": "held-out documents are scored in windows of block_size",
-    "excess_length_strategy": Nothing("nothing is cut off or dropped: a longer document goes on in further rows"),
+    "excess_length_strategy": Nothing("nothing is cut off or dropped: a longer document continues in further rows"),
     "min_sample_len": "short rows are kept",
     "sample_packing": _packing,
     "eval_sample_packing": Nothing("held-out documents are scored one by one, in windows"),
@@ -445,7 +445,7 @@ TABLE: Table = {
     "hub_model_id": _hub,
     "loss_watchdog_threshold": lambda value, source: Meaning({"divergence": "stop"}, WATCH),
     "loss_watchdog_patience": Nothing("read with loss_watchdog_threshold"),
-    "auto_resume_from_checkpoints": Nothing("an unfinished run of the same configuration is gone on with by itself"),
+    "auto_resume_from_checkpoints": Nothing("an unfinished run of the same configuration resumes automatically"),
     "profiler_steps": Same("profile_steps"),
     "include_tokens_per_second": Switch({"throughput": True}),
     "include_tkps": Switch({"throughput": True}),
@@ -483,6 +483,6 @@ def defaults(source: Source) -> Iterator[tuple[str, Any]]:
 
 
 def differences(source: Source) -> Iterator[str]:
-    yield "a document longer than block_size goes on in further rows; Axolotl drops it, or cuts it off"
+    yield "a document longer than block_size continues in further rows; Axolotl drops it, or cuts it off"
     if is_on(source.get("adapter")) and not (source.get("lora_target_modules") or source.has("lora_target_linear")):
         yield "without lora_target_modules every linear layer is adapted here"

@@ -41,7 +41,7 @@ def _main(argv: list[str]) -> int:
     options, flags = _parser().parse_known_args(argv)
     output = options.output or Path(f"{options.file.stem}.scu.yaml")
     if output.exists():
-        raise SettingsError(f"{output} is here already; give another --output, or move it away")
+        raise SettingsError(f"{output} already exists; give another --output, or move it away")
     found, own = read_other(options.file, options.tool, flags)
     write_text(output, as_yaml(found, own, options.file))
     print(summary(found, own, options.file, output))

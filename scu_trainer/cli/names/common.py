@@ -123,10 +123,10 @@ def precision(name: str) -> Any:
 
 
 RUN_FOLDER = Nothing(
-    "no run is overwritten: an unfinished one of the same configuration is gone on with, another one begins beside it"
+    "no run is overwritten: an unfinished one of the same configuration resumes, another one starts next to it"
 )
 GONE = {
-    "logging_dir": Nothing("TensorBoard's files lie in logs/tensorboard of output_dir"),
+    "logging_dir": Nothing("TensorBoard's files are in logs/tensorboard of output_dir"),
     "overwrite_output_dir": RUN_FOLDER,
     "overwrite_cache": Nothing(
         "prepared data are known by what they were made of, and are made again where it changed"
@@ -137,7 +137,7 @@ GONE = {
     "half_precision_backend": Nothing("torch's own is the only one left in transformers"),
     "fp16_backend": Nothing("torch's own is the only one left in transformers"),
     "sharded_ddp": "use fsdp, or deepspeed",
-    "tpu_num_cores": "TPUs are no device of this program",
+    "tpu_num_cores": "TPUs are not supported here",
     "use_ipex": "torch's own kernels are used on CPUs",
 }
 """Fields that ``transformers.TrainingArguments`` once had."""

@@ -27,7 +27,7 @@ def _stage(value: Any, source: Source) -> Meaning:
     if value in PAIRS:
         raise SettingsError(f"{value} is another kind of training than that of the next token; {WITH_LOOPS}")
     if value not in ("sft", "pt"):
-        raise SettingsError(f"{value} is no stage of LLaMA-Factory that is known here; pt and sft are read")
+        raise SettingsError(f"{value} is a stage of LLaMA-Factory that is not known here; pt and sft are read")
     return Meaning(said="texts are learned; what is masked follows from the columns of the data")
 
 
@@ -37,7 +37,7 @@ def _tuning(value: Any, source: Source) -> Meaning:
             {"tuning": "full"}, "all weights are trained unless trainable_parameters names those that are", is_lost=True
         )
     if value not in ("lora", "full"):
-        raise SettingsError(f"{value} is no kind of adapter here; lora and full are")
+        raise SettingsError(f"{value} is not an adapter type here; use lora or full")
     return tuning(source, adapts=value == "lora")
 
 
@@ -50,7 +50,7 @@ def _quantized(value: Any, source: Source) -> Meaning:
 def _quantizer(value: Any, source: Source) -> Meaning:
     if value in ("bnb", "bitsandbytes"):
         return Meaning(said="weights are quantized by bitsandbytes here too")
-    raise SettingsError(f"{value} is no quantization of this program; bnb is")
+    raise SettingsError(f"{value} is not a quantization method here; use bnb")
 
 
 def _pissa(value: Any, source: Source) -> Meaning:
@@ -144,7 +144,7 @@ def _info(path: Path, name: str) -> Mapping[str, Any]:
     except (OSError, ValueError, AttributeError) as error:
         raise SettingsError(f"cannot read {path}: {error}; it is a JSON mapping of datasets") from error
     if not isinstance(found, dict):
-        raise SettingsError(f"{name} does not stand in {path}{nearest(name, known)}")
+        raise SettingsError(f"{name} is not in {path}{nearest(name, known)}")
     return found
 
 
@@ -176,7 +176,7 @@ def _mix(value: Any, source: Source) -> Meaning:
     if value == "concat":
         return Meaning(said="sources are put together here too")
     if value not in known:
-        raise SettingsError(f"{value} is no way to mix that is known here{nearest(str(value), known)}")
+        raise SettingsError(f"{value} is not a way to mix that is known here{nearest(str(value), known)}")
     return Meaning({"stopping_strategy": known[value]})
 
 
@@ -230,7 +230,7 @@ TABLE: Table = {
     "quantization_device_map": Same("device_map"),
     "lora_target": targets,
     "additional_target": several("modules_to_save"),
-    "create_new_adapter": "an adapter is gone on with; merge it first for a new one: scu-trainer merge RUN",
+    "create_new_adapter": "an adapter is trained further; merge it first for a new one: scu-trainer merge RUN",
     "pissa_init": _pissa,
     "pissa_iter": _belongs("pissa_init"),
     "pissa_convert": Nothing("what is saved fits the original weights as it is"),
@@ -239,8 +239,8 @@ TABLE: Table = {
     "use_apollo": _low_rank("apollo", "apollo_adamw", APOLLO),
     **{f"galore_{key}": _belongs("use_galore") for key in (*GALORE, "target", "layerwise")},
     **{f"apollo_{key}": _belongs("use_apollo") for key in (*APOLLO, "target", "layerwise", "scale_front")},
-    "use_badam": "it is no optimizer of this program; optim: galore_adamw or adamw_8bit save memory as well",
-    "use_adam_mini": "it is no optimizer of this program; optim: adamw_8bit saves memory as well",
+    "use_badam": "this program does not have that optimizer; optim: galore_adamw or adamw_8bit save memory as well",
+    "use_adam_mini": "this program does not have that optimizer; optim: adamw_8bit saves memory as well",
     "use_llama_pro": "write trainable_parameters with a pattern of the layers to train",
     "freeze_trainable_layers": "write trainable_parameters with a pattern of the layers to train",
     "freeze_trainable_modules": "write trainable_parameters with a pattern of the modules to train",
@@ -265,7 +265,7 @@ TABLE: Table = {
     "rope_scaling": "write it into the config.json of the model",
     "shift_attn": "there is no such attention here",
     "mixture_of_depths": "there is no such model here",
-    "use_unsloth": Nothing("kernels of Unsloth are no part of this program; docs/benchmarks.md compares"),
+    "use_unsloth": Nothing("this program does not include kernels of Unsloth; docs/benchmarks.md compares"),
     "use_unsloth_gc": Nothing("checkpoint_every_layer gives the same numbers"),
     "moe_aux_loss_coef": "the auxiliary loss of experts is the model's own: output_router_logits of its config.json",
     "resize_vocab": Nothing("the embedding grows where tokens are added"),
@@ -277,7 +277,7 @@ TABLE: Table = {
     "dataset": _datasets,
     "eval_dataset": _held_out_set,
     "dataset_dir": Nothing("read with dataset"),
-    "media_dir": Nothing("pictures beside text are no part of this task"),
+    "media_dir": Nothing("this task does not support pictures in text"),
     "cutoff_len": Same("block_size"),
     "train_on_prompt": _prompt,
     "mask_history": "all answers of a conversation are learned",
@@ -314,7 +314,7 @@ TABLE: Table = {
     **dict.fromkeys(("fp8_backend", "fp8_enable_fsdp_float8_all_gather"), Nothing("read with fp8")),
     **dict.fromkeys(("badam_mode", "badam_switch_mode", "badam_switch_interval", "badam_verbose"), BADAM),
     **dict.fromkeys(
-        ("use_kt", "use_megatron_bridge", "use_mca"), "it is no way to train of this program; docs/paths.md"
+        ("use_kt", "use_megatron_bridge", "use_mca"), "this program does not have that training method; docs/paths.md"
     ),
     **dict.fromkeys(
         ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams", "max_length"), ANSWERS
@@ -344,4 +344,4 @@ def defaults(source: Source) -> Iterator[tuple[str, Any]]:
 
 
 def differences(source: Source) -> Iterator[str]:
-    yield "a document longer than block_size goes on in further rows; LLaMA-Factory cuts it off at cutoff_len"
+    yield "a document longer than block_size continues in further rows; LLaMA-Factory cuts it off at cutoff_len"

@@ -110,7 +110,7 @@ def _flat(entries: Mapping[str, Any], sections: Collection[str]) -> dict[str, An
         inside = value if key in sections and isinstance(value, Mapping) else {key: value}
         twice = [name for name in inside if str(name).replace("-", "_") in found]
         if twice:
-            raise SettingsError(f"{twice[0]} stands there twice; keep one of them")
+            raise SettingsError(f"{twice[0]} appears twice; keep one of them")
         found.update({str(name).replace("-", "_"): one for name, one in inside.items()})
     return found
 
@@ -138,7 +138,7 @@ def _meaning(name: str, value: Any, source: Source, table: Table, known: Collect
         if name in known:
             return _in_our_words(Meaning({name: value}))
     except (SettingsError, ValueError, TypeError) as error:
-        reason = str(error) if isinstance(error, SettingsError) else f"{value!r} is no value that is understood here"
+        reason = str(error) if isinstance(error, SettingsError) else f"{value!r} is not a valid value here"
         raise SettingsError(f"{name}: {reason}") from error
     return Meaning(said=f"unknown here{nearest(name, [*known, *table])}", is_lost=True)
 

@@ -93,7 +93,7 @@ TABLE: Table = {
     "padding_free": Nothing("rows of uneven length are cut into micro-batches without padding"),
     "router_aux_loss_coef": "the auxiliary loss of experts is the model's own: output_router_logits of its config.json",
     "shuffle_dataset": Nothing("rows are drawn in a new order in each epoch"),
-    "truncation_mode": Nothing("nothing is cut off: a longer document goes on in further rows"),
+    "truncation_mode": Nothing("nothing is cut off: a longer document continues in further rows"),
     "use_bnb_nested_quant": boolean("bnb_4bit_use_double_quant"),
     "use_peft": adapts,
     "bnb_4bit_quant_storage": Nothing("it is for FSDP over 4-bit weights, which this program does not do"),
@@ -120,7 +120,7 @@ def defaults(source: Source) -> Iterator[tuple[str, Any]]:
 
 
 def differences(source: Source) -> Iterator[str]:
-    yield "a document longer than block_size goes on in further rows; TRL cuts it off at max_length"
+    yield "a document longer than block_size continues in further rows; TRL cuts it off at max_length"
     if source.has("use_peft") and not source.get("lora_target_modules"):
         yield (
             "without lora_target_modules TRL adapts what peft picks for the family, q_proj and v_proj for most; here "

@@ -37,7 +37,7 @@ def _zero_is_not_given(name: str) -> Any:
 def _save_steps(value: Any, source: Source) -> Meaning:
     if not is_on(value):
         return Meaning(
-            {"save_strategy": "epoch"}, "0 there saves at the end alone; here each epoch can be gone on from"
+            {"save_strategy": "epoch"}, "0 there saves at the end alone; here you can resume from each epoch"
         )
     return Meaning({"save_strategy": "steps", "save_steps": value})
 
@@ -111,7 +111,7 @@ TABLE: Table = {
     "wandb_token": "log in by wandb login, or give the environment variable WANDB_API_KEY",
     "hf_token": "log in by hf auth login, or give the environment variable HF_TOKEN",
     "enable_tensorboard": _report("tensorboard"),
-    "tensorboard_dir": Nothing("TensorBoard's files lie in logs/tensorboard of output_dir"),
+    "tensorboard_dir": Nothing("TensorBoard's files are in logs/tensorboard of output_dir"),
     "log_frequency": Same("logging_steps"),
     "save_model": Nothing("the model is always saved"),
     "save_path": Same("output_dir"),
@@ -139,4 +139,4 @@ def defaults(source: Source) -> Iterator[tuple[str, Any]]:
 
 
 def differences(source: Source) -> Iterator[str]:
-    yield "a document longer than block_size goes on in further rows; Unsloth cuts it off at max_seq_length"
+    yield "a document longer than block_size continues in further rows; Unsloth cuts it off at max_seq_length"

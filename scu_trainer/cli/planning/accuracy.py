@@ -31,7 +31,7 @@ class Compared:
 def accuracy(folder: Path, as_json: bool) -> int:
     """Raises StorageError if ``folder`` is none."""
     if not folder.is_dir():
-        raise StorageError(f"{folder} is no folder; give the one that holds the runs")
+        raise StorageError(f"{folder} is not a folder; give the one that holds the runs")
     metrics = sorted({*folder.glob(METRICS), *folder.glob(f"*/{METRICS}")})
     found = list(compared(metrics, folder))
     errors = [abs(one.error) for one in found]

@@ -33,7 +33,7 @@ def train_on_a_path(config: Optional[str], flags: Sequence[str], job: Job, train
     """
     if job.training.world_size > 1:
         raise RequirementError(
-            "tuning_path: auto chooses for one process; ask scu-trainer plan, and give its settings to the launcher"
+            "tuning_path: auto works for one process; run scu-trainer plan, and give its settings to the launcher"
         )
     failure: Optional[str] = None
     for settings, why in _ways(config, flags, job):
@@ -63,7 +63,7 @@ def _ways(config: Optional[str], flags: Sequence[str], job: Job) -> Iterator[tup
     yield from _planned(job)
     if job.kind.name == "text-generation" and job.model.tuning != "full" and job.model.device_map is None:
         folder = str(Path(job.training.output_dir) / "offload")
-        yield {**OFFLOADED, "offload_folder": folder}, "weights lie in main memory and, beyond that, on the disk"
+        yield {**OFFLOADED, "offload_folder": folder}, "weights are kept in main memory and, if that is full, on disk"
 
 
 def _planned(job: Job) -> Iterator[tuple[dict[str, Any], str]]:

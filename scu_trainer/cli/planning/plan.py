@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from scu_trainer.train.memory_estimate.plan import Planned, Source
 
 DESCRIPTION = """\
-Predicts the peak memory of a training from shapes alone, without reading weights, and looks for the fastest settings
+Predicts the peak memory of a training run from shapes alone, without reading weights, and looks for the fastest
+settings
 with which it fits a machine. Flags of `scu-trainer train` are accepted as well. Nothing is trained."""
 
 FASTER_ONES = 2
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", help='for a card by name, such as "RTX 3050 4GB", or cpu-only; default: this machine')
     parser.add_argument("--ram", help="main memory of that machine, such as 16GB; default: what such a machine has")
     parser.add_argument("--here", action="store_true", help="for this machine as it is now (the default)")
-    parser.add_argument("--limit", help="memory that the training may take, such as 6GB; default: what is free")
+    parser.add_argument("--limit", help="memory that training may use, such as 6GB; default: what is free")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="also write the job with those settings, to be read by --config"
@@ -60,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="runs",
         metavar="FOLDER",
-        help="how far the predictions of the runs in FOLDER (default: runs) were from what was measured, and stop",
+        help="compare the predictions of the runs in FOLDER (default: runs) with the measured peaks, and stop",
     )
     return parser
 
@@ -141,7 +142,7 @@ def _job(config: Optional[str], flags: Sequence[str], target: Target) -> Job:
 
     job = read_job(config, flags, None if target.is_here else target.facts)
     if job.data.streaming and job.kind.name != "text-generation":
-        raise SettingsError("the rows of a stream are not known before they come; set streaming: false to plan")
+        raise SettingsError("the rows of a stream are not known in advance; set streaming: false to plan")
     return job
 
 
@@ -240,7 +241,8 @@ def planned_choice(
             return None
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"{job.model.model_name_or_path} cannot be predicted, its code fails on shapes alone: {first}; measure it "
+            f"{job.model.model_name_or_path} cannot be predicted, because its code fails without data: {first}; "
+            f"measure it "
             "instead: scu-trainer variants"
         ) from error
 

@@ -21,7 +21,7 @@ REASONS = {
     "checkpoint_every_layer": "activations are computed again instead of kept",
     "optim": "its states take about a byte per weight",
     "block_size": "shorter rows take less at once, and see less context",
-    "deepspeed": "the optimizer's states lie in main memory",
+    "deepspeed": "the optimizer's states are kept in main memory",
     "token_cap": "rows go through the model in parts of so many tokens",
     "dataloader_num_workers": "rows are made for each batch, beside the GPU",
 }
@@ -30,11 +30,11 @@ REASONS = {
 def check_place(path: Path) -> None:
     """Raise SettingsError where something stands in the way of ``path``."""
     if path.exists():
-        raise SettingsError(f"{path} is there already; remove it, or give --output another name")
+        raise SettingsError(f"{path} already exists; remove it, or give --output another name")
     if path.suffix not in (".yaml", ".yml"):
         raise SettingsError(f"--output {path}: a configuration with comments is YAML; give a name that ends in .yaml")
     if not path.parent.is_dir():
-        raise SettingsError(f"the folder of {path} does not exist; make it, or give --output another name")
+        raise SettingsError(f"the folder of {path} does not exist; create it, or give --output another name")
 
 
 def write(path: Path, entries: Mapping[str, Any], report: Mapping[str, Any], precision: tuple[str, str]) -> None:

@@ -42,12 +42,12 @@ GGUF = ("gguf", "ollama")
 
 DESCRIPTION = """\
 RUN is a run, one of its checkpoints, an adapter, a model folder, or a Hub id. An adapter goes into the
-weights of its base. The result is read back by the program that it is for (transformers, llama.cpp, ONNX Runtime), its
+weights of its base. The program that it is for (transformers, llama.cpp, ONNX Runtime) reads the result back, and its
 logits are compared with those of RUN on rows that the run held out; if they differ, nothing is written.
   safetensors  a folder that from_pretrained reads
-  gguf         one file for llama.cpp and what is built on it
+  gguf         one file for llama.cpp and programs built on it
   ollama       the same, with a Modelfile: template, stop tokens
-  onnx         one graph of whole rows, for ONNX Runtime"""
+  onnx         one graph for whole rows, for ONNX Runtime"""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--to", required=True, choices=FORMATS)
-    parser.add_argument("--output", help="folder to write (default: RUN-FORMAT); it must not be there yet")
+    parser.add_argument("--output", help="folder to write (default: RUN-FORMAT); it must not exist yet")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="of the weights; auto: as the base, float32 for onnx"
     )
@@ -108,7 +108,7 @@ def _options(typed: argparse.Namespace) -> ExportOptions:
     require_size(typed.max_shard_size)
     for flag in ("outtype", "converter"):
         if getattr(typed, flag) is not None and typed.to not in GGUF:
-            raise SettingsError(f"--{flag} is of a GGUF file, and --to is {typed.to}; leave it out, or give --to gguf")
+            raise SettingsError(f"--{flag} is for GGUF files, and --to is {typed.to}; leave it out, or give --to gguf")
     return ExportOptions(
         typed.to, typed.dtype, typed.outtype or "auto", typed.max_shard_size,
         Path(typed.converter).expanduser().absolute() if typed.converter else None,
@@ -164,7 +164,7 @@ def export(subject: Subject, output: Path, options: ExportOptions) -> dict[str, 
 
     _require_exportable(subject, options)
     if output.exists():
-        raise StorageError(f"{output} is there already; remove it, or give another folder with --output")
+        raise StorageError(f"{output} already exists; remove it, or give another folder with --output")
     require_writable(output.parent, "--output")
     consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
     subject = replace(subject, model=replace(subject.model, device_map=None, **consent))
@@ -177,7 +177,7 @@ def export(subject: Subject, output: Path, options: ExportOptions) -> dict[str, 
         finally:
             output.with_name(f"{output.name}.lock").unlink(missing_ok=True)
     if "difference" not in exporting.facts:
-        raise StorageError(f"another process has written {output} meanwhile; look at it, or give another folder")
+        raise StorageError(f"another process has written {output} in the meantime; check it, or give another folder")
     return exporting.facts
 
 
@@ -191,7 +191,7 @@ def _require_exportable(subject: Subject, options: ExportOptions) -> None:
 
     if subject.task not in CLASSES:
         raise ModelError(
-            f"{subject.name} is of task: {subject.task}, whose models are of this project alone; export is for "
+            f"{subject.name} is of task: {subject.task}, whose models exist only in this project; export is for "
             f"{' and '.join(CLASSES)}"
         )
     if options.format in GGUF:

@@ -79,7 +79,7 @@ def require_size(text: str) -> None:
 def _parser() -> Parser:
     parser = Parser(prog="scu-trainer merge", description=DESCRIPTION)
     parser.add_argument("run", metavar="RUN")
-    parser.add_argument("--output", help="folder to write (default: RUN-merged); it must not be there yet")
+    parser.add_argument("--output", help="folder to write (default: RUN-merged); it must not exist yet")
     add_merge_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
@@ -131,7 +131,7 @@ def merge(subject: Subject, output: Path, options: MergeOptions) -> dict[str, An
 
     _require_adapter(subject)
     if output.exists():
-        raise StorageError(f"{output} is there already; remove it, or give another folder with --output")
+        raise StorageError(f"{output} already exists; remove it, or give another folder with --output")
     require_writable(output.parent, "--output")
     consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
     subject = replace(subject, model=replace(subject.model, device_map=None, **consent))
@@ -145,11 +145,11 @@ def _require_adapter(subject: Subject) -> None:
 
     source = Path(subject.source)
     if not source.is_dir():
-        raise ModelError(f"{subject.name} is no folder; give that of a run, of a checkpoint or of an adapter")
+        raise ModelError(f"{subject.name} is not a folder; give the folder of a run, of a checkpoint or of an adapter")
     if not is_adapter(source):
         raise ModelError(
-            f"{subject.name} holds full weights, no adapter: there is nothing to merge. It can be loaded as it is, and "
-            "scu-trainer push sends it as it is"
+            f"{subject.name} holds full weights and no adapter, so there is nothing to merge. Load it as it is; "
+            f"scu-trainer push sends it as it is"
         )
     if subject.task not in CLASSES:
         raise ModelError(f"{subject.name} is an adapter of task: {subject.task}; merge is for {' and '.join(CLASSES)}")
@@ -168,8 +168,8 @@ def require_space(subject: Subject, output: Path, options: MergeOptions) -> None
     available = probe().ram_available_bytes
     if memory > available:
         raise RequirementError(
-            f"merging {counts['weights']:,.0f} weights takes about {readable(memory)} of main memory (two float32 "
-            f"copies beside the model), and {readable(available)} are free; merge on a machine with more"
+            f"merging {counts['weights']:,.0f} weights takes about {readable(memory)} of main memory (two "
+            f"float32 copies and the model), and {readable(available)} are free; merge on a machine with more"
         )
     require_room(output.parent, disk, "--output")
 
@@ -241,7 +241,9 @@ def _merged(subject: Subject, output: Path, options: MergeOptions) -> dict[str, 
     finally:
         output.with_name(f"{output.name}.lock").unlink(missing_ok=True)
     if "difference" not in facts:
-        raise StorageError(f"another process has written {output} meanwhile; look at it, or merge into another folder")
+        raise StorageError(
+            f"another process has written {output} in the meantime; check it, or merge into another folder"
+        )
     return facts
 
 
@@ -259,7 +261,7 @@ def disk_reported(folder: Path) -> Iterator[None]:
     except Exception as error:  # tokenizers raise nothing more narrow
         if not is_write_error(error):
             raise
-        raise StorageError(f"{folder.parent} cannot take the model: {error}; free some room there") from error
+        raise StorageError(f"{folder.parent} cannot hold the model: {error}; free some space there") from error
 
 
 # -- rows to check on --------------------------------------------------------------------------------------------------

@@ -29,10 +29,11 @@ WEIGHED_ROWS, ROWS_AT_ONCE = 256, 32
 """Training rows by which units are weighed, and statistics of BatchNorm measured."""
 
 DESCRIPTION = """\
-RUN_OR_MODEL is the folder of a run with full weights, of one of its checkpoints, or of a model. The units that add
-least are cut out of the weights, as many in each layer: neurons of the MLPs and groups of heads of a language model
-built like Llama, channels of a ResNet. The result is a folder that stock transformers reads, and that trains on as any
-model: scu-trainer train --model_name_or_path DIR --tuning full, best with --teacher RUN."""
+RUN_OR_MODEL is the folder of a run with full weights, of one of its checkpoints, or of a model. The units that
+contribute least are cut out of the weights, as many in each layer: neurons of the MLPs and groups of heads of a
+language model
+built like Llama, channels of a ResNet. The result is a folder that stock transformers reads, and that you can train
+further like any model: scu-trainer train --model_name_or_path DIR --tuning full, best with --teacher RUN."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="scu-trainer prune", description=DESCRIPTION)
     parser.add_argument("run", metavar="RUN_OR_MODEL")
-    parser.add_argument("--amount", type=float, default=0.25, help="share of the units that goes (default: 0.25)")
+    parser.add_argument("--amount", type=float, default=0.25, help="share of the units to remove (default: 0.25)")
     parser.add_argument(
         "--units", nargs="+", choices=("neurons", "heads", "channels"), default=(), help="default: all that it has"
     )
-    parser.add_argument("--output", help="folder to write (default: RUN-pruned); it must not be there yet")
-    parser.add_argument("--dataset", help="of a model without a run: what to weigh units by, and to score a split of")
+    parser.add_argument("--output", help="folder to write (default: RUN-pruned); it must not exist yet")
+    parser.add_argument(
+        "--dataset", help="for a model without a run: the data to weigh units by, a split of which is scored"
+    )
     parser.add_argument("--block_size", type=int, help="of that dataset: tokens in a row")
     parser.add_argument("--seed", type=int, default=0, help="of that split (default: 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -72,7 +75,7 @@ def _main(argv: list[str]) -> int:
     output = source.parent / f"{source.name}-pruned" if typed.output is None else Path(typed.output)
     output = output.expanduser().absolute()
     if output.exists():
-        raise StorageError(f"{output} is there already; remove it, or give another folder with --output")
+        raise StorageError(f"{output} already exists; remove it, or give another folder with --output")
     require_writable(output.parent, "--output")
     of_data = {name: getattr(typed, name) for name in ("dataset", "block_size") if getattr(typed, name) is not None}
     facts = prune(subject, output, PruneOptions(typed.amount, tuple(typed.units)), of_data, typed.seed)
@@ -83,13 +86,13 @@ def _main(argv: list[str]) -> int:
 def _require_prunable(subject: Subject, dataset: Optional[str]) -> None:
     source = Path(subject.source)
     if not source.is_dir():
-        raise ModelError(f"{subject.name} is no folder here; download the model and give its folder")
+        raise ModelError(f"{subject.name} is not a folder here; download the model and give its folder")
     if is_adapter(source):
         raise ModelError(f"{subject.name} is an adapter; merge it first: scu-trainer merge {subject.name}")
     if subject.task not in TASKS:
         raise ModelError(f"{subject.name} is of task: {subject.task}; prune is for {' and '.join(TASKS)}")
     if subject.run is None and dataset is None:
-        raise DataError(f"{subject.name} belongs to no run, so nothing tells what to score it on; add --dataset NAME")
+        raise DataError(f"{subject.name} belongs to no run, so the data to score it on is unknown; add --dataset NAME")
 
 
 def screen(facts: dict[str, Any]) -> str:

@@ -38,14 +38,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="scu-trainer push", description=DESCRIPTION)
     parser.add_argument("run", metavar="RUN")
-    parser.add_argument("--repo_id", help="OWNER/NAME on the Hub; made if it is not there")
+    parser.add_argument("--repo_id", help="OWNER/NAME on the Hub; created if it does not exist")
     parser.add_argument("--dry_run", action="store_true", help="show every file and byte; no network, no token")
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--merged", action="store_true", help="full weights: the adapter merged into its base")
-    parser.add_argument("--base_model", metavar="OWNER/NAME", help="where the base of an adapter lies on the Hub")
-    parser.add_argument("--revision", help="branch to commit to; made if it is not there (default: main)")
+    parser.add_argument("--base_model", metavar="OWNER/NAME", help="the base of an adapter on the Hub")
+    parser.add_argument("--revision", help="branch to commit to; created if it does not exist (default: main)")
     parser.add_argument("--commit_message", help="(default: what is sent, and from which step)")
-    parser.add_argument("--token", help="better: `hf auth login` or HF_TOKEN; others see a command line")
+    parser.add_argument("--token", help="better use `hf auth login` or HF_TOKEN: others can see a command line")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     add_merge_options(parser.add_argument_group("with --merged, and the licence"))
     return parser
@@ -55,7 +55,7 @@ def _main(argv: list[str]) -> int:
     typed = parse_checked(_parser(), argv)
     remember(*filter(None, [typed.token]))
     if typed.repo_id is None:
-        raise SettingsError("push needs --repo_id OWNER/NAME; the name it is to have on the Hub")
+        raise SettingsError("push needs --repo_id OWNER/NAME, the name on the Hub")
     require_repo_id(typed.repo_id)
     token = None if typed.dry_run else token_for(typed.token)
     facts, upload, license = _upload(typed)
@@ -80,7 +80,9 @@ def _upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional[str]]:
     """What is sent. Raises a UserError for a run that is not finished, and for what nobody could load."""
     path = Path(typed.run).expanduser().resolve()
     if not path.is_dir():
-        raise ModelError(f"{typed.run} is no folder here; give that of a run, of a checkpoint or of a merged model")
+        raise ModelError(
+            f"{typed.run} is not a folder here; give the folder of a run, of a checkpoint or of a merged model"
+        )
     subject = subject_of(typed.run)
     facts, merged = facts_of(path)
     if typed.base_model is not None:
@@ -101,8 +103,8 @@ def _require_its_adapter(facts: Facts, merged: Path) -> None:
     """The card tells of the run that lies there: it has to be the one that was merged."""
     if facts.merge.get("adapter_sha256") != adapter_hash(facts.weights):
         raise HubError(
-            f"{merged} was made of an adapter that is no longer in {facts.weights}: that was trained again, and its "
-            "scores are not those of the merged weights; merge it again"
+            f"{merged} was made from an adapter that is no longer in {facts.weights}: the adapter was trained "
+            f"again, and its scores are not those of the merged weights; merge it again"
         )
 
 
@@ -141,7 +143,7 @@ def _message(facts: Facts) -> str:
 
 
 def screen(upload: Upload, typed: argparse.Namespace, license: Optional[str]) -> str:
-    visibility = "private" if typed.private else "public, unless it is there and private"
+    visibility = "private" if typed.private else "public, unless it exists and is private"
     lines = [f"to {typed.repo_id}, branch {typed.revision or 'main'} ({visibility})", ""]
     lines += [f"  {item.path_in_repo:<{WIDTH}} {item.size_bytes:>15,} bytes" for item in upload.items]
     total = f"{len(upload.items)} files, {readable(upload.size_bytes)}"

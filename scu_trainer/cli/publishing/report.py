@@ -22,8 +22,8 @@ from scu_trainer.run_files import readable
 from scu_trainer.runs.store import ROOT
 
 DESCRIPTION = """\
-Draws runs over each other, or a comparison that `scu-trainer compare` has
-written: one HTML page that needs nothing but itself, and every plot as PNG and
+Plots runs together, or a comparison that `scu-trainer compare` has
+written: one self-contained HTML page, and every plot as PNG and
 SVG for light and dark ground."""
 
 EPILOG = """\
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the report")
     parser.add_argument(
         "--watch", nargs="?", type=_seconds, const=EVERY_S, metavar="SECONDS",
-        help=f"write the page again every SECONDS ({EVERY_S:g}) until all runs have ended; an open page follows",
+        help=f"rewrite the page every SECONDS ({EVERY_S:g}) until all runs have ended; an open page follows",
     )  # fmt: skip
     parser.add_argument("--root", type=Path, default=ROOT, help="directory that holds the runs (runs)")
     return parser
@@ -79,7 +79,7 @@ def _seconds(text: str) -> float:
         value = 0.0
     if not LEAST_S <= value < float("inf"):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds of {LEAST_S:g} or more; runs stand before --watch"
+            f"{text!r} is not a number of seconds of {LEAST_S:g} or more; give the runs before --watch"
         )
     return value
 
@@ -107,7 +107,9 @@ def _write_all(wanted: subjects.Wanted, folder: Path) -> list[str]:
     write_files(folder, files)
     forget_old(folder, names)
     letters = boxed_letters(drawn)
-    boxes = [f"{letters} in PNG files, whose font lacks them; the page and SVG files have them"] if letters else []
+    boxes = (
+        [f"{letters} are missing from the font of the PNG files; the page and SVG files have them"] if letters else []
+    )
     return [f"{plot.key}: {note}" for plot in plots for note in plot.notes] + boxes
 
 
@@ -145,7 +147,7 @@ def _written() -> str:
 def _say(folder: Path, notes: Sequence[str]) -> None:
     page = folder / PAGE
     print(f"report: {page} ({readable(page.stat().st_size)}, needs nothing but itself)")
-    print(f"        {len(pictures(folder))} files of plots beside it: PNG and SVG, light and dark")
+    print(f"        {len(pictures(folder))} plot files next to it: PNG and SVG, light and dark")
     for note in notes:
         print(f"not drawn: {note}")
 
@@ -158,7 +160,7 @@ def _watch(wanted: subjects.Wanted, folder: Path, every_s: float, sleep: Callabl
     print(f"watching every {every_s:g} s until all runs have ended, Ctrl-C ends it: {folder / PAGE}", flush=True)
     for run in wanted.folders:
         if not run.exists():
-            print(f"{run} is not there yet: waiting for it", flush=True)
+            print(f"{run} does not exist yet: waiting for it", flush=True)
     try:
         while not wanted.may_write(folder) or wanted.is_alive():
             if wanted.may_write(folder):
@@ -166,7 +168,7 @@ def _watch(wanted: subjects.Wanted, folder: Path, every_s: float, sleep: Callabl
             sleep(every_s)
     except KeyboardInterrupt:
         if not wanted.may_write(folder):
-            print("nothing has begun yet, so there is no report")
+            print("no run has started yet, so there is no report")
             return 0
     _say(folder, _write_all(wanted, folder))
     return 0

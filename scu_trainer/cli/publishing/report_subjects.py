@@ -73,8 +73,8 @@ def require_begun(wanted: Wanted, folder: Path) -> None:
     """Raise SettingsError where the report would be written into a run that has not begun."""
     if not wanted.may_write(folder):
         raise SettingsError(
-            f"{folder} belongs to a run that has not begun to train, and a report in it would take its place; add "
-            "--watch to wait for it, or give another --output"
+            f"{folder} belongs to a run that has not started to train, and needs to be empty for it; add "
+            f"--watch to wait for it, or give another --output"
         )
 
 
@@ -105,7 +105,7 @@ def _no_run(folder: Path, word: str, root: Path) -> str:
     inside = [path.name for path in sorted(folder.iterdir()) if is_run(path)] if folder.is_dir() else []
     runs = f"; it holds runs: {_listed(inside)}; give one of them, as {folder / inside[0]}" if inside else ""
     files = ", ".join((STATUS_FILE, *BEGUN[:3], COMPARISON_FILE))
-    return f"{folder} is no directory of a run or comparison: it holds none of {files} and the like" + (
+    return f"{folder} is not the directory of a run or comparison: it holds none of {files} and the like" + (
         runs or "; give a directory that scu-trainer train or compare wrote"
     )
 
@@ -130,7 +130,7 @@ def _is_under_way(found: Comparison) -> bool:
 def _state(folder: Path, name: str) -> tuple[str, str, bool]:
     """(state, in words, whether something is still to come)."""
     if not is_run(folder):
-        return "not there yet", "its folder is not there yet", True
+        return "not there yet", "its folder does not exist yet", True
     if not (folder / STATUS_FILE).is_file() and not (folder / "background").is_dir():
         return "unknown", "without run.json, as of a trainer in a script of your own, nothing tells how it ended", False
     found = report(Run(folder, name), Machine()).state

@@ -32,7 +32,8 @@ def refuse_useless_push(job: Job) -> None:
         return
     what = "the embedded base, which each machine makes for itself" if base is None else base
     raise HubError(
-        f"push_to_hub would send an adapter of {what}, and whoever downloads it does not have that. Drop push_to_hub, "
+        f"push_to_hub would send an adapter of {what}, and people who download it do not have that base. Drop "
+        f"push_to_hub, "
         "and after training push the full weights: scu-trainer push RUN --merged --repo_id OWNER/NAME"
     )
 
@@ -81,7 +82,7 @@ def _push(run: Path, training: TrainingArguments) -> None:
         )
     except HubError as error:
         raise HubError(
-            f"trained and saved in {run}, but not pushed: {error}. When that is mended: scu-trainer push {run} "
+            f"trained and saved in {run}, but not pushed: {error}. When that is fixed: scu-trainer push {run} "
             f"--repo_id {repo_id}"
         ) from error
     print(f"pushed: {sent['url']}")

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 512
 HELP = {
-    "/system TEXT": "set the system message, and begin again; without TEXT there is none",
+    "/system TEXT": "set the system message and start over; without TEXT there is none",
     "/reset": "forget what was said",
-    "/save FILE": "the conversation as JSON lines of messages; of two models two files",
+    "/save FILE": "save the conversation as JSON lines of messages; with two models, two files",
     "/help": "these lines",
     "/exit": "end, as Ctrl-D does",
 }
 DESCRIPTION = """\
-RUN is the folder of a run, of one of its checkpoints, of an adapter or a model, or a Hub id. Answers appear as they are
-written; Ctrl-C stops an answer. From a pipe every line is a question, and only the answers are printed.
+RUN is the folder of a run, of one of its checkpoints, of an adapter or a model, or a Hub id. Answers appear as they
+are generated; Ctrl-C stops an answer. From a pipe every line is a question, and only the answers are printed.
 
   """ + "\n  ".join(f"{name:<14} {said}" for name, said in HELP.items())
 
@@ -117,7 +117,7 @@ class Chat:
     def _opening(self) -> list[str]:
         lines = [f"{' and '.join(one.name for one in self.talkers)}; {self.settings.in_words(self.talkers[0])}"]
         lines += [
-            f"{one.name} has no chat template: it goes on with what was said" for one in self.talkers
+            f"{one.name} has no chat template: it continues the text" for one in self.talkers
             if not one.has_template
         ]  # fmt: skip
         return [*lines, "/help lists commands; Ctrl-D ends"]
@@ -143,7 +143,7 @@ class Chat:
             return False
         if name not in acts:
             known = [*acts, "exit"]
-            raise SettingsError(f"/{name} is no command{nearest(name, known)}; commands: /{', /'.join(known)}")
+            raise SettingsError(f"/{name} is not a command{nearest(name, known)}; commands: /{', /'.join(known)}")
         acts[name](rest.strip())
         return True
 
@@ -168,7 +168,7 @@ class Chat:
         ]  # fmt: skip
         for place in paths:
             if place.exists():
-                raise SettingsError(f"{place} is there already; give another name")
+                raise SettingsError(f"{place} already exists; give another name")
         for place, conversation in zip(paths, self.conversations, strict=True):
             write_text(place, "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in conversation))
         self._quietly(f"written: {', '.join(map(str, paths))}")

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS, BATCH_ROWS = 256, 8
 DESCRIPTION = """\
-Answers each prompt of FILE and writes a JSON line for it, in the order of FILE. Killed, the same command goes on after
-the last whole line. Rows: a column messages, or prompt, instruction, question, text; a .txt file has one per line."""
+Answers each prompt of FILE and writes a JSON line for it, in the order of FILE. If it is killed, run the same command
+again: it continues after the last complete line. Rows: a column messages, or prompt, instruction, question, text; a
+.txt file has one per line."""
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -41,8 +42,8 @@ def _parser() -> Parser:
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: answers.jsonl in this folder",
                         default=Path("answers.jsonl"))  # fmt: skip
     parser.add_argument("--batch_size", "--batch-size", type=int, default=BATCH_ROWS, metavar="N",
-                        help=f"prompts at once, at most ({BATCH_ROWS}); fewer where memory is short")  # fmt: skip
-    parser.add_argument("--overwrite", action="store_true", help="begin again where the output is there already")
+                        help=f"most prompts at a time ({BATCH_ROWS}); fewer if memory is short")  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="start over if the output already exists")
     add_options(parser, MAX_NEW_TOKENS)
     return parser
 
@@ -88,7 +89,7 @@ def _write_all(written: Written, model: Any, batches: Any, rows: Sequence[Prompt
 def _said(batches: Any, dropped: int) -> list[str]:
     lines = []
     if batches.out_of_memory:
-        lines.append(f"ran out of memory {batches.out_of_memory} times and went on with fewer prompts at once\n")
+        lines.append(f"ran out of memory {batches.out_of_memory} times and continued with fewer prompts at a time\n")
     if dropped:
         lines.append(f"{dropped} messages of long conversations did not fit and were left out, the oldest first\n")
     return lines
@@ -138,12 +139,12 @@ class Written:
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
-            self.lines.append(f"{self.path}: a torn last line is answered again")
+            self.lines.append(f"{self.path}: the last line is incomplete and is answered again")
             with open(self.path, "r+b") as file:
                 file.truncate(len(whole))
         count = whole.count(b"\n")
         if count:
-            self.lines.append(f"{self.path}: going on after {count} answers")
+            self.lines.append(f"{self.path}: continuing after {count} answers")
         return count
 
     def add(self, row: dict[str, Any]) -> None:
@@ -153,7 +154,9 @@ class Written:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise StorageError(f"cannot write {self.path}: {error.strerror}; the same command goes on") from error
+            raise StorageError(
+                f"cannot write {self.path}: {error.strerror}; run the same command to continue"
+            ) from error
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -28,12 +28,17 @@ def add_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     add = parser.add_argument
     add("--max_new_tokens", "--max-new-tokens", type=int, default=max_new_tokens, metavar="N",
         help=f"of an answer, at most; default: {max_new_tokens}")  # fmt: skip
-    add("--do_sample", "--do-sample", type=_switch, nargs="?", const=True, help="draw tokens; default: as the model's "
-        "generation_config says, or where one of the next three is given")  # fmt: skip
+    add("--do_sample", "--do-sample", type=_switch, nargs="?", const=True, help="sample tokens; default: as the "
+    "model's generation_config says, or if one of the next three is given")  # fmt: skip
     add("--temperature", type=float, help="of the draws")
-    add("--top_p", "--top-p", type=float, help="draw among the likeliest tokens that have this share")
-    add("--top_k", "--top-k", type=int, help="draw among so many of the likeliest")
-    add("--repetition_penalty", "--repetition-penalty", type=float, help="above 1: tokens that came before are rarer")
+    add("--top_p", "--top-p", type=float, help="sample from the likeliest tokens that together have this probability")
+    add("--top_k", "--top-k", type=int, help="sample from this many of the likeliest tokens")
+    add(
+        "--repetition_penalty",
+        "--repetition-penalty",
+        type=float,
+        help="above 1: make tokens that came before less likely",
+    )
     add("--seed", type=int, default=0, help="of the draws; default: 0")
     add("--dtype", choices=DTYPES, default="auto", help="of the weights; auto: as the run had them")
     add("--use_cpu", "--use-cpu", action="store_true", help="leave the GPU alone")
@@ -55,7 +60,7 @@ def subject(name: str, options: argparse.Namespace, base_of: Optional[Subject] =
         raise ModelError("base is a word of --against; give a path or a Hub id first (./base for a folder)")
     found = base_subject(base_of) if name == "base" and base_of is not None else subject_of(name)
     if found.task != TEXT:
-        raise ModelError(f"{found.name} is of task {found.task}: it writes no text; only {TEXT} can be talked to")
+        raise ModelError(f"{found.name} is of task {found.task}: it writes no text; only {TEXT} can answer")
     dtype = found.model.dtype if options.dtype == "auto" else options.dtype
     changes = {"dtype": dtype, "trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
     return replace(found, model=replace(found.model, **changes))

@@ -34,12 +34,12 @@ ENGINES = ("auto", "transformers", "vllm")
 PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic")
 NEW_KEY = "openssl rand -hex 24"
 DESCRIPTION = f"""\
-Answers as OpenAI's HTTP interface does (/v1/chat/completions, /v1/completions, /v1/models), for this model alone. RUN
+Answers as OpenAI's HTTP interface does (/v1/chat/completions, /v1/completions, /v1/models), for this model only. RUN
 is the folder of a run, of one of its checkpoints, of an adapter or a model, or a Hub id. The server is that of
 transformers, or vLLM. A key that clients have to send is in {KEY_VARIABLE} or a file; where other machines can reach
---host it must be there. It is no argument, since every user of a machine sees those in its list of processes.
+--host it must be there. It is not an argument, because every user of a machine can see those in the list of processes.
 
-The flags of an answer hold where a question does not say: temperature 0 of a question is greedy."""
+The flags of an answer apply if a request does not set them: temperature 0 in a request is greedy."""
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -52,12 +52,12 @@ def _parser() -> Parser:
     )
     parser.add_argument("run", metavar="RUN")
     add = parser.add_argument
-    add("--host", default=HOST, help=f"address to listen at; default: {HOST}, which this machine alone can reach")
+    add("--host", default=HOST, help=f"address to listen at; default: {HOST}, which only this machine can reach")
     add("--port", type=int, default=PORT, help=f"default: {PORT}; 0 takes a free one")
     add("--api_key_file", "--api-key-file", type=Path, metavar="FILE", help=f"the key; else that in {KEY_VARIABLE}")
     add("--api_key", "--api-key", nargs="?", const="", help=argparse.SUPPRESS)
-    add("--served_model_name", "--served-model-name", metavar="NAME", help="by which it is asked for; default: the "
-        "name of the run")  # fmt: skip
+    add("--served_model_name", "--served-model-name", metavar="NAME", help="name of the model in requests; "
+    "default: the name of the run")  # fmt: skip
     add("--engine", choices=ENGINES, default="auto", help="auto: vllm where it is installed and there is a GPU")
     add_options(parser, MAX_NEW_TOKENS)
     return parser
@@ -147,7 +147,7 @@ def _with_transformers(
 def _opening(asker: Asker, options: argparse.Namespace, key: Optional[str]) -> list[str]:
     lines = [f"{asker.name}: {_address(options)} (the server of transformers)", asker.settings.in_words(asker.talker)]
     if not asker.talker.has_template:
-        lines.append(f"{asker.name} has no chat template: it goes on with what was said")
+        lines.append(f"{asker.name} has no chat template: it continues the text")
     return [*lines, _access(key)]
 
 
@@ -156,7 +156,7 @@ def _address(options: argparse.Namespace) -> str:
 
 
 def _access(key: Optional[str]) -> str:
-    who = "every program of this machine may ask" if key is None else "whoever has the key may ask"
+    who = "every program on this machine may use it" if key is None else "anyone with the key may use it"
     return f"{who}; Ctrl-C ends it"
 
 
@@ -185,8 +185,8 @@ def _check_vllm(options: argparse.Namespace, key: Optional[str]) -> None:
     if options.use_cpu:
         raise SettingsError("--use_cpu is for --engine transformers")
     if key is None:
-        raise SettingsError(f"vLLM answers whatever name it is asked by, web pages in a browser of this machine "
-                            f"included, so a key is needed: export {KEY_VARIABLE}=$({NEW_KEY}), or --engine "
+        raise SettingsError(f"vLLM does not check the host name, so web pages in a browser on this machine "
+        f"could use it; a key is needed: export {KEY_VARIABLE}=$({NEW_KEY}), or --engine "
                             "transformers")  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def _whole(who: Subject, options: argparse.Namespace) -> str:
     output = default_output(who)
     if output.exists():
         if _merged_from(output) != adapter_hash(source):
-            raise StorageError(f"{output} is there, and was not merged from this adapter; remove it, or serve it")
+            raise StorageError(f"{output} exists, and was not merged from this adapter; remove it, or serve it")
         print(f"served from {output}, which was merged from this adapter")
         return str(output)
     print(f"vLLM gets the adapter merged into its base: {output}", flush=True)

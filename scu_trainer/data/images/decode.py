@@ -83,7 +83,7 @@ def open_image(content: Optional[Content]) -> PIL.Image.Image:
     import PIL.ImageOps
 
     if content is None:
-        raise BadImage(UNREADABLE, "there is no image in this row")
+        raise BadImage(UNREADABLE, "this row has no image")
     if isinstance(content, numpy.ndarray):
         return _of_array(content)
     try:
@@ -101,7 +101,7 @@ def _in_words(error: Exception) -> str:
     import PIL
 
     if isinstance(error, PIL.UnidentifiedImageError):
-        return "it is no image of a kind that Pillow knows"
+        return "it is not an image format that Pillow knows"
     return str(error) or type(error).__name__
 
 

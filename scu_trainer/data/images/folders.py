@@ -34,7 +34,7 @@ def folder_source(
     chosen = next((splits[name] for name in wanted if name in splits), None)
     if chosen is None:
         raise DataError(
-            f"{folder} has the splits {', '.join(splits)}, none of the wanted: {', '.join(wanted)}"
+            f"{folder} has the splits {', '.join(splits)}, none of the requested: {', '.join(wanted)}"
             f"{nearest(wanted[0], splits)}; choose one with dataset_split"
         )
     source = _of_classes(chosen, skip_bad, classes)
@@ -144,4 +144,4 @@ def _read(
 
 
 def _without_class(name: Optional[str]) -> str:
-    return "it lies in no class folder" if name is None else f"training data have no class {name!r}"
+    return "it is not in a class folder" if name is None else f"training data have no class {name!r}"

@@ -74,4 +74,4 @@ def refuse_hub_settings(name: str, split: Optional[str], config: Optional[str]) 
     if split not in (None, "train"):
         raise DataError(f"dataset_split is {split!r}, but {name} has no splits; leave dataset_split out")
     if config is not None:
-        raise DataError(f"dataset_config_name is {config!r}, but {name} is no Hub id; leave it out")
+        raise DataError(f"dataset_config_name is {config!r}, but {name} is not a Hub id; leave it out")

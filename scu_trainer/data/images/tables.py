@@ -49,7 +49,7 @@ def table_source(
     chosen = next((split for split in wanted if split in loaded), None)
     if chosen is None:
         raise DataError(
-            f"{name} has the splits {', '.join(loaded)}, none of the wanted: {', '.join(wanted)}"
+            f"{name} has the splits {', '.join(loaded)}, none of the requested: {', '.join(wanted)}"
             f"{nearest(wanted[0], loaded)}; choose one with dataset_split"
         )
     source = _of_table(f"{name} ({chosen})", loaded[chosen], own, classes)
@@ -73,8 +73,8 @@ def _load(name: str, split: str, data: DataSettings, cache_dir: Path) -> Any:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
         known = (*EMBEDDED_IMAGES, *HUB_IDS)
         raise DataError(
-            f"dataset {name!r} is none of {', '.join(known)}{nearest(name, known)}, no folder here, and could not be "
-            f"loaded from the Hub: {error}"
+            f"dataset {name!r} is none of {', '.join(known)}{nearest(name, known)}, not a folder here, and "
+            f"could not be loaded from the Hub: {error}"
         ) from error
 
 
@@ -210,4 +210,4 @@ def _content(cell: Optional[dict]) -> Any:
 
 
 def _without_class(value: Any) -> str:
-    return "it has no label" if value in (None, "", -1) else f"label {value!r} is none of the classes"
+    return "it has no label" if value in (None, "", -1) else f"label {value!r} is not one of the classes"

@@ -229,7 +229,7 @@ class SharedShapes:
         if self.others > self.agreeing:
             raise DataError(
                 f"{self.others:,} of {self.others + self.agreeing:,} recordings have another shape than what came "
-                f"before them: {self.example}; take the odd ones out of the manifest"
+                f"before them: {self.example}; remove the odd ones from the manifest"
             )
 
 

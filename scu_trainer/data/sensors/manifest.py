@@ -48,9 +48,7 @@ class Rejections:
 
     def add(self, place: str, error: BadRecording) -> None:
         if not self.skip:
-            raise DataError(
-                f"{place}: {error}; repair it, or set skip_bad_rows: true to leave such rows out"
-            ) from error
+            raise DataError(f"{place}: {error}; fix it, or set skip_bad_rows: true to leave such rows out") from error
         self.statistics.drop(error.reason, place)
 
 
@@ -198,13 +196,13 @@ def class_names(entries: Sequence[Entry], num_classes: Optional[int], known: Opt
     if num_classes not in (None, len(names)):
         raise DataError(
             f"num_classes is {num_classes}, and the manifest has {len(names)} labels: {', '.join(names[:10])}; drop "
-            "num_classes, or repair the labels"
+            "num_classes, or fix the labels"
         )
     return names
 
 
 def label_number(label: Any, names: Sequence[str]) -> int:
-    """Raises BadRecording for a label that is none of the classes."""
+    """Raises BadRecording for a label that is not one of the classes."""
     if str(label) in names:
         return names.index(str(label))
     if isinstance(label, int) and 0 <= label < len(names):

@@ -142,7 +142,9 @@ def folder_source(
     """
     root = Path(name).expanduser()
     if not root.is_dir():
-        raise DataError(f"dataset {name!r} is no folder; give a folder of recordings with a manifest, or {SYNTHETIC}")
+        raise DataError(
+            f"dataset {name!r} is not a folder; give a folder of recordings with a manifest, or {SYNTHETIC}"
+        )
     statistics = SampleStatistics("recording")
     rejections = Rejections(statistics, skip_bad_rows)
     entries = with_labels_in_range(_chosen(read_manifest(root, rejections), limit), own.num_classes, rejections)

@@ -126,7 +126,8 @@ def _span(render, messages: list[dict], first: int, end: int) -> tuple[int, int]
 def _by_spans(tokenizer, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
     if not tokenizer.is_fast:
         raise DataError(
-            "this tokenizer cannot tell which characters a token covers (it is not a fast tokenizer), so the answers "
+            "this tokenizer does not report which characters a token covers (it is not a fast tokenizer), so "
+            "the answers "
             "alone cannot be learned; set --assistant_only_loss false --completion_only_loss false"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

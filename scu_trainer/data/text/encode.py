@@ -98,7 +98,7 @@ class Encoder:
         if isinstance(content, Pair):
             has_template = getattr(self.tokenizer, "chat_template", None) is not None
             content = content.as_chat() if has_template else content.as_completion()
-            name += " by the chat template" if has_template else " as plain text, for there is no chat template"
+            name += " by the chat template" if has_template else " as plain text, because there is no chat template"
         if not _says_something(content):
             return Dropped(EMPTY if isinstance(content, Text) else NO_ANSWER, record.place)
         return content, Reading(name, not_used)

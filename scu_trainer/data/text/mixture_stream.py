@@ -86,7 +86,7 @@ def prepare_mixture_stream(
     statistics = statistics_of(mixture, of_parts, beside)
     statistics.sources = [asdict(item) for item in source_statistics(mixture, of_parts)]
     if mixture.shares is None:
-        statistics.notes.append("streaming without weights: one source after the other; give weights to mix them")
+        statistics.notes.append("streaming without weights: one source after another; give weights to mix them")
     streams = [
         TrainingStream(plan, _skipped(part, mixture, plan), part.statistics)
         for plan, part in zip(mixture.plans, parts, strict=True)

@@ -31,7 +31,7 @@ def rows_per_epoch(rows: Sequence[int], shares: Sequence[Fraction], stopping_str
     if total > MOST_ROWS:
         raise DataError(
             f"an epoch with every row and these weights would have {total:,} rows, at most {MOST_ROWS:,} are possible; "
-            "give weights that are nearer to the sizes of the sources, or stopping_strategy: first_exhausted"
+            "give weights closer to the sizes of the sources, or stopping_strategy: first_exhausted"
         )
     return apportioned(total, shares)
 

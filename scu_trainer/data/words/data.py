@@ -77,7 +77,7 @@ class WordStatistics(DataStatistics):
             lines.append(f"{self.without_category:,} texts have no category; they count as {UNKNOWN_CATEGORY}")
         if self.unknown_categories:
             lines.append(
-                f"{self.unknown_categories:,} texts have a category that was not trained; they count as "
+                f"{self.unknown_categories:,} texts have a category that training did not have; they count as "
                 f"{UNKNOWN_CATEGORY}"
             )
         return lines

@@ -94,7 +94,8 @@ class Target:
         step = "" if state.get("step") is None else f" at step {state['step']} of {state.get('max_steps')}"
         why = f": {state['error']}" if state.get("error") else ""
         if state["status"] in LIVE:
-            return f"run {self.name} is gone: its process {state['pid']} ended without a word{step}; see logs/train.log"
+            gone = f"its process {state['pid']} ended without a message{step}"
+            return f"run {self.name} is gone: {gone}; see logs/train.log"
         return f"run {self.name} is {state['status']}{step}, last written {state.get('updated')}{why}"
 
 

@@ -63,7 +63,7 @@ class CsvLog:
         except OSError as error:
             raise self._failed(error) from error
         if whole and whole.split(b"\n", 1)[0] != _line(self._columns).rstrip("\n").encode():
-            raise StorageError(f"{self._path} holds other columns than this machine and run have; give another file")
+            raise StorageError(f"{self._path} has columns that do not match this machine and run; give another file")
         return not whole
 
     def _write(self, text: str) -> None:

@@ -58,8 +58,9 @@ def _require_same_tokens(read: LlamaCpp, tokenizer: Any, texts: list[str]) -> No
         )
         near = tokenizer.decode(expected[max(0, place - 2) : place + 4])
         raise ModelError(
-            f"llama.cpp parts a text into other tokens than the tokenizer of this model, near {near!r}: a model that "
-            "is given other tokens answers otherwise; nothing was written. Try --to onnx or --to safetensors"
+            f"llama.cpp splits a text into tokens that differ from those of this model's tokenizer, near "
+            f"{near!r}: with other tokens the model gives other answers; nothing was written. Try --to onnx or "
+            f"--to safetensors"
         )
 
 
@@ -79,7 +80,7 @@ def _against(model: nn.Module, read: LlamaCpp, row: list[int]) -> tuple[float, b
 def _template_note(read: LlamaCpp, tokenizer: Any) -> str:
     """What llama.cpp makes of the chat template, which is a program in a language that it reads in its own way."""
     if not getattr(tokenizer, "chat_template", None):
-        return "no chat template: it goes on with a text"
+        return "no chat template: it continues a text"
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     turns.append({"role": "user", "content": QUESTION})
     expected = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
@@ -116,6 +117,7 @@ def _require(difference: float, tolerance: float, type_name: str, finer: str) ->
     if difference <= tolerance:  # NaN is not
         return
     raise ModelError(
-        f"what was written is another model: its logits differ by {difference:.2g} of the largest, and {tolerance:g} "
+        f"what was written is not the same model: its logits differ by {difference:.2g} of the largest, and "
+        f"{tolerance:g} "
         f"is allowed for {type_name}; nothing is kept. Try {finer}, or --to safetensors"
     )

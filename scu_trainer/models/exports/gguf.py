@@ -35,7 +35,7 @@ def require_gguf(architecture: str, converter: Optional[Path]) -> None:
     require_packages("GGUF", "gguf", modules)
     if converter and not (converter / "convert_hf_to_gguf.py").is_file():
         raise RequirementError(f"--converter {converter} has no convert_hf_to_gguf.py; give a folder of llama.cpp")
-    _run(converter, f"{architecture} has no way into GGUF", "--knows", architecture)
+    _run(converter, f"{architecture} cannot be converted to GGUF", "--knows", architecture)
 
 
 def write_gguf(weights: Path, output: Path, outtype: str, converter: Optional[Path] = None) -> None:
@@ -89,12 +89,12 @@ def _run(converter: Optional[Path], refusal: str, *words: str) -> None:
 def _advice(stderr: str) -> str:
     if "tokenizer.model" not in stderr:
         return ""
-    return "; it reads this family's tokenizer from the base's tokenizer.model: put that file beside what you export"
+    return "; it reads this family's tokenizer from the base's tokenizer.model: put that file next to what you export"
 
 
 def _reason(stderr: str) -> str:
     """The last error of a traceback; the converter's own words say what it lacks."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(ERROR:|[A-Za-z_.]*(Error|Exception)\b)", line)]
-    last = (errors or lines or ["it ended without a word"])[-1][:500]
+    last = (errors or lines or ["it ended without a message"])[-1][:500]
     return re.sub(r"/\S*/weights/", "", last)  # a folder that is gone by now

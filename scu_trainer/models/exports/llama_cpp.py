@@ -81,7 +81,7 @@ def _reason(log: Any) -> str:
     log.seek(0)
     lines = [line.strip() for line in log if line.strip()]
     errors = [line for line in lines if " E " in line or "error" in line.lower()]
-    return (errors or lines or ["it ended without a word"])[0][:300]
+    return (errors or lines or ["it ended without a message"])[0][:300]
 
 
 def main() -> None:

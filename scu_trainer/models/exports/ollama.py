@@ -81,11 +81,11 @@ def borders_of(tokenizer: Any) -> Optional[Borders]:
 def template_of(tokenizer: Any) -> tuple[Optional[str], str]:
     """(template in Ollama's language, a line that says how it was made); no template: Ollama looks for one itself."""
     if not getattr(tokenizer, "chat_template", None):
-        return NO_TEMPLATE, "Modelfile: no chat template, the prompt is gone on with"
+        return NO_TEMPLATE, "Modelfile: no chat template, the prompt is continued"
     borders = borders_of(tokenizer)
     if borders is None:
-        reason = "the chat template looks at more than the roles, and cannot be written in Ollama's language"
-        return None, f"Modelfile: {reason}; Ollama takes one of its own where it knows this one"
+        reason = "the chat template depends on more than the roles, and cannot be written in Ollama's language"
+        return None, f"Modelfile: {reason}; Ollama uses its own template if it knows this one"
     return borders.in_go(), "Modelfile: the chat template's text between messages, compared on six conversations"
 
 

@@ -92,15 +92,17 @@ def refuse_unsound(settings: ModelSettings, training: TrainingArguments) -> None
     )
     require(
         not (training.deepspeed or _launched_with("ACCELERATE_USE_DEEPSPEED")),
-        f"{name} and DeepSpeed both decide where weights lie; {DROP}: ZeRO-3 with offload_param is DeepSpeed's way",
+        f"{name} and DeepSpeed both decide where weights are placed; {DROP}: ZeRO-3 with offload_param is "
+        f"DeepSpeed's way",
     )
     require(
         not (training.fsdp or _launched_with("ACCELERATE_USE_FSDP")),
-        f"{name} and FSDP both decide where weights lie; {DROP}",
+        f"{name} and FSDP both decide where weights are placed; {DROP}",
     )
     require(
         not training.torch_compile,
-        f"{name} fetches weights in hooks that torch.compile cannot trace: its graph would break at every layer; set "
+        f"{name} fetches weights in hooks that torch.compile cannot trace, so its graph would break at every "
+        f"layer; set "
         f"torch_compile: false, or {DROP}",
     )
     for option in ("bf16_full_eval", "fp16_full_eval"):
@@ -270,13 +272,14 @@ def _check_soundness(placement: Placement, settings: ModelSettings) -> None:
     away = _phrase(placement.weight_bytes, placement.gpus)
     require(
         settings.tuning != "full",
-        f"tuning: full trains every weight, and {away} would lie elsewhere than it is computed: accelerate drops what "
-        "an optimizer changes there; set tuning: lora, or raise max_gpu_mem or cpu_mem until all fits",
+        f"tuning: full trains every weight, and {away} would be stored away from where it is computed, and "
+        f"accelerate drops what an optimizer changes there; set tuning: lora, or raise max_gpu_mem or cpu_mem "
+        f"until all fits",
     )
     require(
         settings.tuning != "qlora",
         f"tuning: qlora keeps {'8' if settings.load_in_8bit else '4'}-bit weights where they are computed, and {away} "
-        "would lie elsewhere (bitsandbytes cannot train so); raise max_gpu_mem or cpu_mem, or set tuning: lora",
+        "would be elsewhere (bitsandbytes cannot train like that); raise max_gpu_mem or cpu_mem, or set tuning: lora",
     )
 
 

@@ -14,7 +14,7 @@ PASSING_STATUS = (408, 409, 412, 429, 500, 502, 503, 504)
 STALL_S = 120.0
 """Seconds without a byte after which a connection counts as broken; the library itself would wait for ever."""
 
-AGAIN = "type the same command again: what has arrived is not sent twice"
+AGAIN = "run the same command again: what has arrived is not sent twice"
 
 
 class as_hub_error:
@@ -42,7 +42,7 @@ def hub_line(error: BaseException, repo_id: str) -> Optional[str]:
         if isinstance(cause, OfflineModeIsEnabled):
             return "HF_HUB_OFFLINE is set, so nothing can be sent to the Hub; unset it"
         if isinstance(cause, HFValidationError):
-            return f"repo_id {repo_id!r} is no name of the Hub: {_short(cause)}"
+            return f"repo_id {repo_id!r} is not a valid Hub name: {_short(cause)}"
         if status_of(cause) is not None:
             return _answer(cause, repo_id)
         if isinstance(cause, PermissionError) and type(cause).__module__.startswith("hf_xet"):
@@ -50,7 +50,7 @@ def hub_line(error: BaseException, repo_id: str) -> Optional[str]:
         if is_broken_connection(cause):
             return f"the connection to {endpoint()} broke ({_short(cause) or type(cause).__name__}); {AGAIN}"
         if isinstance(cause, ValueError) and "README.md" in str(cause):
-            return f"the Hub refuses the model card: {_short(cause)}; mend README.md"
+            return f"the Hub refuses the model card: {_short(cause)}; fix README.md"
     return None
 
 

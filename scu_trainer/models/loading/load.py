@@ -119,7 +119,7 @@ def base_of(adapter: Path) -> str:
         config = json.loads(read_regular(config_file))
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base or not isinstance(base, str) or "\0" in base:
-        raise ModelError(f"{config_file} does not tell the base model; set base_model_name_or_path in it")
+        raise ModelError(f"{config_file} does not name the base model; set base_model_name_or_path in it")
     try:
         check_source(base)
     except ModelError as error:
@@ -142,7 +142,7 @@ def with_adapter_as_model(settings: ModelSettings) -> ModelSettings:
     adapter = Path(settings.adapter_name_or_path).expanduser()
     if not is_adapter(adapter):
         raise ModelError(
-            f"adapter_name_or_path {settings.adapter_name_or_path!r} is no folder with an adapter_config.json; give "
+            f"adapter_name_or_path {settings.adapter_name_or_path!r} is not a folder with an adapter_config.json; give "
             "the folder that a run wrote"
         )
     base, given = base_of(adapter), settings.model_name_or_path

@@ -53,5 +53,5 @@ def _remove_abandoned(inside: Path) -> None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
-            logger.info("offload_folder: %s was left by a run that was killed, and is removed", marker.parent)
+            logger.info("offload_folder: %s was left behind by a killed run, and is removed", marker.parent)
             remove_inside(inside, marker.parent.name, OURS)

@@ -41,7 +41,7 @@ def require_sane_config(config_file: Path, what: str = "model") -> dict[str, Any
         raise ModelError(f"{cannot}: config.json: {error.strerror}; check the file") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(
-            f"{cannot}: config.json is no valid JSON: {error}; restore it, or download it again"
+            f"{cannot}: config.json is not valid JSON: {error}; restore it, or download it again"
         ) from error
     if not isinstance(config, dict):
         found = type(config).__name__

@@ -73,8 +73,9 @@ def require_safe_adapter(folder: Path, allow_pickle: bool) -> None:
 def _refuse_or_warn(source: str, found: str, wanted: str, allow: bool) -> None:
     if not allow:
         raise ModelError(
-            f"{source} has its weights in {found}, a pickle file, and no {wanted}: a pickle can hold code instead of "
-            f"weights. {_conversion(source, found, wanted)}or set allow_pickle: true, which reads tensors and plain "
+            f"{source} has its weights in {found}, a pickle file, and no {wanted}: a pickle can contain code "
+            f"instead of weights. {_conversion(source, found, wanted)}or set allow_pickle: true, which reads "
+            f"tensors and plain "
             "values and refuses everything else"
         )
     logger.warning("%s has no %s: its weights are read from the pickle file %s, tensors only", source, wanted, found)
@@ -104,9 +105,9 @@ def refuse_pickle(path: Path, allow: bool) -> None:
     if found is None or allow:
         return
     raise CheckpointError(
-        f"{path} lies outside of this run, and {found.relative_to(path)} in it can only be read in a way that runs "
-        "code from the file; set output_dir to the run that wrote it to go on there, set allow_pickle: true if you "
-        f"trust whoever wrote it, or start from its weights with model_name_or_path {path}"
+        f"{path} is outside this run, and {found.relative_to(path)} in it can only be read by running code from "
+        f"the file; set output_dir to the run that wrote it to resume there, set allow_pickle: true if "
+        "you trust the person who wrote it, or start from its weights with model_name_or_path {path}"
     )
 
 
@@ -121,7 +122,7 @@ def tensors_only(checkpoint: Optional[str | Path]) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"a file of {checkpoint} is damaged or holds more than tensors and plain values, and was not read "
-            f"({reason_of(error)}); go on from another checkpoint"
+            f"({reason_of(error)}); resume from another checkpoint"
         ) from error
 
 
@@ -159,7 +160,7 @@ def announce_code(source: str, settings: ModelSettings) -> None:
     _announced.add(lines)
     pin = "" if Path(source).is_dir() else "; model_revision with a commit keeps it from changing"
     logger.warning(
-        "trust_remote_code: %s brings Python that runs with all your rights%s: %s", source, pin, "; ".join(lines)
+        "trust_remote_code: %s contains Python code that runs with all your rights%s: %s", source, pin, "; ".join(lines)
     )
 
 

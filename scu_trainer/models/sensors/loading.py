@@ -151,7 +151,7 @@ def make_trident(
     lines = [f"{settings.model_name_or_path}: TRIDENT with {', '.join(config.branches)}"]
     if label_names_of(config) != list(heads.label_names):
         count = len(heads.label_names)
-        lines.append(f"the head is made again: {count} classes that are not the model's {config.num_labels}")
+        lines.append(f"the head is replaced: {count} classes that are not the model's {config.num_labels}")
     if heads.report_words and not config.report_words:
         lines.append(f"a head for reports is new: {len(heads.report_words)} words")
     return model, lines

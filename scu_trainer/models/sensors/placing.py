@@ -19,11 +19,11 @@ def device_refusal(name: str) -> Optional[str]:
     try:
         device = torch.device(name)
     except (RuntimeError, ValueError):
-        return f"{name!r} is no device; give cpu, cuda or cuda:1"
+        return f"{name!r} is not a device; give cpu, cuda or cuda:1"
     if device.type == "meta":
-        return "the meta device holds shapes and no numbers, so nothing can be computed there; give cpu or cuda"
+        return "the meta device holds shapes without values, so nothing can be computed there; give cpu or cuda"
     if device.type not in COMPUTES:
-        return f"branches lie on the CPU or on CUDA GPUs, and {name} is neither; give cpu or cuda"
+        return f"branches can be on the CPU or on CUDA GPUs, and {name} is neither; give cpu or cuda"
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         found = f"{count} GPU{'s are' if count != 1 else ' is'}" if count else "no GPU is"

@@ -100,8 +100,8 @@ def require_stock_pixels(
     step = inputs.scale / torch.tensor(inputs.deviation).abs().view(-1, 1, 1)
     if found.shape != wanted.shape or bool(((found - wanted).abs() > STEPS_OF_A_BYTE * step).any()):
         raise ModelError(
-            f"the image processor {type(processor).__name__} does more to pixels than to scale each channel, which "
-            "cannot be repeated on the device; give the model with another processor, for instance ViTImageProcessor"
+            f"the image processor {type(processor).__name__} does more to pixels than scale each channel, which "
+            f"cannot be repeated on the device; give the model with another processor, for instance ViTImageProcessor"
         )
 
 

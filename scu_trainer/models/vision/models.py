@@ -46,7 +46,7 @@ def make_classifier(
             _require_classes(settings, label_names)
         model, lines = _loaded(settings, label_names)
         if own.architecture != ImageSettings.architecture:
-            lines.append(f"architecture: {own.architecture} is not used: model_name_or_path says which model it is")
+            lines.append(f"architecture: {own.architecture} is not used: model_name_or_path selects the model")
     _require_takes(model, view, settings.model_name_or_path or own.architecture)
     return model, [*lines, view.line]
 
@@ -153,7 +153,7 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
         )
     lines = [f"{name}, {type(model).__name__}"]
     if random and not is_adapter(path):  # which brings a head
-        lines.append(f"the head is made again: {len(label_names)} classes where the model has {before}")
+        lines.append(f"the head is replaced: {len(label_names)} classes where the model has {before}")
     return model, lines
 
 

@@ -84,7 +84,7 @@ def known_classes(settings: ModelSettings) -> tuple[str, ...]:
     path = Path(located(settings.model_name_or_path))
     if is_adapter(path) and not _has_config(path):
         raise ModelError(
-            f"the adapter {path} does not tell its classes; save the configuration of its base there as config.json, "
+            f"the adapter {path} does not name its classes; save the configuration of its base there as config.json, "
             "with the names of the classes in id2label"
         )
     config = load_config(settings)

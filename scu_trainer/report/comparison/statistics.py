@@ -84,7 +84,7 @@ def overall(arms: Mapping[str, BySeed], reference: str, confidence: float) -> st
     found = {name: _against(arms, name, reference, confidence) for name in others}
     judged = [name for name in others if found[name] != "unknown"]
     if not judged:
-        return f"Nothing can be said yet: no arm has {FEWEST_SEEDS} finished seeds in common with {reference}."
+        return f"No conclusion yet: no arm has {FEWEST_SEEDS} finished seeds in common with {reference}."
     said = [_found(found, way, reference) for way in ("lower", "higher")]
     unknown = [name for name in others if found[name] == "unknown"]
     if unknown:
@@ -96,7 +96,7 @@ def _spread(values: Sequence[float], confidence: float) -> str:
     """Of a job that was trained with several seeds, and compared with nothing."""
     interval = t_interval(values, confidence)
     if interval is None or interval.low is None:
-        return "No spread can be told: fewer than two seeds are finished."
+        return "Fewer than two seeds are finished, so there is no spread."
     return (
         f"Mean {interval.value:.3f} over {len(values)} seeds, standard deviation {stdev(values):.3f}, "
         f"{percent(confidence)} t interval of the mean {interval.low:.3f} to {interval.high:.3f}."
@@ -145,8 +145,8 @@ def notes(arms: Mapping[str, BySeed], reference: str, confidence: float, seeds: 
             f"{', '.join(still) or 'none'}."
         )
     found.append(
-        "An interval covers the scatter over seeds on this model, data and number of steps, nothing beyond. No "
-        "difference found does not mean that there is none."
+        "An interval covers the scatter over seeds on this model, data and number of steps, and nothing else. "
+        "No difference found does not mean that there is none."
     )
     return found
 
@@ -160,5 +160,5 @@ def _seeds_note(seeds: int) -> str:
     if seeds < FEWEST_SEEDS:
         return f"That is too few to judge: give {FEWEST_SEEDS} or more, such as --seeds 0 1 2."
     if seeds < FEW_SEEDS:
-        return "That is few: a small difference will not be found, and an interval hangs much on its own scatter."
+        return "That is few: a small difference will not be found, and an interval depends strongly on its own scatter."
     return "Pairs of an arm and the reference share their seed."

@@ -129,7 +129,7 @@ class Runner:
         if self.asked == passed_on:
             return passed_on
         if passed_on == 0 and running:
-            self.hands.say("stopping: what runs finishes its step and writes a checkpoint; again to end now")
+            self.hands.say("stopping: runs finish their step and write a checkpoint; press again to end now")
         for _, process in running.values():
             process.terminate() if self.asked < 3 else process.kill()
         return self.asked
@@ -156,7 +156,7 @@ def end_of(plan: ComparisonPlan, key: Key, code: int, was_asked: bool) -> ArmSta
     if code == TRAINED:
         return ArmState("failed", f"ended with exit code 0, but {folder} holds no finished run")
     if code == 3 or (was_asked and code not in (CANNOT, FAULT)):
-        return ArmState("missing", "stopped; the same command goes on")
+        return ArmState("missing", "stopped; run the same command to continue")
     return ArmState("failed", last_words(console, code))
 
 
@@ -197,7 +197,7 @@ def stop_left_behind(folder: Path, hands: Hands) -> int:
     left = marked(mark(folder), hands.machine)
     supervisors = [process for process in left if _leads_session(process.pid)]
     if supervisors:
-        hands.say(f"an earlier start was killed; runs that it left write a checkpoint and stop: {len(supervisors)}")
+        hands.say(f"an earlier start was killed; its remaining runs write a checkpoint and stop: {len(supervisors)}")
     for process in supervisors:  # once: a second signal would mean "now"
         hands.platform.ask_to_stop(process, hands.machine)
     while left := marked(mark(folder), hands.machine):

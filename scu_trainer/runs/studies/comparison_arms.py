@@ -167,7 +167,7 @@ def _own_arm(text: str) -> Arm:
     for field in filter(None, fields.split(",")):
         key, equals, value = field.partition("=")
         if not equals or not key.strip():
-            raise SettingsError(f"--arm {text!r}: {field!r} is no field=value; write NAME:field=value,field=value")
+            raise SettingsError(f"--arm {text!r}: {field!r} is not field=value; write NAME:field=value,field=value")
         settings[key.strip().replace("-", "_")] = _plain_value(text, value)
     if NAME.fullmatch(name) is None or not settings:
         raise SettingsError(

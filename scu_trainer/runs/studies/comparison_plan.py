@@ -96,7 +96,8 @@ def check_comparable(arm: str, settings: Mapping[str, Any]) -> None:
     loss that is compared. ``settings``: resolved."""
     if settings.get("push_to_hub"):
         raise SettingsError(
-            f"arm {arm} has push_to_hub: true, and all runs would go to one repository, each over the last; drop it, "
+            f"arm {arm} has push_to_hub: true, and all runs would go to one repository and overwrite each "
+            f"other; drop it, "
             "and give the run that you want to scu-trainer push"
         )
     reason = _obstacle(settings)
@@ -136,7 +137,7 @@ def _obstacle(settings: Mapping[str, Any]) -> Optional[str]:
     if settings.get("batch_mode", "chunk") != "chunk":
         return f"batch_mode {settings['batch_mode']} lets memory choose the batch; set batch_mode: chunk"
     if settings.get("auto_find_batch_size"):
-        return "auto_find_batch_size repeats rows after an out-of-memory; memory_control does without, drop it"
+        return "auto_find_batch_size repeats rows after an out-of-memory; memory_control does not need it, drop it"
     if settings.get("load_best_model_at_end"):
         return "load_best_model_at_end chooses by the held-out loss that is compared here; drop it"
     share = settings.get("validation_split_percentage")
@@ -181,7 +182,7 @@ def read_plan(folder: Path) -> Optional[ComparisonPlan]:
         return None
     found = read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise StorageError(f"{path} is no plan of a comparison of this version; move {folder} away")
+        raise StorageError(f"{path} is not a comparison plan of this version; move {folder} away")
     arms = tuple(Arm(**arm) for arm in found["arms"])
     texts = {arm.name: (folder / "arms" / f"{arm.name}.yaml").read_text() for arm in arms}
     seeds, threads = tuple(found["seeds"]), found["threads"]

@@ -56,9 +56,9 @@ def _axis(word: str, known: Collection[str]) -> Axis:
     name, equals, span = word.removeprefix("--").partition("=")
     name = name.replace("-", "_")
     if not equals or not span:
-        raise SettingsError(f"--search {word!r} is no axis; write {FORM}")
+        raise SettingsError(f"--search {word!r} is not a search axis; write {FORM}")
     if name not in known:
-        raise SettingsError(f"--search moves {name}, which is no field{nearest(name, known)}")
+        raise SettingsError(f"--search moves {name}, which is not a field{nearest(name, known)}")
     if name in NOT_SEARCHED:
         raise SettingsError(f"--search cannot move {name}: trials would not be comparable; drop it")
     if ":" in span:
@@ -72,7 +72,7 @@ def _axis(word: str, known: Collection[str]) -> Axis:
 def _range(name: str, span: str) -> Axis:
     low, high, *rest = span.split(":")
     if rest not in ([], ["log"]) or not (NUMBER.fullmatch(low) and NUMBER.fullmatch(high)):
-        raise SettingsError(f"--search {name}={span} is no range; write {FORM}")
+        raise SettingsError(f"--search {name}={span} is not a range; write {FORM}")
     first, last = _number(low), _number(high)
     if first >= last:
         raise SettingsError(f"--search {name}: {low} is not below {high}; write the smaller one first")

@@ -102,19 +102,20 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
         _setting(name, *values)
         for name, values in changed_settings(before.get("configuration", {}), now["configuration"]).items()
     ]
-    found += _of_key("world_size", before, now, "ranks get other rows than in the run before")
+    found += _of_key("world_size", before, now, "ranks get rows that differ from the run before")
     known_data = {"fingerprint": before.get("data", {}).get("fingerprint")}
     found += _of_key(
         "fingerprint",
         known_data,
         {"fingerprint": now["data"].get("fingerprint")},
-        "the data are not those of the run before; its place in the epoch is kept by number, so rows may be seen twice "
+        "the data differ from those of the run before; its place in the epoch is kept by number, so rows may be "
+        "seen twice "
         "or not at all",
         shown="data",
     )
     if before.get("versions") and now.get("versions"):
         found += _of_versions(before["versions"], now["versions"])
-    found += _of_key("git_commit", before, now, "the code is another one; results may differ from those of one run")
+    found += _of_key("git_commit", before, now, "the code has changed; results may differ from those of a single run")
     return found
 
 
@@ -125,8 +126,8 @@ def check_compatibility(checkpoint: Path, now: Mapping[str, Any]) -> list[Change
     refused = [change.line for change in found if change.is_refused]
     if refused:
         raise CheckpointError(
-            f"{checkpoint} cannot go on with these settings: {'; '.join(refused)}. Give the settings of before, "
-            "start over with --no_resume, or from its weights with model_name_or_path"
+            f"{checkpoint} cannot resume with these settings: {'; '.join(refused)}. Give the previous settings, "
+            f"start over with --no_resume, or from its weights with model_name_or_path"
         )
     return found
 
@@ -135,9 +136,9 @@ def _setting(name: str, before: Any, now: Any) -> Change:
     if name in OTHER_SHAPE:
         return Change(name, before, now, "weights and optimizer state would not fit", is_refused=True)
     if name in CARRIED:
-        text = "no effect, the optimizer's and the schedule's state in the checkpoint carry the value of before"
+        text = "no effect, the optimizer and schedule state in the checkpoint have the previous value"
     elif name in SCHEDULE:
-        text = "the learning rate goes on as the new schedule says for this step, which may be a jump"
+        text = "the learning rate follows the new schedule from this step on, which may be a jump"
     elif name in ORDER:
         text = "the rows of this epoch come in another order, so some are seen twice or not at all"
     elif name == "scu_target_s" and now is None:
@@ -160,7 +161,7 @@ def _of_key(
 
 def _of_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     return [
-        Change(name, before[name], now[name], "another version; results may differ in rounding or more")
+        Change(name, before[name], now[name], "another version; results may differ, by rounding or more")
         for name in before
         if name in now and name != "platform" and before[name] != now[name]
     ]

@@ -28,7 +28,7 @@ from scu_trainer.train.checkpoints.saved_state import OF_LOOPS, SHAPES, TENSORS,
 OPTIMIZER_STATES = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
 """Of the stock Trainer, of FSDP (whole, in parts), of DeepSpeed."""
 
-WEIGHTS_ONLY_HINT = "--weights_only takes its weights and begins the optimizer again"
+WEIGHTS_ONLY_HINT = "--weights_only uses its weights and starts the optimizer over"
 
 STATE = "trainer_state.json"
 WEIGHTS = re.compile(r"(adapter_|pytorch_)?model[^/]*\.(safetensors|bin)")
@@ -126,7 +126,7 @@ def _is_torn(path: Path, name: str) -> bool:
 def _damage_of_state(path: Path) -> Optional[str]:
     content = json_object(path)
     if content is None:
-        return f"no whole {STATE}, so it was being written when the run ended"
+        return f"no whole {STATE}, so the run ended while writing it"
     if "global_step" not in content:
         return f"{STATE} has no global_step"
     known = {name: hint for name, hint in NEEDED_OF_STATE.items() if name in content}
@@ -207,7 +207,7 @@ def _torn_states(checkpoint: Path) -> list[str]:
             try:
                 read_state(checkpoint / name)
             except CheckpointError as error:
-                torn.append(str(error).partition(": go on from")[0])
+                torn.append(str(error).partition(": resume from")[0])
     return torn
 
 

@@ -50,7 +50,9 @@ class Pushes:
             return
         going_on = trainer.push_in_progress is not None and not trainer.push_in_progress.is_done()
         if going_on and not trainer.args.hub_always_push:
-            logger.info("%s is not pushed: an earlier push goes on; hub_always_push sends all", checkpoint.name)
+            logger.info(
+                "%s is not pushed: an earlier push is still running; hub_always_push sends all", checkpoint.name
+            )
             return
         trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
         job = self._send(checkpoint)

@@ -98,7 +98,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _way_out(path: Path) -> str:
-    return f"go on from another checkpoint than {path.parent.name}, or put the file back from a copy"
+    return f"resume from a checkpoint other than {path.parent.name}, or put the file back from a copy"
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------

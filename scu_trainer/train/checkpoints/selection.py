@@ -49,7 +49,7 @@ def whole_checkpoint(run: Path, weights_only: bool) -> tuple[Path, list[str]]:
     newest, skipped = newest_with_reasons(run, None, weights_only)
     if newest is None:
         raise CheckpointError(
-            f"{run} holds no checkpoint to go on from ({'; '.join(skipped) or 'none is there'}); give the path of one "
+            f"{run} holds no checkpoint to resume from ({'; '.join(skipped) or 'none is there'}); give the path of one "
             "to resume_from_checkpoint, or drop it to start over"
         )
     return newest, skipped
@@ -68,7 +68,7 @@ def selected_checkpoint(wanted: Any, output_dir: str, weights_only: bool, hashes
         return wanted
     found = examine(Path(wanted), None, weights_only, hashes=hashes)
     if found.damage is not None:
-        raise CheckpointError(f"{wanted} cannot be gone on from: {found.damage}")
+        raise CheckpointError(f"{wanted} cannot be resumed from: {found.damage}")
     _warn(Path(wanted), found)
     return str(wanted)
 
@@ -76,7 +76,7 @@ def selected_checkpoint(wanted: Any, output_dir: str, weights_only: bool, hashes
 def _warn(checkpoint: Path, found: Findings) -> None:
     differing = "; ".join((*found.changes, *found.spare))
     if differing:
-        logger.warning("%s is not as it was written, and is gone on from all the same: %s", checkpoint, differing)
+        logger.warning("%s is not as it was written, but the run resumes from it: %s", checkpoint, differing)
 
 
 def fault_of(

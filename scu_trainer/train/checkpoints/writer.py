@@ -68,9 +68,7 @@ class CheckpointWriter:
         """The same under a name of its own, beside those that are rotated and pushed. Every rank calls it. Raises
         StorageError."""
         if final.exists():
-            raise StorageError(
-                f"{final} is there already, and a checkpoint takes a folder of its own; give another path"
-            )
+            raise StorageError(f"{final} is there already, and a checkpoint needs its own folder; give another path")
         step = self.trainer.state.global_step
         staging = files.staging_of(final.parent, step)
         try:
@@ -172,7 +170,7 @@ class CheckpointWriter:
         line = f"{final.name} could not be written: {problem}; {newest}"
         self._clear(staging)
         self.notices.append(line)
-        logger.warning("%s; the run goes on without it. Free some room or give output_dir another disk", line)
+        logger.warning("%s; the run continues without it. Free some space or set output_dir to another disk", line)
 
     def _clear(self, staging: Path) -> None:
         if self.trainer.args.should_save:
@@ -191,8 +189,8 @@ class CheckpointWriter:
             text = _in_short(error)
             if self.trainer.args.world_size > 1:
                 raise StorageError(
-                    f"a checkpoint could not be written: {text}; the one before it is whole. Free some room or give "
-                    "output_dir another disk, and start again: the run goes on from there"
+                    f"a checkpoint could not be written: {text}; the one before it is complete. Free some space "
+                    f"or set output_dir to another disk, and start again: the run resumes from there"
                 ) from error
             found.append(text)
 
@@ -215,8 +213,8 @@ def written_or_refused(what: str) -> Iterator[None]:
         if isinstance(error, StorageError) or not is_write_error(error):
             raise
         raise StorageError(
-            f"{what} could not be written: {_in_short(error)}; free some room and start the same command again: it "
-            "goes on from the newest checkpoint"
+            f"{what} could not be written: {_in_short(error)}; free some space and run the same command again: "
+            f"it resumes from the newest checkpoint"
         ) from error
 
 

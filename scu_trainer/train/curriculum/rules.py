@@ -23,8 +23,8 @@ BY_LOSS = ("noise_guard", "acmds", "infobatch")
 
 NEEDED = {
     "train_sampling_strategy": ("random", "it would choose the samples as well"),
-    "dataloader_drop_last": (False, "it would drop rows that nobody counts"),
-    "auto_find_batch_size": (False, "it starts epochs over; memory_control recovers without"),
+    "dataloader_drop_last": (False, "it would drop rows without counting them"),
+    "auto_find_batch_size": (False, "it starts epochs over; memory_control recovers without that"),
     "ignore_data_skip": (False, "a resumed epoch would show rows twice"),
 }
 """Arguments of the stock Trainer: the value that they must have, and why."""
@@ -38,7 +38,7 @@ def obstacle(args: TrainingArguments, memory: Optional[MemorySettings]) -> Optio
             return f"{name}: {found} with a curriculum: {reason}; set {name}: {str(needed).lower()}"
     for name in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, name, None):
-            return f"accelerator_config {name} deals batches out by itself; with a curriculum leave it out"
+            return f"accelerator_config {name} distributes batches itself; drop it with a curriculum"
     if args.n_gpu > 1:
         return "a curriculum does not work under DataParallel; start one process per GPU with torchrun"
     if memory is not None and memory.batch_mode == "logical":
@@ -80,9 +80,9 @@ def check_reading(settings: CurriculumSettings, reading: Optional[RowLossReading
     if weighs:
         raise ControlError(
             f"curriculum {settings.curriculum} weighs rows, and this model's loss is not the sum of its rows' losses "
-            f"as far as its logits tell (label smoothing and losses of one's own are not); {advice}"
+            f"as far as its logits show (label smoothing and custom losses are not); {advice}"
         )
-    return "difficulty is each row's plain loss as its logits tell; the loss that is trained has other parts as well"
+    return "difficulty is each row's plain loss computed from its logits; the trained loss has other parts as well"
 
 
 def check_loss_path(settings: CurriculumSettings, trainer_name: str) -> str:

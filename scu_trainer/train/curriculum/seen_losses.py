@@ -103,8 +103,8 @@ class SeenLosses:
         if len(self._bad_in_a_row) >= MOST_BAD_ROWS and self._bad_batches > 1:
             self._release()
             raise NonFiniteLoss(
-                f"step {step + 1}: {len(self._bad_in_a_row)} rows one after the other gave no finite loss: it is the "
-                "model and not its data. Lower learning_rate, use bf16 instead of fp16, or resume from the newest "
+                f"step {step + 1}: {len(self._bad_in_a_row)} rows in a row gave no finite loss: the cause is "
+                f"the model and not its data. Lower learning_rate, use bf16 instead of fp16, or resume from the newest "
                 "checkpoint"
             )
 

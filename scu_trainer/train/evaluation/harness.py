@@ -147,7 +147,7 @@ def _task_manager(include_path: Optional[str], names: list[str]) -> Any:
     """Knows the tasks of ``include_path`` alone where these are all that is asked for: reading the many thousand others
     takes seconds."""
     if include_path is not None and not Path(include_path).expanduser().is_dir():
-        raise SettingsError(f"include_path {include_path!r} is no folder; give one with YAML files of tasks")
+        raise SettingsError(f"include_path {include_path!r} is not a folder; give one with YAML files of tasks")
     try:
         from lm_eval.tasks import TaskManager
     except ModuleNotFoundError as error:

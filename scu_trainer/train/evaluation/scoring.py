@@ -110,7 +110,7 @@ def say_nonfinite(nats: np.ndarray, item: str) -> None:
     if len(bad):
         more = f" and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
         logger.warning(
-            "%d of %d held-out %ss have no finite score, so neither has their mean: %s %s%s",
+            "%d of %d held-out %ss have no finite score, so their mean does not either: %s %s%s",
             len(bad),
             len(nats),
             item,

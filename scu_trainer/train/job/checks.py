@@ -66,7 +66,7 @@ def _check_pairs(training: TrainingArguments) -> None:
     """Fields that need each other, and of which the stock Trainer complains only once the run has begun."""
     require(
         not training.fsdp or training.world_size > 1,
-        "fsdp shares a model out among processes, and there is one; start with torchrun or accelerate launch, or "
+        "fsdp splits a model over processes, and there is only one; start with torchrun or accelerate launch, or "
         "drop fsdp",
     )
     require(
@@ -84,7 +84,7 @@ def _check_pairs(training: TrainingArguments) -> None:
     )
     require(
         not training.batch_eval_metrics,
-        "batch_eval_metrics needs a compute_metrics of one's own, which the command line has not; drop it",
+        "batch_eval_metrics needs your own compute_metrics, which the command line does not have; drop it",
     )
 
 
@@ -103,7 +103,7 @@ def check_training_optimizer(training: TrainingArguments, model: ModelSettings) 
     require(
         not model.trains_bfloat16 or uses_deepspeed(training) or keeps_small_steps(optim, training.optim_args),
         f"optim: {optim} loses the steps that are too small for bfloat16 weights (dtype: bfloat16, tuning: full); "
-        f"leave optim out, which takes {FOR_BFLOAT16} with optim_args: {STOCHASTIC}, take stable_adamw (Kahan "
+        f"drop optim, so that the run uses {FOR_BFLOAT16} with optim_args: {STOCHASTIC}, take stable_adamw (Kahan "
         "summation, pip install torch-optimi), or set dtype: float32 with mixed_precision: bf16",
     )
 

@@ -194,8 +194,8 @@ def _refuse_secrets(settings: dict[str, Any]) -> None:
     name = where_secret(settings)
     if name is not None:
         raise SettingsError(
-            f"{name} holds a password or token ({redact_data(settings[name])}), which would stand in the run's files; "
-            "take it out, and give it in the environment (HF_TOKEN for the Hub) or by hf auth login"
+            f"{name} holds a password or token ({redact_data(settings[name])}), which would be written to the "
+            f"run's files; remove it, and set it in the environment (HF_TOKEN for the Hub) or by hf auth login"
         )
 
 

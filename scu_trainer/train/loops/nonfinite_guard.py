@@ -252,7 +252,7 @@ class NonFiniteGuard(Loop):
         return next((one for one in found if one.place is not None), found[0])
 
     def _advice(self) -> str:
-        rows = "Mend or remove these rows if their data are at fault"
+        rows = "Fix or remove these rows if their data are at fault"
         precision = "use bf16 instead of fp16" if self.trainer.args.fp16 else "lower learning_rate"
         return f"{rows}; if they are sound, {precision}, or set max_grad_norm: 1"
 
@@ -267,14 +267,14 @@ class NonFiniteGuard(Loop):
     def _stop_without_weights(self, said: str) -> NoReturn:
         raise NonFiniteLoss(
             f"{said}: an update has written it. No checkpoint of these weights is made; "
-            f"{self._newest}. Lower learning_rate, raise adam_epsilon, or use bf16 instead of fp16, and go on with "
+            f"{self._newest}. Lower learning_rate, raise adam_epsilon, or use bf16 instead of fp16, and resume with "
             "resume_from_checkpoint: true"
         )
 
     def _stop_too_late(self, said: str) -> NoReturn:
         raise NonFiniteLoss(
             f"{said}. DeepSpeed's engine has taken the step already, it cannot be skipped; {self._newest}. "
-            f"{self._advice()}; go on with resume_from_checkpoint: true"
+            f"{self._advice()}; resume with resume_from_checkpoint: true"
         )
 
     @property

@@ -36,7 +36,7 @@ IN_TRAINING_FILE = "schedule_free.safetensors"
 
 LESS = (
     "Lower max_batch_size or per_device_train_batch_size, use tuning: lora, or leave ema_decay out; "
-    "resume_from_checkpoint: true goes on from the newest checkpoint"
+    "resume_from_checkpoint: true resumes from the newest checkpoint"
 )
 LESS_SCHEDULE_FREE = LESS.replace("leave ema_decay out", "take another optim")
 

@@ -1,4 +1,4 @@
-"""Any module of one's own in the trainer's loops: ``wrap(module, loss=...)``.
+"""Your own module in the trainer's loops: ``wrap(module, loss=...)``.
 
     model = wrap(Net(), loss=nn.CrossEntropyLoss())
     trainer = SCUTrainer(model, args, train_dataset=pairs, ...)     # items are tuples (x, y) or dicts

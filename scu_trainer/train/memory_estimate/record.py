@@ -67,17 +67,17 @@ def prediction(job: Job, parts: TrainingComponents) -> RunEstimate:
             raise
         forget_traceback(error)
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return RunEstimate(reason=f"its code cannot run on shapes alone: {first}")
+        return RunEstimate(reason=f"its code cannot run without data: {first}")
 
 
 def _obstacle(job: Job) -> Optional[str]:
     if not job.efficiency.predict_memory:
         return "predict_memory is false"
     if job.data.streaming:
-        return "the rows of a stream are not known before they come"
+        return "the rows of a stream are not known in advance"
     zero = getattr(job.training, "hf_deepspeed_config", None)
     if zero is not None and (zero.is_zero3() or zero.is_offload()):
-        return "ZeRO-3 and offloading move each part when they see fit"
+        return "ZeRO-3 and offloading decide when to move each part"
     if job.training.fsdp or job.model.device_map is not None:
         return "FSDP and device_map place each part themselves"
     return None if is_main_process() else "the first process says it"

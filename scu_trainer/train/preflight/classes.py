@@ -21,7 +21,7 @@ LABELS_OUT_OF_RANGE = Check(
 LOPSIDED = Check(
     "classes-lopsided",
     "warning",
-    "one class makes up nine tenths of the training samples or more: always naming it scores as much",
+    "one class makes up nine tenths of the training samples or more: always predicting it scores the same",
     "balance the classes, and compare accuracy with the share of the largest class",
 )
 ONE_OF_A_KIND = Check(
@@ -33,7 +33,7 @@ ONE_OF_A_KIND = Check(
 CONSTANT_INPUTS = Check(
     "inputs-constant",
     "warning",
-    "nearly all inputs of a kind hold one value (black pictures, dead sensors), so there is nothing to tell by",
+    "nearly all inputs of a kind hold one value (black pictures, dead sensors), so there is nothing to learn from",
     "look at the files; pictures that were scaled to 0..1 before they were saved as whole numbers are black",
 )
 

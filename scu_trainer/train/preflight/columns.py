@@ -21,44 +21,44 @@ EMPTY_PROMPTS = Check(
     "prompts-empty",
     "warning",
     "nearly all prompts are empty, so the completions are learned as answers to nothing",
-    "look at the column prompt: perhaps its text stands in another one",
+    "check the column prompt: its text may be in another column",
 )
 SAME_BOTH = Check(
     "prompt-is-completion",
     "warning",
     "prompt and completion are the same text in most rows: the model learns to copy",
-    "look at how the columns were filled",
+    "check how the columns were filled",
 )
 
 ANSWER_NOT_READ = Check(
     "answer-not-read",
     "warning",
     "a column that looks like an answer is not read",
-    "name the columns with prompt_column and response_column, or take the column out of the data",
+    "name the columns with prompt_column and response_column, or remove the column from the data",
 )
 QUESTION_NOT_READ = Check(
     "question-not-read",
     "warning",
     "a column that looks like a question or an instruction is not read",
-    "name the columns with prompt_column and response_column, or take the column out of the data",
+    "name the columns with prompt_column and response_column, or remove the column from the data",
 )
 LABEL_NOT_READ = Check(
     "label-not-read",
     "warning",
     "a column that looks like a label or a rating is not read: bad rows are learned like good ones",
-    "take out the rows that should not be learned, or train a reward model or a classifier with them",
+    "remove the rows that should not be learned, or train a reward model or a classifier with them",
 )
 PREFERENCE_NOT_READ = Check(
     "preference-not-read",
     "warning",
     "a column of preferred or rejected answers is not read",
-    "train with TRL's DPOTrainer and our loops (docs/any_trainer.md), or take the column out of the data",
+    "train with TRL's DPOTrainer and our loops (docs/any_trainer.md), or remove the column from the data",
 )
 MEDIA_NOT_READ = Check(
     "media-not-read",
     "warning",
     "a column of pictures, recordings or films is not read: the words are learned without what they are about",
-    "make sure that the words alone are worth learning, or take the column out of the data",
+    "make sure that the words alone are worth learning, or remove the column from the data",
 )
 RENDERED_AWAY = Check(
     "rendered-away",

@@ -14,12 +14,12 @@ MANY_DROPPED = Check(
     "many-dropped",
     "warning",
     "a tenth of the rows that were read is left out of training, or half of the rows of tokens, or more",
-    "look at the first example that is named, and mend the data or the setting behind it",
+    "look at the first example in the message, and fix the data or the setting that causes it",
 )
 LITTLE_LEARNED = Check(
     "little-learned",
     "warning",
-    "less than one token in 200 is learned: masking leaves next to nothing of the rows",
+    "less than one token in 200 is learned: masking leaves almost nothing of the rows",
     "look at completion_only_loss, assistant_only_loss and the chat template, or shorten the prompts",
 )
 ANSWERS_CUT = Check(
@@ -32,7 +32,7 @@ HELD_OUT_SEEN = Check(
     "held-out-seen",
     "warning",
     "held-out documents or samples are also trained on, so their score flatters",
-    "remove duplicates from the dataset before it is split, or mend eval_dataset",
+    "remove duplicates from the dataset before it is split, or fix eval_dataset",
 )
 HELD_OUT_TINY = Check(
     "held-out-tiny",
@@ -44,7 +44,7 @@ MOSTLY_UNKNOWN = Check(
     "words-unknown",
     "warning",
     "a third of the words or more are <unk>",
-    "raise vocabulary_size or lower min_word_count, or look whether text_column holds words",
+    "raise vocabulary_size or lower min_word_count, or check that text_column contains words",
 )
 
 MANY_SHARE = 0.1

@@ -22,13 +22,13 @@ BATCH_EXCEEDS_ROWS = Check(
 NO_FULL_BATCH = Check(
     "no-full-batch",
     "error",
-    "dataloader_drop_last drops the only batch, for it is not full",
+    "dataloader_drop_last drops the only batch, because it is not full",
     "lower per_device_train_batch_size, or set dataloader_drop_last: false",
 )
 FEW_STEPS = Check(
     "few-steps",
     "warning",
-    "the whole run has fewer than 10 optimizer steps, though nobody asked for so few with max_steps",
+    "the whole run has fewer than 10 optimizer steps, though max_steps does not ask for so few",
     "lower gradient_accumulation_steps or per_device_train_batch_size, or raise num_train_epochs",
 )
 WARM_UP = Check(
@@ -41,22 +41,22 @@ SCHEDULE = Check(
     "schedule-cannot-be-made",
     "error",
     "the schedule of the learning rate lacks an argument, or gets one that it does not know",
-    "mend lr_scheduler_kwargs, or choose another lr_scheduler_type",
+    "fix lr_scheduler_kwargs, or choose another lr_scheduler_type",
 )
 NO_CHECKPOINT = Check(
     "no-checkpoint-before-end",
     "warning",
-    "save_steps lies beyond the last step, or a long run saves none: whatever stops it loses all of it",
+    "save_steps is beyond the last step, or a long run saves no checkpoint: anything that stops it loses all of it",
     "lower save_steps to a tenth of the run or so, with save_strategy: steps",
 )
 NO_EVALUATION = Check(
     "no-evaluation-before-end",
     "warning",
-    "eval_steps or eval_delay lies beyond the last step, so progress is seen only after the end",
+    "eval_steps or eval_delay is beyond the last step, so progress is seen only after the end",
     "lower eval_steps, and eval_delay where it is set",
 )
 NO_LOG = Check(
-    "nothing-logged", "warning", "logging_steps lies beyond the last step: no loss is shown", "lower logging_steps"
+    "nothing-logged", "warning", "logging_steps is beyond the last step: no loss is shown", "lower logging_steps"
 )
 FEW_EVALUATIONS = Check(
     "target-needs-evaluations",

@@ -18,7 +18,7 @@ LEARNING_RATE_SIGN = Check(
 LEARNING_RATE_ABOVE_ONE = Check(
     "learning-rate-above-one",
     "error",
-    "Adam and its kin move each weight by about learning_rate per step, and it is 1 or more",
+    "Adam and similar optimizers move each weight by about learning_rate per step, and it is 1 or more",
     "write the exponent, such as 2e-4",
 )
 NO_ROWS_PER_STEP = Check(
@@ -40,7 +40,7 @@ WEIGHT_DECAY_ABOVE_ONE = Check(
     "weight-decay-above-one",
     "warning",
     "weight_decay is above 1; usual values are 0 to 0.1",
-    "lower weight_decay, unless so strong a decay to zero is meant",
+    "lower weight_decay, unless you want such a strong decay to zero",
 )
 BETAS = Check(
     "adam-betas", "error", "adam_beta1 or adam_beta2 is outside of 0 to below 1", "use 0.9 and 0.999, or 0.9 and 0.95"

@@ -71,6 +71,6 @@ def _of_documents(statistics: DataStatistics) -> str:
     learned = percent(statistics.supervised_tokens / statistics.train_tokens)
     return (
         f"{learned} of the tokens are learned; longer than a row: {statistics.documents_cut:,} of "
-        f"{statistics.documents:,} documents (they go on in the next rows); "
+        f"{statistics.documents:,} documents (they continue in the next rows); "
         f"left out: {sum(statistics.rows_dropped.values()):,}"
     )

@@ -58,5 +58,5 @@ def _message(errors: Sequence[Finding]) -> str:
     more = f" ({len(errors) - 1} more above)" if len(errors) > 1 else ""
     return (
         f"preflight found {_count(errors, 'error')}: {first.check}: {first.what}; {first.fix}{more}; --preflight warn "
-        "trains all the same"
+        "trains anyway"
     )

@@ -34,7 +34,7 @@ MEMORY_NEAR = Check(
 DISK_FILLS = Check(
     "checkpoints-fill-disk",
     "error",
-    "save_total_limit keeps every checkpoint, and all of them together exceed the disk",
+    "save_total_limit keeps every checkpoint, and together they exceed the disk",
     "set save_total_limit, such as 3, or raise save_steps",
 )
 

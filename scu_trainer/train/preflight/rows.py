@@ -37,7 +37,7 @@ ONLY_ENDS = Check(
 DOUBLED_START = Check(
     "start-doubled",
     "warning",
-    "most documents begin with two start tokens: one stands in the text, one is added by the tokenizer",
+    "most documents begin with two start tokens: one is in the text, and the tokenizer adds another",
     "remove the start token from the texts",
 )
 UNKNOWN_TOKENS = Check(
@@ -50,7 +50,7 @@ REPEATED = Check(
     "documents-repeated",
     "warning",
     "a fifth of the documents or more repeat others word for word; epochs already do that",
-    "remove duplicates, or look whether text_column is the right one",
+    "remove duplicates, or check that text_column is the right one",
 )
 NOT_TEXT = Check(
     "text-is-no-text",

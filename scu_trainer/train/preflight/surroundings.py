@@ -47,25 +47,25 @@ BEST_DIRECTION = Check(
 WORKERS = Check(
     "more-workers-than-cores",
     "warning",
-    "dataloader_num_workers exceeds the cores of this machine: workers and training take them from each other",
+    "dataloader_num_workers exceeds the cores of this machine: workers and training compete for them",
     "lower dataloader_num_workers",
 )
 CACHE = Check(
     "cache-not-writable",
     "warning",
-    "cache_dir cannot be written: a run gets on only with data that were prepared there before",
+    "cache_dir cannot be written: a run can only use data that were prepared there before",
     "change its permissions, or set cache_dir to another folder",
 )
 OUTPUT_IN_DATA = Check(
     "writes-into-dataset",
     "warning",
-    "output_dir or cache_dir lies inside the folder of the dataset, so the next run reads this one's files as data",
+    "output_dir or cache_dir is inside the folder of the dataset, so the next run reads this one's files as data",
     "set it to a folder outside of the dataset",
 )
 INODES = Check(
     "few-inodes",
     "warning",
-    "the disk of output_dir is nearly out of inodes: it cannot hold new files however much room is free",
+    "the disk of output_dir is nearly out of inodes: it cannot hold new files, even if there is free space",
     "remove small files there, or set output_dir to another disk",
 )
 
@@ -160,7 +160,7 @@ def _folders(job: Job) -> Iterator[Finding]:
     folders = (("output_dir", Path(job.training.output_dir)), ("cache_dir", cache_dir))
     for dataset, (name, folder) in itertools.product(datasets, folders):
         if dataset.is_dir() and folder.expanduser().resolve().is_relative_to(dataset.resolve()):
-            yield OUTPUT_IN_DATA.found(f"{name} {folder} lies inside the dataset {dataset}", name)
+            yield OUTPUT_IN_DATA.found(f"{name} {folder} is inside the dataset {dataset}", name)
     yield from _inodes(Path(job.training.output_dir))
 
 

@@ -23,7 +23,7 @@ NOTHING_TRAINED = Check(
     "nothing-trained",
     "error",
     "no weight of the model is trainable",
-    "use tuning: lora or full, and look whether code of the model freezes it",
+    "use tuning: lora or full, and check whether the code of the model freezes it",
 )
 NOT_FINITE = Check(
     "weights-not-finite",
@@ -52,7 +52,7 @@ QUANTIZED_TRAINED = Check(
 HEAD_ONLY = Check(
     "adapters-on-head-only",
     "warning",
-    "adapters sit on the output layer alone, so the model itself stays as it is",
+    "only the output layer has adapters, so the model itself stays as it is",
     "drop lora_target_modules, which adapts every linear layer",
 )
 RANK_TOO_LARGE = Check(
@@ -64,19 +64,19 @@ RANK_TOO_LARGE = Check(
 RATE_LOW = Check(
     "learning-rate-low",
     "warning",
-    "learning_rate is so far below the usual for this optimizer and tuning that little will be learned",
+    "learning_rate is so far below the usual range for this optimizer and tuning that little will be learned",
     "usual with AdamW: 1e-4 to 1e-3 for adapters, 1e-5 to 1e-4 for all weights of a trained model",
 )
 RATE_HIGH = Check(
     "learning-rate-high",
     "warning",
-    "learning_rate is so far above the usual for this optimizer and tuning that training will likely diverge",
+    "learning_rate is so far above the usual range for this optimizer and tuning that training will likely diverge",
     "usual with AdamW: 1e-4 to 1e-3 for adapters, 1e-5 to 1e-4 for all weights of a trained model",
 )
 OWN_CONFIGURATION = Check(
     "adapter-keeps-configuration",
     "note",
-    "model_name_or_path is an adapter: it goes on with its own rank and scale, not with lora_r and lora_alpha",
+    "model_name_or_path is an adapter: it keeps its own rank and scale, not lora_r and lora_alpha",
     "to start a new adapter give the base model",
 )
 

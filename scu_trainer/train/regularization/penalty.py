@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 MORE_ROOM_FOR_S = (
     "Leave more room: lower max_batch_size or per_device_train_batch_size, raise target_headroom_gb, use tuning: lora, "
-    "or set scu: false; resume_from_checkpoint: true goes on from the newest checkpoint"
+    "or set scu: false; resume_from_checkpoint: true resumes from the newest checkpoint"
 )
 
 
@@ -85,7 +85,7 @@ class Prior:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
             raise ControlError(
-                "the model has no trainable weights; nothing can be regularized, check tuning / freezing"
+                "the model has no trainable weights; so nothing can be regularized; check tuning and frozen parameters"
             )
         _reject_unusable(named)
         self.kind, self.measure = prior, measure

@@ -59,7 +59,7 @@ class RunDirectoryLock:
             start = _checked(start, request) if request.is_explicit else start
             notes = [start.line] if start.line else []
             if cleared:
-                notes.append(f"removed what a killed run had begun to write: {', '.join(cleared)}")
+                notes.append(f"removed files that a killed run had left half-written: {', '.join(cleared)}")
         except BaseException:
             self._lock.release()
             raise
@@ -96,7 +96,7 @@ def _checked(start: Start, request: Request) -> Start:
         others = [path for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name]
         whole = next((path for path in others if fault_of(path, None, request.weights_only) is None), None)
         instead = f"resume_from_checkpoint: {whole} is whole" if whole is not None else "none beside it is whole"
-        raise CheckpointError(f"{checkpoint} cannot be gone on from: {found.damage}; {instead}")
+        raise CheckpointError(f"{checkpoint} cannot be resumed from: {found.damage}; {instead}")
     return start
 
 

@@ -84,8 +84,8 @@ def check_resumable(training: TrainingArguments) -> None:
     if wanted == AUTO:
         if training.save_only_model:
             raise CheckpointError(
-                "resume_from_checkpoint: auto cannot go on from what save_only_model: true writes (no optimizer "
-                "state); drop one of them"
+                "resume_from_checkpoint: auto cannot resume from what save_only_model: true writes (no "
+                "optimizer state); drop one of them"
             )
     elif wanted is True:
         if not any(output_dir.glob("checkpoint-*")):
@@ -95,7 +95,7 @@ def check_resumable(training: TrainingArguments) -> None:
             )
     elif not (Path(str(wanted)) / "trainer_state.json").is_file():
         raise CheckpointError(
-            f"resume_from_checkpoint {wanted!r} is no checkpoint (no trainer_state.json there); give a checkpoint-N "
+            f"resume_from_checkpoint {wanted!r} is not a checkpoint (no trainer_state.json there); give a checkpoint-N "
             "folder, true or auto"
         )
 
@@ -159,7 +159,7 @@ def _unasked(run: Path, request: Request) -> Start:
     if start.checkpoint is not None:
         return replace(start, line=f"{start.line} (--no_resume starts over)")
     if checkpoints(run):
-        return _beside(request.output_dir, f"no checkpoint of {run} can be gone on from, see the log")
+        return _beside(request.output_dir, f"no checkpoint of {run} can be resumed from, see the log")
     return start
 
 
@@ -167,7 +167,7 @@ def _differing(run: Path, changed: dict[str, tuple[Any, Any]]) -> str:
     named = "; ".join(f"{name} {before}, now {now}" for name, (before, now) in list(changed.items())[:3])
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     what = f"another configuration ({named}{more})" if changed else "an unknown configuration"
-    return f"{run} holds an unfinished run of {what}; resume_from_checkpoint: auto would go on with it"
+    return f"{run} holds an unfinished run of {what}; resume_from_checkpoint: auto would resume it"
 
 
 def _asked_for(request: Request) -> Start:
@@ -196,16 +196,16 @@ def _go_on(run: Path, request: Request) -> Start:
 
 def going_on(checkpoint: Path, skipped: Sequence[str] = ()) -> str:
     """What the user reads."""
-    return f"going on from {checkpoint}" + (f", the newest that can be used ({'; '.join(skipped)})" if skipped else "")
+    return f"resuming from {checkpoint}" + (f", the newest that can be used ({'; '.join(skipped)})" if skipped else "")
 
 
 def _require_same_ranks(run: Path, world_size: int) -> None:
     before = _description(run).get("world_size", world_size)
     if before != world_size:
         raise CheckpointError(
-            f"{run} was trained by {before} processes, this launch has {world_size}: the optimizer would see other "
-            f"batches from here on; start {before} processes, or name the checkpoint in resume_from_checkpoint to go "
-            "on all the same"
+            f"{run} was trained by {before} processes, this launch has {world_size}: the optimizer would see "
+            f"other batches from here; start {before} processes, or name the checkpoint in resume_from_checkpoint "
+            f"to resume anyway"
         )
 
 

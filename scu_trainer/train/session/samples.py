@@ -44,7 +44,7 @@ class Samples(Loop):
         if not self.prompts:
             return [f"samples: no held-out row has a prompt of {LONGEST_PROMPT_TOKENS} tokens or less; none are taken"]
         if is_sharded(self.trainer):
-            return ["samples: none are taken, no process has the whole weights"]
+            return ["samples: none are made, because no process has the whole weights"]
         return []
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
@@ -83,7 +83,7 @@ class Samples(Loop):
             answers = None
         if answers is None:
             free_memory(self.trainer.args.device)
-            self.notices.append(f"the samples of step {step} were left out: there was no memory for them")
+            self.notices.append(f"the samples of step {step} were left out: memory was too short")
             logger.warning("%s", self.notices[-1])
             return
         self._answered += 1

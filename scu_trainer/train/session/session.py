@@ -138,7 +138,9 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         description = _description(job, parts, configuration, findings)
         _look_at_checkpoint(job, start, description, console)
         if aside := lock.put_aside():
-            console.print(f"put aside, of a past that is not gone on with: {', '.join(aside)}", soft_wrap=True)
+            console.print(
+                f"put aside, because this run resumes from an earlier checkpoint: {', '.join(aside)}", soft_wrap=True
+            )
         job.training.output_dir = str(start.output_dir)
         request = StopRequest(job.safety.grace_period_s, is_launched())
         with _run_directory(job, description, log) as status, request.listening():
@@ -188,7 +190,7 @@ def _run_directory(job: Job, description: dict[str, Any], log: RunLog) -> Iterat
         _last_words(status, status="stopped", eta_s=None)
         raise
     except KeyboardInterrupt:
-        again = "ended at once; the same command goes on from the newest checkpoint"
+        again = "ended at once; run the same command to resume from the newest checkpoint"
         _last_words(status, status="stopped", error=again)
         raise
     except BaseException as error:
@@ -378,20 +380,20 @@ def _stopped(trainer: SCUTrainer, step: int, request: StopRequest) -> Exception:
     if newest is None or newest.name != wanted:
         return StorageError(f"stopped at step {step}, but {trainer.checkpoints.notices[-1]}")
     why = request.name or "another rank"
-    return Stopped(f"stopped by {why} after step {step}: {newest} is whole, the same command goes on from there")
+    return Stopped(f"stopped by {why} after step {step}: {newest} is complete; run the same command to resume from it")
 
 
 def _before(job: Job, trainer: SCUTrainer, parts: TrainingComponents, console: Console) -> Optional[DocumentScores]:
     console.print(_kernels(job, trainer, parts), soft_wrap=True)
     if parts.data.eval is not None:
-        console.print("scoring what is held out, before training", soft_wrap=True)
+        console.print("scoring the held-out data, before training", soft_wrap=True)
     return score(job, trainer, parts)
 
 
 def _kernels(job: Job, trainer: SCUTrainer, parts: TrainingComponents) -> str:
     """Which kernels really run, found by one forward on a training row."""
     if is_sharded(trainer):
-        return "attention: not looked at, the weights are sharded"
+        return "attention: not checked, because the weights are sharded"
     device = input_device(trainer.model)
     inputs = {name: value.to(device) for name, value in job.kind.example_inputs(parts).items()}
     return kernel_line(trainer.model, inputs, training_precision(trainer))

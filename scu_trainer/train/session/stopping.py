@@ -75,9 +75,7 @@ class StopRequest:
         if self.name is None:
             self.name, self._first_s = signal.Signals(number).name, now_s
             self._start_deadline(number)
-            self._say(
-                f"{self.name}: the step is finished and a checkpoint written, then the run ends; again to end now"
-            )
+            self._say(f"{self.name}: the run finishes this step, writes a checkpoint and ends; press again to end now")
         elif not (self._is_launched and now_s - self._first_s < LAUNCHERS_ECHO_S):
             raise KeyboardInterrupt(f"second signal, {signal.Signals(number).name}")
 
@@ -96,7 +94,9 @@ class StopRequest:
 
     def _end_now(self, number: int) -> None:
         """The main thread may be inside a step that takes longer than is left: nothing but the process can end it."""
-        self._say(f"the grace period of {self._grace_period_s:g} s is over; the newest checkpoint is what there is")
+        self._say(
+            f"the grace period of {self._grace_period_s:g} s is over; the newest checkpoint is the last one written"
+        )
         self.on_deadline()
         end_children()
         os._exit(128 + number)

@@ -32,7 +32,7 @@ from scu_trainer.train.trainer import SCUTrainer
 STEPS = 6
 SAVE_AT = 3
 EVALUATION_ROWS = 16
-NOT_RESUMED = "resuming was not tried: DeepSpeed and FSDP take a model once in a process"
+NOT_RESUMED = "resuming was not tried: DeepSpeed and FSDP accept a model only once per process"
 
 
 @dataclass(frozen=True)

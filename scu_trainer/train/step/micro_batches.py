@@ -239,9 +239,9 @@ class MicroBatchStep:
         trainer, smaller = self.trainer, max(1, len(largest.rows) // 2)
         if self.ranks.world_size == 1:  # several ranks would wait for each other: the others are inside the micro-batch
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
-            saved = f"checkpoint-{trainer.state.global_step} was written, resume_from_checkpoint: true goes on from it"
+            saved = f"checkpoint-{trainer.state.global_step} was written, resume_from_checkpoint: true resumes from it"
         else:
-            saved = "resume_from_checkpoint: true goes on from the newest checkpoint"
+            saved = "resume_from_checkpoint: true resumes from the newest checkpoint"
         raise OutOfMemory(
             f"step {trainer.state.global_step + 1} ran out of memory with {len(largest.rows)} rows x {largest.length} "
             f"at once, and under FSDP or ZeRO-3 no micro-batch can run again. {saved}; set max_batch_size: {smaller}, "

@@ -126,7 +126,7 @@ class Prediction:
             forget_traceback(error)
         free_memory(self.trainer.args.device)
         put_back(states)
-        logger.warning("evaluation ran out of memory between two batches and begins again, once: %s", text)
+        logger.warning("evaluation ran out of memory between two batches and starts over, once: %s", text)
         return evaluate()
 
     def _can_begin_again(self, loader: Any) -> bool:

@@ -79,7 +79,7 @@ def require_same(teacher: str, of_teacher: Any, of_student: Any, what: str) -> N
     """Raise ModelError where the teacher would answer another question."""
     if of_teacher != of_student:
         raise ModelError(
-            f"the teacher {teacher} has other {what} than the student, so its answers are about something else; give a "
+            f"the teacher {teacher} has other {what} than the student, so its answers do not match; give a "
             f"teacher with the same {what}, or leave teacher out"
         )
 
@@ -99,7 +99,7 @@ def _tunable(
         own = model.peft_config[model.active_adapter]
         base = own.base_model_name_or_path
         console.print(
-            f"goes on with the adapter {settings.model_name_or_path}: rank {own.r}, of {base}", soft_wrap=True
+            f"continues training the adapter {settings.model_name_or_path}: rank {own.r}, of {base}", soft_wrap=True
         )
     trainable = sum(weight_count(p) for p in model.parameters() if p.requires_grad)
     total = sum(weight_count(p) for p in model.parameters())

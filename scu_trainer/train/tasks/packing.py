@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-ANYHOW = "isolate_documents: false packs them whatever they see"
+ANYHOW = "isolate_documents: false packs them anyway"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Packing:
         name = type(model).__name__
         if not can_be_asked(model):
             seen = "others of its family keep documents apart" if self.is_measured else "its family was not measured"
-            why = f"the weights of {name} are in parts, so it cannot be asked; {seen}"
+            why = f"the weights of {name} are sharded, so it cannot be tested; {seen}"
             return replace(self, isolates=self.is_measured, why=why)
         keeps_apart = isolates(model, vocab_size)
         if self.asked and not keeps_apart:

@@ -94,7 +94,7 @@ class SensorTask:
             return
         others = {"device_map": model.device_map, "offload_linears_mb": job.own.offload_linears_mb}
         for name, value in others.items():
-            require(value is None, f"branch_devices and {name} both decide where weights lie; drop one of them")
+            require(value is None, f"branch_devices and {name} both decide where weights are placed; drop one of them")
         require(
             model.tuning != "qlora",
             "branch_devices moves layers in full precision, and tuning is qlora, which packs them where they are "
@@ -155,7 +155,7 @@ class SensorTask:
         own.check_parts()
         require(
             job.model.tuning == "full" or config is None or not own.report_head or bool(config.report_words),
-            f"report_head: true makes a new head on {job.model.model_name_or_path}, and an adapter alone could not say "
+            f"report_head: true adds a new head to {job.model.model_name_or_path}, and an adapter alone could not say "
             "which words it knows; use tuning: full, or give a model that was trained with report_head: true",
         )
         data = prepare_sensors(
@@ -179,7 +179,7 @@ class SensorTask:
             set_seed(job.training.seed)
             start = new_trident(settings, own, heads, shapes)
             folder = random_start(start, job.training.seed, default_cache_dir(job.data.cache_dir))
-            console.print(f"random weights to begin with: {folder}", soft_wrap=True)
+            console.print(f"random initial weights: {folder}", soft_wrap=True)
             settings = replace(settings, model_name_or_path=str(folder))
         device = job.training.device
         placement = plan_trident_placement(settings, own, job.memory, free_memory(job.training), device)

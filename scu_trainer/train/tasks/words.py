@@ -33,8 +33,8 @@ from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import begin_model, finish, require_same, say_data, teacher_of
 
 ADAPTED = ("projection", "categories")
-"""What LoRA can act on. The GRU's weights go to a fused kernel that would pass adapters by, and the word embedding is
-the output matrix too: an adapter on one of both would be merged into the other."""
+"""What LoRA can act on. The GRU's weights go to a fused kernel that would pass adapters by, and use the word "
+"embedding as the output matrix as well: an adapter on one of both would be merged into the other."""
 
 PROBED_WORDS = 32
 
@@ -50,7 +50,7 @@ class WordTask:
         model = job.model
         require(
             model.tuning != "qlora",
-            "tuning: qlora stores linear layers in 4 or 8 bits, and a GRU has next to none; use tuning: full or lora",
+            "tuning: qlora stores linear layers in 4 or 8 bits, and a GRU has almost none; use tuning: full or lora",
         )
         require(
             model.tuning == "full" or model.model_name_or_path is not None,
@@ -61,7 +61,7 @@ class WordTask:
         require(
             model.tuning != "lora" or not others,
             f"lora_target_modules names {', '.join(sorted(others))}; of a GRU model adapters act on "
-            f"{' and '.join(ADAPTED)} only: its recurrent weights go to a fused kernel that passes them by, and its "
+            f"{' and '.join(ADAPTED)} only: its recurrent weights go to a fused kernel that ignores them, and its "
             "word embedding is the output matrix too",
         )
         require(model.device_map is None, "device_map places large language models; for a GRU drop it")

@@ -234,7 +234,7 @@ class OptimizerGuard:
         name = self._names.get(parameter, "a parameter")
         size = f"{' x '.join(map(str, parameter.shape))}, {parameter.nbytes / 2**20:.3g} MiB"
         consequence = (
-            "some other parameters have taken this step already: go on from the last checkpoint"
+            "some other parameters have taken this step already: resume from the last checkpoint"
             if self.half_stepped
             else "no weight was changed"
         )

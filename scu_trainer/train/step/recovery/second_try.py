@@ -25,11 +25,11 @@ Result = TypeVar("Result")
 
 MORE_ROOM = (
     "Leave more room: lower max_batch_size or per_device_train_batch_size, raise target_headroom_gb, use tuning: lora "
-    "or a smaller model; resume_from_checkpoint: true goes on from the newest checkpoint"
+    "or a smaller model; resume_from_checkpoint: true resumes from the newest checkpoint"
 )
 SMALLER_LOADER = (
     "Lower dataloader_num_workers, dataloader_prefetch_factor or the batch size (per_device_train_batch_size, "
-    "per_device_eval_batch_size), or shorten the rows (block_size); resume_from_checkpoint: true goes on from the "
+    "per_device_eval_batch_size), or shorten the rows (block_size); resume_from_checkpoint: true resumes from the "
     "newest checkpoint"
 )
 

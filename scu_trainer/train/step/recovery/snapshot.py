@@ -136,7 +136,7 @@ class ChangingBuffers:
         return (
             f"the buffer {', '.join(names)} began to change in the very step that has to be taken back, and only up to "
             f"{COPIED_BYTES // 2**20} MiB of buffers are copied before they do: the step cannot be repeated. Use "
-            "resume_from_checkpoint: true, which goes on from the newest checkpoint and copies it from its first step "
+            "resume_from_checkpoint: true, which resumes from the newest checkpoint and copies it from its first step "
             "on; or lower max_batch_size, so that no step runs out of memory"
         )
 
