@@ -43,6 +43,14 @@ class SafetySettings:
         "optimizer steps one after the other whose loss or gradient is no finite number: each is skipped and counted, "
         "one more ends the run with a checkpoint from before; 0 ends it at the first",
     )
+    spike_guard: Literal["off", "skip"] = option(
+        "off",
+        "an optimizer step whose loss or gradient lies far outside of where they have been is undone before it acts, "
+        "counted, and its rows are named: skip; default: off",
+    )
+    spike_threshold: float = option(
+        8.0, "with spike_guard: skip, robust standard deviations of the logarithm from which on a step is undone"
+    )
     divergence: Literal["stop", "warn", "off"] = option(
         "warn", "what a training loss that has left its own course for good does"
     )
@@ -70,6 +78,10 @@ class SafetySettings:
         require(
             self.max_nonfinite_steps >= 0,
             f"max_nonfinite_steps is {self.max_nonfinite_steps}; allowed: 0 or more steps",
+        )
+        require(
+            math.isfinite(self.spike_threshold) and self.spike_threshold > 0,
+            f"spike_threshold is {self.spike_threshold}; allowed: above 0, such as 8",
         )
         require(
             math.isfinite(self.divergence_factor) and self.divergence_factor > 1,
