@@ -1,6 +1,9 @@
 """Does the loss or the gradient of a step lie far outside of where they have been? A running band of their logarithms.
 
-    band       = median + threshold x max(robust standard deviation, FLOOR), of the last SPAN steps that were no spikes
+    band       = median + threshold x max(spread around, spread above, FLOOR), of the last SPAN steps without spikes
+    spreads    : standard deviations of a normal distribution with the same median absolute deviation, and with the same
+                 distance from the median to the upper quartile: the upper tail of sound steps is the longer one, and up
+                 to a quarter of the steps of a band may be bad ones
     a spike    : the logarithm of the loss, or that of the gradient's norm, lies above its band
     a shift    : MOST_IN_A_ROW spikes one after the other, and then one more; the band starts over where it is now
 
@@ -21,24 +24,27 @@ from typing import Any, Literal, Optional
 
 from scu_trainer.control.noise import MAD_TO_SIGMA
 
-SPAN = 64
+SPAN = 128
 """Steps whose values are the band."""
 
-FEWEST = 20
+FEWEST = 32
 """Values from which on there is a band."""
+
+QUARTILE, TO_SIGMA = 0.75, 0.6745
+"""A quantile, and how many standard deviations it lies above the median of a normal distribution."""
 
 MOST_IN_A_ROW = 3
 """Spikes one after the other; one more is no spike but another level: other data, another rate."""
 
-FLOORS = {"loss": 0.05, "gradient": 0.15}
+FLOORS = {"loss": 0.05, "gradient": 0.1}
 """Least standard deviation of the logarithms: in a run whose steps are all alike a trifle is no spike."""
 
 
 @dataclass(frozen=True)
 class SpikeConfig:
-    """``threshold``: robust standard deviations above the median at which the band ends."""
+    """``threshold``: standard deviations above the median at which the band ends."""
 
-    threshold: float = 8.0
+    threshold: float = 12.0
 
 
 @dataclass(frozen=True)
@@ -101,8 +107,9 @@ def _excess(name: Literal["loss", "gradient"], value: float, band: Sequence[floa
     if value <= 0 or len(band) < FEWEST:
         return None
     middle = median(band)
-    spread = MAD_TO_SIGMA * median(abs(one - middle) for one in band)
-    deviations = (math.log(value) - middle) / max(spread, FLOORS[name])
+    around = MAD_TO_SIGMA * median(abs(one - middle) for one in band)
+    above = (sorted(band)[int(QUARTILE * len(band))] - middle) / TO_SIGMA
+    deviations = (math.log(value) - middle) / max(around, above, FLOORS[name])
     return Excess(name, value, math.exp(middle), deviations)
 
 

@@ -49,7 +49,7 @@ class SafetySettings:
         "counted, and its rows are named: skip; default: off",
     )
     spike_threshold: float = option(
-        8.0, "with spike_guard: skip, robust standard deviations of the logarithm from which on a step is undone"
+        12.0, "with spike_guard: skip, robust standard deviations of the logarithm from which on a step is undone"
     )
     divergence: Literal["stop", "warn", "off"] = option(
         "warn", "what a training loss that has left its own course for good does"
@@ -81,7 +81,7 @@ class SafetySettings:
         )
         require(
             math.isfinite(self.spike_threshold) and self.spike_threshold > 0,
-            f"spike_threshold is {self.spike_threshold}; allowed: above 0, such as 8",
+            f"spike_threshold is {self.spike_threshold}; allowed: above 0, such as 12",
         )
         require(
             math.isfinite(self.divergence_factor) and self.divergence_factor > 1,

@@ -170,7 +170,7 @@ class NonFiniteGuard(Loop):
         return SPIKE if self.spikes is not None and self.spikes.is_spike(*numbers) else None
 
     def _flags(self, gradient: torch.Tensor) -> torch.Tensor:
-        """(5,) of this rank: is the loss not finite, is the gradient not finite, was any row trained on; the loss and the
+        """(5,) of this rank: is the loss not finite, is the gradient not finite, was any row trained on; loss and
         norm of the gradient, 0 where they are not finite."""
         device = self.trainer.args.device
         loss = torch.stack([loss.to(device).float().reshape(()) for loss in self._losses]).sum()
