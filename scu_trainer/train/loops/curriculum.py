@@ -397,7 +397,9 @@ class CurriculumLoop(Loop):
         if found["suspects"]:
             lines.append(("suspect rows", f"{found['suspects']:,} of {found['samples']:,}: {SUSPECTS_FILE}"))
         if found["quarantined"]:
-            lines.append(("quarantined rows", f"{found['quarantined']:,}: their loss was no finite number"))
+            lines.append(
+                ("quarantined rows", f"{found['quarantined']:,}: their loss was no finite number, or they spiked")
+            )
         return lines
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
