@@ -80,6 +80,10 @@ class SafetySettings:
             f"max_nonfinite_steps is {self.max_nonfinite_steps}; allowed: 0 or more steps",
         )
         require(
+            self.spike_guard != "off" or self.spike_threshold == 12.0,
+            "spike_threshold acts with spike_guard: skip; set that as well, or drop it",
+        )
+        require(
             math.isfinite(self.spike_threshold) and self.spike_threshold > 0,
             f"spike_threshold is {self.spike_threshold}; allowed: above 0, such as 12",
         )

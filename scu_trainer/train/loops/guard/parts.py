@@ -45,10 +45,13 @@ def step_parts(trainer: Trainer, batches: Sequence[Any], most: int = MOST_RUNS) 
 
 
 def row_names(trainer: Trainer, inputs: Any, number: int, rows: Sequence[int]) -> tuple[str, ...]:
+    """How messages name them: by the number of the sample; rows that a loop has added have none."""
     samples = inputs.get(SAMPLE_INDEX)
-    if samples is None:
-        return tuple(f"row {row} of accumulation batch {number}" for row in rows)
-    return tuple(_sample(trainer.train_dataset, int(samples[row])) for row in rows)
+    numbers = [-1 if samples is None else int(samples[row]) for row in rows]
+    return tuple(
+        f"row {row} of accumulation batch {number}" if sample < 0 else _sample(trainer.train_dataset, sample)
+        for row, sample in zip(rows, numbers, strict=True)
+    )
 
 
 def _sample(dataset: Any, index: int) -> str:

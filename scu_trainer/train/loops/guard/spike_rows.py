@@ -30,7 +30,8 @@ MOST_RUNS = 256
 
 @dataclass(frozen=True)
 class _Measured:
-    """``norm``: of the gradient of this part alone. ``samples``: numbers of its rows, () where they have none."""
+    """``norm``: of the gradient of this part alone. ``samples``: the number of its row; () where it has none, or the
+    part is several rows."""
 
     norm: float
     names: tuple[str, ...]
@@ -85,7 +86,7 @@ def _norm(trainer: Trainer, part: Part, num_items: Any, weights: Sequence[torch.
 
 def _samples(part: Part) -> tuple[int, ...]:
     numbers = part.whole.get(SAMPLE_INDEX)
-    return () if numbers is None else tuple(int(numbers[row]) for row in part.rows)
+    return tuple(int(numbers[row]) for row in part.rows) if numbers is not None and len(part.rows) == 1 else ()
 
 
 def _far(measured: Sequence[_Measured]) -> tuple[NonFinitePlace, tuple[int, ...]]:
