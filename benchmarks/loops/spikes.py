@@ -119,7 +119,7 @@ class ClipRows(Loop):
         self.state, self.clipped = SpikeState(), 0
 
     def on_window(self, batches, num_items) -> None:
-        self.batches, self.items = batches, num_items
+        self._window, self._items = batches, num_items
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self.loss = 0.0
@@ -136,8 +136,8 @@ class ClipRows(Loop):
     def _clip(self, weights: Sequence[torch.nn.Parameter]) -> None:
         with unchanged(self.trainer), torch.enable_grad():
             rows = [
-                torch.autograd.grad(loss_of(self.trainer, part, self.items), weights)
-                for part in step_parts(self.trainer, self.batches)
+                torch.autograd.grad(loss_of(self.trainer, part, self._items), weights)
+                for part in step_parts(self.trainer, self._window)
             ]
         norms = [float(torch.nn.utils.get_total_norm(row)) for row in rows]
         usual = median_low(norms)
@@ -224,6 +224,8 @@ def tuned(name: str, seed: int, steps: int, kind: Optional[str], rate: float) ->
     found |= {"cpu_s": cpu_s, "inside_s": inside[0], "steps": steps, "rows_clipped": clip.clipped if clip else 0}
     judged = {sample for sample in bad if order.step_of.get(sample, 0) > FEWEST}
     found |= {"bad_rows": len(bad), "bad_rows_judged": len(judged), "series_alarms": alarms(record.series)}
+    found |= {"series": [[round(loss, 4), round(norm, 4)] for loss, norm in record.series]}
+    found |= {"steps_with_bad_rows": sorted({order.step_of[sample] for sample in bad if sample in order.step_of})}
     guard = trainer.nonfinite_guard
     if guard is not None:
         spikes = guard.figures()["bad_numbers"]["spikes"]
@@ -254,7 +256,10 @@ def main() -> None:
             for kind, rate in conditions:
                 for name in CONTENDERS:
                     runs.append(tuned(name, seed, options.steps, kind, rate))
-                    print({k: round(v, 4) if isinstance(v, float) else v for k, v in runs[-1].items()}, flush=True)
+                    shown = {
+                        k: round(v, 4) if isinstance(v, float) else v for k, v in runs[-1].items() if k != "series"
+                    }
+                    print(shown, flush=True)
     for one in sound_series(options.groups):
         sound.append(one)
         print(one, flush=True)

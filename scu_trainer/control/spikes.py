@@ -99,8 +99,8 @@ def observe(law: SpikeConfig, state: SpikeState, *, loss: float, norm: float) ->
         return kept, Verdict()
     if state.in_a_row < MOST_IN_A_ROW:
         return replace(state, in_a_row=state.in_a_row + 1), Verdict(worst)
-    anew = SpikeState(_with((), loss), _with((), norm), shifts=state.shifts + 1)
-    return anew, Verdict(worst, is_shift=True)
+    fresh = SpikeState(_with((), loss), _with((), norm), shifts=state.shifts + 1)
+    return fresh, Verdict(worst, is_shift=True)
 
 
 def _excess(name: Literal["loss", "gradient"], value: float, band: Sequence[float]) -> Optional[Excess]:
