@@ -11,7 +11,8 @@ injected  the embedded base is tuned by LoRA on its own kind of text, of which a
           rows that stand out count no more than an ordinary one. Held-out bits per token in the end.
 cost      CPU time inside of the decision over that of the whole training, and clean trainings with over without guard.
 
-Contenders of one condition follow each other, with the same weights, rows and order. All that was measured is printed
+Bad rows come after the first FEWEST steps. Contenders of one condition follow each other, with the same weights, rows
+and order. All that was measured is printed
 as it comes.
 """
 
@@ -40,7 +41,7 @@ from scu_trainer import SCUTrainer
 from scu_trainer.control.spikes import FEWEST, SpikeConfig, SpikeState, observe
 from scu_trainer.data import default_cache_dir, embedded_tokenizer
 from scu_trainer.data.embedded import python_docs
-from scu_trainer.settings import CurriculumSettings, SafetySettings
+from scu_trainer.settings import SafetySettings
 from scu_trainer.train.evaluation.scoring import score_documents
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.loops.guard.parts import loss_of, step_parts, unchanged
@@ -149,7 +150,7 @@ class ClipRows(Loop):
 
 
 class Record(TrainerCallback):
-    """(loss, gradient norm) of every step that was logged, and which samples it had."""
+    """(loss, gradient norm) of every step that was logged."""
 
     def __init__(self) -> None:
         self.series: list[tuple[float, float]] = []
@@ -159,30 +160,17 @@ class Record(TrainerCallback):
             self.series.append((logs["loss"], logs["grad_norm"]))
 
 
-class Order(Loop):
-    """Which samples came in which step."""
-
-    name = "order"
-
-    def __init__(self) -> None:
-        self.step_of: dict[int, int] = {}
-
-    def on_window(self, batches, num_items) -> None:
-        for inputs in batches:
-            for sample in inputs["sample_index"].tolist():
-                self.step_of[sample] = self.trainer.state.global_step + 1
-
-
 def tuned(name: str, seed: int, steps: int, kind: Optional[str], rate: float) -> dict[str, Any]:
     options = dict(CONTENDERS[name])
     data = embedded_data(
         seed, dataset="stdlib_docstrings", block_size=BLOCK, dataset_size=300, validation_split_percentage=20
     )
     draw, rows = random.Random(seed), [dict(row) for row in data.train.select(range(steps * BATCH))]
-    bad = set(draw.sample(range(len(rows)), round(rate * len(rows)))) if kind else set()
+    late = range(FEWEST * BATCH, len(rows))  # those before are not judged, and may teach the model what is bad
+    bad = set(draw.sample(late, round(rate * len(late)))) if kind else set()
     rows = [bad_row(kind, row, draw) if number in bad else row for number, row in enumerate(rows)]
     rows = [{key: row[key] for key in ("input_ids", "labels")} for row in rows]
-    record, order, clip = Record(), Order(), ClipRows() if options.pop("clips_rows", False) else None
+    record, clip = Record(), ClipRows() if options.pop("clips_rows", False) else None
     inside = [0.0]
 
     def timed(function):
@@ -202,6 +190,7 @@ def tuned(name: str, seed: int, steps: int, kind: Optional[str], rate: float) ->
             logging_steps=1,
             per_device_train_batch_size=BATCH,
             seed=seed,
+            train_sampling_strategy="sequential",
             max_grad_norm=options.pop("max_grad_norm"),
         ) as arguments,
         patch.object(SpikeWatch, "is_spike", timed(SpikeWatch.is_spike)),
@@ -211,8 +200,7 @@ def tuned(name: str, seed: int, steps: int, kind: Optional[str], rate: float) ->
             args=arguments,
             data_collator=collator(),
             train_dataset=ListOf(rows),
-            curriculum=CurriculumSettings(),
-            callbacks=[record, order, *([clip] if clip else [])],
+            callbacks=[record, *([clip] if clip else [])],
             **options,
         )
         begun = time.process_time()
@@ -222,19 +210,24 @@ def tuned(name: str, seed: int, steps: int, kind: Optional[str], rate: float) ->
         bits = score_documents(trainer.model, held_out, collator()).bpt
     found: dict[str, Any] = {"kind": kind or "clean", "rate": rate, "seed": seed, "contender": name, "bits": bits}
     found |= {"cpu_s": cpu_s, "inside_s": inside[0], "steps": steps, "rows_clipped": clip.clipped if clip else 0}
-    judged = {sample for sample in bad if order.step_of.get(sample, 0) > FEWEST}
-    found |= {"bad_rows": len(bad), "bad_rows_judged": len(judged), "series_alarms": alarms(record.series)}
+    found |= {"bad_rows": len(bad), "series_alarms": alarms(record.series)}
     found |= {"series": [[round(loss, 4), round(norm, 4)] for loss, norm in record.series]}
-    found |= {"steps_with_bad_rows": sorted({order.step_of[sample] for sample in bad if sample in order.step_of})}
+    found |= {"steps_with_bad_rows": sorted({number // BATCH + 1 for number in bad})}
     guard = trainer.nonfinite_guard
     if guard is not None:
-        spikes = guard.figures()["bad_numbers"]["spikes"]
-        named, undone = set(spikes["rows"]), {one["step"] for one in guard.figures()["bad_numbers"]["skipped"]}
-        found |= {"skipped": spikes["skipped_steps"], "level_shifts": spikes["level_shifts"]}
+        counted = guard.figures()["bad_numbers"]
+        undone = {one["step"] for one in counted["skipped"]}
+        named = {_number(one["step"], name) for one in counted["skipped"] for name in one["rows"]}
+        found |= {key: counted["spikes"][key] for key in ("skipped_steps", "level_shifts")}
         found |= {"named_bad": len(named & bad), "named_sound": len(named - bad)}
-        found |= {"bad_in_undone": sum(order.step_of.get(sample) in undone for sample in judged)}
-        found |= {"undone_without_bad": len(undone - {order.step_of.get(sample) for sample in bad})}
+        found |= {"bad_in_undone": sum(number // BATCH + 1 in undone for number in bad)}
+        found |= {"undone_without_bad": len(undone - set(found["steps_with_bad_rows"]))}
     return found
+
+
+def _number(step: int, name: str) -> int:
+    """Of the sample that a message calls "row 2 of accumulation batch 0"; rows come in their order."""
+    return (step - 1) * BATCH + int(name.split()[1])
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -271,11 +264,11 @@ def _finish(runs: list[dict[str, Any]], sound: list[dict[str, Any]], conditions:
     live = [run for run in clean if run["contender"] == "guard"]
     steps = sum(one["steps"] for one in sound) + sum(run["steps"] for run in clean)
     count = sum(one["alarms"] for one in sound) + sum(run["series_alarms"] for run in clean)
-    count += sum(run["skipped"] + run["level_shifts"] for run in live)
+    count += sum(run["skipped_steps"] + run["level_shifts"] for run in live)
     rows = [_row(kind or "clean", rate, runs) for kind, rate in conditions]
     spent = [sum(run["cpu_s"] for run in clean if run["contender"] == name) for name in ("guard", "clipping")]
     injected = [run for run in runs if run["kind"] != "clean" and run["contender"] == "guard"]
-    judged = sum(run["bad_rows_judged"] for run in injected)
+    count_bad = sum(run["bad_rows"] for run in injected)
     figures = {
         "sound steps": Figure(steps, None),
         "false alarms": Figure(count, "lower", target=0),
@@ -285,8 +278,8 @@ def _finish(runs: list[dict[str, Any]], sound: list[dict[str, Any]], conditions:
         "clean: held-out bits, guard - clipping": Figure(
             _difference("clean", 0.0, runs), "lower", target=0.0, tolerance=1e-9
         ),
-        "bad rows in steps that were undone, of those judged": Figure(
-            sum(run["bad_in_undone"] for run in injected) / max(1, judged), "higher"
+        "bad rows in steps that were undone": Figure(
+            sum(run["bad_in_undone"] for run in injected) / max(1, count_bad), "higher"
         ),
         "sound rows named, of all named": Figure(
             sum(run["named_sound"] for run in injected)
@@ -322,10 +315,10 @@ def _difference(kind: str, rate: float, runs: list[dict[str, Any]]) -> float:
 def _row(kind: str, rate: float, runs: list[dict[str, Any]]) -> list[str]:
     cells = [f"{mean(run['bits'] for run in _of(kind, rate, name, runs)):.4f}" for name in CONTENDERS]
     guarded = _of(kind, rate, "guard", runs)
-    total = {key: sum(run[key] for run in guarded) for key in ("skipped", "bad_in_undone", "bad_rows_judged")}
+    total = {key: sum(run[key] for run in guarded) for key in ("skipped_steps", "bad_in_undone", "bad_rows")}
     named = [sum(run[key] for run in guarded) for key in ("named_bad", "named_sound")]
-    undone = f"{total['bad_in_undone']} of {total['bad_rows_judged']}"
-    return [f"{kind}, {rate:.0%}", *cells, str(total["skipped"]), undone, str(named[0]), str(named[1])]
+    undone = f"{total['bad_in_undone']} of {total['bad_rows']}"
+    return [f"{kind}, {rate:.0%}", *cells, str(total["skipped_steps"]), undone, str(named[0]), str(named[1])]
 
 
 if __name__ == "__main__":

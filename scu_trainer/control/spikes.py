@@ -27,7 +27,7 @@ from scu_trainer.control.noise import MAD_TO_SIGMA
 SPAN = 128
 """Steps whose values are the band."""
 
-FEWEST = 32
+FEWEST = 20
 """Values from which on there is a band."""
 
 QUARTILE, TO_SIGMA = 0.75, 0.6745
