@@ -38,7 +38,7 @@ from benchmarks.lib.byte_models import byte_rows, setups, train
 from benchmarks.lib.common import collator, embedded_data, embedded_model, quiet, scratch_arguments
 from benchmarks.lib.outcome import Figure, Grid, finish
 from scu_trainer import SCUTrainer
-from scu_trainer.control.spikes import FEWEST, SpikeConfig, SpikeState, observe
+from scu_trainer.control.guard.spikes import FEWEST, SpikeConfig, SpikeState, observe
 from scu_trainer.data import default_cache_dir, embedded_tokenizer
 from scu_trainer.data.embedded import python_docs
 from scu_trainer.settings import SafetySettings

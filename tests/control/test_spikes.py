@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from scu_trainer.control.spikes import FEWEST, MOST_IN_A_ROW, SPAN, SpikeConfig, SpikeState, observe
+from scu_trainer.control.guard.spikes import FEWEST, MOST_IN_A_ROW, SPAN, SpikeConfig, SpikeState, observe
 
 LAW = SpikeConfig(threshold=10.0)
 

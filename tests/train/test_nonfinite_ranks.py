@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scu_trainer.control import spikes
+from scu_trainer.control.guard import spikes
 from scu_trainer.errors import NonFiniteLoss
 from scu_trainer.settings import MemorySettings, RegularizationSettings, SafetySettings
 from tests import processes

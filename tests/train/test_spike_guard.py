@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scu_trainer.control import spikes
+from scu_trainer.control.guard import spikes
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import CurriculumSettings, SafetySettings
 from scu_trainer.train.loops.guard.spikes import SpikeWatch

@@ -19,7 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from scu_trainer.control import divergence, memory_values, regularization, retention
+from scu_trainer.control import memory_values, regularization, retention
+from scu_trainer.control.guard import divergence, spikes
 from scu_trainer.errors import CheckpointError
 from scu_trainer.train.checkpoints.format import json_object
 from scu_trainer.train.curriculum.deliveries import DeliveryCounts
@@ -58,6 +59,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Keys that must be there, by file. Others may be."""
+
+WATCHES: dict[str, dict[str, Any]] = {
+    "divergence": {"state": divergence.DivergenceState, "notices": list[str]},
+    "spikes": {
+        "state": spikes.SpikeState,
+        **dict.fromkeys(("rows", "set_aside"), list[int]),
+        "skipped_steps": int,
+    },
+}
+"""Keys inside of safety_state.json, of what was watched."""
 
 TENSORS = ("scu_prior.safetensors", "curriculum_state.safetensors", "ema.safetensors")
 OF_LOOPS = (*SHAPES, *TENSORS)
@@ -160,14 +171,11 @@ def _misfit_of_keys(content: dict[str, Any], shape: dict[str, Any]) -> Optional[
 
 def _misfit_inside(content: dict[str, Any]) -> Optional[str]:
     """Of what has a ``from_dict`` of its own, or is there in some runs only."""
-    state, watched = content.get("state", {}), content.get("divergence")
+    state = content.get("state", {})
     if "cost" in state:
         return misfit(state["cost"]["observations"], list[tuple[int, int, int]], "state.cost.observations")
-    return (
-        None
-        if watched is None
-        else _misfit_of_keys(watched, {"state": divergence.DivergenceState, "notices": list[str]})
-    )
+    watches = [(content[name], shape) for name, shape in WATCHES.items() if content.get(name) is not None]
+    return _first(_misfit_of_keys(watch, shape) for watch, shape in watches)
 
 
 def _as_line(name: str, value: Any) -> str:

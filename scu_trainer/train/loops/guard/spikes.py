@@ -1,4 +1,4 @@
-"""Watches every step's loss and gradient norm for spikes: ``control/spikes.py`` decides, this finds the rows and tells.
+"""Watches loss and gradient norm of every step: ``control/guard/spikes.py`` decides, this finds the rows and tells.
 
 A row that stands out in an undone step comes again in the next epoch, under the band of then. One that stands out twice
 is set aside for the rest of the training, where a curriculum knows rows by number.
@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from scu_trainer.control import spikes as control
+from scu_trainer.control.guard import spikes as control
 from scu_trainer.settings import SafetySettings
 from scu_trainer.settings.base import require
 from scu_trainer.train.loops.guard.first_nonfinite import NonFinitePlace
