@@ -131,6 +131,8 @@ def misfit(value: Any, hint: Any, name: str) -> Optional[str]:
         return None if is_number or (hint is float and value is None) else _as_line(name, value)
     if dataclasses.is_dataclass(hint):
         return _misfit_of_dataclass(value, hint, name)
+    if origin is tuple and parts[-1] is Ellipsis:
+        return misfit(value, list[parts[0]], name)
     if origin is tuple:  # which JSON writes as a list
         fits = isinstance(value, list) and len(value) == len(parts)
         if not fits:
