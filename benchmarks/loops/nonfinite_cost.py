@@ -37,7 +37,7 @@ from benchmarks.lib.common import (
 )
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import SafetySettings
-from scu_trainer.train.loops.divergence import DivergenceWatch
+from scu_trainer.train.loops.guard.divergence import DivergenceWatch
 from scu_trainer.train.loops.nonfinite_guard import NonFiniteGuard
 from scu_trainer.train.run_directory.logs import run_log
 

@@ -133,7 +133,11 @@ def _curriculum(found: Optional[dict[str, Any]]) -> list[str]:
 
 
 def _nonfinite(found: Optional[dict[str, Any]]) -> list[str]:
-    return [f"- steps without a finite loss, skipped: {found['skipped_steps']:,}"] if found else []
+    if not found:
+        return []
+    spikes = (found.get("spikes") or {}).get("skipped_steps", 0)
+    lines = [f"- steps without a finite loss, skipped: {found['skipped_steps'] - spikes:,}"]
+    return [*lines, f"- steps taken back as spikes: {spikes:,}"] if spikes else lines
 
 
 def machine(facts: Facts) -> str:

@@ -179,7 +179,8 @@ def _nonfinite(run: RunFiles) -> list[tuple[str, str]]:
     if not count:
         return []
     steps = "1 step was" if count == 1 else f"{count:,} steps were"
-    found = [("bad numbers", f"{steps} skipped because the loss or gradient was not finite")]
+    reason = ", or had a spike" if statistics.get("spikes") else ""
+    found = [("bad numbers", f"{steps} skipped because the loss or gradient was not finite{reason}")]
     for item in (statistics.get("skipped") or [])[:MOST_ROWS]:
         words = ", ".join(f"{name} {value}" for name, value in item.items() if value not in (None, [], ""))
         found.append(("bad numbers", words))

@@ -43,6 +43,15 @@ class SafetySettings:
         "how many optimizer steps in a row may have a loss or gradient that is not finite: each is skipped and "
         "counted; one more ends the run with a checkpoint from before; 0 ends it at the first",
     )
+    spike_guard: Literal["off", "skip"] = option(
+        "off",
+        "what to do with an optimizer step whose loss or gradient norm is far above that of the steps before: skip "
+        "undoes it before the optimizer acts, counts it and names its rows",
+    )
+    spike_threshold: float = option(
+        12.0,
+        "with spike_guard: skip, how far above counts as a spike, in robust standard deviations of the logarithm",
+    )
     divergence: Literal["stop", "warn", "off"] = option("warn", "what to do when the training loss diverges for good")
     divergence_factor: float = option(
         2.0, "the run counts as diverging when the running mean of its training loss is this many times its best"
@@ -68,6 +77,14 @@ class SafetySettings:
         require(
             self.max_nonfinite_steps >= 0,
             f"max_nonfinite_steps is {self.max_nonfinite_steps}; allowed: 0 or more steps",
+        )
+        require(
+            self.spike_guard != "off" or self.spike_threshold == 12.0,
+            "spike_threshold acts with spike_guard: skip; set that as well, or drop it",
+        )
+        require(
+            math.isfinite(self.spike_threshold) and self.spike_threshold > 0,
+            f"spike_threshold is {self.spike_threshold}; allowed: above 0, such as 12",
         )
         require(
             math.isfinite(self.divergence_factor) and self.divergence_factor > 1,

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from scu_trainer.control.divergence import SUSTAINED_STEPS, DivergenceConfig, DivergenceState, diverges, observe
+from scu_trainer.control.guard.divergence import SUSTAINED_STEPS, DivergenceConfig, DivergenceState, diverges, observe
 
 
 def told_at(losses, every: int = 1) -> int | None:

@@ -25,7 +25,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.evaluation.classification import class_metrics
 from scu_trainer.train.evaluation.scoring import bpt_metrics, score_documents
-from scu_trainer.train.loops.first_nonfinite import weights_are_finite
+from scu_trainer.train.loops.guard.first_nonfinite import weights_are_finite
 from tests.tiny import Examples, Rows, conv_net, images, llama, same, trained, weights_of
 
 BAD_STEP = 3

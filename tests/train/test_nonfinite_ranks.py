@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from scu_trainer.control.guard import spikes
 from scu_trainer.errors import NonFiniteLoss
 from scu_trainer.settings import MemorySettings, RegularizationSettings, SafetySettings
 from tests import processes
 from tests.tiny import llama, same, trained, weights_of
 from tests.train.test_nonfinite_guard import FAULTS, AtStep, DropGradients
+from tests.train.test_spike_guard import large_loss
 
 pytest.importorskip("deepspeed")
 
@@ -52,7 +54,7 @@ def configuration() -> dict:
 def run(folder: Path, name: str, changes: dict, steps=(BAD_STEP,), safety=SAFETY, callbacks=()):
     when, model = AtStep(*steps), llama()
     if os.environ["RANK"] == "1" and safety is not None:
-        FAULTS[name.partition(",")[0]](model, when)
+        {**FAULTS, "spike": large_loss}[name.partition(",")[0]](model, when)
     return trained(model, folder / name, safety=safety, callbacks=[when, *callbacks], **{**COMMON, **changes})
 
 
@@ -76,6 +78,8 @@ def main(folder: Path) -> None:
         reference = DropGradients(BAD_STEP, is_reported=True)
         found[f"{name}, reference"] = outcome(run(folder / "r", name, DDP[name], safety=None, callbacks=[reference]))
     found["loss, reference"] = found["layer, reference"]
+    spikes.FEWEST = BAD_STEP - 1
+    found["spike"] = outcome(run(folder, "spike", {}, safety=SafetySettings(spike_guard="skip")))
     try:
         run(folder / "limit", "layer", {}, steps=(3, 4), safety=SafetySettings(max_nonfinite_steps=1))
     except NonFiniteLoss as error:
@@ -114,6 +118,16 @@ def test_the_rank_that_has_the_rows_is_named(ranks):
     assert record["place"].endswith("is of model.layers.1.mlp (LlamaMLP)")
     assert record["rows"] == ["every row of rank 1"]
     assert stderr.count(f"WARNING:scu_trainer:step {BAD_STEP}: the loss is not") == len(DDP) + len(ZERO) + 1
+
+
+def test_a_spike_of_one_rank_is_taken_back_by_all(ranks):
+    (first, second), _, _ = ranks
+    assert same(first["spike"]["weights"], second["spike"]["weights"])
+    assert same(first["spike"]["weights"], first["layer, reference"]["weights"])
+    assert first["spike"]["skipped"] == second["spike"]["skipped"]
+    (record,) = first["spike"]["skipped"]
+    assert (record["step"], record["fault"]) == (BAD_STEP, "spike")
+    assert sorted(record["rows"]) == [f"row {row} of accumulation batch 0 of rank 1" for row in (0, 1)]
 
 
 def test_past_the_limit_all_ranks_stop_with_one_checkpoint(ranks):

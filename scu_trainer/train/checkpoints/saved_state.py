@@ -19,7 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from scu_trainer.control import divergence, memory_values, regularization, retention
+from scu_trainer.control import memory_values, regularization, retention
+from scu_trainer.control.guard import divergence, spikes
 from scu_trainer.errors import CheckpointError
 from scu_trainer.train.checkpoints.format import json_object
 from scu_trainer.train.curriculum.deliveries import DeliveryCounts
@@ -58,6 +59,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Keys that must be there, by file. Others may be."""
+
+WATCHES: dict[str, dict[str, Any]] = {
+    "divergence": {"state": divergence.DivergenceState, "notices": list[str]},
+    "spikes": {
+        "state": spikes.SpikeState,
+        **dict.fromkeys(("rows", "set_aside"), list[int]),
+        "skipped_steps": int,
+    },
+}
+"""Keys inside of safety_state.json, of what was watched."""
 
 TENSORS = ("scu_prior.safetensors", "curriculum_state.safetensors", "ema.safetensors")
 OF_LOOPS = (*SHAPES, *TENSORS)
@@ -120,6 +131,8 @@ def misfit(value: Any, hint: Any, name: str) -> Optional[str]:
         return None if is_number or (hint is float and value is None) else _as_line(name, value)
     if dataclasses.is_dataclass(hint):
         return _misfit_of_dataclass(value, hint, name)
+    if origin is tuple and parts[-1] is Ellipsis:
+        return misfit(value, list[parts[0]], name)
     if origin is tuple:  # which JSON writes as a list
         fits = isinstance(value, list) and len(value) == len(parts)
         if not fits:
@@ -160,14 +173,11 @@ def _misfit_of_keys(content: dict[str, Any], shape: dict[str, Any]) -> Optional[
 
 def _misfit_inside(content: dict[str, Any]) -> Optional[str]:
     """Of what has a ``from_dict`` of its own, or is there in some runs only."""
-    state, watched = content.get("state", {}), content.get("divergence")
+    state = content.get("state", {})
     if "cost" in state:
         return misfit(state["cost"]["observations"], list[tuple[int, int, int]], "state.cost.observations")
-    return (
-        None
-        if watched is None
-        else _misfit_of_keys(watched, {"state": divergence.DivergenceState, "notices": list[str]})
-    )
+    watches = [(content[name], shape) for name, shape in WATCHES.items() if content.get(name) is not None]
+    return _first(_misfit_of_keys(watch, shape) for watch, shape in watches)
 
 
 def _as_line(name: str, value: Any) -> str:

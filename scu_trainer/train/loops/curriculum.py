@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -315,6 +315,10 @@ class CurriculumLoop(Loop):
         """Rows without a finite loss: out of this step and out of every later epoch."""
         self._seen.quarantine(self.trainer.state.global_step, ids)
 
+    def set_aside(self, ids: Sequence[int]) -> None:
+        """Rows that are not to come again after this epoch. All ranks call it, with the same ``ids``."""
+        self.sampler.difficulty.quarantined[list(ids)] = True
+
     def on_step_taken_back(self) -> None:
         """Its rows count as not seen, but for those that are set aside."""
         self._seen.forget(self.trainer.state.global_step)
@@ -393,7 +397,9 @@ class CurriculumLoop(Loop):
         if found["suspects"]:
             lines.append(("suspect rows", f"{found['suspects']:,} of {found['samples']:,}: {SUSPECTS_FILE}"))
         if found["quarantined"]:
-            lines.append(("quarantined rows", f"{found['quarantined']:,}: their loss was no finite number"))
+            lines.append(
+                ("quarantined rows", f"{found['quarantined']:,}: their loss was no finite number, or they spiked")
+            )
         return lines
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

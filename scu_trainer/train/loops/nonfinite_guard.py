@@ -1,4 +1,5 @@
-"""Optimizer steps whose loss or gradient is no finite number: found before the optimizer acts, located, skipped.
+"""Optimizer steps whose loss or gradient is no finite number, or a spike: found before the optimizer acts, located,
+skipped.
 
     on_step_begin       what a bad step would change is noted: the sum of logged losses, BatchNorm's statistics
     on_loss             each accumulation batch's loss, on the device
@@ -9,7 +10,7 @@
 
 A skipped step is counted and has a number: ``global_step`` goes on, and so do the data. Past the limit the run ends,
 with a checkpoint: the weights are still those of the last good step. Only where a weight itself is not finite there is
-nothing to save.
+nothing to save. Spikes do not end a run: many in a row are another level.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from scu_trainer.errors import NonFiniteLoss
 from scu_trainer.settings import SafetySettings
 from scu_trainer.train.checkpoints.format import checkpoints
 from scu_trainer.train.loop import Loop
-from scu_trainer.train.loops.divergence import DivergenceWatch
-from scu_trainer.train.loops.first_nonfinite import NonFinitePlace, locate, nonfinite_weight, weights_are_finite
+from scu_trainer.train.loops.guard.divergence import DivergenceWatch
+from scu_trainer.train.loops.guard.first_nonfinite import NonFinitePlace, locate, nonfinite_weight, weights_are_finite
+from scu_trainer.train.loops.guard.spikes import SpikeWatch
 from scu_trainer.train.step.recovery.second_try import second_try
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers
 
@@ -44,7 +46,7 @@ MOST_RECORDS = 50
 SMALLEST_SCALE = 1.0
 """Loss scale of fp16 below which a gradient that overflows is no matter of the scale any more."""
 
-LOSS, GRADIENT, ROWS = "loss", "gradient", "rows"
+LOSS, GRADIENT, ROWS, SPIKE = "loss", "gradient", "rows", "spike"
 SAID = {
     LOSS: "the loss is not a finite number",
     GRADIENT: "the loss is finite, the gradient is not",
@@ -67,6 +69,7 @@ class NonFiniteGuard(Loop):
         self.divergence = None
         if settings.divergence != "off":
             self.divergence = DivergenceWatch(trainer, settings, epochs_differ)
+        self.spikes = None if settings.spike_guard == "off" else SpikeWatch(trainer, settings)
         self._batches: Sequence[Any] = ()
         self._losses: list[torch.Tensor] = []
         self._items: Any = None
@@ -78,6 +81,8 @@ class NonFiniteGuard(Loop):
         self._records: list[dict[str, Any]] = []
         if self.divergence is not None:
             self.divergence.begin()
+        if self.spikes is not None:
+            self.spikes.begin()
 
     # -- events of the stock loop --------------------------------------------------------------------------------------
 
@@ -152,25 +157,31 @@ class NonFiniteGuard(Loop):
 
     def _fault(self, norm: Any) -> Optional[str]:
         ask = functools.partial(self._flags, self._gradient(norm))
-        bad_loss, bad_gradient, has_learned = second_try(ask, "asking whether loss and gradient are finite")
+        bad_loss, bad_gradient, has_learned, *numbers = second_try(ask, "asking whether loss and gradient are finite")
         if not has_learned and not self.trainer.is_deepspeed_enabled:  # its engine has taken a step of zeros
             return ROWS
         if bad_loss:
             return LOSS
-        return GRADIENT if bad_gradient and not self._is_overflow_of_scale() else None
+        if bad_gradient:
+            return None if self._is_overflow_of_scale() else GRADIENT
+        return SPIKE if self.spikes is not None and self.spikes.is_spike(*numbers) else None
 
-    def _flags(self, gradient: torch.Tensor) -> list[bool]:
-        """Is a loss not finite, is the gradient not finite, was any row trained on: of all ranks, which must decide
-        alike. One wait for the device, for all numbers of the step."""
+    def _flags(self, gradient: torch.Tensor) -> list[float]:
+        """Is a loss not finite, is the gradient not finite, was any row trained on; loss and norm of the gradient, 0
+        where they are not finite: the highest of all ranks, which must decide alike. One wait for the device, for all
+        numbers of the step."""
         device = self.trainer.args.device
         numbers = [number.to(device).float().reshape(()) for number in (*self._losses, gradient)]
         *losses, norm = torch.stack(numbers).tolist()
-        flags = [not all(map(math.isfinite, losses)), not math.isfinite(norm), self._has_learned]
+        loss = sum(losses)
+        faults = [not math.isfinite(number) for number in (loss, norm)]
+        finite = [0.0 if is_bad else number for number, is_bad in zip((loss, norm), faults, strict=True)]
+        found = [*faults, self._has_learned, *finite]
         if self.trainer.accelerator.num_processes == 1:
-            return flags
-        shared = torch.tensor(flags, dtype=torch.int32, device=device)  # a loss is one rank's own
+            return found
+        shared = torch.tensor(found, dtype=torch.float32, device=device)  # a loss is one rank's own
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        return [bool(flag) for flag in shared.tolist()]
+        return shared.tolist()
 
     @property
     def _has_learned(self) -> bool:
@@ -201,10 +212,14 @@ class NonFiniteGuard(Loop):
     def _skip(self, fault: str) -> None:
         self._is_skipping = True
         self._take_back()
-        finding = self._shared(self._find(fault))
-        self.in_a_row += 1
+        finding = self._find(fault)
         step = self.trainer.state.global_step + 1
-        said = f"step {step}: {SAID[fault]}; {finding.text}"
+        if fault == SPIKE:
+            self.in_a_row = 0
+            said, limit = f"step {step}: {self.spikes.fault}; {finding.text}", self.spikes.in_a_row
+        else:
+            self.in_a_row += 1
+            said, limit = f"step {step}: {SAID[fault]}; {finding.text}", self._limit
         if finding.is_weight:
             self._stop_without_weights(said)
         if self.trainer.is_deepspeed_enabled and not self._engine_skipped:
@@ -215,8 +230,12 @@ class NonFiniteGuard(Loop):
         self._records.append({"step": step, "fault": fault, "place": finding.place, "rows": list(finding.rows)})
         del self._records[:-MOST_RECORDS]
         if self.trainer.is_world_process_zero():
-            limit = f"{self.in_a_row} of at most {self.settings.max_nonfinite_steps} in a row"
-            logger.warning("%s. The step is skipped, no weight has changed (%s). %s", said, limit, self._advice())
+            advice = self._advice(fault)
+            logger.warning("%s. The step is skipped, no weight has changed (%s). %s", said, limit, advice)
+
+    @property
+    def _limit(self) -> str:
+        return f"{self.in_a_row} of at most {self.settings.max_nonfinite_steps} in a row"
 
     @torch.no_grad()
     def _take_back(self) -> None:
@@ -235,6 +254,12 @@ class NonFiniteGuard(Loop):
             loop.on_step_taken_back()
 
     def _find(self, fault: str) -> NonFinitePlace:
+        """The same on all ranks."""
+        if fault == SPIKE:
+            return self.spikes.find(self._batches, self._items)
+        return self._shared(self._find_nonfinite(fault))
+
+    def _find_nonfinite(self, fault: str) -> NonFinitePlace:
         if fault != ROWS:
             return second_try(lambda: locate(self.trainer, self._batches, self._items), "looking for the bad number")
         weight = second_try(lambda: nonfinite_weight(self.trainer.model), "looking for the bad number")
@@ -251,7 +276,9 @@ class NonFiniteGuard(Loop):
         found = gather_object([replace(finding, rows=rows)])
         return next((one for one in found if one.place is not None), found[0])
 
-    def _advice(self) -> str:
+    def _advice(self, fault: str = LOSS) -> str:
+        if fault == SPIKE:
+            return "Look at these rows; if they are sound, raise spike_threshold, or lower learning_rate"
         rows = "Fix or remove these rows if their data are at fault"
         precision = "use bf16 instead of fp16" if self.trainer.args.fp16 else "lower learning_rate"
         return f"{rows}; if they are sound, {precision}, or set max_grad_norm: 1"
@@ -336,27 +363,37 @@ class NonFiniteGuard(Loop):
     # -- reports and checkpoints ---------------------------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
-        return {"skipped_steps": self.skipped_steps}
+        spikes = {} if self.spikes is None else {"spike_steps": self.spikes.skipped_steps}
+        return {"skipped_steps": self.skipped_steps, **spikes}
 
     @property
     def notices(self) -> list[str]:
         """For run.json and the end of a run."""
         said = [] if self.divergence is None else list(self.divergence.notices)
-        if self.skipped_steps:
-            numbers = ", ".join(str(record["step"]) for record in self._records[-8:])
-            said.append(f"skipped optimizer steps, without a finite loss or gradient: {self.skipped_steps} ({numbers})")
+        said += [] if self.spikes is None else self.spikes.notices
+        count = self.skipped_steps - (0 if self.spikes is None else self.spikes.skipped_steps)
+        if count:
+            steps = [str(record["step"]) for record in self._records if record["fault"] != SPIKE]
+            said.append(
+                f"skipped optimizer steps, without a finite loss or gradient: {count} ({', '.join(steps[-8:])})"
+            )
         return said
 
     def figures(self) -> dict[str, Any]:
         divergence = None if self.divergence is None else self.divergence.figures()
         counted = {"skipped_steps": self.skipped_steps, "skipped": list(self._records), "divergence": divergence}
-        return {self.name: counted}
+        spikes = {} if self.spikes is None else {"spikes": self.spikes.figures()}
+        return {self.name: counted | spikes}
 
     def state_dict(self) -> dict[str, Any]:
         divergence = None if self.divergence is None else self.divergence.state_dict()
-        return {"skipped_steps": self.skipped_steps, "records": self._records, "divergence": divergence}
+        spikes = None if self.spikes is None else self.spikes.state_dict()
+        counted = {"skipped_steps": self.skipped_steps, "records": self._records}
+        return {**counted, "divergence": divergence, "spikes": spikes}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.skipped_steps, self._records = saved["skipped_steps"], saved["records"]
         if self.divergence is not None and saved["divergence"] is not None:
             self.divergence.load_state_dict(saved["divergence"])
+        if self.spikes is not None and saved.get("spikes") is not None:
+            self.spikes.load_state_dict(saved["spikes"])

@@ -22,16 +22,10 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from scu_trainer.data.numbered import SAMPLE_INDEX
-from scu_trainer.train.loss.analysis import mixing_modules
-from scu_trainer.train.loss.loss_path import without_index
-from scu_trainer.train.step.batches.rows import pick, rows_of
+from scu_trainer.train.loops.guard.parts import Part, loss_of, row_names, step_parts, unchanged
+from scu_trainer.train.step.batches.rows import rows_of
 from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory
-from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, WindowSnapshot
-
-MOST_RUNS = 32
-"""Parts into which the rows of a step are cut for looking: each runs forward once, and backward once at most."""
 
 MOST_NAMED = 8
 """Rows that a message names."""
@@ -63,16 +57,6 @@ class NonFinitePlace:
         return f", in {', '.join(self.rows[:MOST_NAMED])}{more}"
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Some rows of an accumulation batch. ``rows``: their numbers in it."""
-
-    batch: int
-    rows: tuple[int, ...]
-    inputs: Any
-    whole: Any
-
-
 def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinitePlace:
     """``batches``: this rank's accumulation batches of the failed step. ``num_items``: what its losses were divided by.
 
@@ -86,9 +70,9 @@ def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinit
         return bad_input
     if is_sharded(trainer):
         return NonFinitePlace(reason="the weights are sharded, and all ranks would have to look together")
-    with _unchanged(trainer):
+    with unchanged(trainer):
         try:
-            parts = list(_parts(trainer, batches))
+            parts = list(step_parts(trainer, batches))
             found = _forward(trainer, parts, num_items) or _backward(trainer, parts, num_items)
         except Exception as error:  # whatever a model says to some of its rows: the failed step is what is reported
             first_line = str(error).partition("\n")[0]
@@ -148,21 +132,8 @@ def _bad_input(trainer: Trainer, batches: Sequence[Any]) -> Optional[NonFinitePl
                 continue  # a mask may be minus infinity
             if not bool(torch.isfinite(value).all()):
                 rows = _bad_rows(value, count) or range(count)
-                return NonFinitePlace(f"{name} of the data is not finite", _names(trainer, inputs, number, rows))
+                return NonFinitePlace(f"{name} of the data is not finite", row_names(trainer, inputs, number, rows))
     return None
-
-
-def _parts(trainer: Trainer, batches: Sequence[Any]) -> Iterator[_Part]:
-    counts = [rows_of(trainer.model, inputs).rows for inputs in batches]
-    per_part = max(1, -(-sum(counts) // max(1, MOST_RUNS - len(batches))))
-    if mixing_modules(trainer.model):
-        per_part = max(1, *counts)  # a row alone is another computation
-    for number, (inputs, count) in enumerate(zip(batches, counts, strict=True)):
-        if not count:
-            yield _Part(number, (), inputs, inputs)
-        for start in range(0, count, per_part):
-            rows = tuple(range(start, min(start + per_part, count)))
-            yield _Part(number, rows, pick(inputs, torch.tensor(rows), count), inputs)
 
 
 def _bad_rows(tensor: torch.Tensor, count: int) -> list[int]:
@@ -172,74 +143,37 @@ def _bad_rows(tensor: torch.Tensor, count: int) -> list[int]:
     return (~torch.isfinite(tensor.detach())).reshape(count, -1).any(dim=1).nonzero().flatten().tolist()
 
 
-def _or_every(names: Sequence[str], parts: Sequence[_Part]) -> tuple[str, ...]:
+def _or_every(names: Sequence[str], parts: Sequence[Part]) -> tuple[str, ...]:
     total = sum(len(part.rows) for part in parts)
     return ("every row",) if len(names) == total > 1 else tuple(names)
-
-
-def _names(trainer: Trainer, inputs: Any, number: int, rows: Sequence[int]) -> tuple[str, ...]:
-    samples = inputs.get(SAMPLE_INDEX)
-    if samples is None:
-        return tuple(f"row {row} of accumulation batch {number}" for row in rows)
-    return tuple(_sample(trainer.train_dataset, int(samples[row])) for row in rows)
-
-
-def _sample(dataset: Any, index: int) -> str:
-    row = dataset[index]
-    documents = row.get("documents") if isinstance(row, Mapping) else None
-    if documents is None:
-        return f"sample {index}"
-    listed = documents.tolist() if torch.is_tensor(documents) else documents
-    return f"sample {index} (documents {listed})"
 
 
 # -- running them again ------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _unchanged(trainer: Trainer) -> Iterator[None]:
-    """Random state and changing buffers afterwards are those of before."""
-    model = trainer.model
-    devices = sorted({str(p.device) for p in model.parameters()} | {str(trainer.args.device)})
-    snapshot = WindowSnapshot.take(devices, ChangingBuffers(model), ())
-    try:
-        yield
-    finally:
-        snapshot.restore_surroundings()
-
-
-def _loss(trainer: Trainer, part: _Part, num_items: Any) -> torch.Tensor:
-    """As training computes it, but the rows' losses are passed to nobody."""
-    inputs = trainer._prepare_inputs(without_index(part.inputs))
-    with trainer.compute_loss_context_manager():
-        if trainer.loss_path is not None:
-            return trainer._stock_loss(trainer.model, inputs, False, num_items)
-        return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=num_items)
-
-
 @torch.no_grad()
-def _forward(trainer: Trainer, parts: Sequence[_Part], num_items: Any) -> Optional[NonFinitePlace]:
+def _forward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> Optional[NonFinitePlace]:
     place, rows = None, []
     for part in parts:
         watch = _Watch(trainer.model, len(part.rows))
         with watch.attached():
-            loss = _loss(trainer, part, num_items)
+            loss = loss_of(trainer, part, num_items)
         if watch.place is None and bool(torch.isfinite(loss).all()):
             continue
         place = place or watch.place or "the loss itself (the output of every module is finite)"
         bad = [part.rows[i] for i in watch.rows] or part.rows
-        rows += _names(trainer, part.whole, part.batch, bad)
+        rows += row_names(trainer, part.whole, part.batch, bad)
     return None if place is None else NonFinitePlace(place, _or_every(rows, parts))
 
 
-def _backward(trainer: Trainer, parts: Sequence[_Part], num_items: Any) -> Optional[NonFinitePlace]:
+def _backward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> Optional[NonFinitePlace]:
     named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
     weights, place, rows = [p for _, p in named], None, []
     for part in parts:
         watch = _Watch(trainer.model, len(part.rows))
         with torch.enable_grad():
             with watch.attached():
-                loss = _loss(trainer, part, num_items)
+                loss = loss_of(trainer, part, num_items)
             # Not into .grad: that would wake up whatever reduces gradients over ranks.
             gradients = torch.autograd.grad(loss, weights, allow_unused=True)
         bad = [
@@ -249,7 +183,7 @@ def _backward(trainer: Trainer, parts: Sequence[_Part], num_items: Any) -> Optio
         ]
         if bad:
             place = place or f"the first gradient that is not finite is that of {max(bad, key=watch.order_of)}"
-            rows += _names(trainer, part.whole, part.batch, part.rows)
+            rows += row_names(trainer, part.whole, part.batch, part.rows)
     return None if place is None else NonFinitePlace(place, _or_every(rows, parts))
 
 

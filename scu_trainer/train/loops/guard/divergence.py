@@ -1,4 +1,4 @@
-"""Watches the logged training loss for divergence: ``control/divergence.py`` decides, this reads and tells.
+"""Watches the logged training loss for divergence: ``control/guard/divergence.py`` decides, this reads and tells.
 
 Nothing waits for the device: a loss is read when it is logged.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from scu_trainer.control import divergence as control
+from scu_trainer.control.guard import divergence as control
 from scu_trainer.errors import Diverged
 from scu_trainer.settings import SafetySettings
 from scu_trainer.train.checkpoints.format import checkpoints, step_of

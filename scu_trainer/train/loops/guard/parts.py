@@ -1,0 +1,84 @@
+"""The rows of a step once more, in parts: what is asked after a failure. Random state and buffers stay as they were."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from scu_trainer.data.numbered import SAMPLE_INDEX
+from scu_trainer.train.loss.analysis import mixing_modules
+from scu_trainer.train.loss.loss_path import without_index
+from scu_trainer.train.step.batches.rows import pick, rows_of
+from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, WindowSnapshot
+
+MOST_RUNS = 32
+"""Parts into which the rows of a step are cut for looking: each runs forward once, and backward once at most."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of an accumulation batch. ``rows``: their numbers in it."""
+
+    batch: int
+    rows: tuple[int, ...]
+    inputs: Any
+    whole: Any
+
+
+def step_parts(trainer: Trainer, batches: Sequence[Any], most: int = MOST_RUNS) -> Iterator[Part]:
+    """About ``most`` parts of this rank's accumulation ``batches``; one of each batch whose rows act on each other."""
+    counts = [rows_of(trainer.model, inputs).rows for inputs in batches]
+    per_part = max(1, -(-sum(counts) // max(1, most - len(batches))))
+    if mixing_modules(trainer.model):
+        per_part = max(1, *counts)  # a row alone is another computation
+    for number, (inputs, count) in enumerate(zip(batches, counts, strict=True)):
+        if not count:
+            yield Part(number, (), inputs, inputs)
+        for start in range(0, count, per_part):
+            rows = tuple(range(start, min(start + per_part, count)))
+            yield Part(number, rows, pick(inputs, torch.tensor(rows), count), inputs)
+
+
+def row_names(trainer: Trainer, inputs: Any, number: int, rows: Sequence[int]) -> tuple[str, ...]:
+    """How messages name them: by the number of the sample; rows that a loop has added have none."""
+    samples = inputs.get(SAMPLE_INDEX)
+    numbers = [-1 if samples is None else int(samples[row]) for row in rows]
+    return tuple(
+        f"row {row} of accumulation batch {number}" if sample < 0 else _sample(trainer.train_dataset, sample)
+        for row, sample in zip(rows, numbers, strict=True)
+    )
+
+
+def _sample(dataset: Any, index: int) -> str:
+    row = dataset[index]
+    documents = row.get("documents") if isinstance(row, Mapping) else None
+    if documents is None:
+        return f"sample {index}"
+    listed = documents.tolist() if torch.is_tensor(documents) else documents
+    return f"sample {index} (documents {listed})"
+
+
+@contextlib.contextmanager
+def unchanged(trainer: Trainer) -> Iterator[None]:
+    """Random state and changing buffers afterwards are those of before."""
+    model = trainer.model
+    devices = sorted({str(p.device) for p in model.parameters()} | {str(trainer.args.device)})
+    snapshot = WindowSnapshot.take(devices, ChangingBuffers(model), ())
+    try:
+        yield
+    finally:
+        snapshot.restore_surroundings()
+
+
+def loss_of(trainer: Trainer, part: Part, num_items: Any) -> torch.Tensor:
+    """As training computes it, but the rows' losses are passed to nobody."""
+    inputs = trainer._prepare_inputs(without_index(part.inputs))
+    with trainer.compute_loss_context_manager():
+        if trainer.loss_path is not None:
+            return trainer._stock_loss(trainer.model, inputs, False, num_items)
+        return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=num_items)

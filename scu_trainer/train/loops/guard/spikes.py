@@ -1,0 +1,120 @@
+"""Watches loss and gradient norm of every step: ``control/guard/spikes.py`` decides, this finds the rows and tells.
+
+A row that stands out in an undone step comes again in the next epoch, under the band of then. One that stands out twice
+is set aside for the rest of the training, where a curriculum knows rows by number.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import Trainer
+
+from scu_trainer.control.guard import spikes as control
+from scu_trainer.settings import SafetySettings
+from scu_trainer.settings.base import require
+from scu_trainer.train.loops.guard.first_nonfinite import NonFinitePlace
+from scu_trainer.train.loops.guard.spike_rows import far_rows
+
+logger = logging.getLogger("scu_trainer")
+
+SAID = {"loss": "the loss", "gradient": "the gradient's norm"}
+
+
+class SpikeWatch:
+    """Of one training. Raises SettingsError where a step could not be taken back.
+
+    ``fault``: of the last spike, as a message says it. ``skipped_steps``: those that spikes have cost.
+    """
+
+    def __init__(self, trainer: Trainer, settings: SafetySettings) -> None:
+        require(
+            not trainer.is_deepspeed_enabled,
+            "spike_guard: skip takes a step back before the optimizer acts, and DeepSpeed's engine acts by itself; set "
+            "spike_guard: off, or leave DeepSpeed out",
+        )
+        self.trainer, self._law = trainer, control.SpikeConfig(threshold=settings.spike_threshold)
+        self.begin()
+
+    def begin(self) -> None:
+        """Before a training."""
+        self._state = control.SpikeState()
+        self.skipped_steps = 0
+        self.fault = ""
+        self._seen_once: set[int] = set()
+        self._set_aside: set[int] = set()
+
+    def is_spike(self, loss: float, norm: float) -> bool:
+        """Of the step that is going on; both finite and the same on all ranks."""
+        self._state, verdict = control.observe(self._law, self._state, loss=loss, norm=norm)
+        if verdict.excess is None:
+            return False
+        found = verdict.excess
+        self.fault = (
+            f"{SAID[found.name]} is {found.value:.4g}, and was about {found.usual:.4g}: {found.deviations:.3g} robust "
+            f"standard deviations above, spike_threshold is {self._law.threshold:g}"
+        )
+        if verdict.is_shift:
+            self._say_shift()
+        return verdict.is_spike
+
+    def find(self, batches: Sequence[Any], num_items: Any) -> NonFinitePlace:
+        """The rows that stand out, the same on all ranks. Every rank calls it, with ``batches`` of its own."""
+        place, samples = far_rows(self.trainer, batches, num_items)
+        self.skipped_steps += 1
+        twice = sorted((self._seen_once & set(samples)) - self._set_aside)
+        self._seen_once |= set(samples)
+        if twice and self.trainer.curriculum is not None:
+            self.trainer.curriculum.set_aside(twice)
+            self._set_aside |= set(twice)
+            self._tell(f"sample {', '.join(map(str, twice))} stood out a second time: set aside from the next epoch on")
+        return place
+
+    @property
+    def in_a_row(self) -> str:
+        return f"{self._state.in_a_row} of at most {control.MOST_IN_A_ROW} in a row"
+
+    def _say_shift(self) -> None:
+        self._tell(
+            f"step {self.trainer.state.global_step + 1}: {self.fault}. That is {control.MOST_IN_A_ROW + 1} steps one "
+            "after the other: taken for a new level and not for a spike. The step stands, and the next "
+            f"{control.FEWEST} are not judged"
+        )
+
+    def _tell(self, line: str) -> None:
+        if self.trainer.is_world_process_zero():
+            logger.warning(line)
+
+    # -- reports and checkpoints ---------------------------------------------------------------------------------------
+
+    @property
+    def notices(self) -> list[str]:
+        found = []
+        if self.skipped_steps:
+            found.append(
+                f"optimizer steps that were taken back as spikes: {self.skipped_steps}; rows that stood out: "
+                f"{len(self._seen_once)}, set aside: {len(self._set_aside)}"
+            )
+        if self._state.shifts:
+            found.append(
+                f"levels of loss or gradient that changed so that the spike guard started over: {self._state.shifts}"
+            )
+        return found
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "skipped_steps": self.skipped_steps,
+            "level_shifts": self._state.shifts,
+            "rows": sorted(self._seen_once),
+            "set_aside": sorted(self._set_aside),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._state.to_dict(), **self.figures()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._state = control.SpikeState.from_dict(saved["state"])
+        self.skipped_steps = saved["skipped_steps"]
+        self._seen_once, self._set_aside = set(saved["rows"]), set(saved["set_aside"])
