@@ -31,6 +31,11 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Scripts and notebooks of the repository are no pages: their links become their names."""
+    return re.sub(r"\[([^\]]*)\]\(\.\./\.\./examples/[^)]*\)", r"`\1`", markdown)
+
+
 def linked_from_docs(text: str, source: str) -> str:
     """Links of a page of the repository as of a page in docs/; those to files that are no pages become their names."""
 

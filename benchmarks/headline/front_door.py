@@ -1,0 +1,140 @@
+"""What the first two commands of the README take: installing, and the main job.
+
+    python benchmarks/headline/front_door.py [--parts install extras job] [--picture docs/images/run.png]
+
+``install``: fresh environments by the pip of this Python, in turn: what `make train` installs, and all packages, which
+is what it took before they were parted. Seconds of the clock and of the processor, MiB on disk. ``extras``: each extra
+is resolved alone beside the package, with the pins. ``job``: `scu-trainer train --config scu_lora`, its table, and with
+``--picture`` the picture of its run. A part that is not asked for keeps what it had. Downloads count, so look at the
+processor's seconds first; figures of a busy machine say so by both lying far apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from packaging.metadata import parse_email
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.common import RESULTS, command_line, write_result
+from docs.draw_run import draw
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("install", "extras", "job")
+SETS = {"main": "report,board", "all": "all"}
+"""What the stamps of the Makefile install, by name."""
+
+
+def clean() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+
+
+def ran(*words: object, **more: Any) -> tuple[subprocess.CompletedProcess, float, float]:
+    """What came back, seconds of the clock, and seconds of the processor."""
+    begun_s, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, **{"env": clean(), "cwd": ROOT} | more)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, words))}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return done, time.monotonic() - begun_s, used_s
+
+
+def environment(folder: Path, extras: str) -> dict[str, Any]:
+    """As INSTALL of the Makefile does it."""
+    _, made_s, made_cpu_s = ran(sys.executable, "-m", "venv", folder)
+    pip = (folder / "bin" / "python", "-m", "pip")
+    source = f"{ROOT}[{extras}]" if extras else str(ROOT)
+    install = (*pip, "install", "-q", "-e", source, "-c", "constraints.txt")
+    _, wall_s, cpu_s = ran(*install, env={**clean(), "DS_BUILD_OPS": "0"})
+    packages = json.loads(ran(*pip, "list", "--format", "json")[0].stdout)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return {
+        "extras": extras,
+        "wall_s": made_s + wall_s,
+        "cpu_s": made_cpu_s + cpu_s,
+        "packages": len(packages),
+        "mib": size / 2**20,
+    }
+
+
+def installed(folder: Path, times: int) -> list[dict[str, Any]]:
+    return [
+        {"set": name, **environment(folder / f"{name}-{time_}", extras)}
+        for time_ in range(times)
+        for name, extras in SETS.items()
+    ]
+
+
+def resolved(folder: Path) -> dict[str, list[str]]:
+    """Packages that each extra adds to the package alone, by name; pip takes nothing from the network but metadata."""
+    place = folder / "alone"
+    environment(place, "")
+    about = next(place.glob("lib/python*/site-packages/scu_trainer-*.dist-info")) / "METADATA"
+    names, _ = parse_email(about.read_bytes())
+    pip = (place / "bin" / "python", "-m", "pip", "install", "--dry-run", "-q", "--report", "-")
+    found = {}
+    for name in names["provides_extra"]:
+        report = json.loads(ran(*pip, "-e", f"{ROOT}[{name}]", "-c", "constraints.txt")[0].stdout)
+        added = {one["metadata"]["name"] for one in report["install"]} - {"scu-trainer"}
+        found[name] = sorted(added, key=str.lower)
+        print(f"{name}: {len(added)} more packages", flush=True)
+    return found
+
+
+def job(folder: Path, picture: Path | None) -> dict[str, Any]:
+    words = ("-m", "scu_trainer.cli.main", "train", "--config", "scu_lora", "--output_dir", "runs/scu_lora")
+    done, wall_s, cpu_s = ran(sys.executable, *words, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    run = folder / "runs" / "scu_lora"
+    if picture:
+        draw(run, picture)
+    metrics = json.loads((run / "scu_metrics.json").read_text())
+    held_out = {name: metrics[f"held_out_bpt_{name}"]["value"] for name in ("before", "after")}
+    return {"wall_s": wall_s, "cpu_s": cpu_s, "steps": metrics["steps"], **held_out, "said": said(done.stdout)}
+
+
+def said(output: str) -> list[str]:
+    """The lines from "trained N steps" to the end of the table that follows."""
+    found = re.search(r"^trained \d+ steps\n.*?^└[^\n]*", output, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise RuntimeError(f"no table of what was held out in: {output[-2000:]}")
+    return found[0].splitlines()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--times", type=int, default=2, help="installations of each set")
+    parser.add_argument("--picture", type=Path, help="draw the run of the main job there")
+    options = parser.parse_args()
+    kept = RESULTS / "front_door.json"
+    before = json.loads(kept.read_text()) if kept.exists() else {}
+    record = {part: before[part] for part in PARTS if part in before}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if "install" in options.parts:
+            record["install"] = installed(folder, options.times)
+            for one in record["install"]:
+                print(f"{one['set']}: {one['wall_s']:.0f} s, {one['cpu_s']:.0f} s of processor, {one['mib']:,.0f} MiB")
+        if "extras" in options.parts:
+            record["extras"] = resolved(folder)
+        if "job" in options.parts:
+            record["job"] = job(folder, options.picture)
+            print(*record["job"]["said"], sep="\n")
+    write_result("front_door", command_line(), record)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
