@@ -129,7 +129,7 @@ SENTENCES: tuple[tuple[str, Callable[[Results], list[float]]], ...] = (
         lambda r: _percent(r.memory_cost["results"][0]["own_fraction"]),
     ),
     # Data
-    ("with 20 % of them {:+.1f} points of accuracy on digits", lambda r: r.guard("to_uniform", 0.2)),
+    ("With 20 % of them {:+.1f} points of accuracy on digits", lambda r: r.guard("to_uniform", 0.2)),
     ("{:.1f} on clean labels", lambda r: r.guard("to_uniform", 0.0)),
     (
         "{:+.1f}, {:+.1f} and {:+.1f} points over uniform, {:+.1f}, {:+.1f} and {:+.1f} over early stopping",

@@ -32,8 +32,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Scripts and notebooks of the repository are no pages: their links become their names."""
-    return re.sub(r"\[([^\]]*)\]\(\.\./\.\./examples/[^)]*\)", r"`\1`", markdown)
+    """Scripts and notebooks of the repository are no pages: their links become their names. Links that are called after
+    their file, as one reads them in a checkout, are called after the page."""
+    markdown = re.sub(r"\[([^\]]*)\]\(\.\./\.\./examples/[^)]*\)", r"`\1`", markdown)
+    return re.sub(r"\[(?:docs/)?([\w/-]+)\.md\]\(", lambda found: f"[{found[1].replace('_', ' ')}](", markdown)
 
 
 def linked_from_docs(text: str, source: str) -> str:

@@ -1,6 +1,6 @@
 """A first fine-tune on a file in Alpaca's format, and its answers: python examples/first_finetune.py
 
-Nothing is downloaded. Flags of `scu-trainer train` may follow: --model_name_or_path your/model
+Nothing is downloaded. Flags of `scu-trainer train` can be added, such as `--model_name_or_path your/model`.
 """
 
 import json

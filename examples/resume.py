@@ -1,6 +1,6 @@
 """A training that is killed, and goes on by the same command: python examples/resume.py
 
-Nothing is downloaded. Flags of `scu-trainer train` may follow: --model_name_or_path your/model --dataset your.jsonl
+Nothing is downloaded. Flags of `scu-trainer train` can be added, such as `--dataset your.jsonl`.
 """
 
 import json

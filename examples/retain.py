@@ -1,6 +1,6 @@
 """Learn this, and lose at most that on other text: python examples/retain.py
 
-Nothing is downloaded. Flags of `scu-trainer train` may follow: --model_name_or_path your/model --max_steps 200
+Nothing is downloaded. Flags of `scu-trainer train` can be added, such as `--model_name_or_path your/model`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """An image classifier from scratch on handwritten digits: python examples/vision.py
 
-Nothing is downloaded. Flags of `scu-trainer train` may follow: --architecture efficientnet_b0 --dataset a/folder
+Nothing is downloaded. Flags of `scu-trainer train` can be added, such as `--architecture efficientnet_b0`.
 """
 
 import json
