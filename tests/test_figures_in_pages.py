@@ -15,6 +15,7 @@ TYPED = {
     "4.46": "of transformers",
     "4.0": "Granite 4.0 H",
     "0.1": "a target of S",
+    "0.5": "how a ratio is read",
     "0.05": "a budget in a command",
     "0.02": "a budget in a command",
     "0.25": "an amount in a command",

@@ -21,19 +21,23 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from packaging.metadata import parse_email
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.common import RESULTS, command_line, write_result
+from benchmarks.lib.common import RESULTS
+from benchmarks.lib.outcome import Figure, Grid, figure, finish
 from docs.draw_run import draw
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("install", "extras", "job")
 SETS = {"main": "report,board", "all": "all"}
 """What the stamps of the Makefile install, by name."""
+
+TARGETS = {"main": "`make train`", "all": "`make test`"}
 
 
 def clean() -> dict[str, str]:
@@ -118,6 +122,13 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=2, help="installations of each set")
     parser.add_argument("--picture", type=Path, help="draw the run of the main job there")
     options = parser.parse_args()
+    record = measured(options)
+    finish("front_door", "what is installed", grid(record), figures(record), repeats=options.times, **record)
+    return 0
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    """By part; parts that were not asked for as the last results file has them."""
     kept = RESULTS / "front_door.json"
     before = json.loads(kept.read_text()) if kept.exists() else {}
     record = {part: before[part] for part in PARTS if part in before}
@@ -125,15 +136,34 @@ def main() -> int:
         folder = Path(scratch)
         if "install" in options.parts:
             record["install"] = installed(folder, options.times)
-            for one in record["install"]:
-                print(f"{one['set']}: {one['wall_s']:.0f} s, {one['cpu_s']:.0f} s of processor, {one['mib']:,.0f} MiB")
         if "extras" in options.parts:
             record["extras"] = resolved(folder)
         if "job" in options.parts:
             record["job"] = job(folder, options.picture)
             print(*record["job"]["said"], sep="\n")
-    write_result("front_door", command_line(), record)
-    return 0
+    return record
+
+
+def grid(record: dict[str, Any]) -> Grid:
+    heads = ("installed by", "packages", "MiB", "s of the processor", "s of the clock")
+    rows = []
+    for name, target in TARGETS.items():
+        of_set = [one for one in record.get("install", []) if one["set"] == name]
+        if of_set:
+            middle = {key: median(one[key] for one in of_set) for key in ("packages", "mib", "cpu_s", "wall_s")}
+            rows.append((target, *(f"{value:,.0f}" for value in middle.values())))
+    return Grid(heads, rows)
+
+
+def figures(record: dict[str, Any]) -> dict[str, Figure]:
+    by_set = {name: [one for one in record.get("install", []) if one["set"] == name] for name in SETS}
+    return {
+        f"{what}, main job / all packages": figure(
+            [main[key] / whole[key] for main, whole in zip(by_set["main"], by_set["all"], strict=True)], "lower"
+        )
+        for what, key in (("packages", "packages"), ("MiB", "mib"), ("seconds of the processor", "cpu_s"))
+        if by_set["main"]
+    }
 
 
 if __name__ == "__main__":
