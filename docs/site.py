@@ -55,7 +55,8 @@ def linked_from_docs(text: str, source: str) -> str:
 
 
 def api() -> str:
-    return "# API\n\nAll of these are imported from `scu_trainer`.\n\n" + "".join(f"::: scu_trainer.{_home(name)}.{name}\n\n" for name in API)
+    head = "# API\n\nAll of these are imported from `scu_trainer`.\n\n"
+    return head + "".join(f"::: scu_trainer.{_home(name)}.{name}\n\n" for name in API)
 
 
 def _home(name: str) -> str:
