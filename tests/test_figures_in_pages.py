@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from benchmarks.headline.front_door import said
 from docs import figures
 from docs.write_tables import readme_tables, written
 
@@ -69,3 +70,10 @@ def test_the_readme_shows_what_the_main_job_printed():
     record = json.loads((figures.RESULTS / "front_door.json").read_text())
     assert readme.count("<!-- table ") == 1
     assert written(readme, readme_tables(record)) == readme, "type python docs/write_tables.py"
+
+
+def test_what_the_main_job_said_is_cut_out_of_its_output():
+    table = ["trained 2 steps", "┌──┬──┐", "│  │  │", "└──┴──┘"]
+    assert said("\n".join(["step 2/2", *table, "┌──┐", "└──┘", "next: eval"])) == table
+    with pytest.raises(RuntimeError, match="no table"):
+        said("step 1/2")

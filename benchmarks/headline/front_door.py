@@ -1,12 +1,12 @@
 """What the first two commands of the README take: installing, and the main job.
 
-    python benchmarks/headline/front_door.py [--parts install extras job] [--picture docs/images/run.png]
+    python benchmarks/headline/front_door.py [--parts install job] [--picture docs/images/run.png]
 
 ``install``: fresh environments by the pip of this Python, in turn: what `make train` installs, and all packages, which
-is what it took before they were parted. Seconds of the clock and of the processor, MiB on disk. ``extras``: each extra
-is resolved alone beside the package, with the pins. ``job``: `scu-trainer train --config scu_lora`, its table, and with
-``--picture`` the picture of its run. A part that is not asked for keeps what it had. Downloads count, so look at the
-processor's seconds first; figures of a busy machine say so by both lying far apart.
+is what it took before they were parted. Seconds of the clock and of the processor, MiB on disk. ``job``: the command
+`scu-trainer train --config scu_lora`, the table that it prints, and with ``--picture`` the picture of its run. A part
+that is not asked for keeps what it had. Downloads count, so look at the processor's seconds first; on a busy machine
+both lie far apart.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from packaging.metadata import parse_email
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.common import RESULTS
@@ -33,7 +31,7 @@ from benchmarks.lib.outcome import Figure, Grid, figure, finish
 from docs.draw_run import draw
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("install", "extras", "job")
+PARTS = ("install", "job")
 SETS = {"main": "report,board", "all": "all"}
 """What the stamps of the Makefile install, by name."""
 
@@ -59,8 +57,7 @@ def environment(folder: Path, extras: str) -> dict[str, Any]:
     """As INSTALL of the Makefile does it."""
     _, made_s, made_cpu_s = ran(sys.executable, "-m", "venv", folder)
     pip = (folder / "bin" / "python", "-m", "pip")
-    source = f"{ROOT}[{extras}]" if extras else str(ROOT)
-    install = (*pip, "install", "-q", "-e", source, "-c", "constraints.txt")
+    install = (*pip, "install", "-q", "-e", f"{ROOT}[{extras}]", "-c", "constraints.txt")
     _, wall_s, cpu_s = ran(*install, env={**clean(), "DS_BUILD_OPS": "0"})
     packages = json.loads(ran(*pip, "list", "--format", "json")[0].stdout)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
@@ -79,22 +76,6 @@ def installed(folder: Path, times: int) -> list[dict[str, Any]]:
         for time_ in range(times)
         for name, extras in SETS.items()
     ]
-
-
-def resolved(folder: Path) -> dict[str, list[str]]:
-    """Packages that each extra adds to the package alone, by name; pip takes nothing from the network but metadata."""
-    place = folder / "alone"
-    environment(place, "")
-    about = next(place.glob("lib/python*/site-packages/scu_trainer-*.dist-info")) / "METADATA"
-    names, _ = parse_email(about.read_bytes())
-    pip = (place / "bin" / "python", "-m", "pip", "install", "--dry-run", "-q", "--report", "-")
-    found = {}
-    for name in names["provides_extra"]:
-        report = json.loads(ran(*pip, "-e", f"{ROOT}[{name}]", "-c", "constraints.txt")[0].stdout)
-        added = {one["metadata"]["name"] for one in report["install"]} - {"scu-trainer"}
-        found[name] = sorted(added, key=str.lower)
-        print(f"{name}: {len(added)} more packages", flush=True)
-    return found
 
 
 def job(folder: Path, picture: Path | None) -> dict[str, Any]:
@@ -136,8 +117,6 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         folder = Path(scratch)
         if "install" in options.parts:
             record["install"] = installed(folder, options.times)
-        if "extras" in options.parts:
-            record["extras"] = resolved(folder)
         if "job" in options.parts:
             record["job"] = job(folder, options.picture)
             print(*record["job"]["said"], sep="\n")
