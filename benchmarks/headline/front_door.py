@@ -80,13 +80,16 @@ def installed(folder: Path, times: int) -> list[dict[str, Any]]:
 
 def job(folder: Path, picture: Path | None) -> dict[str, Any]:
     words = ("-m", "scu_trainer.cli.main", "train", "--config", "scu_lora", "--output_dir", "runs/scu_lora")
-    done, wall_s, cpu_s = ran(sys.executable, *words, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    run = folder / "runs" / "scu_lora"
+    done, *_ = ran(sys.executable, *words, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return recorded(folder / "runs" / "scu_lora", done.stdout, picture)
+
+
+def recorded(run: Path, output: str, picture: Path | None) -> dict[str, Any]:
     if picture:
         draw(run, picture)
     metrics = json.loads((run / "scu_metrics.json").read_text())
     held_out = {name: metrics[f"held_out_bpt_{name}"]["value"] for name in ("before", "after")}
-    return {"wall_s": wall_s, "cpu_s": cpu_s, "steps": metrics["steps"], **held_out, "said": said(done.stdout)}
+    return {"steps": metrics["steps"], **held_out, "said": said(output)}
 
 
 def said(output: str) -> list[str]:
