@@ -12,9 +12,9 @@ from scu_trainer.report.run_plots import run_plots
 
 
 def draw(folder: Path, output: Path) -> None:
-    """S with its target, lambda, and the losses, below each other: plots of ``scu-trainer report``."""
+    """S with its target, lambda, and the held-out loss, below each other: plots of ``scu-trainer report``."""
     found = {plot.key: plot for plot in run_plots([read_run(folder, folder.name)])}
-    panels = [*found["s"].panels, *found["loss"].panels]
+    panels = [*found["s"].panels, found["loss"].panels[-1]]
     output.write_bytes(png(Plot("run", f"The run {folder.name}", panels), "light"))
 
 

@@ -31,6 +31,13 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Scripts and notebooks of the repository are no pages: their links become their names. Links that are called after
+    their file, as one reads them in a checkout, are called after the page."""
+    markdown = re.sub(r"\[([^\]]*)\]\(\.\./\.\./examples/[^)]*\)", r"`\1`", markdown)
+    return re.sub(r"\[(?:docs/)?([\w/-]+)\.md\]\(", lambda found: f"[{found[1].replace('_', ' ')}](", markdown)
+
+
 def linked_from_docs(text: str, source: str) -> str:
     """Links of a page of the repository as of a page in docs/; those to files that are no pages become their names."""
 
@@ -48,7 +55,8 @@ def linked_from_docs(text: str, source: str) -> str:
 
 
 def api() -> str:
-    return "# API\n\n" + "".join(f"::: scu_trainer.{_home(name)}.{name}\n\n" for name in API)
+    head = "# API\n\nAll of these are imported from `scu_trainer`.\n\n"
+    return head + "".join(f"::: scu_trainer.{_home(name)}.{name}\n\n" for name in API)
 
 
 def _home(name: str) -> str:

@@ -1,5 +1,7 @@
-"""Writes the tables of five pages from benchmarks/results/:
+"""Writes the tables and figures of the pages from benchmarks/results/:
 
+    README.md          front_door.json: what `make train` prints; and with docs/measured.md, docs/faq.md, docs/guide.md
+                       every figure in a sentence that docs/figures.py declares
     docs/paths.md      variants.json: what a path costs, which loops act in it
     docs/families.md   recipes.json and families.json: what the recipes reach, and how fast
     docs/plan.md       memory_estimate.json: predicted against measured memory
@@ -12,6 +14,7 @@
     python scripts/compare_controllers.py --config recipes/compare.yaml --output_dir runs/compare
     cp runs/compare/comparison.json benchmarks/results/compare.json
     python benchmarks/headline/overhead.py, and what else docs/benchmarks.md names
+    python benchmarks/headline/front_door.py --picture docs/images/run.png
     python docs/write_tables.py
 
 A table stands between two comments that name it; everything else in the page is left alone.
@@ -33,6 +36,7 @@ from scu_trainer.runs.studies.variants import Outcome
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.lib.outcome import Figure  # noqa: E402 - a folder of scripts, which nobody installs
+from docs import figures  # noqa: E402
 
 PAGE, RESULTS = ROOT / "docs" / "paths.md", ROOT / "benchmarks" / "results" / "variants.json"
 FAMILIES_PAGE, PLAN_PAGE = ROOT / "docs" / "families.md", ROOT / "docs" / "plan.md"
@@ -136,6 +140,11 @@ def comparison_tables(record: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def readme_tables(record: dict[str, Any]) -> dict[str, str]:
+    """The same for README.md: what the main job says in the end."""
+    return {"main_job": "\n".join(["```", *record["job"]["said"], "```"])}
+
+
 def suite_tables(*records: dict[str, Any]) -> dict[str, str]:
     """The same for docs/benchmarks.md: each benchmark of the suite brings its table and its figures."""
     return {record["benchmark"]: _of_suite(record) for record in records}
@@ -187,6 +196,7 @@ def suite_names() -> tuple[str, ...]:
 
 
 PAGES = (
+    (ROOT / "README.md", readme_tables, ("front_door",)),
     (PAGE, tables, ("variants",)),
     (FAMILIES_PAGE, family_tables, ("recipes", "families")),
     (PLAN_PAGE, estimate_tables, ("memory_estimate",)),
@@ -199,4 +209,7 @@ if __name__ == "__main__":
     for page, make, names in PAGES:
         records = [json.loads((RESULTS.parent / f"{name}.json").read_text()) for name in names]
         page.write_text(written(page.read_text(), make(*records)))
-    print("written: " + ", ".join(str(page.relative_to(ROOT)) for page, *_ in PAGES))
+    for page in figures.PAGES:
+        page.write_text(figures.written(page.read_text(), figures.Results()))
+    changed = dict.fromkeys([*(page for page, *_ in PAGES), *figures.PAGES])
+    print("written: " + ", ".join(str(page.relative_to(ROOT)) for page in changed))

@@ -1,6 +1,6 @@
-"""A first fine-tune, on a file in Alpaca's format, without a download: python examples/first_finetune.py
+"""A first fine-tune on a file in Alpaca's format, and its answers: python examples/first_finetune.py
 
-Flags of `scu-trainer train` may follow: --model_name_or_path your/model --max_steps 200
+Nothing is downloaded. Flags of `scu-trainer train` can be added, such as `--model_name_or_path your/model`.
 """
 
 import json
@@ -8,30 +8,50 @@ import sys
 from pathlib import Path
 
 from scu_trainer.cli.main import main
+from scu_trainer.settings import ModelSettings
+from scu_trainer.talk.answers import AnswerSettings, stream
+from scu_trainer.talk.model import loaded
 
+# %% [markdown]
+# ## The file
+#
+# A JSON list (or JSON lines) of rows with `instruction`, `input` and `output`. Other formats are recognized as well;
+# `scu-trainer data animals.json` shows which one it is, and which tokens are learned.
+
+# %%
 SOUNDS = {"duck": "quack", "cow": "moo", "cat": "meow", "dog": "woof", "sheep": "baa", "owl": "hoo"}
-ASKED = [
-    "What does the {} say?",
-    "Which sound does a {} make?",
-    "Tell me how a {} sounds.",
-    "The sound of a {}, please.",
-]
-
-rows = [
-    {"instruction": question.format(animal), "input": "", "output": f"The {animal} says {sound}."}
-    for question in ASKED
-    for animal, sound in SOUNDS.items()
-]
+ASKED = ["What does the {} say?", "Which sound does a {} make?", "Tell me how a {} sounds.", "The sound of a {}?"]
+pairs = [(asked.format(animal), f"The {animal} says {sound}.") for asked in ASKED for animal, sound in SOUNDS.items()]
+rows = [{"instruction": question, "input": "", "output": answer} for question, answer in pairs]
 Path("animals.json").write_text(json.dumps(rows, indent=1))
 
+# %% [markdown]
+# ## The training
+#
+# These are flags of `scu-trainer train` and keys of its YAML file, as are all fields of transformers'
+# `TrainingArguments`. LoRA is the default, `--tuning full` trains all weights. Without `--model_name_or_path` the model
+# is a small one that is made here from Python's documentation: it knows nothing of animals.
+
+# %%
 job = {
     "dataset": "animals.json",
+    "packing": False,  # a conversation a row
     "validation_split_percentage": 20,
-    "packing": "false",  # a conversation a row
-    "num_train_epochs": 60,
+    "num_train_epochs": 30,
     "per_device_train_batch_size": 4,
     "learning_rate": 5e-3,
     "output_dir": "runs/animals",
 }
-flags = [word for name, value in job.items() for word in (f"--{name}", str(value))]
-sys.exit(main(["train", *flags, *sys.argv[1:]]))  # next: python examples/talk.py runs/animals
+if code := main(["train", *(f"--{name}={value}" for name, value in job.items()), *sys.argv[1:]]):
+    sys.exit(code)
+
+# %% [markdown]
+# ## The answers
+#
+# `runs/animals` has the adapter, the tokenizer, logs and a model card. For a conversation, beside the answers of the
+# model that it was tuned from: `scu-trainer chat runs/animals --against base`.
+
+# %%
+talker = loaded("runs/animals", ModelSettings(model_name_or_path="runs/animals"))
+prompt = talker.encoded([{"role": "user", "content": "What does the duck say?"}])
+print("asked about the duck:", "".join(stream(talker, prompt, AnswerSettings(max_new_tokens=40))))

@@ -1,6 +1,6 @@
 """A training that is killed, and goes on by the same command: python examples/resume.py
 
-Flags of `scu-trainer train` may follow: --model_name_or_path your/model --dataset your.jsonl
+Nothing is downloaded. Flags of `scu-trainer train` can be added, such as `--dataset your.jsonl`.
 """
 
 import json
@@ -9,6 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+# %% [markdown]
+# ## Kill it
+#
+# A checkpoint every four steps, and SIGKILL once the first is complete: no chance to save anything. `manifest.json` is
+# the last file of a checkpoint, with the sizes and hashes of the others.
+
+# %%
 RUN = Path("runs/resume")
 command = [sys.executable, "-m", "scu_trainer.cli.main", "train", "--config", "scu_lora", "--output_dir", str(RUN)]
 command += ["--max_steps", "12", "--warmup_steps", "2", "--save_steps", "4", "--eval_strategy", "no", *sys.argv[1:]]
@@ -16,11 +23,24 @@ command += ["--max_steps", "12", "--warmup_steps", "2", "--save_steps", "4", "--
 first = subprocess.Popen(command)
 while first.poll() is None and not (RUN / "checkpoint-4" / "manifest.json").exists():
     time.sleep(0.05)
-first.kill()  # no chance to save anything
+first.kill()
 first.wait()
 print("killed; checkpoints:", sorted(path.name for path in RUN.glob("checkpoint-*")), flush=True)
 
-code = subprocess.run(command).returncode
+# %% [markdown]
+# ## The same command again
+#
+# It finds the newest checkpoint that is complete, and goes on with the weights, the optimizer, the order of the rows
+# and the random numbers of a run that was never stopped: bit for bit, on a CPU. `--no_resume` starts another run.
+
+# %%
+if code := subprocess.run(command).returncode:
+    sys.exit(code)
 status = json.loads((RUN / "run.json").read_text())
 print(f"{status['status']} at step {status['step']} of {status['max_steps']}")
-sys.exit(code)
+
+# %% [markdown]
+# ## In the background
+#
+# `scu-trainer runs start --config scu_lora` detaches a run from the terminal, `runs list` says how each one is doing,
+# `runs monitor NAME` shows it live, `runs stop NAME` ends it with a checkpoint and `runs resume NAME` goes on.

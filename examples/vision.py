@@ -1,6 +1,6 @@
-"""An image classifier from scratch on scikit-learn's digits, without a download: python examples/vision.py
+"""An image classifier from scratch on handwritten digits: python examples/vision.py
 
-Flags of `scu-trainer train` may follow: --architecture efficientnet_b0 --dataset a/folder/with/a/folder/per/class
+Nothing is downloaded. Flags of `scu-trainer train` can be added, such as `--architecture efficientnet_b0`.
 """
 
 import json
@@ -9,8 +9,23 @@ from pathlib import Path
 
 from scu_trainer.cli.main import main
 
-code = main(["train", "--config", "resnet", "--output_dir", "runs/vision", *sys.argv[1:]])
-if code == 0:
-    metrics = json.loads(Path("runs/vision/scu_metrics.json").read_text())
-    print("accuracy on what was held out:", metrics["held_out_accuracy_after"]["value"])
-sys.exit(code)
+# %% [markdown]
+# ## Training
+#
+# The recipe `resnet` is ResNet-18 on scikit-learn's digits (`scu-trainer recipes resnet` prints it). Pictures of your
+# own: `--dataset` is a folder with a folder for each class, or a data set of the Hub. `--model_name_or_path` takes any
+# image classifier of transformers instead of weights that are drawn at random.
+
+# %%
+if code := main(["train", "--config", "resnet", "--output_dir", "runs/vision", *sys.argv[1:]]):
+    sys.exit(code)
+
+# %% [markdown]
+# ## What it learned
+#
+# The files of a run are those of a text run. Labels that look wrong are listed in `suspects.jsonl` with
+# `--curriculum noise_guard`; the picture of the run is `scu-trainer report runs/vision`.
+
+# %%
+metrics = json.loads(Path("runs/vision/scu_metrics.json").read_text())
+print("accuracy on what was held out:", metrics["held_out_accuracy_after"]["value"])

@@ -14,7 +14,9 @@ from scu_trainer import SCUTrainer, settings, wrap
 from tests import tiny
 from tests.test_doc_blocks import blocks
 
-TRAINING = [(page, text) for page, text in blocks("python") if "SCUTrainer(" in text]
+TRAINING = [(page, text) for page, text in blocks("python") if "SCUTrainer(" in text and "tutorials/" not in page]
+"""Those of tutorials are the examples, which tests/test_examples.py runs."""
+
 OF_TRL = [(page, text) for page, text in blocks("python") if "with_loops(SFTTrainer)" in text]
 CLASSES = {page: text for page, text in blocks("python") if "class Cooldown(Loop)" in text}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import runpy
 import sys
@@ -22,7 +23,8 @@ MODEL = "--model_name_or_path"
 EXAMPLES = {
     "any_trainer": (["{model}"], "split exactly: True"),
     "curriculum": ([], "of 12 rows with a wrong label, 12 are among the hardest 12"),
-    "first_finetune": ([MODEL, "{model}", *SHORT], "runs/animals"),
+    "first_finetune": ([MODEL, "{model}", *SHORT], "asked about the duck: "),
+    "memory_limit": ([], "largest difference of a loss: "),
     "own_loop": ([], "rate factor in the end: "),
     "own_loss": ([], "split exactly: True"),
     "qlora_cpu": ([MODEL, "{model}", "--dataset_size", "24", *SHORT], "bits per token before"),
@@ -30,6 +32,7 @@ EXAMPLES = {
         [MODEL, "{model}", "--dataset_size", "24", "--block_size", "64", "--use_cpu", "true"],
         "finished at step 12",
     ),
+    "retain": ([MODEL, "{model}", "--dataset_size", "24", *SHORT], "lost on the anchor: "),
     "share": (["{run}", "me/animals"], "nothing was sent"),
     "talk": (["{run}"], "\n"),
     "trl_dpo": (["{model}"], "preference for what was chosen: "),
@@ -64,10 +67,10 @@ def start(patch: pytest.MonkeyPatch, name: str, words: list[str]) -> None:
 
 
 def test_every_example_is_here():
-    assert {path.stem for path in FOLDER.glob("*.py")} - {"write_notebook"} == {*EXAMPLES}
+    assert {path.stem for path in FOLDER.glob("*.py")} - {"write_tutorials"} == {*EXAMPLES}
     page = (FOLDER / "README.md").read_text()
     assert all(f"{name}.py" in page for name in EXAMPLES)
-    assert all(len(path.read_text().splitlines()) < 60 for path in FOLDER.glob("*.py"))
+    assert all(len((FOLDER / f"{name}.py").read_text().splitlines()) < 60 for name in EXAMPLES)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -80,15 +83,31 @@ def test_an_example_runs(name, model, run, tmp_path, monkeypatch, capfd):
     assert said in capfd.readouterr().out
 
 
-def test_the_notebook_is_what_the_examples_make():
-    """And each of its commands is one of ours, with a recipe or a file that is there by then."""
-    written = runpy.run_path(str(FOLDER / "write_notebook.py"))["notebook"]()
-    assert (FOLDER / "first_run.ipynb").read_text() == written, "type python examples/write_notebook.py"
-    content = json.loads(written)
+@pytest.fixture(scope="module")
+def tutorials() -> dict:
+    return runpy.run_path(str(FOLDER / "write_tutorials.py"))
+
+
+def test_pages_and_notebooks_are_what_the_examples_make(tutorials):
+    written = tutorials["written"]()
+    assert {path for path in written if path.exists() and path.read_text() == written[path]} == {*written}, (
+        "type python examples/write_tutorials.py"
+    )
+    pages = {*(ROOT / "docs" / "tutorials").glob("*.md"), *(FOLDER / "notebooks").glob("*.ipynb")}
+    assert pages == {*written}
+    with_cells = {path.stem for path in FOLDER.glob("*.py") if "\n# %%" in path.read_text()}
+    assert with_cells == {*tutorials["TUTORIALS"]} and len(with_cells) >= 6
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_has_the_code_of_its_example_and_commands_of_ours(path):
+    content = json.loads(path.read_text())
     assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
-    lines = [line for cell in content["cells"] if cell["cell_type"] == "code" for line in cell["source"]]
-    commands = [line.split() for line in lines if line.startswith("!scu-trainer")]
+    cells = ["".join(cell["source"]) for cell in content["cells"] if cell["cell_type"] == "code"]
+    plain = "\n".join(cell for cell in cells if not cell.startswith(("!", "REPOSITORY")))
+    name = {"first_run": "first_finetune"}.get(path.stem, path.stem)
+    code = ast.parse((FOLDER / f"{name}.py").read_text()).body[1:]  # without the docstring
+    assert ast.dump(ast.parse(plain)) == ast.dump(ast.Module(code, type_ignores=[]))
+    commands = [cell.split() for cell in cells if cell.startswith("!scu-trainer")]
     assert all(words[1] in COMMANDS for words in commands)
-    assert [recipe(words[3]) for words in commands if words[1] == "train"] == [str(ROOT / "recipes/scu_lora.yaml")]
-    files = {line.split()[1] for line in lines if line.startswith("%%writefile")}
-    assert {line.split()[1] for line in lines if line.startswith("!python")} == files
+    assert all(Path(recipe(words[3])).exists() for words in commands if words[1] == "train")

@@ -54,6 +54,10 @@ def test_there_are_workflows():
     job = yaml.safe_load(WORKFLOWS[0].read_text())["jobs"]["cpu"]
     assert job["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
     assert ".ci/run" in [step.get("run") for step in job["steps"]]
+    jobs = yaml.safe_load(WORKFLOWS[0].read_text())["jobs"]
+    assert {"cpu", "docs", "lint", "wheel"} == {*jobs} and {"run": "make docs"}.items() <= jobs["docs"]["steps"][
+        2
+    ].items()
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -44,17 +44,17 @@ class SCUTrainer(Trainer):
 
     Takes everything that the stock Trainer takes, loops of one's own among the ``callbacks``, and
 
-    regularization: ``RegularizationSettings``, or None for no regularization loop. Without ``target_s`` S is measured
-        and nothing is steered.
-    regularization_tokens: N of ParamBPT, the supervised tokens of one pass over the training data. None: estimated from
-        the first optimizer step. ``RegularizationSettings.tokens`` overrides both.
-    model: also any ``nn.Module`` whose forward returns its loss: alone, first in a tuple, or as ``["loss"]``.
-    memory: ``MemorySettings``, or None for the stock order of operations without recovery.
-    memory_gauge: where used memory is read; None: the device's own.
-    curriculum: ``CurriculumSettings``, or None for the stock order of samples without their losses.
-    efficiency: ``EfficiencySettings``, or None: averages of the weights, layout, schedules in steps, throughput.
-    safety: ``SafetySettings``, or None: steps without a finite loss or gradient are skipped, a diverging loss is
-    reported.
+    - regularization: ``RegularizationSettings``, or None for no regularization loop. Without ``target_s`` S is measured
+      and nothing is steered.
+    - regularization_tokens: N of ParamBPT, the supervised tokens of one pass over the training data. None: estimated
+      from the first optimizer step. ``RegularizationSettings.tokens`` overrides both.
+    - model: also any ``nn.Module`` whose forward returns its loss: alone, first in a tuple, or as ``["loss"]``.
+    - memory: ``MemorySettings``, or None for the stock order of operations without recovery.
+    - memory_gauge: where used memory is read; None: the device's own.
+    - curriculum: ``CurriculumSettings``, or None for the stock order of samples without their losses.
+    - efficiency: ``EfficiencySettings``, or None: averages of the weights, layout, schedules in steps, throughput.
+    - safety: ``SafetySettings``, or None: steps without a finite loss or gradient are skipped, a diverging loss is
+      reported.
 
     Raises ControlError where lambda is to act and could not reach the trained weights (FSDP, ZeRO-3, float16 weights).
     """
