@@ -9,6 +9,7 @@ Both leave the model's code in place: for one forward its ``loss_function`` is a
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
@@ -17,6 +18,7 @@ from torch.nn.functional import log_softmax, nll_loss
 from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING
 
+from scu_trainer.train.loss.rows.embedding import can_add_rows, embed
 from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy, row_losses
 from scu_trainer.train.loss.rows.row_readings import RowLosses, shifted
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
@@ -92,7 +94,7 @@ def opened(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen) 
 @contextlib.contextmanager
 def headless(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen) -> Iterator[None]:
     """Inside, the forward makes no logits: ``train/loss/rows/kernels.py`` takes the loss from the hidden states."""
-    head = head_of(model)
+    head, embedding = head_of(model), inner_model(model).get_input_embeddings()
 
     def loss_of(hidden: torch.Tensor, targets: torch.Tensor, num_items: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return chunked_linear_cross_entropy(
@@ -104,7 +106,11 @@ def headless(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen
             divisor=num_items,
         )
 
-    with _attribute(head, "forward", lambda hidden: hidden), _loss_function(model, loss_of, seen):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_attribute(head, "forward", lambda hidden: hidden))
+        stack.enter_context(_loss_function(model, loss_of, seen))
+        if can_add_rows(embedding):
+            stack.enter_context(_attribute(embedding, "forward", functools.partial(embed, embedding)))
         yield
 
 
