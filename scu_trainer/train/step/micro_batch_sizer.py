@@ -25,7 +25,7 @@ from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading, free_me
 
 logger = logging.getLogger("scu_trainer")
 
-BUSY_TOKENS = {"cpu": 512, "mps": 2048}
+BUSY_TOKENS = {"cpu": 768, "mps": 2048}
 BUSY_TOKENS_ELSEWHERE = 8192
 """Tokens per micro-batch above which a device gains nothing from larger ones: matrices are large enough to fill it."""
 

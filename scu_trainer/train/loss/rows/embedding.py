@@ -1,7 +1,7 @@
 """The input embedding of a language model, whose gradient is added row by row to ``weight.grad``.
 
 Torch makes a gradient of the whole table for every micro-batch, zeros but for the words that occur, and adds it. On a
-CPU that is as long as the output layer takes for some twenty tokens, however few the words are.
+CPU, with 128,000 words of size 256, that is 0.1 s, however few the words are; adding the rows of 510 tokens 0.1 ms.
 """
 
 from __future__ import annotations

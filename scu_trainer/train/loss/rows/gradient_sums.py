@@ -1,7 +1,7 @@
 """Gradients that are added where they belong: straight into ``weight.grad``.
 
-A gradient that is handed to autograd is a tensor of the weight's size, made, filled and added once per micro-batch. For
-an output layer of 128,000 words that is a tenth of a step on a CPU, and as much memory as the weight has.
+A gradient that is handed to autograd is scaled in one pass and added in another, once per micro-batch; that of an
+embedding is a tensor of the whole table before. With 128,000 words such passes are a tenth of a step on a CPU.
 """
 
 from __future__ import annotations

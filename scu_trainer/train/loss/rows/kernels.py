@@ -7,10 +7,6 @@ states, weight and bias, and goes on with the next rows. The logits of one chunk
 The gradient is that of sum(token_weights · losses), made during the forward; the backward multiplies it by
 grad_output / divisor. So no division by a large number of tokens comes near half precision, and a loss scale acts as
 it does on the stock loss.
-
-Of few tokens the logits are kept instead, as their gradient, and the products with it wait for the backward: they take
-no more memory than a gradient of the weight that is made chunk by chunk, and the products go straight into
-``weight.grad``.
 """
 
 from __future__ import annotations
@@ -33,13 +29,12 @@ CHUNK_BYTES = 32 * 2**20
 """Float32 logits of one chunk: larger ones save no time on a CPU, smaller ones do cost
 (benchmarks/headline/chunked_loss.py)."""
 
-FEWEST_ROWS, MOST_ROWS = 256, 1024
-"""Rows of a chunk: below, the weight is read and its gradient written too often for too few of them; above, other
-tensors set the peak."""
+FEWEST_ROWS, MOST_ROWS = 224, 1024
+"""Rows of a chunk: below, the weight is read and its gradient written too often for too few of them (64 rows of 128,000
+words take 1.3 times as long per row as 256); above, other tensors set the peak."""
 
-KEPT_WEIGHTS = 2
-"""Logits are kept for the backward while they take at most as many bytes as this many gradients of the weight. One of
-these is spared by it, and the other one is about a chunk."""
+WEIGHT = 1
+"""Its position among the inputs of the autograd function."""
 
 CARD_SHARE, MOST_ROWS_ON_CARD = 64, 2048
 """On a card many small chunks wait for their launches: up to this many rows, in a 64th of its memory. Of all its
@@ -91,7 +86,6 @@ def chunked_linear_cross_entropy(
         softcap=softcap,
         compute_dtype=_compute_dtype(weight),
         with_gradient=torch.is_grad_enabled(),
-        may_keep=rows_per_chunk is None and len(hidden) <= KEPT_WEIGHTS * hidden.size(1),
     )
     return _LinearCrossEntropy.apply(hidden, weight, bias, work)
 
@@ -99,7 +93,7 @@ def chunked_linear_cross_entropy(
 @dataclass(frozen=True)
 class _Work:
     """What one call is to do. ``order`` (valid,): tokens that go through the layer, first the ``learned`` that have a
-    gradient, then those of weight 0. ``may_keep``: whether their logits are few enough."""
+    gradient, then those of weight 0."""
 
     order: Tensor
     learned: int
@@ -110,11 +104,6 @@ class _Work:
     softcap: Optional[float]
     compute_dtype: torch.dtype
     with_gradient: bool
-    may_keep: bool
-
-    def keeps(self, wanted: list[bool]) -> bool:
-        """Whether logits are kept for the backward, for the weight's gradient."""
-        return self.may_keep and wanted[1] and self.learned > 0 and self.compute_dtype == self.loss_dtype
 
     @property
     def loss_dtype(self) -> torch.dtype:
@@ -122,14 +111,10 @@ class _Work:
 
     def chunks(self, with_gradient: bool) -> Iterator[tuple[Tensor, bool]]:
         """(tokens, whether they have a gradient) of each chunk."""
-        for start in range(0, self.learned, self.rows_per_chunk):
-            yield self.order[start : min(self.learned, start + self.rows_per_chunk)], with_gradient
-        for tokens in self.chunks_of_weight_0():
-            yield tokens, False
-
-    def chunks_of_weight_0(self) -> Iterator[Tensor]:
-        for start in range(self.learned, len(self.order), self.rows_per_chunk):
-            yield self.order[start : start + self.rows_per_chunk]
+        sections = (self.order[: self.learned], with_gradient), (self.order[self.learned :], False)
+        for section, has_gradient in sections:
+            for start in range(0, len(section), self.rows_per_chunk):
+                yield section[start : start + self.rows_per_chunk], has_gradient
 
     def weights_of(self, tokens: Tensor) -> Optional[Tensor]:
         """(rows, 1), or None for all ones."""
@@ -152,8 +137,7 @@ def _order(targets: Tensor, token_weights: Optional[Tensor], weight: Tensor, ign
     """``order`` and ``learned`` of _Work, at the price of one wait for the device."""
     vocab = weight.size(0)
     if isinstance(targets, FakeTensor):  # shapes alone (train/memory_estimate): after two chunks all have been seen
-        most_kept = KEPT_WEIGHTS * weight.size(1)
-        few = min(len(targets), max(2 * rows_in_chunk(vocab, weight.device), most_kept))
+        few = min(len(targets), 2 * rows_in_chunk(vocab, weight.device))
         return torch.arange(few), few
     valid = targets != ignore_index
     learned = valid if token_weights is None else valid & (token_weights != 0)
@@ -180,14 +164,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, work):
         wanted = [work.with_gradient and needed for needed in ctx.needs_input_grad[:3]]
-        ctx.signal = ctx.gradients = None
-        if work.keeps(wanted):
-            losses, ctx.signal = _losses_and_signal(hidden, weight, bias, work)
-        else:
-            losses, ctx.gradients = _losses_and_gradients(hidden, weight, bias, work, wanted)
+        losses, gradients = _losses_and_gradients(hidden, weight, bias, work, wanted)
         ctx.save_for_backward(hidden, weight, bias)
         ctx.mark_non_differentiable(losses)
-        ctx.work, ctx.wanted = work, wanted
+        ctx.work, ctx.wanted, ctx.gradients = work, wanted, gradients
         return work.divided(work.sum_of(losses)), losses
 
     @staticmethod
@@ -196,73 +176,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError(
                 "the chunked cross-entropy has no second derivative: use the stock loss, or create_graph=False"
             )
-        factor = ctx.work.divided(loss_gradient)
-        made = _from_signal(ctx, factor) if ctx.work.keeps(ctx.wanted) else _from_gradients(ctx, factor)
-        return *made, None
-
-
-def _from_gradients(ctx, factor: Tensor) -> list[Optional[Tensor]]:
-    """The gradients of the forward, scaled."""
-    inputs, work = ctx.saved_tensors, ctx.work
-    gradients, ctx.gradients = ctx.gradients, None
-    if gradients is None:  # a second backward: the first gave the tensors away, scaled, without copying them
-        _, gradients = _losses_and_gradients(*inputs, work, ctx.wanted)
-    scaled: list[Optional[Tensor]] = []
-    for position, (gradient, like) in enumerate(zip(gradients, inputs, strict=True)):
-        if gradient is not None and work.learned:  # without a learned token the factor may be 1 / 0
-            if position == 1 and gradient.dtype == like.dtype and may_add_to_gradient(like, ctx, position):
-                like.grad.addcmul_(gradient, factor)
-                gradient = None
+        inputs, work = ctx.saved_tensors, ctx.work
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:  # a second backward: the first gave the tensors away, scaled, without copying them
+            _, gradients = _losses_and_gradients(*inputs, work, ctx.wanted)
+        factor = work.divided(loss_gradient)
+        made: list[Optional[Tensor]] = []
+        for position, (gradient, like) in enumerate(zip(gradients, inputs, strict=True)):
+            if gradient is None:
+                made.append(None)
+            elif not work.learned:  # the factor may be 1 / 0
+                made.append(gradient.to(like.dtype))
+            elif position == WEIGHT and gradient.dtype == like.dtype and may_add_to_gradient(like, ctx, position):
+                like.grad.addcmul_(gradient, factor)  # one pass over both instead of two
+                made.append(None)
             else:
-                gradient.mul_(factor)
-        scaled.append(None if gradient is None else gradient.to(like.dtype))
-    return scaled
-
-
-def _from_signal(ctx, factor: Tensor) -> list[Optional[Tensor]]:
-    """The gradients from that by the logits. The factor meets the narrow side of each product, as token weights do."""
-    (hidden, weight, bias), work = ctx.saved_tensors, ctx.work
-    signal, ctx.signal = ctx.signal, None
-    if signal is None:  # a second backward
-        _, signal = _losses_and_signal(hidden, weight, bias, work)
-    tokens = work.order[: work.learned]
-    weights = work.weights_of(tokens)
-    scale = factor if weights is None else weights * factor
-    made: list[Optional[Tensor]] = [None, None, None]
-    with torch.autocast(hidden.device.type, enabled=False):
-        if ctx.wanted[0]:
-            part = torch.mm(signal, weight).mul_(scale)
-            made[0] = torch.zeros_like(hidden).index_copy_(0, tokens, part.to(hidden.dtype))
-        rows = hidden.index_select(0, tokens).to(work.compute_dtype).mul_(scale)
-        if may_add_to_gradient(weight, ctx, 1):
-            weight.grad.addmm_(signal.t(), rows)
-        else:
-            made[1] = torch.mm(signal.t(), rows, out=new_empty(weight, weight.shape, weight.dtype))
-        if ctx.wanted[2]:
-            made[2] = signal.sum(0).mul_(factor) if weights is None else signal.t().mv(scale.squeeze(1))
-    return made
-
-
-def _losses_and_signal(
-    hidden: Tensor, weight: Tensor, bias: Optional[Tensor], work: _Work
-) -> tuple[Tensor, Tensor]:
-    """Losses (tokens,), and the gradient of the learned ones by their logits, (learned, vocab)."""
-    losses = hidden.new_zeros(len(hidden), dtype=work.loss_dtype)
-    with torch.autocast(hidden.device.type, enabled=False):
-        layer = _OutputLayer(weight, bias, work, max(work.learned, min(work.rows_per_chunk, len(work.order))))
-        for tokens in work.chunks_of_weight_0():
-            rows = hidden.index_select(0, tokens).to(work.compute_dtype)
-            losses.index_copy_(0, tokens, layer.losses(rows, work.targets.index_select(0, tokens), False)[0])
-        learned = work.order[: work.learned]
-        signal = layer.logits_of(hidden.index_select(0, learned).to(work.compute_dtype))
-        targets = work.targets.index_select(0, learned)
-        for start in range(0, work.learned, work.rows_per_chunk):
-            part = slice(start, start + work.rows_per_chunk)
-            chunk_losses, gradient = layer.kernel(signal[part], targets[part], True, work.softcap)
-            losses.index_copy_(0, learned[part], chunk_losses)
-            if gradient.data_ptr() != signal[part].data_ptr():
-                signal[part].copy_(gradient)
-    return losses, signal
+                made.append(gradient.mul_(factor).to(like.dtype))
+        return *made, None
 
 
 def _losses_and_gradients(
@@ -290,21 +220,18 @@ def _losses_and_gradients(
 class _OutputLayer:
     """The layer, and the buffers in which it meets one chunk after the other: fresh ones cost page faults each time."""
 
-    def __init__(self, weight: Tensor, bias: Optional[Tensor], work: _Work, rows: Optional[int] = None) -> None:
+    def __init__(self, weight: Tensor, bias: Optional[Tensor], work: _Work) -> None:
         self.weight = weight.to(work.compute_dtype)
         self.bias = None if bias is None else bias.to(work.compute_dtype)
         self.softcap = work.softcap
         self.kernel = kernel_for(weight.device, work.loss_dtype)
-        shape = rows or min(work.rows_per_chunk, len(work.order)), weight.size(0)
+        shape = min(work.rows_per_chunk, len(work.order)), weight.size(0)
         self.product = new_empty(weight, shape, work.compute_dtype)
         is_exact = work.compute_dtype == work.loss_dtype
         self.logits = self.product if is_exact else new_empty(weight, shape, work.loss_dtype)
 
     def losses(self, rows: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
         """Losses (rows,), and their gradient by the logits (rows, vocab) where that is asked for."""
-        return self.kernel(self.logits_of(rows), targets, with_gradient, self.softcap)
-
-    def logits_of(self, rows: Tensor) -> Tensor:
         product, logits = self.product[: len(rows)], self.logits[: len(rows)]
         if self.bias is None:
             torch.mm(rows, self.weight.t(), out=product)
@@ -312,7 +239,7 @@ class _OutputLayer:
             torch.addmm(self.bias, rows, self.weight.t(), out=product)
         if logits.dtype != product.dtype:
             logits.copy_(product)
-        return logits
+        return self.kernel(logits, targets, with_gradient, self.softcap)
 
     def as_factor(self, signal: Tensor) -> Tensor:
         """The gradient by the logits in the dtype that is multiplied in."""

@@ -94,7 +94,7 @@ def opened(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen) 
 @contextlib.contextmanager
 def headless(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen) -> Iterator[None]:
     """Inside, the forward makes no logits: ``train/loss/rows/kernels.py`` takes the loss from the hidden states."""
-    head, embedding = head_of(model), inner_model(model).get_input_embeddings()
+    head, embedding = head_of(model), _embedding_of(model)
 
     def loss_of(hidden: torch.Tensor, targets: torch.Tensor, num_items: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return chunked_linear_cross_entropy(
@@ -112,6 +112,13 @@ def headless(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen
         if can_add_rows(embedding):
             stack.enter_context(_attribute(embedding, "forward", functools.partial(embed, embedding)))
         yield
+
+
+def _embedding_of(model: torch.nn.Module) -> Optional[torch.nn.Module]:
+    try:
+        return inner_model(model).get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # a model that keeps it elsewhere
+        return None
 
 
 def _of_tokens(weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
