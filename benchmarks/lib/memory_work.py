@@ -54,7 +54,13 @@ class Lengths:
 
 
 DISTRIBUTIONS = {
-    one.name: one for one in (Lengths("alpaca", 100, 0.6), Lengths("chat", 400, 0.9), Lengths("heavy", 250, 1.2))
+    one.name: one
+    for one in (
+        Lengths("alpaca", 100, 0.6),
+        Lengths("gsm8k", 150, 0.35),  # question and answer
+        Lengths("chat", 400, 0.9),
+        Lengths("heavy", 250, 1.2),
+    )
 }
 
 

@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 
+from scu_trainer.train.loss.rows import pages
+from scu_trainer.train.loss.rows.embedding import can_add_rows, embed
 from scu_trainer.train.loss.rows.kernels import (
     CHUNK_BYTES,
     chunked_linear_cross_entropy,
@@ -363,7 +365,74 @@ def test_a_weight_changed_before_a_second_backward_is_noticed():
         loss.backward()
 
 
+# -- gradients that are added to those that are there ------------------------------------------------------------------
+
+
+@pytest.fixture
+def case() -> Case:
+    return Case(torch.float64)
+
+
+@pytest.mark.parametrize("rows_per_chunk", [8, None])
+def test_the_gradient_of_the_weight_is_added_in_place(case, rows_per_chunk):
+    case.chunked_loss(rows_per_chunk).backward()
+    before, version = case.weight.grad, case.weight.grad._version
+    case.chunked_loss(rows_per_chunk).backward()
+    assert case.weight.grad is before and before._version > version  # what recovery looks at after an out-of-memory
+    doubled = [2 * gradient for gradient in case.gradients(case.stock_loss())]
+    assert apart([part.grad for part in case.parts], doubled) < 1e-12
+
+
+@pytest.mark.parametrize("rows_per_chunk", [8, None])
+def test_who_asks_for_the_gradient_gets_it_and_nothing_is_added(case, rows_per_chunk):
+    case.chunked_loss(rows_per_chunk).backward()
+    before = case.weight.grad.clone()
+    asked = case.gradients(case.chunked_loss(rows_per_chunk))
+    assert apart(asked, case.gradients(case.stock_loss())) < 1e-12
+    assert torch.equal(case.weight.grad, before)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_the_weight_sees_every_gradient(case, register):
+    seen = []
+    getattr(case.weight, register)(lambda tensor: seen.append(tensor.shape))
+    for _ in range(2):
+        case.chunked_loss(None).backward()
+    assert len(seen) == 2
+
+
+def test_a_gradient_of_another_kind_is_left_to_torch(case):
+    case.weight.grad = torch.zeros_like(case.weight).to_sparse()
+    case.chunked_loss(None).backward()
+    assert apart([case.weight.grad], case.gradients(case.stock_loss())[1:2]) < 1e-12
+
+
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_rows_of_the_embedding_are_added_in_place(padding_idx):
+    words = torch.tensor([[5, 3, 5], [1, 0, 3]])
+    ours, stock = (torch.nn.Embedding(VOCAB, SIZE, padding_idx, dtype=torch.float64) for _ in range(2))
+    stock.load_state_dict(ours.state_dict())
+    made = []
+    for _ in range(2):
+        embed(ours, words).square().sum().backward()
+        stock(words).square().sum().backward()
+        made.append(ours.weight.grad.data_ptr())
+        assert apart([ours.weight.grad], [stock.weight.grad]) < 1e-12
+    assert made[0] == made[1]
+    assert can_add_rows(ours) and not can_add_rows(torch.nn.Embedding(VOCAB, SIZE, sparse=True))
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_buffers_on_huge_pages_change_nothing(case, monkeypatch):
+    stock = case.chunked_loss(None)
+    expected = [stock, *case.gradients(stock)]
+    monkeypatch.setattr(pages, "SMALLEST_BYTES", 0)
+    for rows_per_chunk in (8, None):
+        loss = case.chunked_loss(rows_per_chunk)
+        assert apart([loss, *case.gradients(loss)], expected) < 1e-12
+    assert not pages.new_zeros(case.weight, (3, 5), torch.float32).any()
 
 
 class Allocations(TorchDispatchMode):
@@ -406,10 +475,10 @@ def test_the_gradient_of_the_weight_is_handed_on_without_a_copy():
     assert case.weight.grad.data_ptr() == made
 
 
-@pytest.mark.parametrize(("vocab", "rows"), [(64, 1024), (32_000, 262), (128_000, 65), (10**6, 32)])
+@pytest.mark.parametrize(("vocab", "rows"), [(64, 1024), (32_000, 262), (128_000, 224), (10**6, 224)])
 def test_rows_of_a_chunk_follow_the_vocabulary(vocab, rows):
     assert rows_in_chunk(vocab) == rows
-    assert rows in (32, 1024) or rows * vocab * 4 <= CHUNK_BYTES < (rows + 1) * vocab * 4
+    assert rows in (224, 1024) or rows * vocab * 4 <= CHUNK_BYTES < (rows + 1) * vocab * 4
 
 
 # -- losses from logits, per row ---------------------------------------------------------------------------------------

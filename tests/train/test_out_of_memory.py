@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from scu_trainer.errors import ControlError
+from scu_trainer.train.step.recovery import out_of_memory
 from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory, wanted_bytes
 from tests import faults
 
@@ -88,6 +89,16 @@ def test_out_of_memory(error):
 @pytest.mark.parametrize("error", SOMETHING_ELSE, ids=lambda error: repr(error)[:60])
 def test_something_else(error):
     assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(("free_bytes", "is_memory"), [(3 * 2**20, True), (8 * 2**30, False), (None, False)])
+@pytest.mark.parametrize("library", ["CUBLAS", "CUDNN", "CUSOLVER"])
+def test_a_handle_that_cannot_be_made_is_out_of_memory_where_the_card_is_full(
+    library, free_bytes, is_memory, monkeypatch
+):
+    monkeypatch.setattr(out_of_memory, "_driver_free_bytes", lambda: free_bytes)
+    error = RuntimeError(f"CUDA error: {library}_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    assert is_out_of_memory(error) == is_memory
 
 
 def test_a_replica_that_failed_counts():

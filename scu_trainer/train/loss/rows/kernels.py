@@ -11,9 +11,7 @@ it does on the stock loss.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Optional, Union
 
@@ -22,14 +20,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import cross_entropy
 
+from scu_trainer.train.loss.rows.gradient_sums import may_add_to_gradient
+from scu_trainer.train.loss.rows.pages import new_empty, new_zeros
+from scu_trainer.train.loss.rows.softmax import kernel_for
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
 CHUNK_BYTES = 32 * 2**20
 """Float32 logits of one chunk: larger ones save no time on a CPU, smaller ones do cost
 (benchmarks/headline/chunked_loss.py)."""
 
-FEWEST_ROWS, MOST_ROWS = 32, 1024
-"""Rows of a chunk: below, the weight is read too often for too few of them; above, other tensors set the peak."""
+FEWEST_ROWS, MOST_ROWS = 224, 1024
+"""Rows of a chunk: below, the weight is read and its gradient written too often for too few of them (64 rows of 128,000
+words take 1.3 times as long per row as 256); above, other tensors set the peak."""
+
+WEIGHT = 1
+"""Its position among the inputs of the autograd function."""
 
 CARD_SHARE, MOST_ROWS_ON_CARD = 64, 2048
 """On a card many small chunks wait for their launches: up to this many rows, in a 64th of its memory. Of all its
@@ -182,17 +187,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError(
                 "the chunked cross-entropy has no second derivative: use the stock loss, or create_graph=False"
             )
-        hidden, weight, bias = ctx.saved_tensors
+        inputs, work = ctx.saved_tensors, ctx.work
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:  # a second backward: the first gave the tensors away, scaled, without copying them
-            _, gradients = _losses_and_gradients(hidden, weight, bias, ctx.work, ctx.wanted)
-        factor = ctx.work.divided(loss_gradient)
-        scaled = []
-        for gradient, like in zip(gradients, (hidden, weight, bias), strict=True):
-            if gradient is not None and ctx.work.learned:  # without a learned token the factor may be 1 / 0
-                gradient.mul_(factor)
-            scaled.append(None if gradient is None else gradient.to(like.dtype))
-        return *scaled, None
+            _, gradients = _losses_and_gradients(*inputs, work, ctx.wanted)
+        factor = work.divided(loss_gradient)
+        made: list[Optional[Tensor]] = []
+        for position, (gradient, like) in enumerate(zip(gradients, inputs, strict=True)):
+            if gradient is None:
+                made.append(None)
+            elif not work.learned:  # the factor may be 1 / 0
+                made.append(gradient.to(like.dtype))
+            elif position == WEIGHT and gradient.dtype == like.dtype and may_add_to_gradient(like, ctx, position):
+                like.grad.addcmul_(gradient, factor)  # one pass over both instead of two
+                made.append(None)
+            else:
+                made.append(gradient.mul_(factor).to(like.dtype))
+        return *made, None
 
 
 def _losses_and_gradients(
@@ -204,7 +215,7 @@ def _losses_and_gradients(
         layer = _OutputLayer(weight, bias, work)
         sums = _Gradients(
             *(
-                tensor.new_zeros(tensor.shape, dtype=work.loss_dtype) if is_wanted else None
+                new_zeros(tensor, tensor.shape, work.loss_dtype) if is_wanted else None
                 for tensor, is_wanted in zip((hidden, weight, bias), wanted, strict=True)
             )
         )
@@ -224,11 +235,11 @@ class _OutputLayer:
         self.weight = weight.to(work.compute_dtype)
         self.bias = None if bias is None else bias.to(work.compute_dtype)
         self.softcap = work.softcap
-        self.kernel = _kernel_for(weight.device, work.loss_dtype)
+        self.kernel = kernel_for(weight.device, work.loss_dtype)
         shape = min(work.rows_per_chunk, len(work.order)), weight.size(0)
-        self.product = weight.new_empty(shape, dtype=work.compute_dtype)
+        self.product = new_empty(weight, shape, work.compute_dtype)
         is_exact = work.compute_dtype == work.loss_dtype
-        self.logits = self.product if is_exact else weight.new_empty(shape, dtype=work.loss_dtype)
+        self.logits = self.product if is_exact else new_empty(weight, shape, work.loss_dtype)
 
     def losses(self, rows: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
         """Losses (rows,), and their gradient by the logits (rows, vocab) where that is asked for."""
@@ -279,61 +290,6 @@ def _add_product(total: Tensor, factor: Tensor, rows: Tensor) -> None:
     )  # a product in half precision is a tensor of its own: keep it small
     for start in range(0, total.size(0), step):
         total[start : start + step] += torch.mm(factor[:, start : start + step].t(), rows)
-
-
-# -- from logits to losses and their gradient --------------------------------------------------------------------------
-
-Kernel = Callable[[Tensor, Tensor, bool, Optional[float]], tuple[Tensor, Tensor]]
-
-
-def _kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
-    return _liger if device.type == "cuda" and dtype == torch.float32 and _has_liger() else _softmax_in_place
-
-
-@functools.cache
-def _has_liger() -> bool:
-    return importlib.util.find_spec("liger_kernel") is not None
-
-
-def _softmax_in_place(
-    logits: Tensor, targets: Tensor, with_gradient: bool, softcap: Optional[float]
-) -> tuple[Tensor, Tensor]:
-    """Losses (rows,) and ``logits`` overwritten by their gradient.
-
-    The exponentials are summed pairwise, torch.softmax on a CPU sums one by one: at 128,000 words that is a hundred
-    times the error.
-    """
-    slope = _cap(logits, softcap) if softcap else None
-    targets = targets.unsqueeze(1)
-    highest = logits.amax(dim=1, keepdim=True)
-    distance = highest - logits.gather(1, targets)
-    total = logits.sub_(highest).exp_().sum(dim=1, keepdim=True)
-    losses = (distance + total.log()).squeeze(1)
-    if with_gradient:
-        logits.div_(total).scatter_add_(1, targets, torch.full_like(total, -1.0))
-        if slope is not None:
-            logits.mul_(slope)
-    return losses, logits
-
-
-def _cap(logits: Tensor, softcap: float) -> Tensor:
-    """Cap ``logits`` in place; the slope of the cap, 1 - tanh²."""
-    tanh = logits.div_(softcap).tanh_().clone()
-    logits.mul_(softcap)
-    return tanh.square_().neg_().add_(1.0)
-
-
-def _liger(logits: Tensor, targets: Tensor, with_gradient: bool, softcap: Optional[float]) -> tuple[Tensor, Tensor]:
-    """The same by Liger's kernel, which writes the gradient over the logits as well."""
-    from liger_kernel.transformers.functional import liger_cross_entropy
-
-    with torch.set_grad_enabled(with_gradient):
-        leaf = logits.detach().requires_grad_(with_gradient)
-        losses = liger_cross_entropy(leaf, targets, reduction="none", softcap=softcap)
-    if not with_gradient:
-        return losses, logits
-    (gradient,) = torch.autograd.grad(losses, leaf, torch.ones_like(losses))
-    return losses.detach(), gradient
 
 
 # -- losses from logits ------------------------------------------------------------------------------------------------

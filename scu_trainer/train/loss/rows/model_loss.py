@@ -9,6 +9,7 @@ Both leave the model's code in place: for one forward its ``loss_function`` is a
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
@@ -17,6 +18,7 @@ from torch.nn.functional import log_softmax, nll_loss
 from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING
 
+from scu_trainer.train.loss.rows.embedding import can_add_rows, embed
 from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy, row_losses
 from scu_trainer.train.loss.rows.row_readings import RowLosses, shifted
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host
@@ -94,7 +96,7 @@ def opened(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen) 
 @contextlib.contextmanager
 def headless(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen) -> Iterator[None]:
     """Inside, the forward makes no logits: ``train/loss/rows/kernels.py`` takes the loss from the hidden states."""
-    head = head_of(model)
+    head, embedding = head_of(model), _embedding_of(model)
 
     def loss_of(
         hidden: torch.Tensor, targets: torch.Tensor, num_items: Any, known: Optional[torch.Tensor]
@@ -109,8 +111,19 @@ def headless(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen
             host_targets=None if known is None else known.flatten(),
         )
 
-    with _attribute(head, "forward", lambda hidden: hidden), _loss_function(model, loss_of, seen):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_attribute(head, "forward", lambda hidden: hidden))
+        stack.enter_context(_loss_function(model, loss_of, seen))
+        if can_add_rows(embedding):
+            stack.enter_context(_attribute(embedding, "forward", functools.partial(embed, embedding)))
         yield
+
+
+def _embedding_of(model: torch.nn.Module) -> Optional[torch.nn.Module]:
+    try:
+        return inner_model(model).get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # a model that keeps it elsewhere
+        return None
 
 
 def _of_tokens(weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,13 @@ _OUT_OF_MEMORY = re.compile(
     re.MULTILINE,
 )
 
+# Libraries of CUDA say this where they cannot make a handle. The card is full; or its context is broken, by an index
+# outside of a table for instance, and then the driver gives no figures either.
+_NO_HANDLE = re.compile(r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS)_STATUS_NOT_INITIALIZED")
+
+HANDLE_BYTES = 512 * 2**20
+"""A handle with its workspace, which lies outside torch's allocator, certainly finds room in as much."""
+
 # Out of memory where a smaller micro-batch does not help: in a worker process or the pinning thread (host memory of
 # the data loader; torch re-raises it in the main process with the original's type), and in NCCL, whose communicator is
 # dead.
@@ -117,7 +124,20 @@ def _says_out_of_memory(error: Exception) -> bool:
         return False
     text = str(error)
     # accelerate fails on an error whose argument is no text
+    if _NO_HANDLE.search(text):
+        free_bytes = _driver_free_bytes()
+        return free_bytes is not None and free_bytes < HANDLE_BYTES
     return should_reduce_batch_size(RuntimeError(text)) or _OUT_OF_MEMORY.search(text) is not None
+
+
+def _driver_free_bytes() -> Optional[int]:
+    """Of the current card; None where there is none, or where it no longer answers."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return torch.cuda.mem_get_info()[0]
+    except RuntimeError:
+        return None
 
 
 def _whole_chain(error: BaseException) -> Iterator[BaseException]:
