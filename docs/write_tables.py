@@ -1,9 +1,10 @@
-"""Writes the tables of five pages from benchmarks/results/:
+"""Writes the tables of six pages from benchmarks/results/:
 
     docs/paths.md      variants.json: what a path costs, which loops act in it
     docs/families.md   recipes.json and families.json: what the recipes reach, and how fast
     docs/plan.md       memory_estimate.json: predicted against measured memory
     docs/compare.md    compare.json: controllers against each other at equal tokens
+    docs/retain.md     retention.json: budgets held, and rivals at equal forgetting
     docs/benchmarks.md each file of the suite that has a place there, against what people would use instead
 
     make test-smoke ARGS="--json benchmarks/results/variants.json"
@@ -11,6 +12,7 @@
     python benchmarks/headline/memory_estimate.py
     python scripts/compare_controllers.py --config recipes/compare.yaml --output_dir runs/compare
     cp runs/compare/comparison.json benchmarks/results/compare.json
+    python benchmarks/studies/retention.py
     python benchmarks/headline/overhead.py, and what else docs/benchmarks.md names
     python docs/write_tables.py
 
@@ -37,6 +39,7 @@ from benchmarks.lib.outcome import Figure  # noqa: E402 - a folder of scripts, w
 PAGE, RESULTS = ROOT / "docs" / "paths.md", ROOT / "benchmarks" / "results" / "variants.json"
 FAMILIES_PAGE, PLAN_PAGE = ROOT / "docs" / "families.md", ROOT / "docs" / "plan.md"
 COMPARE_PAGE, BENCHMARKS_PAGE = ROOT / "docs" / "compare.md", ROOT / "docs" / "benchmarks.md"
+RETAIN_PAGE = ROOT / "docs" / "retain.md"
 CELLS = {"acts": "acts", "refused": "refused", "idle": "idle", "off": "off"}
 
 
@@ -136,6 +139,14 @@ def comparison_tables(record: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def retention_tables(record: dict[str, Any]) -> dict[str, str]:
+    """The same for docs/retain.md: the study brings its tables."""
+    return {
+        name: markdown(tuple(table["heads"]), [tuple(row) for row in table["rows"]])
+        for name, table in record["tables"].items()
+    }
+
+
 def suite_tables(*records: dict[str, Any]) -> dict[str, str]:
     """The same for docs/benchmarks.md: each benchmark of the suite brings its table and its figures."""
     return {record["benchmark"]: _of_suite(record) for record in records}
@@ -191,6 +202,7 @@ PAGES = (
     (FAMILIES_PAGE, family_tables, ("recipes", "families")),
     (PLAN_PAGE, estimate_tables, ("memory_estimate",)),
     (COMPARE_PAGE, comparison_tables, ("compare",)),
+    (RETAIN_PAGE, retention_tables, ("retention",)),
     (BENCHMARKS_PAGE, suite_tables, suite_names()),
 )
 """Page, what makes its tables, and the results files that this takes."""

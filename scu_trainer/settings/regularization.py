@@ -192,8 +192,9 @@ class RetentionSettings:
 
     retain: Optional[str] = option(
         None,
-        "text that must not be forgotten: an embedded name, a file, a folder or a Hub id, as for dataset; its "
-        "documents are parted into those that are measured, those that may be trained on, those that give the verdict",
+        "text that must not be forgotten: an embedded name, a file, a folder or a Hub id, as for dataset, or sampled: "
+        "what the model writes before training; its documents are parted into those that are measured, those that may "
+        "be trained on, those that give the verdict",
     )
     retain_budget_bits: float = option(
         0.02, "bits per token on it that may be lost, against the model that training begins with"
