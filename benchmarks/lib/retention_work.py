@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy
 import torch
@@ -25,10 +25,14 @@ from scu_trainer.models.loading.load import load_model, prepare_for_tuning
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.retention.replay import Replay
+from scu_trainer.train.retention.sampled import sampled_text
 
 ROWS = {"block_size": 64, "validation_split_percentage": 20.0, "packing": False}
 MOST_MEASURED, MOST_JUDGED = 96, 64
 """Rows that the loop measures on, and that each side of a point is scored on."""
+
+SAMPLED_DOCUMENTS = 300
+"""Of a row each: where the model writes what is replayed."""
 
 TEXTS: dict[str, dict[str, Any]] = {
     "docs": {"dataset": "python_docs", "dataset_size": 300},
@@ -95,13 +99,16 @@ def _file(name: str, count: int) -> Path:
     return built_once(folder, write) / f"{name}.jsonl"
 
 
-def anchor_of(known: str, new: str, seed: int) -> Anchor:
-    """Of ``known``, without what ``new`` has of it."""
+def anchor_of(known: str, new: str, seed: int, sampled: Optional[nn.Module] = None) -> Anchor:
+    """Of ``known``, without what ``new`` has of it; or of what the model ``sampled`` writes."""
     cache = default_cache_dir(None)
     how = {"tokenizer": embedded_tokenizer(cache), "seed": seed, "cache_dir": cache, "model_name": known}
     choose: Callable[[int], tuple[bool, str]] = lambda rows: (True, f"{rows} rows")  # noqa: E731
-    named = TEXTS[known]
-    anchor = read_anchor(text_settings(new), named["dataset"], named["dataset_size"], choose=choose, **how)
+    name, count = TEXTS[known]["dataset"], TEXTS[known]["dataset_size"]
+    if sampled is not None:
+        of_text = {"documents": SAMPLED_DOCUMENTS, "tokens": ROWS["block_size"], "seed": seed}
+        name, count = str(sampled_text(sampled, how["tokenizer"], cache, **of_text)), SAMPLED_DOCUMENTS
+    anchor = read_anchor(text_settings(new), name, count, choose=choose, **how)
     few = {"measured": some(anchor.measured, MOST_MEASURED), "unseen": some(anchor.unseen, MOST_JUDGED)}
     return replace(anchor, **few)
 
@@ -118,7 +125,9 @@ def base(text: str, size: str) -> Path:
     """Folder of a Llama that was pre-trained on ``text``, made at the first call."""
     shape, cache = SIZES[size], default_cache_dir(None)
     recipe = [FORMAT, shape, TEXTS[text], BASE_ROWS, BASE_BLOCK, torch.__version__]
-    return built_once(cache / "study" / f"{text}-{size}-{digest_of(recipe)[:12]}", lambda new: _pretrain(new, text, size))
+    return built_once(
+        cache / "study" / f"{text}-{size}-{digest_of(recipe)[:12]}", lambda new: _pretrain(new, text, size)
+    )
 
 
 def _pretrain(new: Path, text: str, size: str) -> None:
@@ -260,5 +269,3 @@ class Points(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if state.global_step in self.steps:
             self.found.append({"step": state.global_step, **self.point(kwargs["model"])})
-
-

@@ -38,10 +38,29 @@ from scipy.interpolate import PchipInterpolator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.common import RESULTS, collator, command_line, embedded_tokenizer, quiet, scratch_arguments
-from benchmarks.lib.common import shown, write_result
-from benchmarks.lib.retention_work import LOSSES, MOST_JUDGED, PAIRS, SIZES, Ewc, FixedReplay, Points, anchor_of
-from benchmarks.lib.retention_work import fisher, some, text_settings, tuned
+from benchmarks.lib.common import (
+    RESULTS,
+    collator,
+    command_line,
+    embedded_tokenizer,
+    quiet,
+    scratch_arguments,
+    write_result,
+)
+from benchmarks.lib.retention_work import (
+    LOSSES,
+    MOST_JUDGED,
+    PAIRS,
+    SIZES,
+    Ewc,
+    FixedReplay,
+    Points,
+    anchor_of,
+    fisher,
+    some,
+    text_settings,
+    tuned,
+)
 from scu_trainer import SCUTrainer
 from scu_trainer.data import default_cache_dir, prepare
 from scu_trainer.data.text.anchor import Anchor
@@ -76,9 +95,12 @@ FIXED: dict[str, dict[str, Any]] = {
     "a quarter of the rate": {"rate": RATE / 4},
     "rank 1": {"rank": 1},
     "twice the steps": {"times": 2},
+    "sampled 50 %": {"replay": 0.5, "sampled": True},
+    "sampled, budget 0.1": {"budget": 0.1, "sampled": True},
 }
 """``none`` also gives the points of stopping early. lambda: decay toward the initial weights (L2-SP, decoupled).
-``twice the steps`` takes the time that replay takes at its most."""
+``twice the steps`` takes the time that replay takes at its most. ``sampled``: the anchor is what the base writes
+itself, and its real text is only judged on."""
 
 
 class Scene:
@@ -100,6 +122,10 @@ class Scene:
     @functools.cached_property
     def fisher(self) -> dict[str, torch.Tensor]:
         return fisher(self.known, self.size, some(self.anchor.measured, MOST_JUDGED))
+
+    @functools.cached_property
+    def sampled(self) -> Anchor:
+        return anchor_of(self.known, self.new, self.seed, sampled=self.model())
 
     def _scores(self, model: torch.nn.Module) -> dict[str, Any]:
         return {side: score_documents(model, rows, collator()) for side, rows in self.rows.items()}
@@ -123,9 +149,7 @@ def cell(scene: Scene, contender: str, what: dict[str, Any], steps: int) -> dict
     changes["per_device_train_batch_size"] = BATCH
     begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
     with scratch_arguments(**changes) as arguments:
-        trainer = quiet(
-            SCUTrainer(model, arguments, train_dataset=scene.data.train, data_collator=collator(), **given)
-        )
+        trainer = quiet(SCUTrainer(model, arguments, train_dataset=scene.data.train, data_collator=collator(), **given))
         trainer.train()
     found = {
         **dict(zip(KEYS, (scene.pair, scene.size, scene.seed, contender, steps), strict=True)),
@@ -174,12 +198,15 @@ def picture(scene: Scene, budget: float, steps: int) -> None:
 
 
 def _loop(scene: Scene, what: dict[str, Any]) -> Optional[Loop]:
+    anchor = scene.sampled if "sampled" in what else scene.anchor
     if "budget" in what:
-        settings = RetentionSettings(scene.known, retain_budget_bits=what["budget"], retain_frequency=what.get("every", EVERY))
-        return Retention(scene.anchor, settings, collator())
+        settings = RetentionSettings(
+            scene.known, retain_budget_bits=what["budget"], retain_frequency=what.get("every", EVERY)
+        )
+        return Retention(anchor, settings, collator())
     if "ewc" in what:
         return Ewc(scene.fisher, what["ewc"])
-    return FixedReplay(scene.anchor.replayed, what["replay"], scene.seed) if "replay" in what else None
+    return FixedReplay(anchor.replayed, what["replay"], scene.seed) if "replay" in what else None
 
 
 # -- at equal forgetting -----------------------------------------------------------------------------------------------
@@ -201,6 +228,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "replay 50 %": ("replay 50 %",),
     "replay 30 %": ("replay 30 %",),
     "replay 10 %": ("replay 10 %",),
+    "replay 50 % of what the base writes": ("sampled 50 %",),
     "scaling alone (WiSE-FT)": ("none",),
     "the same, twice the steps": ("twice the steps",),
     "best of two lambdas (L2-SP)": ("lambda 2", "lambda 10"),
@@ -223,7 +251,7 @@ def compared(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         by_scene.setdefault(tuple(result[key] for key in scene), {})[result["contender"]] = result
     rows = []
     for place, cells in by_scene.items():
-        for ours in (cell for cell in cells.values() if "ours" in cell):
+        for ours in filter(_is_ours, cells.values()):
             forgotten, learned = ours["ours"]["forgotten"], ours["ours"]["learned"]
             row = {**dict(zip(scene, place, strict=True)), "budget": ours["budget_bits"], "ours": learned}
             for rival, names in FAMILIES.items():
@@ -239,6 +267,10 @@ def compared(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def _is_ours(result: dict[str, Any]) -> bool:
+    return result["contender"].startswith("ours")
+
+
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean and its 95 % interval by Student's t; of one value no interval."""
     from scipy.stats import t
@@ -250,7 +282,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def summary(results: Sequence[dict[str, Any]]) -> dict[str, tuple[tuple[str, ...], list[tuple[str, ...]]]]:
     """Heads and rows of the tables ``held`` and ``rivals``, in words; for docs/retain.md too."""
-    return {"held": _held([result for result in results if "ours" in result]), "rivals": _rivals(compared(results))}
+    return {"held": _held([*filter(_is_ours, results)]), "rivals": _rivals(compared(results))}
 
 
 def _held(ours: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -259,7 +291,9 @@ def _held(ours: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[s
         *("within 1.2 of it", "update kept", "rows replayed", "measuring, % of the time of training: mean, largest"),
     )
     rows = []
-    for size, budget in sorted({(cell["size"], cell["budget_bits"]) for cell in ours}, key=lambda k: (k[0] == "large", k)):
+    for size, budget in sorted(
+        {(cell["size"], cell["budget_bits"]) for cell in ours}, key=lambda k: (k[0] == "large", k)
+    ):
         cells = [cell for cell in ours if (cell["size"], cell["budget_bits"]) == (size, budget)]
         lost = [cell["ours"]["forgotten"] for cell in cells]
         cost = [100 * cell["overhead_fraction"] for cell in cells]
@@ -318,7 +352,7 @@ def main() -> None:
         return
     only = asked.only or [*FIXED, "ours"]
     contenders = {
-        name: what for name, what in contenders.items() if name in only or ("ours" in only and "budget" in what)
+        name: what for name, what in contenders.items() if name in only or ("ours" in only and name.startswith("ours"))
     }
     path = RESULTS / "retention.json"
     before = json.loads(path.read_text()) if path.is_file() else {"results": [], "commands": []}
