@@ -6,6 +6,7 @@
     docs/families.md   recipes.json and families.json: what the recipes reach, and how fast
     docs/plan.md       memory_estimate.json: predicted against measured memory
     docs/compare.md    compare.json: controllers against each other at equal tokens
+    docs/retain.md     retention.json: budgets held, and rivals at equal forgetting
     docs/benchmarks.md each file of the suite that has a place there, against what people would use instead
 
     make test-smoke ARGS="--json benchmarks/results/variants.json"
@@ -13,6 +14,7 @@
     python benchmarks/headline/memory_estimate.py
     python scripts/compare_controllers.py --config recipes/compare.yaml --output_dir runs/compare
     cp runs/compare/comparison.json benchmarks/results/compare.json
+    python benchmarks/studies/retention.py
     python benchmarks/headline/overhead.py, and what else docs/benchmarks.md names
     python benchmarks/headline/front_door.py --picture docs/images/run.png
     python docs/write_tables.py
@@ -41,6 +43,7 @@ from docs import figures  # noqa: E402
 PAGE, RESULTS = ROOT / "docs" / "paths.md", ROOT / "benchmarks" / "results" / "variants.json"
 FAMILIES_PAGE, PLAN_PAGE = ROOT / "docs" / "families.md", ROOT / "docs" / "plan.md"
 COMPARE_PAGE, BENCHMARKS_PAGE = ROOT / "docs" / "compare.md", ROOT / "docs" / "benchmarks.md"
+RETAIN_PAGE = ROOT / "docs" / "retain.md"
 CELLS = {"acts": "acts", "refused": "refused", "idle": "idle", "off": "off"}
 
 
@@ -145,6 +148,14 @@ def readme_tables(record: dict[str, Any]) -> dict[str, str]:
     return {"main_job": "\n".join(["```", *record["job"]["said"], "```"])}
 
 
+def retention_tables(record: dict[str, Any]) -> dict[str, str]:
+    """The same for docs/retain.md: the study brings its tables."""
+    return {
+        name: markdown(tuple(table["heads"]), [tuple(row) for row in table["rows"]])
+        for name, table in record["tables"].items()
+    }
+
+
 def suite_tables(*records: dict[str, Any]) -> dict[str, str]:
     """The same for docs/benchmarks.md: each benchmark of the suite brings its table and its figures."""
     return {record["benchmark"]: _of_suite(record) for record in records}
@@ -201,6 +212,7 @@ PAGES = (
     (FAMILIES_PAGE, family_tables, ("recipes", "families")),
     (PLAN_PAGE, estimate_tables, ("memory_estimate",)),
     (COMPARE_PAGE, comparison_tables, ("compare",)),
+    (RETAIN_PAGE, retention_tables, ("retention",)),
     (BENCHMARKS_PAGE, suite_tables, suite_names()),
 )
 """Page, what makes its tables, and the results files that this takes."""

@@ -1,39 +1,40 @@
 """Learning something new at equal forgetting: what does a controlled replay buy against what people do without it?
 
-    python benchmarks/studies/retention.py [--pairs source] [--seeds 0] [--budgets 0.02 0.1] [--only none ours]
+    python benchmarks/studies/retention.py [--pairs "docs > source"] [--seeds 0] [--size small] [--budgets 0.02 0.1]
+                                           [--only none ours]
 
-The embedded base knows Python's documentation (the anchor). By LoRA it learns something else (PAIRS), for each seed
-once per contender, in as many steps with as many rows of the new text; replayed rows come on top. Then, on documents
-that nothing was decided by:
+A small Llama was pre-trained on one text (the anchor). By LoRA it learns another (PAIRS), for each seed once per
+contender, in as many steps with as many rows of the new text; replayed rows come on top. Then, on documents that
+nothing was decided by:
 
     forgotten   bits per token more than the base on the anchor's unseen documents
     learned     bits per token less than the base on held-out documents of the new text
 
-Every update is also scaled by 0.1, 0.2, ... (WiSE-FT, Wortsman et al. 2022), and a contender without control stands for
-the best of its points at equal forgetting: it is granted the scale that the unseen documents would choose, which nobody
-has in practice. Ours is one point per budget, with the scale that it chose itself on other documents.
+Every update is also scaled by SCALES (WiSE-FT, Wortsman et al. 2022), and a contender without control stands for the
+best of its points at equal forgetting, between the scales by monotone cubics: it is granted the scale that the unseen
+documents would choose, which nobody has in practice. Ours is one point per budget, with the scale that it chose itself
+on other documents.
 
-A cell is a pair, a seed and a contender, about a minute on one core. Cells that results/retention.json has are not
-computed again: a run that was stopped goes on.
+A cell is a pair, a size, a seed and a contender, half a minute on one core. Cells that results/retention.json has are
+not computed again: a run that was stopped goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import random
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+import numpy
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import TrainerCallback
+from scipy.interpolate import PchipInterpolator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -41,100 +42,90 @@ from benchmarks.lib.common import (
     RESULTS,
     collator,
     command_line,
-    embedded_data,
-    embedded_model,
+    embedded_tokenizer,
     quiet,
     scratch_arguments,
-    shown,
     write_result,
 )
+from benchmarks.lib.retention_work import (
+    LOSSES,
+    MOST_JUDGED,
+    PAIRS,
+    SIZES,
+    Ewc,
+    FixedReplay,
+    Points,
+    anchor_of,
+    fisher,
+    some,
+    text_settings,
+    tuned,
+)
 from scu_trainer import SCUTrainer
-from scu_trainer.data import default_cache_dir, embedded_tokenizer
-from scu_trainer.data.text.anchor import Anchor, read_anchor
+from scu_trainer.data import default_cache_dir, prepare
+from scu_trainer.data.text.anchor import Anchor
 from scu_trainer.models.scaling import ScaledUpdate
-from scu_trainer.settings import DataSettings, RegularizationSettings, RetentionSettings
+from scu_trainer.settings import RegularizationSettings, RetentionSettings
 from scu_trainer.train.evaluation.scoring import bootstrap_difference, score_documents
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.retention.loop import Retention
-from scu_trainer.train.retention.replay import Replay
 
-KEYS = ("pair", "seed", "contender", "steps")
-SCALES = [number / 10 for number in range(1, 11)]
-ROWS = {"block_size": 128, "validation_split_percentage": 20.0, "packing": False}
-MOST_SCORED = 96
-"""Rows of each side that a point is scored on."""
-
-PAIRS = {
-    "source": {"dataset": "stdlib_source", "dataset_size": 40},
-    "docstrings": {"dataset": "stdlib_docstrings", "dataset_size": 200},
-    "sums": {"dataset": "sums", "dataset_size": 400},
-}
-"""New texts, from code near to the anchor to lines that are made here and have nothing of it."""
+KEYS = ("pair", "size", "seed", "contender", "steps")
+SCALES = (0.1, 0.2, 0.35, 0.6, 1.0)
+STOPPED = (5, 10, 15, 25, 40)
+"""Steps after which one who stops early would look."""
 
 RATE = 1e-3
-FIXED = {
+BATCH = 4
+EVERY = 10
+"""Optimizer steps between two measurements of ours. By default the clock chooses, 2 % of the time of training; of runs
+as short as these that would be one or two after the first steps. Long runs have as many at that price."""
+
+FIXED: dict[str, dict[str, Any]] = {
     "none": {},
     "replay 10 %": {"replay": 0.1},
     "replay 30 %": {"replay": 0.3},
     "replay 50 %": {"replay": 0.5},
     "lambda 2": {"lambda": 2.0},
     "lambda 10": {"lambda": 10.0},
+    "EWC 10": {"ewc": 10.0},
+    "EWC 100": {"ewc": 100.0},
+    "EAFT": {"loss": "eaft"},
+    "DFT": {"loss": "dft"},
     "a quarter of the rate": {"rate": RATE / 4},
     "rank 1": {"rank": 1},
     "twice the steps": {"times": 2},
+    "sampled 50 %": {"replay": 0.5, "sampled": True},
+    "sampled, budget 0.1": {"budget": 0.1, "sampled": True},
 }
 """``none`` also gives the points of stopping early. lambda: decay toward the initial weights (L2-SP, decoupled).
-``twice the steps`` takes the time that replay takes at its most."""
-
-
-class FixedReplay(Loop):
-    """So many rows of the anchor in every batch, and nothing measured."""
-
-    name = "fixed_replay"
-
-    def __init__(self, rows: Any, share: float, seed: int) -> None:
-        self.share, self.replay = share, Replay(rows, collator(), seed)
-
-    def batches(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
-        return (self.replay.beside(inputs, self.trainer._train_batch_size, self.share) for inputs in batches)
-
-
-class Points(TrainerCallback):
-    """What is forgotten and learned while training, as one who stops early would find it."""
-
-    def __init__(self, point: Any, every: int) -> None:
-        self.point, self.every, self.found = point, every, []
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        if state.global_step % self.every == 0 and state.global_step < state.max_steps:
-            self.found.append({"step": state.global_step, **self.point(kwargs["model"])})
-
-
-def sums(folder: Path, count: int) -> Path:
-    """Documents of sums that are right."""
-    chance, path = random.Random(0), folder / "sums.jsonl"
-    pairs = [[(chance.randint(1, 99), chance.randint(1, 99)) for _ in range(12)] for _ in range(count)]
-    texts = [" ".join(f"{a} plus {b} is {a + b}." for a, b in lines) for lines in pairs]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+``twice the steps`` takes the time that replay takes at its most. ``sampled``: the anchor is what the base writes
+itself, and its real text is only judged on."""
 
 
 class Scene:
     """The texts of a pair and a seed, and what the base makes of them."""
 
-    def __init__(self, pair: str, seed: int) -> None:
-        self.pair, self.seed = pair, seed
-        cache, tokenizer = default_cache_dir(None), embedded_tokenizer(default_cache_dir(None))
-        named = dict(PAIRS[pair])
-        if named["dataset"] == "sums":
-            named["dataset"] = str(sums(Path(tempfile.mkdtemp()), named["dataset_size"]))
-        self.data = embedded_data(seed, **ROWS, **named)
-        how = {"tokenizer": tokenizer, "seed": seed, "cache_dir": cache, "model_name": "embedded base"}
-        self.anchor: Anchor = read_anchor(
-            DataSettings(**ROWS), "python_docs", 300, choose=lambda rows: (True, f"{rows} rows"), **how
-        )
-        self.rows = {"forgotten": _some(self.anchor.unseen), "learned": _some(self.data.eval)}
-        self.base = self._scores(embedded_model(seed, tuning="lora"))
+    def __init__(self, pair: str, size: str, seed: int) -> None:
+        self.pair, self.size, self.seed = pair, size, seed
+        self.known, self.new = PAIRS[pair]
+        cache = default_cache_dir(None)
+        how = {"seed": seed, "cache_dir": cache, "model_name": self.known}
+        self.data = prepare(text_settings(self.new), embedded_tokenizer(cache), **how)
+        self.anchor: Anchor = anchor_of(self.known, self.new, seed)
+        self.rows = {"forgotten": self.anchor.unseen, "learned": some(self.data.eval, MOST_JUDGED)}
+        self.base = self._scores(self.model())
+
+    def model(self, rank: int = 8) -> torch.nn.Module:
+        return tuned(self.known, self.size, self.seed, rank)
+
+    @functools.cached_property
+    def fisher(self) -> dict[str, torch.Tensor]:
+        return fisher(self.known, self.size, some(self.anchor.measured, MOST_JUDGED))
+
+    @functools.cached_property
+    def sampled(self) -> Anchor:
+        return anchor_of(self.known, self.new, self.seed, sampled=self.model())
 
     def _scores(self, model: torch.nn.Module) -> dict[str, Any]:
         return {side: score_documents(model, rows, collator()) for side, rows in self.rows.items()}
@@ -145,40 +136,29 @@ class Scene:
         return {"forgotten": change["forgotten"], "learned": -change["learned"]}
 
 
-def _some(rows: Any) -> Any:
-    return rows.select(range(min(MOST_SCORED, len(rows))))
-
-
 def cell(scene: Scene, contender: str, what: dict[str, Any], steps: int) -> dict[str, Any]:
-    """``points``: at every scale, and of one without control also on the way. ``ours``: the one that the loop left."""
-    model = embedded_model(scene.seed, tuning="lora", lora_r=what.get("rank", 8), lora_alpha=2 * what.get("rank", 8))
-    loop = _loop(scene, what)
-    on_the_way = Points(scene.point, max(1, steps // 6))
-    callbacks = [found for found in (loop, on_the_way if contender == "none" else None) if found is not None]
-    law = {} if "lambda" not in what else {
-        "regularization": RegularizationSettings(law="fixed", lambda_init=what["lambda"])
-    }  # fmt: skip
-    begun_s = time.perf_counter()
+    """``points``: at every scale, and of ``none`` also on the way. ``ours``: the one that the loop left."""
+    model = scene.model(what.get("rank", 8))
+    loop, on_the_way = _loop(scene, what), Points(scene.point, STOPPED)
+    given: dict[str, Any] = {"callbacks": [*([loop] if loop else []), *([on_the_way] if contender == "none" else [])]}
+    if "lambda" in what:
+        given["regularization"] = RegularizationSettings(law="fixed", lambda_init=what["lambda"])
+    if "loss" in what:
+        given["compute_loss_func"] = LOSSES[what["loss"]]
     changes = {"max_steps": steps * what.get("times", 1), "learning_rate": what.get("rate", RATE), "seed": scene.seed}
+    changes["per_device_train_batch_size"] = BATCH
+    begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
     with scratch_arguments(**changes) as arguments:
-        given = {"train_dataset": scene.data.train, "data_collator": collator(), "callbacks": callbacks, **law}
-        trainer = quiet(SCUTrainer(model, arguments, **given))
+        trainer = quiet(SCUTrainer(model, arguments, train_dataset=scene.data.train, data_collator=collator(), **given))
         trainer.train()
-        seconds = time.perf_counter() - begun_s
-        found = {"seconds": seconds, "steps": steps, "pair": scene.pair, "seed": scene.seed, "contender": contender}
-        if isinstance(loop, Retention):
-            figures = loop.figures()["retention"]
-            kept = (
-                "scale",
-                "replayed_rows",
-                "lost_bits",
-                "is_within_budget",
-                "held_while_training",
-                "overhead_fraction",
-            )
-            return {**found, "ours": scene.point(trainer.model), **{name: figures[name] for name in kept}}
-    update = ScaledUpdate(trainer.model)
-    points = []
+    found = {
+        **dict(zip(KEYS, (scene.pair, scene.size, scene.seed, contender, steps), strict=True)),
+        "seconds": time.perf_counter() - begun_s,
+        "cpu_seconds": time.process_time() - begun_cpu_s,
+    }
+    if isinstance(loop, Retention):
+        return {**found, "ours": scene.point(trainer.model), **_figures(loop)}
+    update, points = ScaledUpdate(trainer.model), []
     for scale in SCALES:
         with update.at(scale) as scaled:
             points.append({"scale": scale, **scene.point(scaled)})
@@ -186,72 +166,221 @@ def cell(scene: Scene, contender: str, what: dict[str, Any], steps: int) -> dict
     return {**found, "points": points, "on_the_way": on_the_way.found, "replayed_rows": replayed}
 
 
+KEPT = (
+    *("scale", "replayed_rows", "lost_bits", "is_within_budget", "held_while_training", "overhead_fraction"),
+    *("budget_bits", "measurements", "lost_bits_of_the_whole_update"),
+)
+
+
+def _figures(loop: Retention) -> dict[str, Any]:
+    figures = loop.figures()["retention"]
+    return {name: figures[name] for name in KEPT}
+
+
+def picture(scene: Scene, budget: float, steps: int) -> None:
+    """One training with ours and the same without it, for docs/draw_retain.py: what is lost and learned on the way."""
+    found: dict[str, Any] = {"pair": scene.pair, "size": scene.size, "seed": scene.seed, "budget_bits": budget}
+    for name, what in (("with", {"budget": budget}), ("without", {})):
+        loop, on_the_way = _loop(scene, what), Points(scene.point, tuple(range(0, steps, max(1, steps // 24))))
+        callbacks = [on_the_way, *([loop] if loop else [])]
+        changes = {"max_steps": steps, "learning_rate": RATE, "seed": scene.seed, "per_device_train_batch_size": BATCH}
+        with scratch_arguments(**changes) as arguments:
+            given = {"train_dataset": scene.data.train, "data_collator": collator(), "callbacks": callbacks}
+            trainer = quiet(SCUTrainer(scene.model(), arguments, **given))
+            trainer.train()
+            path = Path(arguments.output_dir) / Retention.history_file
+            history = json.loads(path.read_text()) if loop else []
+        found[name] = {"points": on_the_way.found, "end": scene.point(trainer.model), "history": history}
+        if isinstance(loop, Retention):
+            found["with"] |= _figures(loop)
+    bpt = {side: scores.bpt for side, scores in scene.base.items()}
+    write_result("retention_run", command_line(), {"rate": RATE, "steps": steps, "base_bits": bpt, **found})
+
+
 def _loop(scene: Scene, what: dict[str, Any]) -> Optional[Loop]:
+    anchor = scene.sampled if "sampled" in what else scene.anchor
     if "budget" in what:
-        settings = RetentionSettings("python_docs", retain_budget_bits=what["budget"])
-        return Retention(scene.anchor, settings, collator())
-    return FixedReplay(scene.anchor.replayed, what["replay"], scene.seed) if "replay" in what else None
-
-
-def learned_at(points: list[dict[str, float]], forgotten: float) -> float:
-    """The most that a mixture of two neighbouring points learns for that much forgotten; nothing is for nothing."""
-    front, best = sorted([(0.0, 0.0), *((p["forgotten"], p["learned"]) for p in points)]), 0.0
-    for (low, at_low), (high, at_high) in pairwise(front):
-        best = max(best, at_low if low <= forgotten else best)
-        if low <= forgotten < high:
-            return max(best, at_low + (at_high - at_low) * (forgotten - low) / (high - low))
-    return max([best, *(learned for lost, learned in front if lost <= forgotten)])
-
-
-def table(results: list[dict[str, Any]], console: Console) -> None:
-    """Each of ours beside what the others learn at what it has forgotten, in the same pair, seed and steps."""
-    for ours in (result for result in results if "ours" in result):
-        others = [r for r in results if "points" in r and all(r[key] == ours[key] for key in ("pair", "seed", "steps"))]
-        forgotten, learned = ours["ours"]["forgotten"], ours["ours"]["learned"]
-        titled = (
-            f"{ours['pair']}, seed {ours['seed']}, {ours['steps']} steps: {ours['contender']} forgets {forgotten:.4f}"
+        settings = RetentionSettings(
+            scene.known, retain_budget_bits=what["budget"], retain_frequency=what.get("every", EVERY)
         )
-        shown_table = Table(
-            "at that, bits per token", "learned", "replayed rows", "s", title=titled, title_justify="left"
+        return Retention(anchor, settings, collator())
+    if "ewc" in what:
+        return Ewc(scene.fisher, what["ewc"])
+    return FixedReplay(anchor.replayed, what["replay"], scene.seed) if "replay" in what else None
+
+
+# -- at equal forgetting -----------------------------------------------------------------------------------------------
+
+
+def learned_at(points: Sequence[dict[str, float]], forgotten: float, along: str = "scale") -> float:
+    """The most that is learned for that much forgotten, between the points by monotone cubics over ``along``; nothing
+    is for nothing."""
+    places = [0.0, *(point[along] for point in points)]
+    dense = numpy.linspace(0.0, places[-1], 2001)
+    lost, gained = (
+        PchipInterpolator(places, [0.0, *(point[side] for point in points)])(dense) for side in ("forgotten", "learned")
+    )
+    return max(0.0, float(gained[lost <= forgotten].max(initial=0.0)))
+
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "best of three fixed shares": ("replay 10 %", "replay 30 %", "replay 50 %"),
+    "replay 50 %": ("replay 50 %",),
+    "replay 30 %": ("replay 30 %",),
+    "replay 10 %": ("replay 10 %",),
+    "replay 50 % of what the base writes": ("sampled 50 %",),
+    "scaling alone (WiSE-FT)": ("none",),
+    "the same, twice the steps": ("twice the steps",),
+    "best of two lambdas (L2-SP)": ("lambda 2", "lambda 10"),
+    "best of two EWC": ("EWC 10", "EWC 100"),
+    "EAFT": ("EAFT",),
+    "DFT": ("DFT",),
+    "a quarter of the rate": ("a quarter of the rate",),
+    "rank 1": ("rank 1",),
+}
+"""Rivals, each with the cells whose best counts: as many runs as a search takes."""
+
+STOPPING = "stopping early, not scaled"
+
+
+def compared(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each of ours and each rival that has all its cells in the same scene."""
+    scene = KEYS[:3] + KEYS[4:]
+    by_scene: dict[tuple, dict[str, Any]] = {}
+    for result in results:
+        by_scene.setdefault(tuple(result[key] for key in scene), {})[result["contender"]] = result
+    rows = []
+    for place, cells in by_scene.items():
+        for ours in filter(_is_ours, cells.values()):
+            forgotten, learned = ours["ours"]["forgotten"], ours["ours"]["learned"]
+            row = {**dict(zip(scene, place, strict=True)), "budget": ours["budget_bits"], "ours": learned}
+            for rival, names in FAMILIES.items():
+                if all(name in cells for name in names):
+                    best = max(names, key=lambda name: learned_at(cells[name]["points"], forgotten))
+                    figures = {"learned": learned_at(cells[best]["points"], forgotten), "runs": len(names)}
+                    more_rows = cells[best]["replayed_rows"] - ours["replayed_rows"]
+                    rows.append({**row, "rival": rival, **figures, "more_rows": more_rows})
+            if "none" in cells:
+                stopped = [*cells["none"]["on_the_way"], {**cells["none"]["points"][-1], "step": ours["steps"]}]
+                found = learned_at(stopped, forgotten, "step")
+                rows.append({**row, "rival": STOPPING, "learned": found, "runs": 1, "more_rows": 0})
+    return rows
+
+
+def _is_ours(result: dict[str, Any]) -> bool:
+    return result["contender"].startswith("ours")
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and its 95 % interval by Student's t; of one value no interval."""
+    from scipy.stats import t
+
+    mean, count = float(numpy.mean(values)), len(values)
+    half = float("nan") if count < 2 else float(t.ppf(0.975, count - 1) * numpy.std(values, ddof=1) / count**0.5)
+    return mean, mean - half, mean + half
+
+
+def summary(results: Sequence[dict[str, Any]]) -> dict[str, tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """Heads and rows of the tables ``held`` and ``rivals``, in words; for docs/retain.md too."""
+    return {"held": _held([*filter(_is_ours, results)]), "rivals": _rivals(compared(results))}
+
+
+def _held(ours: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    heads = (
+        *("size", "budget", "runs", "lost on unseen documents: mean, largest", "within the budget"),
+        *("within 1.2 of it", "update kept", "rows replayed", "measuring, % of the time of training: mean, largest"),
+    )
+    rows = []
+    for size, budget in sorted(
+        {(cell["size"], cell["budget_bits"]) for cell in ours}, key=lambda k: (k[0] == "large", k)
+    ):
+        cells = [cell for cell in ours if (cell["size"], cell["budget_bits"]) == (size, budget)]
+        lost = [cell["ours"]["forgotten"] for cell in cells]
+        cost = [100 * cell["overhead_fraction"] for cell in cells]
+        rows.append(
+            (
+                *(size, f"{budget:g}", str(len(cells)), f"{numpy.mean(lost):.4f}, {max(lost):.4f}"),
+                *(str(sum(one <= factor * budget for one in lost)) for factor in (1.0, 1.2)),
+                f"{numpy.mean([cell['scale'] for cell in cells]):.2f}",
+                f"{numpy.mean([cell['replayed_rows'] for cell in cells]):.0f}",
+                f"{numpy.mean(cost):.2f}, {max(cost):.2f}",
+            )
         )
-        shown_table.add_row(f"ours, scale {ours['scale']:.2f}", *_cells(learned, ours))
-        for other in others:
-            shown_table.add_row(other["contender"], *_cells(learned_at(other["points"], forgotten), other))
-            if other["on_the_way"]:
-                stopped = [*other["on_the_way"], other["points"][-1]]
-                shown_table.add_row("stopping early", *_cells(learned_at(stopped, forgotten), other))
-        console.print(shown_table)
+    return heads, rows
 
 
-def _cells(learned: float, result: dict[str, Any]) -> tuple[str, str, str]:
-    return shown(learned), str(result["replayed_rows"]), shown(result["seconds"], 0)
+def _rivals(rows: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    heads = (
+        *("rival, at what ours has forgotten", "size", "runs of a search", "cells"),
+        *("ours learns more, bits per token", "in % of what ours learns", "ours ahead", "rows replayed more than ours"),
+    )
+    lines = []
+    for size in SIZES:
+        for rival in (*FAMILIES, STOPPING):
+            found = [row for row in rows if (row["rival"], row["size"]) == (rival, size)]
+            if not found:
+                continue
+            bits = interval([row["ours"] - row["learned"] for row in found])
+            percent = interval([100 * (1 - row["learned"] / row["ours"]) for row in found])
+            ahead = sum(row["ours"] > row["learned"] for row in found)
+            more = numpy.mean([row["more_rows"] for row in found])
+            lines.append(
+                (
+                    *(rival, size, str(found[0]["runs"]), str(len(found))),
+                    "{:+.3f} ({:+.3f} to {:+.3f})".format(*bits),
+                    "{:+.1f} ({:+.1f} to {:+.1f})".format(*percent),
+                    *(f"{ahead} of {len(found)}", f"{more:+.0f}"),
+                )
+            )
+    return heads, lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", nargs="+", default=list(PAIRS), choices=PAIRS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--size", default="small", choices=SIZES)
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.01, 0.02, 0.05, 0.1])
     parser.add_argument("--only", nargs="+", help="contenders; the word ours: those of --budgets")
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--table", action="store_true", help="compute no cell, only write the tables again")
+    parser.add_argument("--picture", action="store_true", help="instead: one run of the first pair, with and without")
     asked, console = parser.parse_args(), Console()
     contenders = {**FIXED, **{f"ours, budget {budget:g}": {"budget": budget} for budget in asked.budgets}}
+    if asked.picture:
+        picture(Scene(asked.pairs[0], asked.size, asked.seeds[0]), asked.budgets[0], asked.steps)
+        return
     only = asked.only or [*FIXED, "ours"]
     contenders = {
-        name: what for name, what in contenders.items() if name in only or ("ours" in only and "budget" in what)
+        name: what for name, what in contenders.items() if name in only or ("ours" in only and name.startswith("ours"))
     }
     path = RESULTS / "retention.json"
-    results = json.loads(path.read_text())["results"] if path.is_file() else []
+    before = json.loads(path.read_text()) if path.is_file() else {"results": [], "commands": []}
+    results, commands = before["results"], [*before["commands"]]
     done = {tuple(result[key] for key in KEYS) for result in results}
-    for pair in asked.pairs:
-        for seed in asked.seeds:
-            todo = {name: what for name, what in contenders.items() if (pair, seed, name, asked.steps) not in done}
-            scene = Scene(pair, seed) if todo else None
+    for seed in asked.seeds:
+        for pair in asked.pairs:
+            cells = [(pair, asked.size, seed, name, asked.steps) for name in contenders]
+            todo = {one[3]: contenders[one[3]] for one in cells if one not in done and not asked.table}
+            scene = Scene(pair, asked.size, seed) if todo else None
             for number, (name, what) in enumerate(todo.items(), start=1):
-                console.print(f"{pair}, seed {seed}: {name} ({number} of {len(todo)})", soft_wrap=True)
+                console.print(f"{pair}, {asked.size}, seed {seed}: {name} ({number} of {len(todo)})", soft_wrap=True)
                 results.append(cell(scene, name, what, asked.steps))
-                write_result("retention", command_line(), {"rate": RATE, "results": results})
-    table(results, console)
+                commands = [*dict.fromkeys([*commands, command_line()])]
+                _write(results, commands)
+    _write(results, commands)
+    for heads, rows in summary(results).values():
+        found = Table(*heads)
+        for row in rows:
+            found.add_row(*row)
+        console.print(found)
+
+
+def _write(results: list[dict[str, Any]], commands: list[str]) -> None:
+    """``commands``: all that cells are of."""
+    tables = {name: {"heads": heads, "rows": rows} for name, (heads, rows) in summary(results).items()}
+    found = {"rate": RATE, "batch": BATCH, "commands": commands, "tables": tables, "results": results}
+    write_result("retention", commands[0], found)
 
 
 if __name__ == "__main__":

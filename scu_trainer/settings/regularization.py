@@ -195,8 +195,9 @@ class RetentionSettings:
 
     retain: Optional[str] = option(
         None,
-        "text that must not be forgotten: an embedded name, a file, a folder or a Hub id, as for dataset; its "
-        "documents are split into one part to measure on, one to train on, and one for the verdict",
+        "text that must not be forgotten: an embedded name, a file, a folder or a Hub id, as for dataset, or sampled: "
+        "what the model writes before training; its documents are split into one part to measure on, one to train on, "
+        "and one for the verdict",
     )
     retain_budget_bits: float = option(
         0.02, "most bits per token that may be lost on it, compared with the model before training"

@@ -84,6 +84,27 @@ def test_lambda_where_there_is_too_little_to_train_on(model_dir, files, tmp_path
     assert read_rows(tmp_path / "run" / "retain_history.json")[-1]["lambda"] > 0
 
 
+def test_text_that_the_model_writes_itself(model_dir, files, tmp_path, capsys):
+    """Nobody has given any: it is written before training, and a run that goes on finds it."""
+    given = {"retain": "sampled", "retain_documents": 40}
+    code, said = begun(capsys, model_dir, files, tmp_path, **given)
+    assert code == 0, said
+    assert "lost on text that the model wrote, by replay" in said, said
+    assert "24 may be trained on, 8 give the verdict" in said
+    (path,) = (tmp_path / "cache" / "sampled").glob("*/text.jsonl")
+    assert len({row["text"] for row in read_lines(path)}) == 40
+    whole, before = read_json(tmp_path / "run" / "scu_metrics.json")["retention"], path.stat().st_mtime_ns
+    again = {"output_dir": tmp_path / "again", "resume_from_checkpoint": tmp_path / "run" / "checkpoint-4"}
+    code, said = begun(capsys, model_dir, files, tmp_path, **given, **again)
+    assert code == 0 and path.stat().st_mtime_ns == before, said
+    found = read_json(tmp_path / "again" / "scu_metrics.json")["retention"]
+    assert [found[name] for name in ("lost_bits", "scale")] == [whole[name] for name in ("lost_bits", "scale")]
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -12,8 +12,9 @@ import datasets
 import numpy
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from scu_trainer.data import Collator
+from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer
 from scu_trainer.data.text.anchor import Anchor, parted, spread
 from scu_trainer.errors import CheckpointError, ControlError, DataError
 from scu_trainer.settings import (
@@ -26,9 +27,10 @@ from scu_trainer.settings import (
 from scu_trainer.train.retention.choice import chooser
 from scu_trainer.train.retention.loop import BASE_FILE, Retention
 from scu_trainer.train.retention.replay import NO_NUMBER, Replay, joined_rows
+from scu_trainer.train.retention.sampled import sampled_text
 from scu_trainer.train.retention.verdict import SOLVED_AT, _lost
 from tests import processes
-from tests.tiny import VOCAB, Rows, llama, lora, same, trained, weights_of
+from tests.tiny import VOCAB, Rows, llama, lora, same, saved_llama, trained, weights_of
 from tests.train.test_resume import StopAt
 
 COLLATE = Collator(pad_token_id=2)
@@ -470,3 +472,20 @@ def test_ranks_agree_and_replay_rows_of_their_own(tmp_path):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+
+
+# -- text that the model writes itself ---------------------------------------------------------------------------------
+
+
+def test_sampled_text_is_decided_by_the_seed_and_leaves_the_random_numbers_alone(tmp_path):
+    tokenizer = embedded_tokenizer(default_cache_dir(None))
+    model = AutoModelForCausalLM.from_pretrained(saved_llama(tmp_path / "model"))
+    how = {"documents": 5, "tokens": 8}
+    state = torch.get_rng_state()
+    one, same_seed = (sampled_text(model, tokenizer, tmp_path / name, seed=0, **how) for name in "ab")
+    other = sampled_text(model, tokenizer, tmp_path / "a", seed=1, **how)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert one.read_text() == same_seed.read_text() != other.read_text()
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(DataError, match="neither bos nor eos; give a file of text instead"):
+        sampled_text(model, tokenizer, tmp_path / "c", seed=0, **how)

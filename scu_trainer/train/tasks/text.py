@@ -45,6 +45,7 @@ from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.retention.choice import chooser
+from scu_trainer.train.retention.sampled import SAMPLED, sampled_text
 from scu_trainer.train.tasks.common import (
     begin_model,
     checkpoints,
@@ -117,6 +118,10 @@ class TextTask:
             before_model_bytes=before_model_bytes,
             adapters=replace(CAUSAL, new_rows=new_rows),
         )
+        if job.retention.retain == SAMPLED:
+            if placement is None and settings.tuning != "qlora":
+                parts.model.to(device)
+            anchor = _sampled_anchor(job, asked.applied(job.data), parts, of_anchor)
         parts.anchor = anchor
         if anchor is not None:
             parts.load_base = functools.partial(load_for_evaluation, settings.model_name_or_path, settings)
@@ -148,10 +153,25 @@ class TextTask:
         return {name: batch[name][:, :PROBED_TOKENS] for name in MODEL_INPUTS if name in batch}
 
 
+def _sampled_anchor(job: Job, data: DataSettings, parts: TrainingComponents, how: dict[str, Any]) -> Optional[Anchor]:
+    """Of what the model writes before it is trained."""
+    path = sampled_text(
+        parts.model,
+        how["tokenizer"],
+        how["cache_dir"],
+        documents=job.retention.retain_documents,
+        tokens=data.block_size,
+        seed=how["seed"],
+    )
+    job = replace(job, retention=replace(job.retention, retain=str(path)))
+    found = _anchor(job, data, len(parts.data.train) if not data.streaming else 0, how)
+    return replace(found, name="text that the model wrote")
+
+
 def _anchor(job: Job, data: DataSettings, rows: int, how: dict[str, Any]) -> Optional[Anchor]:
     """What must not be forgotten. ``rows``: of the training data, 0 of a stream."""
     settings = job.retention
-    if not settings.acts:
+    if not settings.acts or settings.retain == SAMPLED:
         return None
     training, regularization = job.training, job.regularization
     rows_per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size

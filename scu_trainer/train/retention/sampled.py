@@ -1,0 +1,77 @@
+"""``retain: sampled``: where nobody has text of what must not be forgotten, the model writes it before it is trained.
+
+Of text that a model has drawn itself, the mean excess is the Kullback-Leibler divergence of the tuned model from it, in
+bits per token: what is kept is what the model would say, and only as much of a subject as it says of its own accord.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from scu_trainer.data.store import built_once, digest_of
+from scu_trainer.errors import DataError
+from scu_trainer.models.loading.offloaded import input_device
+
+logger = logging.getLogger("scu_trainer")
+
+SAMPLED = "sampled"
+"""What ``retain`` is then."""
+
+MOST_DOCUMENTS, MOST_TOKENS = 400, 256
+"""As many documents, each as long, at most: writing takes a forward pass for each token."""
+
+AT_ONCE = 32
+FILE = "text.jsonl"
+
+
+def sampled_text(model: nn.Module, tokenizer: Any, cache_dir: Path, *, documents: int, tokens: int, seed: int) -> Path:
+    """A file of ``documents`` texts of up to ``tokens`` tokens each, drawn at temperature 1 by ``seed``.
+
+    It is written once for these and the weights of ``model``, by one process: others wait for it, and a run that goes
+    on finds what it began with. The state of the random numbers is left as it was.
+    Raises DataError for a tokenizer that has no token to begin with.
+    """
+    documents, tokens = min(documents, MOST_DOCUMENTS), min(tokens, MOST_TOKENS)
+    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if begin is None:
+        raise DataError(
+            f"retain: {SAMPLED} needs a token that text begins with, and the tokenizer has neither bos nor eos; give a "
+            "file of text instead"
+        )
+
+    def write(folder: Path) -> None:
+        logger.info("retain: the model writes %d texts of up to %d tokens, which it is kept to", documents, tokens)
+        texts = _texts(model, tokenizer, begin, documents, tokens, seed)
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / FILE).write_text(lines, encoding="utf-8")
+
+    key = digest_of(_weights(model), documents, tokens, seed, begin)
+    return built_once(cache_dir / "sampled" / key, write) / FILE
+
+
+def _weights(model: nn.Module) -> list[list[Any]]:
+    """What tells these weights from others."""
+    return [[name, float(weight.detach().double().abs().sum())] for name, weight in model.named_parameters()]
+
+
+def _texts(model: nn.Module, tokenizer: Any, begin: int, documents: int, tokens: int, seed: int) -> Iterator[str]:
+    device, was_training = input_device(model), model.training
+    model.eval()
+    pad = begin if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": tokens}
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+            torch.manual_seed(seed)
+            for done in range(0, documents, AT_ONCE):
+                start = torch.full((min(AT_ONCE, documents - done), 1), begin, device=device)
+                given = {"input_ids": start, "attention_mask": torch.ones_like(start), "pad_token_id": pad}
+                yield from tokenizer.batch_decode(model.generate(**given, **drawn), skip_special_tokens=True)
+    finally:
+        model.train(was_training)
