@@ -33,8 +33,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.common import RESULTS, command_line, write_result
-from benchmarks.lib.memory_estimate_bench import Bench
-from benchmarks.lib.memory_estimate_cases import CASES, named, tiny
+from benchmarks.lib.memory_estimate.bench import Bench
+from benchmarks.lib.memory_estimate.cases import CASES, named, tiny
 from benchmarks.lib.memory_work import MIB
 
 NAME = "memory_estimate"

@@ -32,9 +32,9 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.outcome import finish
-from benchmarks.studies import scaling_documents, scaling_ranks, scaling_sizes
+from benchmarks.studies.scaling_parts import documents, ranks, sizes
 
-PARTS = {"ranks": scaling_ranks, "sizes": scaling_sizes, "documents": scaling_documents}
+PARTS = {"ranks": ranks, "sizes": sizes, "documents": documents}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The rules of benchmarks/loops/find_rate.py, on losses made by hand."""
+"""The rules of benchmarks/studies/find_rate.py, on losses made by hand."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.loops import find_rate
-from benchmarks.loops.find_rate import Condition, Points
+from benchmarks.studies import find_rate
+from benchmarks.studies.find_rate import Condition, Points
 from scu_trainer.train.evaluation.scoring import DocumentScores
 
 STEPS = 64

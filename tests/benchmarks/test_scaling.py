@@ -7,15 +7,14 @@ import json
 import numpy
 import pytest
 
-from benchmarks.lib import scaling_commands
-from benchmarks.studies import scaling_documents, scaling_ranks, scaling_sizes
+from benchmarks.studies.scaling_parts import commands, documents, ranks, sizes
 from scu_trainer.data.store import open_arrow
 
 
 def ranks_run(seconds: float, bits: float = 5.0) -> dict:
-    steps = scaling_ranks.WARM_UP_STEPS + 4
+    steps = ranks.WARM_UP_STEPS + 4
     return {
-        "step_s": [9.0] * scaling_ranks.WARM_UP_STEPS + [seconds] * 3,
+        "step_s": [9.0] * ranks.WARM_UP_STEPS + [seconds] * 3,
         "step_tokens": [100] * steps,
         "held_out_bits": bits,
     }
@@ -23,7 +22,7 @@ def ranks_run(seconds: float, bits: float = 5.0) -> dict:
 
 def test_two_ranks_against_one_and_ours_against_stock():
     seconds = {"stock 1": 1.0, "stock 2": 0.625, "ours 1": 0.5, "ours 2": 0.25}
-    grid, figures = scaling_ranks.summary([{name: ranks_run(s) for name, s in seconds.items()}])
+    grid, figures = ranks.summary([{name: ranks_run(s) for name, s in seconds.items()}])
     found = {name: one.value for name, one in figures.items()}
     assert found == pytest.approx(
         {
@@ -38,16 +37,16 @@ def test_two_ranks_against_one_and_ours_against_stock():
 
 
 def test_ranks_share_the_rows_of_one():
-    whole = scaling_ranks.FULL
+    whole = ranks.FULL
     shared = whole.among(2)
     assert shared.token_rows().lengths == whole.token_rows().lengths
     assert shared.step_rows * 2 == whole.step_rows and shared.batch_rows == whole.batch_rows
 
 
 def test_turns_are_told_apart_by_job():
-    early = [9.0] * scaling_sizes.WARM_UP_TURNS
+    early = [9.0] * sizes.WARM_UP_TURNS
     first, second = [*early, 1.0, 2.0], [*early, 3.0]
-    assert scaling_sizes.by_job([*first, None, *second]) == [[1.0, 2.0], [3.0]]
+    assert sizes.by_job([*first, None, *second]) == [[1.0, 2.0], [3.0]]
 
 
 def test_tokens_per_second_relative_to_the_first_point_of_stock():
@@ -56,28 +55,28 @@ def test_tokens_per_second_relative_to_the_first_point_of_stock():
         bits = {"stock": 5.0, "ours": 5.0}
         return {"series": "block", "size": size, "step_tokens": tokens, "step_s": seconds, "held_out_bits": bits}
 
-    grid, figures = scaling_sizes.summary([result(128, 100, 1.0, 2.0), result(256, 200, 1.0, 0.5)])
+    grid, figures = sizes.summary([result(128, 100, 1.0, 2.0), result(256, 200, 1.0, 0.5)])
     assert [row[1:4] for row in grid.rows] == [["1.00", "0.50", "0.50"], ["2.00", "4.00", "2.00"]]
     assert figures["ours / stock at the largest block"].value == 2.0
 
 
 def test_every_point_takes_whole_rows_of_its_block():
-    for point in scaling_sizes.points(quick=True):
+    for point in sizes.points(quick=True):
         assert set(point.job.token_rows().lengths) == {int(point.job.lengths.median)}
 
 
 def test_the_file_holds_as_many_documents_as_asked_for(tmp_path):
-    count = scaling_documents.MOST_ROWS_PER_BATCH + 7
-    scaling_documents.write_documents(tmp_path / "rows.arrow", count)
+    count = documents.MOST_ROWS_PER_BATCH + 7
+    documents.write_documents(tmp_path / "rows.arrow", count)
     rows = open_arrow(tmp_path / "rows.arrow")
     assert len(rows) == count and rows[count - 1]["documents"] == [count - 1]
     assert all(len(row["input_ids"]) == row["length"] for row in rows.select([0, count // 2, count - 1]))
 
 
-@pytest.mark.parametrize("contender", scaling_documents.CONTENDERS)
+@pytest.mark.parametrize("contender", documents.CONTENDERS)
 def test_a_contender_trains_saves_and_goes_on(tmp_path, contender):
-    scaling_documents.write_documents(tmp_path / "rows.arrow", 200)
-    found = scaling_documents.trained(contender, str(tmp_path / "rows.arrow"))
+    documents.write_documents(tmp_path / "rows.arrow", 200)
+    found = documents.trained(contender, str(tmp_path / "rows.arrow"))
     assert found["first_step_s"] > 0 and found["resumed_s"] > 0
     assert (found["checkpoint_bytes"] > 200 * 20) == (contender == "ours")
 
@@ -89,15 +88,15 @@ def test_bytes_per_document_are_above_the_smallest_number():
         for contender, each in (("stock", 40), ("ours", 20))
         for count in (10, 1000)
     ]
-    _, figures = scaling_documents.summary(results)
+    _, figures = documents.summary(results)
     assert figures["held bytes per document, ours"].value == 20
     assert figures["peak bytes per document, stock"].value == 40
 
 
-@pytest.mark.parametrize("kind", scaling_commands.FORMATS)
+@pytest.mark.parametrize("kind", commands.FORMATS)
 def test_a_file_repeats_the_distinct_documents(tmp_path, kind):
-    path, count = tmp_path / f"documents.{kind}", scaling_commands.DISTINCT + 3
-    scaling_commands.write_texts(path, count)
+    path, count = tmp_path / f"documents.{kind}", commands.DISTINCT + 3
+    commands.write_texts(path, count)
     if kind == "jsonl":
         texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
     else:
@@ -105,4 +104,4 @@ def test_a_file_repeats_the_distinct_documents(tmp_path, kind):
 
         texts = parquet.read_table(path)["text"].to_pylist()
     assert len(texts) == count and texts[:3] == texts[-3:]
-    assert len(numpy.unique(texts)) == scaling_commands.DISTINCT
+    assert len(numpy.unique(texts)) == commands.DISTINCT

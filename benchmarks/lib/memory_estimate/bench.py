@@ -17,10 +17,10 @@ from typing import Any, Optional
 
 import psutil
 
-from benchmarks.lib.memory_estimate_cases import Case, flags_of, make_model
+from benchmarks.lib.memory_estimate.cases import Case, flags_of, make_model
 from benchmarks.lib.memory_work import EXACT_MEMORY, MIB
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHARES = (0.8, 0.9, 0.95, 1.05, 1.2)
 OUT_OF_MEMORY = (
     "can't allocate memory",
@@ -56,7 +56,7 @@ class Bench:
         """One training in a fresh process. ``code``, ``error`` (its last words) and, where it ended well, ``bytes``."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             facts, output_dir = Path(folder) / "facts.json", Path(folder) / "run"
-            script = str(Path(__file__).with_name("memory_estimate_run.py"))
+            script = str(Path(__file__).with_name("run.py"))
             command = [sys.executable, script, str(facts), *options, *flags, "--output_dir", str(output_dir)]
             environment = {**os.environ, **(allocator or {}), "OMP_NUM_THREADS": str(threads), **NO_SPINNING}
             begun_s = time.monotonic()

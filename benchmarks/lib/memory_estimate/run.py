@@ -1,6 +1,6 @@
 """One training of memory_estimate.py, in a process of its own, which may be held to a limit.
 
-    python benchmarks/lib/memory_estimate_run.py FACTS [--limitable] [--limit_bytes N] FLAGS...
+    python benchmarks/lib/memory_estimate/run.py FACTS [--limitable] [--limit_bytes N] FLAGS...
 
 FLAGS are those of ``scu-trainer train``. FACTS: file that gets what was seen. ``--limitable``: without oneDNN, which
 may crash where memory ends, and with a warm-up that makes the threads. ``--limit_bytes``: what the process may then
@@ -19,7 +19,7 @@ from typing import Any, Optional
 import torch
 from transformers import TrainerCallback
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks.lib.memory_work import limit_memory
 from scu_trainer.cli.train import main as train

@@ -1,6 +1,6 @@
 """Do short trainings find the learning rate of a long one? Held against the best of a whole grid.
 
-    python benchmarks/loops/find_rate.py [--only SUBSTRING ...] [--report]
+    python benchmarks/studies/find_rate.py [--only SUBSTRING ...] [--report]
 
 A condition is a small job: a Llama of 1.2 million weights that knows Python's documentation learns another text. Each
 rate of a grid (factor 2) trains it to the end, and also a quarter and half of the steps, with a schedule that is as

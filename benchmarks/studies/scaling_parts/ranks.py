@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks.lib.memory_work import Lengths, Shape, TokenRows
 from benchmarks.lib.outcome import Figure, Grid, figure

@@ -20,8 +20,8 @@ from transformers import Trainer, TrainerCallback
 from benchmarks.lib.common import quiet, scratch_arguments
 from benchmarks.lib.memory_work import MIB, Shape, in_fresh_process, pad
 from benchmarks.lib.outcome import Figure, Grid, figure
-from benchmarks.lib.scaling_commands import FORMATS, streamed
 from benchmarks.lib.text_job import LOOPS
+from benchmarks.studies.scaling_parts.commands import FORMATS, streamed
 from scu_trainer import SCUTrainer
 from scu_trainer.data.store import open_arrow, write_arrow
 from scu_trainer.data.text.packing import MOST_ROWS_PER_BATCH, training_schema
