@@ -74,6 +74,6 @@ def test_the_readme_shows_what_the_main_job_printed():
 
 def test_what_the_main_job_said_is_cut_out_of_its_output():
     table = ["trained 2 steps", "┌──┬──┐", "│  │  │", "└──┴──┘"]
-    assert said("\n".join(["step 2/2", *table, "┌──┐", "└──┘", "next: eval"])) == table
+    assert said("\n".join(["step 2/2", table[0] + "    ", *table[1:], "┌──┐", "└──┘", "next: eval"])) == table
     with pytest.raises(RuntimeError, match="no table"):
         said("step 1/2")

@@ -94,10 +94,10 @@ def recorded(run: Path, output: str, picture: Path | None) -> dict[str, Any]:
 
 def said(output: str) -> list[str]:
     """The lines from "trained N steps" to the end of the table that follows."""
-    found = re.search(r"^trained \d+ steps\n.*?^└[^\n]*", output, re.MULTILINE | re.DOTALL)
+    found = re.search(r"^trained \d+ steps *\n.*?^└[^\n]*", output, re.MULTILINE | re.DOTALL)
     if found is None:
         raise RuntimeError(f"no table of what was held out in: {output[-2000:]}")
-    return found[0].splitlines()
+    return [line.rstrip() for line in found[0].splitlines()]
 
 
 def main() -> int:
