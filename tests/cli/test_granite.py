@@ -7,8 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.lib.granite import granite_h_1b
-from benchmarks.studies.granite_plan import CARDS, RECIPE, planned
+from benchmarks.studies.granite_plan import CARDS, RECIPE, granite_h_1b, planned
 from scu_trainer.cli import train
 from scu_trainer.data import default_cache_dir, embedded_tokenizer
 
