@@ -40,8 +40,7 @@ class _Embedding(torch.autograd.Function):
         weight, ids, pad = ctx.weight, ctx.ids, ctx.padding_idx
         rows, words = gradient.reshape(-1, weight.size(1)), ids.reshape(-1)
         if pad is not None:
-            learned = (words != pad).nonzero().squeeze(1)
-            rows, words = rows.index_select(0, learned), words.index_select(0, learned)
+            rows = rows.masked_fill((words == pad).unsqueeze(1), 0.0)
         if may_add_to_gradient(weight, ctx, 0):
             weight.grad.index_add_(0, words, rows.to(weight.dtype))
             return None, None, None
