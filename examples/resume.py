@@ -30,7 +30,7 @@ print("killed; checkpoints:", sorted(path.name for path in RUN.glob("checkpoint-
 # %% [markdown]
 # ## The same command again
 #
-# It finds the newest checkpoint that is complete, and goes on with the weights, the optimizer, the order of the rows
+# It finds the newest checkpoint that is complete, and restores the weights, the optimizer, the order of the rows
 # and the random numbers of a run that was never stopped: bit for bit, on a CPU. `--no_resume` starts another run.
 
 # %%

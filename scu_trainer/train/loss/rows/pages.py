@@ -7,6 +7,7 @@ of 2 MiB. A buffer kept between micro-batches would save as much and would be mi
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from collections.abc import Sequence
@@ -38,5 +39,6 @@ def _is_worth_it(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool
 def _mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Raises OSError (ENOMEM) where memory is short, which counts as out of memory."""
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # advice: a kernel without huge pages takes ordinary ones
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(*shape)
