@@ -15,7 +15,7 @@ best of its points at equal forgetting, between the scales by monotone cubics: i
 documents would choose, which nobody has in practice. Ours is one point per budget, with the scale that it chose itself
 on other documents.
 
-A cell is a pair, a size, a seed and a contender, half a minute on one core. Cells that results/retention.json has are
+A cell is a pair, a size, a seed and a contender. Cells that results/retention.json has are
 not computed again: a run that was stopped goes on.
 """
 
