@@ -22,6 +22,7 @@ TYPED = {
     "0.25": "an amount in a command",
     "0.693": "bits in a nat",
     **dict.fromkeys(("0.85", "0.98", "0.90", "0.95"), "shares of the peak: a profile that was taken once"),
+    **dict.fromkeys(("0.7", "1.35", "0.115"), "the second look at the kernel, taken once"),
 }
 """Decimals that are no figure of a results file."""
 

@@ -122,9 +122,9 @@ def test_a_file_in_another_layout_is_taken_over(tmp_path):
 def test_a_foreign_file_is_refused_and_left_alone(tmp_path, content):
     path = tmp_path / "history.json"
     path.write_text(content)
-    with pytest.raises(StorageError, match="no history"):
+    with pytest.raises(StorageError, match="not a history"):
         History(path)
-    with pytest.raises(StorageError, match="no history"):
+    with pytest.raises(StorageError, match="not a history"):
         read_rows(path)
     assert path.read_text() == content
 

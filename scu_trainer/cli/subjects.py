@@ -198,8 +198,9 @@ def held_out_settings(subject: Subject, typed: dict[str, Any], seed: int) -> tup
             own = {name: value for name, value in own.items() if name not in WHICH_DOCUMENTS}
         return DataSettings(**{**own, **typed}), subject.run["seed"]
     if not {"dataset", "eval_dataset"} & {*typed}:
-        found = "belongs to no run" if Path(subject.source).exists() else "is not a folder here, and a Hub id "
-        "has no run"
+        found = (
+            "belongs to no run" if Path(subject.source).exists() else "is not a folder here, and a Hub id has no run"
+        )
         raise DataError(
             f"{subject.name} {found}, so it is unknown which documents were held out; add --dataset NAME_OR_PATH to "
             "score a split of it, or --eval_dataset NAME_OR_PATH to score all of it"

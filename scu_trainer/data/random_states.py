@@ -79,7 +79,7 @@ def _spare() -> Any:
 
 def _of_numpy() -> dict[str, Any]:
     """``numpy.random.get_state``; the one of before where nothing was drawn since. A normal number that waits to be
-    handed out lies elsewhere: where there was one the state is read anew."""
+    handed out lies elsewhere: where there was one the state is read again."""
     global _last_read
     generator = numpy.random.get_bit_generator()
     memory = _memory_of(generator)

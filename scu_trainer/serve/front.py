@@ -45,7 +45,7 @@ class Front:
         try:
             asked = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise BadRequest("the body is no JSON") from error
+            raise BadRequest("the body is not JSON") from error
         return json.dumps(self.asker.forwarded(request.url.path, asked)).encode()
 
 

@@ -215,8 +215,8 @@ def test_a_port_in_use_is_one_line(capsys):
     ("words", "said"),
     [
         (("--host", "192.0.2.1"), "add --allow_network"),
-        (("--host", "0.0.0.0", "--allow_network"), "give the one that is to be used"),
-        (("--host", "::"), "give the one that is to be used"),
+        (("--host", "0.0.0.0", "--allow_network"), "give the one to use"),
+        (("--host", "::"), "give the one to use"),
         (("--host", "example.org"), "give an address of this machine"),
         (("--port", "70000"), "give 1 to 65535"),
     ],

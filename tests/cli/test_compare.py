@@ -177,7 +177,7 @@ def test_the_list_of_arms_follows_the_job(config, capsys):
         (["--seeds", "1", "1"], "seeds are 1 1; give different whole numbers"),
         (["--confidence", "95"], "confidence is 95; it must be at least 0.5 and below 1, such as 0.95"),
         (["--jobs", "0"], "jobs is 0; it must be 1 or more"),
-        (["--reference", "model"], "reference 'model' is no arm; arms: none, fixed_3"),
+        (["--reference", "model"], "reference 'model' is not an arm; arms: none, fixed_3"),
         (["--reference", "fixed"], "(did you mean 'fixed_3'?)"),
         (["--learning_rat", "1"], "unknown option --learning_rat (did you mean 'learning_rate'?)"),
         (["--arm", "mine:scu_kpp=1"], "arm mine: unknown option --scu_kpp (did you mean 'scu_kp'?)"),

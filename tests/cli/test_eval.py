@@ -214,7 +214,7 @@ def test_changed_data_are_pointed_out(evaluate, broken_run, tmp_path):
     longer = write_documents(tmp_path / "longer.jsonl", DOCUMENTS + 4)
     described["configuration"]["dataset"] = str(longer)
     write_json(broken_run / "training_config.json", described)
-    assert "another fingerprint than when" in evaluate(broken_run)["notes"][0]
+    assert "a different fingerprint than when" in evaluate(broken_run)["notes"][0]
 
 
 def test_a_chat_template_file_is_no_longer_needed(evaluate, broken_run):
@@ -340,7 +340,7 @@ def test_help_needs_no_torch():
         (["{lora}", "--stride", "65"], "stride 65 exceeds max_length 64, so tokens would be left out; use --stride 64"),
         (["{lora}", "--max_length", "129"], "windows of 129 tokens exceed the 128 positions of {lora}; use --max_len"),
         (["{lora}", "--max_length", "32", "--block_size", "32"], "max_length and block_size both say"),
-        (["{model}", "--against", "base"], "{model} is neither an adapter nor of a run"),
+        (["{model}", "--against", "base"], "{model} is neither an adapter nor part of a run"),
         (["{lora}", "--against", "./missing"], "'./missing' does not exist"),
         (["{lora}", "--agianst", "base"], "unknown option --agianst (did you mean 'against'?)"),
         (["{lora}", "another"], "unrecognized arguments: another"),

@@ -249,8 +249,11 @@ def test_an_adapter_without_its_run_is_asked_its_tasks_beside_base_and_merged(ev
         (["--tasks", ","], "tasks is empty"),
         (["--limit", "3"], "limit belongs to tasks of lm-evaluation-harness; add --tasks NAME"),
         (["--tasks", "first_or_second", "--limit", "2.5"], "limit is 2.5; give a whole number of questions"),
-        (["--tasks", "first_or_second", "--stride", "9"], "stride is for held-out documents, and only tasks are asked"),
-        (["--tasks", "first_or_second", "--include_path", "/gone"], "include_path '/gone' is no folder"),
+        (
+            ["--tasks", "first_or_second", "--stride", "9"],
+            "stride is for held-out documents, and you asked only for tasks",
+        ),
+        (["--tasks", "first_or_second", "--include_path", "/gone"], "include_path '/gone' is not a folder"),
     ],
 )
 def test_tasks_that_cannot_be_asked(refused, work, words, message, monkeypatch):

@@ -49,7 +49,7 @@ def test_hardware_config_is_the_same_under_its_own_name(here, capsys):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("there.yaml", "is there already"), ("a.json", "is YAML"), ("/nowhere/a.yaml", "does not exist")],
+    [("there.yaml", "already exists"), ("a.json", "is YAML"), ("/nowhere/a.yaml", "does not exist")],
 )
 def test_a_place_that_cannot_be_is_refused_before_anything_is_planned(here, capsys, name, message):
     (here / "there.yaml").write_text("")

@@ -170,7 +170,7 @@ def test_trl_and_unsloth_keep_their_defaults():
         ("learning_rate: 1\n", "no key of it is one of TRL, LLaMA-Factory, Axolotl or Unsloth's alone"),
         ("stage: sft\nfinetuning_type: oft\n", "finetuning_type: oft is not an adapter type"),
         ("stage: sft\nfinetuning_type: full\nquantization_bit: 4\n", "without adapters nothing would be trained"),
-        ("base_model: a\nsequence_len: 9\ndatasets: x\n", "datasets: it is no list of datasets"),
+        ("base_model: a\nsequence_len: 9\ndatasets: x\n", "datasets: it is not a list of datasets"),
         ("base_model: a\nsequence_len: 9\nval_set_size: 200\n", "200 is a number of documents"),
         ("base_model: a\nadapter: lora\nlora_r: x\n", "--lora_r: invalid int value"),
     ],
@@ -198,7 +198,7 @@ def test_a_secret_is_not_copied(here, capsys):
 def test_no_file_is_overwritten(here, capsys):
     (here / "job.yaml").write_text("mine")
     assert cli.main(["import", str(FOLDER / "trl/sft.yaml"), "--output", "job.yaml"]) == 2
-    assert (here / "job.yaml").read_text() == "mine" and "is here already" in capsys.readouterr().err
+    assert (here / "job.yaml").read_text() == "mine" and "already exists" in capsys.readouterr().err
 
 
 def test_a_file_of_another_program_trains_as_it_is_where_nothing_is_lost(here):

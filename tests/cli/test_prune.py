@@ -71,7 +71,7 @@ def test_what_cannot_be_pruned_is_refused(model_dir, documents, flags, tmp_path,
     assert "is an adapter; merge it first" in refused(capsys, tmp_path / "run")
     assert "add --dataset NAME" in refused(capsys, model_dir)
     assert "allowed: above 0 and below 1" in refused(capsys, model_dir, "--amount", "1.5")
-    assert "is no folder here" in refused(capsys, "owner/model")
+    assert "is not a folder here" in refused(capsys, "owner/model")
     cadence = tmp_path / "cadence"
     cadence.mkdir()
     (cadence / "config.json").write_text('{"model_type": "cadence"}')
@@ -81,5 +81,5 @@ def test_what_cannot_be_pruned_is_refused(model_dir, documents, flags, tmp_path,
 def test_nothing_is_left_where_it_fails(model_dir, documents, tmp_path, capsys):
     output = tmp_path / "small"
     words = [model_dir, "--dataset", documents, "--block_size", 64, "--amount", "0.001", "--output", output]
-    assert "takes nothing away (neurons 64, heads 2)" in refused(capsys, *words)
+    assert "removes nothing (neurons 64, heads 2)" in refused(capsys, *words)
     assert not output.exists() and not list(tmp_path.glob("small*"))

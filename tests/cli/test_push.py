@@ -99,7 +99,7 @@ def test_a_comparison_is_not_a_run(tmp_path, capsys):
 
 
 def test_something_else_than_a_folder(capsys):
-    assert "me/model is no folder here" in refused(capsys, "me/model", "--repo_id", "me/x", "--dry_run")
+    assert "me/model is not a folder here" in refused(capsys, "me/model", "--repo_id", "me/x", "--dry_run")
 
 
 def test_it_answers_without_torch(run):

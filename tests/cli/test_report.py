@@ -115,7 +115,7 @@ def test_foreign_files_are_never_overwritten(capsys, tmp_path):
     folder.mkdir()
     (folder / "index.html").write_text("mine")
     message = refused(capsys, run, "--output", folder)
-    assert "index.html is there and no report of ours wrote it" in message and "--output" in message
+    assert "index.html exists and was not written by scu-trainer report" in message and "--output" in message
     (folder / "index.html").rename(folder / "report.json")
     assert "not valid JSON" in refused(capsys, run, "--output", folder)
     assert [path.name for path in folder.iterdir()] == ["report.json"]
@@ -165,8 +165,8 @@ def test_a_report_knows_its_files_again_whatever_the_runs_are_called(capsys, tmp
         (tmp_path / "out" / "not-ours.png").write_text("mine")
     assert {path.name for path in (tmp_path / "out").glob("*.yaml")} == {"repeat-1-my-run.yaml", "repeat-2-run.yaml"}
     *_, count, letters = capsys.readouterr().out.splitlines()
-    assert f"{len(PLOTS)} files of plots" in count, "of the report's own"
-    assert letters.startswith("not drawn: 实验 in PNG files")
+    assert f"{len(PLOTS)} plot files" in count, "of the report's own"
+    assert letters.startswith("not drawn: 实验 are missing from the font of the PNG files")
 
 
 def waiting(folder):
@@ -179,7 +179,7 @@ def waiting(folder):
 def test_a_report_never_takes_the_place_of_a_run_that_waits(capsys, tmp_path, quick):
     run = waiting(tmp_path / "run")
     for more in ((), ("--output", run), ("--output", run / "report")):
-        assert "has not begun to train" in refused(capsys, run, *more)
+        assert "has not started to train" in refused(capsys, run, *more)
     assert command.main([str(run), "--output", str(tmp_path / "out")]) == 0
     assert {path.name for path in run.iterdir()} == {"run.json", "background"}
 
@@ -276,7 +276,7 @@ def test_ctrl_c_leaves_a_page_that_stays_as_it_is(tmp_path, capsys, quick):
     assert "data-reload-s" not in (run / "report" / "index.html").read_text()
     assert "report: " in capsys.readouterr().out
     assert command.main([str(tmp_path / "none"), "--watch"], sleep=interrupt_at_once) == 0
-    assert "nothing has begun yet" in capsys.readouterr().out and not (tmp_path / "none").exists()
+    assert "no run has started yet" in capsys.readouterr().out and not (tmp_path / "none").exists()
 
 
 def interrupt_at_once(seconds: float) -> None:

@@ -81,7 +81,7 @@ def test_one_that_fails_does_not_lose_the_others():
         (["--seeds", "0", "1", "--seed", "3"], "seed and seeds are both given"),
         (["--seeds", "1", "1"], "give different ones"),
         (["--seeds", "a"], "invalid int value"),
-        (["--seeds", "0", "1", "--push_to_hub", "--hub_model_id", "a/b"], "push_to_hub would put every seed"),
+        (["--seeds", "0", "1", "--push_to_hub", "--hub_model_id", "a/b"], "push_to_hub would overwrite each seed"),
     ],
 )
 def test_what_does_not_go_together_is_refused(job, words, message, capsys, tmp_path):

@@ -110,7 +110,7 @@ def test_one_is_printed_copied_or_named(elsewhere, capsys):
     [
         (["resnett"], "did you mean 'resnet'?"),
         (["--copy", "x.yaml"], "which one?"),
-        (["resnet", "--copy", "there.yaml"], "there.yaml is there already"),
+        (["resnet", "--copy", "there.yaml"], "there.yaml already exists"),
         (["resnet", "--copy", "no/folder/x.yaml"], "there is no folder no/folder"),
         (["resnet", "--copy", "x.yaml", "--path"], "not allowed with"),
     ],

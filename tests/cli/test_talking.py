@@ -64,7 +64,7 @@ def test_a_conversation_with_its_commands(talker, monkeypatch, tmp_path):
     said = screen.getvalue()
     turns = [json.loads(line) for line in place.read_text().splitlines()]
     assert [turn["role"] for turn in turns] == ["user", "assistant"] * 2 and turns[2]["content"] == "and now?"
-    assert "said.jsonl is there already" in said and "/rest is no command" in said and "did you mean 'reset'" in said
+    assert "said.jsonl already exists" in said and "/rest is not a command" in said and "did you mean 'reset'" in said
     assert "greedy: each token is the most likely one" in said and "system message: be brief" in said
     assert "tokens, the first after" in said and "per second" in said
     assert one.conversations == [[{"role": "system", "content": "be brief"}]]

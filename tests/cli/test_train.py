@@ -122,10 +122,10 @@ def test_scu_can_be_switched_off(capsys):
         ("target_headroom_gb: lots", "target_headroom_gb is 'lots'"),
         ("max_batch_size: 4\nmin_batch_size: 8", "min_batch_size 8 exceeds max_batch_size 4"),
         ("scu_target_s: 1.5", "must lie between 0 and 1"),
-        ("seed: 1\nseed: 2", "stands there twice"),
+        ("seed: 1\nseed: 2", "key 'seed' appears twice"),
         ("- a\n- b", "holds list"),
         ("", "holds nothing"),
-        ("a: [", "no valid YAML"),
+        ("a: [", "not valid YAML"),
         ("streaming: true", "give max_steps"),
         ("scu_target_s: auto", "set eval_strategy"),
         ("fp16: true\nuse_cpu: true", "fp16"),
@@ -274,7 +274,7 @@ def test_six_steps_are_three_and_resume_and_three(flags, tmp_path):
 
 def test_resuming_from_nothing_is_refused(capsys, flags, tmp_path):
     assert "holds no checkpoint-N" in refused(capsys, with_value(flags, "resume_from_checkpoint", "true"))
-    assert "is no checkpoint" in refused(capsys, with_value(flags, "resume_from_checkpoint", tmp_path))
+    assert "is not a checkpoint" in refused(capsys, with_value(flags, "resume_from_checkpoint", tmp_path))
     assert not (tmp_path / "run").exists()
 
 

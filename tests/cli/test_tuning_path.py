@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from scu_trainer.cli import train
 from scu_trainer.cli.planning.paths import train_on_a_path
 from scu_trainer.errors import RequirementError
+from scu_trainer.hardware import precision
 from tests import tiny
 
 
@@ -24,6 +25,8 @@ def model(tmp_path_factory):
 @pytest.fixture
 def run(model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    # Whatever this machine is: without bf16 instructions nobody is offered bfloat16 weights.
+    monkeypatch.setattr(precision, "cpu_facts", lambda found: precision.DeviceFacts("cpu", True, None, "this CPU"))
 
     def start(**changes):
         flags = {
@@ -115,5 +118,5 @@ def test_the_same_command_goes_on_with_the_way_that_it_had(run, tmp_path, monkey
 
 def test_several_processes_are_sent_to_the_planner():
     job = SimpleNamespace(training=SimpleNamespace(world_size=2))
-    with pytest.raises(RequirementError, match="ask scu-trainer plan"):
+    with pytest.raises(RequirementError, match="run scu-trainer plan"):
         train_on_a_path(None, [], job, train.main)

@@ -284,7 +284,7 @@ def test_what_composes_and_what_does_not():
     assert check_methods(("none",)) is None
     assert check_methods(NAMES[:3]) is None
     assert "both choose samples by difficulty" in check_methods(("acmds", "token_budget", "infobatch"))
-    assert "'token_budget' stands beside it" in check_methods(("none", "token_budget"))
+    assert "'token_budget' is set too" in check_methods(("none", "token_budget"))
     assert "'acmds' is named 2 times" in check_methods(("acmds", "acmds"))
 
 

@@ -531,7 +531,8 @@ def test_names_that_are_not_num_classes_are_refused(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dataset", "message"), [("nowhere", "'nowhere' is no folder"), ("empty", "has no manifest.jsonl or manifest.csv")]
+    ("dataset", "message"),
+    [("nowhere", "'nowhere' is not a folder"), ("empty", "has no manifest.jsonl or manifest.csv")],
 )
 def test_what_is_no_folder_of_recordings_is_refused(tmp_path, dataset, message):
     (tmp_path / "empty").mkdir()

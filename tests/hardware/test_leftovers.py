@@ -212,7 +212,7 @@ def test_all_that_is_free_goes_and_results_stay(words, tmp_path, cache, capsys):
     assert hardware.main([*words, "--yes"]) == 0
     printed = capsys.readouterr().out
     assert "sum" in printed and "freed  3,500 bytes in all" in printed
-    assert re.search(r"the file system at \S+ has [+-][\d,]+ bytes free", printed)
+    assert re.search(r"the filesystem at \S+ has [+-][\d,]+ bytes free", printed)
     run = tmp_path / "runs" / "a"
     assert {path.name for path in run.iterdir()} - {"_run.lock"} == {
         "checkpoint-1",

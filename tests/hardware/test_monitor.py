@@ -178,7 +178,7 @@ def test_a_row_that_was_cut_by_a_kill_is_cut_off(tmp_path, kept):
 def test_a_file_with_other_columns_is_left_alone(tmp_path):
     path = tmp_path / "m.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(StorageError, match="holds other columns"):
+    with pytest.raises(StorageError, match="has columns that do not match"):
         CsvLog(str(path)).append(READING)
     assert path.read_text() == "a,b\n1,2\n"
 

@@ -87,7 +87,7 @@ def test_a_gpu_whose_users_nobody_knows_says_so(capsys, monkeypatch):
     machine = replace(machine, gpus=(Gpu("cuda", 0, "Card", 24 * GIB, 20 * GIB, "8.6", None),))
     monkeypatch.setattr(subject, "profile", lambda *arguments, **options: machine)
     assert hardware.main(["profile"]) == 0
-    assert "who else uses it is not known" in " ".join(capsys.readouterr().out.split())
+    assert "unknown whether anything else uses it" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_screen_of_80_columns_holds_it(capsys, monkeypatch):

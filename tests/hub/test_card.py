@@ -153,7 +153,9 @@ def test_an_edited_card_of_merged_weights_is_kept_too(merged, capsys):
 def test_scores_of_another_training_in_the_same_folder_are_not_claimed(merged, run, capsys):
     (run / "adapter_model.safetensors").write_bytes(b"trained again")
     assert dry_run(merged) == 2
-    assert "that was trained again, and its scores are not those of the merged weights" in capsys.readouterr().err
+    assert (
+        "the adapter was trained again, and its scores are not those of the merged weights" in capsys.readouterr().err
+    )
 
 
 def test_a_card_that_was_edited_is_kept(run):

@@ -130,7 +130,7 @@ def test_a_model_that_lies_in_parts_is_not_asked():
         model = AutoModelForCausalLM.from_config(tiny.llama().config)
     assert not can_be_asked(model)
     chosen = Packing.expected(DataSettings(), model.config).asked_of(model, tiny.VOCAB)
-    assert chosen.isolates and "cannot be asked; others of its family" in chosen.line()
+    assert chosen.isolates and "cannot be tested; others of its family" in chosen.line()
     unknown = AutoConfig.for_model("cohere")
     chosen = Packing.expected(DataSettings(), unknown).asked_of(model, tiny.VOCAB)
     assert not chosen.isolates and "its family was not measured" in chosen.line()

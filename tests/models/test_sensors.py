@@ -392,7 +392,7 @@ def test_a_model_gets_a_new_head_for_other_classes(tmp_path):
     assert torch.equal(same.classifier.weight, stored.classifier.weight) and len(lines) == 1
     for names in (["a", "b", "c"], ["a", "b", "c", "d"]):
         other, lines = make_trident(settings, own(), Heads(names), SHAPES, CPU)
-        assert other.classifier.weight.shape[0] == len(names) and "head is made again" in lines[1]
+        assert other.classifier.weight.shape[0] == len(names) and "head is replaced" in lines[1]
         assert not torch.equal(other.classifier.weight[:3], stored.classifier.weight[:3])
         kept = other.trident.fusion.queries, stored.trident.fusion.queries
         assert torch.equal(*kept) and other.config.id2label[0] == "a"
@@ -441,8 +441,8 @@ def tuned(settings: ModelSettings):
     return prepare_for_tuning(model, settings, adapter_plan(model))
 
 
-def trained(model, batch, steps: int = 3) -> list[float]:
-    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.1)
+def trained(model, batch, steps: int = 3, learning_rate: float = 0.1) -> list[float]:
+    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], learning_rate)
     losses = []
     for _ in range(steps):
         loss = model.train()(**batch).loss
@@ -487,7 +487,7 @@ def test_qlora_packs_the_linear_layers_of_the_blocks_only(tmp_path, batch):
     assert packed == {*model.transformer_linears()} and len(packed) == 3 * 6
     assert {weight.dtype for name, weight in model.named_parameters() if ".layers." not in name} == {torch.float32}
     adapted = prepare_for_tuning(model, settings, adapter_plan(model))
-    losses = trained(adapted, batch)
+    losses = trained(adapted, batch, learning_rate=0.01)  # 0.1 rises or falls by how this CPU rounds
     assert losses[-1] < losses[0]
 
 

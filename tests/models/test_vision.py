@@ -154,7 +154,7 @@ def test_head_is_made_again_for_another_number_of_classes_only(stored):
     same, lines, _ = from_folder(stored)
     before = ResNetForImageClassification.from_pretrained(stored)
     assert torch.equal(same.classifier[1].weight, before.classifier[1].weight)
-    assert not any("made again" in line for line in lines)
+    assert not any("is replaced" in line for line in lines)
     other, lines, _ = from_folder(stored, names=("a", "b", "c", "d"))
     assert other.classifier[1].weight.shape[0] == 4 and other.config.id2label[3] == "d"
     assert any("4 classes where the model has 3" in line for line in lines)
@@ -165,7 +165,7 @@ def test_head_is_made_again_for_another_number_of_classes_only(stored):
 def test_backbone_without_a_head(tmp_path):
     ResNetModel(resnet_config()).save_pretrained(tmp_path)
     model, lines, _ = from_folder(tmp_path)
-    assert model.config.num_labels == 3 and any("made again" in line for line in lines)
+    assert model.config.num_labels == 3 and any("is replaced" in line for line in lines)
 
 
 def test_model_without_some_of_its_weights(stored):

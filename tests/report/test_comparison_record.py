@@ -115,7 +115,7 @@ def test_without_the_reference_of_a_seed_the_others_still_agree_among_themselves
     states = [one if one["arm"] != "none" else state("none", one["seed"], "failed", "x") for one in ALL]
     found = record(described(), states, folder)
     assert row_of(found, "model")["finished"] == 3 and row_of(found, "model")["difference"] is None
-    assert "Nothing can be said yet" in found["verdict"]
+    assert "No conclusion yet" in found["verdict"]
 
 
 def test_the_page_says_everything_and_bars_in_words_do_not_break_its_table(folder):

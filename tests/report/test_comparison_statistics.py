@@ -81,7 +81,7 @@ HIGHER = seeds(7.5, 0.0, 0.29, -0.2)
         ),
         ({"none": NONE, "a": LOWER, "b": {0: 1.0}}, ["Found lower than none: a.", "Not judged: b."]),
         ({"none": NONE, "a": {0: 1.0, 1: 1.0}}, ["No conclusion yet: no arm has 3 finished seeds in common"]),
-        ({"none": {}, "a": LOWER}, ["Nothing can be said yet"]),
+        ({"none": {}, "a": LOWER}, ["No conclusion yet"]),
         ({"none": NONE, "a": NONE}, ["No arm was found lower", "No best arm is named"]),
     ],
 )

@@ -88,7 +88,7 @@ def test_the_original_law_acts_with_its_penalty():
         (["model"], [], "there is 1 arm (model); a comparison needs 2 or more"),
         (["none"], ["mine"], "must read NAME:field=value"),
         (["none"], ["a/b:scu=true"], "with a name of letters"),
-        (["none"], ["mine:scu"], "'scu' is no field=value"),
+        (["none"], ["mine:scu"], "'scu' is not field=value"),
         (["none"], ["mine:scu_kp="], "'' is not a number, word, true or false"),
         (["none"], ["mine:scu_kp=[1"], "'[1' is not a number, word, true or false"),
     ],
@@ -177,7 +177,7 @@ def test_a_plan_comes_back_as_it_was_and_accepts_only_itself(tmp_path):
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path):
     (tmp_path / "plan.json").write_text("[]")
-    with pytest.raises(StorageError, match="is no plan of a comparison"):
+    with pytest.raises(StorageError, match="is not a comparison plan"):
         read_plan(tmp_path)
 
 

@@ -210,7 +210,7 @@ def test_killed_in_the_middle_it_goes_on_with_what_was_done(tmp_path):
         process.wait()
         assert len(of(folder)) == 1  # the run goes on alone
         shown = go_on(folder)
-    assert "runs that it left write a checkpoint and stop: 1" in shown
+    assert "its remaining runs write a checkpoint and stop: 1" in shown
     assert "finished runs that are kept: 1; that resume from their checkpoints: 1" in shown
     assert begins(folder, "none-seed0") == [0]
     assert begins(folder, "model-seed0") == [0, 3]

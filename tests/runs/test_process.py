@@ -191,7 +191,9 @@ def test_what_is_not_possible_is_said(monkeypatch):
     monkeypatch.setattr(os, "nice", refuse)
     monkeypatch.setattr(psutil.Process, "ionice", refuse)
     first, second = Posix().lower_priority(3)
-    assert first == "nice 3 was not possible: Operation not permitted" and "lower disk priority" in second
+    assert (
+        first == "nice 3 was not possible: Operation not permitted" and "disk priority could not be lowered" in second
+    )
     monkeypatch.delattr(psutil.Process, "ionice")
     assert Posix().lower_priority(3)[1] == "this system has no disk priority (ionice)"
 

@@ -55,7 +55,7 @@ LAUNCHED = record(options=Options(launcher="accelerate"))
         (evidence("running", "dead", record=record(exit_code=1)), "failed", "error", "exit code 1"),
         (evidence("running", "dead", record=LAUNCHED, error="wrong"), "failed", "error", "wrong"),
         (evidence("running", "dead", error="an old one"), "killed", "killed", "without an error message"),
-        (evidence("running", None, record=None), "killed", "killed", "no process"),
+        (evidence("running", None, record=None), "killed", "killed", "none of its processes"),
         (evidence("queued", None, record=record(process=None), now_s=1010.0), "killed", "no start", "never came up"),
         (evidence("queued", None, record=record(process=None), now_s=900.0), "killed", "no start", "never came up"),
         (
@@ -82,7 +82,7 @@ COMING = record(process=None)
     ("seen", "status", "words"),
     [
         (evidence("running", "alive"), "running", ""),
-        (evidence("running", "alive", is_asked_to_stop=True), "stopping", "the step is finished first"),
+        (evidence("running", "alive", is_asked_to_stop=True), "stopping", "the current step finishes first"),
         (evidence("running", "suspended"), "running", "kill -CONT"),
         (evidence("running", "alive", updated_s=1000.0 - 601), "running", "no news for 10 minutes"),
         (evidence("running", "alive", updated_s=1000.0 - 599), "running", ""),

@@ -69,7 +69,7 @@ def test_a_port_that_is_taken(folder, capsys):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7"])
 def test_where_other_machines_may_ask_there_must_be_a_key(folder, capsys, host):
     said = refused(capsys, folder, "--host", host)
-    assert f"--host {host} can be reached from other machines, so a key is needed" in said
+    assert f"--host {host} can be reached from other machines, a key is needed" in said
     assert "export SCU_TRAINER_API_KEY=$(openssl rand -hex 24)" in said
 
 
@@ -135,7 +135,7 @@ def test_what_was_asked_for_goes_to_vllm():
 
 def test_vllm_needs_a_key_and_a_gpu(folder, capsys, monkeypatch):
     with_vllm(monkeypatch)
-    assert "so a key is needed" in refused(capsys, folder, "--engine", "vllm")
+    assert "a key is needed" in refused(capsys, folder, "--engine", "vllm")
     assert "--use_cpu is for --engine transformers" in refused(capsys, folder, "--engine", "vllm", "--use_cpu")
     monkeypatch.setattr(serve, "_has_gpu", lambda: False)
     assert serve._engine(serve._parser().parse_args([str(folder)])) == "transformers"

@@ -154,7 +154,7 @@ def test_without_a_template_the_text_goes_on(folder, talker):
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"temperature": 0.0}, "temperature is 0.0; it must be above 0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"do_sample": False, "top_k": 5}, "top_k act where tokens are drawn"),
+        ({"do_sample": False, "top_k": 5}, "top_k have an effect only when tokens are sampled"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes, message):

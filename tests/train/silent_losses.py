@@ -207,7 +207,7 @@ ROWS: tuple[tuple[str, str, Rows, dict[str, Any], str, bool], ...] = (
         "arguments of a call as plain words",
         _chat({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "now"}}]}),
         {},
-        "no JSON object",
+        "not a JSON object",
         True,
     ),
     (

@@ -98,7 +98,7 @@ def test_an_optimizer_is_chosen_where_none_is_named():
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_8bit", "sgd"])
 def test_one_that_loses_them_is_refused(optim):
     job = configuration.read_job(None, [*FULL, "--optim", optim])
-    with pytest.raises(SettingsError, match=f"optim: {optim} loses the steps .* leave optim out"):
+    with pytest.raises(SettingsError, match=f"optim: {optim} loses the steps .* drop optim"):
         job.check()
 
 

@@ -109,10 +109,10 @@ def test_values_are_compared_as_they_are_written():
 @pytest.mark.parametrize(
     ("change", "name", "consequence"),
     [
-        ({"world_size": 1}, "world_size", "ranks get other rows"),
+        ({"world_size": 1}, "world_size", "ranks get rows that differ"),
         ({"data": {"fingerprint": "other"}}, "data", "seen twice or not at all"),
         ({"versions": {"torch": "1.9", "platform": "there", "peft": None}}, "torch", "another version"),
-        ({"git_commit": "4321"}, "git_commit", "the code is another one"),
+        ({"git_commit": "4321"}, "git_commit", "the code has changed"),
     ],
 )
 def test_what_is_no_setting(change, name, consequence):

@@ -100,7 +100,7 @@ def test_a_step_of_nothing_else_changes_nothing(tmp_path, caplog, path):
 @pytest.mark.parametrize("path", PATHS)
 def test_when_no_row_has_a_finite_loss_it_is_the_model(tmp_path, path):
     data = PoisonedRows(40, range(40))
-    with pytest.raises(NonFiniteLoss, match="step 4: 16 rows one after the other gave no finite loss"):
+    with pytest.raises(NonFiniteLoss, match="step 4: 16 rows in a row gave no finite loss"):
         curriculum_run(tmp_path, "none", model=poisoned(llama(layers=1)), data=data, memory=PATHS[path])
 
 

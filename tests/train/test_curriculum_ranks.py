@@ -163,7 +163,10 @@ def test_one_rank_finishes_what_two_began(two_ranks, folder, tmp_path, caplog):
     seen = [row for rank in two_ranks for row in rank["none"]["whole"]["rows"][1][: 2 * 2]]
     assert len(seen) == 12 - len(trainer.rows_of(1)) == 8 and began["steps"][0] == 4 * steps_per_epoch
     assert sorted(seen + trainer.rows_of(1)) == list(range(12))
-    assert "processes 2 -> 1" in caplog.text and "the 4 rows that epoch 2 has not seen yet are cut again" in caplog.text
+    assert (
+        "processes 2 -> 1" in caplog.text
+        and "the 4 rows that epoch 2 has not seen yet are divided again" in caplog.text
+    )
     assert trainer.difficulty.observations.tolist() == [4] * 12
 
 

@@ -373,7 +373,7 @@ class Fails(nn.Module):
 
 def test_code_that_needs_content_gives_a_reason_and_no_prediction(model_dir, caplog):
     found = record.prediction(small_job(model_dir), loaded(Fails()))
-    assert found.estimate is None and found.line.startswith("memory: not predicted, its code cannot run on shapes")
+    assert found.estimate is None and found.line.startswith("memory: not predicted, its code cannot run without data")
     assert found.as_dict(5) == {"reason": found.reason, "measured_peak_bytes": 5}
     assert _get_current_dispatch_mode() is None and not caplog.records
 

@@ -417,7 +417,7 @@ def test_a_step_whose_rows_are_all_set_aside_moves_nothing(tmp_path):
 
 def test_many_bad_rows_stop_the_run_with_a_checkpoint_and_stay_in_the_data(tmp_path):
     changes = {"curriculum": CurriculumSettings(), "max_steps": 8}
-    with pytest.raises(NonFiniteLoss, match=r"16 rows one after the other .* checkpoint-5 .* after step 2"):
+    with pytest.raises(NonFiniteLoss, match=r"16 rows in a row .* checkpoint-5 .* after step 2"):
         run(tmp_path, "layer", steps=(3, 4, 5, 6), safety=SafetySettings(max_nonfinite_steps=9), **changes)
     went_on = run(tmp_path, resume=str(tmp_path / "checkpoint-5"), **changes)
     assert int(went_on.difficulty.quarantined.sum()) == 0

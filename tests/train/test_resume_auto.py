@@ -208,7 +208,7 @@ def test_a_restart_goes_on_after_the_checkpoint_that_was_named(tmp_path, wanted)
 
 def test_a_checkpoint_that_was_rotated_away_since_is_no_error_at_a_restart(tmp_path, monkeypatch):
     training = tiny.arguments(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         subject.check_resumable(training)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     subject.check_resumable(training)

@@ -121,8 +121,8 @@ def test_inputs_go_to_the_device_of_a_branch_and_tokens_come_back():
     ("device", "reason"),
     [
         ("cpu", None),
-        ("meta", "holds shapes and no numbers"),
-        ("gpu", "'gpu' is no device"),
+        ("meta", "holds shapes without values"),
+        ("gpu", "'gpu' is not a device"),
         ("xla", "is neither"),
         ("cuda:99", "here for cuda:99; give cpu"),
     ],

@@ -43,7 +43,7 @@ def test_the_first_is_noted_and_the_second_ends_it(said, number):
     with request.listening():
         os.kill(os.getpid(), number)
         assert request.name == number.name
-        assert len(said) == 1 and said[0].startswith(f"{number.name}: the step is finished")
+        assert len(said) == 1 and said[0].startswith(f"{number.name}: the run finishes this step")
         with pytest.raises(KeyboardInterrupt, match="second signal"):
             os.kill(os.getpid(), number)
 

@@ -258,7 +258,7 @@ def test_activations_are_checkpointed_on_request(farm, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tuning": "qlora"}, "a GRU has next to none; use tuning: full or lora"),
+        ({"tuning": "qlora"}, "a GRU has almost none; use tuning: full or lora"),
         ({"tuning": "lora"}, "this one starts from scratch; use tuning: full, or give model_name_or_path"),
         ({"tuning": "lora", "model_name_or_path": "x", "lora_target_modules": "layers.0"}, "fused kernel"),
         ({"device_map": "auto"}, "device_map places large language models"),

@@ -29,8 +29,8 @@ from scu_trainer.hardware.watching.leftovers import (
 from scu_trainer.run_files import free_bytes, read_json, readable
 
 CACHE_KINDS = (
-    "base", "datasets", "documents", "embedded", "images", "mixtures", "sensors", "texts", "tokenized", "tokenizer",
-    "words",
+    "base", "datasets", "documents", "embedded", "images", "mixtures", "sampled", "sensors", "texts", "tokenized",
+    "tokenizer", "words",
 )  # fmt: skip
 """Folders of the cache. ``datasets`` are downloads from the Hub, ``base`` takes a minute or two to make again."""
 

@@ -107,7 +107,7 @@ def refuse_pickle(path: Path, allow: bool) -> None:
     raise CheckpointError(
         f"{path} is outside this run, and {found.relative_to(path)} in it can only be read by running code from "
         f"the file; set output_dir to the run that wrote it to resume there, set allow_pickle: true if "
-        "you trust the person who wrote it, or start from its weights with model_name_or_path {path}"
+        f"you trust the person who wrote it, or start from its weights with model_name_or_path {path}"
     )
 
 

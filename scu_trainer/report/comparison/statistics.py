@@ -12,7 +12,7 @@ FEWEST_SEEDS = 3
 """With fewer pairs nothing is said of a difference."""
 
 FEW_SEEDS = 10
-"""With fewer an interval hangs much on its own scatter; that is said."""
+"""With fewer an interval depends strongly on its own scatter; that is said."""
 
 BySeed = Mapping[int, float]
 

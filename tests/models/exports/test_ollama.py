@@ -56,7 +56,7 @@ def test_what_was_read_off_renders_as_the_template_does(tokenizer, template):
 def test_a_template_that_looks_at_more_than_roles_is_not_written(tokenizer, template):
     tokenizer.chat_template = template
     found, note = ollama.template_of(tokenizer)
-    assert found is None and "looks at more than the roles" in note
+    assert found is None and "depends on more than the roles" in note
     assert "TEMPLATE" not in ollama.modelfile("a.gguf", found, [], None)
 
 
