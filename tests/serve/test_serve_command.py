@@ -69,7 +69,7 @@ def test_a_port_that_is_taken(folder, capsys):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7"])
 def test_where_other_machines_may_ask_there_must_be_a_key(folder, capsys, host):
     said = refused(capsys, folder, "--host", host)
-    assert f"--host {host} can be reached from other machines, a key is needed" in said
+    assert f"--host {host} can be reached from other machines, so a key is needed" in said
     assert "export SCU_TRAINER_API_KEY=$(openssl rand -hex 24)" in said
 
 
