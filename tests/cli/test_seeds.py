@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,8 +12,9 @@ import pytest
 
 from scu_trainer.cli import train
 from scu_trainer.cli.comparison import seeds as command
-from scu_trainer.cli.main import main as cli
-from tests import tiny
+from tests import processes, tiny
+
+COMMAND = ("-m", "scu_trainer.cli.main")
 
 
 @pytest.fixture(scope="module")
@@ -35,26 +34,30 @@ def job(tmp_path_factory) -> Path:
 
 
 def _kill_when(words: list[str], is_so) -> None:
-    """Start the command in a process group of its own, and kill the command alone, as an out-of-memory killer does."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "scu_trainer.cli.main", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    """Start the command, and kill it alone, as an out-of-memory killer does: what it started lives on, and is known
+    again by its command line, so here nothing is forked."""
+    process = subprocess.Popen([sys.executable, *COMMAND, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     end_s = time.monotonic() + 120
     while not is_so():
         assert process.poll() is None and time.monotonic() < end_s
         time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
 
 
-def test_killed_in_the_middle_the_same_command_goes_on(job, tmp_path, capsys):
+def _run(words: list[str]) -> processes.Done:
+    return processes.launch([*COMMAND, *words])
+
+
+def test_killed_in_the_middle_the_same_command_goes_on(job, tmp_path):
     words = ["train", "--config", str(job), "--seeds", "0", "1", "--output_dir", str(tmp_path / "out")]
     first, second = (tmp_path / "out" / "runs" / f"job-seed{seed}" for seed in (0, 1))
     _kill_when(words, lambda: (second / "run.json").is_file())
     done = (first / "run.json").read_bytes()
-    assert cli(words) == 0
+    ended = _run(words)
+    assert ended.returncode == 0, ended.stderr
     assert (first / "run.json").read_bytes() == done  # not trained again
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(ended.stdout.split())
     assert "finished runs that are kept: 1" in printed and "held-out bits over 2 seeds: mean" in printed
     record = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [(run["seed"], run["status"]) for run in record["runs"]] == [(0, "finished"), (1, "finished")]

@@ -18,7 +18,7 @@ from scu_trainer.runs.process import Machine
 from scu_trainer.runs.queue import Line
 from scu_trainer.runs.studies.comparison import Hands
 from scu_trainer.runs.studies.search import Axis, axes_of
-from tests.cli.test_seeds import _kill_when, job  # noqa: F401 - a fixture
+from tests.cli.test_seeds import _kill_when, _run, job  # noqa: F401 - a fixture
 
 KNOWN = {"learning_rate", "lora_r", "weight_decay", "optim", "seed"}
 
@@ -67,8 +67,9 @@ def test_killed_in_the_middle_no_trial_counts_twice(job, tmp_path, capsys):  # n
     words += ["--output_dir", str(out)]
     _kill_when(words, lambda: (out / "runs" / "trial-0" / "run.json").is_file())
     base = (out / "runs" / "base" / "run.json").read_bytes()
-    assert cli(words) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    ended = _run(words)
+    assert ended.returncode == 0, ended.stderr
+    printed = " ".join(ended.stdout.split())
     assert "trial 0 resumes: an earlier start" in printed and "best: trial" in printed
     assert "it is the best of 2 on the documents that chose it" in printed
     assert (out / "runs" / "base" / "run.json").read_bytes() == base
