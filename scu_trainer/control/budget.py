@@ -12,6 +12,11 @@ from collections.abc import Callable
 HALVINGS = 7
 """To within 1/128 of the update."""
 
+SOLVED_AT = 0.93
+"""Confidence of the two-sided interval whose upper end is to stay within the budget. Documents that decide scatter, and
+as many that judge scatter as much again: the difference has sqrt(2) times the standard error, and nine of ten verdicts
+keep the budget where the margin is 1.28 x sqrt(2) = 1.81 standard errors."""
+
 
 def largest_share(cost: Callable[[float], float], budget: float, halvings: int = HALVINGS) -> float:
     """The largest of the shares in [0, 1] that were tried with ``cost(share) <= budget``; 0 where none was.

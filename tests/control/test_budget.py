@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
+from scipy.stats import norm
 
-from scu_trainer.control.budget import HALVINGS, largest_share
+from scu_trainer.control.budget import HALVINGS, SOLVED_AT, largest_share
 
 
 @pytest.mark.parametrize("edge", [0.0, 0.01, 0.3, 0.5, 0.77, 0.999])
@@ -34,3 +36,13 @@ def test_a_cost_that_dips_first_is_still_kept():
 def test_a_budget_that_is_none(budget):
     with pytest.raises(ValueError, match="it must be 0 or more"):
         largest_share(lambda share: share, budget)
+
+
+def test_nine_of_ten_verdicts_on_other_documents_keep_the_budget():
+    """Both halves are drawn from the same documents; the share is solved on one and judged on the other."""
+    draw, margin, kept = numpy.random.default_rng(0), norm.ppf((1 + SOLVED_AT) / 2), 0
+    for _ in range(2000):
+        deciding, judging = draw.normal(0.2, 0.3, (2, 100))  # bits that all of the update costs on each document
+        high = deciding.mean() + margin * deciding.std(ddof=1) / 10
+        kept += largest_share(lambda share, high=high: share * high, 0.05) * judging.mean() <= 0.05
+    assert 0.88 < kept / 2000 < 0.94

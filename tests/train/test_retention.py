@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from scu_trainer.control.budget import SOLVED_AT
 from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer
 from scu_trainer.data.text.anchor import Anchor, parted, spread
 from scu_trainer.errors import CheckpointError, ControlError, DataError
@@ -28,7 +29,7 @@ from scu_trainer.train.retention.choice import chooser
 from scu_trainer.train.retention.loop import BASE_FILE, Retention
 from scu_trainer.train.retention.replay import NO_NUMBER, Replay, joined_rows
 from scu_trainer.train.retention.sampled import sampled_text
-from scu_trainer.train.retention.verdict import SOLVED_AT, _lost
+from scu_trainer.train.retention.verdict import _lost
 from tests import processes
 from tests.tiny import VOCAB, Rows, llama, lora, same, saved_llama, trained, weights_of
 from tests.train.test_resume import StopAt

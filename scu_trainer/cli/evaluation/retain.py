@@ -14,7 +14,7 @@ from scu_trainer.cli.evaluation.options import EvalOptions, HarnessOptions
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.subjects import Subject, base_subject, subject_of
-from scu_trainer.control.budget import largest_share
+from scu_trainer.control.budget import SOLVED_AT, largest_share
 from scu_trainer.errors import DataError, ModelError, SettingsError
 from scu_trainer.models.loading.load import is_adapter
 from scu_trainer.run_files import require_room, require_writable, write_json
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 RETAIN_FILE = "retain.json"
 FEWEST_DOCUMENTS = 8
 LEVEL = 0.95
-SOLVED_AT = 0.8
-"""Confidence of the interval whose upper end is kept within the budget while the share is looked for: one in ten would
-lie above by the chance of the documents."""
 
 DESCRIPTION = """\
 Learn this, lose at most that: keeps as much of what RUN has learned as costs at most BITS per token on the

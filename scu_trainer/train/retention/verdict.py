@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Optional
 
-from scu_trainer.control.budget import largest_share
+from scu_trainer.control.budget import SOLVED_AT, largest_share
 from scu_trainer.errors import ModelError, OutOfMemory
 from scu_trainer.models.scaling import ScaledUpdate
 from scu_trainer.settings.mixture import short_name
@@ -14,9 +14,8 @@ from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScor
 from scu_trainer.train.retention.passages import Passages
 from scu_trainer.train.step.recovery.second_try import second_try
 
-LEVEL, SOLVED_AT = 0.95, 0.8
-"""Confidence of the verdict's interval, and of the one whose upper end is kept within the budget by the scale; both as
-``scu-trainer retain`` has them."""
+LEVEL = 0.95
+"""Confidence of the verdict's interval, as ``scu-trainer retain`` has it."""
 
 
 @dataclass
