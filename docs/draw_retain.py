@@ -1,4 +1,4 @@
-"""Draw the picture of docs/retain.md: python docs/draw_retain.py
+"""Draw the picture of README.md and docs/retain.md: python docs/draw_retain.py
 
 Of benchmarks/results/retention_run.json, which ``python benchmarks/studies/retention.py --picture ...`` writes.
 """
@@ -14,11 +14,12 @@ from scu_trainer.report.render import png
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "docs" / "images" / "retain.png"
+NAMES = {"docs": "prose", "source": "code", "sums": "arithmetic", "rot13": "letters moved by 13"}
 
 
 def plot(record: dict[str, Any]) -> Plot:
     """The new text is learned, the old one is kept, and what that took, below each other."""
-    known, new = record["pair"].split(" > ")
+    known, new = (NAMES[name] for name in record["pair"].split(" > "))
     budget = record["budget_bits"]
     base = record["base_bits"]["learned"]
     pairs = [("with", f"with retain, budget {budget:g}", 0, 0), ("without", "without", MUTED, 1)]
@@ -29,7 +30,7 @@ def plot(record: dict[str, Any]) -> Plot:
                    for key, label, color, dash in pairs],
         ),
         Panel(
-            f"Kept: what is lost on {known}, on documents it never saw, bits per token",
+            f"Kept: what is lost on unseen {known}, bits per token",
             lines=[Line(label, *_line(record, key, "forgotten", 0.0, 1.0), color=color, dash=dash)
                    for key, label, color, dash in pairs],
             levels=[Level(budget, f"budget {budget:g}")],

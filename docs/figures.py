@@ -80,6 +80,13 @@ class Results:
         """Stock with one row at a time, over stock."""
         return self.peak("stock", words) / self.peak("stock by hand, 1 row at a time", words)
 
+    @property
+    def kept(self) -> list[float]:
+        """Of the picture: lost with and without a budget, and what is learned with it as a percentage of without."""
+        with_budget, without = (self.retention_run[key]["end"] for key in ("with", "without"))
+        share = 100 * with_budget["learned"] / without["learned"]
+        return [with_budget["forgotten"], without["forgotten"], share]
+
     def recipe(self, name: str, what: str) -> list[float]:
         rows = [row for row in self.recipes["results"] if row["recipe"] == name and not row["branch"]]
         return [row[what] for row in sorted(rows, key=lambda row: row["seed"])]
@@ -104,6 +111,8 @@ def _percent(*values: float) -> list[float]:
 
 
 SENTENCES: tuple[tuple[str, Callable[[Results], list[float]]], ...] = (
+    # Retention
+    ("In the picture {:.2f} bits instead of {:.2f} are lost, and {:.0f} % as much is learned", lambda r: r.kept),
     # Memory
     (
         "{:.2f} × the CPU time and {:.2f} × the peak memory of stock",

@@ -52,6 +52,13 @@ def test_the_page_of_families_holds_the_results(tables):
     assert tables.written(page, tables.family_tables(*found)) == page, "run: python docs/write_tables.py"
 
 
+def test_the_page_of_retention_holds_the_results(tables):
+    record = json.loads((tables.RESULTS.parent / "retention.json").read_text())
+    page = tables.RETAIN_PAGE.read_text()
+    assert page.count("<!-- table ") == 2
+    assert tables.written(page, tables.retention_tables(record)) == page, "run: python docs/write_tables.py"
+
+
 def test_the_page_of_plans_holds_the_results(tables):
     record = json.loads((tables.RESULTS.parent / "memory_estimate.json").read_text())
     page = tables.PLAN_PAGE.read_text()

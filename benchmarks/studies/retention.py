@@ -26,7 +26,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -309,6 +309,21 @@ def _held(ours: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[s
     return heads, rows
 
 
+def _over_scenes(
+    rows: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float]
+) -> tuple[float, float, float]:
+    """``interval`` over pairs and seeds, each with the mean of its budgets, which share texts and most of the steps."""
+    scenes: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        scenes.setdefault((row["pair"], row["seed"]), []).append(value(row))
+    return interval([float(numpy.mean(values)) for values in scenes.values()])
+
+
+def _shown(found: tuple[float, float, float], digits: int) -> str:
+    mean, low, high = (f"{value:+.{digits}f}" for value in found)
+    return mean if numpy.isnan(found[1]) else f"{mean} ({low} to {high})"
+
+
 def _rivals(rows: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     heads = (
         *("rival, at what ours has forgotten", "size", "runs of a search", "cells"),
@@ -320,15 +335,14 @@ def _rivals(rows: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple
             found = [row for row in rows if (row["rival"], row["size"]) == (rival, size)]
             if not found:
                 continue
-            bits = interval([row["ours"] - row["learned"] for row in found])
-            percent = interval([100 * (1 - row["learned"] / row["ours"]) for row in found])
+            bits = _over_scenes(found, lambda row: row["ours"] - row["learned"])
+            percent = _over_scenes(found, lambda row: 100 * (1 - row["learned"] / row["ours"]))
             ahead = sum(row["ours"] > row["learned"] for row in found)
             more = numpy.mean([row["more_rows"] for row in found])
             lines.append(
                 (
                     *(rival, size, str(found[0]["runs"]), str(len(found))),
-                    "{:+.3f} ({:+.3f} to {:+.3f})".format(*bits),
-                    "{:+.1f} ({:+.1f} to {:+.1f})".format(*percent),
+                    *(_shown(bits, 3), _shown(percent, 1)),
                     *(f"{ahead} of {len(found)}", f"{more:+.0f}"),
                 )
             )
