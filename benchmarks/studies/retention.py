@@ -65,6 +65,7 @@ from scu_trainer import SCUTrainer
 from scu_trainer.data import default_cache_dir, prepare
 from scu_trainer.data.text.anchor import Anchor
 from scu_trainer.models.scaling import ScaledUpdate
+from scu_trainer.report.comparison.statistics import t_interval
 from scu_trainer.settings import RegularizationSettings, RetentionSettings
 from scu_trainer.train.evaluation.scoring import bootstrap_difference, score_documents
 from scu_trainer.train.loop import Loop
@@ -271,15 +272,6 @@ def _is_ours(result: dict[str, Any]) -> bool:
     return result["contender"].startswith("ours")
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and its 95 % interval by Student's t; of one value no interval."""
-    from scipy.stats import t
-
-    mean, count = float(numpy.mean(values)), len(values)
-    half = float("nan") if count < 2 else float(t.ppf(0.975, count - 1) * numpy.std(values, ddof=1) / count**0.5)
-    return mean, mean - half, mean + half
-
-
 def summary(results: Sequence[dict[str, Any]]) -> dict[str, tuple[tuple[str, ...], list[tuple[str, ...]]]]:
     """Heads and rows of the tables ``held`` and ``rivals``, in words; for docs/retain.md too."""
     return {"held": _held([*filter(_is_ours, results)]), "rivals": _rivals(compared(results))}
@@ -309,19 +301,14 @@ def _held(ours: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[s
     return heads, rows
 
 
-def _over_scenes(
-    rows: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float]
-) -> tuple[float, float, float]:
-    """``interval`` over pairs and seeds, each with the mean of its budgets, which share texts and most of the steps."""
+def _over_scenes(rows: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float], digits: int) -> str:
+    """Mean and 95 % interval over pairs and seeds, each with the mean of its budgets, which share texts and steps."""
     scenes: dict[tuple[str, int], list[float]] = {}
     for row in rows:
         scenes.setdefault((row["pair"], row["seed"]), []).append(value(row))
-    return interval([float(numpy.mean(values)) for values in scenes.values()])
-
-
-def _shown(found: tuple[float, float, float], digits: int) -> str:
-    mean, low, high = (f"{value:+.{digits}f}" for value in found)
-    return mean if numpy.isnan(found[1]) else f"{mean} ({low} to {high})"
+    found = t_interval([float(numpy.mean(values)) for values in scenes.values()], 0.95)
+    mean, *ends = (f"{one:+.{digits}f}" for one in (found.value, found.low, found.high) if one is not None)
+    return f"{mean} ({' to '.join(ends)})" if ends else mean
 
 
 def _rivals(rows: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -335,14 +322,14 @@ def _rivals(rows: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple
             found = [row for row in rows if (row["rival"], row["size"]) == (rival, size)]
             if not found:
                 continue
-            bits = _over_scenes(found, lambda row: row["ours"] - row["learned"])
-            percent = _over_scenes(found, lambda row: 100 * (1 - row["learned"] / row["ours"]))
+            bits = _over_scenes(found, lambda row: row["ours"] - row["learned"], 3)
+            percent = _over_scenes(found, lambda row: 100 * (1 - row["learned"] / row["ours"]), 1)
             ahead = sum(row["ours"] > row["learned"] for row in found)
             more = numpy.mean([row["more_rows"] for row in found])
             lines.append(
                 (
                     *(rival, size, str(found[0]["runs"]), str(len(found))),
-                    *(_shown(bits, 3), _shown(percent, 1)),
+                    *(bits, percent),
                     *(f"{ahead} of {len(found)}", f"{more:+.0f}"),
                 )
             )
