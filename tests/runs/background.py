@@ -171,6 +171,10 @@ class Campaign:
         self._happens(first, ("stop", "kill", "stop now", "kill"))
         self.look(second)
 
+    def kill_at_once(self) -> None:
+        """One run is killed as soon as it begins, so that there is one to resume however fast the machine is."""
+        self._happens(self._begin(), ("kill",))
+
     def finish(self) -> list[str]:
         """Every run is resumed until it is done. Returns their names."""
         names = [f"run_{number}" for number in range(self.names)]

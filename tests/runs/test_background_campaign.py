@@ -30,6 +30,7 @@ def test_a_few_cycles(config, tmp_path, monkeypatch):
     monkeypatch.setenv("SCU_TRAINER_CACHE", str(tmp_path / "cache"))
     campaign = background.Campaign(tmp_path / "runs", config, random.Random(4), longest_s=0.8)
     try:
+        campaign.kill_at_once()
         for _ in range(2):
             campaign.cycle()
         names = campaign.finish()
