@@ -115,7 +115,7 @@ def test_what_a_contender_raises_is_its_result(monkeypatch, capsys, error, statu
     assert ("Traceback" in capsys.readouterr().err) == (status == "failed")
 
 
-@pytest.mark.parametrize(("body", "status"), [("exit 3", "failed"), ("exec sleep 9", "not run")])
+@pytest.mark.parametrize(("body", "status"), [("exit 3", "failed"), ("exec sleep 600", "not run")])
 def test_a_process_that_dies_or_takes_too_long(monkeypatch, tmp_path, body, status):
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{body}\n")
@@ -123,7 +123,7 @@ def test_a_process_that_dies_or_takes_too_long(monkeypatch, tmp_path, body, stat
     monkeypatch.setattr(sys, "executable", str(python))
     begun_s = time.monotonic()
     found = gpu.in_own_process(TINY, 0.5 if status == "not run" else 60)
-    assert found["status"] == status and time.monotonic() - begun_s < 8
+    assert found["status"] == status and time.monotonic() - begun_s < 300
     assert status != "failed" or "ended with 3" in found["reason"]
 
 

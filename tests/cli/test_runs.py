@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -262,19 +261,14 @@ def test_help_fits(place, capsys, action):
 
 
 def test_nothing_heavy_is_loaded_and_it_answers_at_once(by_hand):
-    """Seconds of the processor, interpreter included: those of the clock are also other programs'. torch takes five."""
+    """Modules, most of them Python's own, and not seconds: those are also other programs'. torch alone brings 1,500."""
     program = (
         "import sys; from scu_trainer.cli.main import main; code = main(['runs', 'status', 'by_hand']); "
-        "sys.exit(code or str([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules] or ''))"
+        "heavy = [name for name in ('torch', 'transformers', 'numpy') if name in sys.modules]; "
+        "sys.exit(code or (f'{len(sys.modules)} modules, {heavy}' if heavy or len(sys.modules) > 350 else ''))"
     )
-    times_s = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        times_s.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-        assert (done.stderr.strip(), "finished" in done.stdout) == ("", True)
-    assert min(times_s) < 0.5
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stderr.strip(), "finished" in done.stdout) == ("", True)
 
 
 def test_the_supervisor_is_the_training_command(place, monkeypatch):

@@ -18,8 +18,8 @@ import resource, sys, torch
 from pathlib import Path
 from scu_trainer.hardware.heap import give_back_freed, keep_freed
 
-def resident_mib():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+def resident_mib():  # not of files: their pages come and go with other programs
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) >> 10
 
 kept = keep_freed() if sys.argv[1] == "keep" else None
 sizes = (1, 5, 20, 33, 50)

@@ -149,7 +149,7 @@ def test_a_hub_that_says_nothing_is_given_up_on_and_asked_again(shared):
     code += "from scu_trainer.cli.publishing.push import main; hub_errors.STALL_S = 0.3; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, str(shared.merged), "--repo_id", REPO]
     around = {**os.environ, **shared.hub.environment(shared.folder / "home")}
-    done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "timed out); again in 1 s" in done.stderr, done.stderr
     assert len(commits(shared)) == 1
 

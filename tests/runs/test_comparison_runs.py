@@ -20,7 +20,7 @@ from scu_trainer.runs.process import Machine, marked
 from scu_trainer.runs.studies import comparison
 from tests.runs import comparison_stand_in as stand_in
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class Screen:

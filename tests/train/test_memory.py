@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import timeit
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -105,9 +106,13 @@ def test_a_reset_and_a_reading_cost_little():
         gauge.reset()
         gauge.read()
 
+    def ask_the_kernel() -> None:
+        Path("/proc/self/status").read_bytes()
+        Path("/proc/meminfo").read_bytes()
+
     look()
-    best_seconds = min(timeit.repeat(look, number=20, repeat=20)) / 20
-    assert best_seconds < 500e-6  # 60 µs on a quiet machine
+    ours, kernels = (min(timeit.repeat(one, number=20, repeat=20)) for one in (look, ask_the_kernel))
+    assert ours < 5 * kernels  # less than once as long on a quiet machine
 
 
 # --- main memory, laid out
