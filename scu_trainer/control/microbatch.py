@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Optional
+from typing import Any, Optional
 
 from scu_trainer.control.memory_values import Decision, MemoryMeasurement, Pressure, SizerConfig, SizerState, pressure
 
@@ -121,16 +121,21 @@ def cap_to_share(state: SizerState) -> int:
 
 def with_shared_cap(state: SizerState, smallest: int) -> SizerState:
     """Adopt the smallest ``cap_to_share`` of all ranks. What a rank learned alone stays its own."""
-    return replace(state, cap_tokens=None if smallest >= UNRESTRICTED else smallest)
+    return _changed(state, cap_tokens=None if smallest >= UNRESTRICTED else smallest)
 
 
 def _booked(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, level: Pressure) -> SizerState:
     """What the step showed, before any decision."""
     quiet = level in ("low", "moderate") and not _oom_is_fresh(state)
-    state = replace(state, pressure=level, calm_steps=state.calm_steps if quiet else 0)
+    state = _changed(state, pressure=level, calm_steps=state.calm_steps if quiet else 0)
     if state.cap_tokens is None:
         return _with_proof(law, state, seen) if quiet else state
-    return replace(state, former_tokens=max(state.former_tokens or 0, seen.ceiling_tokens))
+    return _changed(state, former_tokens=max(state.former_tokens or 0, seen.ceiling_tokens))
+
+
+def _changed(state: SizerState, **values: Any) -> SizerState:
+    """``replace``, which takes as long as all else of a calm step, only where a value is another one."""
+    return state if all(getattr(state, name) == value for name, value in values.items()) else replace(state, **values)
 
 
 def _decide(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> SizerState:
@@ -285,7 +290,7 @@ def _with_proof(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) ->
         return state
     if ceiling == state.proven_tokens:
         room_bytes = min(room_bytes, state.proven_room_bytes)
-    return replace(state, proven_tokens=ceiling, proven_room_bytes=room_bytes)
+    return _changed(state, proven_tokens=ceiling, proven_room_bytes=room_bytes)
 
 
 def _is_proven(state: SizerState, seen: MemoryMeasurement) -> bool:

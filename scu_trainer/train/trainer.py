@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -67,6 +68,8 @@ class SCUTrainer(Trainer):
     after_epoch: Optional[Callable[[dict[str, float]], None]] = None
     _events: Optional[LoopEvents] = None
     _own_loops: tuple[Loop, ...] = ()
+    _known_callbacks: Sequence[TrainerCallback] = ()
+    _loops: Sequence[Loop] = ()
     _steps_per_epoch: Optional[int] = None
     _is_training = _rests = False
     task_loss: Optional[torch.Tensor] = None
@@ -111,9 +114,13 @@ class SCUTrainer(Trainer):
     # -- loops ---------------------------------------------------------------------------------------------------------
 
     @property
-    def loops(self) -> list[Loop]:
+    def loops(self) -> Sequence[Loop]:
         """In the order in which they are called."""
-        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, Loop)]
+        callbacks, known = self.callback_handler.callbacks, self._known_callbacks
+        if len(callbacks) != len(known) or not all(map(operator.is_, callbacks, known)):  # asked for at every turn
+            self._known_callbacks = tuple(callbacks)
+            self._loops = [callback for callback in callbacks if isinstance(callback, Loop)]
+        return self._loops
 
     def loop(self, name: str) -> Optional[Loop]:
         """The loop of this name; None where it is off."""

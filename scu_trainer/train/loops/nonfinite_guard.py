@@ -171,7 +171,7 @@ class NonFiniteGuard(Loop):
         where they are not finite: the highest of all ranks, which must decide alike. One wait for the device, for all
         numbers of the step."""
         device = self.trainer.args.device
-        numbers = [number.to(device).float().reshape(()) for number in (*self._losses, gradient)]
+        numbers = [number.to(device, torch.float32).reshape(()) for number in (*self._losses, gradient)]
         *losses, norm = torch.stack(numbers).tolist()
         loss = sum(losses)
         faults = [not math.isfinite(number) for number in (loss, norm)]

@@ -84,7 +84,7 @@ class MicroBatchStep:
         model = self.trainer.model
         self.ranks, self._is_fsdp = ranks_for(self.trainer), is_fsdp(self.trainer)
         self._model_parameters, self._optimized = (), -1
-        self._has_batch_norm = _has_batch_norm(model)
+        self._has_batch_norm, self._pad_token_id = _has_batch_norm(model), _pad_token_id(self.trainer)
         parameters = self._trained()
         self._place = steps.AttemptSite(
             self.trainer.args.device, ChangingBuffers(model), parameters, self.ranks.drop_gradients
@@ -190,7 +190,7 @@ class MicroBatchStep:
             self._all_or_none(failure)
             self.loop.end(done, self.ranks.all_reduce_max)
         self._place.buffers.end_window()
-        add = functools.partial(_per_batch, done, len(raw), self.trainer.args.device)
+        add = functools.partial(_per_batch, done, len(raw), self._place.device)
         return second_try(add, "adding up the losses of a step")
 
     def _audited(
@@ -211,7 +211,7 @@ class MicroBatchStep:
     def _work_off(self, micro_batches, model, window, num_items) -> list[tuple[MicroBatch, torch.Tensor]]:
         def attempt(micro_batch: MicroBatch, last: bool) -> torch.Tensor:
             with self.ranks.micro_batch(last), self._scaled(micro_batch.weight, num_items):
-                inputs = placed(window.inputs(micro_batch), self.trainer.args.device)
+                inputs = placed(window.inputs(micro_batch), self._place.device)
                 return self.trainer.stock_training_step(model, inputs, num_items)
 
         if self.settings.memory_control and self.ranks.recoverable:
@@ -267,25 +267,16 @@ class MicroBatchStep:
             return [self._layout(inputs) for inputs in raw]
 
         batches = retry_unchanged(read, (), is_out_of_memory, self.free_memory)
-        pad_token_id = self._pad_token_id()
-        said = self.analysis.read(batches, num_items, pad_token_id)
+        said = self.analysis.read(batches, num_items, self._pad_token_id)
         if (said and self.reduction is not None) or not self._said:
             self._say_limits(batches, num_items)
             self._said = True
         return self._window_of(batches)
 
     def _window_of(self, batches: Sequence[Batch]) -> AccumulationWindow:
-        window = AccumulationWindow(batches, self.reduction, self._pad_token_id())
+        window = AccumulationWindow(batches, self.reduction, self._pad_token_id)
         window.fewest_rows = 1 if window.can_pool or not self._has_batch_norm else 2
         return window
-
-    def _pad_token_id(self) -> int:
-        tokenizer, config = self.trainer.processing_class, getattr(self.trainer.model, "config", None)
-        for owner in (tokenizer, config):
-            token = getattr(owner, "pad_token_id", None)
-            if isinstance(token, int) and token >= 0:
-                return token
-        return 0
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 
@@ -341,6 +332,14 @@ class MicroBatchStep:
         if trainer.loss_is_scaled_for_ga is not None:
             return trainer.loss_is_scaled_for_ga
         return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
+
+
+def _pad_token_id(trainer: Trainer) -> int:
+    for owner in (trainer.processing_class, getattr(trainer.model, "config", None)):
+        token = getattr(owner, "pad_token_id", None)
+        if isinstance(token, int) and token >= 0:
+            return token
+    return 0
 
 
 def _has_batch_norm(model: torch.nn.Module) -> bool:

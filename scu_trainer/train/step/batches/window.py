@@ -69,11 +69,11 @@ class AccumulationWindow:
         """What the stock loop would process."""
         return sum(batch.padded_tokens for batch in self.batches)
 
-    @property
+    @functools.cached_property
     def longest_row(self) -> int:
         return max((batch.longest for batch in self.batches), default=1)
 
-    @property
+    @functools.cached_property
     def largest_batch_tokens(self) -> int:
         return max((batch.padded_tokens for batch in self.batches), default=1)
 

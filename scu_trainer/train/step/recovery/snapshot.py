@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import nn
@@ -23,8 +23,7 @@ COPIED_BYTES = 64 * 2**20
 are copied in the first window, and afterwards if they have been seen to change."""
 
 
-@dataclass(frozen=True)
-class KeptBuffer:
+class KeptBuffer(NamedTuple):
     """``tensor``: None where a name was registered without one. ``copy``: None where there is no copy of it."""
 
     module: nn.Module
@@ -144,12 +143,13 @@ class ChangingBuffers:
 def _all_modules(model: nn.Module) -> list[nn.Module]:
     """``model.modules()``, which nests one generator per level, in a tenth of the time."""
     found: dict[nn.Module, None] = {}
-    waiting = [model]
+    waiting: list[Optional[nn.Module]] = [model]
     while waiting:
         module = waiting.pop()
-        if module not in found:
+        if module is not None and module not in found:
             found[module] = None
-            waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
+            if children := module._modules:
+                waiting.extend(reversed(children.values()))
     return list(found)
 
 
