@@ -7,6 +7,7 @@
     docs/plan.md       memory_estimate.json: predicted against measured memory
     docs/compare.md    compare.json: controllers against each other at equal tokens
     docs/retain.md     retention.json: budgets held, and rivals at equal forgetting
+    docs/search.md     find_rate.json: learning rates by short trainings
     docs/benchmarks.md each file of the suite that has a place there, against what people would use instead
 
     make test-smoke ARGS="--json benchmarks/results/variants.json"
@@ -14,7 +15,7 @@
     python benchmarks/headline/memory_estimate.py
     python scripts/compare_controllers.py --config recipes/compare.yaml --output_dir runs/compare
     cp runs/compare/comparison.json benchmarks/results/compare.json
-    python benchmarks/studies/retention.py
+    python benchmarks/studies/retention.py && python benchmarks/studies/find_rate.py
     python benchmarks/headline/overhead.py, and what else docs/benchmarks.md names
     python benchmarks/headline/front_door.py --picture docs/images/run.png
     python docs/write_tables.py
@@ -43,7 +44,7 @@ from docs import figures  # noqa: E402
 PAGE, RESULTS = ROOT / "docs" / "paths.md", ROOT / "benchmarks" / "results" / "variants.json"
 FAMILIES_PAGE, PLAN_PAGE = ROOT / "docs" / "families.md", ROOT / "docs" / "plan.md"
 COMPARE_PAGE, BENCHMARKS_PAGE = ROOT / "docs" / "compare.md", ROOT / "docs" / "benchmarks.md"
-RETAIN_PAGE = ROOT / "docs" / "retain.md"
+RETAIN_PAGE, SEARCH_PAGE = ROOT / "docs" / "retain.md", ROOT / "docs" / "search.md"
 CELLS = {"acts": "acts", "refused": "refused", "idle": "idle", "off": "off"}
 
 
@@ -156,6 +157,19 @@ def retention_tables(record: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def rate_tables(record: dict[str, Any]) -> dict[str, str]:
+    """The same for docs/search.md: what beats the limit is in bold."""
+    heads, rows = record["table"]["heads"], record["table"]["rows"]
+    first = heads.index("quarter")
+
+    def losses(row: list[str]) -> list[str]:
+        texts = [f"{float(cell):.3f}" for cell in row[first:]]
+        return [f"**{text}**" if float(text) > record["most_nats"] else text for text in texts]
+
+    shown = [(row[0], *(f"{float(rate):.3g}" for rate in row[2:4]), *losses(row)) for row in rows]
+    return {"find_rate": markdown(("job", *heads[2:4], *heads[first:]), shown)}
+
+
 def suite_tables(*records: dict[str, Any]) -> dict[str, str]:
     """The same for docs/benchmarks.md: each benchmark of the suite brings its table and its figures."""
     return {record["benchmark"]: _of_suite(record) for record in records}
@@ -213,6 +227,7 @@ PAGES = (
     (PLAN_PAGE, estimate_tables, ("memory_estimate",)),
     (COMPARE_PAGE, comparison_tables, ("compare",)),
     (RETAIN_PAGE, retention_tables, ("retention",)),
+    (SEARCH_PAGE, rate_tables, ("find_rate",)),
     (BENCHMARKS_PAGE, suite_tables, suite_names()),
 )
 """Page, what makes its tables, and the results files that this takes."""

@@ -59,6 +59,13 @@ def test_the_page_of_retention_holds_the_results(tables):
     assert tables.written(page, tables.retention_tables(record)) == page, "run: python docs/write_tables.py"
 
 
+def test_the_page_of_searches_holds_the_results(tables):
+    record = json.loads((tables.RESULTS.parent / "find_rate.json").read_text())
+    page = tables.SEARCH_PAGE.read_text()
+    assert "<!-- table find_rate -->" in page
+    assert tables.written(page, tables.rate_tables(record)) == page, "run: python docs/write_tables.py"
+
+
 def test_the_page_of_plans_holds_the_results(tables):
     record = json.loads((tables.RESULTS.parent / "memory_estimate.json").read_text())
     page = tables.PLAN_PAGE.read_text()

@@ -117,7 +117,7 @@ CONDITIONS = [
         {**LORA, "lora_alpha": 64, "per_device_train_batch_size": 2},
     ),
     Condition(
-        "full, sums, linear, bfloat16, warm-up", "confirmation", "sums", 300, 32, 1.25e-4,
+        "full, sums, linear, bfloat16, warm-up", "confirmation", "sums", 300, 32, 1e-3,
         {**FULL, "mixed_precision": "bf16", "warmup_steps": 6},
     ),
 ]  # fmt: skip
@@ -382,7 +382,7 @@ def report(every: Sequence[Points], console: Console) -> None:
     grid = Grid(["condition", "side", "best of a quarter", "best of all", "nats", *RULES], rows)
     trainings = {points.condition.name: points.rows() for points in every}
     if all(one["judged"] == len(CONDITIONS) for one in missed.values()):
-        finish(NAME, TITLE, grid, figures, trainings=trainings, missed=missed)
+        finish(NAME, TITLE, grid, figures, most_nats=MOST_NATS, trainings=trainings, missed=missed)
         return
     console.print(grid.table(TITLE))
     left_out = [points.condition.name for points in every if points not in judged]
