@@ -12,3 +12,10 @@
 A script is started as ``python benchmarks/FOLDER/NAME.py``. One line, the same in all, puts the repository in front of
 the path of imports: it finds ``benchmarks.lib``, and measures the package beside it.
 """
+
+import logging
+
+# As torchao is imported it looks for kernels of other machines and of other versions of Python, and torch warns of what
+# it registers: four long lines from each process, before the first that a benchmark has to say.
+for _talkative in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_talkative).setLevel(logging.ERROR)

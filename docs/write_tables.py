@@ -8,6 +8,7 @@
     docs/compare.md    compare.json: controllers against each other at equal tokens
     docs/retain.md     retention.json: budgets held, and rivals at equal forgetting
     docs/search.md     find_rate.json: learning rates by short trainings
+    docs/regularization.md  early_stop.json: S as a stopping signal
     docs/benchmarks.md each file of the suite that has a place there, against what people would use instead
 
     make test-smoke ARGS="--json benchmarks/results/variants.json"
@@ -16,6 +17,7 @@
     python scripts/compare_controllers.py --config recipes/compare.yaml --output_dir runs/compare
     cp runs/compare/comparison.json benchmarks/results/compare.json
     python benchmarks/studies/retention.py && python benchmarks/studies/find_rate.py
+    python benchmarks/loops/early_stop.py --seeds 0 1 2 --steps 100
     python benchmarks/headline/overhead.py, and what else docs/benchmarks.md names
     python benchmarks/headline/front_door.py --picture docs/images/run.png
     python docs/write_tables.py
@@ -29,7 +31,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from scu_trainer.cli.variants import rows_of
 from scu_trainer.report.comparison import text as comparison_text
@@ -45,6 +47,8 @@ PAGE, RESULTS = ROOT / "docs" / "paths.md", ROOT / "benchmarks" / "results" / "v
 FAMILIES_PAGE, PLAN_PAGE = ROOT / "docs" / "families.md", ROOT / "docs" / "plan.md"
 COMPARE_PAGE, BENCHMARKS_PAGE = ROOT / "docs" / "compare.md", ROOT / "docs" / "benchmarks.md"
 RETAIN_PAGE, SEARCH_PAGE = ROOT / "docs" / "retain.md", ROOT / "docs" / "search.md"
+REGULARIZATION_PAGE = ROOT / "docs" / "regularization.md"
+STOPS = {"effective": "S effective = 0.1", "factors": "S factors = 0.1", "passes": "6 passes", "end": "to the end"}
 CELLS = {"acts": "acts", "refused": "refused", "idle": "idle", "off": "off"}
 
 
@@ -170,6 +174,27 @@ def rate_tables(record: dict[str, Any]) -> dict[str, str]:
     return {"find_rate": markdown(("job", *heads[2:4], *heads[first:]), shown)}
 
 
+def stop_tables(record: dict[str, Any]) -> dict[str, str]:
+    """The same for docs/regularization.md: means over the seeds of a condition, and over the conditions of a seed."""
+    results = record["results"]
+    conditions, seeds = (dict.fromkeys(one[key] for one in results) for key in ("condition", "seed"))
+    rows = [_stops(name, [one for one in results if one["condition"] == name]) for name in conditions]
+    rows += [_stops(f"all, seed {seed}", [one for one in results if one["seed"] == seed]) for seed in seeds]
+    return {"early_stop": markdown(("condition", *STOPS.values()), [*rows, _stops("**all**", results)])}
+
+
+def _stops(name: str, results: list[dict[str, Any]]) -> tuple[str, ...]:
+    return (name.replace(" x ", " × "), *(_stop([one["excess"][rule] for one in results]) for rule in STOPS))
+
+
+def _stop(excesses: list[Optional[float]]) -> str:
+    """Mean and worst of those that stopped."""
+    found = [excess for excess in excesses if excess is not None]
+    never = f"{len(excesses) - len(found)} of {len(excesses)} never" if len(found) < len(excesses) else ""
+    figures = f"{sum(found) / len(found):.3f} ({max(found):.3f})" if found else ""
+    return ", ".join(filter(None, (figures, never)))
+
+
 def suite_tables(*records: dict[str, Any]) -> dict[str, str]:
     """The same for docs/benchmarks.md: each benchmark of the suite brings its table and its figures."""
     return {record["benchmark"]: _of_suite(record) for record in records}
@@ -228,6 +253,7 @@ PAGES = (
     (COMPARE_PAGE, comparison_tables, ("compare",)),
     (RETAIN_PAGE, retention_tables, ("retention",)),
     (SEARCH_PAGE, rate_tables, ("find_rate",)),
+    (REGULARIZATION_PAGE, stop_tables, ("early_stop",)),
     (BENCHMARKS_PAGE, suite_tables, suite_names()),
 )
 """Page, what makes its tables, and the results files that this takes."""

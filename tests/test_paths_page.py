@@ -66,6 +66,13 @@ def test_the_page_of_searches_holds_the_results(tables):
     assert tables.written(page, tables.rate_tables(record)) == page, "run: python docs/write_tables.py"
 
 
+def test_the_page_of_regularization_holds_the_results(tables):
+    record = json.loads((tables.RESULTS.parent / "early_stop.json").read_text())
+    page = tables.REGULARIZATION_PAGE.read_text()
+    assert "<!-- table early_stop -->" in page
+    assert tables.written(page, tables.stop_tables(record)) == page, "run: python docs/write_tables.py"
+
+
 def test_the_page_of_plans_holds_the_results(tables):
     record = json.loads((tables.RESULTS.parent / "memory_estimate.json").read_text())
     page = tables.PLAN_PAGE.read_text()

@@ -26,6 +26,12 @@ from pathlib import Path
 from typing import Any, Optional
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import benchmarks  # noqa: F401 - the first import: it keeps torchao quiet
+
+# isort: split
+
 import accelerate.data_loader
 import torch
 import trl  # noqa: F401  by its first import, which is not to be counted
@@ -33,8 +39,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.memory_work import Lengths, Shape
 from benchmarks.lib.outcome import Figure, Grid, finish

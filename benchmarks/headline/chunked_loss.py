@@ -30,14 +30,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import benchmarks  # noqa: F401 - the first import: it keeps torchao quiet
+
+# isort: split
+
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.loss.loss_utils import ForCausalLMLoss
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.common import command_line, write_result
 from benchmarks.lib.memory_work import MIB, Shape, Witness, in_fresh_process

@@ -14,10 +14,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import benchmarks  # noqa: F401 - the first import: it keeps torchao quiet
+
+# isort: split
+
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scu_trainer.cli.publishing.export import ExportOptions, export
 from scu_trainer.cli.subjects import subject_of

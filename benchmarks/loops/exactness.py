@@ -18,11 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import benchmarks  # noqa: F401 - the first import: it keeps torchao quiet
+
+# isort: split
+
 import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.common import quiet, write_result
 from benchmarks.lib.exactness_cases import STEPS, Case, case_of, pad

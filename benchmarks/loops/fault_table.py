@@ -29,14 +29,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import benchmarks  # noqa: F401 - the first import: it keeps torchao quiet
+
+# isort: split
+
 import numpy
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 from transformers import BertForSequenceClassification
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.common import command_line, quiet, write_result
 from scu_trainer.data.sensors.collate import SensorCollator

@@ -29,10 +29,14 @@ from statistics import mean, median_low
 from typing import Any, Optional
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import benchmarks  # noqa: F401 - the first import: it keeps torchao quiet
+
+# isort: split
+
 import torch
 from transformers import TrainerCallback
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.byte_models import byte_rows, setups, train
 from benchmarks.lib.common import collator, embedded_data, embedded_model, quiet, scratch_arguments

@@ -21,13 +21,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import benchmarks  # noqa: F401 - the first import: it keeps torchao quiet
+
+# isort: split
+
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
 from transformers import Trainer, get_scheduler
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.common import command_line, not_repeated, quiet, write_result
 from benchmarks.lib.memory_work import Witness

@@ -31,6 +31,11 @@ from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import benchmarks  # noqa: F401 - the first import: it keeps torchao quiet
+
+# isort: split
+
+
 import numpy as np
 import torch
 from rich.console import Console

@@ -12,9 +12,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from transformers import GraniteMoeHybridConfig
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import benchmarks  # noqa: F401 - the first import: it keeps torchao quiet
+
+# isort: split
+
+from transformers import GraniteMoeHybridConfig
 
 from scu_trainer.cli import main as cli
 from scu_trainer.run_files import readable

@@ -23,13 +23,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import benchmarks  # noqa: F401 - the first import: it keeps torchao quiet
+
+# isort: split
+
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Trainer, TrainingArguments
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.common import command_line, write_result
 from scu_trainer.errors import RequirementError

@@ -27,13 +27,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import benchmarks  # noqa: F401 - the first import: it keeps torchao quiet
+
+# isort: split
+
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import Trainer, TrainerCallback
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.common import command_line, shown, write_result
 from benchmarks.lib.memory_work import (

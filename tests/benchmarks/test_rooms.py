@@ -48,7 +48,7 @@ def test_every_script_has_a_room_and_no_room_is_crowded():
 def test_imports_among_the_benchmarks_are_found(script):
     tree = ast.parse(script.read_text())
     for _, module, name in imported(tree):
-        if module.split(".")[0] == "benchmarks":
+        if module.split(".")[0] == "benchmarks" and name is not None:
             path = common.ROOT.joinpath(*module.split("."))
             if path.is_dir():
                 assert (path / f"{name}.py").is_file(), f"{module}.{name}"
@@ -72,9 +72,18 @@ def test_what_is_started_finds_the_repository_first(script):
 def test_a_script_starts_from_anywhere(tmp_path):
     script = BENCHMARKS / "headline" / "regressions.py"
     done = subprocess.run([sys.executable, str(script), "--help"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     assert "of nonfinite_cost" not in done.stdout  # only files with figures are of the suite
     assert "overhead" in done.stdout
+
+
+@pytest.mark.parametrize("script", [one for one in SCRIPTS if FIRST_ON_THE_PATH.format(2) in one.read_text()], ids=str)
+def test_libraries_are_imported_after_what_keeps_them_quiet(script):
+    """``benchmarks/__init__.py``, which the first import of the benchmarks runs."""
+    at_the_top = [node for node in ast.parse(script.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    modules = [module.split(".")[0] for _, module, _ in imported(ast.Module(at_the_top, []))]
+    talkative = [module for module in modules if module in ("benchmarks", "transformers", "peft", "trl", "datasets")]
+    assert talkative[:1] in ([], ["benchmarks"])
 
 
 def test_every_path_that_is_named_is_there():
