@@ -46,7 +46,7 @@ TRAIN = (
     ("step", "loss"),
     ("checkpoints", "evaluation"),
     ("loop",),
-    ("loops", "run_directory", "retention"),
+    ("loops", "loop_checks", "run_directory", "retention"),
     ("fixtures", "job", "trainer"),
     ("preflight", "tasks"),
     ("memory_estimate",),

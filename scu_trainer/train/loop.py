@@ -48,7 +48,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
-from scu_trainer.errors import NonFiniteLoss
+from scu_trainer.errors import ControlError, NonFiniteLoss
 from scu_trainer.run_files import History, write_json
 from scu_trainer.train.checkpoints.saved_state import read_state, reading
 
@@ -174,8 +174,15 @@ class Loop(TrainerCallback):
         """Into the folder of a checkpoint. Every rank calls it; the one with ``args.should_save`` writes."""
         if self.state_file is not None and self.trainer.args.should_save:
             state = self.state_dict()
-            if state is not None:
+            if state is None:
+                return
+            try:
                 write_json(Path(folder) / self.state_file, state)
+            except TypeError as error:
+                raise ControlError(
+                    f"the loop {type(self).__name__} has a state_dict that cannot be saved as JSON ({error}); give "
+                    "numbers, text, lists and dicts, of a tensor its tolist()"
+                ) from error
 
     def load_state(self, checkpoint: str) -> None:
         """A checkpoint without the file is of a run without this loop: it begins at nothing."""
@@ -209,7 +216,13 @@ class Loop(TrainerCallback):
         return []
 
     def record(self, row: dict[str, Any]) -> None:
-        """A row for ``history_file``; outside of a training, and on all ranks but the one that writes, nothing."""
+        """A row for ``history_file``; outside of a training, and on all ranks but the one that writes, nothing.
+        Raises ControlError where there is no such file."""
+        if self.history_file is None:
+            raise ControlError(
+                f"the loop {type(self).__name__} records rows and has no history_file: nothing would keep them; set "
+                f'history_file = "{self.name or "own"}.json" in its class'
+            )
         if self.history is not None:
             self.history.append(row)
 

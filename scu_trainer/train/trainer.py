@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from scu_trainer.train.checkpoints.selection import catch_up, selected_checkpoin
 from scu_trainer.train.checkpoints.writer import CheckpointWriter
 from scu_trainer.train.epochs import epochs, handed_over
 from scu_trainer.train.loop import Loop, LoopEvents
+from scu_trainer.train.loop_checks import require_apart, require_rates, row_of
 from scu_trainer.train.loops import difficulty_of, make_loops
 from scu_trainer.train.loss.wrap import adopt, countable, weighed
 from scu_trainer.train.step.engine import StockEngine
@@ -133,6 +135,11 @@ class SCUTrainer(Trainer):
             self._take(newest)
 
     def _take(self, loop: Loop) -> None:
+        try:
+            require_apart(loop, [other for other in self.loops if other is not loop])
+        except ControlError:
+            self.callback_handler.callbacks.remove(loop)
+            raise
         self.is_stock = False
         if self._events is None:
             self._events = LoopEvents(self)
@@ -148,6 +155,8 @@ class SCUTrainer(Trainer):
         factor = 1.0
         for loop in self.loops:
             factor *= loop.rate_factor
+        if not 0 <= factor < math.inf:
+            require_rates(self.loops)
         return factor
 
     def _get_learning_rate(self) -> float:
@@ -381,9 +390,9 @@ class SCUTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: Optional[float] = None) -> None:
         for loop in self.loops:
             if "loss" in logs:
-                logs.update(loop.scalars())
+                logs.update(row_of(loop, loop.scalars(), logs))
             elif "train_runtime" in logs:
-                logs.update(loop.final_scalars())
+                logs.update(row_of(loop, loop.final_scalars(), logs))
         super().log(logs, start_time)
 
     # -- checkpoints: whole or absent. The stock method writes into a folder beside, which gets its name last. ---------

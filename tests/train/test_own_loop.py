@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from transformers import TrainerCallback
 
-from scu_trainer import Loop
+from scu_trainer import Loop, SCUTrainer
+from scu_trainer.errors import ControlError
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import MemorySettings, RegularizationSettings
-from tests.tiny import llama, same, trained, weights_of
+from tests.tiny import arguments, llama, same, trained, weights_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
 STEPS = 12
@@ -122,3 +125,82 @@ def test_factors_multiply_once_and_do_not_stay_in_the_optimizer(tmp_path):
     trained(llama(layers=1), tmp_path / "both", callbacks=[Half(), both, Half()], **RUN)
     assert both.used == [rate / 4 for rate in plain.used]
     assert both.left == plain.left, "a schedule that builds on the last rate would take the factor again"
+
+
+class Named(Loop):
+    name = "own"
+
+
+class Stateful(Named):
+    state_file = "own_state.json"
+
+    def state_dict(self):
+        return {"tensor": torch.zeros(2)}
+
+
+def given(loop: Loop, **values) -> Loop:
+    vars(loop).update(values)
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("loops", "said"),
+    [
+        ([given(Named(), name="memory")], "MemoryLoop both have name 'memory'"),
+        ([Named(), Named()], "both have name 'own'"),
+        ([given(Stateful(), state_file=None)], 'no state_file.*set state_file = "own_state.json"'),
+        ([given(Stateful(), state_file="memory_state.json")], "both have state_file 'memory_state.json'"),
+        ([given(Named(), history_file="memory_history.json")], "both have history_file"),
+        ([given(Named(), history_file="../rows.json")], "not a file name"),
+        ([given(Named(), history_file="rows.csv")], "not a file name"),
+        ([given(Named(), state_file="trainer_state.json")], "a file that is written without it"),
+    ],
+)
+def test_what_would_be_lost_is_refused_when_the_loop_is_given(tmp_path, loops, said):
+    with pytest.raises(ControlError, match=said):
+        SCUTrainer(llama(layers=1), arguments(tmp_path), memory=MemorySettings(), callbacks=loops)
+
+
+def test_a_refused_loop_is_not_kept(tmp_path):
+    trainer = SCUTrainer(llama(layers=1), arguments(tmp_path), memory=MemorySettings())
+    with pytest.raises(ControlError):
+        trainer.add_callback(given(Named(), name="memory"))
+    assert [loop.name for loop in trainer.loops].count("memory") == 1
+
+
+class Recording(Named):
+    def on_step_end(self, args, state, control, **kwargs):
+        self.record({"step": state.global_step})
+
+
+class Scalars(Named):
+    def __init__(self, scalars) -> None:
+        self._scalars = scalars
+
+    def scalars(self):
+        return self._scalars
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        (Stateful(), "cannot be saved as JSON"),
+        (Recording(), 'no history_file.*set history_file = "own.json"'),
+        (given(Named(), rate_factor=float("nan")), "rate_factor nan"),
+        (given(Named(), rate_factor=-1.0), "rate_factor -1.0"),
+        (Scalars(None), "scalars as NoneType"),
+        (Scalars({"own/x": "high"}), "'own/x' as str"),
+        (Scalars({"own/x": torch.zeros(2)}), "'own/x' as Tensor"),
+        (Scalars({"loss": 1.0}), "'loss', which this row of the logs has already"),
+    ],
+)
+def test_what_shows_later_is_refused_by_name(tmp_path, loop, said):
+    with pytest.raises(ControlError, match=said) as raised:
+        trained(llama(layers=1), tmp_path, callbacks=[loop], **RUN)
+    assert type(loop).__name__ in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), torch.tensor([0.5]), np.float32(0.5), np.array(0.5), 0.5])
+def test_a_number_of_any_kind_is_a_scalar(tmp_path, value):
+    trainer = trained(llama(layers=1), tmp_path, callbacks=[Scalars({"own/x": value})], **{**RUN, "max_steps": 2})
+    assert [row["own/x"] for row in trainer.state.log_history if "loss" in row] == [0.5, 0.5]

@@ -1,0 +1,105 @@
+"""What a loop that somebody brings cannot mean, said when it is given, or by name where it shows later.
+
+Two loops with one file, a state without a file, a rate that is not finite: the training would go on, and what is lost
+would be missed when it is resumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from scu_trainer.errors import ControlError
+from scu_trainer.train.loop import Loop
+
+OTHERS_FILES = frozenset(
+    {"config.json", "generation_config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json"}
+    | {"trainer_state.json", "manifest.json", "run.json", "training_config.json", "scu_config.json", "scu_metrics.json"}
+    | {"log_history.json"}
+)
+"""Of checkpoints and run directories, written by transformers and by the session."""
+
+FILES = ("state_file", "history_file")
+
+
+def require_apart(loop: Loop, others: Iterable[Loop]) -> None:
+    """Raises ControlError where ``loop`` and one of ``others`` share a name or a file, or its own files cannot be."""
+    for kind in FILES:
+        _require_file_name(loop, kind)
+    if type(loop).state_dict is not Loop.state_dict and _saves_nothing(loop):
+        raise ControlError(
+            f"{called(loop)} has a state_dict and no state_file: no checkpoint would hold its state, and a resumed run "
+            f'would start it over; set state_file = "{loop.name or "own"}_state.json" in its class'
+        )
+    for other in others:
+        for kind in ("name", *FILES):
+            shared = getattr(loop, kind)
+            if shared and shared == getattr(other, kind):
+                raise ControlError(
+                    f"{called(loop)} and {called(other)} both have {kind} {shared!r}, and one would take the other's "
+                    f"place; give one of them another {kind}"
+                )
+
+
+def called(loop: Loop) -> str:
+    return f"the loop {type(loop).__name__}"
+
+
+def _saves_nothing(loop: Loop) -> bool:
+    return loop.state_file is None and type(loop).save_state is Loop.save_state
+
+
+def _require_file_name(loop: Loop, kind: str) -> None:
+    name = getattr(loop, kind)
+    if name is None:
+        return
+    if not isinstance(name, str) or PurePath(name).name != name or not name.endswith(".json"):
+        raise ControlError(
+            f"{called(loop)} has {kind} {name!r}, which is not a file name ending in .json; it is written into "
+            f'the checkpoint or the run directory, so use a name without folders, such as "own_{kind[:-5]}.json"'
+        )
+    if name in OTHERS_FILES:
+        raise ControlError(
+            f"{called(loop)} has {kind} {name!r}, a file that is written without it; use a name of its own"
+        )
+
+
+def require_rates(loops: Iterable[Loop]) -> None:
+    """Raises ControlError for a ``rate_factor`` that is negative or not finite: it would reach the weights."""
+    for loop in loops:
+        if not (math.isfinite(loop.rate_factor) and loop.rate_factor >= 0):
+            raise ControlError(
+                f"{called(loop)} has rate_factor {loop.rate_factor}, which the learning rate is multiplied by; it is a "
+                "finite number from 0 on"
+            )
+
+
+def row_of(loop: Loop, scalars: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, float]:
+    """``scalars`` as numbers that every reporter takes. ``row``: of the logs, which they are added to.
+
+    Raises ControlError for what is not a number, and for a name that the row has already.
+    """
+    if not isinstance(scalars, Mapping):
+        raise ControlError(f"{called(loop)} gives scalars as {type(scalars).__name__}; return a dict of numbers")
+    numbers = {}
+    for name, value in scalars.items():
+        number = value.item() if getattr(value, "size", None) is not None and _is_one(value) else value
+        if not isinstance(number, (int, float)):
+            raise ControlError(
+                f"{called(loop)} gives the scalar {name!r} as {type(value).__name__}, and logs hold numbers; return a "
+                "float for it"
+            )
+        if name in row:
+            raise ControlError(
+                f"{called(loop)} gives a scalar {name!r}, which this row of the logs has already; by convention its "
+                f'name begins with that of the loop: "{loop.name or "own"}/{name}"'
+            )
+        numbers[name] = number
+    return numbers
+
+
+def _is_one(value: Any) -> bool:
+    """A tensor or an array of one number."""
+    return math.prod(getattr(value, "shape", (0,))) == 1
