@@ -88,10 +88,16 @@ def _resolve(
         require_kind(path)
         _refuse_hub_settings(name, wanted, settings)
         return _from_files(name, [path], settings, will_split)
-    if _looks_like_a_path(name):
+    require_there(name)
+    return _from_hub(name, wanted, settings, cache_dir, columns)
+
+
+def require_there(name: str) -> None:
+    """Raises DataError where ``name`` is the path of nothing; a Hub id passes."""
+    path = Path(name).expanduser()
+    if not path.exists() and _looks_like_a_path(name):
         link = f" (a link to {os.readlink(path)})" if path.is_symlink() else ""
         raise DataError(f"{name}{link} does not exist{_nearest_in_folder(path)}; looked at {path.absolute()}")
-    return _from_hub(name, wanted, settings, cache_dir, columns)
 
 
 def _refuse_hub_settings(name: str, wanted: tuple[str, ...], settings: DataSettings) -> None:

@@ -141,3 +141,12 @@ def test_a_budget_without_a_text():
 def test_another_task_has_no_text_to_keep(tmp_path, capsys):
     code = train.main(["--task", "image-classification", "--retain", "a.txt", "--output_dir", str(tmp_path / "run")])
     assert code == 2 and "retain has no effect on task: image-classification" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["retain", "eval_dataset"])
+def test_a_file_that_is_not_there_is_missed_before_any_is_read(model_dir, files, tmp_path, capsys, monkeypatch, field):
+    from scu_trainer.train.tasks import text
+
+    monkeypatch.setattr(text, "prepare", lambda *given, **how: pytest.fail("data were read"))
+    code, said = begun(capsys, model_dir, files, tmp_path, **{field: "nowhere.jsonl"})
+    assert code == 2 and "nowhere.jsonl does not exist" in said

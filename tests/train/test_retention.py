@@ -179,7 +179,7 @@ def test_a_budget_that_cannot_be_held_is_said_and_may_end_the_run(base, tmp_path
 def test_a_budget_below_what_can_be_measured_is_said(base, tmp_path):
     loop = retention(base, {"retain_budget_bits": 1e-6})
     learned(base, tmp_path, loop)
-    assert any("known no better than to within" in notice for notice in loop.notices)
+    assert any("known only to within" in notice for notice in loop.notices)
     wide = retention(base, {"retain_budget_bits": 9.0})
     learned(base, tmp_path / "wide", wide)
     assert wide.notices == []

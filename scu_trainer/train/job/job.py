@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from transformers import TrainingArguments
 
+from scu_trainer.data.sources import require_there
 from scu_trainer.errors import SettingsError
 from scu_trainer.hardware.probe import accelerators, probe
 from scu_trainer.models.loading.dispatch import Free
@@ -156,6 +157,9 @@ class Job:
         check_safety(self.safety, training)
         check_retention(self.retention, self.regularization, self.memory, self.curriculum)
         self.kind.check(self)
+        for name in (self.data.eval_dataset, self.retention.retain):  # read last, after all of the training data
+            if name is not None:
+                require_there(name)
         check_resumable(training)
 
     @property

@@ -318,8 +318,9 @@ class Retention(Loop):
         if not self.state.measurements or error <= budget / 2:
             return []
         return [
-            f"on the way, what is lost was known no better than to within {error:.4f} bits per token, for a budget of "
-            f"{budget:g}: effort was spent on chance; measure more often (retain_frequency) or allow a larger budget"
+            f"during training the loss on the text to be kept was known only to within {error:.4f} bits per token, and "
+            f"the budget is {budget:g}: the loop acted partly on noise. Measure more often (retain_frequency) or allow "
+            "a larger budget"
         ]
 
     @property
