@@ -114,7 +114,7 @@ def test_n_is_given_or_estimated_from_the_first_window():
 
 
 def test_n_that_nobody_knows_is_an_error():
-    with pytest.raises(ControlError, match="set scu_tokens"):
+    with pytest.raises(ControlError, match=r"give regularization_tokens \(scu_tokens"):
         one_step(started(tokens=None), 1, items=None)
     row = one_step(started(), 1, losses=(1.5,), items=None)
     assert row["loss"] == pytest.approx(1.5)
