@@ -194,8 +194,8 @@ class Regularizer:
         if items is None and self.progress.tokens_n is None:
             raise ControlError(
                 "the stock loop does not count supervised tokens for this model, so N of ParamBPT is unknown; "
-                "give regularization_tokens (scu_tokens for the commands): the supervised tokens of one pass over the training "
-                "data"
+                "give regularization_tokens (scu_tokens for the commands): the supervised tokens of one pass over the "
+                "training data"
             )
         add = partial(_sum, self._losses)
         loss = second_try(add, "adding up the losses of a step")
