@@ -116,13 +116,13 @@ class SCUTrainer(Trainer):
     # -- loops ---------------------------------------------------------------------------------------------------------
 
     @property
-    def loops(self) -> Sequence[Loop]:
+    def loops(self) -> list[Loop]:
         """In the order in which they are called."""
         callbacks, known = self.callback_handler.callbacks, self._known_callbacks
         if len(callbacks) != len(known) or not all(map(operator.is_, callbacks, known)):  # asked for at every turn
             self._known_callbacks = tuple(callbacks)
             self._loops = [callback for callback in callbacks if isinstance(callback, Loop)]
-        return self._loops
+        return list(self._loops)
 
     def loop(self, name: str) -> Optional[Loop]:
         """The loop of this name; None where it is off."""
