@@ -193,7 +193,7 @@ SENTENCES: tuple[tuple[str, Callable[[Results], list[float]]], ...] = (
         lambda r: _percent(*(row["direct_fraction"] for row in r.loop_cost["results"])),
     ),
     (
-        "a mean of {:.3f} bits per token over the best stop in {} conditions (worst {:.3f}); "
+        "a mean of {:.3f} bits per token over the best stop in {} runs (worst {:.3f}); "
         "a fixed six passes cost {:.3f} ({:.3f})",
         lambda r: [
             *(_mean(r.stopped("effective")), len(r.stopped("effective")), max(r.stopped("effective"))),
