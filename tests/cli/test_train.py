@@ -333,7 +333,7 @@ def launched(words: list[str], from_nothing: bool) -> str:
 
 
 def test_the_recipe_runs_from_its_file(tmp_path):
-    """The file that is started here starts from nothing under torchrun, and the child that makes the base model does for
+    """What forks here starts from nothing elsewhere: this file under torchrun, the child that makes the base model in
     tests/serve/test_serve.py, which has a cache of its own."""
     words = ["scripts/train.py", "--config", "recipes/scu_lora.yaml", "--output_dir", str(tmp_path / "r")]
     small = ["--max_steps", "3", "--eval_steps", "2", "--embedded_base_steps", "2", "--dataset_size", "12"]
