@@ -81,11 +81,21 @@ def _run(words: Sequence[object], environments: list[dict[str, str]], timeout: f
 
 
 class Started(psutil.Process):
-    """``python WORDS`` as ``launch`` runs it, while the test goes on; what it says goes to ``log``."""
+    """``python WORDS`` as ``launch`` runs it, while the test goes on; what it says goes to ``log``.
 
-    def __init__(self, words: Sequence[object], log: Path, environment: Mapping[str, str]) -> None:
-        outputs = (str(log), str(log))
-        pid = _ask("start", words=list(map(str, words)), environment=dict(environment), output=outputs)
+    ``from_nothing``: what is started with a word that ends so is no fork, but known to the system by its own words and
+    environment."""
+
+    def __init__(
+        self, words: Sequence[object], log: Path, environment: Mapping[str, str], from_nothing: Optional[str] = None
+    ) -> None:
+        pid = _ask(
+            "start",
+            words=list(map(str, words)),
+            environment=dict(environment),
+            output=(str(log), str(log)),
+            from_nothing=from_nothing,
+        )
         super().__init__(pid)
         self._code: Optional[int] = None
 
@@ -210,8 +220,8 @@ def _kill(children: set[int]) -> None:
         os.waitpid(pid, 0)
 
 
-def _serve_start(words: list[str], environment: dict[str, str], output: list[str]) -> int:
-    return _fork(words, environment, output, forks=True)
+def _serve_start(words: list[str], environment: dict[str, str], output: list[str], from_nothing: Optional[str]) -> int:
+    return _fork(words, environment, output, forks=True, from_nothing=from_nothing)
 
 
 def _serve_poll(pid: int) -> Optional[int]:
@@ -219,9 +229,13 @@ def _serve_poll(pid: int) -> Optional[int]:
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def _fork(words: list[str], environment: dict[str, str], output: list[str], forks: bool) -> int:
+def _fork(
+    words: list[str], environment: dict[str, str], output: list[str], forks: bool, from_nothing: Optional[str] = None
+) -> int:
+    global _from_nothing
     pid = os.fork()
     if pid == 0:
+        _from_nothing = from_nothing
         files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) for path in output]
         _be(words, environment, str(ROOT), (os.open(os.devnull, os.O_RDONLY), *files), forks)
     return pid
@@ -303,6 +317,9 @@ def _main(words: list[str]) -> int:
 
 _start_anything = subprocess.Popen._execute_child
 
+_from_nothing: Optional[str] = None
+"""How a word ends that tells what this process, and all that it forks, starts from nothing."""
+
 
 def _fork_python(popen: subprocess.Popen, args: Any, *others: Any) -> None:
     """In place of ``Popen._execute_child``: where that starts Python with all that this process has imported, fork."""
@@ -313,7 +330,8 @@ def _fork_python(popen: subprocess.Popen, args: Any, *others: Any) -> None:
     is_python = len(words) > 1 and words[0] == sys.executable and given["executable"] in (None, words[0])
     words = words[2:] if words[1:2] == ["-u"] else words[1:]
     is_known = is_python and words and (words[0] in ("-c", "-m") or not words[0].startswith("-"))
-    if not is_known or given["preexec_fn"] or given["pass_fds"]:
+    is_excepted = _from_nothing is not None and any(word.endswith(_from_nothing) for word in words)
+    if not is_known or is_excepted or given["preexec_fn"] or given["pass_fds"]:
         return _start_anything(popen, args, *others)
     sys.stdout.flush()
     sys.stderr.flush()

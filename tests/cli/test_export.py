@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scu_trainer.cli.main import main
 from scu_trainer.models.exports import gguf, packages
 from scu_trainer.models.exports.llama_cpp import in_llama_cpp
+from tests import processes
 from tests.hub.runs import train
 
 
@@ -23,6 +26,17 @@ def folder(tmp_path_factory):
     train(folder, "lora")
     train(folder, "full", tuning="full")
     return folder
+
+
+@pytest.fixture
+def converter_forks(monkeypatch):
+    """The converter of llama.cpp, from a process that has imported what it takes."""
+
+    def run(command, **_) -> processes.Done:
+        assert command[0] == sys.executable
+        return processes.launch(command[1:])
+
+    monkeypatch.setattr(gguf, "subprocess", SimpleNamespace(run=run))
 
 
 def exported(capsys, *words) -> dict:
@@ -42,7 +56,9 @@ def names(folder) -> set[str]:
 
 
 @pytest.mark.parametrize(("run", "outtype", "most"), [("lora", "f32", 1e-4), ("full", "q8_0", 0.05)])
-def test_llama_cpp_gives_the_logits_of_the_run(folder, tmp_path, capsys, run, outtype, most):
+def test_llama_cpp_gives_the_logits_of_the_run(request, folder, tmp_path, capsys, run, outtype, most):
+    if run == "full":  # the other one starts the converter from nothing, as a user does
+        request.getfixturevalue("converter_forks")
     facts = exported(capsys, folder / run, "--to", "gguf", "--outtype", outtype, "--output", tmp_path / "out")
     assert 0 < facts["difference"] <= facts["tolerance"] == most
     assert facts["positions"] == 8 and facts["outtype"] == outtype and facts["checked_on"].endswith("(held out)")
@@ -51,7 +67,7 @@ def test_llama_cpp_gives_the_logits_of_the_run(folder, tmp_path, capsys, run, ou
     assert any("renders the chat template to the same text" in note for note in facts["notes"])
 
 
-def test_ollama_gets_template_and_stops(folder, capsys):
+def test_ollama_gets_template_and_stops(folder, capsys, converter_forks):
     assert main(["export", str(folder / "lora/checkpoint-1"), "--to", "ollama"]) == 0
     output = folder / "lora-checkpoint-1-ollama"
     assert "next: ollama create lora-checkpoint-1 -f " in capsys.readouterr().out
@@ -85,7 +101,9 @@ def test_safetensors(folder, tmp_path, capsys):
     assert "adapter_sha256" in merged and "README.md" in names(tmp_path / "b")
 
 
-def test_a_hub_id_or_folder_of_another_is_checked_on_text_that_is_always_there(folder, tmp_path, capsys):
+def test_a_hub_id_or_folder_of_another_is_checked_on_text_that_is_always_there(
+    folder, tmp_path, capsys, converter_forks
+):
     facts = exported(capsys, folder / "model", "--to", "gguf", "--output", tmp_path / "out")
     assert facts["checked_on"].startswith("python_docs") and facts["tolerance"] == 0.01
 
@@ -94,7 +112,7 @@ def test_a_hub_id_or_folder_of_another_is_checked_on_text_that_is_always_there(f
 
 
 @pytest.mark.parametrize("format", ["gguf", "onnx", "safetensors"])
-def test_another_model_is_not_written(folder, tmp_path, capsys, monkeypatch, format):
+def test_another_model_is_not_written(folder, tmp_path, capsys, monkeypatch, converter_forks, format):
     from scu_trainer.models import merge
 
     original = merge.full_weights
@@ -111,7 +129,7 @@ def test_another_model_is_not_written(folder, tmp_path, capsys, monkeypatch, for
     assert "of the largest" in said and names(tmp_path) == set()
 
 
-def test_other_tokens_are_not_written(folder, tmp_path, capsys, monkeypatch):
+def test_other_tokens_are_not_written(folder, tmp_path, capsys, monkeypatch, converter_forks):
     monkeypatch.setattr(gguf, "words_rule", lambda file: "llama-bpe")
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"row {n}: 1234567 and\n\n  it's 89"}) + "\n" for n in range(20)))
@@ -135,7 +153,7 @@ def test_what_llama_cpp_cannot_load_is_said(tmp_path):
 # -- refusals, before anything is loaded -------------------------------------------------------------------------------
 
 
-def test_refusals(folder, tmp_path, capsys, monkeypatch):
+def test_refusals(folder, tmp_path, capsys, monkeypatch, converter_forks):
     run = folder / "full"
     assert "already exists" in refused(capsys, run, "--to", "onnx", "--output", folder)
     assert "--outtype is for GGUF files" in refused(capsys, run, "--to", "onnx", "--outtype", "f16")

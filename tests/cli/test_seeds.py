@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import subprocess
-import sys
+import os
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from scu_trainer.cli import train
@@ -33,31 +36,59 @@ def job(tmp_path_factory) -> Path:
     return folder / "job.yaml"
 
 
-def _kill_when(words: list[str], is_so) -> None:
-    """Start the command, and kill it alone, as an out-of-memory killer does: what it started lives on, and is known
-    again by its command line, so here nothing is forked."""
-    process = subprocess.Popen([sys.executable, *COMMAND, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def kill_while_it_trains(words: list[str], run: Path, log: Path) -> psutil.Process:
+    """Start the command, and kill it alone, as an out-of-memory killer does, while the run in ``run`` trains.
+
+    Returns the process of that run, which lives on. It is suspended, so that it cannot finish before the command is
+    started again, and no fork, since it is known again by its environment.
+    """
+    command = processes.Started([*COMMAND, *words], log, os.environ, from_nothing=run.name)
+    try:
+        _wait_until((run / "run.json").is_file, command, log)
+        (left,) = [child for child in command.children() if str(run) in child.cmdline()]
+        left.suspend()
+    finally:
+        command.kill()
+        command.wait(60)
+    return left
+
+
+def start_again(words: list[str], left: psutil.Process, log: Path) -> str:
+    """What the same command prints. ``left`` goes on as soon as it has been asked to stop."""
+    command = processes.Started([*COMMAND, *words], log, os.environ)
+    try:
+        _wait_until(lambda: _is_asked_to_stop(left), command, log)
+        left.resume()
+        assert command.wait(200) == 0, log.read_text()[-3000:]
+    finally:
+        for process in (command, left):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    return " ".join(log.read_text().split())
+
+
+def _wait_until(is_so: Callable[[], bool], command: processes.Started, log: Path) -> None:
     end_s = time.monotonic() + 120
     while not is_so():
-        assert process.poll() is None and time.monotonic() < end_s
+        assert command.poll() is None and time.monotonic() < end_s, log.read_text()[-3000:]
         time.sleep(0.02)
-    process.kill()
-    process.wait()
 
 
-def _run(words: list[str]) -> processes.Done:
-    return processes.launch([*COMMAND, *words])
+def _is_asked_to_stop(process: psutil.Process) -> bool:
+    """Whether SIGTERM waits for a suspended process."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    (waiting,) = [line.split()[1] for line in lines if line.startswith("ShdPnd:")]
+    return bool(int(waiting, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_killed_in_the_middle_the_same_command_goes_on(job, tmp_path):
     words = ["train", "--config", str(job), "--seeds", "0", "1", "--output_dir", str(tmp_path / "out")]
     first, second = (tmp_path / "out" / "runs" / f"job-seed{seed}" for seed in (0, 1))
-    _kill_when(words, lambda: (second / "run.json").is_file())
+    left = kill_while_it_trains(words, second, tmp_path / "first.log")
     done = (first / "run.json").read_bytes()
-    ended = _run(words)
-    assert ended.returncode == 0, ended.stderr
+    printed = start_again(words, left, tmp_path / "again.log")
     assert (first / "run.json").read_bytes() == done  # not trained again
-    printed = " ".join(ended.stdout.split())
+    assert "its remaining runs write a checkpoint and stop: 1" in printed
     assert "finished runs that are kept: 1" in printed and "held-out bits over 2 seeds: mean" in printed
     record = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [(run["seed"], run["status"]) for run in record["runs"]] == [(0, "finished"), (1, "finished")]

@@ -18,7 +18,7 @@ from scu_trainer.runs.process import Machine
 from scu_trainer.runs.queue import Line
 from scu_trainer.runs.studies.comparison import Hands
 from scu_trainer.runs.studies.search import Axis, axes_of
-from tests.cli.test_seeds import _kill_when, _run, job  # noqa: F401 - a fixture
+from tests.cli.test_seeds import job, kill_while_it_trains, start_again  # noqa: F401 - a fixture
 
 KNOWN = {"learning_rate", "lora_r", "weight_decay", "optim", "seed"}
 
@@ -65,11 +65,9 @@ def test_killed_in_the_middle_no_trial_counts_twice(job, tmp_path, capsys):  # n
     out = tmp_path / "out"
     words = ["sweep", "--config", str(job), "--search", "learning_rate=1e-4:1e-1:log", "--trials", "2"]
     words += ["--output_dir", str(out)]
-    _kill_when(words, lambda: (out / "runs" / "trial-0" / "run.json").is_file())
+    left = kill_while_it_trains(words, out / "runs" / "trial-0", tmp_path / "first.log")
     base = (out / "runs" / "base" / "run.json").read_bytes()
-    ended = _run(words)
-    assert ended.returncode == 0, ended.stderr
-    printed = " ".join(ended.stdout.split())
+    printed = start_again(words, left, tmp_path / "again.log")
     assert "trial 0 resumes: an earlier start" in printed and "best: trial" in printed
     assert "it is the best of 2 on the documents that chose it" in printed
     assert (out / "runs" / "base" / "run.json").read_bytes() == base

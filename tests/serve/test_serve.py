@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from scu_trainer.cli.main import main
-from tests import tiny
+from tests import processes, tiny
 from tests.hub.runs import documents, flags
 
 KEY = "a-key-of-this-test-alone"
@@ -30,8 +30,9 @@ MOST_TOKENS = 12
 class Server:
     """``said``: where its output goes. ``clients``: closed in the end."""
 
-    process: subprocess.Popen
+    process: subprocess.Popen | processes.Started
     said: Path
+    words: list[str]
     run: Path
     key: str
     clients: list[openai.OpenAI] = field(default_factory=list)
@@ -58,13 +59,16 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
-def start(run: Path, said: Path, *words: object, key: str = "") -> Server:
-    command = [sys.executable, "-m", "scu_trainer.cli.main", "serve", run, "--port", "0", *words]
+def start(run: Path, said: Path, *words: object, key: str = "", from_nothing: bool = False) -> Server:
+    """``from_nothing``: as a user does; else a fork of a process that has imported everything."""
+    given = ["-m", "scu_trainer.cli.main", "serve", *map(str, [run, "--port", "0", *words])]
+    variables = environment(SCU_TRAINER_API_KEY=key)
+    if not from_nothing:
+        said.touch()  # a fork opens it itself, maybe after somebody looks
+        return Server(processes.Started(given, said, variables), said, given, run, key)
     with said.open("w") as file:
-        process = subprocess.Popen(
-            list(map(str, command)), stdout=file, stderr=file, env=environment(SCU_TRAINER_API_KEY=key)
-        )
-    return Server(process, said, run, key)
+        process = subprocess.Popen([sys.executable, *given], stdout=file, stderr=file, env=variables)
+    return Server(process, said, given, run, key)
 
 
 def ready(server: Server) -> Server:
@@ -73,6 +77,14 @@ def ready(server: Server) -> Server:
         assert server.process.poll() is None and time.monotonic() < end_s, server.output
         time.sleep(0.1)
     return server
+
+
+def end(server: Server) -> None:
+    if server.process.poll() is None:
+        server.process.kill()
+        server.process.wait(timeout=60)
+    for client in server.clients:
+        client.close()
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +111,22 @@ def servers(folder) -> Iterator[dict[str, Server]]:
         yield {name: ready(server) for name, server in begun.items()}
     finally:
         for server in begun.values():
-            server.process.kill()
-            server.process.wait()
-            for client in server.clients:
-                client.close()
+            end(server)
+
+
+@pytest.fixture(scope="module")
+def ending(folder) -> Iterator[dict[signal.Signals, Server]]:
+    """One for each signal that ends it, from nothing and both at the same time: with handlers of an interpreter of
+    their own."""
+    begun = {
+        sent: start(folder / "mine", folder / f"{sent.name}.out", from_nothing=True)
+        for sent in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield {sent: ready(server) for sent, server in begun.items()}
+    finally:
+        for server in begun.values():
+            end(server)
 
 
 @pytest.fixture(params=["llama", "mine"])
@@ -183,7 +207,7 @@ def test_a_wrong_key_and_none(servers):
         server.client("another-key-of-this-test").models.list()
     assert refused.value.body["code"] == "invalid_api_key"
     assert httpx.get(f"{server.address}/models").status_code == 401
-    assert KEY not in server.output and KEY not in " ".join(server.process.args)
+    assert KEY not in server.output and KEY not in " ".join(server.words)
 
 
 def test_a_foreign_host_a_foreign_page_and_other_routes(servers):
@@ -198,19 +222,13 @@ def test_a_foreign_host_a_foreign_page_and_other_routes(servers):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_it_ends_within_seconds_while_it_answers(folder, tmp_path, sent):
+def test_it_ends_within_seconds_while_it_answers(ending, sent):
     """With the model of 4,096 positions: the other's longest answer may be over before the signal arrives."""
-    server = ready(start(folder / "mine", tmp_path / "out"))
+    server = ending[sent]
     asked = {"model": server.name, "messages": message("What is a list?"), "max_tokens": 4000, "temperature": 0}
-    try:
-        with server.client().chat.completions.create(stream=True, **asked) as stream:
-            next(stream)
-            server.process.send_signal(sent)
-            with pytest.raises(openai.APIError, match="the server ends"):
-                list(stream)
-        assert server.process.wait(timeout=60) == (-signal.SIGTERM if sent == signal.SIGTERM else 130)
-    finally:
-        server.process.kill()
-        server.process.wait()
-        for client in server.clients:
-            client.close()
+    with server.client().chat.completions.create(stream=True, **asked) as stream:
+        next(stream)
+        server.process.send_signal(sent)
+        with pytest.raises(openai.APIError, match="the server ends"):
+            list(stream)
+    assert server.process.wait(timeout=60) == (-signal.SIGTERM if sent == signal.SIGTERM else 130)
