@@ -195,9 +195,11 @@ def check_early(config: str | None, flags: Sequence[str]) -> None:
     flags, _ = translated(flags, known)
     entries = {} if config is None else _named_as_here(config, known)[0]
     for name in entries:
-        require(name in known, f"{config}: unknown key {short(name)}{hint(name, known)}")
+        if name not in known:  # only then: looking for a near name among all of them takes a while
+            raise SettingsError(f"{config}: unknown key {short(name)}{hint(name, known)}")
     for name in _given(flags, known):
-        require(name in known, f"unknown option --{name}{hint(name, known)}")
+        if name not in known:
+            raise SettingsError(f"unknown option --{name}{hint(name, known)}")
     require(
         not {"seed", "seeds"} <= {*entries, *_given(flags, known)}, "seed and seeds are both given; keep one of them"
     )
