@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Optional
 
 from scu_trainer.errors import ControlError
 from scu_trainer.train.loop import Loop
@@ -76,17 +76,18 @@ def require_rates(loops: Iterable[Loop]) -> None:
             )
 
 
-def row_of(loop: Loop, scalars: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, float]:
-    """``scalars`` as numbers that every reporter takes. ``row``: of the logs, which they are added to.
+def row_of(loop: Loop, scalars: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Optional[float]]:
+    """``scalars`` as numbers that every reporter takes, None where there is nothing to tell yet. ``row``: of the logs,
+    which they are added to.
 
     Raises ControlError for what is not a number, and for a name that the row has already.
     """
     if not isinstance(scalars, Mapping):
         raise ControlError(f"{called(loop)} gives scalars as {type(scalars).__name__}; return a dict of numbers")
-    numbers = {}
+    numbers: dict[str, Optional[float]] = {}
     for name, value in scalars.items():
         number = value.item() if getattr(value, "size", None) is not None and _is_one(value) else value
-        if not isinstance(number, (int, float)):
+        if number is not None and not isinstance(number, (int, float)):
             raise ControlError(
                 f"{called(loop)} gives the scalar {name!r} as {type(value).__name__}, and logs hold numbers; return a "
                 "float for it"
