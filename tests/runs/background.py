@@ -15,7 +15,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, Optional
@@ -48,7 +48,16 @@ class Forked:
         return None if lives(self) else 0
 
 
-def spawn(words: Sequence[str], cwd: str, environment: Mapping[str, str], log: Path) -> Forked:
+Train = Callable[[Sequence[str]], int]
+
+
+def hang(words: Sequence[str]) -> int:
+    """In place of training: does not end by itself, however long the process that has started it takes."""
+    time.sleep(600)
+    return 1
+
+
+def spawn(words: Sequence[str], cwd: str, environment: Mapping[str, str], log: Path, trains: Train = train) -> Forked:
     """In place of ``Posix.spawn``."""
     reader, writer = os.pipe()
     gc.freeze()
@@ -56,7 +65,7 @@ def spawn(words: Sequence[str], cwd: str, environment: Mapping[str, str], log: P
     if between == 0:
         pid = os.fork()
         if pid == 0:
-            _be_a_supervisor(Path(words[-1]), cwd, environment, log)
+            _be_a_supervisor(Path(words[-1]), cwd, environment, log, trains)
         os.write(writer, str(pid).encode())
         os._exit(0)
     os.waitpid(between, 0)
@@ -69,14 +78,14 @@ def spawn(words: Sequence[str], cwd: str, environment: Mapping[str, str], log: P
         return Forked(pid, -1.0)
 
 
-def _be_a_supervisor(path: Path, cwd: str, environment: Mapping[str, str], log: Path) -> NoReturn:
+def _be_a_supervisor(path: Path, cwd: str, environment: Mapping[str, str], log: Path, trains: Train) -> NoReturn:
     def act() -> int:
         os.setsid()
         os.closerange(3, 256)
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
-        return lead(Run(path, path.name), Outside(train, sleep=lambda seconds: time.sleep(min(seconds, 0.02))))
+        return lead(Run(path, path.name), Outside(trains, sleep=lambda seconds: time.sleep(min(seconds, 0.02))))
 
     act_as_child(act, log)
 
@@ -155,9 +164,10 @@ class Campaign:
         self.had: dict[tuple[str, int], int] = {}
         self._hands = replace(hands(), spawn=self._spawn)
         self._spawned: Optional[Forked] = None
+        self._trains: Train = train
 
     def _spawn(self, *arguments: Any) -> Forked:
-        self._spawned = spawn(*arguments)
+        self._spawned = spawn(*arguments, trains=self._trains)
         self.supervisors.append(self._spawned)
         return self._spawned
 
@@ -172,8 +182,12 @@ class Campaign:
         self.look(second)
 
     def kill_at_once(self) -> None:
-        """One run is killed as soon as it begins, so that there is one to resume however fast the machine is."""
-        self._happens(self._begin(), ("kill",))
+        """One run is killed while it would train, so that there is one to resume: forks of a large process are slow,
+        and the others may all have finished before anything happens to them."""
+        self._trains = hang
+        name = self._begin()
+        self._trains = train
+        self._happens(name, ("kill",))
 
     def finish(self) -> list[str]:
         """Every run is resumed until it is done. Returns their names."""

@@ -37,4 +37,5 @@ def test_a_few_cycles(config, tmp_path, monkeypatch):
     finally:
         campaign.end_all()
     assert campaign.found.wrong == []
-    assert names and campaign.found.events["resume"] and campaign.found.looks >= 6
+    assert names and campaign.found.events["resume"], campaign.found
+    assert campaign.found.looks >= 6
