@@ -180,7 +180,7 @@ class Loop(TrainerCallback):
                 write_json(Path(folder) / self.state_file, state)
             except TypeError as error:
                 raise ControlError(
-                    f"the loop {type(self).__name__} has a state_dict that cannot be saved as JSON ({error}); give "
+                    f"{called(self)} has a state_dict that cannot be saved as JSON ({error}); give "
                     "numbers, text, lists and dicts, of a tensor its tolist()"
                 ) from error
 
@@ -220,7 +220,7 @@ class Loop(TrainerCallback):
         Raises ControlError where there is no such file."""
         if self.history_file is None:
             raise ControlError(
-                f"the loop {type(self).__name__} records rows and has no history_file: nothing would keep them; set "
+                f"{called(self)} records rows and has no history_file: nothing would keep them; set "
                 f'history_file = "{self.name or "own"}.json" in its class'
             )
         if self.history is not None:
@@ -229,6 +229,11 @@ class Loop(TrainerCallback):
     def rows_stand_until(self, step: int) -> int:
         """Step up to which rows of an earlier start are kept by a run that resumes from ``step``."""
         return step
+
+
+def called(loop: Loop) -> str:
+    """As messages name a loop."""
+    return f"the loop {type(loop).__name__}"
 
 
 class LoopEvents(TrainerCallback):

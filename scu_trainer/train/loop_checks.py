@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any, Optional
 
 from scu_trainer.errors import ControlError
-from scu_trainer.train.loop import Loop
+from scu_trainer.train.loop import Loop, called
 
 OTHERS_FILES = frozenset(
     {"config.json", "generation_config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json"}
@@ -41,10 +41,6 @@ def require_apart(loop: Loop, others: Iterable[Loop]) -> None:
                     f"{called(loop)} and {called(other)} both have {kind} {shared!r}, and one would take the other's "
                     f"place; give one of them another {kind}"
                 )
-
-
-def called(loop: Loop) -> str:
-    return f"the loop {type(loop).__name__}"
 
 
 def _saves_nothing(loop: Loop) -> bool:
