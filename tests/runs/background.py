@@ -69,9 +69,10 @@ def spawn(words: Sequence[str], cwd: str, environment: Mapping[str, str], log: P
         os.write(writer, str(pid).encode())
         os._exit(0)
     os.waitpid(between, 0)
+    # What has been written, and not all until the end: the end comes when the last process that holds it has closed it.
+    pid = int(os.read(reader, 32))
     os.close(writer)
-    with os.fdopen(reader) as numbers:
-        pid = int(numbers.read())
+    os.close(reader)
     try:
         return Forked(pid, psutil.Process(pid).create_time())
     except psutil.NoSuchProcess:
@@ -81,7 +82,7 @@ def spawn(words: Sequence[str], cwd: str, environment: Mapping[str, str], log: P
 def _be_a_supervisor(path: Path, cwd: str, environment: Mapping[str, str], log: Path, trains: Train) -> NoReturn:
     def act() -> int:
         os.setsid()
-        os.closerange(3, 256)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
