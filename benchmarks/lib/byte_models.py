@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +62,15 @@ def byte_rows(texts: Sequence[str], length: int, is_even: bool, seed: int) -> to
     return torch.tensor(rows)
 
 
-def train(given: Sequence[Setup], rows: torch.Tensor, batch: int, steps: int) -> list[list[tuple[float, float]]]:
-    """Per model its (loss, gradient norm before clipping at 1) of every step."""
+def train(
+    given: Sequence[Setup],
+    rows: torch.Tensor,
+    batch: int,
+    steps: int,
+    see: Callable[[torch.Tensor], None] = lambda row_losses: None,
+) -> list[list[tuple[float, float]]]:
+    """Per model its (loss, gradient norm before clipping at 1) of every step. ``see``: gets the mean nats per byte of
+    each row, (models, rows), of every step."""
     models = len(given)
     weights = _weights(given, rows.size(1))
     orders = [random.Random(one.seed) for one in given]
@@ -75,7 +82,9 @@ def train(given: Sequence[Setup], rows: torch.Tensor, batch: int, steps: int) ->
             if len(queue) < batch:
                 queue[:] = order.sample(range(len(rows)), len(rows))
         tokens = rows[torch.tensor([[queue.pop() for _ in range(batch)] for queue in queues])]
-        losses = _losses(weights, tokens)
+        sums, counts = _row_losses(weights, tokens)
+        see(sums.detach() / counts.clamp(min=1))
+        losses = sums.sum(1) / counts.sum(1)
         gradients = torch.autograd.grad(losses.sum(), list(weights.values()))
         norms = torch.stack([g.reshape(models, -1).square().sum(1) for g in gradients]).sum(0).sqrt()
         rates = torch.tensor([one.rate_at(step, steps) for one in given])
@@ -98,8 +107,8 @@ def _weights(given: Sequence[Setup], length: int) -> dict[str, torch.Tensor]:
     return {name: torch.stack(several).requires_grad_() for name, several in drawn.items()}
 
 
-def _losses(weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """Mean nats per byte of each model. ``tokens``: (models, rows, length)."""
+def _row_losses(weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(nats, bytes) of each row, (models, rows). ``tokens``: (models, rows, length)."""
     models, rows, length = tokens.shape
     picked = tokens.reshape(models, -1)
     hidden = torch.stack([table[ids] for table, ids in zip(weights["bytes"], picked, strict=True)])
@@ -113,7 +122,7 @@ def _losses(weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Ten
     logits = torch.bmm(seen, weights["bytes"].transpose(1, 2))
     targets = tokens[:, :, 1:].reshape(models, -1)
     each = cross_entropy(logits.transpose(1, 2), targets, reduction="none") * (targets != PAD)
-    return each.sum(1) / (targets != PAD).sum(1)
+    return each.reshape(models, rows, -1).sum(2), (targets != PAD).reshape(models, rows, -1).sum(2)
 
 
 def _attended(weights: dict[str, torch.Tensor], layer: int, hidden: torch.Tensor) -> torch.Tensor:

@@ -62,14 +62,12 @@ def _require_file_name(loop: Loop, kind: str) -> None:
         )
 
 
-def require_rates(loops: Iterable[Loop]) -> None:
-    """Raises ControlError for a ``rate_factor`` that is negative or not finite: it would reach the weights."""
-    for loop in loops:
-        if not (math.isfinite(loop.rate_factor) and loop.rate_factor >= 0):
-            raise ControlError(
-                f"{called(loop)} has rate_factor {loop.rate_factor}, which the learning rate is multiplied by; it is a "
-                "finite number from 0 on"
-            )
+def bad_rate(loop: Loop) -> ControlError:
+    """Of a ``rate_factor`` that is negative or not finite: it would reach the weights."""
+    return ControlError(
+        f"{called(loop)} has rate_factor {loop.rate_factor}, which the learning rate is multiplied by; it is a "
+        "finite number from 0 on"
+    )
 
 
 def row_of(loop: Loop, scalars: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Optional[float]]:

@@ -34,7 +34,7 @@ from scu_trainer.train.checkpoints.selection import catch_up, selected_checkpoin
 from scu_trainer.train.checkpoints.writer import CheckpointWriter
 from scu_trainer.train.epochs import epochs, handed_over
 from scu_trainer.train.loop import Loop, LoopEvents
-from scu_trainer.train.loop_checks import require_apart, require_rates, row_of
+from scu_trainer.train.loop_checks import bad_rate, require_apart, row_of
 from scu_trainer.train.loops import difficulty_of, make_loops
 from scu_trainer.train.loss.wrap import adopt, countable, weighed
 from scu_trainer.train.step.engine import StockEngine
@@ -154,9 +154,10 @@ class SCUTrainer(Trainer):
         """What loops multiply the scheduled learning rate by in this step."""
         factor = 1.0
         for loop in self.loops:
-            factor *= loop.rate_factor
-        if not 0 <= factor < math.inf:
-            require_rates(self.loops)
+            own = loop.rate_factor
+            if not 0 <= own < math.inf:
+                raise bad_rate(loop)
+            factor *= own
         return factor
 
     def _get_learning_rate(self) -> float:

@@ -547,6 +547,13 @@ MISTAKES = (
         "documents-repeated",
     ),
     Mistake(
+        "one-token-repeated",
+        "common",
+        "a document is the same word thousands of times",
+        lambda b: b.texts(lambda i: "the " * 2000 if i == 7 else f"Shelf {i} holds {3 * i + 1} books. " * 4),
+        "tokens-repeat",
+    ),
+    Mistake(
         "labels-as-text",
         "common",
         "text_column names the labels",

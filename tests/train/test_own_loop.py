@@ -200,6 +200,12 @@ def test_what_shows_later_is_refused_by_name(tmp_path, loop, said):
     assert type(loop).__name__ in str(raised.value)
 
 
+def test_two_negative_factors_do_not_make_a_sound_one(tmp_path):
+    loops = [given(Named(), rate_factor=-1.0), given(Named(), name="other", rate_factor=-1.0)]
+    with pytest.raises(ControlError, match="the loop Named has rate_factor"):
+        trained(llama(layers=1), tmp_path, callbacks=loops, **RUN)
+
+
 @pytest.mark.parametrize("value", [torch.tensor(0.5), torch.tensor([0.5]), np.float32(0.5), np.array(0.5), 0.5])
 def test_a_number_of_any_kind_is_a_scalar(tmp_path, value):
     trainer = trained(llama(layers=1), tmp_path, callbacks=[Scalars({"own/x": value})], **{**RUN, "max_steps": 2})

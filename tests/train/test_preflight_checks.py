@@ -133,6 +133,22 @@ def test_tokens_without_an_embedding_and_unknown_ones_are_found():
     assert ids(rows.before_training(job_of(), parts, facts)) == []
 
 
+@pytest.mark.parametrize(
+    ("documents", "run_tokens"),
+    [
+        ([[0] + [7] * 127 + [8]], 0),
+        ([[0] + [7] * 128 + [8]], 128),
+        ([[7] * 64] * 3, 192),
+        ([[9, 7] + [8, 7] * 100], 0),
+        ([[2] * 500], 0),  # padding, which is not learned
+    ],
+)
+def test_stretches_of_one_token_are_counted_over_the_borders_of_rows(documents, run_tokens):
+    facts = tokens.scan(token_rows(*documents, learned=lambda t: t != 2), MARKS)
+    assert facts.run_tokens == run_tokens
+    assert (facts.longest_run == (run_tokens, 7)) == bool(run_tokens)
+
+
 @pytest.mark.parametrize(("documents", "expected"), [(40, ["documents-repeated"]), (26, [])])
 def test_turns_that_have_an_end_of_their_own_are_no_documents(documents, expected):
     """A system prompt stands in every conversation."""

@@ -1,4 +1,4 @@
-"""What the rows of tokens themselves say: ends that are not learned, repeated documents, text that is none."""
+"""What the rows of tokens say: ends that are not learned, repeated documents or tokens, text that is none."""
 
 from __future__ import annotations
 
@@ -46,6 +46,12 @@ UNKNOWN_TOKENS = Check(
     "a tenth of the tokens or more are unknown ones: the tokenizer was not made for this text",
     "use a model and tokenizer of this language, or look at the encoding of the file",
 )
+ONE_TOKEN = Check(
+    "tokens-repeat",
+    "warning",
+    "one token stands again and again, a hundred times and more, and the model would learn to do that",
+    "look for these stretches in the data: remove them, or mask them if they are padding",
+)
 REPEATED = Check(
     "documents-repeated",
     "warning",
@@ -79,6 +85,11 @@ def before_training(job: Job, parts: TrainingComponents, facts: TokenFacts) -> I
     if facts.tokens and facts.unknown / facts.tokens >= UNKNOWN_SHARE:
         what = f"{percent(facts.unknown / facts.tokens)} of the tokens are unknown, {facts.among()}"
         yield UNKNOWN_TOKENS.found(what, "model_name_or_path, dataset")
+    if facts.run_tokens:
+        places, token = facts.longest_run
+        said = json.dumps(parts.processor.decode([token])[:40], ensure_ascii=False)
+        what = f"{facts.run_tokens:,} learned tokens; the longest: {said} {places:,} times in a row, {facts.among()}"
+        yield ONE_TOKEN.found(what, "dataset")
     if is_cut_into_documents(facts, parts.data.statistics):
         yield from _repeated(facts)
         yield from _texts(job, parts.processor, facts)

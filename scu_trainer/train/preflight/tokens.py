@@ -18,6 +18,8 @@ MOST_DOCUMENTS = 500_000
 """That are compared with each other: a microsecond and some hundred bytes each."""
 BLOCK_ROWS = 1024
 STREAMED_ROWS = 32
+LONG_RUN = 128
+"""Places in which the same token stands; lines drawn of one character are shorter, most of them by far."""
 EXAMPLES, LONGEST_EXAMPLE = 64, 256
 
 
@@ -36,7 +38,8 @@ class TokenFacts:
 
     ends: tokens that end a document or a turn, ends_learned: those with a label. doubled_starts: places with two start
     tokens in a row. documents: stretches up to an end, the first MOST_DOCUMENTS; repeated: those whose tokens were seen
-    before.
+    before. run_tokens: learned tokens of stretches of at least LONG_RUN that are all the same; longest_run: (places,
+    token) of the longest.
     examples: token ids of the first documents, cut after some.
     """
 
@@ -51,6 +54,8 @@ class TokenFacts:
     doubled_starts: int = 0
     documents: int = 0
     repeated: int = 0
+    run_tokens: int = 0
+    longest_run: tuple[int, int] = (0, -1)
     examples: list[numpy.ndarray] = field(default_factory=list)
     _seen: set[int] = field(default_factory=set, repr=False)
 
@@ -71,6 +76,7 @@ def scan(rows: Any, marks: Marks) -> TokenFacts:
     for count, ids, labels in _blocks(rows):
         facts.rows += count
         _count(facts, ids, labels, marks)
+        _runs(facts, ids, labels)
         _documents(facts, ids, marks.ends)
     return facts
 
@@ -111,6 +117,18 @@ def _count(facts: TokenFacts, ids: numpy.ndarray, labels: numpy.ndarray, marks: 
     if marks.start is not None:
         is_start = ids == marks.start
         facts.doubled_starts += int(numpy.count_nonzero(is_start[1:] & is_start[:-1]))
+
+
+def _runs(facts: TokenFacts, ids: numpy.ndarray, labels: numpy.ndarray) -> None:
+    """Stretches of one token, over the borders of rows; most of it is learned (the first token of a row never is)."""
+    borders = numpy.flatnonzero(ids[1:] != ids[:-1]) + 1
+    starts, ends = numpy.append(0, borders), numpy.append(borders, len(ids))
+    for run in numpy.flatnonzero(ends - starts >= LONG_RUN):
+        start, end = int(starts[run]), int(ends[run])
+        learned = int(numpy.count_nonzero(labels[start:end] != NOT_LEARNED))
+        if 2 * learned > end - start:
+            facts.run_tokens += learned
+            facts.longest_run = max(facts.longest_run, (end - start, int(ids[start])))
 
 
 def _documents(facts: TokenFacts, ids: numpy.ndarray, ends: Collection[int]) -> None:
