@@ -15,7 +15,7 @@ the path of imports: it finds ``benchmarks.lib``, and measures the package besid
 
 import logging
 
-# As torchao is imported it looks for kernels of other machines and of other versions of Python, and torch warns of what
-# it registers: four long lines from each process, before the first that a benchmark has to say.
-for _talkative in ("torchao", "torch.utils._pytree"):
+# As they are imported, torchao and bitsandbytes look for kernels of other machines and torch warns of what torchao
+# registers: long lines from each process, before the first that a benchmark has to say.
+for _talkative in ("torchao", "torch.utils._pytree", "bitsandbytes"):
     logging.getLogger(_talkative).setLevel(logging.ERROR)
