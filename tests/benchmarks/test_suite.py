@@ -5,8 +5,9 @@ import multiprocessing
 
 import pytest
 
-from benchmarks.headline import regressions, variable_length
+from benchmarks.headline import memory_estimate, regressions, variable_length
 from benchmarks.lib import text_job
+from benchmarks.lib.memory_estimate.cases import CASES
 from benchmarks.lib.memory_work import DISTRIBUTIONS, Shape
 from benchmarks.lib.outcome import Figure, Grid, figure, finish
 from benchmarks.lib.text_race import Raced, _book
@@ -234,3 +235,8 @@ def test_an_unknown_benchmark_is_named_with_those_that_there_are(results, capsys
         regressions.main(["other"])
     assert ended.value.code == 2
     assert "no results with figures for other; there are some" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", memory_estimate.LIMITED)
+def test_trainings_under_a_limit_are_among_those_that_are_predicted(device):
+    assert set(memory_estimate.LIMITED[device]) <= {case.name for case in CASES[device]}

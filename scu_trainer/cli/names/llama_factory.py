@@ -202,7 +202,7 @@ def _gradient_checkpointing(value: Any, source: Source) -> Meaning:
     return Meaning({"checkpoint_every_layer": not is_on(value)})
 
 
-ANSWERS = Nothing("it is about answers, not about training; docs/evaluate.md")
+ANSWERS = Nothing("it is about answers, not about training; docs/talk.md")
 MERGING = "scu-trainer merge RUN makes full weights of an adapter"
 PLOTS = Nothing("scu-trainer report RUN draws the curves")
 BADAM = Nothing("read with use_badam")
@@ -265,7 +265,7 @@ TABLE: Table = {
     "rope_scaling": "write it into the config.json of the model",
     "shift_attn": "there is no such attention here",
     "mixture_of_depths": "there is no such model here",
-    "use_unsloth": Nothing("this program does not include kernels of Unsloth; docs/benchmarks.md compares"),
+    "use_unsloth": Nothing("this program does not include kernels of Unsloth"),
     "use_unsloth_gc": Nothing("checkpoint_every_layer gives the same numbers"),
     "moe_aux_loss_coef": "the auxiliary loss of experts is the model's own: output_router_logits of its config.json",
     "resize_vocab": Nothing("the embedding grows where tokens are added"),

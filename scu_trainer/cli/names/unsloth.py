@@ -11,6 +11,7 @@ from scu_trainer.errors import SettingsError
 
 SECTIONS = ("data", "training", "lora", "logging", "inference")
 MERGING = "scu-trainer merge RUN makes full weights of an adapter"
+GGUF = "scu-trainer export RUN --to gguf writes it, and reads it back to check it"
 
 
 def _adapts(source: Source) -> bool:
@@ -116,10 +117,10 @@ TABLE: Table = {
     "save_model": Nothing("the model is always saved"),
     "save_path": Same("output_dir"),
     "save_method": MERGING,
-    "save_gguf": "no GGUF is written yet; " + MERGING,
+    "save_gguf": GGUF,
     "quantization": Nothing("it is about what is saved as GGUF"),
     "push_model": "scu-trainer push RUN --repo_id OWNER/NAME",
-    "push_gguf": "no GGUF is written yet; " + MERGING,
+    "push_gguf": GGUF,
     "hub_path": "scu-trainer push RUN --repo_id OWNER/NAME",
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), ANSWERS),
 }
