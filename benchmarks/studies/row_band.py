@@ -6,8 +6,8 @@ The band is that of ``control/guard/spikes.py``, over rows instead of steps: med
 logarithms of the last SPAN rows' mean losses. Printed is, for each threshold, the share of rows that lie above it:
 
 sound   ``--groups`` times 32 byte models (``benchmarks/lib/byte_models.py``) on Python's documentation
-bad     rows put into a LoRA training of the embedded base, as in ``benchmarks/loops/spikes.py``, after the first FEWEST
-        rows, ``--rate`` of them, one kind at a time; and the sound rows beside them
+bad     rows put into a LoRA training of the embedded base, as in ``benchmarks/loops/spikes.py``, ``--rate`` of them,
+        one kind at a time, and the sound rows beside them; the first FEWEST rows that are trained on are not judged
 
 The spike guard promises at most one false alarm in 10,000 steps, and a step has at least one row.
 """
@@ -73,8 +73,7 @@ def tuned(kind: str, seed: int, rate: float) -> tuple[numpy.ndarray, numpy.ndarr
     settings = {"dataset": "stdlib_docstrings", "block_size": BLOCK, "dataset_size": 300}
     data, draw = embedded_data(seed, validation_split_percentage=20, **settings), random.Random(seed)
     rows = [dict(row) for row in data.train.select(range(TUNING_STEPS * BATCH))]
-    late = range(FEWEST, len(rows))
-    bad = set(draw.sample(late, round(rate * len(late))))
+    bad = set(draw.sample(range(len(rows)), round(rate * len(rows))))
     rows = [bad_row(kind, row, draw) if number in bad else row for number, row in enumerate(rows)]
     seen: dict[int, float] = {}
 
@@ -84,7 +83,7 @@ def tuned(kind: str, seed: int, rate: float) -> tuple[numpy.ndarray, numpy.ndarr
 
     arguments = {"max_steps": TUNING_STEPS, "learning_rate": RATE, "per_device_train_batch_size": BATCH, "seed": seed}
     with (
-        scratch_arguments(train_sampling_strategy="sequential", **arguments) as args,
+        scratch_arguments(**arguments) as args,
         patch.object(CurriculumLoop, "see", see),
     ):
         trainer = SCUTrainer(
