@@ -87,8 +87,8 @@ def before_training(job: Job, parts: TrainingComponents, facts: TokenFacts) -> I
         yield UNKNOWN_TOKENS.found(what, "model_name_or_path, dataset")
     if facts.run_tokens:
         places, token = facts.longest_run
-        said = json.dumps(parts.processor.decode([token])[:40], ensure_ascii=False)
-        what = f"{facts.run_tokens:,} learned tokens; the longest: {said} {places:,} times in a row, {facts.among()}"
+        longest = f"{json.dumps(parts.processor.decode([token])[:40], ensure_ascii=False)} {places:,} times"
+        what = f"{facts.run_tokens:,} learned tokens in such stretches, {facts.among()}; the longest: {longest}"
         yield ONE_TOKEN.found(what, "dataset")
     if is_cut_into_documents(facts, parts.data.statistics):
         yield from _repeated(facts)
