@@ -22,13 +22,14 @@ TABLE, PAGE = ROOT / "docs" / "seeds.yaml", ROOT / "docs" / "seeds.md"
 PRESENT, DIFFERENT, NOT_HERE = "present", "different", "not here"
 MEANINGS = {
     PRESENT: "does what was promised, as written or under the name in the table",
-    DIFFERENT: "another way, for the reason in the table",
-    NOT_HERE: "cannot be shown where this was made, or is written and was never run on what it is for",
+    DIFFERENT: "done another way, for the reason in the table",
+    NOT_HERE: "cannot be shown on the machines at hand, or is written and was never run on the hardware it is for",
 }
 
 HEAD = (
-    "# The five documents that this grew from\n\nACMDS, TRIDENT-Net, CADENCE, SCU-Granite and an efficient ResNet-18: "
-    "what they promised, statement by statement, and what of it is here.\nWritten by `python docs/write_seeds.py` from "
+    "# The five documents that this grew from\n\nThis project grew from five documents, on ACMDS, TRIDENT-Net, "
+    "CADENCE, SCU-Granite and an efficient ResNet-18. This page lists\n"
+    "what each promised, statement by statement, and what of it is here.\nWritten by `python docs/write_seeds.py` from "
     "[seeds.yaml](seeds.yaml). `python -m pytest tests/test_seeds.py` runs each command below once, on two CPU cores,\n"
     "and looks for what the rows claim in what it prints; the tests among them run with all the others."
 )
