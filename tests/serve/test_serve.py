@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -232,3 +233,17 @@ def test_it_ends_within_seconds_while_it_answers(ending, sent):
         with pytest.raises(openai.APIError, match="the server ends"):
             list(stream)
     assert server.process.wait(timeout=60) == (-signal.SIGTERM if sent == signal.SIGTERM else 130)
+
+
+def test_the_client_of_the_page_prints_the_answer(servers, capsys):
+    page = Path(__file__).parents[2] / "docs" / "serve.md"
+    code = re.search(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[1]
+    server = servers["llama"]
+    for shown, own in (("http://127.0.0.1:8000/v1", server.address), ('"mine"', repr(server.name))):
+        assert shown in code
+        code = code.replace(shown, own)
+    code = code.replace("stream=True", f"stream=True, max_tokens={MOST_TOKENS}")
+    names = {"__name__": "yours"}
+    exec(compile(code, str(page), "exec"), names)
+    server.clients.append(names["client"])
+    assert capsys.readouterr().out.strip()
