@@ -11,8 +11,8 @@ from scu_trainer.settings import CurriculumSettings
 # %% [markdown]
 # ## Data with wrong labels
 #
-# 240 points of three classes; every twentieth has the label of another class. `wrap` makes a model with a loss out of
-# any network of torch.
+# 240 points of three classes; every twentieth has the label of another class. `wrap` turns any torch network into a
+# model with a loss.
 
 # %%
 torch.manual_seed(0)
@@ -25,7 +25,7 @@ network = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.L
 # %% [markdown]
 # ## A guard against them
 #
-# The loss of each row is read from the forward pass that trains, so looking costs no second one. Rows whose loss stays
+# The loss of each row is read from the forward pass that trains, so no second one is needed. Rows whose loss stays
 # above what guessing would give are left out from the fourth epoch on; a tenth of them is tried again in each epoch. On
 # the command line: `scu-trainer train --curriculum noise_guard`.
 

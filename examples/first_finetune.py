@@ -29,7 +29,7 @@ Path("animals.json").write_text(json.dumps(rows, indent=1))
 # ## The training
 #
 # These are flags of `scu-trainer train` and keys of its YAML file, as are all fields of transformers'
-# `TrainingArguments`. LoRA is the default, `--tuning full` trains all weights. Without `--model_name_or_path` the model
+# `TrainingArguments`. LoRA is the default; `--tuning full` trains all weights. Without `--model_name_or_path` the model
 # is a small one that is made here from Python's documentation: it knows nothing of animals.
 
 # %%

@@ -33,7 +33,7 @@ def padded(batch):
 # ## The same training twice
 #
 # The optimizer sees 16 rows in each step. `memory_limit_gb` says what this process may use, here little more than it
-# has already; without it the limit is that of the GPU or of the machine. How many rows run at once follows from it.
+# already uses; without it the limit is that of the GPU or of the machine. How many rows run at once follows from it.
 
 
 # %%
@@ -50,8 +50,8 @@ limit_gb = (psutil.Process().memory_info().rss + 80e6) / 2**30
 whole, limited = train("no_limit", MemorySettings()), train("limit", MemorySettings(memory_limit_gb=limit_gb))
 
 # %% [markdown]
-# `memory_history.json` has a row for each change of the micro-batch, with its reason. The losses are the same up to
-# rounding.
+# `memory_history.json` has a row for each change of the micro-batch (the rows at once), with its reason. The losses
+# are the same up to rounding.
 
 # %%
 for change in json.loads(Path("runs/limit/memory_history.json").read_text()):

@@ -13,7 +13,7 @@ from scu_trainer.cli.main import main
 # ## What is to be learned, and what is to be kept
 #
 # Fine-tuning on one kind of text costs a model some of what it knew of another. `retain` names that other text, the
-# anchor: a file, a folder or a Hub id; here it is Python's documentation, of which the embedded model was made.
+# anchor: a file, a folder or a Hub id; here it is Python's documentation, from which the default model is made.
 # `retain_budget_bits` is what the loss on it may rise by, in bits per token.
 
 # %%
@@ -36,7 +36,7 @@ if code := main(["train", *(f"--{name}={value}" for name, value in job.items()),
 # ## What it cost
 #
 # Rows of the anchor were replayed, more of them as the budget came near; what was over it in the end was taken off by
-# scaling the update. The verdict is from anchor documents that decided nothing.
+# scaling the update. The verdict is from anchor documents that no decision used.
 
 # %%
 retention = json.loads(Path("runs/retain/scu_metrics.json").read_text())["retention"]

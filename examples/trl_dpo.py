@@ -1,6 +1,7 @@
 """Preferences, by TRL's DPOTrainer with the loops: python examples/trl_dpo.py [MODEL]
 
-Needs `pip install trl`. MODEL is a Hub id or a folder.
+A loop is a part of the trainer that measures while the model trains and sets something (docs/glossary.md).
+Needs `pip install trl`. MODEL is a Hub id or a folder; without one, a small model is downloaded.
 """
 
 import os
@@ -41,9 +42,9 @@ arguments = DPOConfig(
 # %% [markdown]
 # ## The loops come beside them
 #
-# A sample is a pair of rows here, so batches run whole, and the log says why; running out of memory is still recovered
-# from. S, the share of information in the trained weights, is measured; with `target_s` it would be steered. TRL does
-# not count the tokens of a preference loss, so they are given.
+# A sample is a pair of rows here, so batches run whole, and the log says why; after running out of memory, memory is
+# freed and the batch runs once more as it is. S, the share of information in the trained weights, is measured; with
+# `target_s` it would be steered. TRL does not count the tokens of a preference loss, so their number is given.
 
 # %%
 trainer = with_loops(DPOTrainer)(

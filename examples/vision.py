@@ -12,8 +12,8 @@ from scu_trainer.cli.main import main
 # %% [markdown]
 # ## Training
 #
-# The recipe `resnet` is ResNet-18 on scikit-learn's digits (`scu-trainer recipes resnet` prints it). Pictures of your
-# own: `--dataset` is a folder with a folder for each class, or a data set of the Hub. `--model_name_or_path` takes any
+# The recipe `resnet` is ResNet-18 on scikit-learn's digits (`scu-trainer recipes resnet` prints it). For your pictures,
+# `--dataset` is a folder with a folder for each class, or a data set of the Hub. `--model_name_or_path` takes any
 # image classifier of transformers instead of weights that are drawn at random.
 
 # %%
@@ -24,7 +24,7 @@ if code := main(["train", "--config", "resnet", "--output_dir", "runs/vision", *
 # ## What it learned
 #
 # The files of a run are those of a text run. Labels that look wrong are listed in `suspects.jsonl` with
-# `--curriculum noise_guard`; the picture of the run is `scu-trainer report runs/vision`.
+# `--curriculum noise_guard`; `scu-trainer report runs/vision` draws the run.
 
 # %%
 metrics = json.loads(Path("runs/vision/scu_metrics.json").read_text())

@@ -76,7 +76,8 @@ def with_cadence(yours: dict[str, Any]) -> None:
 
 
 def test_there_are_blocks_to_run():
-    assert len(BLOCKS) >= 10 and {"README.md", "docs/guide.md"} <= {page for page, _ in BLOCKS}
+    assert len(BLOCKS) >= 11 and {"README.md", "docs/guide.md"} <= {page for page, _ in BLOCKS}
+    assert sum(".train()" in text for _, text in BLOCKS) == 8
 
 
 @pytest.mark.parametrize(("page", "text"), BLOCKS, ids=[f"{page}-{number}" for number, (page, _) in enumerate(BLOCKS)])
@@ -89,7 +90,9 @@ def test_a_block_runs(page, text, yours, tmp_path):
         yours |= {"model": test_sensors.trident(**test_sensors.HEAD).eval(), "batch": test_sensors.batch_of()}
     if page == "docs/loops.md" and "class Cooldown" not in text:
         exec(compile(_cooldown(), page, "exec"), yours)
-    exec(compile(text, str(ROOT / page), "exec"), yours | {"__name__": "yours"})
+    space = yours | {"__name__": "yours"}
+    exec(compile(text, str(ROOT / page), "exec"), space)
+    assert "trainer" not in space or space["trainer"].state.global_step >= 2
 
 
 def _cooldown() -> str:
