@@ -30,7 +30,7 @@ HEAD = (
     "# The five documents that this grew from\n\nThis project grew from five documents, on ACMDS, TRIDENT-Net, "
     "CADENCE, SCU-Granite and an efficient ResNet-18. This page lists\n"
     "what each promised, statement by statement, and what of it is here.\nWritten by `python docs/write_seeds.py` from "
-    "[seeds.yaml](seeds.yaml). `python -m pytest tests/test_seeds.py` runs each command below once, on two CPU cores,\n"
+    "`docs/seeds.yaml`. `python -m pytest tests/test_seeds.py` runs each command below once, on two CPU cores,\n"
     "and looks for what the rows claim in what it prints; the tests among them run with all the others."
 )
 

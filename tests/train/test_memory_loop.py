@@ -165,6 +165,95 @@ def test_the_optimizers_step_is_part_of_a_step(tmp_path):
     assert trainer.micro_batches.loop.statistics.peak_bytes == Device.MODEL_BYTES + 600
 
 
+# -- a reading that stands for a while ---------------------------------------------------------------------------------
+
+
+class Slow(Device):
+    """A device whose readings stand for an hour, and from step ``again`` on for no time; ``looked``: the steps of all
+    readings."""
+
+    def __init__(self, *arguments, again: int = 100, **given) -> None:
+        super().__init__(*arguments, **given)
+        self.again, self.looked = again, []
+
+    @property
+    def good_for_s(self) -> float:
+        return 3600.0 * (self.step < self.again)
+
+    def read(self) -> MemoryReading:
+        self.looked.append(self.step)
+        return super().read()
+
+
+def long_rows_in(step: int) -> Examples:
+    """8 rows of 8 tokens in each step, of 40 tokens in ``step``."""
+    lengths = [40 if row // 8 == step - 1 else 8 for row in range(8 * 12)]
+    return Examples({"input_ids": torch.arange(n) % 50, "labels": torch.arange(n) % 50} for n in lengths)
+
+
+@pytest.mark.parametrize("logging_steps", [1, 5, 10_000])
+def test_what_steps_without_a_reading_take_is_known_all_the_same(tmp_path, logging_steps):
+    def prepare(trainer) -> None:
+        trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(
+            torch.utils.data.DataLoader(trainer.train_dataset, batch_size=4, collate_fn=tiny.pad)
+        )
+
+    found = []
+    for device in (Slow(0.5), Slow(0.5, again=9), Device(0.5)):
+        given = {"max_steps": 12, "logging_steps": logging_steps, "prepare": prepare}
+        trainer, _, sizes = train_on(device, tmp_path, long_rows_in(step=8), **given)
+        rows = [row for row in trainer.state.log_history if "memory/peak_bytes" in row]
+        peaks = [row["memory/peak_bytes"] for row in rows]
+        found.append((peaks, sizes, trainer.micro_batches.loop.statistics.peak_bytes))
+    assert found[0] == found[1] == found[2]
+    assert found[0][2] == Device.MODEL_BYTES + 80
+
+
+def test_where_nothing_is_short_few_steps_ask_how_much_there_is(tmp_path):
+    train_on(device := Slow(4), tmp_path, max_steps=12)
+    assert {*device.looked} <= {1, 2, 3, 4, 12}, "the first windows, which learn, and the end"
+
+
+def test_under_pressure_every_step_asks(tmp_path):
+    (slow, _, found), (_, _, expected) = (
+        train_on(kind(8, neighbour=lambda step: 350 * (step >= 3)), tmp_path, max_steps=12) for kind in (Slow, Device)
+    )
+    assert found == expected and min(found) < 64
+    assert {*slow.micro_batches.loop.gauge.looked} == {*range(1, 13)}
+
+
+def test_running_out_of_memory_ends_the_rest(tmp_path):
+    """Nobody asked before; from then on every step does, and decides what it would have decided."""
+    (slow, _, found), (_, _, expected) = (
+        train_on(kind(8, neighbour=lambda step: 600 * (step == 8)), tmp_path, max_steps=24) for kind in (Slow, Device)
+    )
+    looked = slow.micro_batches.loop.gauge.looked
+    assert slow.micro_batches.loop.statistics.out_of_memory >= 1 and found[7] < 64
+    assert {5, 6, 7}.isdisjoint(looked) and {*range(8, 25)} <= {*looked}
+    assert found == expected
+
+
+def test_an_evaluation_among_steps_without_a_reading_is_no_peak_of_a_step(tmp_path):
+    device = Slow(4)
+
+    class Evaluation(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_evaluate = state.global_step == 6
+
+        def on_evaluate(self, args, state, control, **kwargs):
+            device.chunk_bytes = 890
+
+    def prepare(trainer) -> None:
+        trainer.eval_dataset = Rows(4)
+        trainer.add_callback(Evaluation())
+
+    trainer, _, _ = train_on(device, tmp_path, prepare=prepare, max_steps=12)
+    assert trainer.micro_batches.loop.statistics.peak_bytes == Device.MODEL_BYTES + 64 * 4
+
+
+# -- out of memory, and bounds -----------------------------------------------------------------------------------------
+
+
 def test_an_out_of_memory_is_one_row_of_the_history(tmp_path):
     """600 bytes at once: a whole batch no longer fits, before any decision could be taken."""
 

@@ -88,7 +88,10 @@ def _require_prunable(subject: Subject, dataset: Optional[str]) -> None:
     if not source.is_dir():
         raise ModelError(f"{subject.name} is not a folder here; download the model and give its folder")
     if is_adapter(source):
-        raise ModelError(f"{subject.name} is an adapter; merge it first: scu-trainer merge {subject.name}")
+        raise ModelError(
+            f"{subject.name} is an adapter; merge it first: scu-trainer merge {subject.name}, then scu-trainer prune "
+            f"{subject.name}-merged --dataset NAME, with the data to score it on"
+        )
     if subject.task not in TASKS:
         raise ModelError(f"{subject.name} is of task: {subject.task}; prune is for {' and '.join(TASKS)}")
     if subject.run is None and dataset is None:

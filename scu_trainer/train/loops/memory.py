@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, Optional
 
@@ -28,6 +29,7 @@ class MemoryLoop(Loop):
         self._host = self._host_memory()
 
     def end(self) -> None:
+        self.micro_batches.loop.wake()
         self.micro_batches.finish()  # the optimizer is the caller's again
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -47,6 +49,13 @@ class MemoryLoop(Loop):
         self.micro_batches.loop.stepped()
         if self._host is not None:
             self._host.look(state.global_step)
+
+    def evaluation(self) -> AbstractContextManager:
+        self.micro_batches.loop.wake()
+        return super().evaluation()
+
+    def before_save(self) -> None:
+        self.micro_batches.loop.wake()
 
     def _host_memory(self) -> Optional[HostMemory]:
         """None on a CPU: there main memory is what micro-batches are sized by. Raises SettingsError."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Optional
@@ -88,6 +89,7 @@ class MicroBatchSizer:
         self._peak_fraction = 0.0
         self._attempts = self._planned = 0
         self._seen: Optional[MemoryReading] = None
+        self._rests = False
 
     def reset(self) -> None:
         """As before the first training: sizes that fitted then may not fit now."""
@@ -97,6 +99,7 @@ class MicroBatchSizer:
         self._collected_step = -STEPS_BETWEEN_COLLECTIONS
         self._logged_peak_bytes = 0
         self._ran: dict[str, int] = {}
+        self._looked_s = -math.inf
 
     # -- one window ----------------------------------------------------------------------------------------------------
 
@@ -109,16 +112,21 @@ class MicroBatchSizer:
         """
         self._window, self.step, self._attempts = window, step, 0
         self._retried.clear()
-        if self.gauge is not None:
-            reading = self.gauge.read()  # its peak may be that of an evaluation between two steps
+        has_rested, self._rests = self._rests, self._may_rest
+        if self.gauge is not None and not self._rests:
+            # The peak since the last reset may be that of an evaluation, unless it is that of steps without readings.
+            reading = self._look() if has_rested else self.gauge.read()
             # Where memory is short, what is live must be distinguished from what was freed and not given back.
             exact = self._is_learning or self.state.pressure != "low" or self.state.cap_tokens is not None
             self.gauge.reset(exact=exact)
-            self._before = self._look() if exact else reading
-            self._base_bytes, self._limit_name = self._before.used_bytes, self._before.limit_name
+            self._based_on(self._look() if exact else reading)
         micro_batches = self._plan(window) if keep_step is None else self._even(window, keep_step)
         self._planned = len(micro_batches)
         return micro_batches
+
+    def _based_on(self, reading: MemoryReading) -> None:
+        """``reading``: before the window's micro-batches."""
+        self._before, self._base_bytes, self._limit_name = reading, reading.used_bytes, reading.limit_name
 
     def _even(self, window: AccumulationWindow, all_reduce_max: AllReduceMax) -> list[MicroBatch]:
         self._ceiling, wished = max(window.largest_batch_tokens, 1), self.settings.resolved_token_cap
@@ -176,6 +184,24 @@ class MicroBatchSizer:
         }
         if self.gauge is None:
             return
+        was, pressure, reason = self.state.cap_tokens, self.state.pressure, None
+        if not self._rests:
+            decision = self._decision(done)
+            self.state, pressure, reason = decision.state, decision.pressure, decision.reason
+        smallest = -all_reduce_max([-control.cap_to_share(self.state)])[0]
+        self.state = control.with_shared_cap(self.state, smallest)
+        if self.logical is not None:
+            rows = min(self.logical.nominal_rows, max(self._cap // window.longest_row, self.settings.min_batch_size))
+            self.logical.rows = -all_reduce_max([-rows])[0]
+        if self.state.cap_tokens != was:
+            self._predicted_least = math.inf
+            self._note(reason or "another rank has less memory", self._seen, pressure)
+        if not self._rests:
+            self.gauge.reset()
+            self._peak_fraction = 0.0
+
+    def _decision(self, done: Sequence[tuple[MicroBatch, torch.Tensor]]) -> control.Decision:
+        """What this window's memory asks for; garbage is collected here."""
         reading = self._look()
         seen = control.MemoryMeasurement(
             step=self.step,
@@ -184,29 +210,36 @@ class MicroBatchSizer:
             peak_bytes=round(self._peak_fraction * reading.limit_bytes),
             ceiling_tokens=self._ceiling,
             floor_tokens=self._floor,
-            longest_row=window.longest_row,
+            longest_row=self._window.longest_row,
             largest_micro_batch_tokens=max((micro_batch.tokens for micro_batch, _ in done), default=1),
         )
-        was = self.state.cap_tokens
         decision = control.decide(self.law, self.state, seen)
-        smallest = -all_reduce_max([-control.cap_to_share(decision.state)])[0]
-        self.state = control.with_shared_cap(decision.state, smallest)
-        if self.logical is not None:
-            rows = min(self.logical.nominal_rows, max(self._cap // window.longest_row, self.settings.min_batch_size))
-            self.logical.rows = -all_reduce_max([-rows])[0]
         if decision.collect and self.step - self._collected_step >= STEPS_BETWEEN_COLLECTIONS:
             self._collected_step = self.step
             free_memory(self.device)
-        if self.state.cap_tokens != was:
-            self._predicted_least = math.inf
-            self._note(decision.reason or "another rank has less memory", reading, decision.pressure)
-        self.gauge.reset()
-        self._peak_fraction = 0.0
+        return decision
 
     def stepped(self) -> None:
         """After the optimizer's step, which can be the highest moment of all."""
-        if self.gauge is not None:
+        if self.gauge is not None and not self._rests:
             self._look()
+
+    @property
+    def _may_rest(self) -> bool:
+        """Whether the last reading still stands: nothing is short or was, and it is as young as the gauge says."""
+        state = self.state
+        is_calm = state.pressure == "low" and state.cap_tokens is None and state.failed_tokens is None
+        if not is_calm or self.gauge is None or self._is_learning or self._before is None:
+            return False
+        return time.monotonic() - self._looked_s < self.gauge.good_for_s
+
+    def wake(self) -> None:
+        """Before anything that is no step: the peak until now is that of steps, and what follows is read anew."""
+        if self._rests:
+            self._look()
+            self.gauge.reset()
+            self._rests = False
+        self._looked_s = -math.inf
 
     # -- what attempts.run asks ----------------------------------------------------------------------------------------
 
@@ -271,7 +304,7 @@ class MicroBatchSizer:
 
     def _look(self) -> MemoryReading:
         """Read the gauge; the peak of a step outlives the resets between its micro-batches."""
-        reading = self.gauge.read()
+        reading, self._looked_s = self.gauge.read(), time.monotonic()
         # As a fraction: on a CPU the tightest limit may be another one than before.
         self._peak_fraction = max(self._peak_fraction, reading.peak_bytes / reading.limit_bytes)
         self._seen, self._logged_peak_bytes = reading, max(self._logged_peak_bytes, reading.peak_bytes)
@@ -282,6 +315,9 @@ class MicroBatchSizer:
     def failed(self, failure: steps.Failure) -> Sequence[MicroBatch]:
         micro_batch, settings = failure.micro_batch, self.settings
         reading = self._look()
+        if self._rests:  # how much there was before was not read, and is another amount than it was
+            self._rests = False
+            self._based_on(reading)
         self.statistics.out_of_memory += 1
         self._learning_until = self.statistics.windows + LEARNING_WINDOWS
         self.statistics.failed_tokens += micro_batch.tokens
@@ -370,6 +406,7 @@ class MicroBatchSizer:
     def scalars(self) -> dict[str, float]:
         """For a row of the logs: the largest micro-batch of the last window, every out-of-memory so far, memory now
         and the most since the last call. Without a gauge no bytes."""
+        self.wake()
         found: dict[str, float] = {**self._ran, "out_of_memory": self.statistics.out_of_memory}
         if self._seen is not None:
             used, limit = self._seen.used_bytes, self._seen.limit_bytes

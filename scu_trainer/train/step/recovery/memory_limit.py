@@ -17,6 +17,7 @@ class LimitedGauge(Gauge):
 
     def __init__(self, inner: Gauge, limit_bytes: int) -> None:
         self._inner = inner
+        self.good_for_s = inner.good_for_s
         self._limit_bytes = limit_bytes
 
     def reset(self, exact: bool = False) -> None:
