@@ -18,7 +18,7 @@ CONTENDERS = ("stock", "ours")
 WARM_UP_TURNS = 8
 """In five of which ours measures every micro-batch."""
 
-STEPS = 20
+STEPS = 60
 """Optimizer steps of each point, a turn each."""
 
 

@@ -54,7 +54,7 @@ class SavedCounters:
         entries = [optimizer.state.get(parameter, {}) for parameter, _ in part.pairs]
         self._counters = [entry["step"] for entry in entries if "step" in entry]
         # Not read one by one: each would wait for the device.
-        self._copies = torch.stack(self._counters).unbind() if self._counters else ()
+        self._copies = torch.stack(self._counters) if self._counters else ()
 
     def restore(self) -> None:
         for counter, copy in zip(self._counters, self._copies, strict=True):
