@@ -1,7 +1,8 @@
 """The trainings that README and docs show are read as the command reads them: every field, and what contradicts what.
 
-``--print_config`` is added, which ends before data are loaded. What trains for real: the README's own commands
-(tests/test_stranger.py), the tutorials (tests/test_examples.py), recipes (tests/cli/test_recipes.py).
+``--print_config`` is added, which ends before data are loaded. What trains for real: those on text
+(tests/test_doc_lines.py), the README's own commands (tests/test_stranger.py), the tutorials (tests/test_examples.py),
+recipes (tests/cli/test_recipes.py).
 """
 
 from __future__ import annotations

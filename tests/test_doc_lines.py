@@ -1,7 +1,8 @@
-"""The other lines of README and docs that start with ``scu-trainer`` are executed, in a folder as a reader has it.
+"""Lines of README and docs that start with ``scu-trainer`` are executed, in a folder as a reader has it.
 
 Each has its own copy of that folder, with runs that were trained for it, and ends with 0 or what the pages promise.
-Trainings have their own tests, which tests/test_doc_commands.py names.
+Trainings on text are among them; those of other tasks are read by tests/test_doc_commands.py, which names what trains
+them.
 """
 
 from __future__ import annotations
@@ -44,6 +45,15 @@ CHANGES = [
     ("eight steps", r"^(variants .*)$", r"\1 --steps 2"),
     ("its base takes minutes to make", r"^(modes .*recipes/.*)$", r"\1 --mode tiny --model_name_or_path my/model"),
     ("data of the Hub", r"^(eval .*--tasks) arc_easy,hellaswag", r"\1 returns --include_path tasks"),
+    ("a model of the Hub", r"^train --model_name_or_path \S+", "train --config my.yaml"),
+    ("a model of the Hub", r"--model_name_or_path path/or/hub-id ", ""),
+    ("runs/mine is there already", r"(--seeds 0 1 2)$", r"\1 --output_dir runs/seeds"),
+    ("it starts a service of its own", " --report_to wandb", " --report_to tensorboard"),
+    (
+        "240 steps, of a base that takes minutes",
+        r"^(train .*/scu_lora.yaml.*)$",
+        r"\1 --model_name_or_path my/model --max_steps 1",
+    ),
     ("the base of a reader's run is on the Hub", r"^(push runs/mine .*)$", r"\1 --base_model me/base"),
 ]
 """Why a line is not run as it stands there, what is taken out of it, and what stands there instead."""
@@ -56,7 +66,16 @@ ENDLESS = {
 }
 """How lines begin that go on until Ctrl-C, what they have said by then (a pattern), and their exit code after it."""
 
-START_PYTHON = ("compare", "sweep", "variants", "modes", "export", "runs start", "runs resume")
+START_PYTHON = (
+    "compare",
+    "sweep",
+    "variants",
+    "modes",
+    "export",
+    "runs start",
+    "runs resume",
+    "train --config my.yaml --seeds",
+)
 """How lines begin that start Python themselves: it is forked from a process that has imported everything."""
 
 SAY = {
@@ -65,7 +84,8 @@ SAY = {
     "export": "differ by", "merge": "differ by", "retain": "kept: ", "prune": "weights: .* before",
     "push .*--dry_run": "bytes", "push": "as one commit", "plan": "peak|predicted", "modes": "s/step",
     "variants": "first that fits: lora", "recipes": "scu_lora", "runs stop": r"checkpoint-\d+ is whole",
-    "runs resume": "digits resumes from .*checkpoint-", "runs": "digits",
+    "runs resume": "digits resumes from .*checkpoint-", "runs": "digits", "train .*--print_config": "dataset: ",
+    "train .*--test_run": "test run passed", "train .*--seeds": "over 3 seeds", "train": "trained . steps?",
 }  # fmt: skip
 """How lines begin, and what they print: the first that matches counts. Any other line prints something."""
 
@@ -85,7 +105,8 @@ def as_run(line: str) -> str:
 # docs/runs.md comes first: it shows what to do with a background run in an order in which that can be done.
 ALL = sorted(commands("scu-trainer"), key=lambda shown: shown[0] != "docs/runs.md")
 BEGIN = next(shlex.join(words) for _, words in ALL if words[:2] == ["runs", "start"] and "digits" in words)
-SHOWN = [(page, shlex.join(words)) for page, words in ALL if words[0] != "train" and words[:2] != ["runs", "start"]]
+IS_RUN = re.compile(r"train .*(my\.yaml|recipes/scu_lora|SmolLM2)|(?!train|runs start)")
+SHOWN = [(page, shlex.join(words)) for page, words in ALL if IS_RUN.match(shlex.join(words))]
 PAGES_OF: dict[str, list[str]] = {}
 for page, line in SHOWN:
     PAGES_OF.setdefault(as_run(line), []).append(page)
@@ -108,6 +129,7 @@ def trained(tmp_path_factory):
         assert main(words) == 0
         for name in ("scu_lora", "scu_lora-2", "other"):
             shutil.copytree("runs/mine", f"runs/{name}")
+        shutil.copytree("runs/full", "runs/large")
     return folder
 
 
@@ -117,8 +139,11 @@ def write_files(folder: Path) -> None:
     config = tiny.saved_llama(folder / "my" / "model") / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 1024}))
     (folder / "model").symlink_to("my/model")
-    for name in ("my", "text"):
-        documents(folder / f"{name}.jsonl")
+    (folder / "my" / "small").symlink_to("model")
+    rows = [json.loads(line)["text"] for line in documents(folder / "my.jsonl").read_text().splitlines()]
+    for name in ("text", "general"):
+        other = [{"text": " ".join(reversed(row.split()))} for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in other))
     job = {
         "model_name_or_path": "my/model", "dataset": "my.jsonl", "output_dir": "runs/mine", "block_size": 128,
         "validation_split_percentage": 25, "sample_prompts": 0, "max_steps": 2, "save_strategy": "no",
@@ -227,7 +252,7 @@ def execute(place, hub, capsys, monkeypatch):
         for begin, (until, _) in ENDLESS.items():
             if line.startswith(begin):
                 return until_ctrl_c(words, place, until)
-        if words[0] == "push":
+        if words[0] == "push" or "--push_to_hub" in words:
             return pushed(words, place, hub)
         if line.startswith(START_PYTHON):
             return in_its_own_process(words, place)
@@ -256,7 +281,10 @@ def check(line: str, code: int, said: str) -> None:
 
 
 def test_every_line_is_run_here_or_trains():
-    assert len(SHOWN) + len(TRAININGS) == len(ALL)
+    read = [words for _, words in TRAININGS]
+    others = [words for _, words in ALL if not IS_RUN.match(shlex.join(words))]
+    assert all(words[1:] in read or words[2:] in read for words in others)
+    assert len(SHOWN) + len(others) == len(ALL) and len(others) < 20
     assert len(SHOWN) >= 85 and len(PAGES_OF) >= 60 and len(BACKGROUND) >= 7
 
 
@@ -274,6 +302,10 @@ def test_a_line(line, execute, place, trained, request):
         (place / "runs" / "digits").symlink_to(trained / "runs" / "digits")
     if "--merged" in line:  # by the line before it
         assert main(["merge", "runs/scu_lora"]) == 0
+    if "full-pruned" in line:
+        assert main(["prune", "runs/full"]) == 0
+    if "--output_dir runs/large" in line:
+        shutil.rmtree("runs/large")
     for folder in re.findall(r"runs/compar\w+", line):
         request.getfixturevalue("compared")
         shutil.copytree(trained / "runs" / "compare", folder)
