@@ -194,7 +194,11 @@ def hub():
 
 
 def program(place: Path) -> list[str]:
-    code = "import os, sys; os.chdir({!r}); from scu_trainer.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    # Tests that were started in the background ignore Ctrl-C, and what they start would, too.
+    code = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); os.chdir({!r}); "
+        "from scu_trainer.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
     return ["-c", code.format(str(place))]
 
 
@@ -313,7 +317,8 @@ def test_a_line(line, execute, place, trained, request):
 
 
 def test_lines_about_a_background_run(execute):
-    code, said = execute(f"{BEGIN} --use_cpu true --max_ram_percent 100")
+    # More steps than all of these lines give it time for.
+    code, said = execute(f"{BEGIN} --use_cpu true --max_ram_percent 100 --max_steps 100000")
     assert code == 0, said
     try:
         for line in BACKGROUND:

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -73,7 +73,6 @@ class SCUTrainer(Trainer):
     _known_callbacks: Sequence[TrainerCallback] = ()
     _loops: Sequence[Loop] = ()
     _steps_per_epoch: Optional[int] = None
-    _flops_per_value: Optional[int] = None
     _is_training = _rests = False
     task_loss: Optional[torch.Tensor] = None
     """Of the accumulation batch that ``on_loss`` is about, without what loops add to it."""
@@ -217,7 +216,6 @@ class SCUTrainer(Trainer):
             )
         for loop in self.loops:
             loop.begin()
-        self._flops_per_value = None
         self.loss_path = self.new_loss_path()
 
     def get_train_dataloader(self):
@@ -270,18 +268,6 @@ class SCUTrainer(Trainer):
             kwargs |= loop.begin_epoch(kwargs["epoch"], skipped)
         run = functools.partial(super()._run_epoch, **kwargs)
         return handed_over(self, functools.partial(self.engine.epoch, run, kwargs["train_dataloader"]))
-
-    def floating_point_ops(self, inputs):
-        """The stock figure, which is proportional to the size of ``inputs``; to count the model's weights takes a walk
-        through the model, once per training instead of in every step."""
-        of_stock = super().floating_point_ops
-        main = inputs.get(getattr(self.model, "main_input_name", "input_ids")) if isinstance(inputs, Mapping) else None
-        is_known = of_stock.__func__ is Trainer.floating_point_ops and torch.is_tensor(main) and main.numel() > 0
-        if self.is_stock or not is_known:
-            return of_stock(inputs)
-        if self._flops_per_value is None:
-            self._flops_per_value = of_stock(inputs) // main.numel()
-        return self._flops_per_value * main.numel()
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         rows = _first(loop.rows_trained for loop in self.loops)

@@ -10,9 +10,8 @@ from transformers import Trainer, TrainerCallback
 
 from scu_trainer.errors import ControlError
 from scu_trainer.run_files import read_json, read_rows
-from scu_trainer.settings import MemorySettings
 from scu_trainer.settings import RegularizationSettings as Settings
-from scu_trainer.train.trainer import SCUTrainer, with_loops
+from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, UnevenRows, arguments, llama, lora, pad, same, trained, weights_of
 
 TOKENS = 480.0  # 32 rows of 15 predicted tokens
@@ -412,41 +411,11 @@ def test_sharded_weights_are_refused_before_training(tmp_path, monkeypatch):
     SCUTrainer(llama(), arguments(tmp_path), train_dataset=Rows())
 
 
-@pytest.mark.parametrize("memory", [None, MemorySettings()], ids=["off", "on"])
-def test_operations_are_those_of_the_stock_trainer(tmp_path, memory):
-    """Rows of several lengths. With loops the weights are counted once, the inputs in every step."""
-    walks = []
-
-    def prepare(trainer) -> None:
-        count = trainer.model.num_parameters
-        trainer.model.num_parameters = lambda **options: walks.append(options) or count(**options)
-
+def test_operations_are_those_of_the_stock_trainer(tmp_path):
+    """Rows of several lengths: the weights are counted once, the inputs in every step."""
     expected = stock(llama(), tmp_path / "stock", UnevenRows(), data_collator=pad, max_steps=4)
-    rows = {"dataset": UnevenRows(), "data_collator": pad}
-    ours = trained(llama(), tmp_path / "ours", **rows, max_steps=4, memory=memory, prepare=prepare)
+    ours = trained(llama(), tmp_path / "ours", dataset=UnevenRows(), data_collator=pad, max_steps=4)
     assert ours.state.total_flos == expected.state.total_flos > 0
-    assert len(walks) == (4 if memory is None else 1)
     again = dict.fromkeys(("input_ids", "labels"), torch.zeros(3, 7, dtype=torch.int64))
     assert ours.floating_point_ops(again) == expected.floating_point_ops(again)
     assert ours.floating_point_ops({}) == expected.floating_point_ops({}) == 0
-
-
-def test_operations_of_another_model_are_counted_anew(tmp_path):
-    models = [llama(), llama(), llama(layers=4)]  # the constructor makes one as well
-    args, found = arguments(tmp_path, max_steps=1), []
-    ours = SCUTrainer(args=args, model_init=lambda: models.pop(0), train_dataset=Rows(), memory=MemorySettings())
-    for _ in range(2):
-        ours.train()
-        found.append(ours.state.total_flos)
-    assert 0 < found[0] < found[1] and not models
-
-
-def test_operations_by_a_subclass_are_its_own(tmp_path):
-    class Counting(Trainer):
-        def floating_point_ops(self, inputs):
-            return 1000 + self.state.global_step
-
-    args = arguments(tmp_path, max_steps=3)
-    ours = with_loops(Counting)(llama(), args, train_dataset=Rows(), memory=MemorySettings())
-    ours.train()
-    assert ours.state.total_flos == 3 * 1000 + 0 + 1 + 2

@@ -234,7 +234,7 @@ class MicroBatchSizer:
         return time.monotonic() - self._looked_s < self.gauge.good_for_s
 
     def wake(self) -> None:
-        """Before anything that is no step: the peak until now is that of steps, and what follows is read anew."""
+        """Before anything that is no step: the peak until now is that of steps, and the next step reads again."""
         if self._rests:
             self._look()
             self.gauge.reset()
