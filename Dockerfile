@@ -1,8 +1,9 @@
 # docker build -t scu-trainer .
 # docker run --rm -v "$PWD/runs:/home/user/scu-trainer/runs" scu-trainer make train
 #
-# For GPUs, with a CUDA image as base and the wheels of torch that pip chooses (docker run --gpus all):
-# docker build -t scu-trainer --build-arg BASE=nvidia/cuda:12.8.1-base-ubuntu24.04 --build-arg INDEX= .
+# Without a GPU, --build-arg INDEX=ADDRESS saves gigabytes: the index of torch's builds for CPUs, which torch's site names.
+# For GPUs, with a CUDA image as base (docker run --gpus all):
+# docker build -t scu-trainer --build-arg BASE=nvidia/cuda:12.8.1-base-ubuntu24.04 .
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 
@@ -19,7 +20,7 @@ WORKDIR /home/user/scu-trainer
 RUN mkdir runs
 
 # Packages first: a change of the code alone leaves this layer as it is.
-ARG INDEX=https://download.pytorch.org/whl/cpu
+ARG INDEX=
 COPY --chown=10001 Makefile setup.cfg pyproject.toml constraints.txt README.md LICENSE ./
 COPY --chown=10001 scu_trainer/__init__.py scu_trainer/__init__.py
 RUN PIP_NO_CACHE_DIR=1 PIP_EXTRA_INDEX_URL="${INDEX}" make .venv/.main
