@@ -68,7 +68,8 @@ def test_a_classifier_says_its_accuracy(tmp_path, capsys):
 def test_what_cannot_be_pruned_is_refused(model_dir, documents, flags, tmp_path, capsys):
     assert train.main(flags) == 0
     capsys.readouterr()
-    assert "is an adapter; merge it first" in refused(capsys, tmp_path / "run")
+    said = refused(capsys, tmp_path / "run")
+    assert "is an adapter; merge it first" in said and f"scu-trainer prune {tmp_path / 'run-merged'} --dataset" in said
     assert "add --dataset NAME" in refused(capsys, model_dir)
     assert "allowed: above 0 and below 1" in refused(capsys, model_dir, "--amount", "1.5")
     assert "is not a folder here" in refused(capsys, "owner/model")

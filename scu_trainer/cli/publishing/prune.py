@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.cli.configuration import parse_checked
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.publishing.merge import default_output, shown
 from scu_trainer.cli.subjects import Subject, held_out_settings, subject_of
 from scu_trainer.errors import DataError, ModelError, SettingsError, StorageError
 from scu_trainer.models.loading.load import is_adapter
@@ -90,7 +91,7 @@ def _require_prunable(subject: Subject, dataset: Optional[str]) -> None:
     if is_adapter(source):
         raise ModelError(
             f"{subject.name} is an adapter; merge it first: scu-trainer merge {subject.name}, then scu-trainer prune "
-            f"{subject.name}-merged --dataset NAME, with the data to score it on"
+            f"{shown(str(default_output(subject)))} --dataset NAME, with the data to score it on"
         )
     if subject.task not in TASKS:
         raise ModelError(f"{subject.name} is of task: {subject.task}; prune is for {' and '.join(TASKS)}")

@@ -114,7 +114,7 @@ class MicroBatchSizer:
         self._retried.clear()
         has_rested, self._rests = self._rests, self._may_rest
         if self.gauge is not None and not self._rests:
-            # The peak since the last reset may be that of an evaluation, unless it is that of steps without readings.
+            # After steps without a reading the peak is theirs; else it may be that of an evaluation, which is no step.
             reading = self._look() if has_rested else self.gauge.read()
             # Where memory is short, what is live must be distinguished from what was freed and not given back.
             exact = self._is_learning or self.state.pressure != "low" or self.state.cap_tokens is not None
@@ -226,7 +226,8 @@ class MicroBatchSizer:
 
     @property
     def _may_rest(self) -> bool:
-        """Whether the last reading still stands: nothing is short or was, and it is as young as the gauge says."""
+        """Whether the last reading serves this step, too: memory is not short and never was, and the reading is younger
+        than ``good_for_s`` of the gauge."""
         state = self.state
         is_calm = state.pressure == "low" and state.cap_tokens is None and state.failed_tokens is None
         if not is_calm or self.gauge is None or self._is_learning or self._before is None:
@@ -234,7 +235,8 @@ class MicroBatchSizer:
         return time.monotonic() - self._looked_s < self.gauge.good_for_s
 
     def wake(self) -> None:
-        """Before anything that is no step: the peak until now is that of steps, and the next step reads again."""
+        """Before anything that is no step (an evaluation, a save, a row of the logs): take down the peak of the steps
+        until now. The next step reads again."""
         if self._rests:
             self._look()
             self.gauge.reset()
@@ -315,7 +317,7 @@ class MicroBatchSizer:
     def failed(self, failure: steps.Failure) -> Sequence[MicroBatch]:
         micro_batch, settings = failure.micro_batch, self.settings
         reading = self._look()
-        if self._rests:  # how much there was before was not read, and is another amount than it was
+        if self._rests:  # nothing was read before this step: what is in use now, after freeing, counts instead
             self._rests = False
             self._based_on(reading)
         self.statistics.out_of_memory += 1

@@ -112,8 +112,8 @@ class MemoryReading:
 class Gauge(ABC):
     """Measures one memory. ``read`` changes nothing, so a second thread may read what the first one resets.
 
-    ``good_for_s``: seconds for which a reading stands where nothing is short. The peak keeps growing meanwhile, so that
-    the next reading misses nothing."""
+    ``good_for_s``: seconds for which a reading may serve the steps after it, as long as memory is not short. The peak
+    covers all of them, so the next reading misses nothing."""
 
     good_for_s = 0.0
 
@@ -221,7 +221,7 @@ class CpuGauge(Gauge):
     ``root`` holds ``proc`` and ``sys``; ``system_memory`` returns total and available bytes of the machine.
     """
 
-    # The kernel writes its answer as text, 0.2 ms a reading: a tenth of a step of a few milliseconds that has three.
+    # A step asks three times, and an answer of the kernel takes up to 0.2 ms: a tenth of a step of a few milliseconds.
     good_for_s = 0.05
 
     def __init__(self, root: Path = cgroup.ROOT, system_memory: Optional[Callable[[], Any]] = None):
