@@ -14,6 +14,7 @@ The unit of size is the padded token, rows times length; rows without a length, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,38 @@ def cut(
     ends = _cheapest_ends(ascending, limits, min_rows, _micro_batch_cost(ascending, token_cap))
     starts = [0, *ends[:-1]] if order else []
     return [MicroBatchPlan(tuple(order[a:b]), ascending[b - 1]) for a, b in zip(starts, ends, strict=True)]
+
+
+def cut_unpadded(
+    lengths: Sequence[int], token_cap: Optional[int], max_rows: Optional[int] = None, min_rows: int = 1
+) -> list[MicroBatchPlan]:
+    """``cut`` for a model that sees no padding: the fewest micro-batches, each filled up to ``token_cap`` tokens."""
+    _check_bounds(token_cap, max_rows, min_rows)
+    order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
+    sizes: list[int] = []
+    tokens, most_tokens, most_rows = 0, token_cap or math.inf, max_rows or math.inf
+    for row in order:
+        tokens += max(1, lengths[row])
+        is_full = not sizes or (sizes[-1] >= min_rows and (tokens > most_tokens or sizes[-1] >= most_rows))
+        if is_full:
+            sizes.append(0)
+            tokens = max(1, lengths[row])
+        sizes[-1] += 1
+    ends = list(itertools.accumulate(_with_enough(sizes, min_rows)))
+    starts = [0, *ends[:-1]] if order else []
+    return [_planned(order[a:b], lengths) for a, b in zip(starts, ends, strict=True)]
+
+
+def _with_enough(sizes: Sequence[int], min_rows: int) -> list[int]:
+    """``sizes`` of micro-batches, of which the last may have too few rows: it gets them from those before it."""
+    filled = list(sizes)
+    for last in range(len(filled) - 1, 0, -1):
+        wanting = max(0, min_rows - filled[last])
+        filled[last] += wanting
+        filled[last - 1] -= wanting
+    if filled and filled[0] < min_rows and len(sizes) > 1:
+        return [*sizes[:-2], sizes[-2] + sizes[-1]]
+    return filled
 
 
 def halve(plan: MicroBatchPlan, lengths: Sequence[int], min_rows: int = 1) -> tuple[MicroBatchPlan, MicroBatchPlan]:

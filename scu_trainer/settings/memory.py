@@ -63,6 +63,11 @@ class MemorySettings:
         "causal language models: cross-entropy straight from the hidden states, some tokens at a time, so that logits "
         "never exist as a whole; same loss and gradient up to rounding. auto: for vocabularies of 16,384 words or more",
     )
+    padding_free: Literal["auto", "always", "never"] = option(
+        "auto",
+        "causal language models: the layers see the rows of a micro-batch end to end, without padding; same loss and "
+        "gradient up to rounding. auto: where all layers attend to whole rows, by sdpa or FlashAttention",
+    )
     memory_limit_gb: Optional[float] = option(
         None, "most GiB of the training device that each process may use; default: all of it"
     )
@@ -119,6 +124,11 @@ class MemorySettings:
     def resolved_chunked_loss(self) -> str:
         """With memory control and splitting off the stock loss stays, unless asked otherwise."""
         return "never" if self.chunked_loss == "auto" and not self.acts else self.chunked_loss
+
+    @property
+    def resolved_padding_free(self) -> str:
+        """As for ``chunked_loss``."""
+        return "never" if self.padding_free == "auto" and not self.acts else self.padding_free
 
     @property
     def headroom_share(self) -> Optional[float]:

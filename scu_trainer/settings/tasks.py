@@ -37,7 +37,7 @@ ONLY_TEXT = (
     "adapter_name_or_path",
     *(item.name for item in fields(RetentionSettings)),
 )
-LANGUAGE = ("text_column", "block_size", "preprocessing_num_workers", "chunked_loss")
+LANGUAGE = ("text_column", "block_size", "preprocessing_num_workers", "chunked_loss", "padding_free")
 NOT_WORDS = (*ONLY_TEXT, "preprocessing_num_workers")
 IMAGE_COLUMNS = ("image_column_name", "label_column_name")
 RECORDINGS = ("synthetic", "num_classes", "sensor_samples", "sensor_missing_share")

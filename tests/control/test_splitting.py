@@ -14,6 +14,7 @@ from scu_trainer.control.splitting import (
     MicroBatchPlan,
     auto_cap,
     cut,
+    cut_unpadded,
     halve,
     processed_over_real,
     split_to,
@@ -103,6 +104,30 @@ def test_bounds_hold_for_any_pool(seed):
         assert rows >= min(min_rows, len(lengths))
         assert not divisible or max_rows is None or rows <= max_rows
         assert cap is None or plan.tokens <= cap or rows < 2 * min_rows
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_without_padding_micro_batches_are_full(seed):
+    chance = random.Random(seed)
+    lengths = lognormal_lengths(chance, 50, 1.0, chance.randint(1, 90))
+    cap, min_rows = chance.choice([None, 30, 200, 2000]), chance.choice([1, 1, 2, 5])
+    max_rows = chance.choice([None, min_rows, 2 * min_rows, 12])
+    planned = cut_unpadded(lengths, cap, max_rows, min_rows)
+    assert sorted(row for plan in planned for row in plan.rows) == list(range(len(lengths)))
+    assert [plan.length for plan in planned] == sorted(plan.length for plan in planned)
+    divisible = max_rows is None or math.ceil(len(lengths) / max_rows) * min_rows <= len(lengths)
+    tokens = [sum(max(1, lengths[row]) for row in plan.rows) for plan in planned]
+    for plan, own in zip(planned, tokens, strict=True):
+        rows = len(plan.rows)
+        assert plan.length == max(lengths[row] for row in plan.rows)
+        assert rows >= min(min_rows, len(lengths))
+        assert not divisible or max_rows is None or rows <= max_rows
+        assert cap is None or own <= cap or rows < 2 * min_rows
+    if min_rows == 1:  # no two neighbours would fit together
+        for (one, a), (other, b) in itertools.pairwise(zip(planned, tokens, strict=True)):
+            is_full = max_rows is not None and len(one.rows) == max_rows
+            first = max(1, lengths[other.rows[0]])
+            assert is_full or (cap is not None and a + first > cap), b
 
 
 @pytest.mark.parametrize("seed", range(40))

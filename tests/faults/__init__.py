@@ -122,8 +122,17 @@ def _returns_new_tensor(function) -> bool:
 
 def is_training() -> bool:
     """Whether a micro-batch is being trained on, and no question asked about the loss."""
+    return _is_inside("stock_training_step")
+
+
+def is_no_question() -> bool:
+    """Not while a loss and its gradient are asked for in order to choose a way to them."""
+    return not _is_inside("gives_the_stock_loss")
+
+
+def _is_inside(function: str) -> bool:
     frame = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "stock_training_step":
+    while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
     return frame is not None
 
@@ -150,7 +159,7 @@ def fail_in_backward(parameter: nn.Parameter, call: int = 0, error: Callable[[],
 
     Parameters nearer to the loss have their gradients already: the middle of a backward. Yields ``.calls`` so far.
     """
-    counter, visit = _raising_at(call, error)
+    counter, visit = _raising_at(call, error, is_no_question)
     with _removing(parameter.register_hook(visit)):
         yield counter
 

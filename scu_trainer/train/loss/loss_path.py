@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Optional, Protocol
 
@@ -22,8 +22,18 @@ from transformers import Trainer
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.errors import ControlError, SettingsError
 from scu_trainer.train.loss.analysis import mixing_modules, tolerance, untouched
+from scu_trainer.train.loss.rows.agreement import gives_the_stock_loss
 from scu_trainer.train.loss.rows.known import LossCalls
-from scu_trainer.train.loss.rows.model_loss import has_causal_loss, head_of, headless, obstacle_to_headless, opened
+from scu_trainer.train.loss.rows.model_loss import (
+    has_causal_loss,
+    head_of,
+    headless,
+    obstacle_to_headless,
+    obstacle_to_padding_free,
+    opened,
+    sliding_window_of,
+)
+from scu_trainer.train.loss.rows.padding_free import end_to_end
 from scu_trainer.train.loss.rows.row_readings import (
     CAUSAL,
     RowLosses,
@@ -32,16 +42,13 @@ from scu_trainer.train.loss.rows.row_readings import (
     logits_of,
     with_labels_of_others,
 )
-from scu_trainer.train.step.batches.rows import PADDING, has_time, pick
-from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory
+from scu_trainer.train.step.batches.rows import pick
 from scu_trainer.train.step.recovery.second_try import second_try
 
 logger = logging.getLogger("scu_trainer")
 
 LARGE_VOCABULARY = 16_384
 """Words from which on the logits, not the model, decide how much memory a step takes."""
-
-COLUMNS_TO_ASK = 32
 
 
 class Rows(Protocol):
@@ -64,9 +71,10 @@ Forward = tuple[torch.Tensor, Optional[RowLosses]]
 class LossPath:
     """The training loss of one trainer. ``rows``: None where nobody asks for the losses of rows.
 
-    ``chunked``: "always", "never" or "auto" (``MemorySettings.chunked_loss``). ``has_learned``: whether any row was not
-    set aside since somebody has set it to False. ``was_asked``: whether the training loss has come this way at all.
-    ``before_blaming``: called before all rows of a batch are set aside; may raise where it is not they that are bad.
+    ``chunked``, ``padding_free``: "always", "never" or "auto" (of ``MemorySettings``). ``has_learned``: whether any
+    row was not set aside since somebody has set it to False. ``was_asked``: whether the training loss has come this
+    way at all. ``before_blaming``: called before all rows of a batch are set aside; may raise where it is not they that
+    are bad.
     """
 
     def __init__(
@@ -75,13 +83,15 @@ class LossPath:
         chunked: str,
         rows: Optional[Rows] = None,
         before_blaming: Callable[[], None] = lambda: None,
+        padding_free: str = "never",
     ) -> None:
         self.trainer, self.rows, self._before_blaming = trainer, rows, before_blaming
         self.reading: Optional[RowLossReading] = None
         self.has_learned = self.was_asked = self._is_past = False
         self._has_reading = False
         self._kind: Optional[str] = None
-        self._wanted = chunked
+        self._wanted, self._wanted_padding_free = chunked, padding_free
+        self._is_padding_free: Optional[bool] = None
         self._mixes: Optional[bool] = None
         self._records = True
         self._held: Optional[list[tuple[torch.Tensor, Optional[RowLosses]]]] = None
@@ -109,12 +119,28 @@ class LossPath:
         if self._kind is None:
             self._choose(inputs())
 
+    def goes_padding_free(self, inputs: Callable[[], Any], longest_row: int) -> bool:
+        """Whether the model sees rows of up to ``longest_row`` tokens end to end, decided on ``inputs`` as in
+        ``choose``."""
+        if self._is_padding_free is None:
+            self._is_padding_free = self._may_be_padding_free(self.for_model(inputs()))
+        most_tokens = sliding_window_of(self.trainer.model) if self._is_padding_free else None
+        return bool(self._is_padding_free) and (most_tokens is None or longest_row <= most_tokens)
+
     def _unrecorded_loss(self, model, inputs, num_items, stock) -> torch.Tensor:
         inputs = self.for_model(inputs)
-        if self._kind != "headless":
+        with self._way(self._kind, inputs, None, lambda losses: None):
             return stock(model, inputs, False, num_items)
-        with headless(self.trainer.model, None, lambda losses: None):
-            return stock(model, inputs, False, num_items)
+
+    def _way(self, kind: Optional[str], inputs: Any, weights, seen) -> contextlib.AbstractContextManager[None]:
+        """In which the model's own forward takes the loss the chosen way. ``weights``: of the rows."""
+        model = self.trainer.model
+        rows = end_to_end(inputs, sliding_window_of(model)) if self._is_padding_free else None
+        if kind == "headless":
+            return headless(model, weights, seen, rows)
+        if rows is not None or (kind == "opened" and self._records):
+            return opened(model, weights, seen, rows)
+        return contextlib.nullcontext()
 
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any, stock: Callable) -> torch.Tensor:
         """``stock(model, inputs, return_outputs, num_items)``: the Trainer's ``compute_loss``."""
@@ -164,12 +190,11 @@ class LossPath:
         kind = self._kind or self._choose(inputs)
         if kind == "returned":
             if self.rows is None:
-                return stock(model, inputs, False, num_items), None
+                return self._unrecorded_loss(model, inputs, num_items, stock), None
             return self._returned(model, inputs, num_items, stock, ids)
         seen: list[RowLosses] = []
         weights = None if ids is None else self.rows.weights_of(ids, CAUSAL)
-        context = headless if kind == "headless" else opened
-        with context(self.trainer.model, weights, seen.append):
+        with self._way(kind, inputs, weights, seen.append):
             loss = stock(model, inputs, False, num_items)
         if self.rows is not None and not seen and not self._is_past:
             self._is_past = True
@@ -295,40 +320,35 @@ class LossPath:
         obstacle = obstacle_to_headless(self.trainer)
         if self._wanted == "auto" and (obstacle or head_of(self.trainer.model).out_features < LARGE_VOCABULARY):
             return False
+        if self._wanted == "auto" and self.trainer.changes_loss:
+            obstacle = (
+                f"{type(self.trainer).__name__} computes the loss by code of its own, which may look at more than the "
+                "loss of the model; chunked_loss: always, if it does not"
+            )
+        return self._checked("chunked_loss", self._wanted, obstacle, inputs, headless)
+
+    def _may_be_padding_free(self, inputs: Any) -> Optional[bool]:
+        """None: this batch does not tell."""
+        if self._wanted_padding_free == "never":
+            return False
+        obstacle = obstacle_to_padding_free(self.trainer, inputs)
+        if self._wanted_padding_free == "auto" and (obstacle or self.trainer.changes_loss):
+            return False
+        return self._checked("padding_free", self._wanted_padding_free, obstacle, inputs, opened, is_uneven=True)
+
+    def _checked(
+        self, name: str, wanted: str, obstacle: Optional[str], inputs: Any, way: Callable, is_uneven: bool = False
+    ) -> Optional[bool]:
+        """Whether training goes this ``way``: ``obstacle`` may forbid it, and it must give the stock loss."""
         agrees = None
         if not obstacle:
-            agrees, obstacle = self._agrees(inputs)
-        if obstacle and self._wanted == "always":
-            raise SettingsError(f"chunked_loss: always, but {obstacle}; use chunked_loss: auto or never")
+            agrees, obstacle = gives_the_stock_loss(self.trainer, way, inputs, is_uneven)
+        if obstacle and wanted == "always":
+            raise SettingsError(f"{name}: always, but {obstacle}; use {name}: auto or never")
         if obstacle:
-            logger.warning("the chunked loss is not used: %s", obstacle)
+            logger.warning("%s is not used: %s", name, obstacle)
             return False
         return agrees
-
-    def _agrees(self, inputs: Any) -> tuple[Optional[bool], Optional[str]]:
-        """(whether both ways give the same loss on one short row or None if it is not finite, why not)."""
-        model = self.trainer.model
-        short = _short(inputs, head_of(model).out_features)
-        if short is None:
-            return False, "a batch has no input_ids of shape (rows, time) with labels beside them to compare it on"
-
-        def asked(context) -> float:
-            with context, self.trainer.compute_loss_context_manager():
-                return float(model(**short)["loss"])
-
-        try:
-            with untouched(model), torch.no_grad():
-                stock, ours = asked(contextlib.nullcontext()), asked(headless(model, None, lambda losses: None))
-        except Exception as error:  # whatever a model says to so short a row: training shall go on
-            if is_out_of_memory(error):
-                raise
-            forget_traceback(error)
-            return False, f"the model fails on a short row without its output head: {error}"
-        if not math.isfinite(stock):
-            return None, None
-        bound = tolerance(model, self.trainer.accelerator.mixed_precision != "no")
-        same = abs(stock - ours) <= bound * max(abs(stock), 1e-6)
-        return same, None if same else f"it gives {ours:.6g} where this model's own loss is {stock:.6g}"
 
 
 def _are_finite(losses: Sequence[RowLosses]) -> bool:
@@ -341,16 +361,3 @@ def _are_finite(losses: Sequence[RowLosses]) -> bool:
 def without_index(inputs: Any) -> Any:
     """What the model is to see of a batch."""
     return type(inputs)({name: value for name, value in inputs.items() if name != SAMPLE_INDEX})
-
-
-def _short(inputs: Any, words: int) -> Optional[Mapping[str, Any]]:
-    """The first columns of the first row, every one of them learned."""
-    ids = inputs.get("input_ids")
-    if not torch.is_tensor(ids) or ids.dim() != 2 or not has_time("labels", inputs.get("labels")):
-        return None
-    short = {
-        name: value[:1, :COLUMNS_TO_ASK] for name, value in inputs.items() if name in PADDING and has_time(name, value)
-    }
-    if "attention_mask" in short:
-        short["attention_mask"] = torch.ones_like(short["attention_mask"])
-    return {**short, "labels": short["input_ids"].clamp(max=words - 1)}

@@ -275,8 +275,16 @@ class MicroBatchStep:
 
     def _window_of(self, batches: Sequence[Batch]) -> AccumulationWindow:
         window = AccumulationWindow(batches, self.reduction, self._pad_token_id)
+        window.is_padding_free = window.is_uneven and window.can_pool and self._goes_padding_free(window)
         window.fewest_rows = 1 if window.can_pool or not self._has_batch_norm else 2
         return window
+
+    def _goes_padding_free(self, window: AccumulationWindow) -> bool:
+        path, batches = self.trainer.loss_path, window.batches
+        if path is None or not all(batch.is_padded_right for batch in batches):
+            return False
+        inputs = functools.partial(placed, batches[0].inputs, self._place.device)
+        return path.goes_padding_free(inputs, window.longest_row)
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 

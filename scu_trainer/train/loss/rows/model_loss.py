@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Optional
 
 import torch
@@ -20,6 +20,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from scu_trainer.train.loss.rows.embedding import can_add_rows, embed
 from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy, row_losses
+from scu_trainer.train.loss.rows.padding_free import FLASH, NEEDED, EndToEnd, on_rows, replaced
 from scu_trainer.train.loss.rows.row_readings import RowLosses, shifted
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host
 
@@ -66,11 +67,36 @@ def obstacle_to_headless(trainer: Trainer) -> Optional[str]:
     return None
 
 
+def obstacle_to_padding_free(trainer: Trainer, inputs: Collection[str]) -> Optional[str]:
+    """Why the layers have to see rows padded; None if they need not."""
+    inner = inner_model(trainer.model)
+    if not has_causal_loss(trainer) or not hasattr(head_of(trainer.model), "out_features"):
+        return f"{type(inner).__name__} does not compute the stock loss of a causal language model from an output head"
+    attention, kinds = inner.config._attn_implementation, set(getattr(inner.config, "layer_types", None) or ())
+    if set(inputs) != NEEDED:
+        return f"the batches hold {', '.join(sorted(inputs))}, and it takes {', '.join(sorted(NEEDED))} alone"
+    if attention not in ("sdpa", *FLASH):
+        return f"attn_implementation is {attention}; it can be sdpa, {' or '.join(FLASH)}"
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    if others:
+        return f"not all layers attend to the row: some do {', '.join(others)}"
+    if trainer.is_fsdp_enabled or any(hasattr(p, "ds_id") for p in inner.parameters()):
+        return "FSDP and ZeRO-3 shard the model"
+    return None
+
+
+def sliding_window_of(model: torch.nn.Module) -> Optional[int]:
+    """Tokens up to which a row is seen whole by every layer; None where all are."""
+    return getattr(inner_model(model).config, "sliding_window", None)
+
+
 @contextlib.contextmanager
-def opened(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen) -> Iterator[None]:
+def opened(
+    model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen, rows: Optional[EndToEnd] = None
+) -> Iterator[None]:
     """Inside, the forward keeps the losses of its rows; the loss is the stock one bit for bit where all weights are 1.
 
-    ``weights``: factor of each row's loss, (rows,).
+    ``weights``: factor of each row's loss, (rows,). ``rows``: of the batch, to run it without its padding.
     """
 
     def loss_of(
@@ -83,18 +109,20 @@ def opened(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen) 
             reduction = "mean" if num_items is None else "sum"
             loss = nll_loss(log_shares, flat, ignore_index=NOT_LEARNED, reduction=reduction)
         else:
-            loss = (tokens * _of_tokens(weights, targets)).sum()
+            loss = (tokens * _of_tokens(weights, targets, rows)).sum()
             num_items = (flat != NOT_LEARNED).sum() if num_items is None else num_items
         if num_items is not None:
             loss = loss / (num_items.to(loss.device) if torch.is_tensor(num_items) else num_items)
         return loss, tokens
 
-    with _loss_function(model, loss_of, seen):
+    with _loss_function(model, loss_of, seen, rows):
         yield
 
 
 @contextlib.contextmanager
-def headless(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen) -> Iterator[None]:
+def headless(
+    model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen, rows: Optional[EndToEnd] = None
+) -> Iterator[None]:
     """Inside, the forward makes no logits: ``train/loss/rows/kernels.py`` takes the loss from the hidden states."""
     head, embedding = head_of(model), _embedding_of(model)
 
@@ -106,16 +134,16 @@ def headless(model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen
             head.weight,
             head.bias,
             targets.flatten(),
-            token_weights=None if weights is None else _of_tokens(weights, targets),
+            token_weights=None if weights is None else _of_tokens(weights, targets, rows),
             divisor=num_items,
             host_targets=None if known is None else known.flatten(),
         )
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_attribute(head, "forward", lambda hidden: hidden))
-        stack.enter_context(_loss_function(model, loss_of, seen))
+        stack.enter_context(replaced(head, "forward", lambda hidden: hidden))
+        stack.enter_context(_loss_function(model, loss_of, seen, rows))
         if can_add_rows(embedding):
-            stack.enter_context(_attribute(embedding, "forward", functools.partial(embed, embedding)))
+            stack.enter_context(replaced(embedding, "forward", functools.partial(embed, embedding)))
         yield
 
 
@@ -126,36 +154,30 @@ def _embedding_of(model: torch.nn.Module) -> Optional[torch.nn.Module]:
         return None
 
 
-def _of_tokens(weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return weights.repeat_interleave(targets.size(1))
+def _of_tokens(weights: torch.Tensor, targets: torch.Tensor, rows: Optional[EndToEnd]) -> torch.Tensor:
+    if rows is None:
+        return weights.repeat_interleave(targets.size(1))
+    return rows.of(weights.unsqueeze(1).expand(rows.shape)).flatten()
 
 
 @contextlib.contextmanager
-def _loss_function(model: torch.nn.Module, loss_of: Callable, seen: Seen) -> Iterator[None]:
-    """``loss_of(logits, targets, num_items, known) -> (loss, token losses)`` in the place of the model's own.
-    ``known``: the targets on the host, where they are."""
+def _loss_function(model: torch.nn.Module, loss_of: Callable, seen: Seen, rows: Optional[EndToEnd]) -> Iterator[None]:
+    """``loss_of(logits, targets, num_items, known) -> (loss, token losses)`` in the place of the model's own, with what
+    is before its head on ``rows``, if there are any. ``known``: the targets on the host, where they are."""
+    inner = inner_model(model)
 
     def loss_function(logits, labels, vocab_size=None, num_items_in_batch=None, shift_labels=None, **kwargs):
         targets = (shifted(labels) if shift_labels is None else shift_labels).to(logits.device)
         known = on_host(labels) if shift_labels is None else None
-        loss, tokens = loss_of(logits, targets, num_items_in_batch, None if known is None else shifted(known))
+        known = None if known is None else shifted(known)
+        if rows is None:
+            loss, tokens = loss_of(logits, targets, num_items_in_batch, known)
+        else:
+            known = None if known is None else rows.of(known)
+            loss, tokens = loss_of(logits, rows.of(targets), num_items_in_batch, known)
+            tokens = rows.padded(tokens.detach())
         seen(RowLosses(*row_losses(tokens.detach(), len(targets), targets)))
         return loss
 
-    with _attribute(inner_model(model), "_loss_function", loss_function):
+    with on_rows(inner.base_model, rows), replaced(inner, "_loss_function", loss_function):
         yield
-
-
-@contextlib.contextmanager
-def _attribute(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
-    """``module.name`` is ``value`` inside, and afterwards what it was, be it the class's own."""
-    own = vars(module)
-    before, had_one = own.get(name), name in own
-    object.__setattr__(module, name, value)
-    try:
-        yield
-    finally:
-        if had_one:
-            object.__setattr__(module, name, before)
-        else:
-            object.__delattr__(module, name)

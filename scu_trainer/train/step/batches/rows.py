@@ -64,6 +64,12 @@ class Batch:
         short = any(length < self.width for length in self.needed)
         return short or any(length < self.decoder_width for length in self.needed_decoder)
 
+    @property
+    def is_padded_right(self) -> bool:
+        """Whether every row is its tokens and then padding, in which nothing is learned, as far as the host knows."""
+        mask = self.inputs.get("attention_mask") if self.trimmable else None
+        return mask is not None and mask.device == CPU and mask.ne(0).sum(dim=1).tolist() == self.needed
+
     def length(self, row: int) -> int:
         """Tokens that the row needs on both time axes; 1 for rows without a time axis."""
         return max(1, self.needed[row] + (self.needed_decoder[row] if self.needed_decoder else 0))
@@ -265,15 +271,17 @@ def are_on_host(batches: Sequence[Any]) -> bool:
 
 
 def placed(inputs: Any, device: torch.device) -> Any:
-    """``inputs`` on ``device``, on their way there while the host goes on. ``on_host`` finds labels where they were."""
+    """``inputs`` on ``device``, on their way there while the host goes on. ``on_host`` finds what says how long rows
+    are and what is learned of them where it was."""
     if not isinstance(inputs, Mapping):
         return inputs
     moved = {name: _moved(value, device) if torch.is_tensor(value) else value for name, value in inputs.items()}
     if all(moved[name] is value for name, value in inputs.items()):
         return inputs
-    labels = inputs.get("labels")
-    if torch.is_tensor(labels) and moved["labels"] is not labels:
-        moved["labels"].on_host = labels, moved["labels"]._version
+    for name in ("labels", "attention_mask"):
+        value = inputs.get(name)
+        if torch.is_tensor(value) and moved[name] is not value:
+            moved[name].on_host = value, moved[name]._version
     return type(inputs)(moved)
 
 
@@ -283,10 +291,10 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def on_host(labels: torch.Tensor) -> Optional[torch.Tensor]:
-    """What ``labels`` hold, on the host. None where they were not ``placed``, or were written to since."""
-    known, version = getattr(labels, "on_host", (None, 0))
-    return known if known is not None and labels._version == version else None
+def on_host(tensor: torch.Tensor) -> Optional[torch.Tensor]:
+    """What labels or a mask hold, on the host. None where they were not ``placed``, or were written to since."""
+    known, version = getattr(tensor, "on_host", (None, 0))
+    return known if known is not None and tensor._version == version else None
 
 
 def pick(inputs: Any, rows: torch.Tensor, count: int) -> Any:

@@ -23,7 +23,8 @@ class MicroBatch:
 
     ``rows``: (batch, row) pairs; () for a batch that cannot be cut by rows. ``length``: tokens per row after trimming,
     1 for rows without a time axis. ``weight``: share of its loss in its batch's mean; None where the loss needs none.
-    ``has_run``: succeeded earlier in this window, so a replay takes it as it is.
+    ``has_run``: succeeded earlier in this window, so a replay takes it as it is. ``unpadded_tokens``: where the model
+    sees no padding.
     """
 
     batch: int
@@ -31,10 +32,12 @@ class MicroBatch:
     length: int
     weight: Optional[float] = None
     has_run: bool = False
+    unpadded_tokens: Optional[int] = None
 
     @property
     def tokens(self) -> int:
-        return max(1, len(self.rows)) * self.length
+        """That the model sees."""
+        return max(1, len(self.rows)) * self.length if self.unpadded_tokens is None else self.unpadded_tokens
 
     @property
     def quadratic(self) -> int:
@@ -45,7 +48,8 @@ class AccumulationWindow:
     """All rows of one optimizer step on this rank.
 
     ``batches``: the accumulation batches. ``reduction``: None while it is not known; then nothing may be cut.
-    ``fewest_rows``: 2 where a single row has no statistics, which BatchNorm refuses.
+    ``fewest_rows``: 2 where a single row has no statistics, which BatchNorm refuses. ``is_padding_free``: the model
+    sees the rows of a micro-batch end to end.
     """
 
     def __init__(self, batches: Sequence[Batch], reduction: Optional[Reduction], pad_token_id: int = 0) -> None:
@@ -56,6 +60,7 @@ class AccumulationWindow:
             for batch in self.batches:
                 batch.keep_padding()
         self.fewest_rows = 1
+        self.is_padding_free = False
         self._items: dict[int, list[float]] = {}
 
     # -- figures -------------------------------------------------------------------------------------------------------
@@ -112,7 +117,7 @@ class AccumulationWindow:
     def _whole(self, number: int) -> MicroBatch:
         batch = self.batches[number]
         rows = tuple((number, row) for row in range(batch.rows))
-        return MicroBatch(number, rows, self._length(rows) if rows else max(1, batch.width))
+        return self._micro_batch(rows) if rows else MicroBatch(number, rows, max(1, batch.width))
 
     def _length(self, rows: Sequence[Row]) -> int:
         """Tokens per row of a micro-batch of ``rows``: each time axis is padded to its own longest."""
@@ -169,7 +174,10 @@ class AccumulationWindow:
         self, rows: list[Row], token_cap: Optional[int], max_rows: Optional[int], min_rows: int
     ) -> list[MicroBatch]:
         lengths = [self.batches[number].length(row) for number, row in rows]
-        made = [tuple(rows[i] for i in plan.rows) for plan in splitting.cut(lengths, token_cap, max_rows, min_rows)]
+        cut = splitting.cut_unpadded if self.is_padding_free else splitting.cut
+        made = [tuple(rows[i] for i in plan.rows) for plan in cut(lengths, token_cap, max_rows, min_rows)]
+        if self.is_padding_free:
+            return [self._micro_batch(part) for part in made]
         return [self._micro_batch(part) for plan in made for part in self._within(plan, token_cap, min_rows)]
 
     def _within(self, rows: tuple[Row, ...], token_cap: Optional[int], min_rows: int) -> list[tuple[Row, ...]]:
@@ -180,7 +188,8 @@ class AccumulationWindow:
         return [part for half in (rows[:middle], rows[middle:]) for part in self._within(half, token_cap, min_rows)]
 
     def _micro_batch(self, rows: tuple[Row, ...]) -> MicroBatch:
-        return self._weighed(MicroBatch(rows[0][0], rows, self._length(rows)))
+        tokens = sum(self.batches[number].length(row) for number, row in rows) if self.is_padding_free else None
+        return self._weighed(MicroBatch(rows[0][0], rows, self._length(rows), unpadded_tokens=tokens))
 
     def _weighed(self, micro_batch: MicroBatch) -> MicroBatch:
         number = micro_batch.batch

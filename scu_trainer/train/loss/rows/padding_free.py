@@ -1,0 +1,203 @@
+"""The rows of a micro-batch end to end, as one row without padding, through one forward of a causal language model.
+
+Embedding, layers and loss see (1, tokens). Positions begin anew with every row, and attention goes by rows, whose
+lengths the host knows, so that nothing waits for the device. FlashAttention, where the model was loaded with it, takes
+the borders as transformers hands them over. In the place of transformers' "sdpa" it is torch's own kernel for rows of
+unequal length (``torch.nn.attention.varlen``) on a card in half precision, and one call per length elsewhere.
+
+Layers hand on ``ROWS``, an argument of our own, to their attention. It is one of the layer's arguments, so a layer that
+is computed again in the backward pass has it then, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host
+
+ROWS = "rows_end_to_end"
+
+FLASH = ("flash_attention_2", "flash_attention_3")
+
+NEEDED = {"input_ids", "attention_mask", "labels"}
+"""Inputs of the model, all of which there must be, and no others: of those the layout is not known."""
+
+
+@dataclass(frozen=True, eq=False)
+class EndToEnd:
+    """Rows that were padded on the right.
+
+    ``lengths``: tokens of each. ``shape``: (rows, time) with the padding. ``places`` (tokens,): of the tokens in
+    (rows · time,). ``positions`` (1, tokens): of the tokens in their rows. ``borders`` (rows + 1,), int32: tokens
+    before each row, and all. These are on the model's device, ``known_places`` are the places on the host.
+    """
+
+    lengths: tuple[int, ...]
+    shape: tuple[int, int]
+    known_places: Tensor
+    places: Tensor
+    positions: Tensor
+    borders: Tensor
+
+    def of(self, values: Tensor) -> Tensor:
+        """(rows, time) -> (1, tokens)"""
+        places = self.known_places if values.device.type == "cpu" else self.places
+        return values.flatten().index_select(0, places).unsqueeze(0)
+
+    def padded(self, values: Tensor) -> Tensor:
+        """(tokens,) -> (rows · time,), 0 where there is padding."""
+        rows, time = self.shape
+        return values.new_zeros(rows * time).index_copy(0, self.places, values)
+
+
+def end_to_end(inputs: Mapping[str, Any], most_tokens: Optional[int] = None) -> Optional[EndToEnd]:
+    """None where nothing is gained, or it cannot be done: rows without padding, with padding on the left, or with
+    labels in it, or of more than ``most_tokens``, or a mask that is on another device only, so that asking for it would
+    wait."""
+    mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+    if set(inputs) != NEEDED or mask.dim() != 2 or mask.shape != labels.shape:
+        return None
+    known, labels = (each if each.device.type == "cpu" else on_host(each) for each in (mask, labels))
+    if known is None or labels is None or bool(known.all()):
+        return None
+    lengths = known.ne(0).sum(dim=1)
+    is_filled = torch.arange(known.size(1)) < lengths.unsqueeze(1)
+    is_right = torch.equal(is_filled, known.ne(0)) and bool(labels[~is_filled].eq(NOT_LEARNED).all())
+    if not is_right or not bool(lengths.all()) or (most_tokens is not None and int(lengths.max()) > most_tokens):
+        return None
+    places = is_filled.flatten().nonzero().flatten()
+    positions = (places % known.size(1)).unsqueeze(0)
+    borders = functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    there = (_moved(tensor, mask.device) for tensor in (places, positions, borders))
+    return EndToEnd(tuple(lengths.tolist()), tuple(known.shape), places, *there)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+@contextlib.contextmanager
+def on_rows(body: torch.nn.Module, rows: Optional[EndToEnd]) -> Iterator[None]:
+    """Inside, ``body`` takes the padded batch that ``rows`` are of and gives hidden states (1, tokens, size)."""
+    if rows is None:
+        yield
+        return
+    arguments = _of_flash(rows) if body.config._attn_implementation in FLASH else _of_sdpa(rows)
+    forward = body.forward
+    names = list(inspect.signature(forward).parameters)
+
+    def on_tokens(*positional: Any, **others: Any) -> Any:
+        given = {**dict(zip(names, positional, strict=False)), **others}
+        return forward(**{**given, "input_ids": rows.of(given["input_ids"]), **arguments})
+
+    with replaced(body, "forward", on_tokens):
+        yield
+
+
+def _of_flash(rows: EndToEnd) -> dict[str, Any]:
+    longest = max(rows.lengths)
+    sides = {f"cu_seq_lens_{side}": rows.borders for side in "qk"} | {f"max_length_{side}": longest for side in "qk"}
+    return {"attention_mask": None, "position_ids": rows.positions, **sides}
+
+
+def _of_sdpa(rows: EndToEnd) -> dict[str, Any]:
+    _take_the_place_of_sdpa()
+    # A mask of four dimensions goes through to attention as it is, which does not read it.
+    mask = torch.empty(1, 1, 1, 1, device=rows.places.device)
+    return {"attention_mask": mask, "position_ids": rows.positions, ROWS: rows}
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _take_the_place_of_sdpa() -> None:
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = functools.partial(_attention, ALL_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def _attention(stock, module, query, key, value, attention_mask, dropout=0.0, scaling=None, **others):
+    """``stock``, transformers' own, but where ``ROWS`` are among the arguments.
+
+    query (1, heads, tokens, size), key and value (1, their heads, tokens, size) -> (1, tokens, heads, size).
+    """
+    rows: Optional[EndToEnd] = others.pop(ROWS, None)
+    if rows is None:
+        return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
+    query, key, value = _in_one_type(query, key, value)
+    by = _by_kernel if has_kernel(query) and not dropout else _by_length
+    return by(query, key, value, dropout, scaling, rows), None
+
+
+def _in_one_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, rotary positions in float32 make queries and keys float32, which stock attention casts, too."""
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, key, value
+    kind = torch.get_autocast_dtype(device)
+    return query.to(kind), key.to(kind), value.to(kind)
+
+
+def has_kernel(query: Tensor) -> bool:
+    """Whether torch has a kernel for rows of unequal length of these queries."""
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and _varlen() is not None
+
+
+@functools.cache
+def _varlen() -> Any:
+    try:
+        from torch.nn.attention import varlen
+    except ImportError:  # before torch 2.10
+        return None
+    return varlen.varlen_attn
+
+
+def _by_kernel(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
+    kernel = _varlen()
+    # The kernel before torch 2.11 takes fewer heads of keys without being told.
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    borders, longest = rows.borders.to(query.device), max(rows.lengths)
+    causal = {"window_size": (-1, 0)}
+    out = kernel(query, key, value, borders, borders, longest, longest, scale=scaling, **causal, **grouped)
+    return out.unsqueeze(0)
+
+
+def _by_length(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
+    """One call for neighbours of one length, of which sorted micro-batches have many."""
+    groups = [(length, len(list(same))) for length, same in itertools.groupby(rows.lengths)]
+    sizes = [length * count for length, count in groups]
+    made = []
+    parts = (each[0].split(sizes, dim=1) for each in (query, key, value))
+    for (length, count), *part in zip(groups, *parts, strict=True):
+        of_rows = [each.unflatten(1, (count, length)).transpose(0, 1) for each in part]
+        out = functional.scaled_dot_product_attention(
+            *of_rows, is_causal=length > 1, dropout_p=dropout, scale=scaling, enable_gqa=query.size(1) != key.size(1)
+        )
+        made.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(made).unsqueeze(0)
+
+
+@contextlib.contextmanager
+def replaced(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
+    """``module.name`` is ``value`` inside, and afterwards what it was, be it the class's own."""
+    own = vars(module)
+    before, had_one = own.get(name), name in own
+    object.__setattr__(module, name, value)
+    try:
+        yield
+    finally:
+        if had_one:
+            object.__setattr__(module, name, before)
+        else:
+            object.__delattr__(module, name)

@@ -1,0 +1,276 @@
+"""Rows end to end through the layers: the stock loss and gradient, and padding wherever that would not be so."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, OPTConfig, OPTForCausalLM, Trainer
+
+from scu_trainer.errors import SettingsError
+from scu_trainer.settings import CurriculumSettings, MemorySettings
+from scu_trainer.train.loss.rows import padding_free
+from scu_trainer.train.trainer import with_loops
+from tests import tiny
+from tests.faults import FakeGauge, is_training
+from tests.tiny import UnevenRows, arguments, pad, same, weights_of
+from tests.train.curricula import curriculum_run
+from tests.train.stepwise import ENDLESS_BYTES, compared, error_of
+
+WINDOW = {"gradient_accumulation_steps": 2, "max_steps": 3}
+PADDED = MemorySettings(padding_free="never")
+
+
+def gemma3(window: int = 8) -> Gemma3ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    ends = {"pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1}
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            vocab_size=tiny.VOCAB, sliding_window=window, max_position_embeddings=64, **sizes, **heads, **ends
+        )
+    )
+
+
+def opt() -> OPTForCausalLM:
+    """Its positions come from the mask."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "dropout": 0.0}
+    return OPTForCausalLM(OPTConfig(vocab_size=tiny.VOCAB, word_embed_proj_dim=16, max_position_embeddings=64, **sizes))
+
+
+def seen_by(body: torch.nn.Module, seen: list) -> None:
+    """Keep the shape of what the first layer gets from ``body`` in the forwards of a training."""
+
+    def see(module, given) -> None:
+        if is_training() and module.training:
+            seen.append(tuple(given[0].shape[:2]))
+
+    (getattr(body, "layers", None) or body.h)[0].register_forward_pre_hook(see)
+
+
+def trained(make, folder, memory=None, rows=UnevenRows, **changes):
+    """(trainer, its recorder, shapes (rows, time) that the layers saw)"""
+    seen: list[tuple[int, int]] = []
+    model = make()
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    memory = memory or MemorySettings()
+    found = compared(
+        model, folder, memory, rows(), prepare=lambda _: seen_by(inner.base_model, seen), **{**WINDOW, **changes}
+    )
+    return *found, seen
+
+
+MODELS = {
+    "llama": tiny.llama,
+    "absolute positions": tiny.gpt2,
+    "lora": lambda: tiny.lora(tiny.llama()),
+    "rows within the window": lambda: gemma3(16),
+}
+WAYS = {
+    "opened": {},
+    "chunked": {"memory": MemorySettings(chunked_loss="always")},
+    "small micro-batches": {"memory": MemorySettings(token_cap=24)},
+    "layers computed again": {"activation_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradient_are_the_stock_ones(tmp_path, name, way):
+    _, expected = compared(MODELS[name](), tmp_path / "stock", None, UnevenRows(), **WINDOW)
+    trainer, found, seen = trained(MODELS[name], tmp_path / "ours", **WAYS[way])
+    statistics = trainer.micro_batches.loop.statistics
+    assert statistics.processed_tokens == statistics.real_tokens < statistics.stock_tokens
+    assert sum(rows * time for rows, time in seen) == statistics.real_tokens
+    for gradient, wanted in zip(found.gradients, expected.gradients, strict=True):
+        assert error_of(gradient, wanted) < 2e-6
+
+
+def test_in_half_precision_the_difference_is_rounding(tmp_path):
+    def bf16():
+        return tiny.llama().to(torch.bfloat16)
+
+    _, expected = compared(bf16(), tmp_path / "stock", None, UnevenRows(), **WINDOW)
+    _, found, seen = trained(bf16, tmp_path / "ours")
+    assert seen and all(rows == 1 for rows, _ in seen)
+    assert error_of(found.gradients[0], expected.gradients[0]) < 2e-2
+
+
+def test_rows_keep_their_own_losses_and_weights(tmp_path):
+    """The curriculum reads and weighs the loss of each row."""
+    settings, epochs = CurriculumSettings("infobatch"), {"num_train_epochs": 4}
+    runs = [
+        curriculum_run(
+            tmp_path / wanted,
+            settings,
+            memory=MemorySettings(padding_free=wanted),
+            memory_gauge=FakeGauge(ENDLESS_BYTES),
+            **epochs,
+        )
+        for wanted in ("never", "auto")
+    ]
+    assert [bool(run.loss_path._is_padding_free) for run in runs] == [False, True]
+    torch.testing.assert_close(*(torch.as_tensor(run.difficulty.scores) for run in runs), rtol=1e-5, atol=1e-6)
+    assert error_of(*(weights_of(run.model) for run in runs)) < 1e-5
+
+
+# -- where rows stay padded --------------------------------------------------------------------------------------------
+
+
+class LeftPadded(UnevenRows):
+    """Rows of one width that the collator leaves alone."""
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        missing = 16 - len(row["input_ids"])
+        padded = {
+            name: functional.pad(value, (missing, 0), value=-100 if name == "labels" else 2)
+            for name, value in row.items()
+        }
+        return {**padded, "attention_mask": (torch.arange(16) >= missing).long()}
+
+
+class LearnedPadding(UnevenRows):
+    """The first token of the padding is learned, too."""
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        length, missing = len(row["input_ids"]), 17 - len(row["input_ids"])
+        padded = {
+            name: functional.pad(value, (0, missing), value=-100 if name == "labels" else 2)
+            for name, value in row.items()
+        }
+        padded["labels"][length] = 2
+        return {**padded, "attention_mask": (torch.arange(17) < length).long()}
+
+
+class Positioned(UnevenRows):
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        return {**row, "position_ids": torch.arange(len(row["input_ids"]))}
+
+
+def stacked(rows):
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+STAYS_PADDED = {
+    "padding on the left": (tiny.llama, LeftPadded, {"data_collator": stacked}),
+    "learned padding": (tiny.llama, LearnedPadding, {"data_collator": stacked}),
+    "positions of its own": (tiny.llama, Positioned, {}),
+    "eager attention": (lambda: tiny.llama(attn_implementation="eager"), UnevenRows, {}),
+    "layers with a state": (tiny.granite_hybrid, UnevenRows, {}),
+    "positions from the mask": (opt, UnevenRows, {}),
+    "label smoothing": (tiny.llama, UnevenRows, {"label_smoothing_factor": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", STAYS_PADDED)
+def test_what_cannot_do_without_padding_is_trained_as_before(tmp_path, name):
+    make, rows, changes = STAYS_PADDED[name]
+    _, expected = compared(make(), tmp_path / "never", PADDED, rows(), **WINDOW, **changes)
+    _, found = compared(make(), tmp_path / "auto", MemorySettings(), rows(), **WINDOW, **changes)
+    assert all(same(*pair) for pair in zip(found.weights, expected.weights, strict=True))
+
+
+def test_rows_beyond_a_sliding_window_are_padded(tmp_path):
+    """And those within it are not, which makes no difference but rounding."""
+    _, expected = compared(gemma3(), tmp_path / "stock", None, UnevenRows(), **WINDOW)
+    _, found, seen = trained(gemma3, tmp_path / "ours", MemorySettings(token_cap=16))
+    assert any(rows > 1 for rows, _ in seen)
+    assert all(rows == 1 or time > 8 or rows * time <= 16 for rows, time in seen)
+    for gradient, wanted in zip(found.gradients, expected.gradients, strict=True):
+        assert error_of(gradient, wanted) < 2e-6
+
+
+def test_rows_of_one_length_are_the_stock_run_bit_for_bit(tmp_path):
+    _, found, seen = trained(tiny.llama, tmp_path / "ours", rows=tiny.Rows)
+    _, expected = compared(tiny.llama(), tmp_path / "stock", None, tiny.Rows(), **WINDOW)
+    assert all(rows > 1 for rows, _ in seen)
+    assert all(same(*pair) for pair in zip(found.weights, expected.weights, strict=True))
+
+
+@pytest.mark.parametrize(
+    "make, changes, said",
+    [
+        (lambda: tiny.llama(attn_implementation="eager"), {}, "attn_implementation is eager; it can be sdpa"),
+        (tiny.granite_hybrid, {}, "not all layers attend to the row: some do"),
+        (tiny.t5, {"rows": tiny.pairs}, "does not compute the stock loss of a causal language model"),
+        (opt, {}, "the model fails on two short rows without padding"),
+    ],
+)
+def test_always_says_why_not(tmp_path, make, changes, said):
+    rows = changes.get("rows", UnevenRows)
+    with pytest.raises(SettingsError, match=f"padding_free: always, but .*{said}.*use padding_free: auto or never"):
+        compared(make(), tmp_path, MemorySettings(padding_free="always"), rows(), **WINDOW)
+
+
+# -- nothing is taken on trust -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["rows see each other", "positions go on"])
+def test_a_way_that_is_wrong_is_seen_and_not_taken(tmp_path, monkeypatch, caplog, wrong):
+    """By two short rows, before anything is trained: whatever a model does with what it is given."""
+    right = padding_free._of_sdpa
+
+    def given(rows):
+        arguments = right(rows)
+        if wrong == "positions go on":
+            positions = torch.arange(sum(rows.lengths)).square().unsqueeze(0) % 60
+            return {**arguments, "position_ids": positions}
+        return {**arguments, padding_free.ROWS: None, "attention_mask": None, "position_ids": None}
+
+    monkeypatch.setattr(padding_free, "_of_sdpa", given)
+    with caplog.at_level(logging.WARNING, logger="scu_trainer"):
+        _, found = compared(tiny.llama(), tmp_path / "auto", MemorySettings(), UnevenRows(), **WINDOW)
+    assert "padding_free is not used: the states before the output head are" in caplog.text
+    _, expected = compared(tiny.llama(), tmp_path / "never", PADDED, UnevenRows(), **WINDOW)
+    assert all(same(*pair) for pair in zip(found.weights, expected.weights, strict=True))
+
+
+class FromLogits(Trainer):
+    """A loss of somebody's own, from what the model gives."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        loss = functional.cross_entropy(logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("words", [tiny.VOCAB, 20_000])
+def test_a_trainer_that_reads_the_logits_gets_them(tmp_path, words, caplog):
+    """With a large vocabulary the chunked loss would give it hidden states in their place, which look much alike."""
+
+    def losses(trainer_class, folder, **memory):
+        model = tiny.llama()
+        model.resize_token_embeddings(words, mean_resizing=False)
+        changes = {**WINDOW, "gradient_accumulation_steps": 1, "optim": "sgd", "max_grad_norm": 0.0, "logging_steps": 1}
+        trainer = trainer_class(
+            model, arguments(folder, **changes), data_collator=pad, train_dataset=UnevenRows(), **memory
+        )
+        trainer.train()
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+    with caplog.at_level(logging.WARNING, logger="scu_trainer"):
+        found = losses(
+            with_loops(FromLogits), tmp_path / "ours", memory=MemorySettings(), memory_gauge=FakeGauge(ENDLESS_BYTES)
+        )
+    assert found == pytest.approx(losses(FromLogits, tmp_path / "stock"), rel=1e-5)
+    said = "chunked_loss is not used: SCUFromLogits computes the loss by code of its own"
+    assert (said in caplog.text) == (words > tiny.VOCAB)
+
+
+def test_always_asks_that_trainer(tmp_path):
+    trainer = with_loops(FromLogits)(
+        tiny.llama(), arguments(tmp_path, **WINDOW), data_collator=pad, train_dataset=UnevenRows(),
+        memory=MemorySettings(chunked_loss="always"), memory_gauge=FakeGauge(ENDLESS_BYTES),
+    )  # fmt: skip
+    with pytest.raises(
+        SettingsError, match="chunked_loss: always, but the model fails on a short row without its output head"
+    ):
+        trainer.train()
