@@ -63,10 +63,10 @@ class MemorySettings:
         "causal language models: cross-entropy straight from the hidden states, some tokens at a time, so that logits "
         "never exist as a whole; same loss and gradient up to rounding. auto: for vocabularies of 16,384 words or more",
     )
-    padding_free: Literal["auto", "always", "never"] = option(
-        "auto",
+    padding_free: Optional[bool] = option(
+        None,
         "causal language models: the layers see the rows of a micro-batch end to end, without padding; same loss and "
-        "gradient up to rounding. auto: where all layers attend to whole rows, by sdpa or FlashAttention",
+        "gradient up to rounding; default: where all layers attend to whole rows, by sdpa or FlashAttention",
     )
     memory_limit_gb: Optional[float] = option(
         None, "most GiB of the training device that each process may use; default: all of it"
@@ -126,9 +126,9 @@ class MemorySettings:
         return "never" if self.chunked_loss == "auto" and not self.acts else self.chunked_loss
 
     @property
-    def resolved_padding_free(self) -> str:
-        """As for ``chunked_loss``."""
-        return "never" if self.padding_free == "auto" and not self.acts else self.padding_free
+    def resolved_padding_free(self) -> Optional[bool]:
+        """False with memory control and splitting off, unless asked otherwise; None: where the model can do it."""
+        return False if self.padding_free is None and not self.acts else self.padding_free
 
     @property
     def headroom_share(self) -> Optional[float]:

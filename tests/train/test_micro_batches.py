@@ -308,7 +308,7 @@ def at_step_begin(function: Callable[[], None]) -> TrainerCallback:
 
 
 def test_no_chunk_exceeds_the_token_cap(tmp_path):
-    windows, trainer = shapes_in(tmp_path, MemorySettings(token_cap=20, padding_free="never"))
+    windows, trainer = shapes_in(tmp_path, MemorySettings(token_cap=20, padding_free=False))
     assert all(rows * length <= 20 for window in windows for rows, length in window)
     assert all(sum(rows for rows, _ in window) == 8 for window in windows)
     processed = sum(rows * length for window in windows for rows, length in window)
@@ -322,7 +322,7 @@ def test_a_row_longer_than_the_cap_runs_alone(tmp_path):
 
 
 def test_the_automatic_cap_is_the_batch_that_was_asked_for(tmp_path):
-    windows, trainer = shapes_in(tmp_path, MemorySettings(padding_free="never"))
+    windows, trainer = shapes_in(tmp_path, MemorySettings(padding_free=False))
     largest = 4 * 16
     assert all(rows * length <= largest for window in windows for rows, length in window)
     assert trainer.micro_batches.loop.state.cap_tokens is None

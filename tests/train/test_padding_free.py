@@ -20,7 +20,7 @@ from tests.train.curricula import curriculum_run
 from tests.train.stepwise import ENDLESS_BYTES, compared, error_of
 
 WINDOW = {"gradient_accumulation_steps": 2, "max_steps": 3}
-PADDED = MemorySettings(padding_free="never")
+PADDED = MemorySettings(padding_free=False)
 
 
 def gemma3(window: int = 8) -> Gemma3ForCausalLM:
@@ -90,12 +90,13 @@ def test_loss_and_gradient_are_the_stock_ones(tmp_path, name, way):
         assert error_of(gradient, wanted) < 2e-6
 
 
-def test_in_half_precision_the_difference_is_rounding(tmp_path):
-    def bf16():
-        return tiny.llama().to(torch.bfloat16)
+@pytest.mark.parametrize("is_autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_in_half_precision_the_difference_is_rounding(tmp_path, is_autocast):
+    def make():
+        return tiny.llama() if is_autocast else tiny.llama().to(torch.bfloat16)
 
-    _, expected = compared(bf16(), tmp_path / "stock", None, UnevenRows(), **WINDOW)
-    _, found, seen = trained(bf16, tmp_path / "ours")
+    _, expected = compared(make(), tmp_path / "stock", None, UnevenRows(), bf16=is_autocast, **WINDOW)
+    _, found, seen = trained(make, tmp_path / "ours", bf16=is_autocast)
     assert seen and all(rows == 1 for rows, _ in seen)
     assert error_of(found.gradients[0], expected.gradients[0]) < 2e-2
 
@@ -105,13 +106,13 @@ def test_rows_keep_their_own_losses_and_weights(tmp_path):
     settings, epochs = CurriculumSettings("infobatch"), {"num_train_epochs": 4}
     runs = [
         curriculum_run(
-            tmp_path / wanted,
+            tmp_path / str(wanted),
             settings,
             memory=MemorySettings(padding_free=wanted),
             memory_gauge=FakeGauge(ENDLESS_BYTES),
             **epochs,
         )
-        for wanted in ("never", "auto")
+        for wanted in (False, None)
     ]
     assert [bool(run.loss_path._is_padding_free) for run in runs] == [False, True]
     torch.testing.assert_close(*(torch.as_tensor(run.difficulty.scores) for run in runs), rtol=1e-5, atol=1e-6)
@@ -135,7 +136,9 @@ class LeftPadded(UnevenRows):
 
 
 class LearnedPadding(UnevenRows):
-    """The first token of the padding is learned, too."""
+    """The padding of every row ``every`` is learned, too."""
+
+    every = 1
 
     def __getitem__(self, index):
         row = super().__getitem__(index)
@@ -144,8 +147,13 @@ class LearnedPadding(UnevenRows):
             name: functional.pad(value, (0, missing), value=-100 if name == "labels" else 2)
             for name, value in row.items()
         }
-        padded["labels"][length] = 2
+        if index % self.every == 0:
+            padded["labels"][length:] = 2
         return {**padded, "attention_mask": (torch.arange(17) < length).long()}
+
+
+class RarelyLearnedPadding(LearnedPadding):
+    every = 20
 
 
 class Positioned(UnevenRows):
@@ -177,6 +185,15 @@ def test_what_cannot_do_without_padding_is_trained_as_before(tmp_path, name):
     assert all(same(*pair) for pair in zip(found.weights, expected.weights, strict=True))
 
 
+def test_padding_that_is_learned_in_few_rows_alone_is_kept_there(tmp_path):
+    changes = {**WINDOW, "max_steps": 4, "data_collator": stacked}
+    _, expected = compared(tiny.llama(), tmp_path / "stock", None, RarelyLearnedPadding(), **changes)
+    _, found, seen = trained(tiny.llama, tmp_path / "ours", rows=RarelyLearnedPadding, **changes)
+    assert {rows == 1 for rows, _ in seen} == {True, False}
+    for gradient, wanted in zip(found.gradients, expected.gradients, strict=True):
+        assert error_of(gradient, wanted) < 2e-6
+
+
 def test_rows_beyond_a_sliding_window_are_padded(tmp_path):
     """And those within it are not, which makes no difference but rounding."""
     _, expected = compared(gemma3(), tmp_path / "stock", None, UnevenRows(), **WINDOW)
@@ -205,8 +222,8 @@ def test_rows_of_one_length_are_the_stock_run_bit_for_bit(tmp_path):
 )
 def test_always_says_why_not(tmp_path, make, changes, said):
     rows = changes.get("rows", UnevenRows)
-    with pytest.raises(SettingsError, match=f"padding_free: always, but .*{said}.*use padding_free: auto or never"):
-        compared(make(), tmp_path, MemorySettings(padding_free="always"), rows(), **WINDOW)
+    with pytest.raises(SettingsError, match=f"padding_free: true, but .*{said}.*; leave padding_free out, or false"):
+        compared(make(), tmp_path, MemorySettings(padding_free=True), rows(), **WINDOW)
 
 
 # -- nothing is taken on trust -----------------------------------------------------------------------------------------
@@ -233,44 +250,42 @@ def test_a_way_that_is_wrong_is_seen_and_not_taken(tmp_path, monkeypatch, caplog
 
 
 class FromLogits(Trainer):
-    """A loss of somebody's own, from what the model gives."""
+    """A loss of somebody's own, after the first step from what the model gives."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
         logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
-        loss = functional.cross_entropy(logits, labels)
+        loss = outputs.loss if self.state.global_step == 0 else functional.cross_entropy(logits, labels)
         return (loss, outputs) if return_outputs else loss
+
+
+def by_its_own_loss(trainer_class, folder, words=tiny.VOCAB, **memory):
+    """Losses of a training."""
+    model, changes = tiny.llama(), {"optim": "sgd", "max_grad_norm": 0.0, "logging_steps": 1, "max_steps": 3}
+    model.resize_token_embeddings(words, mean_resizing=False)
+    gauge = {"memory_gauge": FakeGauge(ENDLESS_BYTES)} if memory else {}
+    rows = {"data_collator": pad, "train_dataset": UnevenRows()}
+    trainer = trainer_class(model, arguments(folder, **changes), **rows, **memory, **gauge)
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 @pytest.mark.parametrize("words", [tiny.VOCAB, 20_000])
 def test_a_trainer_that_reads_the_logits_gets_them(tmp_path, words, caplog):
     """With a large vocabulary the chunked loss would give it hidden states in their place, which look much alike."""
-
-    def losses(trainer_class, folder, **memory):
-        model = tiny.llama()
-        model.resize_token_embeddings(words, mean_resizing=False)
-        changes = {**WINDOW, "gradient_accumulation_steps": 1, "optim": "sgd", "max_grad_norm": 0.0, "logging_steps": 1}
-        trainer = trainer_class(
-            model, arguments(folder, **changes), data_collator=pad, train_dataset=UnevenRows(), **memory
-        )
-        trainer.train()
-        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
     with caplog.at_level(logging.WARNING, logger="scu_trainer"):
-        found = losses(
-            with_loops(FromLogits), tmp_path / "ours", memory=MemorySettings(), memory_gauge=FakeGauge(ENDLESS_BYTES)
-        )
-    assert found == pytest.approx(losses(FromLogits, tmp_path / "stock"), rel=1e-5)
+        found = by_its_own_loss(with_loops(FromLogits), tmp_path / "ours", words, memory=MemorySettings())
+    assert found == pytest.approx(by_its_own_loss(FromLogits, tmp_path / "stock", words), rel=1e-5)
     said = "chunked_loss is not used: SCUFromLogits computes the loss by code of its own"
     assert (said in caplog.text) == (words > tiny.VOCAB)
 
 
-def test_always_asks_that_trainer(tmp_path):
-    trainer = with_loops(FromLogits)(
-        tiny.llama(), arguments(tmp_path, **WINDOW), data_collator=pad, train_dataset=UnevenRows(),
-        memory=MemorySettings(chunked_loss="always"), memory_gauge=FakeGauge(ENDLESS_BYTES),
-    )  # fmt: skip
-    with pytest.raises(
-        SettingsError, match="chunked_loss: always, but the model fails on a short row without its output head"
-    ):
-        trainer.train()
+def test_always_goes_by_what_that_trainer_does_first(tmp_path):
+    with pytest.raises(SettingsError, match=r"chunked_loss: always, but .*use chunked_loss: auto or never"):
+        by_its_own_loss(with_loops(ReadsAtOnce), tmp_path, memory=MemorySettings(chunked_loss="always"))
+
+
+class ReadsAtOnce(FromLogits):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return outputs.loss + 0.01 * outputs.logits.square().mean()

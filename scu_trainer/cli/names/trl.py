@@ -53,6 +53,12 @@ def _packing_strategy(value: Any, source: Source) -> Meaning:
     return Meaning(said="rows are filled with whole documents, best fit first, there and here")
 
 
+def _padding_free(value: Any, source: Source) -> Meaning:
+    if is_on(value):
+        return Meaning(said="rows go without padding here wherever the model can do that")
+    return Meaning({"padding_free": False})
+
+
 def _loss(value: Any, source: Source) -> Meaning:
     if value in ("nll", "chunked_nll"):
         return Meaning(said="the loss of the next token, computed in parts where that saves memory")
@@ -90,7 +96,7 @@ TABLE: Table = {
     "packing_strategy": _packing_strategy,
     "pad_to_multiple_of": Nothing("rows are padded to the longest of their micro-batch, which changes no result"),
     "pad_token": Nothing("padding is masked, whatever the token"),
-    "padding_free": Nothing("rows of uneven length are cut into micro-batches without padding"),
+    "padding_free": _padding_free,
     "router_aux_loss_coef": "the auxiliary loss of experts is the model's own: output_router_logits of its config.json",
     "shuffle_dataset": Nothing("rows are drawn in a new order in each epoch"),
     "truncation_mode": Nothing("nothing is cut off: a longer document continues in further rows"),

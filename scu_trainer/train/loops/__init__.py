@@ -102,8 +102,8 @@ def make_loops(
         trainer.curriculum = CurriculumLoop(trainer, curriculum, trainer.micro_batches)
         loops.append(trainer.curriculum)
     chunked_loss = "never" if memory is None else memory.resolved_chunked_loss
-    padding_free = "never" if memory is None else memory.resolved_padding_free
-    if curriculum is not None or chunked_loss != "never" or padding_free != "never":
+    padding_free = False if memory is None else memory.resolved_padding_free
+    if curriculum is not None or chunked_loss != "never" or padding_free is not False:
         before_blaming = (lambda: None) if safety is None else trainer.nonfinite_guard.require_finite_weights
         trainer.new_loss_path = lambda: LossPath(
             trainer, chunked_loss, trainer.curriculum, before_blaming, padding_free

@@ -21,8 +21,8 @@ from transformers import Trainer
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.errors import ControlError, SettingsError
+from scu_trainer.train.loss.agreement import gives_the_stock_loss
 from scu_trainer.train.loss.analysis import mixing_modules, tolerance, untouched
-from scu_trainer.train.loss.rows.agreement import gives_the_stock_loss
 from scu_trainer.train.loss.rows.known import LossCalls
 from scu_trainer.train.loss.rows.model_loss import (
     has_causal_loss,
@@ -71,10 +71,10 @@ Forward = tuple[torch.Tensor, Optional[RowLosses]]
 class LossPath:
     """The training loss of one trainer. ``rows``: None where nobody asks for the losses of rows.
 
-    ``chunked``, ``padding_free``: "always", "never" or "auto" (of ``MemorySettings``). ``has_learned``: whether any
-    row was not set aside since somebody has set it to False. ``was_asked``: whether the training loss has come this
-    way at all. ``before_blaming``: called before all rows of a batch are set aside; may raise where it is not they that
-    are bad.
+    ``chunked``: "always", "never" or "auto", ``padding_free``: True, False or None for where it can be done (both of
+    ``MemorySettings``). ``has_learned``: whether any row was not set aside since somebody has set it to False.
+    ``was_asked``: whether the training loss has come this way at all. ``before_blaming``: called before all rows of a
+    batch are set aside; may raise where it is not they that are bad.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LossPath:
         chunked: str,
         rows: Optional[Rows] = None,
         before_blaming: Callable[[], None] = lambda: None,
-        padding_free: str = "never",
+        padding_free: Optional[bool] = False,
     ) -> None:
         self.trainer, self.rows, self._before_blaming = trainer, rows, before_blaming
         self.reading: Optional[RowLossReading] = None
@@ -325,28 +325,38 @@ class LossPath:
                 f"{type(self.trainer).__name__} computes the loss by code of its own, which may look at more than the "
                 "loss of the model; chunked_loss: always, if it does not"
             )
-        return self._checked("chunked_loss", self._wanted, obstacle, inputs, headless)
+        instead = "use chunked_loss: auto or never" if self._wanted == "always" else None
+        return self._checked("chunked_loss: always", instead, obstacle, inputs, headless)
 
     def _may_be_padding_free(self, inputs: Any) -> Optional[bool]:
         """None: this batch does not tell."""
-        if self._wanted_padding_free == "never":
+        wanted = self._wanted_padding_free
+        if wanted is False:
             return False
         obstacle = obstacle_to_padding_free(self.trainer, inputs)
-        if self._wanted_padding_free == "auto" and (obstacle or self.trainer.changes_loss):
+        if wanted is None and (obstacle or self.trainer.changes_loss):
             return False
-        return self._checked("padding_free", self._wanted_padding_free, obstacle, inputs, opened, is_uneven=True)
+        instead = "leave padding_free out, or false" if wanted else None
+        return self._checked("padding_free: true", instead, obstacle, inputs, opened, is_padding_free=True)
 
     def _checked(
-        self, name: str, wanted: str, obstacle: Optional[str], inputs: Any, way: Callable, is_uneven: bool = False
+        self,
+        setting: str,
+        instead: Optional[str],
+        obstacle: Optional[str],
+        inputs: Any,
+        way: Callable,
+        is_padding_free: bool = False,
     ) -> Optional[bool]:
-        """Whether training goes this ``way``: ``obstacle`` may forbid it, and it must give the stock loss."""
+        """Whether training goes this ``way``: ``obstacle`` may forbid it, and it must give the stock loss. ``instead``:
+        of a ``setting`` that leaves no choice."""
         agrees = None
         if not obstacle:
-            agrees, obstacle = gives_the_stock_loss(self.trainer, way, inputs, is_uneven)
-        if obstacle and wanted == "always":
-            raise SettingsError(f"{name}: always, but {obstacle}; use {name}: auto or never")
+            agrees, obstacle = gives_the_stock_loss(self.trainer, way, inputs, is_padding_free)
+        if obstacle and instead:
+            raise SettingsError(f"{setting}, but {obstacle}; {instead}")
         if obstacle:
-            logger.warning("%s is not used: %s", name, obstacle)
+            logger.warning("%s is not used: %s", setting.partition(":")[0], obstacle)
             return False
         return agrees
 

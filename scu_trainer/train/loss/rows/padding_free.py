@@ -1,6 +1,6 @@
 """The rows of a micro-batch end to end, as one row without padding, through one forward of a causal language model.
 
-Embedding, layers and loss see (1, tokens). Positions begin anew with every row, and attention goes by rows, whose
+Embedding, layers and loss see (1, tokens). Positions start over with every row, and attention goes by rows, whose
 lengths the host knows, so that nothing waits for the device. FlashAttention, where the model was loaded with it, takes
 the borders as transformers hands them over. In the place of transformers' "sdpa" it is torch's own kernel for rows of
 unequal length (``torch.nn.attention.varlen``) on a card in half precision, and one call per length elsewhere.
