@@ -12,7 +12,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, OPTConfig, OPTForC
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train.loss.rows import padding_free
-from scu_trainer.train.trainer import with_loops
+from scu_trainer.train.trainer import SCUTrainer, with_loops
 from tests import tiny
 from tests.faults import FakeGauge, is_training
 from tests.tiny import UnevenRows, arguments, pad, same, weights_of
@@ -276,8 +276,24 @@ def test_a_trainer_that_reads_the_logits_gets_them(tmp_path, words, caplog):
     with caplog.at_level(logging.WARNING, logger="scu_trainer"):
         found = by_its_own_loss(with_loops(FromLogits), tmp_path / "ours", words, memory=MemorySettings())
     assert found == pytest.approx(by_its_own_loss(FromLogits, tmp_path / "stock", words), rel=1e-5)
-    said = "chunked_loss is not used: SCUFromLogits computes the loss by code of its own"
+    said = "chunked_loss is not used: FromLogits computes the loss by code of its own"
     assert (said in caplog.text) == (words > tiny.VOCAB)
+
+
+def test_code_above_ours_takes_no_way_away(tmp_path):
+    """It gets the loss, and not what the model gives."""
+
+    class Weighted(SCUTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return 2 * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    model = tiny.llama()
+    model.resize_token_embeddings(20_000, mean_resizing=False)
+    rows = {"data_collator": pad, "train_dataset": UnevenRows()}
+    memory = {"memory": MemorySettings(), "memory_gauge": FakeGauge(ENDLESS_BYTES)}
+    trainer = Weighted(model, arguments(tmp_path, max_steps=2), **rows, **memory)
+    trainer.train()
+    assert trainer.loss_path.is_chunked and trainer.loss_path._is_padding_free
 
 
 def test_always_goes_by_what_that_trainer_does_first(tmp_path):

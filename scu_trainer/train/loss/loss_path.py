@@ -31,6 +31,7 @@ from scu_trainer.train.loss.rows.model_loss import (
     obstacle_to_headless,
     obstacle_to_padding_free,
     opened,
+    own_loss_between,
     sliding_window_of,
 )
 from scu_trainer.train.loss.rows.padding_free import end_to_end
@@ -320,10 +321,11 @@ class LossPath:
         obstacle = obstacle_to_headless(self.trainer)
         if self._wanted == "auto" and (obstacle or head_of(self.trainer.model).out_features < LARGE_VOCABULARY):
             return False
-        if self._wanted == "auto" and self.trainer.changes_loss:
+        owner = own_loss_between(self.trainer)
+        if self._wanted == "auto" and owner:
             obstacle = (
-                f"{type(self.trainer).__name__} computes the loss by code of its own, which may look at more than the "
-                "loss of the model; chunked_loss: always, if it does not"
+                f"{owner} computes the loss by code of its own, which may look at more than the loss of the model; "
+                "chunked_loss: always, if it does not"
             )
         instead = "use chunked_loss: auto or never" if self._wanted == "always" else None
         return self._checked("chunked_loss: always", instead, obstacle, inputs, headless)
@@ -334,7 +336,7 @@ class LossPath:
         if wanted is False:
             return False
         obstacle = obstacle_to_padding_free(self.trainer, inputs)
-        if wanted is None and (obstacle or self.trainer.changes_loss):
+        if wanted is None and (obstacle or own_loss_between(self.trainer)):
             return False
         instead = "leave padding_free out, or false" if wanted else None
         return self._checked("padding_free: true", instead, obstacle, inputs, opened, is_padding_free=True)

@@ -49,6 +49,15 @@ def has_causal_loss(trainer: Trainer) -> bool:
     return is_causal and not is_changed and not brings_its_own and not inner.config.is_encoder_decoder
 
 
+def own_loss_between(trainer: Trainer) -> Optional[str]:
+    """The class whose code computes the loss from what the model gives; None where that is the stock Trainer's. A
+    ``compute_loss`` above ours gets the loss from it, and does not see what the model gives."""
+    kinds = type(trainer).__mro__
+    ours = next(number for number, kind in enumerate(kinds) if "_stock_loss" in vars(kind))
+    owner = next(kind for kind in kinds[ours + 1 :] if "compute_loss" in vars(kind))
+    return None if owner is Trainer else owner.__name__
+
+
 def obstacle_to_headless(trainer: Trainer) -> Optional[str]:
     """Why the output head must run; None if it need not."""
     inner, head = inner_model(trainer.model), head_of(trainer.model)
@@ -72,7 +81,8 @@ def obstacle_to_padding_free(trainer: Trainer, inputs: Collection[str]) -> Optio
     inner = inner_model(trainer.model)
     if not has_causal_loss(trainer) or not hasattr(head_of(trainer.model), "out_features"):
         return f"{type(inner).__name__} does not compute the stock loss of a causal language model from an output head"
-    attention, kinds = inner.config._attn_implementation, set(getattr(inner.config, "layer_types", None) or ())
+    attention = inner.config._attn_implementation
+    kinds = set(getattr(inner.config.get_text_config(), "layer_types", None) or ())
     if set(inputs) != NEEDED:
         return f"the batches hold {', '.join(sorted(inputs))}, and it takes {', '.join(sorted(NEEDED))} alone"
     if attention not in ("sdpa", *FLASH):
@@ -87,7 +97,7 @@ def obstacle_to_padding_free(trainer: Trainer, inputs: Collection[str]) -> Optio
 
 def sliding_window_of(model: torch.nn.Module) -> Optional[int]:
     """Tokens up to which a row is seen whole by every layer; None where all are."""
-    return getattr(inner_model(model).config, "sliding_window", None)
+    return getattr(inner_model(model).config.get_text_config(), "sliding_window", None)
 
 
 @contextlib.contextmanager
