@@ -454,7 +454,9 @@ def law_of(settings: MemorySettings) -> control.SizerConfig:
 
 
 def _size(micro_batch: MicroBatch) -> str:
-    return f"{max(1, len(micro_batch.rows))} rows x {micro_batch.length}"
+    rows = max(1, len(micro_batch.rows))
+    is_even = micro_batch.tokens == rows * micro_batch.length
+    return f"{rows} rows x {micro_batch.length}" if is_even else f"{rows} rows of {micro_batch.tokens} tokens"
 
 
 def _wanted(failure: steps.Failure) -> str:
