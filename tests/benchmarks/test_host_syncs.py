@@ -136,9 +136,7 @@ def test_all_loops_wait_no_more_often_than_stock():
 
     assert host_syncs.total(ours) <= host_syncs.total(stock)
     places = {wait["place"]: wait["count"] for wait in ours["waits"]}
-    masks = places.pop("transformers/masking_utils.py: _ignore_causal_mask_sdpa")
-    assert masks <= 2 * ours["forwards"]
-    # Once a step, whatever number of micro-batches: S and the losses, the losses of rows, loss and gradient.
+    # No mask is looked at: rows go without padding. Once a step, whatever number of micro-batches: S and the losses, the losses of rows, loss and gradient.
     assert places == {
         "scu_trainer/distances.py: read_together": 1,
         "scu_trainer/loss_path.py: _are_finite": 1,
