@@ -136,7 +136,8 @@ def test_all_loops_wait_no_more_often_than_stock():
 
     assert host_syncs.total(ours) <= host_syncs.total(stock)
     places = {wait["place"]: wait["count"] for wait in ours["waits"]}
-    # No mask is looked at: rows go without padding. Once a step, whatever number of micro-batches: S and the losses, the losses of rows, loss and gradient.
+    # No mask is looked at: rows go without padding.
+    # Once a step, whatever number of micro-batches: S and the losses, the losses of rows, loss and gradient.
     assert places == {
         "scu_trainer/distances.py: read_together": 1,
         "scu_trainer/loss_path.py: _are_finite": 1,

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host
+from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host, on_its_way
 
 ROWS = "rows_end_to_end"
 
@@ -68,7 +68,7 @@ def end_to_end(inputs: Mapping[str, Any], most_tokens: Optional[int] = None) -> 
     mask, labels = inputs.get("attention_mask"), inputs.get("labels")
     if set(inputs) != NEEDED or mask.dim() != 2 or mask.shape != labels.shape:
         return None
-    known, labels = (each if each.device.type == "cpu" else on_host(each) for each in (mask, labels))
+    known, labels = (_known(each) for each in (mask, labels))
     if known is None or labels is None or bool(known.all()):
         return None
     lengths = known.ne(0).sum(dim=1)
@@ -79,12 +79,13 @@ def end_to_end(inputs: Mapping[str, Any], most_tokens: Optional[int] = None) -> 
     places = is_filled.flatten().nonzero().flatten()
     positions = (places % known.size(1)).unsqueeze(0)
     borders = functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    there = (_moved(tensor, mask.device) for tensor in (places, positions, borders))
+    there = (on_its_way(tensor, mask.device) for tensor in (places, positions, borders))
     return EndToEnd(tuple(lengths.tolist()), tuple(known.shape), places, *there)
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+def _known(tensor: Tensor) -> Optional[Tensor]:
+    known = on_host(tensor)
+    return tensor if known is None and tensor.device.type == "cpu" else known
 
 
 @contextlib.contextmanager

@@ -275,7 +275,7 @@ def placed(inputs: Any, device: torch.device) -> Any:
     are and what is learned of them where it was."""
     if not isinstance(inputs, Mapping):
         return inputs
-    moved = {name: _moved(value, device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+    moved = {name: on_its_way(value, device) if torch.is_tensor(value) else value for name, value in inputs.items()}
     if all(moved[name] is value for name, value in inputs.items()):
         return inputs
     for name in ("labels", "attention_mask"):
@@ -285,7 +285,8 @@ def placed(inputs: Any, device: torch.device) -> Any:
     return type(inputs)(moved)
 
 
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def on_its_way(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on ``device``, copied while the host goes on."""
     if device.type == "cuda" and tensor.device == CPU and not tensor.is_pinned():
         tensor = tensor.pin_memory()  # else the driver copies it first, and may wait for the device
     return tensor.to(device, non_blocking=True)
@@ -350,7 +351,7 @@ class _Selection:
         key = (number, tensor.device)
         if key not in self._indices:
             index = torch.tensor(rows)
-            self._indices[key] = index if tensor.device == CPU else _moved(index, tensor.device)
+            self._indices[key] = index if tensor.device == CPU else on_its_way(index, tensor.device)
         return tensor[self._indices[key]]
 
 
