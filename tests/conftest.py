@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import ipaddress
 import os
+import resource
 import shutil
 import socket
 import sys
@@ -18,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PRIVATE = Path(tempfile.mkdtemp(prefix="scu_trainer_tests_"))
 
-MOST_OPEN_FILES = 200
+MOST_OPEN_FILES = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 500)
 """Of a process of tests; many systems allow 1,024, or 256."""
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -80,7 +81,9 @@ def _imports_are_no_garbage() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # what the last tests left open is still found
+    gc.unfreeze()
+    gc.collect()  # what the last tests left open is found
+    gc.freeze()  # once: pytest collects ten times more
 
 
 def pytest_unconfigure() -> None:

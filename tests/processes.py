@@ -178,18 +178,34 @@ def serve() -> None:
 
 
 def _import_everything() -> None:
+    gc.disable()  # what imports make is no garbage
     import datasets  # noqa: F401
-    import deepspeed  # noqa: F401
+    import deepspeed
+    import deepspeed.module_inject.auto_ep_layer
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     import peft  # noqa: F401
+    import pytest  # noqa: F401
     import torch
+    import torch.utils.serialization
+    import torch.utils.tensorboard
     import transformers.trainer  # noqa: F401
 
+    import scu_trainer.cli.comparison.seeds
     import scu_trainer.cli.configuration
-    import scu_trainer.train.session.session  # noqa: F401
+    import scu_trainer.cli.publishing.sharing
+    import scu_trainer.cli.train
+    import scu_trainer.serve.running
+    import scu_trainer.serve.transformers_server
+    import scu_trainer.train.session.session
+    import scu_trainer.train.tasks.images
+    import scu_trainer.train.tasks.sensors
+    import scu_trainer.train.tasks.text
+    import scu_trainer.train.tasks.words  # noqa: F401
+    from tests import tiny  # noqa: F401 - and the models of transformers that it takes
 
     torch.set_num_threads(1)
-    gc.collect()
     gc.freeze()  # the collections of the children need not walk over what was imported
+    gc.enable()
 
 
 def _serve_run(
