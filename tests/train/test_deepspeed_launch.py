@@ -37,8 +37,8 @@ LOOPS = {"scu_target_s": 0.01, "token_cap": 64, "curriculum": "token_budget"}
 """Weights move enough in four steps for lambda to act; rows of 64 tokens go one by one."""
 
 RECIPE = ROOT / "recipes" / "deepspeed.yaml"
-FROM_RECIPE = ("scu", "report_to")
-"""Flags that are left to the recipe."""
+FROM_RECIPE = ("scu", "report_to", "sample_prompts", "predict_memory")
+"""Flags that are left to the recipe and to what a run does by itself."""
 
 
 def flags(folder: Path, name: str, processes: int = 1, deepspeed: str | None = None, **changes) -> list[str]:
@@ -59,6 +59,8 @@ def flags(folder: Path, name: str, processes: int = 1, deepspeed: str | None = N
         "mixed_precision": "no",
         "use_cpu": "true",
         "scu": "false",
+        "sample_prompts": 0,
+        "predict_memory": "false",
         **({} if deepspeed is None else {"deepspeed": ROOT / "ds_configs" / f"{deepspeed}.json"}),
         **changes,
     }
