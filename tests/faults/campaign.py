@@ -285,7 +285,7 @@ def flags(model: Path, documents: Path, run: Path, cache: Path, **more: object) 
         "logging_steps": 1,
         "eval_strategy": "steps",
         "eval_steps": 4,
-        "sample_max_new_tokens": 4,  # of 48, which took two fifths of a run
+        "sample_max_new_tokens": 1,  # of 48, which took two fifths of a run
         "save_strategy": "steps",
         "save_steps": 3,
         "save_total_limit": 2,

@@ -168,15 +168,17 @@ def base(tmp_path_factory) -> Path:
     return tiny.saved_llama(tmp_path_factory.mktemp("base"))
 
 
-@pytest.fixture
-def flags(base, tmp_path) -> list[str]:
+@pytest.fixture(scope="module")
+def flags(base, tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("rows")
     rows = [{"text": f"A call <tool> of number {i} gives a <result> of {i * i}. " * 3} for i in range(16)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {
-        "model_name_or_path": base, "dataset": tmp_path / "rows.jsonl", "block_size": 64, "max_steps": 4,
+        "model_name_or_path": base, "dataset": folder / "rows.jsonl", "block_size": 64, "max_steps": 4,
         "validation_split_percentage": 25, "per_device_train_batch_size": 2, "learning_rate": 0.01, "lora_r": 4,
         "logging_steps": 1, "save_steps": 2, "use_cpu": "true", "predict_memory": "false", "report_to": "none",
-        "mixed_precision": "no", "cache_dir": tmp_path / "cache", "preflight": "off",
+        "mixed_precision": "no", "cache_dir": folder / "cache", "preflight": "off",
+        "sample_prompts": 0,
     }  # fmt: skip
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 

@@ -51,6 +51,7 @@ def run(work, name: str, **changes) -> Path:
         "report_to": "none",
         "use_cpu": "true",
         "predict_memory": "false",
+        "sample_prompts": 0,
         "preflight": "off",
         "cache_dir": work.folder / "cache",
         "output_dir": work.folder / name,
