@@ -279,6 +279,7 @@ def _be(words: list[str], environment: Mapping[str, str], cwd: str, files: Seque
         _forget_the_parent()
         if forks:
             subprocess.Popen._execute_child = _fork_python
+            os.execve = _become
         code = _main(words)
         threading._shutdown()
         atexit._run_exitfuncs()
@@ -332,6 +333,7 @@ def _main(words: list[str]) -> int:
 
 
 _start_anything = subprocess.Popen._execute_child
+_become_anything = os.execve
 
 _from_nothing: Optional[str] = None
 """How a word ends that tells what this process, and all that it forks, starts from nothing."""
@@ -362,6 +364,17 @@ def _fork_python(popen: subprocess.Popen, args: Any, *others: Any) -> None:
     popen._close_pipe_fds(
         *(given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
     )
+
+
+def _become(path: str, words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """In place of ``os.execve``: a script of this Python is run by this process as it is."""
+    with open(path, "rb") as file:
+        is_script = file.readline().decode(errors="ignore").strip() == f"#!{sys.executable}"
+    if not is_script or _from_nothing is not None:
+        _become_anything(path, words, environment)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _be([*words], dict(environment), os.getcwd(), (-1, -1, -1), forks=True)
 
 
 if __name__ == "__main__":

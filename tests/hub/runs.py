@@ -32,6 +32,7 @@ def flags(folder: Path, name: str, **changes) -> list[str]:
         "use_cpu": "true",
         "mixed_precision": "no",
         "preflight": "off",
+        "predict_memory": "false",
         "cache_dir": folder / "cache",
         **changes,
     }

@@ -117,10 +117,10 @@ def servers(folder) -> Iterator[dict[str, Server]]:
 
 @pytest.fixture(scope="module")
 def ending(folder) -> Iterator[dict[signal.Signals, Server]]:
-    """One for each signal that ends it, from nothing and both at the same time: with handlers of an interpreter of
-    their own."""
+    """One for each signal that ends it, both at the same time; for Ctrl-C, of which Python has a handler of its own,
+    from nothing."""
     begun = {
-        sent: start(folder / "mine", folder / f"{sent.name}.out", from_nothing=True)
+        sent: start(folder / "mine", folder / f"{sent.name}.out", from_nothing=sent == signal.SIGINT)
         for sent in (signal.SIGTERM, signal.SIGINT)
     }
     try:

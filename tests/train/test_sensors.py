@@ -296,6 +296,7 @@ def words_of(folder, recordings, **changes) -> list[str]:
         "save_strategy": "no",
         "per_device_train_batch_size": 4,
         "scu": "false",
+        "predict_memory": "false",
         **TINY_SIZES,
         **changes,
     }
@@ -429,6 +430,7 @@ def test_frozen_branches_of_a_trained_model_stay_as_they_are(tmp_path, recording
 
 def test_all_branches_train_by_the_command(tmp_path, recordings):
     every = {"branches": " ".join(BRANCHES), "checkpoint_branches": "dual_vision plume cooling geometry"}
+    every["predict_memory"] = "true"
     assert train.main(words_of(tmp_path / "run", recordings, **every)) == 0
     assert read_json(tmp_path / "run" / "config.json")["branches"] == list(BRANCHES)
     again = scored(tmp_path / "run", recordings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from scu_trainer.errors import SettingsError
 from scu_trainer.models.sensors.placing import device_refusal, place_branches
 from scu_trainer.run_files import read_json
 from scu_trainer.settings.sensors import BRANCHES, SensorSettings
+from tests import processes
 from tests.recordings import trident
 from tests.train.test_sensors import job_of, load, words_of
 
@@ -172,10 +172,10 @@ def test_deepspeed_trains_what_plain_python_trains(tmp_path, recordings):
     given = {"branches": "kinematics cooling geometry", "logging_steps": 1}
     plain = trained(tmp_path / "plain", recordings, **given)
     zero = words_of(tmp_path / "zero", recordings, deepspeed=ROOT / "ds_configs" / "zero2_offload.json", **given)
-    launch = [sys.executable, "-m", "scu_trainer.cli.main", "launch", "deepspeed", "--processes", "1"]
+    launch = ["-m", "scu_trainer.cli.main", "launch", "deepspeed", "--processes", "1"]
     paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops"), "PATH": paths}
-    done = subprocess.run([*launch, *zero], env=environment, capture_output=True, text=True, timeout=280, cwd=tmp_path)
+    done = processes.launch([*launch, *zero], environment=environment)
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
     one, two = (read_json(folder / "trainer_state.json")["log_history"] for folder in (plain, tmp_path / "zero"))
     losses = [[row["loss"] for row in rows if "loss" in row] for rows in (one, two)]
