@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from typing import Optional
 
 import pytest
 import torch
@@ -50,11 +52,21 @@ def run(folder, share, output_dir, seed=1, **changes):
     return trained(with_adapters(folder, share, seed), output_dir, **given)
 
 
+@pytest.fixture(scope="module")
+def epochs(folders, tmp_path_factory):
+    """An epoch with a loop, of ``share`` of the weights in main memory, scored at its end. For reading alone."""
+
+    @functools.cache
+    def trained_once(loop: str, share: Optional[float]):
+        changes = {"dataset": UnevenRows(20), "eval_dataset": UnevenRows(8, seed=3), "eval_strategy": "epoch"}
+        return run(folders["llama"], share, tmp_path_factory.mktemp("epoch"), **LOOPS[loop], **changes)
+
+    return trained_once
+
+
 @pytest.mark.parametrize("loop", LOOPS)
-def test_each_loop_trains_the_same_weights(folders, tmp_path, loop):
-    evaluation = {"eval_dataset": UnevenRows(8, seed=3), "eval_strategy": "epoch"}
-    here = run(folders["llama"], None, tmp_path / "here", **LOOPS[loop], **evaluation)
-    away = run(folders["llama"], PARTLY, tmp_path / "away", **LOOPS[loop], **evaluation)
+def test_each_loop_trains_the_same_weights(folders, epochs, loop):
+    here, away = epochs(loop, None), epochs(loop, PARTLY)
     assert devices(away.model) == {"cpu", "disk"}
     assert same(weights_of(here.model), weights_of(away.model))
     assert not same(weights_of(away.model), weights_of(with_adapters(folders["llama"], None)))
@@ -81,16 +93,14 @@ def test_a_model_wholly_on_disk(folders, tmp_path, family):
     assert same(weights_of(run(folders[family], None, tmp_path / "here", **few).model), weights_of(away.model))
 
 
-def test_lambda_acts_and_s_is_measured(folders, tmp_path):
-    loop = run(folders["llama"], PARTLY, tmp_path / "loop", **LOOPS["regularization"])
-    free = run(folders["llama"], PARTLY, tmp_path / "free")
+def test_lambda_acts_and_s_is_measured(epochs):
+    loop, free = epochs("regularization", PARTLY), epochs("none", PARTLY)
     assert loop.regularizer.state.s_ema > 0
     assert not same(weights_of(loop.model), weights_of(free.model))
 
 
-def test_the_curriculum_statistics_every_row(folders, tmp_path):
-    here = run(folders["llama"], None, tmp_path / "here", **LOOPS["curriculum"])
-    away = run(folders["llama"], PARTLY, tmp_path / "away", **LOOPS["curriculum"])
+def test_the_curriculum_statistics_every_row(epochs):
+    here, away = epochs("curriculum", None), epochs("curriculum", PARTLY)
     assert (away.difficulty.observations == 1).all()
     assert away.difficulty.scores.tolist() == here.difficulty.scores.tolist()
 
@@ -138,18 +148,18 @@ def test_checkpointed_layers_have_the_same_gradients(folders, share):
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_resumed_is_uninterrupted(folders, tmp_path, loop):
-    steps = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, **LOOPS[loop]}
+    steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **LOOPS[loop]}
     whole = run(folders["llama"], PARTLY, tmp_path, **steps)
-    checkpoint = str(tmp_path / "checkpoint-3")
+    checkpoint = str(tmp_path / "checkpoint-2")
     resumed = run(folders["llama"], PARTLY, tmp_path / "resumed", seed=9, resume=checkpoint, **steps)
-    assert resumed.state.global_step == 6
+    assert resumed.state.global_step == 4
     assert same(weights_of(whole.model), weights_of(resumed.model))
 
 
 def test_a_run_may_be_resumed_on_a_machine_where_all_fits(folders, tmp_path):
-    steps = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     whole = run(folders["llama"], PARTLY, tmp_path, **steps)
-    checkpoint = str(tmp_path / "checkpoint-3")
+    checkpoint = str(tmp_path / "checkpoint-2")
     resumed = run(folders["llama"], None, tmp_path / "resumed", seed=9, resume=checkpoint, **steps)
     assert same(weights_of(whole.model), weights_of(resumed.model))
 
