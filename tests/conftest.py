@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import ipaddress
@@ -84,6 +85,7 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
     gc.collect()  # what the last tests left open is found
     gc.freeze()  # once: pytest collects ten times more
+    atexit.register(gc.unfreeze)  # the end of the interpreter takes it all away in its own order
 
 
 def pytest_unconfigure() -> None:

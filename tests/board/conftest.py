@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,10 +20,33 @@ from scu_trainer.board.acts import Acts
 from scu_trainer.board.app import Board
 from scu_trainer.cli.looking import board as command
 from scu_trainer.cli.talking.streaming import stream_answer
+from scu_trainer.report import page
+from scu_trainer.report.drawing import Plot
 from scu_trainer.runs.control import Hands
 
 TOKEN, HOST, COOKIE = "a-token-of-this-test", "127.0.0.1:7860", "scu_board_7860"
 ORIGIN = f"http://{HOST}"
+
+
+DRAWN: dict[tuple[str, float], str] = {}
+"""By all that a plot says, and its width."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drawn_once():
+    """Most runs of these tests are the same one, whose drawings take two seconds. Those of the same plot are the same,
+    as the tests of the report say."""
+    stock = page.svg
+
+    def svg(plot: Plot, width_in: float) -> str:
+        key = (repr(plot), width_in)
+        if key not in DRAWN:
+            DRAWN[key] = stock(plot, width_in)
+        return DRAWN[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "svg", svg)
+        yield
 
 
 @dataclass
@@ -62,7 +86,7 @@ def site(root, tmp_path) -> Site:
 
 
 @contextlib.contextmanager
-def opened(root: Path, configurations: list[Path], capsys: Any, hands: Optional[Hands] = None) -> Iterator[str]:
+def opened(root: Path, configurations: list[Path], hands: Optional[Hands] = None) -> Iterator[str]:
     """The real command on a free port; its address, as it prints it."""
     servers, is_up = [], threading.Event()
 
@@ -73,8 +97,9 @@ def opened(root: Path, configurations: list[Path], capsys: Any, hands: Optional[
 
     words = ["--runs_dir", str(root), "--port", "0", "--configs", *map(str, configurations)]
     thread = threading.Thread(target=command.main, args=(words, serve, hands))
-    thread.start()
-    assert is_up.wait(30)
-    yield capsys.readouterr().out.split(": ", 1)[1].split()[0]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        thread.start()
+        assert is_up.wait(30)
+    yield said.getvalue().split(": ", 1)[1].split()[0]
     servers[0].should_exit = True
     thread.join(10)

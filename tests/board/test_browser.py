@@ -32,18 +32,32 @@ def chromium():
         yield started
 
 
-@pytest.fixture
-def site(root, tmp_path, monkeypatch, capsys):
-    """The real command over a run that was trained, with a recipe to start another. Nothing of it outlives the test."""
-    monkeypatch.setenv("SCU_TRAINER_CACHE", str(tmp_path / "cache"))
+@contextlib.contextmanager
+def served(folder):
+    """The real command over a run that was trained, with a recipe to start another. Nothing of it outlives this."""
+    root, recipe = folder / "runs", folder / "short.yaml"
     make_run(root / "one")
-    recipe = tmp_path / "short.yaml"
     recipe.write_text("output_dir: runs/short\n")
-    with opened(root, [recipe], capsys, stand_in.hands()) as address:
-        yield SimpleNamespace(address=address, at=address.split("/?")[0], root=root, recipe=recipe)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SCU_TRAINER_CACHE", str(folder / "cache"))
+        with opened(root, [recipe], stand_in.hands()) as address:
+            yield SimpleNamespace(address=address, at=address.split("/?")[0], root=root, recipe=recipe)
     record = Run(root / "short", "short").record()
     for member in family(record.process, record.token, Machine()) if record and record.process else ():
         Posix().end(member, Machine())
+
+
+@pytest.fixture
+def site(tmp_path):
+    with served(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory):
+    """One for the tests that start nothing and change nothing: it draws the plots of the run once."""
+    with served(tmp_path_factory.mktemp("unchanged")) as found:
+        yield found
 
 
 @contextlib.contextmanager
@@ -62,24 +76,24 @@ def window(chromium, site, width_px=1280, scheme="light"):
 
 
 @pytest.mark.parametrize(("width_px", "scheme"), [(390, "dark"), (1280, "light")])
-def test_pages_fit_are_accessible_and_ask_for_nothing_elsewhere(chromium, site, width_px, scheme):
+def test_pages_fit_are_accessible_and_ask_for_nothing_elsewhere(chromium, unchanged, width_px, scheme):
     from axe_playwright_python.sync_playwright import Axe
 
-    with window(chromium, site, width_px, scheme) as page:
+    with window(chromium, unchanged, width_px, scheme) as page:
         for path in PAGES:
-            page.goto(site.at + path)
+            page.goto(unchanged.at + path)
             found = Axe().run(page).response["violations"]
             assert [one for one in found if one["impact"] in ("serious", "critical")] == [], path
             assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, path
 
 
 @pytest.mark.parametrize("width_px", [390, 1280])
-def test_the_list_and_a_run_with_its_curves(chromium, site, width_px):
-    with window(chromium, site, width_px) as page:
+def test_the_list_and_a_run_with_its_curves(chromium, unchanged, width_px):
+    with window(chromium, unchanged, width_px) as page:
         row = page.get_by_role("row").filter(has_text="one")
         assert row.get_by_text("finished").is_visible() and row.get_by_text("6.781").is_visible()
         page.get_by_role("link", name="one", exact=True).click()
-        page.wait_for_url(f"{site.at}/run/one", wait_until="load")  # with its styles, which choose the drawing
+        page.wait_for_url(f"{unchanged.at}/run/one", wait_until="load")  # with its styles, which choose the drawing
         for plot in ("loss", "s", "memory", "throughput"):
             drawn = page.locator(f"#plot-{plot} svg:visible")
             box = drawn.bounding_box()
@@ -89,8 +103,8 @@ def test_the_list_and_a_run_with_its_curves(chromium, site, width_px):
         assert page.get_by_role("heading", level=1, name="one").is_visible()
 
 
-def test_colours_are_switched_and_kept(chromium, site):
-    with window(chromium, site) as page:
+def test_colours_are_switched_and_kept(chromium, unchanged):
+    with window(chromium, unchanged) as page:
         for theme, ground in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(21, 24, 28)")):
             page.get_by_role("button", name="theme").click()
             assert page.evaluate("document.documentElement.dataset.theme") == theme
@@ -100,9 +114,9 @@ def test_colours_are_switched_and_kept(chromium, site):
 
 
 @pytest.mark.parametrize("path", ["/", "/run/one", "/start"])
-def test_tab_reaches_everything_and_shows_where_it_is(chromium, site, path):
-    with window(chromium, site) as page:
-        page.goto(site.at + path)
+def test_tab_reaches_everything_and_shows_where_it_is(chromium, unchanged, path):
+    with window(chromium, unchanged) as page:
+        page.goto(unchanged.at + path)
         controls = page.evaluate(f"() => ({CONTROLS})().length")
         reached = []
         for _ in range(controls + 3):
@@ -155,16 +169,16 @@ def test_a_run_is_started_stopped_and_resumed_by_keyboard(chromium, site):
         until(page, "stopped")
 
 
-def test_what_a_start_refuses_is_said_in_its_words(chromium, site):
-    with window(chromium, site) as page:
-        page.goto(f"{site.at}/start")
+def test_what_a_start_refuses_is_said_in_its_words(chromium, unchanged):
+    with window(chromium, unchanged) as page:
+        page.goto(f"{unchanged.at}/start")
         page.fill("#flags", "--max_stepz 10")
         with page.expect_response(lambda answer: answer.request.method == "POST") as answer:
             page.keyboard.press("Enter")
         assert answer.value.status == 409
         assert "max_stepz" in page.get_by_role("alert").inner_text()
         assert page.input_value("#flags") == "--max_stepz 10"
-        assert not (site.root / "short").exists()
+        assert not (unchanged.root / "short").exists()
 
 
 def test_a_page_follows_the_run_and_can_be_paused(chromium, site):

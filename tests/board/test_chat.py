@@ -46,10 +46,10 @@ def test_what_goes_wrong_inside_the_model_is_an_error_and_no_silence(model, monk
         list(streaming.stream_answer(str(model), ASKED))
 
 
-def test_two_models_side_by_side_in_a_browser(root, model, capsys):
+def test_two_models_side_by_side_in_a_browser(root, model):
     for name in ("left-run", "right-run"):
         shutil.copytree(model, make_run(root / name), dirs_exist_ok=True)
-    with browser() as chromium, opened(root, [root], capsys) as address:
+    with browser() as chromium, opened(root, [root]) as address:
         page = chromium.new_page(viewport={"width": 390, "height": 900})
         page.goto(address)
         page.get_by_role("link", name="Chat").click()
