@@ -33,6 +33,7 @@ def flags(folder: Path, name: str, **changes) -> list[str]:
         "mixed_precision": "no",
         "preflight": "off",
         "predict_memory": "false",
+        "sample_max_new_tokens": 1,
         "cache_dir": folder / "cache",
         **changes,
     }

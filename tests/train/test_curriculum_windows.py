@@ -33,7 +33,7 @@ class Neighbour(Gauge):
         self.trainer = trainer
 
 
-def run(folder, from_step=10**9, curriculum=ACMDS, seed=0, **changes):
+def run(folder, from_step=10**9, curriculum=ACMDS, seed=0, rows=ROWS, **changes):
     gauge = Neighbour(from_step)
     options = {"num_train_epochs": EPOCHS, "lr_scheduler_type": "linear", "save_strategy": "no"}
     options = {"memory": MemorySettings(), **options, **changes}
@@ -41,7 +41,7 @@ def run(folder, from_step=10**9, curriculum=ACMDS, seed=0, **changes):
         folder,
         curriculum,
         model=gpt2(seed=seed, resid_pdrop=0.1),
-        data=UnevenRows(ROWS),
+        data=UnevenRows(rows),
         memory_gauge=gauge,
         prepare=gauge.attach,
         **options,
@@ -79,11 +79,11 @@ def test_a_window_longer_than_the_epoch_leaves_the_plan(tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resumed_anywhere_it_is_the_same_run(tmp_path, workers):
     changes = {"dataloader_num_workers": workers, "save_strategy": "steps", "save_steps": 3, "save_total_limit": None}
-    whole = run(tmp_path, 30, **changes)
+    whole = run(tmp_path, 15, rows=ROWS // 2, **changes)
     expected = (tmp_path / "curriculum.json").read_bytes()
     assert any(row["adjustments"] for row in read_rows(tmp_path / "curriculum.json"))
-    for checkpoint in checkpoints(tmp_path)[:: 4 if workers else 1]:
-        resumed = run(tmp_path, 30, seed=5, resume=checkpoint, dataloader_num_workers=workers)
+    for checkpoint in checkpoints(tmp_path)[:: 3 if workers else 1]:
+        resumed = run(tmp_path, 15, seed=5, rows=ROWS // 2, resume=checkpoint, dataloader_num_workers=workers)
         assert same(weights_of(resumed.model), weights_of(whole.model)), checkpoint.name
         for name, array in whole.difficulty.state_dict().items():
             numpy.testing.assert_array_equal(resumed.difficulty.state_dict()[name], array, err_msg=name)

@@ -139,6 +139,7 @@ def flags(tmp_path) -> list[str]:
         "report_to": "none",
         "cache_dir": str(tmp_path / "cache"),
         "use_cpu": True,
+        "predict_memory": False,
     }
     (tmp_path / "job.yaml").write_text(json.dumps(config))
     return ["--config", str(tmp_path / "job.yaml")]
