@@ -50,9 +50,9 @@ CHANGES = [
     ("runs/mine is there already", r"(--seeds 0 1 2)$", r"\1 --output_dir runs/seeds"),
     ("it starts a service of its own", " --report_to wandb", " --report_to tensorboard"),
     (
-        "240 steps, of a base that takes minutes",
+        "240 steps on long text, of a base that takes minutes",
         r"^(train .*/scu_lora.yaml.*)$",
-        r"\1 --model_name_or_path my/model --max_steps 1",
+        r"\1 --model_name_or_path my/model --max_steps 1 --dataset_size 12 --block_size 64 --predict_memory false",
     ),
     ("the base of a reader's run is on the Hub", r"^(push runs/mine .*)$", r"\1 --base_model me/base"),
 ]
@@ -124,7 +124,7 @@ def trained(tmp_path_factory):
         write_files(folder)
         assert main(["train", "--config", "my.yaml"]) == 0
         assert main(["train", "--config", "my.yaml", "--tuning", "full", "--output_dir", "runs/full"]) == 0
-        digits = "--task image-classification --image_size 32 --dataset_size 120 --max_steps 2 --save_strategy no"
+        digits = "--task image-classification --image_size 32 --dataset_size 40 --max_steps 2 --save_strategy no"
         words = ["train", *digits.split(), "--use_cpu", "true", "--report_to", "none", "--output_dir", "runs/digits"]
         assert main(words) == 0
         for name in ("scu_lora", "scu_lora-2", "other"):
@@ -147,8 +147,8 @@ def write_files(folder: Path) -> None:
     job = {
         "model_name_or_path": "my/model", "dataset": "my.jsonl", "output_dir": "runs/mine", "block_size": 128,
         "validation_split_percentage": 25, "sample_prompts": 0, "max_steps": 2, "save_strategy": "no",
-        "per_device_train_batch_size": 4, "learning_rate": 0.001, "scu_target_s": 0.1, "report_to": "none",
-        "use_cpu": True, "mixed_precision": "no",
+        "per_device_train_batch_size": 2, "learning_rate": 0.001, "scu_target_s": 0.1, "report_to": "none",
+        "use_cpu": True, "mixed_precision": "no", "predict_memory": False,
     }  # fmt: skip
     for name in ("my", "job"):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(job))
