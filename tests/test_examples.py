@@ -16,28 +16,29 @@ from tests import tiny
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples"
-SHORT = ("--block_size", "64", "--max_steps", "4", "--eval_strategy", "no", "--use_cpu", "true")
+SHORT = ("--max_steps", "4", "--eval_strategy", "no", "--use_cpu", "true", "--predict_memory", "false")
+TEXT = ("--sample_prompts", "0", "--dataset_size", "24", "--block_size", "64")
 MODEL = "--model_name_or_path"
 
 # Words behind each script ({model}: a folder; {run}: what first_finetune.py has made), and what it prints in the end.
 EXAMPLES = {
     "any_trainer": (["{model}"], "split exactly: True"),
     "curriculum": ([], "of 12 rows with a wrong label, 12 are among the hardest 12"),
-    "first_finetune": ([MODEL, "{model}", *SHORT], "asked about the duck: "),
+    "first_finetune": ([MODEL, "{model}", *TEXT, *SHORT], "asked about the duck: "),
     "memory_limit": ([], "largest difference of a loss: "),
     "own_loop": ([], "rate factor in the end: "),
     "own_loss": ([], "split exactly: True"),
-    "qlora_cpu": ([MODEL, "{model}", "--dataset_size", "24", *SHORT], "bits per token before"),
+    "qlora_cpu": ([MODEL, "{model}", *TEXT, *SHORT], "bits per token before"),
     "resume": (
-        [MODEL, "{model}", "--dataset_size", "24", "--block_size", "64", "--use_cpu", "true"],
+        [MODEL, "{model}", *TEXT, "--use_cpu", "true", "--predict_memory", "false"],
         "finished at step 12",
     ),
-    "retain": ([MODEL, "{model}", "--dataset_size", "24", *SHORT], "lost on the anchor: "),
+    "retain": ([MODEL, "{model}", *TEXT, *SHORT], "lost on the anchor: "),
     "share": (["{run}", "me/animals"], "nothing was sent"),
     "talk": (["{run}"], "\n"),
     "trl_dpo": (["{model}"], "preference for what was chosen: "),
     "trl_sft": (["{model}"], "the model is in runs/sft"),
-    "vision": (["--dataset_size", "40", *SHORT[2:]], "accuracy on what was held out: "),
+    "vision": (["--dataset_size", "40", *SHORT], "accuracy on what was held out: "),
 }
 # TRL says so of its own defaults.
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -54,7 +55,7 @@ def run(model, tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("first")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        start(patch, "first_finetune", [MODEL, str(model), *SHORT])
+        start(patch, "first_finetune", [MODEL, str(model), *TEXT, *SHORT])
     return place / "runs" / "animals"
 
 

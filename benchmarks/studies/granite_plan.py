@@ -1,6 +1,6 @@
 """What recipes/granite.yaml takes of the cards that people have, by ``scu-trainer plan``: from shapes, without weights.
 
-python benchmarks/studies/granite_plan.py
+python benchmarks/studies/granite_plan.py [CARD ...]
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         granite_h_1b().save_pretrained(folder)
         print("| card | to change | tokens at once | predicted peak |\n|---|---|---|---|")
-        for card in CARDS:
+        for card in sys.argv[1:] or CARDS:
             print(line(planned(Path(folder), card)), flush=True)
 
 

@@ -57,6 +57,7 @@ def test_a_recipe_trains(name, model_dir, documents, tmp_path, monkeypatch, caps
         "eval_steps": 2,
         "save_steps": 2,
         "warmup_steps": 0,
+        "sample_prompts": 1,
         "output_dir": tmp_path / "run",
         "cache_dir": tmp_path / "cache",
         "use_cpu": "true",
@@ -81,9 +82,10 @@ def test_a_recipe_of_another_task_trains(name, tmp_path, capsys):
     changes = {
         **FAMILIES[name],
         "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
         "eval_strategy": "no",
+        "predict_memory": "false",
         "output_dir": tmp_path / "run",
-        "cache_dir": tmp_path / "cache",
         "use_cpu": "true",
     }
     run(name, changes, capsys)

@@ -51,6 +51,7 @@ def flags(model_dir, documents, tmp_path) -> list[str]:
         "output_dir": tmp_path / "run",
         "cache_dir": tmp_path / "cache",
         "use_cpu": "true",
+        "sample_prompts": 0,
         "predict_memory": "false",
     }
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -337,6 +338,7 @@ def test_the_recipe_runs_from_its_file(tmp_path):
     tests/serve/test_serve.py, which has a cache of its own."""
     words = ["scripts/train.py", "--config", "recipes/scu_lora.yaml", "--output_dir", str(tmp_path / "r")]
     small = ["--max_steps", "3", "--eval_steps", "2", "--embedded_base_steps", "2", "--dataset_size", "12"]
+    small += ["--block_size", "64", "--sample_prompts", "0", "--predict_memory", "false"]
     printed = launched([*words, *small, "--max_eval_documents", "2"], from_nothing=False)
     assert "making the embedded base model, once" in printed
     assert "S against target" in printed
