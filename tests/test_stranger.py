@@ -14,6 +14,7 @@ from tests.test_doc_blocks import BLOCK
 
 ROOT = Path(__file__).parents[1]
 SHORT = ["--embedded_base_steps", "2", "--max_steps", "4", "--block_size", "64", "--eval_strategy", "no"]
+SHORT += ["--sample_prompts", "0", "--predict_memory", "false"]
 ROWS = [{"instruction": f"What is {i} plus {i}?", "input": "", "output": f"{2 * i}."} for i in range(40)]
 
 
@@ -40,6 +41,7 @@ def test_the_commands_train_answer_and_show_what_would_be_shared(typed, tmp_path
         if words[0] == "train":
             model = words.index("--model_name_or_path")
             words = [*words[:model], *words[model + 2 :], "--use_cpu", "true", *SHORT]
+        words += ["--max_new_tokens", "4"] if words[0] == "chat" else []
         words += ["--merged"] if words[0] == "push" else []  # that model is on no Hub
         assert main(words) == 0
         said.append(capsys.readouterr().out)

@@ -194,6 +194,7 @@ def test_the_installed_command_knows_its_recipes(python, elsewhere):
 
 def test_the_installed_package_trains(python, elsewhere):
     words = ["train", "--config", "resnet", "--mode", "tiny", "--max_steps", "2", "--use_cpu", "true"]
+    words += ["--dataset_size", "40", "--predict_memory", "false"]
     ran(python.parent / "scu-trainer", *words, cwd=elsewhere, HOME=str(elsewhere / "home"), OMP_NUM_THREADS="1")
     assert (elsewhere / "runs/resnet/model.safetensors").is_file()
 

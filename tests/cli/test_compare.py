@@ -81,6 +81,7 @@ def config(tmp_path_factory) -> Path:
         "report_to": "none",
         "cache_dir": str(folder / "cache"),
         "use_cpu": True,
+        "sample_prompts": 0,
         "predict_memory": False,
         "preflight": "off",
     }

@@ -56,6 +56,7 @@ def work(tmp_path_factory) -> SimpleNamespace:
         "learning_rate": 0.01,
         "report_to": "none",
         "use_cpu": "true",
+        "sample_prompts": 0,
         "predict_memory": "false",
         "seed": 5,
         "cache_dir": folder / "cache",

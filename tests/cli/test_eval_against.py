@@ -59,7 +59,7 @@ def work(tmp_path_factory) -> SimpleNamespace:
     model = with_opinions(tiny.saved_llama(folder / "model"))
     words = f"--model_name_or_path {model} --dataset {documents} --block_size 64 --validation_split_percentage 50"
     words += " --max_steps 2 --save_strategy no --eval_strategy no --report_to none --use_cpu true --seed 5"
-    words += " --predict_memory false"
+    words += " --predict_memory false --sample_prompts 0"
     words += f" --per_device_train_batch_size 4 --learning_rate 0.02 --cache_dir {folder / 'cache'}"
     for tuning in ("lora", "qlora"):
         assert train.main([*words.split(), "--output_dir", str(folder / tuning), "--tuning", tuning]) == 0

@@ -23,8 +23,8 @@ from tests.hub.runs import train
 def folder(tmp_path_factory):
     """A LoRA and a full-tuning run."""
     folder = tmp_path_factory.mktemp("export")
-    train(folder, "lora")
-    train(folder, "full", tuning="full")
+    train(folder, "lora", sample_prompts=0, predict_memory="false")
+    train(folder, "full", tuning="full", sample_prompts=0, predict_memory="false")
     return folder
 
 
@@ -133,7 +133,7 @@ def test_other_tokens_are_not_written(folder, tmp_path, capsys, monkeypatch, con
     monkeypatch.setattr(gguf, "words_rule", lambda file: "llama-bpe")
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"row {n}: 1234567 and\n\n  it's 89"}) + "\n" for n in range(20)))
-    train(folder, "numbers", dataset=text, max_steps=1)
+    train(folder, "numbers", dataset=text, max_steps=1, sample_prompts=0, predict_memory="false")
     capsys.readouterr()
     said = refused(capsys, folder / "numbers", "--to", "gguf", "--output", tmp_path / "out")
     assert "tokens that differ from those of this model's tokenizer, near" in said and names(tmp_path) == {"text.jsonl"}

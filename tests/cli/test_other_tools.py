@@ -91,16 +91,8 @@ def test_every_key_is_accounted_for_and_it_trains(path, model, here, capsys):
     assert sorted(key.name for key in found.lost) == LOST.get(_name(path), [])
     assert f"{len(found.keys)} keys" in printed and f"{len(found.lost)} without a counterpart" in printed
     flags = ["--max_steps", "2", "--output_dir", "out", "--report_to", "none", "--save_strategy", "no"]
-    flags += [
-        "--block_size",
-        "128",
-        "--eval_strategy",
-        "no",
-        "--gradient_accumulation_steps",
-        "1",
-        "--load_best_model_at_end",
-        "false",
-    ]
+    flags += ["--block_size", "128", "--eval_strategy", "no", "--gradient_accumulation_steps", "1"]
+    flags += ["--load_best_model_at_end", "false", "--predict_memory", "false", "--sample_prompts", "0"]
     assert cli.main(["train", "--config", "job.yaml", *flags]) == 0
     assert json.loads((here / "out" / "run.json").read_text())["step"] == 2
 

@@ -188,8 +188,8 @@ def test_an_adapter_folder_is_planned_as_it_is(tmp_path, capsys):
         ["--task", "word-generation", "--dataset_size", "100", "--block_size", "16"],
     ],
 )
-def test_other_tasks_are_planned(words, tmp_path, capsys):
-    report = planned(capsys, *words, "--use_cpu", "true", "--cache_dir", tmp_path)
+def test_other_tasks_are_planned(words, capsys):
+    report = planned(capsys, *words, "--use_cpu", "true")
     assert report["fits"] and report["predicted"]["parts"]["weights"] > 0
     assert all("block_size" not in choice["settings"] for choice in report["choices"])
 

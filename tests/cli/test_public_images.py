@@ -24,7 +24,7 @@ def picture(number: int, width: int, height: int) -> Image.Image:
 def cifar(tmp_path):
     """As the Hub has it: pictures of 32 x 32 in ``img``, splits train and test."""
 
-    def made(name: str, rows: int = 200) -> Path:
+    def made(name: str, rows: int = 100) -> Path:
         def split(first: int, count: int) -> datasets.Dataset:
             columns = {"img": [picture(first + row, 32, 32) for row in range(count)]}
             columns |= {label: [row % classes for row in range(count)] for label, classes in LABELS[name].items()}
@@ -34,7 +34,7 @@ def cifar(tmp_path):
             }
             return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
 
-        both = datasets.DatasetDict({"train": split(0, rows), "test": split(rows, 100)})
+        both = datasets.DatasetDict({"train": split(0, rows), "test": split(rows, 20)})
         both.save_to_disk(tmp_path / name)
         return tmp_path / name
 
@@ -59,6 +59,7 @@ def run(recipe: str, dataset: Path, folder: Path, **changes) -> dict:
         "dataset": dataset,
         "max_steps": 2,
         "per_device_train_batch_size": 8,
+        "predict_memory": "false",
         "use_cpu": "true",
         "output_dir": folder,
     }

@@ -30,7 +30,7 @@ def job(tmp_path_factory) -> Path:
         "model_name_or_path": str(folder / "base"), "dataset": str(folder / "rows.jsonl"), "block_size": 64,
         "validation_split_percentage": 25, "max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 2,
         "learning_rate": 0.01, "use_cpu": True, "predict_memory": False, "report_to": "none", "preflight": "off",
-        "cache_dir": str(folder / "cache"), "mixed_precision": "no", "logging_steps": 1,
+        "sample_prompts": 0, "cache_dir": str(folder / "cache"), "mixed_precision": "no", "logging_steps": 1,
     }  # fmt: skip
     (folder / "job.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in options.items()))
     return folder / "job.yaml"

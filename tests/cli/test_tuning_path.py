@@ -37,6 +37,7 @@ def run(model, tmp_path, monkeypatch, capsys):
             "save_steps": 2,
             "eval_strategy": "no",
             "validation_split_percentage": 0,
+            "sample_prompts": 0,
             "predict_memory": "false",
             "mixed_precision": "no",
             "use_cpu": "true",
