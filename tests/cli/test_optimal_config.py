@@ -6,17 +6,20 @@ import json
 
 import pytest
 import yaml
+from transformers import LlamaConfig
 
 from scu_trainer.cli import main as cli
 from scu_trainer.cli.background import runs
 from scu_trainer.cli.configuration import read_job
 
-JOB = ["--tuning", "full", "--block_size", "1024", "--per_device_train_batch_size", "1", "--lr_milestones", "1", "2"]
+SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 4, "num_hidden_layers": 8}
+JOB = ["--model_name_or_path", "model", "--tuning", "full", "--block_size", "1024", "--per_device_train_batch_size", "1", "--lr_milestones", "1", "2"]
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    LlamaConfig(**SIZES, vocab_size=8000, max_position_embeddings=1024).save_pretrained("model")
     return tmp_path
 
 
