@@ -13,7 +13,19 @@ from scu_trainer.cli.background import runs
 from scu_trainer.cli.configuration import read_job
 
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 4, "num_hidden_layers": 8}
-JOB = ["--model_name_or_path", "model", "--tuning", "full", "--block_size", "1024", "--per_device_train_batch_size", "1", "--lr_milestones", "1", "2"]
+JOB = [
+    "--model_name_or_path",
+    "model",
+    "--tuning",
+    "full",
+    "--block_size",
+    "1024",
+    "--per_device_train_batch_size",
+    "1",
+    "--lr_milestones",
+    "1",
+    "2",
+]
 
 
 @pytest.fixture(autouse=True)

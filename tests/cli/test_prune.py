@@ -52,7 +52,7 @@ def _is_scored_the_same(tmp_path, facts, capsys) -> None:
         assert found["bpt"]["value"] == pytest.approx(facts[key]["bits"], rel=1e-5)
 
 
-IMAGES = "--task image-classification --dataset_size 120 --image_size 32 --max_steps 2 --predict_memory false"
+IMAGES = "--task image-classification --dataset_size 60 --image_size 32 --max_steps 2 --predict_memory false"
 
 
 def test_a_classifier_says_its_accuracy(tmp_path, capsys):

@@ -77,7 +77,7 @@ def test_what_does_not_go_with_a_teacher_is_refused(flags, teacher, tmp_path, ca
     assert not (tmp_path / "run").exists()
 
 
-IMAGES = "--task image-classification --dataset digits --dataset_size 120 --image_size 32 --max_steps 1 --use_cpu true"
+IMAGES = "--task image-classification --dataset digits --dataset_size 40 --image_size 32 --max_steps 1 --use_cpu true"
 
 
 def test_a_classifier_of_other_classes_is_refused(tmp_path, capsys):
@@ -91,7 +91,7 @@ WORDS = "--task word-generation --dataset_size 60 --max_steps 2 --use_cpu true"
 
 
 def test_a_new_model_of_words_has_those_of_its_teacher(tmp_path, capsys):
-    shared = [*WORDS.split(), "--cache_dir", str(tmp_path / "cache"), "--predict_memory", "false"]
+    shared = [*WORDS.split(), "--predict_memory", "false"]
     sizes = ["--gru_hidden_size", "32", "--vocabulary_size", "300"]
     assert train.main([*shared, *sizes, "--output_dir", str(tmp_path / "teacher")]) == 0
     student = ["--gru_hidden_size", "16", "--teacher", str(tmp_path / "teacher")]
