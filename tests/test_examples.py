@@ -85,7 +85,7 @@ def test_an_example_runs(name, model, run, tmp_path, monkeypatch, capfd):
         code = f"import os, runpy; os.chdir({str(tmp_path)!r}); runpy.run_path({str(FOLDER / 'resume.py')!r})"
         done = processes.launch(["-c", code, *words])
         assert done.returncode == 0, done.stderr[-3000:]
-        assert said in done.stdout and "killed; checkpoints: ['checkpoint-" in done.stdout
+        assert all(one in done.stdout for one in ("killed; checkpoints: ['checkpoint-", "resuming from ", said))
         return
     start(monkeypatch, name, words)
     assert said in capfd.readouterr().out
