@@ -44,6 +44,8 @@ SMOKE := $(TRAININGS) tests/cli/test_recipes.py::test_a_recipe_trains \
 
 # Tokenizers warn once per fork otherwise; data loading forks after tokenizing.
 export TOKENIZERS_PARALLELISM = false
+# Programs that are started again and again are compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 # Operators that DeepSpeed compiles go with the environment that they were compiled for.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
