@@ -59,7 +59,7 @@ def test_a_part_of_the_quick_run(monkeypatch, capfd, few_objects):
     stock, ours, trl, unsloth = seen
     assert stock["step_tokens"] == ours["step_tokens"] == trl["step_tokens"]
     assert stock["tokens"] == sum(stock["step_tokens"][gpu_window.WARM_UP_STEPS : -gpu_window.EXTRA_STEPS])
-    assert trl["processed"] < ours["processed"] < stock["processed"]
+    assert trl["processed"] == ours["processed"] < stock["processed"]
     assert unsloth["status"] == "cannot run"
     assert gpu_table.differences(seen) == []
 

@@ -80,8 +80,7 @@ class Sites(OutOfMemoryAt):
         Outside stay what the stock loop does itself between our calls, and the sampler's own drawing.
         """
         self.watch(trainer, _window="reading the window", _begin="planning")
-        self.count_in(trainer.micro_batches.analysis, "_try_rows", "trials of the loss")
-        self.count_in(trainer.micro_batches.analysis, "_audit", "auditing the loss")
+        self._watch_questions(trainer.micro_batches)
         self.count_in(trainer, "training_step", "training step")
         self.count_in(trainer, "_get_num_items_in_batch", "counting labels")
         self.count_in(trainer, "_get_grad_norm", "gradient norm")
@@ -98,6 +97,17 @@ class Sites(OutOfMemoryAt):
                 self.count_in(owner, name, call)
         if trainer.nonfinite_guard is not None:
             self.count_in(trainer.nonfinite_guard, "on_step_begin", "bad numbers")
+
+    def _watch_questions(self, micro_batches) -> None:
+        """A training begins with an analysis of its own, which recovers by itself."""
+        reset = micro_batches.reset
+
+        def and_watch() -> None:
+            reset()
+            self.count_in(micro_batches.analysis, "_try_rows", "trials of the loss")
+            self.count_in(micro_batches.analysis, "_audit", "auditing the loss")
+
+        micro_batches.reset = and_watch
 
     def watch_evaluation(self, trainer) -> None:
         """Every operation of ``evaluate`` and ``predict`` between their first batch and their result."""
