@@ -107,6 +107,10 @@ class MemorySettings:
             value = getattr(self, name)
             require(value is None or (math.isfinite(value) and value >= 0), f"{name} is {value}; it must be 0 or more")
         require(
+            not self.padding_free or self.acts,
+            "padding_free: true needs memory_control: true or a token_cap; leave it out for the stock Trainer",
+        )
+        require(
             self.batch_mode == "chunk" or self.memory_control,
             "batch_mode: logical lets memory choose the batch; it needs memory_control: true",
         )

@@ -127,7 +127,7 @@ def is_training() -> bool:
 
 def is_no_question() -> bool:
     """Not while a loss and its gradient are asked for in order to choose a way to them."""
-    return not _is_inside("gives_the_stock_loss")
+    return not _is_inside("agrees_padding_free")
 
 
 def _is_inside(function: str) -> bool:

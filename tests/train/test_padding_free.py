@@ -18,6 +18,7 @@ from tests.faults import FakeGauge, is_training
 from tests.tiny import UnevenRows, arguments, pad, same, weights_of
 from tests.train.curricula import curriculum_run
 from tests.train.stepwise import ENDLESS_BYTES, compared, error_of
+from tests.train.test_micro_batches import at_step_begin
 
 WINDOW = {"gradient_accumulation_steps": 2, "max_steps": 3}
 PADDED = MemorySettings(padding_free=False)
@@ -114,7 +115,7 @@ def test_rows_keep_their_own_losses_and_weights(tmp_path):
         )
         for wanted in (False, None)
     ]
-    assert [bool(run.loss_path._is_padding_free) for run in runs] == [False, True]
+    assert [bool(run.loss_path.is_padding_free) for run in runs] == [False, True]
     torch.testing.assert_close(*(torch.as_tensor(run.difficulty.scores) for run in runs), rtol=1e-5, atol=1e-6)
     assert error_of(*(weights_of(run.model) for run in runs)) < 1e-5
 
@@ -244,9 +245,132 @@ def test_a_way_that_is_wrong_is_seen_and_not_taken(tmp_path, monkeypatch, caplog
     monkeypatch.setattr(padding_free, "_of_sdpa", given)
     with caplog.at_level(logging.WARNING, logger="scu_trainer"):
         _, found = compared(tiny.llama(), tmp_path / "auto", MemorySettings(), UnevenRows(), **WINDOW)
-    assert "padding_free is not used: the states before the output head are" in caplog.text
+    assert "padding_free is not used: " in caplog.text
     _, expected = compared(tiny.llama(), tmp_path / "never", PADDED, UnevenRows(), **WINDOW)
     assert all(same(*pair) for pair in zip(found.weights, expected.weights, strict=True))
+
+
+class Leaky(torch.nn.Module):
+    """A part that takes a little of the token before, as a short convolution does, whatever row that is of."""
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, states):
+        return self.part(states) + 0.002 * functional.pad(states, (0, 0, 1, 0))[:, :-1]
+
+
+def test_a_row_that_changes_the_next_a_little_is_seen_in_half_precision(tmp_path, caplog):
+    model = tiny.llama().to(torch.bfloat16)
+    model.model.layers[0].mlp = Leaky(model.model.layers[0].mlp)
+    with caplog.at_level(logging.WARNING, logger="scu_trainer"):
+        trainer, _ = compared(model, tmp_path, MemorySettings(), UnevenRows(), **WINDOW)
+    assert "padding_free is not used: one row changes the states of the next by" in caplog.text
+    assert trainer.loss_path.is_padding_free is False
+
+
+# -- what is planned is what runs --------------------------------------------------------------------------------------
+
+
+class AsksForOutputs(SCUTrainer):
+    """Gets what stock training gives: padded."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_model_that_is_asked_for_outputs_is_planned_with_padding(tmp_path, caplog):
+    seen: list[tuple[int, int]] = []
+    model = tiny.llama()
+    seen_by(model.model, seen)
+    rows = {"data_collator": pad, "train_dataset": UnevenRows()}
+    memory = {"memory": MemorySettings(token_cap=24), "memory_gauge": FakeGauge(ENDLESS_BYTES)}
+    trainer = AsksForOutputs(
+        model, arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2), **rows, **memory
+    )
+    steps: list[int] = []
+    trainer.add_callback(at_step_begin(lambda: steps.append(len(seen))))
+    with caplog.at_level(logging.WARNING, logger="scu_trainer"):
+        trainer.train()
+    assert caplog.text.count("padding_free is not used from here on: the model was asked for more than its loss") == 1
+    later = seen[steps[1] :]
+    assert later and all(rows * time <= 24 for rows, time in later)
+
+    caplog.clear()
+    again = AsksForOutputs(tiny.llama(seed=5), arguments(tmp_path, max_steps=4), **rows, **memory)
+    again.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
+    assert "from here on" not in caplog.text
+    assert same(weights_of(again.model), weights_of(trainer.model))
+
+
+def positions_in_few_batches(rows):
+    batch = pad(rows)
+    if batch["input_ids"][:, 0].sum() % 2:
+        batch["position_ids"] = torch.arange(batch["input_ids"].size(1)).expand(len(rows), -1).contiguous()
+    return batch
+
+
+def test_a_batch_with_other_inputs_is_planned_with_padding(tmp_path):
+    settings = MemorySettings(token_cap=24)
+    changes = {"data_collator": positions_in_few_batches, "gradient_accumulation_steps": 1, "max_steps": 6}
+    trainer, _, seen = trained(tiny.llama, tmp_path, settings, **changes)
+    assert {rows == 1 for rows, _ in seen} == {True, False}
+    assert all(rows * time <= 24 for rows, time in seen)
+    assert sum(rows * time for rows, time in seen) == trainer.micro_batches.loop.statistics.processed_tokens
+
+
+class ShortAtFirst(UnevenRows):
+    def __getitem__(self, index):
+        return {
+            name: value[: 2 + index % 2] if index < 8 else value for name, value in super().__getitem__(index).items()
+        }
+
+
+def test_the_answer_is_the_same_for_all_data(tmp_path):
+    changes = {"train_sampling_strategy": "sequential", "save_strategy": "steps", "save_steps": 1}
+    trainer, whole, _ = trained(tiny.llama, tmp_path, rows=ShortAtFirst, **changes)
+    assert trainer.loss_path.is_padding_free
+    resume = f"{tmp_path}/checkpoint-1"
+    resumed, found = compared(
+        tiny.llama(seed=5), tmp_path, MemorySettings(), ShortAtFirst(), resume=resume, **{**WINDOW, **changes}
+    )
+    assert resumed.loss_path.is_padding_free
+    assert same(found.weights[-1], whole.weights[-1])
+
+
+@pytest.mark.parametrize("name", ["padding on the left", "learned padding", "positions of its own"])
+def test_true_says_where_it_has_no_effect(tmp_path, caplog, name):
+    make, rows, changes = STAYS_PADDED[name]
+    with caplog.at_level(logging.WARNING, logger="scu_trainer"):
+        compared(make(), tmp_path, MemorySettings(padding_free=True), rows(), **WINDOW, **changes)
+    assert caplog.text.count("padding_free: true, but rows of this step keep their padding") == 1
+
+
+def test_true_needs_the_memory_loop():
+    with pytest.raises(SettingsError, match="padding_free: true needs memory_control: true or a token_cap"):
+        MemorySettings(memory_control=False, padding_free=True)
+
+
+def test_noise_by_the_length_of_rows_stays_that(tmp_path):
+    trainer, _, seen = trained(tiny.llama, tmp_path, neftune_noise_alpha=5.0)
+    assert trainer.loss_path.is_padding_free is False and any(rows > 1 for rows, _ in seen)
+
+
+def test_a_window_that_no_layer_has_is_none(tmp_path):
+    def make():
+        model = tiny.llama()
+        model.config.sliding_window, model.config.layer_types = 4, ["full_attention"] * 2
+        return model
+
+    trainer, _, seen = trained(make, tmp_path)
+    assert all(rows == 1 for rows, _ in seen)
+    figures = trainer.loop("memory").figures()["memory"]
+    assert figures["padding_free"] is True and figures["processed_per_real"] == 1.0
+
+
+# -- losses of somebody's own ------------------------------------------------------------------------------------------
 
 
 class FromLogits(Trainer):
@@ -293,7 +417,7 @@ def test_code_above_ours_takes_no_way_away(tmp_path):
     memory = {"memory": MemorySettings(), "memory_gauge": FakeGauge(ENDLESS_BYTES)}
     trainer = Weighted(model, arguments(tmp_path, max_steps=2), **rows, **memory)
     trainer.train()
-    assert trainer.loss_path.is_chunked and trainer.loss_path._is_padding_free
+    assert trainer.loss_path.is_chunked and trainer.loss_path.is_padding_free
 
 
 def test_always_goes_by_what_that_trainer_does_first(tmp_path):

@@ -84,7 +84,7 @@ KINDS = {
     "reading the window": {},
     "planning": {"subject": "seq2seq", "curriculum": None},
     "snapshots": {"subject": "pictures", "regularization": None, "curriculum": None},
-    "training step": {},
+    "training step": {"memory": MemorySettings(token_cap=16)},
     "clip": {},
     "gradient norm": {"max_grad_norm": 0.0},
     "bad numbers": {},

@@ -70,10 +70,18 @@ class MemoryLoop(Loop):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        return self.micro_batches.loop.state_dict()
+        return {**self.micro_batches.loop.state_dict(), "padding_free": self._is_padding_free}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.micro_batches.loop.load_state_dict(state)
+        path = self.micro_batches.trainer.loss_path
+        if path is not None and state.get("padding_free") is False:  # where it was, it is asked for once more
+            path.stay_padded()
+
+    @property
+    def _is_padding_free(self) -> Optional[bool]:
+        path = self.micro_batches.trainer.loss_path
+        return None if path is None else path.is_padding_free
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -94,6 +102,7 @@ class MemoryLoop(Loop):
             "processed_per_real": statistics.processed_tokens / real,
             "stock_per_real": statistics.stock_tokens / real,
             "final_cap_tokens": loop.state.cap_tokens,
+            "padding_free": bool(self._is_padding_free),
         }
         if self._host is not None:
             memory["host_collections"] = self._host.collections

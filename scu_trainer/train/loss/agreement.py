@@ -1,4 +1,4 @@
-"""Whether another way to a causal model's loss gives the stock one: asked on a short row before it is taken.
+"""Whether another way to a causal model's loss gives the stock one: asked on short rows before it is taken.
 
 The loss is computed as training computes it, so code of somebody's own between the model and the loss takes part.
 """
@@ -7,94 +7,132 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
 import torch
 from transformers import Trainer
 
 from scu_trainer.train.loss.analysis import tolerance, untouched
-from scu_trainer.train.loss.rows.model_loss import head_of, inner_model
+from scu_trainer.train.loss.rows.model_loss import head_of, headless, inner_model, opened
 from scu_trainer.train.loss.rows.padding_free import EndToEnd, end_to_end
-from scu_trainer.train.step.batches.rows import NOT_LEARNED, PADDING, has_time
+from scu_trainer.train.step.batches.rows import NOT_LEARNED, PADDING, has_time, placed
 from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory
 
+Found = tuple[Optional[bool], Optional[str]]
+"""(whether it gives the stock loss, None if that is not finite; why it does not)"""
+
 MOST_COLUMNS = 32
+
+LENGTHS = (8, 5)
+"""Tokens of the two rows that are asked about padding. They are the same for all data, so a run that goes on, and every
+rank, finds the same."""
 
 MOST_VALUES, MOST_WEIGHTS = 2**20, 32
 """Of a trained weight, and how many of them, by which the gradient is compared."""
 
 HIDDEN_ROUNDING, GRADIENT_ROUNDING = 2.5, 20
-"""Times the tolerance of a loss, which is a mean over many. Rows that see each other change hidden states by 6 % in a
-GPT-2 and by 16 % in a Llama that have learned nothing."""
+"""Times the tolerance of a loss, which is a mean over many."""
+
+LEAK = 1e-4
+"""Relative change of a row by another row that is rounding: its numbers are computed the same way."""
 
 
-@dataclass(frozen=True)
-class AskedLoss:
-    """``loss``; with two rows ``hidden`` states (tokens, size) of the model, and ``gradient`` by some weights."""
-
-    loss: float
-    hidden: Optional[torch.Tensor] = None
-    gradient: Optional[torch.Tensor] = None
-
-
-def gives_the_stock_loss(
-    trainer: Trainer, way: Callable, inputs: Any, is_padding_free: bool
-) -> tuple[Optional[bool], Optional[str]]:
-    """(whether ``way``, such as ``model_loss.headless``, does; None if the stock loss is not finite; why it does not).
-
-    ``is_padding_free``: on two rows of different length, end to end; also their hidden states and gradient.
-    """
-    model = trainer.model
-    short = _short(inputs, head_of(model).out_features, 2 if is_padding_free else 1)
+def agrees_headless(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
+    """On the first columns of the first row, every one of them learned."""
+    model, short = trainer.model, _short_row(inputs, head_of(trainer.model).out_features)
     if short is None:
         return False, "a batch has no input_ids of shape (rows, time) with labels beside them to compare it on"
-    rows = end_to_end(short) if is_padding_free else None
+
+    def compared() -> Found:
+        stock, ours = (
+            float(_loss(trainer, short, way)) for way in (contextlib.nullcontext(), headless(model, None, _ignored))
+        )
+        return _same_loss(trainer, stock, ours)
+
+    return _asked(trainer, compared, "a short row without its output head")
+
+
+def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
+    """On two rows of different length: loss, states before the output head, gradient by some small weights; and the
+    first row must not change the second."""
+    model = trainer.model
+    words = min(head_of(model).out_features, model.get_input_embeddings().num_embeddings)
+    two = _two_rows(inputs, words)
+    rows = end_to_end(two)
+
+    def compared() -> Found:
+        stock, states, gradient = _answers(trainer, two, rows, contextlib.nullcontext())
+        ours, our_states, our_gradient = _answers(trainer, two, rows, opened(model, None, _ignored, rows))
+        same, reason = _same_loss(trainer, stock, ours)
+        if not same:
+            return same, reason
+        bound = _tolerance(trainer)
+        if (apart := _apart(our_states, states)) > HIDDEN_ROUNDING * bound:
+            return False, f"the states before the output head are {apart:.2g} of the model's own apart"
+        if (apart := _apart(our_gradient, gradient)) > GRADIENT_ROUNDING * bound:
+            return False, f"the gradient is {apart:.2g} of the model's own apart"
+        changed = type(two)({**two, "input_ids": two["input_ids"].clone()})
+        changed["input_ids"][0] = changed["input_ids"][0].flip(0)
+        _, other_states, _ = _answers(trainer, changed, rows, opened(model, None, _ignored, rows))
+        if (apart := _apart(other_states[LENGTHS[0] :], our_states[LENGTHS[0] :])) > LEAK:
+            return False, f"one row changes the states of the next by {apart:.2g} of them"
+        return True, None
+
+    return _asked(trainer, compared, "two short rows without padding")
+
+
+def _asked(trainer: Trainer, compared: Callable[[], Found], what: str) -> Found:
     try:
-        with untouched(model):
-            stock = _asked_loss(trainer, short, rows, contextlib.nullcontext())
-            found = _asked_loss(trainer, short, rows, way(model, None, lambda losses: None, rows))
+        with untouched(trainer.model):
+            return compared()
     except Exception as error:  # whatever a model says to so short a row: training shall go on
         if is_out_of_memory(error):
             raise
         forget_traceback(error)
-        without = "two short rows without padding" if is_padding_free else "a short row without its output head"
-        return False, f"the model fails on {without}: {error}"
-    if not math.isfinite(stock.loss):
+        return False, f"the model fails on {what}: {type(error).__name__}: {error}"
+
+
+def _ignored(losses: Any) -> None:
+    """Nobody asks for the losses of rows."""
+
+
+def _tolerance(trainer: Trainer) -> float:
+    return tolerance(trainer.model, trainer.accelerator.mixed_precision != "no")
+
+
+def _same_loss(trainer: Trainer, stock: float, ours: float) -> Found:
+    if not math.isfinite(stock):
         return None, None
-    difference = _difference(stock, found, tolerance(model, trainer.accelerator.mixed_precision != "no"))
-    return difference is None, difference
+    same = abs(stock - ours) <= _tolerance(trainer) * max(abs(stock), 1e-6)
+    return same, None if same else f"it gives {ours:.6g} where this model's own loss is {stock:.6g}"
 
 
-def _difference(stock: AskedLoss, found: AskedLoss, bound: float) -> Optional[str]:
-    if abs(stock.loss - found.loss) > bound * max(abs(stock.loss), 1e-6):
-        return f"it gives {found.loss:.6g} where this model's own loss is {stock.loss:.6g}"
-    for name, rounding in (("hidden", HIDDEN_ROUNDING), ("gradient", GRADIENT_ROUNDING)):
-        wanted, given = getattr(stock, name), getattr(found, name)
-        apart = 0.0 if wanted is None else float(torch.dist(wanted, given) / wanted.norm().clamp(min=1e-12))
-        if not apart <= rounding * bound:
-            what = {"hidden": "the states before the output head are", "gradient": "the gradient is"}[name]
-            return f"{what} {apart:.2g} of the model's own apart"
-    return None
+def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    apart = float(torch.dist(found, wanted) / wanted.norm().clamp(min=1e-12))
+    return apart if math.isfinite(apart) else math.inf
 
 
-def _asked_loss(
-    trainer: Trainer, short: Any, rows: Optional[EndToEnd], way: contextlib.AbstractContextManager[None]
-) -> AskedLoss:
+def _loss(
+    trainer: Trainer, batch: Any, way: contextlib.AbstractContextManager[None], with_gradient: bool = False
+) -> torch.Tensor:
+    with torch.set_grad_enabled(with_gradient), way, trainer.compute_loss_context_manager():
+        return trainer._stock_loss(trainer.model, type(batch)(batch), False, None)
+
+
+def _answers(
+    trainer: Trainer, batch: Any, rows: EndToEnd, way: contextlib.AbstractContextManager[None]
+) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """(loss, states (tokens, size) of the rows one after the other, gradient by some small weights)"""
     model = trainer.model
     few = [p for p in model.parameters() if p.requires_grad and p.numel() <= MOST_VALUES][:MOST_WEIGHTS]
-    few = few if rows is not None else []
-    with _kept_output(inner_model(model).base_model) as outputs, torch.set_grad_enabled(bool(few)):
-        with way, trainer.compute_loss_context_manager():
-            loss = trainer._stock_loss(model, short, False, None)
-    if rows is None:
-        return AskedLoss(float(loss.detach()))
+    with _kept_output(inner_model(model).base_model) as outputs:
+        loss = _loss(trainer, batch, way, with_gradient=bool(few))
     found = torch.autograd.grad(loss, few, allow_unused=True) if few else ()
     gradient = [torch.zeros(1, dtype=torch.float64), *(g.flatten().double().cpu() for g in found if g is not None)]
-    hidden = outputs[0].detach().flatten(0, 1).double().cpu()
-    hidden = hidden if len(hidden) == len(rows.known_places) else hidden[rows.known_places]
-    return AskedLoss(float(loss.detach()), hidden, torch.cat(gradient))
+    states = outputs[0].detach().flatten(0, 1).double().cpu()
+    states = states if len(states) == len(rows.known_places) else states[rows.known_places]
+    return float(loss.detach()), states, torch.cat(gradient)
 
 
 @contextlib.contextmanager
@@ -107,24 +145,23 @@ def _kept_output(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
         handle.remove()
 
 
-def _short(inputs: Any, words: int, rows: int) -> Any:
-    """The first columns of the first row, every one of them learned. ``rows`` 2: half as many columns, and the first
-    half of these as a second row, so that both together are no more than the row. None where that cannot be made."""
+def _short_row(inputs: Mapping[str, Any], words: int) -> Any:
     ids = inputs.get("input_ids")
     if not torch.is_tensor(ids) or ids.dim() != 2 or not has_time("labels", inputs.get("labels")):
         return None
-    columns = min(MOST_COLUMNS, ids.size(1)) // rows
-    if columns < rows:
-        return None
     short = {
-        name: value[:1, :columns].repeat(rows, *[1] * (value.dim() - 1))
-        for name, value in inputs.items()
-        if name in PADDING and has_time(name, value)
+        name: value[:1, :MOST_COLUMNS] for name, value in inputs.items() if name in PADDING and has_time(name, value)
     }
     if "attention_mask" in short:
         short["attention_mask"] = torch.ones_like(short["attention_mask"])
-    short["labels"] = short["input_ids"].clamp(max=words - 1)
-    if rows == 2:
-        short["attention_mask"][1, columns // 2 :] = 0
-        short["labels"][1, columns // 2 :] = NOT_LEARNED
-    return type(inputs)(short)
+    return type(inputs)({**short, "labels": short["input_ids"].clamp(max=words - 1)})
+
+
+def _two_rows(inputs: Mapping[str, Any], words: int) -> Any:
+    """Of invented tokens, the second padded to the length of the first."""
+    shape = len(LENGTHS), max(LENGTHS)
+    ids = (torch.arange(shape[0] * shape[1]) * 7 + 1).reshape(shape) % words
+    mask = (torch.arange(shape[1]) < torch.tensor(LENGTHS).unsqueeze(1)).long()
+    labels = ids.masked_fill(mask == 0, NOT_LEARNED)
+    two = type(inputs)({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return placed(two, inputs["input_ids"].device)

@@ -21,7 +21,7 @@ from transformers import Trainer
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.errors import ControlError, SettingsError
-from scu_trainer.train.loss.agreement import gives_the_stock_loss
+from scu_trainer.train.loss.agreement import agrees_headless, agrees_padding_free
 from scu_trainer.train.loss.analysis import mixing_modules, tolerance, untouched
 from scu_trainer.train.loss.rows.known import LossCalls
 from scu_trainer.train.loss.rows.model_loss import (
@@ -34,7 +34,7 @@ from scu_trainer.train.loss.rows.model_loss import (
     own_loss_between,
     sliding_window_of,
 )
-from scu_trainer.train.loss.rows.padding_free import end_to_end
+from scu_trainer.train.loss.rows.padding_free import EndToEnd, end_to_end
 from scu_trainer.train.loss.rows.row_readings import (
     CAUSAL,
     RowLosses,
@@ -75,7 +75,7 @@ class LossPath:
     ``chunked``: "always", "never" or "auto", ``padding_free``: True, False or None for where it can be done (both of
     ``MemorySettings``). ``has_learned``: whether any row was not set aside since somebody has set it to False.
     ``was_asked``: whether the training loss has come this way at all. ``before_blaming``: called before all rows of a
-    batch are set aside; may raise where it is not they that are bad.
+    batch are set aside; may raise where it is not they that are bad. ``end_to_end``: the last rows that were laid out.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class LossPath:
         self._kind: Optional[str] = None
         self._wanted, self._wanted_padding_free = chunked, padding_free
         self._is_padding_free: Optional[bool] = None
+        self.end_to_end: Optional[EndToEnd] = None
         self._mixes: Optional[bool] = None
         self._records = True
         self._held: Optional[list[tuple[torch.Tensor, Optional[RowLosses]]]] = None
@@ -120,6 +121,11 @@ class LossPath:
         if self._kind is None:
             self._choose(inputs())
 
+    @property
+    def is_padding_free(self) -> Optional[bool]:
+        """Whether the model sees rows end to end; None while that is not decided."""
+        return self._is_padding_free
+
     def goes_padding_free(self, inputs: Callable[[], Any], longest_row: int) -> bool:
         """Whether the model sees rows of up to ``longest_row`` tokens end to end, decided on ``inputs`` as in
         ``choose``."""
@@ -127,6 +133,12 @@ class LossPath:
             self._is_padding_free = self._may_be_padding_free(self.for_model(inputs()))
         most_tokens = sliding_window_of(self.trainer.model) if self._is_padding_free else None
         return bool(self._is_padding_free) and (most_tokens is None or longest_row <= most_tokens)
+
+    def stay_padded(self, reason: Optional[str] = None) -> None:
+        """From here on, and in runs that go on from here."""
+        self._is_padding_free = False
+        if reason is not None:
+            logger.warning("padding_free is not used from here on: %s", reason)
 
     def _unrecorded_loss(self, model, inputs, num_items, stock) -> torch.Tensor:
         inputs = self.for_model(inputs)
@@ -137,6 +149,7 @@ class LossPath:
         """In which the model's own forward takes the loss the chosen way. ``weights``: of the rows."""
         model = self.trainer.model
         rows = end_to_end(inputs, sliding_window_of(model)) if self._is_padding_free else None
+        self.end_to_end = rows or self.end_to_end
         if kind == "headless":
             return headless(model, weights, seen, rows)
         if rows is not None or (kind == "opened" and self._records):
@@ -328,7 +341,7 @@ class LossPath:
                 "chunked_loss: always, if it does not"
             )
         instead = "use chunked_loss: auto or never" if self._wanted == "always" else None
-        return self._checked("chunked_loss: always", instead, obstacle, inputs, headless)
+        return self._checked("chunked_loss: always", instead, obstacle, inputs, agrees_headless)
 
     def _may_be_padding_free(self, inputs: Any) -> Optional[bool]:
         """None: this batch does not tell."""
@@ -339,28 +352,25 @@ class LossPath:
         if wanted is None and (obstacle or own_loss_between(self.trainer)):
             return False
         instead = "leave padding_free out, or false" if wanted else None
-        return self._checked("padding_free: true", instead, obstacle, inputs, opened, is_padding_free=True)
+        found = self._checked("padding_free: true", instead, obstacle, inputs, agrees_padding_free)
+        if found:
+            logger.info("rows go through the layers end to end, without padding")
+        return found
 
     def _checked(
-        self,
-        setting: str,
-        instead: Optional[str],
-        obstacle: Optional[str],
-        inputs: Any,
-        way: Callable,
-        is_padding_free: bool = False,
+        self, setting: str, instead: Optional[str], obstacle: Optional[str], inputs: Any, agrees: Callable
     ) -> Optional[bool]:
-        """Whether training goes this ``way``: ``obstacle`` may forbid it, and it must give the stock loss. ``instead``:
-        of a ``setting`` that leaves no choice."""
-        agrees = None
+        """Whether training goes a way: ``obstacle`` may forbid it, and it must give the stock loss. ``instead``: of a
+        ``setting`` that leaves no choice."""
+        found = None
         if not obstacle:
-            agrees, obstacle = gives_the_stock_loss(self.trainer, way, inputs, is_padding_free)
+            found, obstacle = agrees(self.trainer, inputs)
         if obstacle and instead:
             raise SettingsError(f"{setting}, but {obstacle}; {instead}")
         if obstacle:
             logger.warning("%s is not used: %s", setting.partition(":")[0], obstacle)
             return False
-        return agrees
+        return found
 
 
 def _are_finite(losses: Sequence[RowLosses]) -> bool:

@@ -23,6 +23,7 @@ from transformers import Trainer
 from scu_trainer.errors import ControlError, OutOfMemory, SettingsError
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
+from scu_trainer.train.loss.rows.padding_free import NEEDED
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
 from scu_trainer.train.step.batches.reduction import Reduction
@@ -76,7 +77,7 @@ class MicroBatchStep:
         if self._logical_rows is not None:
             self.loop.logical = LogicalBatches(self._logical_rows, self.settings.batch_size_lr_rule, self._layout)
         self.analysis = LossAnalysis(self.trainer, self.free_memory)
-        self._said = False
+        self._said = self._said_padded = False
         self._not_by_rows: set[str] = set()
 
     def start(self) -> None:
@@ -212,7 +213,9 @@ class MicroBatchStep:
         def attempt(micro_batch: MicroBatch, last: bool) -> torch.Tensor:
             with self.ranks.micro_batch(last), self._scaled(micro_batch.weight, num_items):
                 inputs = placed(window.inputs(micro_batch), self._place.device)
-                return self.trainer.stock_training_step(model, inputs, num_items)
+                loss = self.trainer.stock_training_step(model, inputs, num_items)
+                self._require_unpadded(micro_batch)
+                return loss
 
         if self.settings.memory_control and self.ranks.recoverable:
             return steps.run(micro_batches, attempt, self.loop, self._place, self.trainer.loss_path)
@@ -275,16 +278,40 @@ class MicroBatchStep:
 
     def _window_of(self, batches: Sequence[Batch]) -> AccumulationWindow:
         window = AccumulationWindow(batches, self.reduction, self._pad_token_id)
-        window.is_padding_free = window.is_uneven and window.can_pool and self._goes_padding_free(window)
+        window.is_padding_free = self._goes_padding_free(window)
         window.fewest_rows = 1 if window.can_pool or not self._has_batch_norm else 2
         return window
 
     def _goes_padding_free(self, window: AccumulationWindow) -> bool:
-        path, batches = self.trainer.loss_path, window.batches
-        if path is None or not all(batch.is_padded_right for batch in batches):
+        path, must = self.trainer.loss_path, self.settings.padding_free
+        if path is None or self.reduction is None or not (window.is_uneven or must):
             return False
-        inputs = functools.partial(placed, batches[0].inputs, self._place.device)
-        return path.goes_padding_free(inputs, window.longest_row)
+        obstacle = self._obstacle_to_padding_free(window)
+        if obstacle is None:
+            inputs = functools.partial(placed, window.batches[0].inputs, self._place.device)
+            return window.is_uneven and path.goes_padding_free(inputs, window.longest_row)
+        if must and not self._said_padded:
+            self._said_padded = True
+            logger.warning("padding_free: true, but rows of this step keep their padding: %s", obstacle)
+        return False
+
+    def _obstacle_to_padding_free(self, window: AccumulationWindow) -> Optional[str]:
+        if not window.can_pool:
+            return "the loss is no sum over rows"
+        if any(set(self.trainer.loss_path.for_model(batch.inputs)) != NEEDED for batch in window.batches):
+            return f"a batch holds not just {', '.join(sorted(NEEDED))}"
+        if not all(batch.is_padded_right for batch in window.batches):
+            return "padding stands before the tokens of a row, or is learned"
+        return None
+
+    def _require_unpadded(self, micro_batch: MicroBatch) -> None:
+        """That a micro-batch was as large as it was planned. Code of somebody's own that asks the model for its outputs
+        gets them padded."""
+        path, padded = self.trainer.loss_path, len(micro_batch.rows) * micro_batch.length
+        if micro_batch.unpadded_tokens in (None, padded) or not path.is_padding_free:
+            return
+        if path.end_to_end is None or not path.end_to_end.seen:
+            path.stay_padded("the model was asked for more than its loss, and saw rows with their padding")
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 

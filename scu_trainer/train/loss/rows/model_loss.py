@@ -83,6 +83,10 @@ def obstacle_to_padding_free(trainer: Trainer, inputs: Collection[str]) -> Optio
         return f"{type(inner).__name__} does not compute the stock loss of a causal language model from an output head"
     attention = inner.config._attn_implementation
     kinds = set(getattr(inner.config.get_text_config(), "layer_types", None) or ())
+    if trainer.args.neftune_noise_alpha:
+        return "neftune_noise_alpha scales its noise by the length of padded rows"
+    if any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
+        return "prompt learning puts states before the rows"
     if set(inputs) != NEEDED:
         return f"the batches hold {', '.join(sorted(inputs))}, and it takes {', '.join(sorted(NEEDED))} alone"
     if attention not in ("sdpa", *FLASH):
@@ -96,8 +100,10 @@ def obstacle_to_padding_free(trainer: Trainer, inputs: Collection[str]) -> Optio
 
 
 def sliding_window_of(model: torch.nn.Module) -> Optional[int]:
-    """Tokens up to which a row is seen whole by every layer; None where all are."""
-    return getattr(inner_model(model).config.get_text_config(), "sliding_window", None)
+    """Tokens of the window of layers that do not attend to whole rows; None where all do."""
+    config = inner_model(model).config.get_text_config()
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    return window if window and (not kinds or "sliding_attention" in kinds) else None
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 Embedding, layers and loss see (1, tokens). Positions start over with every row, and attention goes by rows, whose
 lengths the host knows, so that nothing waits for the device. FlashAttention, where the model was loaded with it, takes
 the borders as transformers hands them over. In the place of transformers' "sdpa" it is torch's own kernel for rows of
-unequal length (``torch.nn.attention.varlen``) on a card in half precision, and one call per length elsewhere.
+unequal length (``torch.nn.attention.varlen``, where this torch has it) on a card in half precision, and one call per
+length elsewhere.
 
 Layers hand on ``ROWS``, an argument of our own, to their attention. It is one of the layer's arguments, so a layer that
 is computed again in the backward pass has it then, too.
@@ -16,7 +17,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
@@ -40,7 +41,8 @@ class EndToEnd:
 
     ``lengths``: tokens of each. ``shape``: (rows, time) with the padding. ``places`` (tokens,): of the tokens in
     (rows · time,). ``positions`` (1, tokens): of the tokens in their rows. ``borders`` (rows + 1,), int32: tokens
-    before each row, and all. These are on the model's device, ``known_places`` are the places on the host.
+    before each row, and all. These are on the model's device, ``known_places`` are the places on the host. ``seen``: by
+    the model.
     """
 
     lengths: tuple[int, ...]
@@ -49,16 +51,17 @@ class EndToEnd:
     places: Tensor
     positions: Tensor
     borders: Tensor
+    seen: list[bool] = field(default_factory=list)
 
     def of(self, values: Tensor) -> Tensor:
         """(rows, time) -> (1, tokens)"""
-        places = self.known_places if values.device.type == "cpu" else self.places
+        places = self.known_places if values.device.type == "cpu" else self.places.to(values.device)
         return values.flatten().index_select(0, places).unsqueeze(0)
 
     def padded(self, values: Tensor) -> Tensor:
         """(tokens,) -> (rows · time,), 0 where there is padding."""
         rows, time = self.shape
-        return values.new_zeros(rows * time).index_copy(0, self.places, values)
+        return values.new_zeros(rows * time).index_copy(0, self.places.to(values.device), values)
 
 
 def end_to_end(inputs: Mapping[str, Any], most_tokens: Optional[int] = None) -> Optional[EndToEnd]:
@@ -100,6 +103,7 @@ def on_rows(body: torch.nn.Module, rows: Optional[EndToEnd]) -> Iterator[None]:
 
     def on_tokens(*positional: Any, **others: Any) -> Any:
         given = {**dict(zip(names, positional, strict=False)), **others}
+        rows.seen.append(True)
         return forward(**{**given, "input_ids": rows.of(given["input_ids"]), **arguments})
 
     with replaced(body, "forward", on_tokens):
@@ -115,7 +119,7 @@ def _of_flash(rows: EndToEnd) -> dict[str, Any]:
 def _of_sdpa(rows: EndToEnd) -> dict[str, Any]:
     _take_the_place_of_sdpa()
     # A mask of four dimensions goes through to attention as it is, which does not read it.
-    mask = torch.empty(1, 1, 1, 1, device=rows.places.device)
+    mask = torch.zeros(1, 1, 1, 1, device=rows.places.device)
     return {"attention_mask": mask, "position_ids": rows.positions, ROWS: rows}
 
 
@@ -156,16 +160,18 @@ def has_kernel(query: Tensor) -> bool:
 
 @functools.cache
 def _varlen() -> Any:
+    """None where this torch has none, or one that takes no scale and no window."""
     try:
         from torch.nn.attention import varlen
-    except ImportError:  # before torch 2.10
+    except ImportError:
         return None
-    return varlen.varlen_attn
+    takes = inspect.signature(varlen.varlen_attn).parameters
+    return varlen.varlen_attn if {"scale", "window_size"} <= set(takes) else None
 
 
 def _by_kernel(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
     kernel = _varlen()
-    # The kernel before torch 2.11 takes fewer heads of keys without being told.
+    # Where it need not be told, fewer heads of keys than of queries are taken as they are.
     grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     borders, longest = rows.borders.to(query.device), max(rows.lengths)

@@ -303,7 +303,10 @@ def pick(inputs: Any, rows: torch.Tensor, count: int) -> Any:
 
     def of(value: Any) -> Any:
         if torch.is_tensor(value) and value.dim() > 0 and value.size(0) == count:
-            return value[rows.to(value.device)]
+            picked, known = value[rows.to(value.device)], on_host(value)
+            if known is not None:
+                picked.on_host = known[rows.to(known.device)], picked._version
+            return picked
         if isinstance(value, (list, tuple)) and len(value) == count:
             return type(value)([value[row] for row in rows.tolist()])
         return value
