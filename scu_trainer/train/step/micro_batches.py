@@ -301,7 +301,7 @@ class MicroBatchStep:
         if any(set(self.trainer.loss_path.for_model(batch.inputs)) != NEEDED for batch in window.batches):
             return f"a batch holds not just {', '.join(sorted(NEEDED))}"
         if not all(batch.is_padded_right for batch in window.batches):
-            return "padding stands before the tokens of a row, or is learned"
+            return "rows have padding on the left, or learn their padding"
         return None
 
     def _require_unpadded(self, micro_batch: MicroBatch) -> None:
