@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -55,7 +55,7 @@ def cut(
     that is one micro-batch. Raises ValueError for bounds below 1 or ``max_rows`` below ``min_rows``.
     """
     _check_bounds(token_cap, max_rows, min_rows)
-    order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
+    order = _by_length(range(len(lengths)), lengths)
     ascending = [max(1, lengths[row]) for row in order]
 
     def most_rows(length: int) -> int:
@@ -64,8 +64,7 @@ def cut(
 
     limits = [most_rows(length) for length in ascending]
     ends = _cheapest_ends(ascending, limits, min_rows, _micro_batch_cost(ascending, token_cap))
-    starts = [0, *ends[:-1]] if order else []
-    return [MicroBatchPlan(tuple(order[a:b]), ascending[b - 1]) for a, b in zip(starts, ends, strict=True)]
+    return _plans(order, ends, lengths)
 
 
 def cut_unpadded(
@@ -73,7 +72,7 @@ def cut_unpadded(
 ) -> list[MicroBatchPlan]:
     """``cut`` for a model that sees no padding: the fewest micro-batches, each filled up to ``token_cap`` tokens."""
     _check_bounds(token_cap, max_rows, min_rows)
-    order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
+    order = _by_length(range(len(lengths)), lengths)
     sizes: list[int] = []
     tokens, most_tokens, most_rows = 0, token_cap or math.inf, max_rows or math.inf
     for row in order:
@@ -83,9 +82,7 @@ def cut_unpadded(
             sizes.append(0)
             tokens = max(1, lengths[row])
         sizes[-1] += 1
-    ends = list(itertools.accumulate(_with_enough(sizes, min_rows)))
-    starts = [0, *ends[:-1]] if order else []
-    return [_planned(order[a:b], lengths) for a, b in zip(starts, ends, strict=True)]
+    return _plans(order, itertools.accumulate(_with_enough(sizes, min_rows)), lengths)
 
 
 def _with_enough(sizes: Sequence[int], min_rows: int) -> list[int]:
@@ -108,7 +105,7 @@ def halve(plan: MicroBatchPlan, lengths: Sequence[int], min_rows: int = 1) -> tu
     count = len(plan.rows)
     if count < 2 * min_rows:
         raise ValueError(f"a micro-batch of {count} rows cannot be halved: each half needs {min_rows} or more")
-    ordered = sorted(plan.rows, key=lambda row: (lengths[row], row))
+    ordered = _by_length(plan.rows, lengths)
     middle = (count + 1) // 2  # an odd row goes to the shorter half
     return _planned(ordered[:middle], lengths), _planned(ordered[middle:], lengths)
 
@@ -142,6 +139,15 @@ def _check_bounds(token_cap: Optional[int], max_rows: Optional[int], min_rows: i
             raise ValueError(f"{name} is {bound}; it must be 1 or more")
     if max_rows is not None and max_rows < min_rows:
         raise ValueError(f"max_rows {max_rows} is below min_rows {min_rows}")
+
+
+def _by_length(rows: Iterable[int], lengths: Sequence[int]) -> list[int]:
+    return sorted(rows, key=lambda row: (lengths[row], row))
+
+
+def _plans(order: Sequence[int], ends: Iterable[int], lengths: Sequence[int]) -> list[MicroBatchPlan]:
+    """Of the rows in ``order``, cut at the ``ends``."""
+    return [_planned(order[a:b], lengths) for a, b in itertools.pairwise([0, *ends])]
 
 
 def _planned(rows: Sequence[int], lengths: Sequence[int]) -> MicroBatchPlan:

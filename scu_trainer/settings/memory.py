@@ -131,8 +131,8 @@ class MemorySettings:
 
     @property
     def resolved_padding_free(self) -> Optional[bool]:
-        """False with memory control and splitting off, unless asked otherwise; None: where the model can do it."""
-        return False if self.padding_free is None and not self.acts else self.padding_free
+        """False with memory control and splitting off; None: where the model can do it."""
+        return self.padding_free if self.acts else False
 
     @property
     def headroom_share(self) -> Optional[float]:

@@ -88,46 +88,29 @@ def test_no_chunk_is_smaller_than_min_rows(lengths, cap, max_rows, min_rows, siz
     assert sorted(len(plan.rows) for plan in cut(lengths, cap, max_rows, min_rows)) == sizes
 
 
+@pytest.mark.parametrize("way", [cut, cut_unpadded])
 @pytest.mark.parametrize("seed", range(60))
-def test_bounds_hold_for_any_pool(seed):
+def test_bounds_hold_for_any_pool(way, seed):
     chance = random.Random(seed)
     lengths = lognormal_lengths(chance, 50, 1.0, chance.randint(1, 90))
     cap, min_rows = chance.choice([None, 30, 200, 2000]), chance.choice([1, 1, 2, 5])
     max_rows = chance.choice([None, min_rows, 2 * min_rows, 12])
-    planned = cut(lengths, cap, max_rows, min_rows)
+    planned = way(lengths, cap, max_rows, min_rows)
     assert sorted(row for plan in planned for row in plan.rows) == list(range(len(lengths)))
     assert [plan.length for plan in planned] == sorted(plan.length for plan in planned)
     divisible = max_rows is None or math.ceil(len(lengths) / max_rows) * min_rows <= len(lengths)
-    for plan in planned:
-        rows = len(plan.rows)
-        assert plan.length == max(lengths[row] for row in plan.rows)
-        assert rows >= min(min_rows, len(lengths))
-        assert not divisible or max_rows is None or rows <= max_rows
-        assert cap is None or plan.tokens <= cap or rows < 2 * min_rows
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_without_padding_micro_batches_are_full(seed):
-    chance = random.Random(seed)
-    lengths = lognormal_lengths(chance, 50, 1.0, chance.randint(1, 90))
-    cap, min_rows = chance.choice([None, 30, 200, 2000]), chance.choice([1, 1, 2, 5])
-    max_rows = chance.choice([None, min_rows, 2 * min_rows, 12])
-    planned = cut_unpadded(lengths, cap, max_rows, min_rows)
-    assert sorted(row for plan in planned for row in plan.rows) == list(range(len(lengths)))
-    assert [plan.length for plan in planned] == sorted(plan.length for plan in planned)
-    divisible = max_rows is None or math.ceil(len(lengths) / max_rows) * min_rows <= len(lengths)
-    tokens = [sum(max(1, lengths[row]) for row in plan.rows) for plan in planned]
+    unpadded = [sum(max(1, lengths[row]) for row in plan.rows) for plan in planned]
+    tokens = [plan.tokens for plan in planned] if way is cut else unpadded
     for plan, own in zip(planned, tokens, strict=True):
         rows = len(plan.rows)
         assert plan.length == max(lengths[row] for row in plan.rows)
         assert rows >= min(min_rows, len(lengths))
         assert not divisible or max_rows is None or rows <= max_rows
         assert cap is None or own <= cap or rows < 2 * min_rows
-    if min_rows == 1:  # no two neighbours would fit together
-        for (one, a), (other, b) in itertools.pairwise(zip(planned, tokens, strict=True)):
+    if way is cut_unpadded and min_rows == 1:  # the first row of the next would not fit
+        for (one, own), (other, _) in itertools.pairwise(zip(planned, tokens, strict=True)):
             is_full = max_rows is not None and len(one.rows) == max_rows
-            first = max(1, lengths[other.rows[0]])
-            assert is_full or (cap is not None and a + first > cap), b
+            assert is_full or (cap is not None and own + max(1, lengths[other.rows[0]]) > cap)
 
 
 @pytest.mark.parametrize("seed", range(40))

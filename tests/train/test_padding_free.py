@@ -276,7 +276,11 @@ def test_a_row_that_changes_the_next_a_little_is_seen_in_half_precision(tmp_path
 class AsksForOutputs(SCUTrainer):
     """Gets what stock training gives: padded."""
 
+    from_step = 0
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.state.global_step < self.from_step:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
@@ -303,6 +307,16 @@ def test_a_model_that_is_asked_for_outputs_is_planned_with_padding(tmp_path, cap
     again.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
     assert "from here on" not in caplog.text
     assert same(weights_of(again.model), weights_of(trainer.model))
+
+
+def test_it_is_noticed_whenever_it_begins(tmp_path, caplog):
+    rows = {"data_collator": pad, "train_dataset": UnevenRows()}
+    memory = {"memory": MemorySettings(token_cap=24), "memory_gauge": FakeGauge(ENDLESS_BYTES)}
+    trainer = AsksForOutputs(tiny.llama(), arguments(tmp_path, max_steps=4), **rows, **memory)
+    trainer.from_step = 2
+    with caplog.at_level(logging.WARNING, logger="scu_trainer"):
+        trainer.train()
+    assert caplog.text.count("padding_free is not used from here on") == 1
 
 
 def positions_in_few_batches(rows):

@@ -10,6 +10,7 @@ Rows whose loss is not finite are taken out of the batch, which then runs again 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +76,8 @@ class LossPath:
     ``chunked``: "always", "never" or "auto", ``padding_free``: True, False or None for where it can be done (both of
     ``MemorySettings``). ``has_learned``: whether any row was not set aside since somebody has set it to False.
     ``was_asked``: whether the training loss has come this way at all. ``before_blaming``: called before all rows of a
-    batch are set aside; may raise where it is not they that are bad. ``end_to_end``: the last rows that were laid out.
+    batch are set aside; may raise where it is not they that are bad. ``is_padding_free``: whether
+    the model sees rows end to end; None while that is not decided. ``end_to_end``: the last rows that were laid out.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class LossPath:
         self._has_reading = False
         self._kind: Optional[str] = None
         self._wanted, self._wanted_padding_free = chunked, padding_free
-        self._is_padding_free: Optional[bool] = None
+        self.is_padding_free: Optional[bool] = None
         self.end_to_end: Optional[EndToEnd] = None
         self._mixes: Optional[bool] = None
         self._records = True
@@ -121,22 +123,20 @@ class LossPath:
         if self._kind is None:
             self._choose(inputs())
 
-    @property
-    def is_padding_free(self) -> Optional[bool]:
-        """Whether the model sees rows end to end; None while that is not decided."""
-        return self._is_padding_free
-
     def goes_padding_free(self, inputs: Callable[[], Any], longest_row: int) -> bool:
         """Whether the model sees rows of up to ``longest_row`` tokens end to end, decided on ``inputs`` as in
         ``choose``."""
-        if self._is_padding_free is None:
-            self._is_padding_free = self._may_be_padding_free(self.for_model(inputs()))
-        most_tokens = sliding_window_of(self.trainer.model) if self._is_padding_free else None
-        return bool(self._is_padding_free) and (most_tokens is None or longest_row <= most_tokens)
+        if self.is_padding_free is None:
+            self.is_padding_free = self._may_be_padding_free(self.for_model(inputs()))
+        return bool(self.is_padding_free) and (self._most_tokens is None or longest_row <= self._most_tokens)
+
+    @functools.cached_property
+    def _most_tokens(self) -> Optional[int]:
+        return sliding_window_of(self.trainer.model)
 
     def stay_padded(self, reason: Optional[str] = None) -> None:
         """From here on, and in runs that go on from here."""
-        self._is_padding_free = False
+        self.is_padding_free = False
         if reason is not None:
             logger.warning("padding_free is not used from here on: %s", reason)
 
@@ -148,7 +148,7 @@ class LossPath:
     def _way(self, kind: Optional[str], inputs: Any, weights, seen) -> contextlib.AbstractContextManager[None]:
         """In which the model's own forward takes the loss the chosen way. ``weights``: of the rows."""
         model = self.trainer.model
-        rows = end_to_end(inputs, sliding_window_of(model)) if self._is_padding_free else None
+        rows = end_to_end(inputs, self._most_tokens) if self.is_padding_free else None
         self.end_to_end = rows or self.end_to_end
         if kind == "headless":
             return headless(model, weights, seen, rows)
@@ -348,7 +348,7 @@ class LossPath:
         wanted = self._wanted_padding_free
         if wanted is False:
             return False
-        obstacle = obstacle_to_padding_free(self.trainer, inputs)
+        obstacle = obstacle_to_padding_free(self.trainer)
         if wanted is None and (obstacle or own_loss_between(self.trainer)):
             return False
         instead = "leave padding_free out, or false" if wanted else None

@@ -213,9 +213,8 @@ class MicroBatchStep:
         def attempt(micro_batch: MicroBatch, last: bool) -> torch.Tensor:
             with self.ranks.micro_batch(last), self._scaled(micro_batch.weight, num_items):
                 inputs = placed(window.inputs(micro_batch), self._place.device)
-                loss = self.trainer.stock_training_step(model, inputs, num_items)
-                self._require_unpadded(micro_batch)
-                return loss
+                with self._as_planned(micro_batch):
+                    return self.trainer.stock_training_step(model, inputs, num_items)
 
         if self.settings.memory_control and self.ranks.recoverable:
             return steps.run(micro_batches, attempt, self.loop, self._place, self.trainer.loss_path)
@@ -304,12 +303,16 @@ class MicroBatchStep:
             return "rows have padding on the left, or learn their padding"
         return None
 
-    def _require_unpadded(self, micro_batch: MicroBatch) -> None:
-        """That a micro-batch was as large as it was planned. Code of somebody's own that asks the model for its outputs
-        gets them padded."""
+    @contextlib.contextmanager
+    def _as_planned(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Plan with padding from here on where a micro-batch was planned without and came with it: code of somebody's
+        own that asks the model for its outputs gets them padded."""
         path, padded = self.trainer.loss_path, len(micro_batch.rows) * micro_batch.length
         if micro_batch.unpadded_tokens in (None, padded) or not path.is_padding_free:
+            yield
             return
+        path.end_to_end = None
+        yield
         if path.end_to_end is None or not path.end_to_end.seen:
             path.stay_padded("the model was asked for more than its loss, and saw rows with their padding")
 

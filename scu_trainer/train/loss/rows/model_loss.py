@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 import torch
@@ -20,7 +20,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from scu_trainer.train.loss.rows.embedding import can_add_rows, embed
 from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy, row_losses
-from scu_trainer.train.loss.rows.padding_free import FLASH, NEEDED, EndToEnd, on_rows, replaced
+from scu_trainer.train.loss.rows.padding_free import FLASH, EndToEnd, on_rows, replaced
 from scu_trainer.train.loss.rows.row_readings import RowLosses, shifted
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host
 
@@ -76,7 +76,7 @@ def obstacle_to_headless(trainer: Trainer) -> Optional[str]:
     return None
 
 
-def obstacle_to_padding_free(trainer: Trainer, inputs: Collection[str]) -> Optional[str]:
+def obstacle_to_padding_free(trainer: Trainer) -> Optional[str]:
     """Why the layers have to see rows padded; None if they need not."""
     inner = inner_model(trainer.model)
     if not has_causal_loss(trainer) or not hasattr(head_of(trainer.model), "out_features"):
@@ -87,8 +87,6 @@ def obstacle_to_padding_free(trainer: Trainer, inputs: Collection[str]) -> Optio
         return "neftune_noise_alpha scales its noise by the length of padded rows"
     if any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
         return "prompt learning puts states before the rows"
-    if set(inputs) != NEEDED:
-        return f"the batches hold {', '.join(sorted(inputs))}, and it takes {', '.join(sorted(NEEDED))} alone"
     if attention not in ("sdpa", *FLASH):
         return f"attn_implementation is {attention}; it can be sdpa, {' or '.join(FLASH)}"
     others = sorted(kinds - {"full_attention", "sliding_attention"})

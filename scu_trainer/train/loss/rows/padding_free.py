@@ -99,9 +99,9 @@ def on_rows(body: torch.nn.Module, rows: Optional[EndToEnd]) -> Iterator[None]:
         return
     arguments = _of_flash(rows) if body.config._attn_implementation in FLASH else _of_sdpa(rows)
     forward = body.forward
-    names = list(inspect.signature(forward).parameters)
 
     def on_tokens(*positional: Any, **others: Any) -> Any:
+        names = inspect.signature(forward).parameters if positional else ()
         given = {**dict(zip(names, positional, strict=False)), **others}
         rows.seen.append(True)
         return forward(**{**given, "input_ids": rows.of(given["input_ids"]), **arguments})
@@ -160,24 +160,23 @@ def has_kernel(query: Tensor) -> bool:
 
 @functools.cache
 def _varlen() -> Any:
-    """None where this torch has none, or one that takes no scale and no window."""
+    """The kernel, causal; None where this torch has none, or one that takes no scale and no window."""
     try:
         from torch.nn.attention import varlen
     except ImportError:
         return None
     takes = inspect.signature(varlen.varlen_attn).parameters
-    return varlen.varlen_attn if {"scale", "window_size"} <= set(takes) else None
+    if not {"scale", "window_size"} <= set(takes):
+        return None
+    # Where it need not be told, fewer heads of keys than of queries are taken as they are.
+    grouped = {"enable_gqa": True} if "enable_gqa" in takes else {}
+    return functools.partial(varlen.varlen_attn, window_size=(-1, 0), **grouped)
 
 
 def _by_kernel(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
-    kernel = _varlen()
-    # Where it need not be told, fewer heads of keys than of queries are taken as they are.
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     borders, longest = rows.borders.to(query.device), max(rows.lengths)
-    causal = {"window_size": (-1, 0)}
-    out = kernel(query, key, value, borders, borders, longest, longest, scale=scaling, **causal, **grouped)
-    return out.unsqueeze(0)
+    return _varlen()(query, key, value, borders, borders, longest, longest, scale=scaling).unsqueeze(0)
 
 
 def _by_length(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
