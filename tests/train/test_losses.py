@@ -437,7 +437,7 @@ def test_buffers_on_huge_pages_change_nothing(case, monkeypatch):
 
 
 class Allocations(TorchDispatchMode):
-    """Shape of every tensor that an operation gives or writes, and elements of the largest storage among them."""
+    """Shape of every tensor that an operation gives or writes, views aside, and elements of the largest storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -447,7 +447,8 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in filter(torch.is_tensor, tree_leaves(result)):
-            self.shapes.add(tuple(tensor.shape))
+            if not func.is_view:
+                self.shapes.add(tuple(tensor.shape))
             elements = tensor.untyped_storage().nbytes() // tensor.element_size()
             self.largest_elements = max(self.largest_elements, elements)
         return result

@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from scu_trainer.train.loss.rows.gradient_sums import may_add_to_gradient
 from scu_trainer.train.loss.rows.pages import new_empty, new_zeros
+from scu_trainer.train.loss.rows.products import from_words, to_words
 from scu_trainer.train.loss.rows.softmax import kernel_for
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
@@ -244,10 +245,7 @@ class _OutputLayer:
     def losses(self, rows: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
         """Losses (rows,), and their gradient by the logits (rows, vocab) where that is asked for."""
         product, logits = self.product[: len(rows)], self.logits[: len(rows)]
-        if self.bias is None:
-            torch.mm(rows, self.weight.t(), out=product)
-        else:
-            torch.addmm(self.bias, rows, self.weight.t(), out=product)
+        to_words(rows, self.weight, self.bias, product)
         if logits.dtype != product.dtype:
             logits.copy_(product)
         return self.kernel(logits, targets, with_gradient, self.softcap)
@@ -273,7 +271,7 @@ class _Gradients:
             self.bias += signal.sum(0) if token_weights is None else signal.t().mv(token_weights.squeeze(1))
         factor = layer.as_factor(signal)
         if self.hidden is not None:
-            part = torch.mm(factor, layer.weight).to(self.hidden.dtype)
+            part = from_words(factor, layer.weight).to(self.hidden.dtype)
             self.hidden.index_copy_(0, tokens, part if token_weights is None else part.mul_(token_weights))
         if self.weight is not None:
             weighted = rows if token_weights is None else (rows * token_weights).to(rows.dtype)
