@@ -12,10 +12,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 
-from scu_trainer.train.loss.rows import pages
+from scu_trainer.train.loss.rows import kernels, pages
 from scu_trainer.train.loss.rows.embedding import can_add_rows, embed
 from scu_trainer.train.loss.rows.kernels import (
-    CHUNK_BYTES,
     chunked_linear_cross_entropy,
     row_losses,
     rows_in_chunk,
@@ -477,10 +476,17 @@ def test_the_gradient_of_the_weight_is_handed_on_without_a_copy():
     assert case.weight.grad.data_ptr() == made
 
 
-@pytest.mark.parametrize(("vocab", "rows"), [(64, 1024), (32_000, 262), (128_000, 224), (10**6, 224)])
-def test_rows_of_a_chunk_follow_the_vocabulary(vocab, rows):
-    assert rows_in_chunk(vocab) == rows
-    assert rows in (224, 1024) or rows * vocab * 4 <= CHUNK_BYTES < (rows + 1) * vocab * 4
+@pytest.mark.parametrize("tokens", [1, 255, 256, 257, 700])
+def test_chunks_are_of_like_size_and_leave_no_token_out(tokens, monkeypatch):
+    sizes = []
+    losses = kernels._OutputLayer.losses
+    monkeypatch.setattr(
+        kernels._OutputLayer, "losses", lambda self, rows, *given: sizes.append(len(rows)) or losses(self, rows, *given)
+    )
+    hidden, weight = torch.randn(tokens, 4), torch.randn(9, 4)
+    chunked_linear_cross_entropy(hidden, weight, None, torch.arange(tokens) % 9)
+    assert sum(sizes) == tokens and len(sizes) == -(-tokens // rows_in_chunk(9))
+    assert max(sizes) - min(sizes) <= 1
 
 
 # -- losses from logits, per row ---------------------------------------------------------------------------------------

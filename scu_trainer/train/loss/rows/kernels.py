@@ -26,13 +26,9 @@ from scu_trainer.train.loss.rows.products import from_words, to_words
 from scu_trainer.train.loss.rows.softmax import kernel_for
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
-CHUNK_BYTES = 32 * 2**20
-"""Float32 logits of one chunk: larger ones save no time on a CPU, smaller ones do cost
-(benchmarks/headline/chunked_loss.py)."""
-
-FEWEST_ROWS, MOST_ROWS = 224, 1024
-"""Rows of a chunk: below, the weight is read and its gradient written too often for too few of them (64 rows of 128,000
-words take 1.3 times as long per row as 256); above, other tensors set the peak."""
+ROWS = 256
+"""Of a chunk on a CPU: with fewer the weight is read and its gradient written too often (64 rows of 128,000 words take
+1.3 times as long per row), more save no time (``python benchmarks/headline/chunked_loss.py``)."""
 
 WEIGHT = 1
 """Its position among the inputs of the autograd function."""
@@ -41,13 +37,16 @@ CARD_SHARE, MOST_ROWS_ON_CARD = 64, 2048
 """On a card many small chunks wait for their launches: up to this many rows, in a 64th of its memory. Of all its
 memory, not of what is free: sums in another order for every run would be another run."""
 
+PART_BYTES = 32 * 2**20
+"""Of a product in half precision that is added to a float32 sum: it is a tensor of its own."""
+
 
 def rows_in_chunk(vocab: int, device: Optional[torch.device] = None) -> int:
-    """Rows whose float32 logits take about CHUNK_BYTES, on a CUDA ``device`` a share of its memory if that is more."""
+    """ROWS, on a CUDA ``device`` those whose float32 logits take a share of its memory if that are more."""
     if device is None or device.type != "cuda" or not torch.cuda.is_available():
-        return min(MOST_ROWS, max(FEWEST_ROWS, CHUNK_BYTES // (4 * vocab)))
-    chunk_bytes = max(CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // CARD_SHARE)
-    return min(MOST_ROWS_ON_CARD, max(FEWEST_ROWS, chunk_bytes // (4 * vocab)))
+        return ROWS
+    chunk_bytes = torch.cuda.get_device_properties(device).total_memory // CARD_SHARE
+    return min(MOST_ROWS_ON_CARD, max(ROWS, chunk_bytes // (4 * vocab)))
 
 
 # -- losses from hidden states -----------------------------------------------------------------------------------------
@@ -116,8 +115,9 @@ class _Work:
         """(tokens, whether they have a gradient) of each chunk."""
         sections = (self.order[: self.learned], with_gradient), (self.order[self.learned :], False)
         for section, has_gradient in sections:
-            for start in range(0, len(section), self.rows_per_chunk):
-                yield section[start : start + self.rows_per_chunk], has_gradient
+            count = -(-len(section) // self.rows_per_chunk)
+            for tokens in section.tensor_split(count) if count else ():  # alike: a short one is slow for its size
+                yield tokens, has_gradient
 
     def weights_of(self, tokens: Tensor) -> Optional[Tensor]:
         """(rows, 1), or None for all ones."""
@@ -283,9 +283,7 @@ def _add_product(total: Tensor, factor: Tensor, rows: Tensor) -> None:
     if total.dtype == factor.dtype:
         total.addmm_(factor.t(), rows)
         return
-    step = max(
-        1, CHUNK_BYTES // (4 * total.size(1))
-    )  # a product in half precision is a tensor of its own: keep it small
+    step = max(1, PART_BYTES // (4 * total.size(1)))
     for start in range(0, total.size(0), step):
         total[start : start + step] += torch.mm(factor[:, start : start + step].t(), rows)
 
