@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear
 
 from benchmarks.lib.text_job import SHIFT, Job
+from scu_trainer.train.loss.rows.products import by_onednn, is_onednn_faster
 
 SIDES = {"cpu": 2048, "cuda": 8192}
 """Of the square matrices whose product is the peak."""
@@ -77,9 +77,8 @@ def measured_peaks(job: Job) -> Peaks:
     matrix = torch.ones(side, side, dtype=dtype, device=device)
     product = torch.empty_like(matrix)
     products = [_fastest_s(lambda: torch.mm(matrix, matrix, out=product), device)]
-    if device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        blocked = matrix.to_mkldnn()
-        products.append(_fastest_s(lambda: linear(blocked, blocked), device))
+    if device.type == "cpu" and dtype == torch.float32 and is_onednn_faster():
+        products.append(_fastest_s(lambda: by_onednn(matrix, matrix), device))
     source = torch.ones(size_bytes // 4, device=device)
     copy = torch.empty_like(source)
     return Peaks(

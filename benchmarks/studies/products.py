@@ -79,16 +79,16 @@ def measured(words: int, size: int, repeats: int) -> dict[str, float]:
 def ratio(product: Callable[[], object], repeats: int) -> float:
     """Median over pairs of MKL's time over oneDNN's."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    chosen = products.is_faster_in_onednn
+    chosen = products.goes_through_onednn
     try:
         for _ in range(repeats + 1):
             for through_onednn in seconds:
-                products.is_faster_in_onednn = lambda weight, way=through_onednn: way
+                products.goes_through_onednn = lambda weight, way=through_onednn: way
                 begun_s = time.perf_counter()
                 product()
                 seconds[through_onednn].append(time.perf_counter() - begun_s)
     finally:
-        products.is_faster_in_onednn = chosen
+        products.goes_through_onednn = chosen
     return median(mkl / onednn for onednn, mkl in zip(seconds[True][1:], seconds[False][1:], strict=True))
 
 

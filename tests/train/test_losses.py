@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -436,7 +437,7 @@ def test_buffers_on_huge_pages_change_nothing(case, monkeypatch):
 
 
 class Allocations(TorchDispatchMode):
-    """Shape of every tensor that an operation gives or writes, views aside, and elements of the largest storage."""
+    """Shape of every tensor that an operation gives or writes, and elements of the largest storage among them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -446,8 +447,7 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in filter(torch.is_tensor, tree_leaves(result)):
-            if not func.is_view:
-                self.shapes.add(tuple(tensor.shape))
+            self.shapes.add(tuple(tensor.shape))
             elements = tensor.untyped_storage().nbytes() // tensor.element_size()
             self.largest_elements = max(self.largest_elements, elements)
         return result
@@ -476,17 +476,43 @@ def test_the_gradient_of_the_weight_is_handed_on_without_a_copy():
     assert case.weight.grad.data_ptr() == made
 
 
-@pytest.mark.parametrize("tokens", [1, 255, 256, 257, 700])
-def test_chunks_are_of_like_size_and_leave_no_token_out(tokens, monkeypatch):
-    sizes = []
+@pytest.mark.parametrize(
+    ("tokens", "of_weight_zero", "sizes"),
+    [
+        (1, 0, [1]),
+        (256, 0, [256]),
+        (257, 0, [144, 113]),
+        (700, 0, [240, 240, 220]),
+        (300, 257, [43, 144, 113]),
+        (300, 300, [160, 140]),
+    ],
+)
+def test_chunks_are_of_like_size_and_hold_each_token_once(tokens, of_weight_zero, sizes, monkeypatch):
+    seen, buffers = [], set()
     losses = kernels._OutputLayer.losses
+
+    def watched(layer, rows, *given):
+        seen.append(rows.clone())
+        buffers.add(tuple(layer.product.shape))
+        return losses(layer, rows, *given)
+
+    monkeypatch.setattr(kernels._OutputLayer, "losses", watched)
+    hidden, weight, weights = torch.randn(tokens, 4), torch.randn(9, 4), torch.ones(tokens)
+    weights[:of_weight_zero] = 0
+    chunked_linear_cross_entropy(hidden, weight, None, torch.arange(tokens) % 9, token_weights=weights)
+    assert [len(rows) for rows in seen] == sizes
+    assert torch.equal(torch.cat(seen).sort(dim=0).values, hidden.sort(dim=0).values)
+    assert buffers == {(max(sizes), 9)}, "as long as the longest chunk"
+
+
+@pytest.mark.parametrize(("card_gib", "vocab", "rows"), [(80, 128_000, 2048), (8, 128_000, 262), (2, 128_000, 256)])
+def test_rows_of_a_chunk_follow_the_memory_of_a_card(monkeypatch, card_gib, vocab, rows):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
-        kernels._OutputLayer, "losses", lambda self, rows, *given: sizes.append(len(rows)) or losses(self, rows, *given)
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=card_gib * 2**30)
     )
-    hidden, weight = torch.randn(tokens, 4), torch.randn(9, 4)
-    chunked_linear_cross_entropy(hidden, weight, None, torch.arange(tokens) % 9)
-    assert sum(sizes) == tokens and len(sizes) == -(-tokens // rows_in_chunk(9))
-    assert max(sizes) - min(sizes) <= 1
+    assert rows_in_chunk(vocab, torch.device("cuda")) == rows
+    assert rows_in_chunk(vocab, torch.device("cpu")) == rows_in_chunk(vocab) == 256
 
 
 # -- losses from logits, per row ---------------------------------------------------------------------------------------

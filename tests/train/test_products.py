@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import cross_entropy, linear
 
+from scu_trainer.train.loops import flops
 from scu_trainer.train.loss.rows import products
 from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy
 
-SIZE, VOCAB = 24, 101
+SIZE, VOCAB, TOKENS = 24, 101, 37
 
 
-@pytest.fixture(params=[True, False], ids=["oneDNN", "MKL"])
-def through_onednn(request, monkeypatch) -> bool:
-    monkeypatch.setattr(products, "_is_amd", lambda: request.param)
-    monkeypatch.setattr(products, "BLOCK_ROWS", 16)
+def weight(words: int = VOCAB, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(words, SIZE, dtype=dtype)
+
+
+@pytest.fixture
+def onednn(monkeypatch) -> list[tuple]:
+    """As on a processor of AMD without a limit of memory, with small blocks: what oneDNN was given, call by call."""
+    called = []
+    multiplied = products.by_onednn
+    monkeypatch.setattr(products, "_is_amd", lambda: True)
+    monkeypatch.setattr(products, "_may_be_refused_memory", lambda: False)
+    monkeypatch.setattr(products, "FEWEST_WORDS", 40)
     monkeypatch.setattr(products, "BLOCK_WORDS", 40)
-    assert products.is_faster_in_onednn(torch.zeros(VOCAB, SIZE)) == request.param
+    monkeypatch.setattr(products, "by_onednn", lambda *given: called.append(given) or multiplied(*given))
+    assert products.goes_through_onednn(weight())
+    return called
+
+
+@pytest.fixture(params=["oneDNN", "MKL"])
+def either(request, onednn, monkeypatch) -> str:
+    if request.param == "MKL":
+        monkeypatch.setattr(products, "_is_amd", lambda: False)
     return request.param
 
 
@@ -28,66 +47,111 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 def is_near(found: torch.Tensor, exact: torch.Tensor) -> bool:
-    return bool((found.double() - exact).abs().max() <= 1e-6 * exact.abs().max())
+    return bool((found.double() - exact.double()).abs().max() <= 1e-6 * exact.abs().max())
 
 
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 50])
+# -- the same products -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 16, 50])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_products_are_those_of_the_layer(through_onednn, rows, with_bias):
-    hidden, weight, bias = drawn(rows, SIZE), drawn(VOCAB, SIZE), drawn(VOCAB) if with_bias else None
+def test_products_are_those_of_the_layer(either, onednn, rows, with_bias):
+    hidden, layer, bias = drawn(rows, SIZE), drawn(VOCAB, SIZE), drawn(VOCAB) if with_bias else None
     buffer = torch.full((rows + 3, VOCAB), float("nan"))
-    products.to_words(hidden, weight, bias, buffer[:rows])
-    exact = hidden.double() @ weight.double().t() + (bias.double() if with_bias else 0)
-    assert is_near(buffer[:rows], exact)
+    products.to_words(hidden, layer, bias, buffer[:rows])
+    assert is_near(buffer[:rows], linear(hidden.double(), layer.double(), bias.double() if with_bias else None))
     assert buffer[rows:].isnan().all()
     signal = drawn(rows, VOCAB)
-    assert is_near(products.from_words(signal, weight), signal.double() @ weight.double())
+    assert is_near(products.from_words(signal, layer), signal.double() @ layer.double())
+    assert len(onednn) == (3 + 1 if either == "oneDNN" else 0)  # logits in three blocks, then all words at once
 
 
-def test_weights_and_rows_need_not_lie_in_one_piece(through_onednn):
-    hidden, weight = drawn(2 * SIZE, 20).t()[:, ::2], drawn(SIZE, VOCAB).t()
-    out = torch.empty(20, VOCAB)
-    products.to_words(hidden, weight, None, out)
-    assert is_near(out, hidden.double() @ weight.double().t())
-    assert is_near(products.from_words(out, weight), out.double() @ weight.double())
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_loss_and_gradients_are_those_in_double_precision(onednn, with_weights, softcap):
+    parts = [drawn(TOKENS, SIZE), drawn(VOCAB, SIZE), drawn(VOCAB)]
+    targets, weights = torch.arange(TOKENS), drawn(TOKENS).abs() if with_weights else None
+    exact = [part.double().requires_grad_() for part in parts]
+    logits = linear(*exact)
+    losses = cross_entropy(
+        torch.tanh(logits / softcap) * softcap if softcap else logits, targets, reduction="none"
+    ) * (1 if weights is None else weights)
+    expected = torch.autograd.grad(losses.sum() / 7, exact)
+    ours = [part.requires_grad_() for part in parts]
+    loss, _ = chunked_linear_cross_entropy(
+        *ours, targets, token_weights=weights, divisor=7, rows_per_chunk=16, softcap=softcap
+    )
+    for _ in range(2):  # the second backward computes all again
+        found = torch.autograd.grad(loss, ours, retain_graph=True)
+        assert all(is_near(one, other) for one, other in zip(found, expected, strict=True))
+    assert len(onednn) == 2 * 3 * (3 + 1)
 
 
-def test_the_loss_goes_through_them(through_onednn, monkeypatch):
-    called = []
-    onednn = products._onednn
-    monkeypatch.setattr(products, "_onednn", lambda *given: called.append(given) or onednn(*given))
-    hidden, weight = drawn(9, SIZE).requires_grad_(), drawn(VOCAB, SIZE).requires_grad_()
-    chunked_linear_cross_entropy(hidden, weight, None, torch.arange(9))[0].backward()
-    assert len(called) == (3 + 1) * through_onednn  # logits in three blocks, then the gradient of the hidden states
+def test_a_bad_row_stays_in_its_row(onednn):
+    hidden = drawn(TOKENS, SIZE)
+    hidden[5] = float("nan")
+    _, losses = chunked_linear_cross_entropy(hidden, drawn(VOCAB, SIZE), None, torch.arange(TOKENS))
+    assert onednn and losses.isnan().nonzero().flatten().tolist() == [5]
+
+
+def test_shapes_alone_go_the_same_way(onednn):
+    """So that memory is predicted from what the loss allocates."""
+    with FakeTensorMode():
+        hidden, layer, out = torch.zeros(50, SIZE), torch.zeros(VOCAB, SIZE), torch.zeros(50, VOCAB)
+        products.to_words(hidden, layer, None, out)
+        assert products.from_words(out, layer).shape == hidden.shape
+    assert len(onednn) == 3 + 1
+
+
+# -- who gets them -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_another_precision_stays_where_it_is(through_onednn, dtype):
-    assert not products.is_faster_in_onednn(torch.zeros(VOCAB, SIZE, dtype=dtype))
+def test_another_precision_stays_where_it_is(onednn, dtype):
+    assert not products.goes_through_onednn(weight(dtype=dtype))
 
 
-def test_who_turns_onednn_off_gets_none_of_it(through_onednn, monkeypatch):
+def test_few_words_stay_where_they_are(onednn):
+    assert products.goes_through_onednn(weight(40)) and not products.goes_through_onednn(weight(39))
+
+
+def test_a_turned_weight_and_one_with_gaps_stay_with_what_is_fast(onednn):
+    hidden, out = drawn(20, SIZE), torch.empty(20, VOCAB)
+    for layer in (drawn(SIZE, VOCAB).t(), drawn(VOCAB, 2 * SIZE)[:, ::2]):
+        products.to_words(hidden, layer, None, out)
+        assert is_near(out, hidden.double() @ layer.double().t())
+        assert is_near(products.from_words(out, layer), out.double() @ layer.double())
+    assert not onednn
+
+
+def test_who_turns_onednn_off_gets_none_of_it(onednn, monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert not products.is_faster_in_onednn(torch.zeros(VOCAB, SIZE))
+    assert not products.goes_through_onednn(weight())
 
 
-def test_few_words_stay_where_they_are(through_onednn):
-    assert not products.is_faster_in_onednn(torch.zeros(39, SIZE))
-
-
-def test_shapes_alone_are_not_multiplied(through_onednn):
-    with FakeTensorMode():
-        assert not products.is_faster_in_onednn(torch.zeros(VOCAB, SIZE))
-
-
-def test_another_form_of_the_operator_is_left_alone(monkeypatch):
-    monkeypatch.setattr(products, "_is_amd", lambda: True)
+def test_another_form_of_the_operator_is_left_alone(onednn, monkeypatch):
     monkeypatch.setattr(products, "SCHEMA", products.SCHEMA.replace("Tensor W", "Tensor W, int groups"))
     products._operator.cache_clear()
     try:
-        assert not products.is_faster_in_onednn(torch.zeros(VOCAB, SIZE))
+        assert not products.goes_through_onednn(weight())
     finally:
         products._operator.cache_clear()
+
+
+REFUSED = products._may_be_refused_memory
+"""As it is outside of the fixture."""
+
+
+@pytest.mark.parametrize("kind", ["RLIMIT_DATA", "RLIMIT_AS", None])
+def test_a_process_with_a_limit_stays_with_what_raises(onednn, monkeypatch, kind):
+    monkeypatch.setattr(products, "_may_be_refused_memory", REFUSED)
+    monkeypatch.setattr(products, "_counts_every_page", lambda: False)
+    limits = {getattr(resource, kind): (2**40, resource.RLIM_INFINITY)} if kind else {}
+    free = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: limits.get(asked, free))
+    assert products.goes_through_onednn(weight()) == (kind is None)
+    monkeypatch.setattr(products, "_counts_every_page", lambda: True)
+    assert not products.goes_through_onednn(weight())
 
 
 @pytest.mark.parametrize(
@@ -99,3 +163,31 @@ def test_the_maker_of_the_processor_is_read(tmp_path: Path, content, is_amd):
     if content is not None:
         path.write_text(content)
     assert products._is_amd.__wrapped__(path) == is_amd
+
+
+@pytest.mark.parametrize(("content", "counts"), [("2\n", True), ("0\n", False), (None, False)])
+def test_the_way_linux_gives_memory_is_read(tmp_path: Path, content, counts):
+    path = tmp_path / "overcommit_memory"
+    if content is not None:
+        path.write_text(content)
+    assert products._counts_every_page.__wrapped__(path) == counts
+
+
+# -- what is counted ---------------------------------------------------------------------------------------------------
+
+
+def test_the_peak_of_this_cpu_is_measured_by_the_faster_library(either, monkeypatch):
+    asked = []
+    monkeypatch.setattr(flops, "MATRIX_SIDE", 64)
+    monkeypatch.setattr(flops, "MEASURE_S", 0.0)
+    monkeypatch.setattr(flops, "by_onednn", lambda *given: asked.append("oneDNN"))
+    monkeypatch.setattr(torch, "mm", lambda *given: asked.append("MKL"))
+    assert flops.measured_tflops("fp32") > 0 and set(asked) == {either}
+    asked.clear()
+    assert flops.measured_tflops("bf16") > 0 and set(asked) == {"MKL"}
+
+
+def test_operations_are_counted_where_the_counter_knows_the_product(onednn):
+    with flops._no_fused_kernels():
+        assert not products.goes_through_onednn(weight())
+    assert products.goes_through_onednn(weight())

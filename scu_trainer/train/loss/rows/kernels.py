@@ -2,7 +2,8 @@
 
 ``chunked_linear_cross_entropy`` is output layer and loss in one: it takes some rows of the hidden states through the
 layer, reads their losses, turns their logits into the gradient where they lie, adds that to the gradients of hidden
-states, weight and bias, and goes on with the next rows. The logits of one chunk are all that ever exists.
+states, weight and bias, and goes on with the next rows. The logits of one chunk, and at most a block of them twice, are
+all that ever exists.
 
 The gradient is that of sum(token_weights · losses), made during the forward; the backward multiplies it by
 grad_output / divisor. So no division by a large number of tokens comes near half precision, and a loss scale acts as
@@ -27,8 +28,11 @@ from scu_trainer.train.loss.rows.softmax import kernel_for
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
 ROWS = 256
-"""Of a chunk on a CPU: with fewer the weight is read and its gradient written too often (64 rows of 128,000 words take
-1.3 times as long per row), more save no time (``python benchmarks/headline/chunked_loss.py``)."""
+"""Of a chunk, but on CUDA: with fewer the weight is read and its gradient written too often (64 rows of 128,000 words
+take 1.3 times as long per row), more save no time."""
+
+ALIGNED_ROWS = 16
+"""Chunks but the last have a multiple of it: kernels are made for such sizes, and oneDNN makes one for every size."""
 
 WEIGHT = 1
 """Its position among the inputs of the autograd function."""
@@ -38,11 +42,12 @@ CARD_SHARE, MOST_ROWS_ON_CARD = 64, 2048
 memory, not of what is free: sums in another order for every run would be another run."""
 
 PART_BYTES = 32 * 2**20
-"""Of a product in half precision that is added to a float32 sum: it is a tensor of its own."""
+"""Of a tensor that exists only on the way: a product in half precision that is added to a float32 sum, logits that are
+read in float32."""
 
 
 def rows_in_chunk(vocab: int, device: Optional[torch.device] = None) -> int:
-    """ROWS, on a CUDA ``device`` those whose float32 logits take a share of its memory if that are more."""
+    """ROWS, on a CUDA ``device`` those whose float32 logits take a share of its memory where those are more."""
     if device is None or device.type != "cuda" or not torch.cuda.is_available():
         return ROWS
     chunk_bytes = torch.cuda.get_device_properties(device).total_memory // CARD_SHARE
@@ -115,9 +120,15 @@ class _Work:
         """(tokens, whether they have a gradient) of each chunk."""
         sections = (self.order[: self.learned], with_gradient), (self.order[self.learned :], False)
         for section, has_gradient in sections:
-            count = -(-len(section) // self.rows_per_chunk)
-            for tokens in section.tensor_split(count) if count else ():  # alike: a short one is slow for its size
+            for tokens in section.split(self.longest_chunk(len(section))) if len(section) else ():
                 yield tokens, has_gradient
+
+    def longest_chunk(self, tokens: int) -> int:
+        """Of so many tokens. All chunks but the last are as long, and that one nearly: short ones are slow for their
+        size."""
+        count = max(1, -(-tokens // self.rows_per_chunk))
+        alike = -(-tokens // count)
+        return min(self.rows_per_chunk, -(-alike // ALIGNED_ROWS) * ALIGNED_ROWS)
 
     def weights_of(self, tokens: Tensor) -> Optional[Tensor]:
         """(rows, 1), or None for all ones."""
@@ -237,7 +248,8 @@ class _OutputLayer:
         self.bias = None if bias is None else bias.to(work.compute_dtype)
         self.softcap = work.softcap
         self.kernel = kernel_for(weight.device, work.loss_dtype)
-        shape = min(work.rows_per_chunk, len(work.order)), weight.size(0)
+        longest = max(map(work.longest_chunk, (work.learned, len(work.order) - work.learned)))
+        shape = min(longest, len(work.order)), weight.size(0)
         self.product = new_empty(weight, shape, work.compute_dtype)
         is_exact = work.compute_dtype == work.loss_dtype
         self.logits = self.product if is_exact else new_empty(weight, shape, work.loss_dtype)
@@ -302,7 +314,7 @@ def token_losses_of_logits(
     """
     flat, targets = logits.reshape(-1, logits.size(-1)), targets.reshape(-1)
     losses = flat.new_zeros(len(flat), dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
-    step = rows_per_chunk or rows_in_chunk(flat.size(1), flat.device)
+    step = rows_per_chunk or max(ROWS, PART_BYTES // (4 * max(1, flat.size(1))))
     for start in range(0, len(flat), step):
         chunk = flat[start : start + step].to(losses.dtype)
         chunk_targets = targets[start : start + step]

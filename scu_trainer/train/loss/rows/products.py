@@ -1,9 +1,9 @@
-"""The two products of the output layer that are made at every chunk, by the faster of torch's two libraries.
+"""Two of the three products of the output layer, by the faster of torch's two libraries for float32 on a CPU.
 
-In float32 on a CPU torch multiplies with MKL, which takes its slower kernels on processors of AMD. oneDNN, which torch
-brings too and multiplies half precision with, takes the same instructions on every processor: there the logits come
-1.3 to 1.5 times as fast, the gradient of the hidden states 1.1 to 1.2 times (``python benchmarks/studies/products.py``).
-The gradient of the weight stays with MKL, which adds to a sum and is the faster one.
+torch multiplies with MKL, which takes slower kernels on processors of AMD. oneDNN, which torch brings too and uses for
+half precision, chooses by what a processor can do, not by who made it. What that gives on a machine, with two threads so
+far: ``python benchmarks/studies/products.py``. The gradient of the weight stays with MKL, which adds to a sum and is
+faster there.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-BLOCK_ROWS, BLOCK_WORDS = 320, 16_000
-"""Of one product of logits: with more rows oneDNN is slower, and the tensor that it returns leaves the cache before it is
-copied."""
+FEWEST_WORDS = 16_000
+"""Of an output layer for which oneDNN is asked: with few words it is no faster."""
+
+BLOCK_WORDS = 16_000
+"""oneDNN returns a tensor of its own: that of 256 rows of so many words stays in the cache until it is copied."""
 
 SCHEMA = (
     "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) -> Tensor Y"
@@ -28,12 +29,10 @@ SCHEMA = (
 
 def to_words(rows: Tensor, weight: Tensor, bias: Optional[Tensor], out: Tensor) -> None:
     """out (rows, vocab) = rows (rows, size) · weightᵀ + bias."""
-    if is_faster_in_onednn(weight):
-        blocks = -(-len(rows) // BLOCK_ROWS)
-        for some, target in zip(rows.tensor_split(blocks), out.tensor_split(blocks), strict=True):
-            for start in range(0, len(weight), BLOCK_WORDS):
-                words = slice(start, start + BLOCK_WORDS)
-                target[:, words] = _onednn(some, weight[words], None if bias is None else bias[words])
+    if goes_through_onednn(weight):
+        for start in range(0, len(weight), BLOCK_WORDS):
+            words = slice(start, start + BLOCK_WORDS)
+            out[:, words] = by_onednn(rows, weight[words], None if bias is None else bias[words])
     elif bias is None:
         torch.mm(rows, weight.t(), out=out)
     else:
@@ -42,19 +41,27 @@ def to_words(rows: Tensor, weight: Tensor, bias: Optional[Tensor], out: Tensor) 
 
 def from_words(signal: Tensor, weight: Tensor) -> Tensor:
     """signal (rows, vocab) · weight (vocab, size)."""
-    return _onednn(signal, weight.t(), None) if is_faster_in_onednn(weight) else torch.mm(signal, weight)
+    return by_onednn(signal, weight.t()) if goes_through_onednn(weight) else torch.mm(signal, weight)
 
 
-def is_faster_in_onednn(weight: Tensor) -> bool:
-    """Of a layer with few words it is not."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or len(weight) < BLOCK_WORDS:
+def goes_through_onednn(weight: Tensor) -> bool:
+    """Whether the products of the output layer ``weight`` (vocab, size) are oneDNN's.
+
+    Not those of a weight with gaps or a turned one, for which oneDNN has slow kernels, and not in a process whose
+    memory has a limit: oneDNN may crash, instead of raising, where it is refused memory.
+    """
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
         return False
-    if isinstance(weight, FakeTensor) or not torch.backends.mkldnn.enabled:
-        return False
-    return _operator() is not None and _is_amd()
+    return len(weight) >= FEWEST_WORDS and is_onednn_faster() and not _may_be_refused_memory()
 
 
-def _onednn(rows: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+def is_onednn_faster() -> bool:
+    """In float32 on this machine, as far as we know. Who turns ``torch.backends.mkldnn`` off gets none of it."""
+    return torch.backends.mkldnn.enabled and torch.backends.mkl.is_available() and _is_amd() and _operator() is not None
+
+
+def by_onednn(rows: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+    """rows (rows, inner) · weightᵀ (inner, outer) + bias, where ``is_onednn_faster``."""
     return _operator()(rows, weight, bias, "none", [], "")
 
 
@@ -69,3 +76,17 @@ def _operator() -> Optional[Any]:
 def _is_amd(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """False where the system has no such file: MKL then stays what it is."""
     return cpuinfo.is_file() and "AuthenticAMD" in cpuinfo.read_text()
+
+
+def _may_be_refused_memory() -> bool:
+    """Asked every time: a process may change its soft limit."""
+    import resource  # only of systems that have a /proc/cpuinfo
+
+    soft = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
+    return _counts_every_page() or any(limit != resource.RLIM_INFINITY for limit in soft)
+
+
+@functools.cache
+def _counts_every_page(setting: Path = Path("/proc/sys/vm/overcommit_memory")) -> bool:
+    """Whether Linux refuses what it could not hold, instead of ending a process later."""
+    return setting.is_file() and setting.read_text().strip() == "2"
