@@ -41,7 +41,7 @@ def main() -> None:
     shapes, repeats = (SHAPES[:1], 2) if given.quick else (SHAPES, given.repeats)
     results = [measured(words, size, repeats) for words, size in shapes]
     square = torch.randn(SIDE, SIDE)
-    all_ratio = ratio(lambda: products.from_words(square, square), repeats)
+    all_ratio = ratio(lambda: products.from_words(square, square, square), repeats)
     rows = [
         [f"{one['words']:,} words x {one['size']:,}", str(one["rows"]), f"{one['logits']:.2f}", f"{one['hidden']:.2f}"]
         for one in results
@@ -72,7 +72,7 @@ def measured(words: int, size: int, repeats: int) -> dict[str, float]:
         "size": size,
         "rows": rows,
         "logits": ratio(lambda: products.to_words(hidden, weight, None, logits), repeats),
-        "hidden": ratio(lambda: products.from_words(logits, weight), repeats),
+        "hidden": ratio(lambda: products.from_words(logits, logits, weight), repeats),
     }
 
 

@@ -57,12 +57,12 @@ def is_near(found: torch.Tensor, exact: torch.Tensor) -> bool:
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_products_are_those_of_the_layer(either, onednn, rows, with_bias):
     hidden, layer, bias = drawn(rows, SIZE), drawn(VOCAB, SIZE), drawn(VOCAB) if with_bias else None
-    buffer = torch.full((rows + 3, VOCAB), float("nan"))
+    buffer = torch.full((rows + products.ALIGNED_ROWS, VOCAB), float("nan"))
     products.to_words(hidden, layer, bias, buffer[:rows])
     assert is_near(buffer[:rows], linear(hidden.double(), layer.double(), bias.double() if with_bias else None))
     assert buffer[rows:].isnan().all()
-    signal = drawn(rows, VOCAB)
-    assert is_near(products.from_words(signal, layer), signal.double() @ layer.double())
+    signal = buffer[:rows].copy_(drawn(rows, VOCAB))
+    assert is_near(products.from_words(signal, buffer, layer), signal.double() @ layer.double())
     assert len(onednn) == (3 + 1 if either == "oneDNN" else 0)  # logits in three blocks, then all words at once
 
 
@@ -73,9 +73,9 @@ def test_loss_and_gradients_are_those_in_double_precision(onednn, with_weights, 
     targets, weights = torch.arange(TOKENS), drawn(TOKENS).abs() if with_weights else None
     exact = [part.double().requires_grad_() for part in parts]
     logits = linear(*exact)
-    losses = cross_entropy(
-        torch.tanh(logits / softcap) * softcap if softcap else logits, targets, reduction="none"
-    ) * (1 if weights is None else weights)
+    losses = cross_entropy(torch.tanh(logits / softcap) * softcap if softcap else logits, targets, reduction="none") * (
+        1 if weights is None else weights
+    )
     expected = torch.autograd.grad(losses.sum() / 7, exact)
     ours = [part.requires_grad_() for part in parts]
     loss, _ = chunked_linear_cross_entropy(
@@ -99,8 +99,17 @@ def test_shapes_alone_go_the_same_way(onednn):
     with FakeTensorMode():
         hidden, layer, out = torch.zeros(50, SIZE), torch.zeros(VOCAB, SIZE), torch.zeros(50, VOCAB)
         products.to_words(hidden, layer, None, out)
-        assert products.from_words(out, layer).shape == hidden.shape
+        assert products.from_words(out, torch.zeros(64, VOCAB), layer).shape == hidden.shape
     assert len(onednn) == 3 + 1
+
+
+def test_few_shapes_are_asked_for(onednn):
+    """oneDNN keeps a kernel for each."""
+    layer = drawn(VOCAB, SIZE).requires_grad_()
+    for tokens in range(1, 300, 7):
+        hidden = drawn(tokens, SIZE).requires_grad_()
+        chunked_linear_cross_entropy(hidden, layer, None, torch.arange(tokens) % VOCAB)[0].backward()
+    assert {len(rows) for rows, *_ in onednn} == set(range(32, 257, 32))
 
 
 # -- who gets them -----------------------------------------------------------------------------------------------------
@@ -120,7 +129,7 @@ def test_a_turned_weight_and_one_with_gaps_stay_with_what_is_fast(onednn):
     for layer in (drawn(SIZE, VOCAB).t(), drawn(VOCAB, 2 * SIZE)[:, ::2]):
         products.to_words(hidden, layer, None, out)
         assert is_near(out, hidden.double() @ layer.double().t())
-        assert is_near(products.from_words(out, layer), out.double() @ layer.double())
+        assert is_near(products.from_words(out, out, layer), out.double() @ layer.double())
     assert not onednn
 
 

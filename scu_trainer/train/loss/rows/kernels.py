@@ -23,16 +23,13 @@ from torch.nn.functional import cross_entropy
 
 from scu_trainer.train.loss.rows.gradient_sums import may_add_to_gradient
 from scu_trainer.train.loss.rows.pages import new_empty, new_zeros
-from scu_trainer.train.loss.rows.products import from_words, to_words
+from scu_trainer.train.loss.rows.products import ALIGNED_ROWS, from_words, rows_with_room, to_words
 from scu_trainer.train.loss.rows.softmax import kernel_for
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
 ROWS = 256
 """Of a chunk, but on CUDA: with fewer the weight is read and its gradient written too often (64 rows of 128,000 words
 take 1.3 times as long per row), more save no time."""
-
-ALIGNED_ROWS = 16
-"""Chunks but the last have a multiple of it: kernels are made for such sizes, and oneDNN makes one for every size."""
 
 WEIGHT = 1
 """Its position among the inputs of the autograd function."""
@@ -249,7 +246,7 @@ class _OutputLayer:
         self.softcap = work.softcap
         self.kernel = kernel_for(weight.device, work.loss_dtype)
         longest = max(map(work.longest_chunk, (work.learned, len(work.order) - work.learned)))
-        shape = min(longest, len(work.order)), weight.size(0)
+        shape = rows_with_room(min(longest, len(work.order)), self.weight), weight.size(0)
         self.product = new_empty(weight, shape, work.compute_dtype)
         is_exact = work.compute_dtype == work.loss_dtype
         self.logits = self.product if is_exact else new_empty(weight, shape, work.loss_dtype)
@@ -283,7 +280,7 @@ class _Gradients:
             self.bias += signal.sum(0) if token_weights is None else signal.t().mv(token_weights.squeeze(1))
         factor = layer.as_factor(signal)
         if self.hidden is not None:
-            part = from_words(factor, layer.weight).to(self.hidden.dtype)
+            part = from_words(factor, layer.product, layer.weight).to(self.hidden.dtype)
             self.hidden.index_copy_(0, tokens, part if token_weights is None else part.mul_(token_weights))
         if self.weight is not None:
             weighted = rows if token_weights is None else (rows * token_weights).to(rows.dtype)
