@@ -1,8 +1,9 @@
 """Two of the three products of the output layer, by the faster of torch's two libraries for float32 on a CPU.
 
 torch multiplies with MKL, which takes slower kernels on processors of AMD. oneDNN, which torch brings too and uses for
-half precision, chooses by what a processor can do, not by who made it. What that gives on a machine, so far on two cores:
-``python benchmarks/studies/products.py``. The gradient of the weight stays with MKL, which adds to a sum and is faster.
+half precision, chooses by what a processor can do, not by who made it. ``python benchmarks/studies/products.py`` says
+what that gives, measured on two cores so far. The gradient of the weight stays with MKL, which adds to a sum and is
+faster there.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ BLOCK_WORDS = 2_000
 and leaves no large holes behind. Blocks of 16,000 are 3 % faster and left 20 MiB."""
 
 ALIGNED_ROWS = 32
-"""oneDNN compiles a kernel for every shape and keeps it: only multiples of it are asked for. With all sizes up to 256 a
-process grew by 300 MiB, and by 2 GiB with what malloc could not use again between them and blocks of 16,000 words."""
+"""oneDNN compiles a kernel for every shape and keeps it: only multiples of it are asked for. With all sizes up to 256
+a process grew by 300 MiB, and by 2 GiB with what malloc could not use again between them and blocks of 16,000 words."""
 
 SCHEMA = (
     "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) -> Tensor Y"
@@ -46,8 +47,10 @@ def to_words(rows: Tensor, weight: Tensor, bias: Optional[Tensor], out: Tensor) 
 
 
 def from_words(signal: Tensor, buffer: Tensor, weight: Tensor) -> Tensor:
-    """signal (rows, vocab) · weight (vocab, size). buffer (``rows_with_room`` or more, vocab): begins with ``signal``, and
-    what lies behind does not matter."""
+    """signal (rows, vocab) · weight (vocab, size).
+
+    buffer (``rows_with_room`` or more, vocab): begins with ``signal``, and what lies behind does not matter.
+    """
     if goes_through_onednn(weight):
         return by_onednn(buffer[: rows_with_room(len(signal), weight)], weight.t())[: len(signal)]
     return torch.mm(signal, weight)
