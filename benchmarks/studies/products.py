@@ -3,8 +3,8 @@
     python benchmarks/studies/products.py [--repeats 21] [--quick]
 
 Rows, words and hidden size of a chunk as the loss cuts it, float32, as many threads as torch takes. A ratio is MKL's
-time over oneDNN's: above 1 oneDNN is faster. "All" is the speed of a product of square matrices by either library:
-how far apart they are on this processor where nothing else counts.
+time over oneDNN's: above 1 oneDNN is faster. The last line is a product of square matrices:
+how far apart the libraries are on this processor where nothing else counts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     shapes, repeats = (SHAPES[:1], 2) if given.quick else (SHAPES, given.repeats)
     results = [measured(words, size, repeats) for words, size in shapes]
     square = torch.randn(SIDE, SIDE)
-    all_ratio = ratio(lambda: products.from_words(square, square, square), repeats)
+    square_ratio = ratio(lambda: products.from_words(square, square, square), repeats)
     rows = [
         [f"{one['words']:,} words x {one['size']:,}", str(one["rows"]), f"{one['logits']:.2f}", f"{one['hidden']:.2f}"]
         for one in results
@@ -55,7 +55,10 @@ def main() -> None:
     finish(
         "products",
         f"{torch.get_num_threads()} threads, float32",
-        Grid(heads, [*rows, [f"all, {SIDE:,} x {SIDE:,}", str(SIDE), f"{all_ratio:.2f}", f"{all_ratio:.2f}"]]),
+        Grid(
+            heads,
+            [*rows, [f"square matrices, {SIDE:,} x {SIDE:,}", str(SIDE), f"{square_ratio:.2f}", f"{square_ratio:.2f}"]],
+        ),
         figures,
         quick=given.quick,
         repeats=repeats,

@@ -131,7 +131,7 @@ def profile(paths: Iterable[Path], measure_disks: bool = True, root: Path = cgro
 def cpu(root: Path = cgroup.ROOT) -> Cpu:
     import psutil
 
-    words = _cpuinfo(root)
+    words = cpuinfo(root)
     return Cpu(
         name=words.get("model name") or platform.processor() or platform.machine(),
         architecture=platform.machine(),
@@ -148,7 +148,7 @@ def cpu_features(flags: str) -> tuple[str, ...]:
     return tuple(name for name in CPU_FEATURES if name in known)
 
 
-def _cpuinfo(root: Path) -> dict[str, str]:
+def cpuinfo(root: Path = cgroup.ROOT) -> dict[str, str]:
     """Of the first processor; empty where the system has no such file."""
     path = root / "proc" / "cpuinfo"
     if not path.is_file():

@@ -168,18 +168,20 @@ def test_a_process_with_a_limit_stays_with_what_raises(onednn, monkeypatch, kind
     [("vendor_id\t: AuthenticAMD\n", True), ("vendor_id\t: GenuineIntel\n", False), (None, False)],
 )
 def test_the_maker_of_the_processor_is_read(tmp_path: Path, content, is_amd):
-    path = tmp_path / "cpuinfo"
+    path = tmp_path / "proc" / "cpuinfo"
+    path.parent.mkdir()
     if content is not None:
         path.write_text(content)
-    assert products._is_amd.__wrapped__(path) == is_amd
+    assert products._is_amd.__wrapped__(tmp_path) == is_amd
 
 
 @pytest.mark.parametrize(("content", "counts"), [("2\n", True), ("0\n", False), (None, False)])
 def test_the_way_linux_gives_memory_is_read(tmp_path: Path, content, counts):
-    path = tmp_path / "overcommit_memory"
+    path = tmp_path / "proc" / "sys" / "vm" / "overcommit_memory"
+    path.parent.mkdir(parents=True)
     if content is not None:
         path.write_text(content)
-    assert products._counts_every_page.__wrapped__(path) == counts
+    assert products._counts_every_page.__wrapped__(tmp_path) == counts
 
 
 # -- what is counted ---------------------------------------------------------------------------------------------------

@@ -23,13 +23,13 @@ from torch.nn.functional import cross_entropy
 
 from scu_trainer.train.loss.rows.gradient_sums import may_add_to_gradient
 from scu_trainer.train.loss.rows.pages import new_empty, new_zeros
-from scu_trainer.train.loss.rows.products import ALIGNED_ROWS, from_words, rows_with_room, to_words
+from scu_trainer.train.loss.rows.products import aligned, from_words, rows_with_room, to_words
 from scu_trainer.train.loss.rows.softmax import kernel_for
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
 ROWS = 256
-"""Of a chunk, but on CUDA: with fewer the weight is read and its gradient written too often (64 rows of 128,000 words
-take 1.3 times as long per row), more save no time."""
+"""Of a chunk, except on CUDA: with fewer the weight is read and its gradient written too often (64 rows of 128,000
+words take 1.3 times as long per row), more save no time."""
 
 WEIGHT = 1
 """Its position among the inputs of the autograd function."""
@@ -124,8 +124,7 @@ class _Work:
         """Of so many tokens. All chunks but the last are as long, and that one nearly: short ones are slow for their
         size."""
         count = max(1, -(-tokens // self.rows_per_chunk))
-        alike = -(-tokens // count)
-        return min(self.rows_per_chunk, -(-alike // ALIGNED_ROWS) * ALIGNED_ROWS)
+        return min(self.rows_per_chunk, aligned(-(-tokens // count)))
 
     def weights_of(self, tokens: Tensor) -> Optional[Tensor]:
         """(rows, 1), or None for all ones."""
@@ -311,7 +310,8 @@ def token_losses_of_logits(
     """
     flat, targets = logits.reshape(-1, logits.size(-1)), targets.reshape(-1)
     losses = flat.new_zeros(len(flat), dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
-    step = rows_per_chunk or max(ROWS, PART_BYTES // (4 * max(1, flat.size(1))))
+    vocab = flat.size(1)
+    step = rows_per_chunk or max(rows_in_chunk(vocab, flat.device), PART_BYTES // (4 * vocab))
     for start in range(0, len(flat), step):
         chunk = flat[start : start + step].to(losses.dtype)
         chunk_targets = targets[start : start + step]

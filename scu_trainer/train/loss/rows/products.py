@@ -1,9 +1,9 @@
 """Two of the three products of the output layer, by the faster of torch's two libraries for float32 on a CPU.
 
-torch multiplies with MKL, which takes slower kernels on processors of AMD. oneDNN, which torch brings too and uses for
-half precision, chooses by what a processor can do, not by who made it. ``python benchmarks/studies/products.py`` says
-what that gives, measured on two cores so far. The gradient of the weight stays with MKL, which adds to a sum and is
-faster there.
+torch multiplies with MKL, which takes slower kernels on AMD processors. oneDNN, which is part of torch too and does its
+half precision, chooses kernels by instruction set, not by vendor. ``python benchmarks/studies/products.py`` measures
+the difference; so far that was done on two cores only. The gradient of the weight stays with MKL, which adds to a sum
+and is faster there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from scu_trainer.hardware import cgroup
+from scu_trainer.hardware.profile import cpuinfo
 
 FEWEST_WORDS = 16_000
 """Of an output layer for which oneDNN is asked: with few words it is no faster."""
@@ -36,7 +39,7 @@ SCHEMA = (
 def to_words(rows: Tensor, weight: Tensor, bias: Optional[Tensor], out: Tensor) -> None:
     """out (rows, vocab) = rows (rows, size) · weightᵀ + bias."""
     if goes_through_onednn(weight):
-        filled = pad(rows, (0, 0, 0, rows_with_room(len(rows), weight) - len(rows)))
+        filled = pad(rows, (0, 0, 0, aligned(len(rows)) - len(rows)))
         for start in range(0, len(weight), BLOCK_WORDS):
             words = slice(start, start + BLOCK_WORDS)
             out[:, words] = by_onednn(filled, weight[words], None if bias is None else bias[words])[: len(rows)]
@@ -52,20 +55,25 @@ def from_words(signal: Tensor, buffer: Tensor, weight: Tensor) -> Tensor:
     buffer (``rows_with_room`` or more, vocab): begins with ``signal``, and what lies behind does not matter.
     """
     if goes_through_onednn(weight):
-        return by_onednn(buffer[: rows_with_room(len(signal), weight)], weight.t())[: len(signal)]
+        return by_onednn(buffer[: aligned(len(signal))], weight.t())[: len(signal)]
     return torch.mm(signal, weight)
 
 
 def rows_with_room(rows: int, weight: Tensor) -> int:
     """How many rows a buffer of ``rows`` logits is to have."""
-    return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS if goes_through_onednn(weight) else rows
+    return aligned(rows) if goes_through_onednn(weight) else rows
+
+
+def aligned(rows: int) -> int:
+    """``rows`` rounded up to a multiple of ALIGNED_ROWS."""
+    return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS
 
 
 def goes_through_onednn(weight: Tensor) -> bool:
     """Whether the products of the output layer ``weight`` (vocab, size) are oneDNN's.
 
-    Not those of a weight with gaps or a turned one, for which oneDNN has slow kernels, and not in a process whose
-    memory has a limit: oneDNN may crash, instead of raising, where it is refused memory.
+    Not those of a weight that is not contiguous, for which oneDNN has slow kernels, and not in a process with a limit
+    on its memory: where an allocation fails, oneDNN may crash instead of raising.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
         return False
@@ -73,7 +81,7 @@ def goes_through_onednn(weight: Tensor) -> bool:
 
 
 def is_onednn_faster() -> bool:
-    """In float32 on this machine, as far as we know. Who turns ``torch.backends.mkldnn`` off gets none of it."""
+    """In float32 on this machine: on an AMD processor, unless ``torch.backends.mkldnn`` is turned off."""
     return torch.backends.mkldnn.enabled and torch.backends.mkl.is_available() and _is_amd() and _operator() is not None
 
 
@@ -90,13 +98,13 @@ def _operator() -> Optional[Any]:
 
 
 @functools.cache
-def _is_amd(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """False where the system has no such file: MKL then stays what it is."""
-    return cpuinfo.is_file() and "AuthenticAMD" in cpuinfo.read_text()
+def _is_amd(root: Path = cgroup.ROOT) -> bool:
+    """False where the system does not say so: MKL is then used as before."""
+    return cpuinfo(root).get("vendor_id") == "AuthenticAMD"
 
 
 def _may_be_refused_memory() -> bool:
-    """Asked every time: a process may change its soft limit."""
+    """Not cached: a process may change its soft limit."""
     import resource  # only of systems that have a /proc/cpuinfo
 
     soft = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
@@ -104,6 +112,7 @@ def _may_be_refused_memory() -> bool:
 
 
 @functools.cache
-def _counts_every_page(setting: Path = Path("/proc/sys/vm/overcommit_memory")) -> bool:
-    """Whether Linux refuses what it could not hold, instead of ending a process later."""
+def _counts_every_page(root: Path = cgroup.ROOT) -> bool:
+    """Whether Linux does not overcommit memory: allocations then fail, instead of a process being killed later."""
+    setting = root / "proc" / "sys" / "vm" / "overcommit_memory"
     return setting.is_file() and setting.read_text().strip() == "2"
