@@ -84,10 +84,14 @@ MADE: dict[str, Callable[[int], Iterator[str]]] = {"sums": sums, "rot13": rot13}
 
 
 def text_settings(name: str, **changes: Any) -> DataSettings:
+    return DataSettings(**{**ROWS, **_source(name), **changes})
+
+
+def _source(name: str) -> dict[str, Any]:
     given = dict(TEXTS[name])
     if given["dataset"] in MADE:
         given["dataset"] = str(_file(given["dataset"], given["dataset_size"]))
-    return DataSettings(**{**ROWS, **given, **changes})
+    return given
 
 
 def _file(name: str, count: int) -> Path:
@@ -135,7 +139,7 @@ def _pretrain(new: Path, text: str, size: str) -> None:
     tokenizer = embedded_tokenizer(default_cache_dir(None))
     model = LlamaForCausalLM(_shape(tokenizer, SIZES[size]["hidden_size"], SIZES[size]["layers"]))
     data = embedded_data(
-        1, **TEXTS[text], block_size=BASE_BLOCK, validation_split_percentage=0.0, isolate_documents=False
+        1, **_source(text), block_size=BASE_BLOCK, validation_split_percentage=0.0, isolate_documents=False
     )
     changes = {
         "max_steps": SIZES[size]["steps"],

@@ -1,14 +1,16 @@
 """Steps that are taken back for a spike: are sound steps left alone, are bad rows found, and what is left in the end?
 
-    python benchmarks/loops/spikes.py [--groups 4] [--seeds 0] [--steps 100] [--rates 0.03]
+    python benchmarks/loops/spikes.py [--groups 4] [--seeds 0] [--steps 100] [--rates 0.03] [--bases embedded docs sums]
 
 sound     ``--groups`` times 32 byte models (``benchmarks/lib/byte_models.py``) and the clean trainings below: how many
           of their steps would be taken back? None in n steps means a rate below 3/n, with 95 % confidence. Their seeds
           begin at FIRST_GROUP: threshold and band were chosen on others.
-injected  the embedded base is tuned by LoRA on its own kind of text, of which a share of the rows is exchanged for bad
-          ones: another script, labels in random order, one token again and again. Contenders: gradient clipping at 1
-          (the default of transformers), the guard beside it, and in its place clipping by rows: the step stands, and
-          rows that stand out count no more than an ordinary one. Held-out bits per token in the end.
+injected  a base is tuned by LoRA on its own kind of text, of which a share of the rows is exchanged for bad ones:
+          another script, labels in random order, one token again and again. Bases: ``embedded``, which knows its text
+          badly; the small ones of the study of retention, which know ``docs`` (prose) or ``sums`` (lines of sums).
+          Contenders: gradient clipping at 1 (the default of transformers), the guard beside it, and in its place
+          clipping by rows: the step stands, and rows that stand out count no more than an ordinary one. Held-out bits
+          per token in the end.
 cost      CPU time inside of the decision over that of the whole training, and clean trainings with over without guard.
 
 Bad rows come after the first FEWEST steps. Contenders of one condition follow each other, with the same weights, rows
@@ -38,12 +40,13 @@ import benchmarks  # noqa: F401 - the first import: it keeps torchao quiet
 import torch
 from transformers import TrainerCallback
 
+from benchmarks.lib import retention_work
 from benchmarks.lib.byte_models import byte_rows, setups, train
 from benchmarks.lib.common import collator, embedded_data, embedded_model, quiet, scratch_arguments
 from benchmarks.lib.outcome import Figure, Grid, finish
 from scu_trainer import SCUTrainer
 from scu_trainer.control.guard.spikes import FEWEST, SpikeConfig, SpikeState, observe
-from scu_trainer.data import default_cache_dir, embedded_tokenizer
+from scu_trainer.data import PreparedData, default_cache_dir, embedded_tokenizer, prepare
 from scu_trainer.data.embedded import python_docs
 from scu_trainer.settings import SafetySettings
 from scu_trainer.train.evaluation.scoring import score_documents
@@ -55,6 +58,7 @@ from scu_trainer.train.run_directory.logs import run_log
 
 MODELS, SERIES_STEPS, FIRST_GROUP = 32, 600, 200
 BLOCK, BATCH, RATE, HELD_OUT_ROWS = 64, 4, 3e-3, 48
+BASES = ("embedded", "docs", "sums")
 MOST_FALSE_ALARMS = 1e-4
 CYRILLIC = [chr(code) for code in range(0x410, 0x450)]
 KINDS = ("other script", "shuffled labels", "one token")
@@ -164,11 +168,22 @@ class Record(TrainerCallback):
             self.series.append((logs["loss"], logs["grad_norm"]))
 
 
-def tuned(name: str, seed: int, steps: int, kind: Optional[str], rate: float) -> dict[str, Any]:
+def data_of(base: str, seed: int) -> PreparedData:
+    if base == "embedded":
+        split = {"dataset_size": 300, "validation_split_percentage": 20}
+        return embedded_data(seed, dataset="stdlib_docstrings", block_size=BLOCK, **split)
+    cache = default_cache_dir(None)
+    settings = retention_work.text_settings(base, block_size=BLOCK)
+    return prepare(settings, embedded_tokenizer(cache), seed=seed, cache_dir=cache, model_name=base)
+
+
+def model_of(base: str, seed: int) -> torch.nn.Module:
+    return embedded_model(seed) if base == "embedded" else retention_work.tuned(base, "small", seed)
+
+
+def tuned(name: str, base: str, seed: int, steps: int, kind: Optional[str], rate: float) -> dict[str, Any]:
     options = dict(CONTENDERS[name])
-    data = embedded_data(
-        seed, dataset="stdlib_docstrings", block_size=BLOCK, dataset_size=300, validation_split_percentage=20
-    )
+    data = data_of(base, seed)
     draw, rows = random.Random(seed), [dict(row) for row in data.train.select(range(steps * BATCH))]
     late = range(FEWEST * BATCH, len(rows))  # those before are not judged, and may teach the model what is bad
     bad = set(draw.sample(late, round(rate * len(late)))) if kind else set()
@@ -200,7 +215,7 @@ def tuned(name: str, seed: int, steps: int, kind: Optional[str], rate: float) ->
         patch.object(SpikeWatch, "is_spike", timed(SpikeWatch.is_spike)),
     ):
         trainer = SCUTrainer(
-            model=embedded_model(seed),
+            model=model_of(base, seed),
             args=arguments,
             data_collator=collator(),
             train_dataset=ListOf(rows),
@@ -212,8 +227,14 @@ def tuned(name: str, seed: int, steps: int, kind: Optional[str], rate: float) ->
         cpu_s = time.process_time() - begun
         held_out = data.eval.select(range(min(HELD_OUT_ROWS, len(data.eval))))
         bits = score_documents(trainer.model, held_out, collator()).bpt
-    found: dict[str, Any] = {"kind": kind or "clean", "rate": rate, "seed": seed, "contender": name, "bits": bits}
-    found |= {"cpu_s": cpu_s, "inside_s": inside[0], "steps": steps, "rows_clipped": clip.clipped if clip else 0}
+    found: dict[str, Any] = {"base": base, "kind": kind or "clean", "rate": rate, "seed": seed, "contender": name}
+    found |= {
+        "bits": bits,
+        "cpu_s": cpu_s,
+        "inside_s": inside[0],
+        "steps": steps,
+        "rows_clipped": clip.clipped if clip else 0,
+    }
     found |= {"bad_rows": len(bad), "series_alarms": alarms(record.series)}
     found |= {"series": [[round(loss, 4), round(norm, 4)] for loss, norm in record.series]}
     found |= {"steps_with_bad_rows": sorted({number // BATCH + 1 for number in bad})}
@@ -243,16 +264,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.03])
+    parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES))
     options = parser.parse_args()
     torch.set_num_threads(1)  # more of them wait for each other on models so small
-    conditions = [(None, 0.0), *((kind, rate) for rate in options.rates for kind in KINDS)]
+    what: list[tuple[Optional[str], float]] = [(None, 0.0), *((kind, rate) for rate in options.rates for kind in KINDS)]
+    conditions = [(base, *one) for base in options.bases for one in what]
     runs: list[dict[str, Any]] = []
     sound: list[dict[str, Any]] = []
     with run_log():
         for seed in options.seeds:
-            for kind, rate in conditions:
+            for base, kind, rate in conditions:
                 for name in CONTENDERS:
-                    runs.append(tuned(name, seed, options.steps, kind, rate))
+                    runs.append(tuned(name, base, seed, options.steps, kind, rate))
                     shown = {
                         k: round(v, 4) if isinstance(v, float) else v for k, v in runs[-1].items() if k != "series"
                     }
@@ -269,7 +292,7 @@ def _finish(runs: list[dict[str, Any]], sound: list[dict[str, Any]], conditions:
     bare = [run for run in clean if run["contender"] == "clipping"]  # the others are the same steps once more
     judged = sum(one["steps"] - MODELS * FEWEST for one in sound) + sum(run["steps"] - FEWEST for run in bare)
     count = sum(one["alarms"] for one in sound) + sum(run["series_alarms"] for run in bare)
-    rows = [_row(kind or "clean", rate, runs) for kind, rate in conditions]
+    rows = [_row(base, kind or "clean", rate, runs) for base, kind, rate in conditions]
     spent = [sum(run["cpu_s"] for run in clean if run["contender"] == name) for name in ("guard", "clipping")]
     injected = [run for run in runs if run["kind"] != "clean" and run["contender"] == "guard"]
     count_bad = sum(run["bad_rows"] for run in injected)
@@ -280,7 +303,10 @@ def _finish(runs: list[dict[str, Any]], sound: list[dict[str, Any]], conditions:
             (3 if count == 0 else _upper(count)) / judged, "lower", target=MOST_FALSE_ALARMS
         ),
         "clean: held-out bits, guard - clipping": Figure(
-            _difference("clean", 0.0, runs), "lower", target=0.0, tolerance=1e-9
+            max(abs(_difference(base, "clean", 0.0, runs=runs)) for base in {base for base, _, _ in conditions}),
+            "lower",
+            target=0.0,
+            tolerance=1e-9,
         ),
         "bad rows in steps that were undone": Figure(
             sum(run["bad_in_undone"] for run in injected) / max(1, count_bad), "higher"
@@ -295,8 +321,16 @@ def _finish(runs: list[dict[str, Any]], sound: list[dict[str, Any]], conditions:
         ),
         "clean trainings, CPU time guard / clipping": Figure(spent[0] / max(1e-9, spent[1]), None),
     }
-    heads = ["rows", *(f"{name}, bits" for name in CONTENDERS), "undone", "bad rows undone", "named", "sound named"]
-    title = f"spikes: {len({run['seed'] for run in runs})} seed(s), LoRA of the embedded base"
+    heads = [
+        "base",
+        "rows",
+        *(f"{name}, bits" for name in CONTENDERS),
+        "undone",
+        "bad rows undone",
+        "named",
+        "sound named",
+    ]
+    title = f"spikes: {len({run['seed'] for run in runs})} seed(s), LoRA"
     finish(
         "spikes", title, Grid(heads, rows), figures, repeats=len({run["seed"] for run in runs}), runs=runs, sound=sound
     )
@@ -307,22 +341,23 @@ def _upper(count: int) -> float:
     return (count + 1) * (1 - 1 / (9 * (count + 1)) + 1.645 / (3 * (count + 1) ** 0.5)) ** 3
 
 
-def _of(kind: str, rate: float, name: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [run for run in runs if (run["kind"], run["rate"], run["contender"]) == (kind, rate, name)]
+def _of(name: str, *condition: Any, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``condition``: base, kind, rate."""
+    return [run for run in runs if (run["contender"], run["base"], run["kind"], run["rate"]) == (name, *condition)]
 
 
-def _difference(kind: str, rate: float, runs: list[dict[str, Any]]) -> float:
-    pairs = zip(_of(kind, rate, "guard", runs), _of(kind, rate, "clipping", runs), strict=True)
+def _difference(*condition: Any, runs: list[dict[str, Any]]) -> float:
+    pairs = zip(_of("guard", *condition, runs=runs), _of("clipping", *condition, runs=runs), strict=True)
     return mean(guard["bits"] - other["bits"] for guard, other in pairs)
 
 
-def _row(kind: str, rate: float, runs: list[dict[str, Any]]) -> list[str]:
-    cells = [f"{mean(run['bits'] for run in _of(kind, rate, name, runs)):.4f}" for name in CONTENDERS]
-    guarded = _of(kind, rate, "guard", runs)
+def _row(base: str, kind: str, rate: float, runs: list[dict[str, Any]]) -> list[str]:
+    cells = [f"{mean(run['bits'] for run in _of(name, base, kind, rate, runs=runs)):.4f}" for name in CONTENDERS]
+    guarded = _of("guard", base, kind, rate, runs=runs)
     total = {key: sum(run[key] for run in guarded) for key in ("skipped_steps", "bad_in_undone", "bad_rows")}
     named = [sum(run[key] for run in guarded) for key in ("named_bad", "named_sound")]
     undone = f"{total['bad_in_undone']} of {total['bad_rows']}"
-    return [f"{kind}, {rate:.0%}", *cells, str(total["skipped_steps"]), undone, str(named[0]), str(named[1])]
+    return [base, f"{kind}, {rate:.0%}", *cells, str(total["skipped_steps"]), undone, str(named[0]), str(named[1])]
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def held_out_settings(subject: Subject, typed: dict[str, Any], seed: int) -> tup
         own = {**asdict(subject.data), "chat_template": None}
         if "dataset" in typed:
             own = {name: value for name, value in own.items() if name not in WHICH_DOCUMENTS}
-        return DataSettings(**{**own, **typed}), subject.run["seed"]
+        return DataSettings(**{**own, **typed}), split_seed(subject.run)
     if not {"dataset", "eval_dataset"} & {*typed}:
         found = (
             "belongs to no run" if Path(subject.source).exists() else "is not a folder here, and a Hub id has no run"
@@ -213,6 +213,11 @@ def own_split(subject: Subject) -> dict[str, Any]:
     return {name: getattr(subject.own(subject.task), name) for name in KINDS[subject.task].split_fields}
 
 
+def split_seed(run: dict[str, Any]) -> int:
+    """That decided what ``run`` held out. Older runs knew one seed for everything."""
+    return run.get("split_seed", run["seed"])
+
+
 def may_have_learned(subject: Subject, settings: DataSettings, seed: int, own: dict[str, Any]) -> bool:
     """Whether documents that ``settings`` and ``own`` (see ``own_split``) hold out can be among those that ``subject``
     was trained on."""
@@ -223,7 +228,8 @@ def may_have_learned(subject: Subject, settings: DataSettings, seed: int, own: d
         return True  # the split of each source is its own
     if subject.task == TEXT and _is_capped_further(settings, subject.data):
         settings = replace(settings, max_eval_documents=subject.data.max_eval_documents)
-    return (_split_rules(subject.data, own_split(subject)), subject.run["seed"]) != (_split_rules(settings, own), seed)
+    own_rules = _split_rules(subject.data, own_split(subject)), split_seed(subject.run)
+    return own_rules != (_split_rules(settings, own), seed)
 
 
 def _is_capped_further(settings: DataSettings, trained: DataSettings) -> bool:

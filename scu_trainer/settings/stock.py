@@ -1,8 +1,13 @@
-"""Numbers that ``transformers.TrainingArguments`` takes without a look, and cannot train with."""
+"""Numbers of ``transformers.TrainingArguments``: those that it takes without a look and cannot train with; seeds."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from scu_trainer.settings.base import MOST_NUMBER, Allowed
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 MOST_SEED = 2**32 - 1
 """numpy's."""
@@ -36,3 +41,8 @@ ALLOWED = {
     "ddp_timeout": Allowed(least=1),
 }
 """Narrower than a number from 0 on, which is what every other field of it must be; see ``settings/base.py``."""
+
+
+def seed_of_data(args: TrainingArguments) -> int:
+    """Of which rows are held out, which are chosen, and their order: ``data_seed``, or ``seed`` where it is not set."""
+    return args.seed if args.data_seed is None else args.data_seed

@@ -29,6 +29,8 @@ from tests import tiny
 
 ROOT = Path(__file__).parents[2]
 WORDS = "the file of a list is read by some function that returns values and writes them back".split()
+FULL = "--tuning full --scu false --seed 7 --data_seed 5".split()
+"""Other weights and order, but the same documents held out."""
 DOCUMENTS, HELD_OUT = 48, 12
 
 
@@ -63,7 +65,7 @@ def work(tmp_path_factory) -> SimpleNamespace:
     }
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     assert train.main([*flags, "--output_dir", str(folder / "lora")]) == 0
-    assert train.main([*flags, "--output_dir", str(folder / "full"), "--tuning", "full", "--scu", "false"]) == 0
+    assert train.main([*flags, "--output_dir", str(folder / "full"), *FULL]) == 0
     return SimpleNamespace(folder=folder, documents=documents, model=model, lora=folder / "lora", full=folder / "full")
 
 
@@ -177,6 +179,20 @@ def test_batches_resamples_and_level(evaluate, work):
 
 
 # -- which documents ---------------------------------------------------------------------------------------------------
+
+
+def test_data_seed_decides_what_is_held_out_and_seed_the_rest(evaluate, work):
+    configs = [read_json(run / "training_config.json") for run in (work.lora, work.full)]
+    assert [(config["seed"], config["split_seed"]) for config in configs] == [(5, 5), (7, 5)]
+    assert configs[0]["data"]["fingerprint"] == configs[1]["data"]["fingerprint"]
+    assert evaluate(work.lora, "--against", work.full)["notes"] == []
+
+
+def test_a_run_from_before_split_seeds_was_split_by_its_seed(evaluate, broken_run):
+    config = read_json(broken_run / "training_config.json")
+    del config["split_seed"]
+    write_json(broken_run / "training_config.json", config)
+    assert evaluate(broken_run)["split_seed"] == 5
 
 
 def test_flags_override_the_data_settings_of_a_run(evaluate, work):

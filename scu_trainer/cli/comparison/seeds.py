@@ -53,10 +53,10 @@ class Seeds(Start):
                 f"stopped: {len(missing)} of {len(states)} seeds are not done; run the same command to continue"
             )
         self.console.print(_table(record["runs"]))
-        fixed = self.plan.resolved[JOB.name].get("eval_dataset") is not None
+        fixed = any(self.plan.resolved[JOB.name].get(name) is not None for name in ("eval_dataset", "data_seed"))
         own_split = (
-            "each seed holds out its own documents, so the spread includes both; set eval_dataset to hold out "
-            "the same ones"
+            "each seed holds out its own documents, so the spread includes both; set data_seed (or eval_dataset) to "
+            "hold out the same ones"
         )
         for line in [
             *spread(record["runs"]),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.cli.configuration import parse_checked
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.cli.subjects import Subject, subject_of
+from scu_trainer.cli.subjects import Subject, split_seed, subject_of
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError, StorageError
 from scu_trainer.hub.local_paths import public_name
 from scu_trainer.models.loading.load import is_adapter
@@ -272,7 +272,7 @@ def loaded_with_rows(subject: Subject) -> tuple[TrainingComponents, str]:
     from scu_trainer.train.job.source import Source
     from scu_trainer.train.tasks import task_of
 
-    task, seed = task_of(subject.task), subject.run["seed"] if subject.run else 0
+    task, seed = task_of(subject.task), split_seed(subject.run) if subject.run else 0
     own = subject.own(subject.task)
     elsewhere = DataSettings(dataset=ALWAYS_THERE, block_size=CHECKED_TOKENS)
     data = replace(subject.data, chat_template=None) if subject.run else elsewhere

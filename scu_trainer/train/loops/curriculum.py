@@ -35,6 +35,7 @@ from scu_trainer.data.store import StoredArrays
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.run_files import write_json
 from scu_trainer.settings import CurriculumSettings
+from scu_trainer.settings.stock import seed_of_data
 from scu_trainer.train.checkpoints.saved_state import read_state, reading
 from scu_trainer.train.curriculum.deliveries import Deliveries, DeliveryCounts
 from scu_trainer.train.curriculum.rules import (
@@ -94,11 +95,6 @@ class CurriculumLoop(Loop):
             self.gather()
         return self.sampler.difficulty
 
-    @property
-    def _seed(self) -> int:
-        args = self.trainer.args
-        return args.seed if args.data_seed is None else args.data_seed
-
     # -- a run ---------------------------------------------------------------------------------------------------------
 
     def loader(self) -> Optional[torch.utils.data.DataLoader]:
@@ -110,7 +106,7 @@ class CurriculumLoop(Loop):
             lengths_of(rows, args.length_column_name),
             self.settings,
             rows_per_batch=trainer._train_batch_size,
-            seed=self._seed,
+            seed=seed_of_data(args),
             rank=args.process_index,
             world=args.world_size,
             content=content_crc32(rows),
@@ -136,7 +132,7 @@ class CurriculumLoop(Loop):
         trainer, own_collator = self.trainer, self.trainer.data_collator
         if hasattr(rows, "column_names"):
             rows = trainer._remove_unused_columns(rows, description="training")
-        self._numbered = Numbered(rows, self._seed)
+        self._numbered = Numbered(rows, seed_of_data(trainer.args))
         trainer.data_collator = NumberedCollator(trainer._get_collator_with_removed_columns(own_collator, "training"))
         try:
             loader = trainer._get_dataloader(

@@ -28,6 +28,7 @@ from scu_trainer.data.text.anchor import Anchor
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.run_files import write_json
 from scu_trainer.settings import RetentionSettings
+from scu_trainer.settings.stock import seed_of_data
 from scu_trainer.train.checkpoints.saved_state import read_state, reading
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.retention.passages import Passages, extra_bits, synchronized
@@ -114,9 +115,8 @@ class Retention(Loop):
         self._timed_from = self._row_s = math.nan
         self.seconds = self._train_s = self.seconds_at_the_ends = 0.0
         if self.replays:
-            seed = args.seed if args.data_seed is None else args.data_seed
             place = {"rank": args.process_index, "world": args.world_size}
-            self.replay = Replay(self.anchor.replayed, self._collate, seed, **place)
+            self.replay = Replay(self.anchor.replayed, self._collate, seed_of_data(args), **place)
 
     def resume_position(self, checkpoint: str, position: tuple[int, int]) -> tuple[int, int]:
         self._resumed_from = Path(checkpoint)

@@ -26,7 +26,7 @@ from scu_trainer.run_files import RunStatus, read_json, require_writable, write_
 from scu_trainer.safe_paths import require_own_folder
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.settings.base import check_values, require
-from scu_trainer.settings.stock import ALLOWED, LEFT_TO_PREFLIGHT
+from scu_trainer.settings.stock import ALLOWED, LEFT_TO_PREFLIGHT, seed_of_data
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.checkpoints.compatibility import check_compatibility
 from scu_trainer.train.checkpoints.writer import written_or_refused
@@ -216,6 +216,7 @@ def _description(
         "versions": versions(),
         "git_commit": git_commit(),
         "seed": job.training.seed,
+        "split_seed": seed_of_data(job.training),
         "world_size": job.training.world_size,
         "data": {"fingerprint": parts.data.fingerprint, **parts.data.statistics.as_dict()},
         "hardware": hardware(job.training.device),

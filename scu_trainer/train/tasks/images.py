@@ -29,6 +29,7 @@ from scu_trainer.models.vision.norms import needs_several_rows, steady_norms
 from scu_trainer.models.vision.view import View, known_classes, view_of
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.images import ImageSettings
+from scu_trainer.settings.stock import seed_of_data
 from scu_trainer.train.evaluation.classification import class_metrics, preprocess_class_logits, score_samples
 from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.job.components import TrainingComponents
@@ -76,7 +77,7 @@ class ImageTask:
             )
 
     def load(self, job: Job, console: Console) -> TrainingComponents:
-        data, view = _prepared(job.model, job.data, job.own, job.training.seed)
+        data, view = _prepared(job.model, job.data, job.own, seed_of_data(job.training))
         teacher = teacher_of(job)
         if teacher is not None:
             require_same(job.model.teacher, known_classes(teacher), tuple(data.label_names), "classes")

@@ -35,6 +35,7 @@ from scu_trainer.models.sensors.loading import (
 from scu_trainer.models.sensors.placing import device_refusal, place_branches
 from scu_trainer.settings.base import require
 from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
+from scu_trainer.settings.stock import seed_of_data
 from scu_trainer.train.evaluation.classification import (
     class_and_report_metrics,
     preprocess_class_and_report,
@@ -161,7 +162,7 @@ class SensorTask:
         data = prepare_sensors(
             job.data,
             own,
-            seed=job.training.seed,
+            seed=seed_of_data(job.training),
             cache_dir=default_cache_dir(job.data.cache_dir),
             report_words=known_report_words(config),
             may_lack_branches=config is not None,

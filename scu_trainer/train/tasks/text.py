@@ -32,6 +32,7 @@ from scu_trainer.models.loading.load import (
 )
 from scu_trainer.models.quantize import require_quantization
 from scu_trainer.settings import DataSettings, ModelSettings
+from scu_trainer.settings.stock import seed_of_data
 from scu_trainer.train.evaluation.scoring import (
     MODEL_INPUTS,
     DocumentScores,
@@ -88,7 +89,8 @@ class TextTask:
         placement = plan_placement(settings, job.memory, free_memory(job.training), device=device)
         if placement is not None:
             console.print(placement.line(checkpoints(job)), soft_wrap=True)
-        of_model = {"seed": job.training.seed, "cache_dir": cache_dir, "model_name": settings.model_name_or_path}
+        seed, name = seed_of_data(job.training), settings.model_name_or_path
+        of_model = {"seed": seed, "cache_dir": cache_dir, "model_name": name}
         of_anchor = {"tokenizer": tokenizer, **of_model}
         say_reading(console, f"the data: {job.data.shown_dataset}")
         data = prepare(packing.applied(job.data), tokenizer, **of_model)

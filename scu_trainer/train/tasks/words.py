@@ -19,6 +19,7 @@ from scu_trainer.models.loading.adapters import AdapterPlan
 from scu_trainer.models.loading.load import base_of, load_for_evaluation, load_model, load_tokenizer
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.base import require
+from scu_trainer.settings.stock import seed_of_data
 from scu_trainer.settings.words import WordSettings
 from scu_trainer.train.evaluation.scoring import (
     MODEL_INPUTS,
@@ -150,7 +151,7 @@ def _prepared(job: Job, teacher: Optional[ModelSettings]) -> PreparedWords:
         require_same(job.model.teacher, *vocabularies, "words")
         require_same(job.model.teacher, list(names), list(known["category_names"]), "categories")
     cache_dir = default_cache_dir(job.data.cache_dir)
-    return prepare_words(job.data, job.own, seed=job.training.seed, cache_dir=cache_dir, **known)
+    return prepare_words(job.data, job.own, seed=seed_of_data(job.training), cache_dir=cache_dir, **known)
 
 
 def _known(settings: ModelSettings) -> tuple[Any, list[str]]:
