@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from scu_trainer.settings.base import MOST_NUMBER, Allowed
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 MOST_SEED = 2**32 - 1
 """numpy's."""
@@ -43,6 +40,7 @@ ALLOWED = {
 """Narrower than a number from 0 on, which is what every other field of it must be; see ``settings/base.py``."""
 
 
-def seed_of_data(args: TrainingArguments) -> int:
-    """Of which rows are held out, which are chosen, and their order: ``data_seed``, or ``seed`` where it is not set."""
-    return args.seed if args.data_seed is None else args.data_seed
+def seed_of_data(args: Any) -> int:
+    """That decides which rows are held out, which are chosen, and their order: ``data_seed``, or ``seed`` without it."""
+    seed: int = args.seed if args.data_seed is None else args.data_seed
+    return seed

@@ -91,9 +91,9 @@ def test_the_export_holds_out_what_training_with_that_seed_holds_out(look, file,
         validation_split_percentage=20.0,
     )  # fmt: skip
     tokenizer, found = embedded_tokenizer(tmp_path / "cache"), {}
-    for seed in (42, 7):
+    for seed, flags in ((42, ["--seed", 42]), (7, ["--seed", 42, "--data_seed", 7])):
         path = tmp_path / f"{seed}.out"
-        look("--export", path, "--seed", seed, "--packing", "false", "--validation_split_percentage", 20)
+        look("--export", path, *flags, "--packing", "false", "--validation_split_percentage", 20)
         found[seed] = [json.loads(line)["input_ids"] for line in path.read_text().splitlines()]
         trained = prepare(columns, tokenizer, seed=seed, cache_dir=tmp_path / "cache", model_name="the embedded base")
         assert found[seed] == [list(row["input_ids"]) for row in trained.train]

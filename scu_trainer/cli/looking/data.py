@@ -57,6 +57,7 @@ def _main(argv: list[str]) -> int:
         from rich.console import Console
 
         from scu_trainer.cli import configuration
+        from scu_trainer.settings.stock import seed_of_data
         from scu_trainer.train.run_directory.logs import run_log
 
         task, model, data = configuration.read_data(options.config, flags)
@@ -75,7 +76,7 @@ def _main(argv: list[str]) -> int:
     if options.html:
         _write_page(options.html, looks, console)
     if options.export:
-        _export(options.export, model, data, values["seed"], looks[0].tokenizer, console)
+        _export(options.export, model, data, seed_of_data(argparse.Namespace(**values)), looks[0].tokenizer, console)
     return 0
 
 
