@@ -41,6 +41,6 @@ ALLOWED = {
 
 
 def seed_of_data(args: Any) -> int:
-    """That decides which rows are held out, which are chosen, and their order: ``data_seed``, or ``seed`` without it."""
+    """Decides which rows are held out, which are chosen, and their order: ``data_seed``, or ``seed`` without it."""
     seed: int = args.seed if args.data_seed is None else args.data_seed
     return seed
