@@ -214,7 +214,7 @@ def own_split(subject: Subject) -> dict[str, Any]:
 
 
 def split_seed(run: dict[str, Any]) -> int:
-    """That decided what ``run`` held out. Older runs knew one seed for everything."""
+    """The seed that decided what ``run`` held out. Older runs knew one for everything."""
     return run.get("split_seed", run["seed"])
 
 

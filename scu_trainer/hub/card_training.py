@@ -19,6 +19,7 @@ HYPERPARAMETERS = (
     "block_size",
     "mixed_precision",
     "seed",
+    "data_seed",
 )
 ADAPTER = ("lora_r", "lora_alpha", "lora_dropout")
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from scu_trainer.cli.comparison import screen as screens
 from scu_trainer.cli.comparison.plan import resolved_settings, shared_out
 from scu_trainer.cli.comparison.runs import Start
 from scu_trainer.cli.comparison.sweep_plan import SweepPlan, shown, table_of
@@ -336,7 +337,15 @@ class Sweep:
         return lines
 
     def _confirm(self, values: Mapping[str, Any]) -> None:
-        """The job and the best with other seeds, which hold out other documents: a comparison of two arms."""
+        """The job and the best with other seeds, which hold out other documents where nothing keeps them the same: a
+        comparison of two arms."""
+        for name in ("eval_dataset", "data_seed"):
+            if self.plan.settings.get(name) is not None:
+                screens.print_wrapped(
+                    self.console,
+                    f"{name} is set, so these seeds are scored on the documents that chose the best: what follows is "
+                    "still too good on average",
+                )
         arms = (Arm("base", "base", "the job as it is", {}), Arm("best", "best", "the best trial", dict(values)))
         resolved, texts = {}, {}
         for arm in arms:

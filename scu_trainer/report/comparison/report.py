@@ -211,4 +211,15 @@ def _equality_notes(runs: Sequence[Run], left_out: Mapping[tuple[str, int], str]
         *found,
         f"Tokens trained: {listed}, the same in {which} of a seed; so are steps, data and held-out bits before "
         "training.",
+        *_shared_data_note(finished),
+    ]
+
+
+def _shared_data_note(finished: Sequence[Run]) -> list[str]:
+    """Where data_seed is set."""
+    if len({run["seed"] for run in finished}) < 2 or len({run["metrics"]["data_fingerprint"] for run in finished}) > 1:
+        return []
+    return [
+        "All seeds share their documents, what is held out and the order of rows: a seed decides where new weights "
+        "begin, and the draws of dropout. Intervals say nothing about other documents."
     ]

@@ -24,7 +24,7 @@ PLACE = frozenset("output_dir run_name seed resume_from_checkpoint".split())
 """Settings that say where and which run of an arm it is: they differ between runs that are compared."""
 
 BUDGET = (
-    "task dataset dataset_config_name dataset_split dataset_size eval_dataset validation_split_percentage "
+    "task data_seed dataset dataset_config_name dataset_split dataset_size eval_dataset validation_split_percentage "
     "max_eval_documents block_size packing max_steps num_train_epochs per_device_train_batch_size "
     "gradient_accumulation_steps"
 ).split()

@@ -10,7 +10,10 @@ from typing import Any, Optional
 from scu_trainer.errors import SettingsError, nearest
 
 FORM = "NAME=LOW:HIGH, NAME=LOW:HIGH:log, or NAME=A,B,C"
-NOT_SEARCHED = frozenset("seed seeds output_dir resume_from_checkpoint resume dataset eval_dataset".split())
+NOT_SEARCHED = frozenset(
+    "seed seeds data_seed output_dir resume_from_checkpoint resume dataset eval_dataset dataset_size "
+    "validation_split_percentage max_eval_documents".split()
+)
 """Fields that say which run it is, or what it is scored on."""
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")

@@ -102,6 +102,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
         _setting(name, *values)
         for name, values in changed_settings(before.get("configuration", {}), now["configuration"]).items()
     ]
+    found += _of_split(before, now)
     found += _of_key("world_size", before, now, "ranks get rows that differ from the run before")
     known_data = {"fingerprint": before.get("data", {}).get("fingerprint")}
     found += _of_key(
@@ -157,6 +158,16 @@ def _of_key(
     if then is None or here is None or then == here:
         return []
     return [Change(shown or key, then, here, consequence)]
+
+
+def _of_split(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Where a share of the data themselves is held out. Runs of older versions knew one seed for everything."""
+    was, here, settings = before.get("split_seed", before.get("seed")), now.get("split_seed"), now["configuration"]
+    is_split = settings.get("validation_split_percentage") and settings.get("eval_dataset") is None
+    if None in (was, here) or was == here or not is_split:
+        return []
+    text = f"other rows would be held out, and most of them were trained on; give data_seed: {was} to go on"
+    return [Change("the seed of the split", was, here, text, is_refused=True)]
 
 
 def _of_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:

@@ -171,7 +171,7 @@ class Retention(Loop):
         if fingerprint != self.anchor.fingerprint:
             raise CheckpointError(
                 f"{path} is about another text, or other rows of it, than retain: {self.anchor.name} gives now; resume "
-                "with the retain settings, block_size and seed of before, or start over with --no_resume"
+                "with the retain settings, block_size and data_seed (or seed) of before, or start over with --no_resume"
             )
 
     # -- acting --------------------------------------------------------------------------------------------------------
