@@ -20,7 +20,7 @@ from scu_trainer.runs.studies.comparison import Hands
 from scu_trainer.runs.studies.search import Axis, axes_of
 from tests.cli.test_seeds import job, kill_while_it_trains, start_again  # noqa: F401 - a fixture
 
-KNOWN = {"learning_rate", "lora_r", "weight_decay", "optim", "seed"}
+KNOWN = {"learning_rate", "lora_r", "weight_decay", "optim", "seed", "data_seed"}
 
 
 def test_axes_are_ranges_and_choices():
@@ -47,6 +47,7 @@ def test_axes_are_ranges_and_choices():
         (["weight_decay=0:x"], "is not a range"),
         (["weight_decay=0:1:lin"], "is not a range"),
         (["seed=0,1"], "cannot move seed"),
+        (["data_seed=0,1"], "cannot move data_seed"),
         (["lora_r=4,8", "lora_r=2,3"], "moves lora_r twice"),
     ],
 )

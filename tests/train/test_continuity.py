@@ -168,3 +168,17 @@ def test_all_that_is_refused_is_named(checkpoint):
     said = str(refused.value)
     assert "lora_r was 4, now 8" in said and "tuning was full, now lora" in said and "seed" not in said
     assert "--no_resume" in said
+
+
+@pytest.mark.parametrize("was", [{"split_seed": 3}, {"seed": 3}], ids=["known", "of a version with one seed"])
+def test_another_split_is_refused_and_the_way_on_is_said(was):
+    settings = before(validation_split_percentage=10)
+    (change,) = changes({**settings, **was}, {**settings, "seed": 4, "split_seed": 5})
+    assert change.is_refused and "was 3, now 5" in change.line and "give data_seed: 3" in change.line
+    assert changes({**settings, **was}, {**settings, "seed": 4, "split_seed": 3}) == []
+
+
+@pytest.mark.parametrize("held_out", [{"validation_split_percentage": 0}, {"eval_dataset": "other.jsonl"}])
+def test_where_no_share_is_held_out_no_seed_splits(held_out):
+    settings = before(**{"validation_split_percentage": 10, **held_out})
+    assert changes({**settings, "split_seed": 3}, {**settings, "split_seed": 5}) == []
