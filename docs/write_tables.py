@@ -5,7 +5,8 @@
     docs/paths.md      variants.json: what a path costs, which loops act in it
     docs/families.md   recipes.json and families.json: what the recipes reach, and how fast
     docs/plan.md       memory_estimate.json: predicted against measured memory
-    docs/compare.md    compare.json: controllers against each other at equal tokens
+    docs/compare.md    compare.json, compare_one_set.json: controllers against each other at equal tokens, over seeds
+                       that learn other documents, and over seeds that share them
     docs/retain.md     retention.json: budgets held, and rivals at equal forgetting
     docs/search.md     find_rate.json: learning rates by short trainings
     docs/regularization.md  early_stop.json: S as a stopping signal
@@ -16,6 +17,9 @@
     python benchmarks/headline/memory_estimate.py
     python scripts/compare_controllers.py --config recipes/compare.yaml --output_dir runs/compare
     cp runs/compare/comparison.json benchmarks/results/compare.json
+    python scripts/compare_controllers.py --config recipes/compare.yaml --data_seed 0 --seeds 0 1 2 3 4 5 \
+        --reference model --output_dir runs/compare-one-set
+    cp runs/compare-one-set/comparison.json benchmarks/results/compare_one_set.json
     python benchmarks/studies/retention.py && python benchmarks/studies/find_rate.py
     python benchmarks/loops/early_stop.py --seeds 0 1 2 --steps 100
     python benchmarks/headline/overhead.py, and what else docs/benchmarks.md names
@@ -135,8 +139,14 @@ def estimate_tables(record: dict[str, Any]) -> dict[str, str]:
     return {"estimate": markdown(heads, rows)}
 
 
-def comparison_tables(record: dict[str, Any]) -> dict[str, str]:
-    """The same for docs/compare.md. ``record``: comparison.json."""
+def comparison_tables(*records: dict[str, Any]) -> dict[str, str]:
+    """The same for docs/compare.md: of seeds that learn other documents, and of seeds that share them."""
+    of_each = zip(("", "_one_set"), map(_of_comparison, records), strict=True)
+    return {f"{name}{suffix}": table for suffix, found in of_each for name, table in found.items()}
+
+
+def _of_comparison(record: dict[str, Any]) -> dict[str, str]:
+    """``record``: comparison.json."""
     notes = "\n".join(f"- {note}" for note in record["notes"])
     cost = comparison_text.cost_line(record)
     return {
@@ -250,7 +260,7 @@ PAGES = (
     (PAGE, tables, ("variants",)),
     (FAMILIES_PAGE, family_tables, ("recipes", "families")),
     (PLAN_PAGE, estimate_tables, ("memory_estimate",)),
-    (COMPARE_PAGE, comparison_tables, ("compare",)),
+    (COMPARE_PAGE, comparison_tables, ("compare", "compare_one_set")),
     (RETAIN_PAGE, retention_tables, ("retention",)),
     (SEARCH_PAGE, rate_tables, ("find_rate",)),
     (REGULARIZATION_PAGE, stop_tables, ("early_stop",)),

@@ -1,4 +1,4 @@
-"""docs/compare.md holds the table of benchmarks/results/compare.json, which is the comparison.json of its command."""
+"""docs/compare.md holds the tables of two files of benchmarks/results, each the comparison.json of its command."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def record(tables):
-    return json.loads((tables.RESULTS.parent / "compare.json").read_text())
+def records(tables):
+    return [json.loads((tables.RESULTS.parent / f"{name}.json").read_text()) for name in ("compare", "compare_one_set")]
 
 
-def test_the_page_holds_the_results(tables, record):
+def test_the_page_holds_the_results(tables, records):
     page = tables.COMPARE_PAGE.read_text()
-    assert page.count("<!-- table ") == 3
-    assert tables.written(page, tables.comparison_tables(record)) == page, "run: python docs/write_tables.py"
+    assert page.count("<!-- table ") == 6
+    assert tables.written(page, tables.comparison_tables(*records)) == page, "run: python docs/write_tables.py"
 
 
-def test_a_changed_result_changes_the_page(tables, record):
-    changed = json.loads(json.dumps(record))
-    changed["table"][1]["held_out_bpt"]["value"] += 1.0
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_changed_result_changes_the_page(tables, records, which):
+    changed = json.loads(json.dumps(records))
+    changed[which]["table"][1]["held_out_bpt"]["value"] += 1.0
     page = tables.COMPARE_PAGE.read_text()
-    assert tables.written(page, tables.comparison_tables(changed)) != page
+    assert tables.written(page, tables.comparison_tables(*changed)) != page
 
 
-def test_the_verdict_follows_from_the_runs_that_are_recorded(record):
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_verdict_follows_from_the_runs_that_are_recorded(records, which):
+    record = records[which]
     counted = {
         arm["name"]: {
             run["seed"]: run["metrics"]["held_out_bpt"]
