@@ -69,6 +69,15 @@ def test_a_whole_comparison(folder):
     assert "Tokens trained: 100 (seed 0), 100 (seed 1), 100 (seed 2), the same in all" in found["notes"][0]
 
 
+def test_that_seeds_share_their_documents_is_said(folder):
+    shared = "All seeds share their documents"
+    assert any(note.startswith(shared) for note in record(described(), ALL, folder)["notes"])
+    for seed in SEEDS:
+        for arm in ("none", "model"):
+            write_run(folder / "runs" / f"{arm}-seed{seed}", 7.0 + seed, data=f"of seed {seed}")
+    assert not any(note.startswith(shared) for note in record(described(), ALL, folder)["notes"])
+
+
 def test_tracking_error_is_taken_after_settling(folder):
     """Steps 2 to 4: 10, 10 and 0 % off."""
     assert metrics_of(folder / "runs" / "model-seed0")["tracking_error"] == pytest.approx(0.2 / 3)
