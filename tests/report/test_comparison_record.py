@@ -74,7 +74,8 @@ def test_that_seeds_share_their_documents_is_said(folder):
     assert any(note.startswith(shared) for note in record(described(), ALL, folder)["notes"])
     for seed in SEEDS:
         for arm in ("none", "model"):
-            write_run(folder / "runs" / f"{arm}-seed{seed}", 7.0 + seed, data=f"of seed {seed}")
+            description = {"configuration": {}, "data": {"fingerprint": f"of seed {seed}"}}
+            write_json(folder / "runs" / f"{arm}-seed{seed}" / "training_config.json", description)
     assert not any(note.startswith(shared) for note in record(described(), ALL, folder)["notes"])
 
 
