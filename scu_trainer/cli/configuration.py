@@ -297,7 +297,17 @@ def _arguments(
         entries = {name: value for name, value in entries.items() if name not in meant}
         words = [f"{name} {_word(meant[name])} for {_word(value)}" for name, value in replaced.items()]
         note += (f"mode {task.mode}, in the place of {config}: {', '.join(words)}",) if words else ()
-    return [*_all_as_flags(entries), *flags], note
+    anchor = _anchor_of_a_budget(entries, typed_names)
+    if anchor:
+        note += ("retain: sampled, what the model writes before training, because retain_budget_bits names no text",)
+    return [*_all_as_flags(entries), *flags, *anchor], note
+
+
+def _anchor_of_a_budget(entries: Mapping[str, Any], typed_names: Collection[str]) -> list[str]:
+    """Flags for a budget that says nothing of what shall be kept. A file that a run wrote says ``retain: null``."""
+    is_asked = "retain_budget_bits" in typed_names or ("retain_budget_bits" in entries and "retain" not in entries)
+    is_known = "retain" in typed_names or entries.get("retain") is not None
+    return ["--retain", "sampled"] if is_asked and not is_known else []
 
 
 def _task_of(typed: argparse.Namespace) -> TaskSettings:

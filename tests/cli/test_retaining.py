@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scu_trainer.cli import train
+from scu_trainer.cli.configuration import read_values
 from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import RetentionSettings
@@ -133,7 +134,25 @@ def test_what_cannot_be_kept_is_refused_before_a_model_is_loaded(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_budget_without_a_text():
+@pytest.mark.parametrize(
+    ("entries", "flags", "expected"),
+    [
+        ({}, ["--retain_budget_bits", "0.02"], "sampled"),
+        ({"retain_budget_bits": 0.05}, [], "sampled"),
+        ({"retain": None, "retain_budget_bits": 0.02}, ["--retain_budget_bits=0.05"], "sampled"),
+        ({"retain": None, "retain_budget_bits": 0.02}, [], None),  # a file that a run wrote
+        ({"retain": "a.txt"}, ["--retain_budget_bits", "0.05"], "a.txt"),
+        ({"retain_budget_bits": 0.05}, ["--retain", "a.txt"], "a.txt"),
+        ({}, [], None),
+    ],
+)
+def test_a_budget_that_names_no_text_is_about_what_the_model_writes(tmp_path, entries, flags, expected):
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps({"max_steps": 1, **entries}))
+    assert read_values(str(path), flags)["retain"] == expected
+
+
+def test_in_python_a_budget_without_a_text_is_refused():
     with pytest.raises(SettingsError, match="retain_budget_bits has an effect only with retain"):
         RetentionSettings(retain_budget_bits=0.1)
 
