@@ -38,6 +38,7 @@ from benchmarks.lib.text_job import Job
 from benchmarks.lib.text_race import BASE, Raced, race
 
 GROUPED = "stock, group_by_length"
+KEEPING = "stock, freed memory kept"
 CONTENDERS = (BASE, GROUPED, "trl", "trl, padding-free", "trl, packing", "ours", "ours, all loops")
 SLOW = ("trl",)
 STEPS_PER_TURN, WARM_UP_STEPS = 3, 6
@@ -126,7 +127,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--words", type=int, default=Shape.vocab, help="size of the vocabulary")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS, metavar="NAME")
+    parser.add_argument("--contenders", nargs="+", choices=(*CONTENDERS, KEEPING), default=CONTENDERS, metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="every path on a tiny model; writes nothing")
     given = parser.parse_args()
     if given.steps < FEWEST_STEPS:

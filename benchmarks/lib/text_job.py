@@ -33,6 +33,7 @@ from benchmarks.lib.common import quiet, scratch_arguments
 from benchmarks.lib.memory_work import WARM_UP_TOKENS, Lengths, Shape, TokenRows, Witness, pad
 from benchmarks.lib.turns import Contender, TakesTurns, Turns
 from scu_trainer import SCUTrainer
+from scu_trainer.hardware.heap import keep_freed
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.train.run_directory.logs import run_log
 
@@ -166,6 +167,13 @@ def stock(job: Job, turns: Turns, **changes: Any) -> Trained:
         return _trained(trainer, turns)
 
 
+def stock_keeping(job: Job, turns: Turns) -> Trained:
+    """As in a process whose C library keeps freed memory (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_)."""
+    if not keep_freed():
+        raise RuntimeError("this C library has no switch to keep freed memory")
+    return stock(job, turns)
+
+
 def ours(job: Job, turns: Turns, **loops: Any) -> Trained:
     with scratch_arguments(**job.training()) as args:
         trainer = OurTrainer(job.model(), args, data_collator=_padded, train_dataset=job.token_rows(), **loops)
@@ -222,6 +230,7 @@ WORKERS: dict[str, tuple[Callable[..., Trained], dict[str, Any]]] = {
     "plain": (plain, {}),
     "stock": (stock, {}),
     "stock, group_by_length": (stock, {"train_sampling_strategy": "group_by_length"}),
+    "stock, freed memory kept": (stock_keeping, {}),
     "ours": (ours, LOOPS),
     "ours, no loop": (ours, {}),
     "ours, all loops": (ours, {**LOOPS, "regularization": RegularizationSettings(target_s=0.1)}),
