@@ -304,10 +304,10 @@ def _arguments(
 
 
 def _anchor_of_a_budget(entries: Mapping[str, Any], typed_names: Collection[str]) -> list[str]:
-    """Flags for a budget that says nothing of what shall be kept. A file that a run wrote says ``retain: null``."""
-    is_asked = "retain_budget_bits" in typed_names or ("retain_budget_bits" in entries and "retain" not in entries)
+    """Flags for a typed budget that says nothing of what shall be kept. A file may hold the budget of a run that keeps
+    nothing: those that a run wrote hold every default."""
     is_known = "retain" in typed_names or entries.get("retain") is not None
-    return ["--retain", "sampled"] if is_asked and not is_known else []
+    return ["--retain", "sampled"] if "retain_budget_bits" in typed_names and not is_known else []
 
 
 def _task_of(typed: argparse.Namespace) -> TaskSettings:

@@ -201,7 +201,7 @@ class RetentionSettings:
     )
     retain_budget_bits: float = option(
         0.02,
-        "most bits per token that may be lost on it, compared with the model before training; given without retain, "
+        "most bits per token that may be lost on it, compared with the model before training; typed without retain, "
         "it is about what the model writes (retain: sampled)",
     )
     retain_actuator: Literal["auto", "replay", "lambda"] = option(

@@ -138,15 +138,15 @@ def test_what_cannot_be_kept_is_refused_before_a_model_is_loaded(
     ("entries", "flags", "expected"),
     [
         ({}, ["--retain_budget_bits", "0.02"], "sampled"),
-        ({"retain_budget_bits": 0.05}, [], "sampled"),
         ({"retain": None, "retain_budget_bits": 0.02}, ["--retain_budget_bits=0.05"], "sampled"),
         ({"retain": None, "retain_budget_bits": 0.02}, [], None),  # a file that a run wrote
+        ({"retain_budget_bits": 0.02}, [], None),  # one that a comparison wrote
         ({"retain": "a.txt"}, ["--retain_budget_bits", "0.05"], "a.txt"),
         ({"retain_budget_bits": 0.05}, ["--retain", "a.txt"], "a.txt"),
         ({}, [], None),
     ],
 )
-def test_a_budget_that_names_no_text_is_about_what_the_model_writes(tmp_path, entries, flags, expected):
+def test_a_typed_budget_that_names_no_text_is_about_what_the_model_writes(tmp_path, entries, flags, expected):
     path = tmp_path / "job.json"
     path.write_text(json.dumps({"max_steps": 1, **entries}))
     assert read_values(str(path), flags)["retain"] == expected
