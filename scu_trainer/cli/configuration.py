@@ -42,6 +42,7 @@ from scu_trainer.settings import (
 from scu_trainer.settings.base import check_text, check_values, require, short
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.settings.mixture import dataset_of
+from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.settings.safety import beside_early_stopping
 from scu_trainer.settings.stock import ALLOWED
 from scu_trainer.settings.tasks import KINDS, TaskSettings
@@ -299,7 +300,7 @@ def _arguments(
         note += (f"mode {task.mode}, in the place of {config}: {', '.join(words)}",) if words else ()
     anchor = _anchor_of_a_budget(entries, typed_names)
     if anchor:
-        note += ("retain: sampled, what the model writes before training, because retain_budget_bits names no text",)
+        note += (f"retain: {SAMPLED}, what the model writes before training, because retain_budget_bits names no text",)
     return [*_all_as_flags(entries), *flags, *anchor], note
 
 
@@ -307,7 +308,7 @@ def _anchor_of_a_budget(entries: Mapping[str, Any], typed_names: Collection[str]
     """Flags for a typed budget that says nothing of what shall be kept. A file may hold the budget of a run that keeps
     nothing: those that a run wrote hold every default."""
     is_known = "retain" in typed_names or entries.get("retain") is not None
-    return ["--retain", "sampled"] if "retain_budget_bits" in typed_names and not is_known else []
+    return ["--retain", SAMPLED] if "retain_budget_bits" in typed_names and not is_known else []
 
 
 def _task_of(typed: argparse.Namespace) -> TaskSettings:

@@ -189,6 +189,10 @@ class RegularizationSettings:
         return 0.002 if self.law == "original" else 0.0
 
 
+SAMPLED = "sampled"
+"""What ``retain`` is where the model writes the text before it is trained."""
+
+
 @dataclass(frozen=True)
 class RetentionSettings:
     """What must not be forgotten while something else is learned, and what keeps it."""

@@ -20,7 +20,7 @@ from scu_trainer.errors import SettingsError, Stopped
 from scu_trainer.report.comparison.statistics import FEW_SEEDS, t_interval, t_quantile
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_arms import Arm
-from scu_trainer.runs.studies.comparison_plan import ComparisonPlan
+from scu_trainer.runs.studies.comparison_plan import SHARED_DATA, ComparisonPlan
 from scu_trainer.runs.studies.comparison_state import Key
 
 JOB = Arm("job", "job", "the job as it is configured", {})
@@ -53,7 +53,7 @@ class Seeds(Start):
                 f"stopped: {len(missing)} of {len(states)} seeds are not done; run the same command to continue"
             )
         self.console.print(_table(record["runs"]))
-        fixed = any(self.plan.resolved[JOB.name].get(name) is not None for name in ("eval_dataset", "data_seed"))
+        fixed = any(self.plan.resolved[JOB.name].get(name) is not None for name in SHARED_DATA)
         own_split = (
             "each seed holds out its own documents, so the spread includes both; set data_seed (or eval_dataset) to "
             "hold out the same ones"

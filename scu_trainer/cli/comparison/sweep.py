@@ -27,7 +27,7 @@ from scu_trainer.runs.queue import Line, wait_for_turn
 from scu_trainer.runs.room import GPU, visible_devices
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_arms import Arm
-from scu_trainer.runs.studies.comparison_plan import ComparisonPlan
+from scu_trainer.runs.studies.comparison_plan import SHARED_DATA, ComparisonPlan
 from scu_trainer.runs.studies.comparison_state import is_finished, last_words
 from scu_trainer.runs.studies.search import FORM, axes_of
 from scu_trainer.shipped import recipe
@@ -339,13 +339,13 @@ class Sweep:
     def _confirm(self, values: Mapping[str, Any]) -> None:
         """The job and the best with other seeds, which hold out other documents where nothing keeps them the same: a
         comparison of two arms."""
-        for name in ("eval_dataset", "data_seed"):
-            if self.plan.settings.get(name) is not None:
-                screens.print_wrapped(
-                    self.console,
-                    f"{name} is set, so these seeds are scored on the documents that chose the best: what follows is "
-                    "still too good on average",
-                )
+        kept = [name for name in SHARED_DATA if self.plan.settings.get(name) is not None]
+        if kept:
+            screens.print_wrapped(
+                self.console,
+                f"with {' and '.join(kept)}, these seeds are scored on the documents that chose the best: what follows "
+                "is still too good on average",
+            )
         arms = (Arm("base", "base", "the job as it is", {}), Arm("best", "best", "the best trial", dict(values)))
         resolved, texts = {}, {}
         for arm in arms:

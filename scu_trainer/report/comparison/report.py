@@ -216,10 +216,8 @@ def _equality_notes(runs: Sequence[Run], left_out: Mapping[tuple[str, int], str]
 
 
 def _shared_data_note(finished: Sequence[Run]) -> list[str]:
-    """Where data_seed is set."""
-    if len({run["seed"] for run in finished}) < 2 or len({run["metrics"]["data_fingerprint"] for run in finished}) > 1:
+    """Where the data of all seeds have one fingerprint, as with data_seed."""
+    seeds, data = {run["seed"] for run in finished}, {run["metrics"]["data_fingerprint"] for run in finished}
+    if len(seeds) < 2 or len(data) > 1 or None in data:
         return []
-    return [
-        "All seeds share their documents, what is held out and the order of rows: a seed decides where new weights "
-        "begin, and the draws of dropout. Intervals say nothing about other documents."
-    ]
+    return ["All seeds share their documents, learned and held out, so intervals say nothing about other documents."]

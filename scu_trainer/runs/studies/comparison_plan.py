@@ -30,6 +30,9 @@ BUDGET = (
 ).split()
 """Settings that decide which tokens are trained and scored: the same in all arms."""
 
+SHARED_DATA = ("eval_dataset", "data_seed")
+"""Settings with which all seeds are scored on the same documents."""
+
 SELECTING = ("noise_guard", "acmds", "infobatch")
 
 

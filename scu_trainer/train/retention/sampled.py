@@ -18,11 +18,9 @@ from torch import nn
 from scu_trainer.data.store import built_once, digest_of
 from scu_trainer.errors import DataError
 from scu_trainer.models.loading.offloaded import input_device
+from scu_trainer.settings.regularization import SAMPLED
 
 logger = logging.getLogger("scu_trainer")
-
-SAMPLED = "sampled"
-"""What ``retain`` is then."""
 
 MOST_DOCUMENTS, MOST_TOKENS = 400, 256
 """As many documents, each as long, at most: writing takes a forward pass for each token."""

@@ -32,6 +32,7 @@ from scu_trainer.models.loading.load import (
 )
 from scu_trainer.models.quantize import require_quantization
 from scu_trainer.settings import DataSettings, ModelSettings
+from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.settings.stock import seed_of_data
 from scu_trainer.train.evaluation.scoring import (
     MODEL_INPUTS,
@@ -46,7 +47,7 @@ from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.retention.choice import chooser
-from scu_trainer.train.retention.sampled import SAMPLED, sampled_text
+from scu_trainer.train.retention.sampled import sampled_text
 from scu_trainer.train.tasks.common import (
     begin_model,
     checkpoints,
