@@ -305,10 +305,13 @@ def _arguments(
 
 
 def _anchor_of_a_budget(entries: Mapping[str, Any], typed_names: Collection[str]) -> list[str]:
-    """Flags for a typed budget that says nothing of what shall be kept. A file may hold the budget of a run that keeps
-    nothing: those that a run wrote hold every default."""
+    """Flags for a budget that a person gave, and that says nothing of what shall be kept. A file may hold the budget of
+    a run that keeps nothing: those that a run or a comparison wrote hold every default, ``retain_max_share`` too."""
     is_known = "retain" in typed_names or entries.get("retain") is not None
-    return ["--retain", SAMPLED] if "retain_budget_bits" in typed_names and not is_known else []
+    is_given = "retain_budget_bits" in typed_names or (
+        "retain_budget_bits" in entries and "retain_max_share" not in entries
+    )
+    return ["--retain", SAMPLED] if is_given and not is_known else []
 
 
 def _task_of(typed: argparse.Namespace) -> TaskSettings:

@@ -118,6 +118,18 @@ class DataSettings:
         """Entries of a list; empty for one dataset."""
         return sources_of(self.dataset, get_type_hints(type(self))) if isinstance(self.dataset, list) else ()
 
+    def place_of_source(self, name: str) -> Optional[int]:
+        """Of a list: the place of the source with that name, or with that dataset; None if there is none. Raises
+        SettingsError where several sources are that dataset."""
+        sources = self.sources
+        named = [place for place, source in enumerate(sources) if source.name == name]
+        found = named or [place for place, source in enumerate(sources) if source.dataset == name]
+        require(
+            len(found) < 2,
+            f"{name} is the dataset of several sources; name one: {', '.join(sources[at].name for at in found)}",
+        )
+        return found[0] if found else None
+
     def of_source(self, source: SourceSettings) -> DataSettings:
         """These settings for one source alone: what its entry says goes before what stands beside the list."""
         return replace(self, dataset=source.dataset, stopping_strategy="first_exhausted", **source.own)

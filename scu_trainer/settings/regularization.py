@@ -199,13 +199,13 @@ class RetentionSettings:
 
     retain: Optional[str] = option(
         None,
-        "text that must not be forgotten: an embedded name, a file, a folder or a Hub id, as for dataset, or sampled: "
-        "what the model writes before training; its documents are split into one part to measure on, one to train on, "
-        "and one for the verdict",
+        "text that must not be forgotten: an embedded name, a file, a folder or a Hub id, as for dataset; or, of a "
+        "mixture, the name of a source, whose held-out documents are used; or sampled: what the model writes before "
+        "training. Its documents are split into one part to measure on, one to train on, and one for the verdict",
     )
     retain_budget_bits: float = option(
         0.02,
-        "most bits per token that may be lost on it, compared with the model before training; typed without retain, "
+        "most bits per token that may be lost on it, compared with the model before training; given without retain, "
         "it is about what the model writes (retain: sampled)",
     )
     retain_actuator: Literal["auto", "replay", "lambda"] = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from scu_trainer.cli import train
 from scu_trainer.cli.configuration import read_values
+from scu_trainer.data.text.anchor import read_anchor
 from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import RetentionSettings
@@ -17,6 +19,7 @@ from tests import tiny
 
 ROOT = Path(__file__).parents[2]
 STEPS = 8
+DEFAULTS = dataclasses.asdict(RetentionSettings())
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +69,7 @@ def begun(capsys, model_dir, files, tmp_path, **changes) -> tuple[int, str]:
 def test_the_recipe_replays_and_judges(model_dir, files, tmp_path, capsys):
     code, said = begun(capsys, model_dir, files, tmp_path)
     assert code == 0, said
-    assert "8 of its documents are measured, 24 may be trained on, 8 give the verdict" in said
+    assert "8 of its documents are measured, 24 may be replayed, 8 give the verdict" in said
     metrics = read_json(tmp_path / "run" / "scu_metrics.json")
     found = metrics["retention"]
     assert found["actuator"] == "replay" and found["replayed_rows"] > 0 and "lost_bits" in found
@@ -80,7 +83,7 @@ def test_the_recipe_replays_and_judges(model_dir, files, tmp_path, capsys):
 def test_lambda_where_there_is_too_little_to_train_on(model_dir, files, tmp_path, capsys):
     code, said = begun(capsys, model_dir, files, tmp_path, retain_documents=16)
     assert code == 0, said
-    assert "by lambda (no rows are left to train on); 8 of its documents are measured, 0 may be trained on" in said
+    assert "by lambda (no rows are left to train on); 8 of its documents are measured, 0 may be replayed" in said
     assert read_json(tmp_path / "run" / "scu_metrics.json")["retention"]["actuator"] == "lambda"
     assert read_rows(tmp_path / "run" / "retain_history.json")[-1]["lambda"] > 0
 
@@ -90,8 +93,8 @@ def test_text_that_the_model_writes_itself(model_dir, files, tmp_path, capsys):
     given = {"retain": "sampled", "retain_documents": 40}
     code, said = begun(capsys, model_dir, files, tmp_path, **given)
     assert code == 0, said
-    assert "lost on text that the model wrote, by replay" in said, said
-    assert "24 may be trained on, 8 give the verdict" in said
+    assert "lost on text that the model wrote, by replay" in said and "a source of the data" not in said
+    assert "24 may be replayed, 8 give the verdict" in said
     (path,) = (tmp_path / "cache" / "sampled").glob("*/text.jsonl")
     assert len({row["text"] for row in read_lines(path)}) == 40
     whole, before = read_json(tmp_path / "run" / "scu_metrics.json")["retention"], path.stat().st_mtime_ns
@@ -100,6 +103,64 @@ def test_text_that_the_model_writes_itself(model_dir, files, tmp_path, capsys):
     assert code == 0 and path.stat().st_mtime_ns == before, said
     found = read_json(tmp_path / "again" / "scu_metrics.json")["retention"]
     assert [found[name] for name in ("lost_bits", "scale")] == [whole[name] for name in ("lost_bits", "scale")]
+
+
+def mixed(files, **of_old) -> str:
+    return json.dumps([str(files["dataset"]), {"dataset": str(files["retain"]), "name": "general", **of_old}])
+
+
+@pytest.mark.parametrize("called", ["general", "retain"])
+def test_a_source_of_a_mixture_is_kept_by_what_it_holds_out(model_dir, files, tmp_path, capsys, monkeypatch, called):
+    """By its name, or as its dataset. What judges is trained on nowhere; what is replayed is trained on anyway."""
+    from scu_trainer.train.tasks import text
+
+    found = []
+    monkeypatch.setattr(text, "read_anchor", lambda *given, **how: found.append(read_anchor(*given, **how)) or found[0])
+    given = {"dataset": mixed(files), "retain": files.get(called, called), "validation_split_percentage": 40}
+    code, said = begun(capsys, model_dir, files, tmp_path, **given)
+    assert code == 0, said
+    assert "8 of its documents are measured, 24 may be replayed, 8 give the verdict" in said
+    (anchor,) = found
+    parts = [{number for of_row in anchor.replayed["documents"] for number in of_row}]
+    parts += [set(anchor.measured["document"]), set(anchor.unseen["document"])]
+    assert [len(part) for part in parts] == [24, 8, 8] and set.union(*parts) == set(range(40))
+    metrics = read_json(tmp_path / "run" / "scu_metrics.json")
+    assert metrics["retention"]["replayed_rows"] > 0 and "lost_bits" in metrics["retention"]
+    assert len(metrics["held_out_sources"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "general holds out 4 different documents of 4, and 16 are needed: 8 to measure on and 8 for the verdict; "
+             "raise validation_split_percentage (10) or max_eval_documents"),
+        ({"eval_dataset": "few"}, "general holds out 0 different documents of 0"),
+        ({"streaming": "true", "max_eval_documents": 4}, "general is a source of a mixture that is streamed"),
+        ({"retain": "elsewhere.jsonl"}, "elsewhere.jsonl"),
+        ({"retain": "retain", "dataset": "twice"}, "dataset of several sources; name one: general, again"),
+    ],
+)  # fmt: skip
+def test_a_source_that_cannot_be_kept_is_refused_before_a_model_is_loaded(
+    model_dir, files, tmp_path, changes, message, capsys, monkeypatch
+):
+    from scu_trainer.train.tasks import text
+
+    monkeypatch.setattr(text, "load_model", lambda *given, **how: pytest.fail("a model was loaded"))
+    twice = [{"dataset": str(files["retain"]), "name": name, "text_column": "text"} for name in ("general", "again")]
+    given = {"dataset": mixed(files), "retain": "general", **{name: files.get(v, v) for name, v in changes.items()}}
+    given["dataset"] = json.dumps(twice) if given["dataset"] == "twice" else given["dataset"]
+    code, said = begun(capsys, model_dir, files, tmp_path, **given)
+    assert code == 2 and message in said, said
+
+
+def test_copies_of_what_is_trained_on_do_not_judge(model_dir, files, tmp_path, capsys):
+    """Half of what a source holds out is in another source as well, which trains on it."""
+    rows = files["retain"].read_text().splitlines(keepends=True)
+    both = tmp_path / "both.jsonl"
+    both.write_text(files["dataset"].read_text() + "".join(rows[::2]))
+    given = {"dataset": mixed({**files, "dataset": both}), "retain": "general", "validation_split_percentage": 40}
+    code, said = begun(capsys, model_dir, files, tmp_path, **given)
+    assert code == 2 and "more are in the training data, too), and 16 are needed" in said, said
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -138,15 +199,16 @@ def test_what_cannot_be_kept_is_refused_before_a_model_is_loaded(
     ("entries", "flags", "expected"),
     [
         ({}, ["--retain_budget_bits", "0.02"], "sampled"),
-        ({"retain": None, "retain_budget_bits": 0.02}, ["--retain_budget_bits=0.05"], "sampled"),
-        ({"retain": None, "retain_budget_bits": 0.02}, [], None),  # a file that a run wrote
-        ({"retain_budget_bits": 0.02}, [], None),  # one that a comparison wrote
+        ({"retain_budget_bits": 0.02}, [], "sampled"),  # a file that a person wrote
+        (DEFAULTS, ["--retain_budget_bits=0.05"], "sampled"),
+        (DEFAULTS, [], None),  # one that a run wrote
+        ({name: value for name, value in DEFAULTS.items() if value is not None}, [], None),  # that a comparison wrote
         ({"retain": "a.txt"}, ["--retain_budget_bits", "0.05"], "a.txt"),
         ({"retain_budget_bits": 0.05}, ["--retain", "a.txt"], "a.txt"),
         ({}, [], None),
     ],
 )
-def test_a_typed_budget_that_names_no_text_is_about_what_the_model_writes(tmp_path, entries, flags, expected):
+def test_a_budget_that_names_no_text_is_about_what_the_model_writes(tmp_path, entries, flags, expected):
     path = tmp_path / "job.json"
     path.write_text(json.dumps({"max_steps": 1, **entries}))
     assert read_values(str(path), flags)["retain"] == expected

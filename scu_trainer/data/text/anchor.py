@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import numpy
 
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import digest_of
+from scu_trainer.data.text.documents import TokenizedDocuments
 from scu_trainer.data.text.mixture_plan import mixture_plan
 from scu_trainer.data.text.packing import held_out_rows, held_out_schema, record_batches, training_rows, training_schema
-from scu_trainer.data.text.prepare import plan_of, tokenized
+from scu_trainer.data.text.prepare import both_sides, plan_of, tokenized
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.regularization import FEWEST_TO_RETAIN
@@ -60,40 +62,89 @@ def read_anchor(
     model_name: str,
     choose: Callable[[int], tuple[bool, str]],
 ) -> Anchor:
-    """``settings``: those of the training data, whose rules for rows hold here too. ``choose``: whether so many rows
-    are enough to train on, and why; where they are not, their documents are measured as well.
+    """``settings``: those of the training data, whose rules for rows hold here too. ``name``: a source of them if they
+    are a mixture and it has that name or dataset, else another text. ``choose``: whether so many rows are enough to
+    train on, and why; where they are not, documents of another text are measured as well.
 
     Raises DataError for a text that cannot be found or read, or has too few documents.
     """
-    known = _digests_of_data(settings, tokenizer, seed, cache_dir, model_name)
-    settings = _alone(settings, name, most_documents)
-    plan = plan_of(settings, tokenizer, seed, cache_dir, model_name)
-    statistics = DataStatistics()
-    documents = tokenized(plan, plan.source, most_documents, statistics)
-    parts = parted(documents.digests, seed, name, known)
-
-    in_data = int(numpy.isin(documents.digests, known).sum())
+    of_model = (tokenizer, seed, cache_dir, model_name)
+    place = settings.place_of_source(name)
+    found = (
+        _of_another_text(settings, name, most_documents, of_model)
+        if place is None
+        else _of_source(settings, place, most_documents, of_model)
+    )
+    parts, statistics = found.parts, DataStatistics()
 
     def held_out(which: str) -> datasets.Dataset:
-        rows = _stored(held_out_rows(documents.numbered(parts[which]), settings, statistics), held_out_schema())
+        rows = _stored(
+            held_out_rows(found.judges.numbered(parts[which]), found.settings, statistics), held_out_schema()
+        )
         few = spread(numpy.asarray(rows["document"]))[:MOST_ROWS_PER_JUDGE]
         return rows if len(few) == len(rows) else rows.select(numpy.sort(few))
 
     schema = training_schema(bool(settings.isolate_documents))
-    replayed = _stored(training_rows(documents.numbered(parts["replayed"]), settings, statistics), schema)
+    replayed = _stored(training_rows(found.trained.numbered(parts["replayed"]), found.settings, statistics), schema)
     is_enough, reason = choose(len(replayed))
     if not is_enough:
-        parts = {**parts, "measured": numpy.concatenate([parts["measured"], parts["replayed"]])[:MOST_PER_JUDGE]}
+        spare = parts["replayed"] if place is None else parts["replayed"][:0]
+        parts = {**parts, "measured": numpy.concatenate([parts["measured"], spare])[:MOST_PER_JUDGE]}
         parts["replayed"] = parts["replayed"][:0]
     return Anchor(
         name,
         replayed if is_enough else None,
         held_out("measured"),
         held_out("unseen"),
-        {**{part: len(numbers) for part, numbers in parts.items()}, "in_the_data": in_data},
-        digest_of(plan.fingerprint, MOST_ROWS_PER_JUDGE, {part: numbers.tolist() for part, numbers in parts.items()}),
+        {**{part: len(numbers) for part, numbers in parts.items()}, "in_the_data": found.in_the_data},
+        digest_of(found.fingerprint, MOST_ROWS_PER_JUDGE, {part: numbers.tolist() for part, numbers in parts.items()}),
         reason,
     )
+
+
+class _Found(NamedTuple):
+    """``judges``: documents of which some are measured and others give the verdict. ``trained``: of which some may be
+    replayed. ``parts``: their numbers, by part. ``in_the_data``: judges that are left out because they are learned."""
+
+    settings: DataSettings
+    fingerprint: str
+    judges: TokenizedDocuments
+    trained: TokenizedDocuments
+    parts: dict[str, numpy.ndarray]
+    in_the_data: int
+
+
+def _of_another_text(settings: DataSettings, name: str, most_documents: int, of_model: tuple) -> _Found:
+    """All of it is parted; what is in the training data as well is in no part."""
+    known = _digests_of_data(settings, of_model)
+    settings = _alone(settings, name, most_documents)
+    plan = plan_of(settings, *of_model)
+    documents = tokenized(plan, plan.source, most_documents, DataStatistics())
+    parts = parted(documents.digests, plan.seed, name, known)
+    in_data = int(numpy.isin(documents.digests, known).sum())
+    return _Found(settings, plan.fingerprint, documents, documents, parts, in_data)
+
+
+def _of_source(settings: DataSettings, place: int, most_documents: int, of_model: tuple) -> _Found:
+    """What it holds out judges; what is trained on may be replayed, which gives it a larger share."""
+    mixture = mixture_plan(settings, *of_model)
+    plan, name = mixture.plans[place], mixture.names[place]
+    if settings.streaming:
+        raise DataError(
+            f"retain: {name} is a source of a mixture that is streamed, of which nobody knows all documents; set "
+            "streaming: false, or give a text of its own"
+        )
+    sides = [
+        both_sides(each, partial(tokenized, each, statistics=DataStatistics()), DataStatistics())
+        for each in mixture.plans
+    ]
+    known = numpy.concatenate([documents.digests[order] for documents, order, _, _ in sides])
+    trained, train_order, judges, order = sides[place]
+    digests = judges.digests[order]
+    parts = parted(digests, plan.seed, name, known, held_out_in_percent=plan.settings.validation_split_percentage)
+    numbers = {part: order[parts[part]] for part in ("unseen", "measured")}
+    numbers["replayed"] = train_order[:most_documents]
+    return _Found(plan.settings, plan.fingerprint, judges, trained, numbers, int(numpy.isin(digests, known).sum()))
 
 
 def _alone(settings: DataSettings, name: str, most_documents: int) -> DataSettings:
@@ -111,34 +162,44 @@ def _alone(settings: DataSettings, name: str, most_documents: int) -> DataSettin
     )
 
 
-def _digests_of_data(settings: DataSettings, tokenizer: Any, seed: int, cache_dir: Path, model_name: str) -> Any:
+def _digests_of_data(settings: DataSettings, of_model: tuple) -> numpy.ndarray:
     """Of all documents of the training data, held-out ones too; none of a stream, which nobody has read yet."""
-    given = (settings, tokenizer, seed, cache_dir, model_name)
     if settings.streaming:
         return numpy.empty(0, dtype=numpy.int64)
-    plans = mixture_plan(*given).plans if settings.is_mixture else [plan_of(*given)]
+    plans = mixture_plan(settings, *of_model).plans if settings.is_mixture else [plan_of(settings, *of_model)]
     found = [tokenized(plan, plan.source, plan.settings.dataset_size, DataStatistics()) for plan in plans]
     return numpy.concatenate([documents.digests for documents in found])
 
 
-def parted(digests: numpy.ndarray, seed: int, name: str, known: numpy.ndarray) -> dict[str, numpy.ndarray]:
+def parted(
+    digests: numpy.ndarray, seed: int, name: str, known: numpy.ndarray, held_out_in_percent: Optional[float] = None
+) -> dict[str, numpy.ndarray]:
     """Numbers of the documents of each part, by the seed. ``digests``: equal for copies, of which the first counts.
-    ``known``: digests of the training data, whose documents are in no part: the verdict would be of what was learned.
+    ``known``: digests of what is trained on, whose documents are in no part: the verdict would be of what was learned.
+    ``held_out_in_percent``: of a source of the data, whose held-out documents these are: all of them judge.
 
     Raises DataError where there are fewer than FEWEST_TO_RETAIN different ones.
     """
     different, numbers = numpy.unique(digests, return_index=True)
     numbers = numbers[~numpy.isin(different, known)]
+    is_source = held_out_in_percent is not None
     if len(numbers) < FEWEST_TO_RETAIN:
         of_data = len(different) - len(numbers)
         also = f" ({of_data} more are in the training data, too)" if of_data else ""
+        more = (
+            f"raise validation_split_percentage ({held_out_in_percent:g}) or max_eval_documents, or give a text of its "
+            "own; with an eval_dataset, no source holds out anything"
+            if is_source
+            else "give more, shorter ones for instance (one empty line between two in a .txt file)"
+        )
         raise DataError(
-            f"retain: {name} has {len(numbers)} different documents of {len(digests)}{also}, and {FEWEST_TO_RETAIN} "
-            f"are needed: {FEWEST_TO_RETAIN // 2} to measure on and {FEWEST_TO_RETAIN // 2} for the verdict; give "
-            "more, shorter ones for instance (one empty line between two in a .txt file)"
+            f"retain: {name} {'holds out' if is_source else 'has'} {len(numbers)} different documents of "
+            f"{len(digests)}{also}, and {FEWEST_TO_RETAIN} are needed: {FEWEST_TO_RETAIN // 2} to measure on and "
+            f"{FEWEST_TO_RETAIN // 2} for the verdict; {more}"
         )
     order = numpy.random.default_rng([seed, len(numbers)]).permutation(numpy.sort(numbers))
-    count = min(MOST_PER_JUDGE, max(FEWEST_TO_RETAIN // 2, round(len(numbers) * SHARE_PER_JUDGE)))
+    share = 0.5 if is_source else SHARE_PER_JUDGE
+    count = min(MOST_PER_JUDGE, max(FEWEST_TO_RETAIN // 2, round(len(numbers) * share)))
     return {"unseen": order[:count], "measured": order[count : 2 * count], "replayed": order[2 * count :]}
 
 

@@ -157,9 +157,10 @@ class Job:
         check_safety(self.safety, training)
         check_retention(self.retention, self.regularization, self.memory, self.curriculum)
         self.kind.check(self)
-        for name in (self.data.eval_dataset, self.retention.retain):  # read last, after all of the training data
-            if name is not None:
-                require_there(name)
+        if self.data.eval_dataset is not None:  # read last, after all of the training data, and so is the anchor
+            require_there(self.data.eval_dataset)
+        if self.retention.retain is not None and self.data.place_of_source(self.retention.retain) is None:
+            require_there(self.retention.retain)
         check_resumable(training)
 
     @property

@@ -380,7 +380,7 @@ class Retention(Loop):
         return [
             f"retain: at most {settings.retain_budget_bits:g} bits per token lost on {self.anchor.name}, by {acts} "
             f"({self.anchor.reason}); {counts['measured']} of its documents are measured, {counts['replayed']} may be "
-            f"trained on, {counts['unseen']} give the verdict"
+            f"replayed, {counts['unseen']} give the verdict"
             + (f"; {counts['in_the_data']} are in the training data and left out" if counts["in_the_data"] else "")
         ]
 

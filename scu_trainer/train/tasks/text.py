@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,8 @@ from scu_trainer.train.tasks.common import (
     teacher_of,
 )
 from scu_trainer.train.tasks.packing import Packing
+
+logger = logging.getLogger("scu_trainer")
 
 PROBED_TOKENS = 32
 """Enough to see which kernels run; whole rows with their logits belong to the memory loop."""
@@ -166,6 +169,9 @@ def _sampled_anchor(job: Job, data: DataSettings, parts: TrainingComponents, how
         tokens=data.block_size,
         seed=how["seed"],
     )
+    if data.is_mixture:
+        names = ", ".join(source.name for source in data.sources)
+        logger.info("retain: %s is what the model writes; to keep a source of the data, name it: %s", SAMPLED, names)
     job = replace(job, retention=replace(job.retention, retain=str(path)))
     found = _anchor(job, data, len(parts.data.train) if not data.streaming else 0, how)
     return replace(found, name="text that the model wrote")
