@@ -306,12 +306,11 @@ def _arguments(
 
 def _anchor_of_a_budget(entries: Mapping[str, Any], typed_names: Collection[str]) -> list[str]:
     """Flags for a budget that a person gave, and that says nothing of what shall be kept. A file may hold the budget of
-    a run that keeps nothing: those that a run or a comparison wrote hold every default, ``retain_max_share`` too."""
+    a run that keeps nothing: those that a run or a comparison wrote hold every default."""
     is_known = "retain" in typed_names or entries.get("retain") is not None
-    is_given = "retain_budget_bits" in typed_names or (
-        "retain_budget_bits" in entries and "retain_max_share" not in entries
-    )
-    return ["--retain", SAMPLED] if is_given and not is_known else []
+    defaults = {item.name for item in dataclasses.fields(RetentionSettings) if item.default is not None}
+    is_in_file = entries.get("retain_budget_bits") is not None and not defaults <= set(entries)
+    return ["--retain", SAMPLED] if ("retain_budget_bits" in typed_names or is_in_file) and not is_known else []
 
 
 def _task_of(typed: argparse.Namespace) -> TaskSettings:

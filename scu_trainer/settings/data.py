@@ -7,7 +7,7 @@ from typing import Literal, Optional, get_type_hints
 
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings.base import check_fields, option, require
-from scu_trainer.settings.mixture import SourceSettings, dataset_of, shown, sources_of
+from scu_trainer.settings.mixture import SourceSettings, dataset_of, is_same_dataset, shown, sources_of
 from scu_trainer.settings.stock import MOST_WORKERS
 
 CHAT_TEMPLATES = ("alpaca", "chatml", "gemma", "llama3", "mistral", "phi3", "qwen", "vicuna")
@@ -123,7 +123,7 @@ class DataSettings:
         SettingsError where several sources are that dataset."""
         sources = self.sources
         named = [place for place, source in enumerate(sources) if source.name == name]
-        found = named or [place for place, source in enumerate(sources) if source.dataset == name]
+        found = named or [place for place, source in enumerate(sources) if is_same_dataset(source.dataset, name)]
         require(
             len(found) < 2,
             f"{name} is the dataset of several sources; name one: {', '.join(sources[at].name for at in found)}",

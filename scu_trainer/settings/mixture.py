@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Optional, Union, get_args
 
 from scu_trainer.errors import SettingsError, nearest
@@ -54,6 +54,12 @@ def dataset_names(value: Any) -> list[str]:
     entries = value if isinstance(value, (list, tuple)) else [value]
     names = [entry.get("dataset") if isinstance(entry, Mapping) else entry for entry in entries]
     return [str(name) for name in names if name]
+
+
+def is_same_dataset(one: str, other: str) -> bool:
+    """Whether both are the same name, or lead to the same file or folder."""
+    paths = [Path(name).expanduser() for name in (one, other)]
+    return one == other or (all(path.exists() for path in paths) and paths[0].resolve() == paths[1].resolve())
 
 
 def shown(value: Any) -> str:

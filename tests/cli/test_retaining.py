@@ -13,8 +13,8 @@ from scu_trainer.cli.configuration import read_values
 from scu_trainer.data.text.anchor import read_anchor
 from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_json, read_rows
-from scu_trainer.settings import RetentionSettings
-from scu_trainer.train.retention.loop import BASE_FILE
+from scu_trainer.settings import DataSettings, RetentionSettings
+from scu_trainer.train.retention.loop import BASE_FILE, Retention
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -109,14 +109,23 @@ def mixed(files, **of_old) -> str:
     return json.dumps([str(files["dataset"]), {"dataset": str(files["retain"]), "name": "general", **of_old}])
 
 
-@pytest.mark.parametrize("called", ["general", "retain"])
-def test_a_source_of_a_mixture_is_kept_by_what_it_holds_out(model_dir, files, tmp_path, capsys, monkeypatch, called):
-    """By its name, or as its dataset. What judges is trained on nowhere; what is replayed is trained on anyway."""
+def test_a_source_is_meant_by_its_name_or_as_its_dataset(files, monkeypatch):
+    monkeypatch.chdir(files["retain"].parent)
+    data = DataSettings(dataset=[str(files["dataset"]), {"dataset": str(files["retain"]), "name": "general"}])
+    names = ["general", str(files["retain"]), "old.jsonl", "./old.jsonl", "new", "old", "few.jsonl", "python_docs"]
+    assert [data.place_of_source(name) for name in names] == [1, 1, 1, 1, 0, None, None, None]
+    assert DataSettings(dataset="old.jsonl").place_of_source("old.jsonl") is None
+
+
+def test_a_source_of_a_mixture_is_kept_by_what_it_holds_out(model_dir, files, tmp_path, capsys, monkeypatch):
+    """What judges is trained on nowhere; what is replayed is trained on anyway; what is learned is the other one."""
+    from scu_trainer.train.session import session
     from scu_trainer.train.tasks import text
 
-    found = []
+    found, loops = [], []
     monkeypatch.setattr(text, "read_anchor", lambda *given, **how: found.append(read_anchor(*given, **how)) or found[0])
-    given = {"dataset": mixed(files), "retain": files.get(called, called), "validation_split_percentage": 40}
+    monkeypatch.setattr(session, "Retention", lambda *given: loops.append(Retention(*given)) or loops[0])
+    given = {"dataset": mixed(files), "retain": "general", "validation_split_percentage": 40}
     code, said = begun(capsys, model_dir, files, tmp_path, **given)
     assert code == 0, said
     assert "8 of its documents are measured, 24 may be replayed, 8 give the verdict" in said
@@ -126,6 +135,7 @@ def test_a_source_of_a_mixture_is_kept_by_what_it_holds_out(model_dir, files, tm
     assert [len(part) for part in parts] == [24, 8, 8] and set.union(*parts) == set(range(40))
     metrics = read_json(tmp_path / "run" / "scu_metrics.json")
     assert metrics["retention"]["replayed_rows"] > 0 and "lost_bits" in metrics["retention"]
+    assert {number % 2 for number in loops[0].own_rows["document"]} == {0}  # of the first source alone
     assert len(metrics["held_out_sources"]) == 2
 
 
@@ -133,10 +143,13 @@ def test_a_source_of_a_mixture_is_kept_by_what_it_holds_out(model_dir, files, tm
     ("changes", "message"),
     [
         ({}, "general holds out 4 different documents of 4, and 16 are needed: 8 to measure on and 8 for the verdict; "
-             "raise validation_split_percentage (10) or max_eval_documents"),
-        ({"eval_dataset": "few"}, "general holds out 0 different documents of 0"),
-        ({"streaming": "true", "max_eval_documents": 4}, "general is a source of a mixture that is streamed"),
-        ({"retain": "elsewhere.jsonl"}, "elsewhere.jsonl"),
+             "hold out more (validation_split_percentage, max_eval_documents"),
+        ({"eval_dataset": "few"}, "general is a source of the data, and with an eval_dataset no source holds out"),
+        ({"streaming": "true"}, "general is trained on, and of data that are streamed nobody knows all documents"),
+        ({"retain": "elsewhere.jsonl"}, "elsewhere.jsonl does not exist"),
+        ({"retain": "few"}, "has 11 different documents of 11, and 16 are needed"),
+        ({"retain": "few"}, "in a .txt file). To keep a source of the data, name it: new, general"),
+        ({"retain": "sampled", "dataset": "sampled"}, "sampled is what the model writes, and a source of the data has"),
         ({"retain": "retain", "dataset": "twice"}, "dataset of several sources; name one: general, again"),
     ],
 )  # fmt: skip
@@ -148,9 +161,29 @@ def test_a_source_that_cannot_be_kept_is_refused_before_a_model_is_loaded(
     monkeypatch.setattr(text, "load_model", lambda *given, **how: pytest.fail("a model was loaded"))
     twice = [{"dataset": str(files["retain"]), "name": name, "text_column": "text"} for name in ("general", "again")]
     given = {"dataset": mixed(files), "retain": "general", **{name: files.get(v, v) for name, v in changes.items()}}
-    given["dataset"] = json.dumps(twice) if given["dataset"] == "twice" else given["dataset"]
+    sampled = [{"dataset": str(files["retain"]), "name": "sampled"}]
+    others = {"twice": json.dumps(twice), "sampled": json.dumps(sampled)}
+    given["dataset"] = others.get(given["dataset"], given["dataset"])
     code, said = begun(capsys, model_dir, files, tmp_path, **given)
     assert code == 2 and message in said, said
+
+
+def test_what_is_held_out_is_not_replayed(model_dir, files, tmp_path, capsys):
+    """Held-out text, of eval_dataset here, is in no part of another text."""
+    rows = files["retain"].read_text().splitlines(keepends=True)
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(rows[:10]))
+    code, said = begun(capsys, model_dir, files, tmp_path, eval_dataset=held_out, max_steps=1)
+    assert code == 0, said
+    assert "8 of its documents are measured, 14 may be replayed, 8 give the verdict; 10 are in the" in said, said
+
+
+@pytest.mark.parametrize("kind", ["one", "list"])
+def test_of_a_stream_nothing_is_kept_that_it_trains_on(model_dir, files, tmp_path, capsys, kind):
+    dataset = {"one": files["retain"], "list": mixed(files)}[kind]
+    changes = {"dataset": dataset, "retain": files["retain"].parent / "." / "old.jsonl", "streaming": "true"}
+    code, said = begun(capsys, model_dir, files, tmp_path, **changes)
+    assert code == 2 and "is trained on, and of data that are streamed" in said, said
 
 
 def test_copies_of_what_is_trained_on_do_not_judge(model_dir, files, tmp_path, capsys):
@@ -200,6 +233,8 @@ def test_what_cannot_be_kept_is_refused_before_a_model_is_loaded(
     [
         ({}, ["--retain_budget_bits", "0.02"], "sampled"),
         ({"retain_budget_bits": 0.02}, [], "sampled"),  # a file that a person wrote
+        ({"retain_budget_bits": 0.02, "retain_max_share": 0.5}, [], "sampled"),
+        ({"retain_budget_bits": None}, [], None),
         (DEFAULTS, ["--retain_budget_bits=0.05"], "sampled"),
         (DEFAULTS, [], None),  # one that a run wrote
         ({name: value for name, value in DEFAULTS.items() if value is not None}, [], None),  # that a comparison wrote

@@ -391,11 +391,11 @@ def test_a_replayed_row_has_no_number_and_other_columns_are_refused():
 
 def test_the_parts_share_no_document_and_copies_count_once():
     digests = numpy.array([number % 40 for number in range(60)])
-    parts = parted(digests, 0, "a.txt", NOTHING)
+    parts = parted(digests, 0, "a.txt has", NOTHING)
     everything = numpy.concatenate(list(parts.values()))
     assert len({*digests[everything].tolist()}) == len(everything) == 40
     assert (len(parts["measured"]), len(parts["unseen"]), len(parts["replayed"])) == (8, 8, 24)
-    assert parted(digests, 1, "a.txt", NOTHING)["unseen"].tolist() != parts["unseen"].tolist()
+    assert parted(digests, 1, "a.txt has", NOTHING)["unseen"].tolist() != parts["unseen"].tolist()
 
 
 def test_rows_next_to_each_other_are_of_different_documents():
@@ -405,15 +405,15 @@ def test_rows_next_to_each_other_are_of_different_documents():
 
 def test_documents_of_the_training_data_are_in_no_part():
     digests = numpy.arange(40)
-    parts = parted(digests, 0, "a.txt", digests[:20])
+    parts = parted(digests, 0, "a.txt has", digests[:20])
     assert sorted(digests[numpy.concatenate(list(parts.values()))]) == list(range(20, 40))
     with pytest.raises(DataError, match=r"10 different documents of 40 \(30 more are in the training data, too\)"):
-        parted(digests, 0, "a.txt", digests[:30])
+        parted(digests, 0, "a.txt has", digests[:30])
 
 
 def test_too_few_documents_are_refused_with_numbers():
     with pytest.raises(DataError, match=r"a\.txt has 9 different documents of 12, and 16 are needed"):
-        parted(numpy.array([number % 9 for number in range(12)]), 0, "a.txt", NOTHING)
+        parted(numpy.array([number % 9 for number in range(12)]), 0, "a.txt has", NOTHING)
 
 
 def test_which_actuator_is_used_and_why():

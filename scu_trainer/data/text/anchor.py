@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
@@ -15,7 +14,7 @@ from scu_trainer.data.store import digest_of
 from scu_trainer.data.text.documents import TokenizedDocuments
 from scu_trainer.data.text.mixture_plan import mixture_plan
 from scu_trainer.data.text.packing import held_out_rows, held_out_schema, record_batches, training_rows, training_schema
-from scu_trainer.data.text.prepare import both_sides, plan_of, tokenized
+from scu_trainer.data.text.prepare import plan_of, sides_of, tokenized
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.regularization import FEWEST_TO_RETAIN
@@ -70,11 +69,10 @@ def read_anchor(
     """
     of_model = (tokenizer, seed, cache_dir, model_name)
     place = settings.place_of_source(name)
-    found = (
-        _of_another_text(settings, name, most_documents, of_model)
-        if place is None
-        else _of_source(settings, place, most_documents, of_model)
-    )
+    if place is None:
+        found = _of_another_text(settings, name, most_documents, of_model)
+    else:
+        found = _of_source(settings, place, most_documents, of_model)
     parts, statistics = found.parts, DataStatistics()
 
     def held_out(which: str) -> datasets.Dataset:
@@ -115,33 +113,35 @@ class _Found(NamedTuple):
 
 
 def _of_another_text(settings: DataSettings, name: str, most_documents: int, of_model: tuple) -> _Found:
-    """All of it is parted; what is in the training data as well is in no part."""
+    """All of it is parted; what is in the data as well, held-out documents too, is in no part."""
     known = _digests_of_data(settings, of_model)
-    settings = _alone(settings, name, most_documents)
-    plan = plan_of(settings, *of_model)
-    documents = tokenized(plan, plan.source, most_documents, DataStatistics())
-    parts = parted(documents.digests, plan.seed, name, known)
+    alone = _alone(settings, name, most_documents)
+    try:
+        plan = plan_of(alone, *of_model)
+        documents = tokenized(plan, plan.source, most_documents, DataStatistics())
+        parts = parted(documents.digests, plan.seed, f"{name} has", known)
+    except DataError as error:
+        if not settings.is_mixture:
+            raise
+        names = ", ".join(source.name for source in settings.sources)
+        raise DataError(f"{error}. To keep a source of the data, name it: {names}") from error
     in_data = int(numpy.isin(documents.digests, known).sum())
-    return _Found(settings, plan.fingerprint, documents, documents, parts, in_data)
+    return _Found(alone, plan.fingerprint, documents, documents, parts, in_data)
 
 
 def _of_source(settings: DataSettings, place: int, most_documents: int, of_model: tuple) -> _Found:
     """What it holds out judges; what is trained on may be replayed, which gives it a larger share."""
     mixture = mixture_plan(settings, *of_model)
     plan, name = mixture.plans[place], mixture.names[place]
-    if settings.streaming:
-        raise DataError(
-            f"retain: {name} is a source of a mixture that is streamed, of which nobody knows all documents; set "
-            "streaming: false, or give a text of its own"
-        )
-    sides = [
-        both_sides(each, partial(tokenized, each, statistics=DataStatistics()), DataStatistics())
-        for each in mixture.plans
-    ]
+    sides = sides_of(mixture.plans)
     known = numpy.concatenate([documents.digests[order] for documents, order, _, _ in sides])
     trained, train_order, judges, order = sides[place]
     digests = judges.digests[order]
-    parts = parted(digests, plan.seed, name, known, held_out_in_percent=plan.settings.validation_split_percentage)
+    advice = (
+        "hold out more (validation_split_percentage, max_eval_documents, a larger split of its own), or give a text "
+        "that is not trained on"
+    )
+    parts = parted(digests, plan.seed, f"{name} holds out", known, 0.5, advice)
     numbers = {part: order[parts[part]] for part in ("unseen", "measured")}
     numbers["replayed"] = train_order[:most_documents]
     return _Found(plan.settings, plan.fingerprint, judges, trained, numbers, int(numpy.isin(digests, known).sum()))
@@ -163,42 +163,42 @@ def _alone(settings: DataSettings, name: str, most_documents: int) -> DataSettin
 
 
 def _digests_of_data(settings: DataSettings, of_model: tuple) -> numpy.ndarray:
-    """Of all documents of the training data, held-out ones too; none of a stream, which nobody has read yet."""
+    """Of all documents of the data, held-out ones too; none of a stream, which nobody has read yet."""
     if settings.streaming:
         return numpy.empty(0, dtype=numpy.int64)
-    plans = mixture_plan(settings, *of_model).plans if settings.is_mixture else [plan_of(settings, *of_model)]
-    found = [tokenized(plan, plan.source, plan.settings.dataset_size, DataStatistics()) for plan in plans]
-    return numpy.concatenate([documents.digests for documents in found])
+    mixture = mixture_plan(settings, *of_model) if settings.is_mixture else None
+    sides = sides_of([plan_of(settings, *of_model)] if mixture is None else mixture.plans)
+    found = [part for documents, _, held_out, order in sides for part in (documents.digests, held_out.digests[order])]
+    if mixture is not None and mixture.held_out is not None:
+        plan = mixture.held_out
+        found.append(tokenized(plan, plan.source, plan.settings.max_eval_documents, DataStatistics()).digests)
+    return numpy.concatenate(found)
 
 
 def parted(
-    digests: numpy.ndarray, seed: int, name: str, known: numpy.ndarray, held_out_in_percent: Optional[float] = None
+    digests: numpy.ndarray,
+    seed: int,
+    who_has: str,
+    known: numpy.ndarray,
+    share: float = SHARE_PER_JUDGE,
+    advice: str = "give more, shorter ones for instance (one empty line between two in a .txt file)",
 ) -> dict[str, numpy.ndarray]:
     """Numbers of the documents of each part, by the seed. ``digests``: equal for copies, of which the first counts.
-    ``known``: digests of what is trained on, whose documents are in no part: the verdict would be of what was learned.
-    ``held_out_in_percent``: of a source of the data, whose held-out documents these are: all of them judge.
+    ``known``: digests of the data, whose documents are in no part: the verdict would be of what was learned.
+    ``share``: of the documents, for measuring and as many for the verdict, MOST_PER_JUDGE each at most.
 
-    Raises DataError where there are fewer than FEWEST_TO_RETAIN different ones.
+    Raises DataError where there are fewer than FEWEST_TO_RETAIN different ones: ``who_has`` them, and ``advice``.
     """
     different, numbers = numpy.unique(digests, return_index=True)
     numbers = numbers[~numpy.isin(different, known)]
-    is_source = held_out_in_percent is not None
     if len(numbers) < FEWEST_TO_RETAIN:
         of_data = len(different) - len(numbers)
         also = f" ({of_data} more are in the training data, too)" if of_data else ""
-        more = (
-            f"raise validation_split_percentage ({held_out_in_percent:g}) or max_eval_documents, or give a text of its "
-            "own; with an eval_dataset, no source holds out anything"
-            if is_source
-            else "give more, shorter ones for instance (one empty line between two in a .txt file)"
-        )
         raise DataError(
-            f"retain: {name} {'holds out' if is_source else 'has'} {len(numbers)} different documents of "
-            f"{len(digests)}{also}, and {FEWEST_TO_RETAIN} are needed: {FEWEST_TO_RETAIN // 2} to measure on and "
-            f"{FEWEST_TO_RETAIN // 2} for the verdict; {more}"
+            f"retain: {who_has} {len(numbers)} different documents of {len(digests)}{also}, and {FEWEST_TO_RETAIN} "
+            f"are needed: {FEWEST_TO_RETAIN // 2} to measure on and {FEWEST_TO_RETAIN // 2} for the verdict; {advice}"
         )
     order = numpy.random.default_rng([seed, len(numbers)]).permutation(numpy.sort(numbers))
-    share = 0.5 if is_source else SHARE_PER_JUDGE
     count = min(MOST_PER_JUDGE, max(FEWEST_TO_RETAIN // 2, round(len(numbers) * share)))
     return {"unseen": order[:count], "measured": order[count : 2 * count], "replayed": order[2 * count :]}
 

@@ -8,7 +8,6 @@ an epoch has: a list of row numbers that depends on settings and seed alone, so 
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -192,10 +191,7 @@ def _duplicates(mixture: MixturePlan, statistics: DataStatistics) -> int:
     """Held-out documents, of whatever source, that are also a training document of any. Counts in ``statistics`` what
     an ``eval_dataset`` read: the sources have not."""
     trained, held_out = [], []
-    for plan in mixture.plans:
-        uncounted = DataStatistics()
-        read = functools.partial(one_source.tokenized, plan, statistics=uncounted)
-        documents, train_order, eval_source, eval_order = one_source.both_sides(plan, read, uncounted)
+    for documents, train_order, eval_source, eval_order in one_source.sides_of(mixture.plans):
         trained.append(documents.digests[train_order])
         held_out.append(eval_source.digests[eval_order])
     if mixture.held_out is not None:

@@ -117,6 +117,12 @@ def number_in_mixture(document: int, source: int, count: int) -> int:
     return document * count + source
 
 
+def rows_of_others(held_out: datasets.Dataset, source: int, count: int) -> Optional[datasets.Dataset]:
+    """Without those of the source at that place; None if none is left."""
+    left = numpy.flatnonzero(numpy.asarray(held_out["document"]) % count != source)
+    return held_out.select(left) if len(left) else None
+
+
 def described_in_mixture(parts: Sequence[PreparedData]) -> tuple[HeldOutDocument, ...]:
     return tuple(
         item._replace(document=number_in_mixture(item.document, source, len(parts)))

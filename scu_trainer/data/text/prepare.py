@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional, TypeVar
@@ -133,6 +133,14 @@ def both_sides(
         numpy.isin(eval_source.digests[eval_order], documents.digests[train_order]).sum()
     )
     return documents, train_order, eval_source, eval_order
+
+
+def sides_of(
+    plans: Sequence[EncodingPlan],
+) -> list[tuple[TokenizedDocuments, numpy.ndarray, TokenizedDocuments, numpy.ndarray]]:
+    """``both_sides`` of each, when ``prepare`` has counted them already."""
+    uncounted = DataStatistics()
+    return [both_sides(plan, functools.partial(tokenized, plan, statistics=uncounted), uncounted) for plan in plans]
 
 
 def tokenized(plan: EncodingPlan, source: Source, limit: int | None, statistics: DataStatistics) -> TokenizedDocuments:

@@ -25,7 +25,7 @@ HARMLESS = frozenset(
     "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor preprocessing_num_workers "
     "cache_dir use_cpu ddp_timeout throughput peak_tflops predict_memory profile_steps include_num_input_tokens_seen "
     "early_stopping_patience early_stopping_threshold retain_stop sample_prompts sample_max_new_tokens "
-    "project trackio_space_id trackio_bucket_id trackio_static_space_id".split()
+    "keep_freed_memory project trackio_space_id trackio_bucket_id trackio_static_space_id".split()
 )
 """Settings that change no weight."""
 

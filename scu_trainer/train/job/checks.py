@@ -7,6 +7,7 @@ from typing import Optional
 import torch
 from transformers import TrainingArguments
 
+from scu_trainer.data.sources import require_there
 from scu_trainer.errors import nearest
 from scu_trainer.hardware.optimizers import FOR_BFLOAT16, STOCHASTIC, check_optimizer, keeps_small_steps
 from scu_trainer.models.loading.load import check_source
@@ -19,6 +20,8 @@ from scu_trainer.settings import (
     RetentionSettings,
 )
 from scu_trainer.settings.base import require
+from scu_trainer.settings.mixture import is_same_dataset
+from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.train.job.optimizer_checks import check_optimizer_arguments, check_schedule
 from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed
 
@@ -177,3 +180,26 @@ def check_retention(
         "batch_mode: logical gives each step as many rows as memory allows, and replay adds rows to it; set "
         "retain_actuator: lambda, or drop batch_mode",
     )
+
+
+def check_anchor(name: str, data: DataSettings) -> None:
+    """Of the text that must not be forgotten, beside the data."""
+    place = data.place_of_source(name)
+    require(
+        place is None or name != SAMPLED,
+        f"retain: {SAMPLED} is what the model writes, and a source of the data has that name, too; give it another one "
+        "(name: in its entry of dataset)",
+    )
+    is_learned = place is not None or (isinstance(data.dataset, str) and is_same_dataset(data.dataset, name))
+    require(
+        not (is_learned and data.streaming),
+        f"retain: {name} is trained on, and of data that are streamed nobody knows all documents that are held out; "
+        "set streaming: false, or give another text",
+    )
+    require(
+        place is None or data.eval_dataset is None,
+        f"retain: {name} is a source of the data, and with an eval_dataset no source holds out documents to measure "
+        "on; drop eval_dataset, or give a text that is not trained on",
+    )
+    if place is None:
+        require_there(name)

@@ -33,6 +33,7 @@ from scu_trainer.settings.tasks import TaskSettings, require_mixable
 from scu_trainer.train.curriculum.rules import obstacle, require_enough_epochs
 from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.job.checks import (
+    check_anchor,
     check_evaluation,
     check_memory,
     check_retention,
@@ -159,8 +160,8 @@ class Job:
         self.kind.check(self)
         if self.data.eval_dataset is not None:  # read last, after all of the training data, and so is the anchor
             require_there(self.data.eval_dataset)
-        if self.retention.retain is not None and self.data.place_of_source(self.retention.retain) is None:
-            require_there(self.retention.retain)
+        if self.retention.retain is not None:
+            check_anchor(self.retention.retain, self.data)
         check_resumable(training)
 
     @property

@@ -18,6 +18,7 @@ from rich.console import Console
 from transformers import PrinterCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
+from scu_trainer.data.text.mixture_plan import rows_of_others
 from scu_trainer.errors import OutOfMemory, SettingsError, Stopped, StorageError
 from scu_trainer.models.kernels import kernel_line
 from scu_trainer.models.loading.offloaded import input_device
@@ -266,10 +267,16 @@ def _loops(job: Job, parts: TrainingComponents) -> list[Loop]:
     if parts.teacher is not None:
         loops.append(Distillation(parts.teacher, job.model.teacher_weight, job.model.teacher_temperature))
     if parts.anchor is not None:
-        loops.append(Retention(parts.anchor, job.retention, parts.collator, parts.load_base, parts.data.eval))
+        loops.append(Retention(parts.anchor, job.retention, parts.collator, parts.load_base, _learned(job, parts)))
     if job.task.task == TEXT and job.data.sample_prompts and parts.data.eval is not None:
         loops.append(Samples(parts.data.eval, parts.processor, job.data.sample_prompts, job.data.sample_max_new_tokens))
     return loops
+
+
+def _learned(job: Job, parts: TrainingComponents) -> Any:
+    """Held-out rows of what is learned: not of a source that is to be kept."""
+    place, held_out = job.data.place_of_source(job.retention.retain), parts.data.eval
+    return held_out if None in (place, held_out) else rows_of_others(held_out, place, len(job.data.sources))
 
 
 def _regularization(job: Job, parts: TrainingComponents) -> Optional[RegularizationSettings]:

@@ -161,6 +161,9 @@ class TextTask:
 
 def _sampled_anchor(job: Job, data: DataSettings, parts: TrainingComponents, how: dict[str, Any]) -> Optional[Anchor]:
     """Of what the model writes before it is trained."""
+    if data.is_mixture:
+        names = ", ".join(source.name for source in data.sources)
+        logger.info("retain: %s is what the model writes; to keep a source of the data, name it: %s", SAMPLED, names)
     path = sampled_text(
         parts.model,
         how["tokenizer"],
@@ -169,9 +172,6 @@ def _sampled_anchor(job: Job, data: DataSettings, parts: TrainingComponents, how
         tokens=data.block_size,
         seed=how["seed"],
     )
-    if data.is_mixture:
-        names = ", ".join(source.name for source in data.sources)
-        logger.info("retain: %s is what the model writes; to keep a source of the data, name it: %s", SAMPLED, names)
     job = replace(job, retention=replace(job.retention, retain=str(path)))
     found = _anchor(job, data, len(parts.data.train) if not data.streaming else 0, how)
     return replace(found, name="text that the model wrote")
