@@ -172,12 +172,18 @@ def _shape(tokenizer: Any, hidden_size: int, layers: int) -> LlamaConfig:
     )
 
 
-def tuned(text: str, size: str, seed: int, rank: int = 8) -> nn.Module:
-    """A base with fresh adapters."""
-    settings = ModelSettings(model_name_or_path=str(base(text, size)), tuning="lora", lora_r=rank, lora_alpha=2 * rank)
-    model = load_model(settings)
+def tuned(text: str, size: str, seed: int, rank: Optional[int] = 8) -> nn.Module:
+    """A base with fresh adapters; all of it where ``rank`` is None."""
+    if rank is None:
+        return prepare_for_tuning(untuned(text, size), ModelSettings(tuning="full"))
+    settings = ModelSettings(tuning="lora", lora_r=rank, lora_alpha=2 * rank)
+    model = untuned(text, size)
     set_seed(seed)
     return prepare_for_tuning(model, settings)
+
+
+def untuned(text: str, size: str) -> nn.Module:
+    return load_model(ModelSettings(model_name_or_path=str(base(text, size))))
 
 
 # -- what people do ----------------------------------------------------------------------------------------------------
@@ -198,7 +204,7 @@ class FixedReplay(Loop):
 def fisher(text: str, size: str, rows: Any) -> dict[str, torch.Tensor]:
     """Diagonal of the empirical Fisher information of each matrix of the base, by token of ``rows``: squared gradients
     of their summed losses, one row at a time."""
-    model = load_model(ModelSettings(model_name_or_path=str(base(text, size))))
+    model = untuned(text, size)
     weights = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
     found, tokens, collate = {name: torch.zeros_like(weight) for name, weight in weights.items()}, 0, collator()
     for row in rows:

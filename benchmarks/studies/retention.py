@@ -1,11 +1,11 @@
 """Learning something new at equal forgetting: what does a controlled replay buy against what people do without it?
 
     python benchmarks/studies/retention.py [--pairs "docs > source"] [--seeds 0] [--size small] [--budgets 0.02 0.1]
-                                           [--only none ours]
+                                           [--only none ours] [--tuning full]
 
-A small Llama was pre-trained on one text (the anchor). By LoRA it learns another (PAIRS), for each seed once per
-contender, in as many steps with as many rows of the new text; replayed rows come on top. Then, on documents that
-nothing was decided by:
+A small Llama was pre-trained on one text (the anchor). By LoRA, or as a whole, it learns another (PAIRS), for each seed
+once per contender, in as many steps with as many rows of the new text; replayed rows come on top. Then, on documents
+that nothing was decided by:
 
     forgotten   bits per token more than the base on the anchor's unseen documents
     learned     bits per token less than the base on held-out documents of the new text
@@ -60,6 +60,7 @@ from benchmarks.lib.retention_work import (
     some,
     text_settings,
     tuned,
+    untuned,
 )
 from scu_trainer import SCUTrainer
 from scu_trainer.data import default_cache_dir, prepare
@@ -75,6 +76,9 @@ KEYS = ("pair", "size", "seed", "contender", "steps")
 SCALES = (0.1, 0.2, 0.35, 0.6, 1.0)
 STOPPED = (5, 10, 15, 25, 40)
 """Steps after which one who stops early would look."""
+
+FULL = ", full"
+"""At the end of a size: all weights are tuned, and not adapters."""
 
 RATE = 1e-3
 BATCH = 4
@@ -108,7 +112,9 @@ class Scene:
     """The texts of a pair and a seed, and what the base makes of them."""
 
     def __init__(self, pair: str, size: str, seed: int) -> None:
+        """``size``: of SIZES; with FULL at its end all weights are tuned."""
         self.pair, self.size, self.seed = pair, size, seed
+        self.shape, self.is_full = size.removesuffix(FULL), size.endswith(FULL)
         self.known, self.new = PAIRS[pair]
         cache = default_cache_dir(None)
         how = {"seed": seed, "cache_dir": cache, "model_name": self.known}
@@ -118,11 +124,15 @@ class Scene:
         self.base = self._scores(self.model())
 
     def model(self, rank: int = 8) -> torch.nn.Module:
-        return tuned(self.known, self.size, self.seed, rank)
+        return tuned(self.known, self.shape, self.seed, None if self.is_full else rank)
+
+    def untuned(self) -> Optional[torch.nn.Module]:
+        """Beside which an update is scaled; adapters bring it."""
+        return untuned(self.known, self.shape) if self.is_full else None
 
     @functools.cached_property
     def fisher(self) -> dict[str, torch.Tensor]:
-        return fisher(self.known, self.size, some(self.anchor.measured, MOST_JUDGED))
+        return fisher(self.known, self.shape, some(self.anchor.measured, MOST_JUDGED))
 
     @functools.cached_property
     def sampled(self) -> Anchor:
@@ -159,7 +169,7 @@ def cell(scene: Scene, contender: str, what: dict[str, Any], steps: int) -> dict
     }
     if isinstance(loop, Retention):
         return {**found, "ours": scene.point(trainer.model), **_figures(loop)}
-    update, points = ScaledUpdate(trainer.model), []
+    update, points = ScaledUpdate(trainer.model, scene.untuned()), []
     for scale in SCALES:
         with update.at(scale) as scaled:
             points.append({"scale": scale, **scene.point(scaled)})
@@ -204,7 +214,7 @@ def _loop(scene: Scene, what: dict[str, Any]) -> Optional[Loop]:
         settings = RetentionSettings(
             scene.known, retain_budget_bits=what["budget"], retain_frequency=what.get("every", EVERY)
         )
-        return Retention(anchor, settings, collator())
+        return Retention(anchor, settings, collator(), scene.untuned)
     if "ewc" in what:
         return Ewc(scene.fisher, what["ewc"])
     return FixedReplay(anchor.replayed, what["replay"], scene.seed) if "replay" in what else None
@@ -283,9 +293,7 @@ def _held(ours: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[s
         *("within 1.2 of it", "update kept", "rows replayed", "measuring, % of the time of training: mean, largest"),
     )
     rows = []
-    for size, budget in sorted(
-        {(cell["size"], cell["budget_bits"]) for cell in ours}, key=lambda k: (k[0] == "large", k)
-    ):
+    for size, budget in sorted({(cell["size"], cell["budget_bits"]) for cell in ours}, key=lambda k: (_order(k[0]), k)):
         cells = [cell for cell in ours if (cell["size"], cell["budget_bits"]) == (size, budget)]
         lost = [cell["ours"]["forgotten"] for cell in cells]
         cost = [100 * cell["overhead_fraction"] for cell in cells]
@@ -299,6 +307,11 @@ def _held(ours: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[s
             )
         )
     return heads, rows
+
+
+def _order(size: str) -> tuple[bool, int]:
+    """Of the rows of a table: adapters first."""
+    return size.endswith(FULL), [*SIZES].index(size.removesuffix(FULL))
 
 
 def _over_scenes(rows: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float], digits: int) -> str:
@@ -317,7 +330,7 @@ def _rivals(rows: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple
         *("ours learns more, bits per token", "in % of what ours learns", "ours ahead", "rows replayed more than ours"),
     )
     lines = []
-    for size in SIZES:
+    for size in sorted({row["size"] for row in rows}, key=_order):
         for rival in (*FAMILIES, STOPPING):
             found = [row for row in rows if (row["rival"], row["size"]) == (rival, size)]
             if not found:
@@ -341,19 +354,24 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", default=list(PAIRS), choices=PAIRS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--size", default="small", choices=SIZES)
+    parser.add_argument("--tuning", default="lora", choices=("lora", "full"), help="full: without EWC and ranks")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.01, 0.02, 0.05, 0.1])
     parser.add_argument("--only", nargs="+", help="contenders; the word ours: those of --budgets")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--table", action="store_true", help="compute no cell, only write the tables again")
     parser.add_argument("--picture", action="store_true", help="instead: one run of the first pair, with and without")
     asked, console = parser.parse_args(), Console()
+    size = asked.size + (FULL if asked.tuning == "full" else "")
     contenders = {**FIXED, **{f"ours, budget {budget:g}": {"budget": budget} for budget in asked.budgets}}
     if asked.picture:
-        picture(Scene(asked.pairs[0], asked.size, asked.seeds[0]), asked.budgets[0], asked.steps)
+        picture(Scene(asked.pairs[0], size, asked.seeds[0]), asked.budgets[0], asked.steps)
         return
     only = asked.only or [*FIXED, "ours"]
     contenders = {
-        name: what for name, what in contenders.items() if name in only or ("ours" in only and name.startswith("ours"))
+        name: what
+        for name, what in contenders.items()
+        if name in only or ("ours" in only and name.startswith("ours"))
+        if asked.tuning == "lora" or not {"ewc", "rank"} & {*what}
     }
     path = RESULTS / "retention.json"
     before = json.loads(path.read_text()) if path.is_file() else {"results": [], "commands": []}
@@ -361,11 +379,11 @@ def main() -> None:
     done = {tuple(result[key] for key in KEYS) for result in results}
     for seed in asked.seeds:
         for pair in asked.pairs:
-            cells = [(pair, asked.size, seed, name, asked.steps) for name in contenders]
+            cells = [(pair, size, seed, name, asked.steps) for name in contenders]
             todo = {one[3]: contenders[one[3]] for one in cells if one not in done and not asked.table}
-            scene = Scene(pair, asked.size, seed) if todo else None
+            scene = Scene(pair, size, seed) if todo else None
             for number, (name, what) in enumerate(todo.items(), start=1):
-                console.print(f"{pair}, {asked.size}, seed {seed}: {name} ({number} of {len(todo)})", soft_wrap=True)
+                console.print(f"{pair}, {size}, seed {seed}: {name} ({number} of {len(todo)})", soft_wrap=True)
                 results.append(cell(scene, name, what, asked.steps))
                 commands = [*dict.fromkeys([*commands, command_line()])]
                 _write(results, commands)
