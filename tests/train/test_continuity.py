@@ -83,6 +83,13 @@ def test_a_setting_and_its_consequence(name, value, consequence):
     assert change.line.startswith(f"{name} was {value}, now {NOW['configuration'][name]}: ")
 
 
+def test_with_a_data_seed_another_seed_leaves_the_rows_as_they_are():
+    (change,) = changes(before(seed=1, data_seed=5), before(seed=2, data_seed=5))
+    assert "rows come as before, by data_seed" in change.consequence
+    (change,) = changes(before(data_seed=4), before(data_seed=5))
+    assert "another order" in change.consequence
+
+
 def test_a_run_of_the_old_default_does_not_stop_steering_in_silence():
     (change,) = changes(before(scu_target_s=0.1), before(scu_target_s=None))
     assert change.line == (

@@ -99,7 +99,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Both: descriptions as in training_config.json (configuration, world_size, data, versions, git_commit)."""
     found = [
-        _setting(name, *values)
+        _setting(name, *values, has_data_seed=now["configuration"].get("data_seed") is not None)
         for name, values in changed_settings(before.get("configuration", {}), now["configuration"]).items()
     ]
     found += _of_split(before, now)
@@ -133,13 +133,15 @@ def check_compatibility(checkpoint: Path, now: Mapping[str, Any]) -> list[Change
     return found
 
 
-def _setting(name: str, before: Any, now: Any) -> Change:
+def _setting(name: str, before: Any, now: Any, has_data_seed: bool) -> Change:
     if name in OTHER_SHAPE:
         return Change(name, before, now, "weights and optimizer state would not fit", is_refused=True)
     if name in CARRIED:
         text = "no effect, the optimizer and schedule state in the checkpoint have the previous value"
     elif name in SCHEDULE:
         text = "the learning rate follows the new schedule from this step on, which may be a jump"
+    elif name == "seed" and has_data_seed:
+        text = "rows come as before, by data_seed, unless they are grouped by length; other random numbers may differ"
     elif name in ORDER:
         text = "the rows of this epoch come in another order, so some are seen twice or not at all"
     elif name == "scu_target_s" and now is None:
