@@ -168,12 +168,14 @@ def test_a_source_that_cannot_be_kept_is_refused_before_a_model_is_loaded(
     assert code == 2 and message in said, said
 
 
-def test_what_is_held_out_is_not_replayed(model_dir, files, tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["one", "list"])
+def test_what_is_held_out_is_not_replayed(model_dir, files, tmp_path, capsys, kind):
     """Held-out text, of eval_dataset here, is in no part of another text."""
     rows = files["retain"].read_text().splitlines(keepends=True)
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join(rows[:10]))
-    code, said = begun(capsys, model_dir, files, tmp_path, eval_dataset=held_out, max_steps=1)
+    dataset = {"one": files["dataset"], "list": json.dumps([str(files[name]) for name in ("dataset", "few")])}[kind]
+    code, said = begun(capsys, model_dir, files, tmp_path, dataset=dataset, eval_dataset=held_out, max_steps=1)
     assert code == 0, said
     assert "8 of its documents are measured, 14 may be replayed, 8 give the verdict; 10 are in the" in said, said
 
