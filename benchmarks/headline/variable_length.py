@@ -8,8 +8,7 @@ A Llama of 19 million weights (with 32,000 words), all of it trained in float32,
 Contenders are processes of their own: the stock Trainer, also with batches grouped by length, TRL's SFTTrainer as it
 comes, padding-free and packing, ours without regularization, which moves weights on purpose, and ours with all three
 loops, as the commands have it. Not by default: "stock, freed memory kept", whose C library gives no memory back between
-steps. They take turns of three steps: who has waited for all others starts cold, as nobody
-does who trains alone.
+steps. They take turns of three steps: who has waited for all others starts cold, as nobody does who trains alone.
 Tokens are those whose prediction is learned: padding is no work. The first six steps are left out, in five of which
 ours measures every micro-batch; the ratio with them stands beside. Share of the limit: tokens per second over those
 that the unavoidable multiplications and bytes alone would allow, at this machine's peaks, measured before each round

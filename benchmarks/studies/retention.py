@@ -366,12 +366,14 @@ def main() -> None:
     if asked.picture:
         picture(Scene(asked.pairs[0], size, asked.seeds[0]), asked.budgets[0], asked.steps)
         return
-    only = asked.only or [*FIXED, "ours"]
+    if asked.tuning == "full":  # these are of adapters
+        contenders = {name: what for name, what in contenders.items() if not {"ewc", "rank"} & {*what}}
+    unknown = {*(asked.only or ())} - {*contenders, "ours"}
+    if unknown:
+        parser.error(f"--only takes {', '.join([*contenders, 'ours'])}; not {', '.join(sorted(unknown))}")
+    only = asked.only or [*contenders]
     contenders = {
-        name: what
-        for name, what in contenders.items()
-        if name in only or ("ours" in only and name.startswith("ours"))
-        if asked.tuning == "lora" or not {"ewc", "rank"} & {*what}
+        name: what for name, what in contenders.items() if name in only or ("ours" in only and name.startswith("ours"))
     }
     path = RESULTS / "retention.json"
     before = json.loads(path.read_text()) if path.is_file() else {"results": [], "commands": []}

@@ -38,7 +38,8 @@ class Anchor:
 
     replayed: as training rows, None where they are not trained on. measured, unseen: as held-out rows. ``documents``:
     how many each part has, and how many were left out because they are in the training data. ``fingerprint``: of text,
-    settings, tokenizer and parting together. ``reason``: why ``replayed`` is what it is, for a person.
+    settings, tokenizer and parting together. ``reason``: why ``replayed`` is what it is, for a person. ``place``: among
+    the sources of the data, None of another text.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Anchor:
     documents: dict[str, int]
     fingerprint: str
     reason: str = ""
+    place: Optional[int] = None
 
 
 def read_anchor(
@@ -97,6 +99,7 @@ def read_anchor(
         {**{part: len(numbers) for part, numbers in parts.items()}, "in_the_data": found.in_the_data},
         digest_of(found.fingerprint, MOST_ROWS_PER_JUDGE, {part: numbers.tolist() for part, numbers in parts.items()}),
         reason,
+        place,
     )
 
 
@@ -133,7 +136,7 @@ def _of_source(settings: DataSettings, place: int, most_documents: int, of_model
     """What it holds out judges; what is trained on may be replayed, which gives it a larger share."""
     mixture = mixture_plan(settings, *of_model)
     plan, name = mixture.plans[place], mixture.names[place]
-    sides = sides_of(mixture.plans)
+    sides = [sides_of(each) for each in mixture.plans]
     known = numpy.concatenate([documents.digests[order] for documents, order, _, _ in sides])
     trained, train_order, judges, order = sides[place]
     digests = judges.digests[order]
@@ -166,13 +169,11 @@ def _digests_of_data(settings: DataSettings, of_model: tuple) -> numpy.ndarray:
     """Of all documents of the data, held-out ones too; none of a stream, which nobody has read yet."""
     if settings.streaming:
         return numpy.empty(0, dtype=numpy.int64)
-    mixture = mixture_plan(settings, *of_model) if settings.is_mixture else None
-    sides = sides_of([plan_of(settings, *of_model)] if mixture is None else mixture.plans)
-    found = [part for documents, _, held_out, order in sides for part in (documents.digests, held_out.digests[order])]
-    if mixture is not None and mixture.held_out is not None:
-        plan = mixture.held_out
-        found.append(tokenized(plan, plan.source, plan.settings.max_eval_documents, DataStatistics()).digests)
-    return numpy.concatenate(found)
+    plans = mixture_plan(settings, *of_model).all_plans if settings.is_mixture else (plan_of(settings, *of_model),)
+    sides = map(sides_of, plans)
+    return numpy.concatenate(
+        [part for documents, _, held_out, order in sides for part in (documents.digests, held_out.digests[order])]
+    )
 
 
 def parted(

@@ -191,7 +191,7 @@ def _duplicates(mixture: MixturePlan, statistics: DataStatistics) -> int:
     """Held-out documents, of whatever source, that are also a training document of any. Counts in ``statistics`` what
     an ``eval_dataset`` read: the sources have not."""
     trained, held_out = [], []
-    for documents, train_order, eval_source, eval_order in one_source.sides_of(mixture.plans):
+    for documents, train_order, eval_source, eval_order in map(one_source.sides_of, mixture.plans):
         trained.append(documents.digests[train_order])
         held_out.append(eval_source.digests[eval_order])
     if mixture.held_out is not None:

@@ -47,8 +47,12 @@ class MixturePlan(NamedTuple):
         return tuple(source.name for source in self.sources)
 
     @property
+    def all_plans(self) -> tuple[EncodingPlan, ...]:
+        return self.plans if self.held_out is None else (*self.plans, self.held_out)
+
+    @property
     def fingerprint(self) -> str:
-        plans = [plan.fingerprint for plan in (*self.plans, *([self.held_out] if self.held_out else []))]
+        plans = [plan.fingerprint for plan in self.all_plans]
         sources = [(source.name, source.weight) for source in self.sources]
         return digest_of(MIXTURE_VERSION, plans, sources, self.settings.stopping_strategy, self.plans[0].seed)
 

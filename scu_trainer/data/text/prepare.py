@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional, TypeVar
@@ -71,9 +71,8 @@ def whole_held_out_of(plan: EncodingPlan) -> Optional[datasets.Dataset]:
 
     if plan.settings.streaming:
         return prepare_stream(plan).eval
-    statistics = DataStatistics()  # prepare has counted what is dropped
-    _, _, documents, order = both_sides(plan, functools.partial(tokenized, plan, statistics=statistics), statistics)
-    rows = held_out_rows(documents.numbered(order), plan.settings, statistics)
+    _, _, documents, order = sides_of(plan)
+    rows = held_out_rows(documents.numbered(order), plan.settings, DataStatistics())
     batches = list(record_batches(rows, held_out_schema()))
     return datasets.Dataset(pyarrow.Table.from_batches(batches)) if batches else None
 
@@ -135,12 +134,10 @@ def both_sides(
     return documents, train_order, eval_source, eval_order
 
 
-def sides_of(
-    plans: Sequence[EncodingPlan],
-) -> list[tuple[TokenizedDocuments, numpy.ndarray, TokenizedDocuments, numpy.ndarray]]:
-    """``both_sides`` of each, when ``prepare`` has counted them already."""
+def sides_of(plan: EncodingPlan) -> tuple[TokenizedDocuments, numpy.ndarray, TokenizedDocuments, numpy.ndarray]:
+    """``both_sides`` once more, when ``prepare`` has counted them."""
     uncounted = DataStatistics()
-    return [both_sides(plan, functools.partial(tokenized, plan, statistics=uncounted), uncounted) for plan in plans]
+    return both_sides(plan, functools.partial(tokenized, plan, statistics=uncounted), uncounted)
 
 
 def tokenized(plan: EncodingPlan, source: Source, limit: int | None, statistics: DataStatistics) -> TokenizedDocuments:

@@ -184,12 +184,14 @@ def check_retention(
 
 def check_anchor(name: str, data: DataSettings) -> None:
     """Of the text that must not be forgotten, beside the data."""
+    if name == SAMPLED:
+        require(
+            name not in [source.name for source in data.sources],
+            f"retain: {SAMPLED} is what the model writes, and a source of the data has that name, too; give it another "
+            "one (name: in its entry of dataset)",
+        )
+        return
     place = data.place_of_source(name)
-    require(
-        place is None or name != SAMPLED,
-        f"retain: {SAMPLED} is what the model writes, and a source of the data has that name, too; give it another one "
-        "(name: in its entry of dataset)",
-    )
     is_learned = place is not None or (isinstance(data.dataset, str) and is_same_dataset(data.dataset, name))
     require(
         not (is_learned and data.streaming),

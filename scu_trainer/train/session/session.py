@@ -275,8 +275,10 @@ def _loops(job: Job, parts: TrainingComponents) -> list[Loop]:
 
 def _learned(job: Job, parts: TrainingComponents) -> Any:
     """Held-out rows of what is learned: not of a source that is to be kept."""
-    place, held_out = job.data.place_of_source(job.retention.retain), parts.data.eval
-    return held_out if None in (place, held_out) else rows_of_others(held_out, place, len(job.data.sources))
+    place, held_out = parts.anchor.place, parts.data.eval
+    if place is None or held_out is None:
+        return held_out
+    return rows_of_others(held_out, place, len(job.data.sources))
 
 
 def _regularization(job: Job, parts: TrainingComponents) -> Optional[RegularizationSettings]:
