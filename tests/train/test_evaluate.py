@@ -17,10 +17,9 @@ from scu_trainer.train.evaluation.scoring import (
     bootstrap_bpt,
     bootstrap_difference,
     bpt_metrics,
-    preprocess_logits,
-    row_scores,
     score_documents,
 )
+from scu_trainer.train.loss.rows.row_readings import preprocess_logits, row_scores
 from tests import tiny
 
 IGNORED = -100

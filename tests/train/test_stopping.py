@@ -9,7 +9,8 @@ from transformers import TrainerCallback
 
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import RegularizationSettings as Settings
-from scu_trainer.train.evaluation.scoring import bpt_metrics, preprocess_logits
+from scu_trainer.train.evaluation.scoring import bpt_metrics
+from scu_trainer.train.loss.rows.row_readings import preprocess_logits
 from scu_trainer.train.regularization.regularizer import STUCK_DECISIONS
 from tests.tiny import Rows, llama, trained
 

@@ -14,11 +14,12 @@ from torch import nn
 
 from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.models.loading.offloaded import input_device
+from scu_trainer.train.loss.evaluation_path import EvaluationPath
+from scu_trainer.train.step.batches.rows import placed
 from scu_trainer.train.step.prediction import Halving
 
 logger = logging.getLogger("scu_trainer")
 
-IGNORED = -100
 DRAWS_AT_ONCE = 2**20
 """Documents drawn at once: the resamples of a large held-out set would fill gigabytes."""
 
@@ -73,26 +74,6 @@ class BootstrapInterval:
         return {**asdict(self), **({"low": None, "high": None} if len(scores.tokens) < 2 else {})}
 
 
-def row_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Summed next-token loss in nats and predicted tokens of each row, shape (rows, 2) in float32.
-
-    logits (rows, time, vocab), labels (rows, time) with -100 where nothing is predicted. One row at a time: the float32
-    copy of the logits never exists for the whole batch.
-    """
-    scores = logits.new_empty((logits.shape[0], 2), dtype=torch.float32)
-    for i in range(logits.shape[0]):
-        targets = labels[i, 1:]
-        loss = nn.functional.cross_entropy(logits[i, :-1].float(), targets, ignore_index=IGNORED, reduction="sum")
-        scores[i, 0], scores[i, 1] = loss, (targets != IGNORED).sum()
-    return scores
-
-
-def preprocess_logits(logits, labels: torch.Tensor) -> torch.Tensor:
-    """For ``Trainer(preprocess_logits_for_metrics=...)``: two numbers per row leave the device instead of all
-    logits."""
-    return row_scores(logits[0] if isinstance(logits, tuple) else logits, labels)
-
-
 def bpt_metrics(prediction) -> dict[str, float]:
     """For ``Trainer(compute_metrics=...)`` beside ``preprocess_logits``: token-weighted held-out bits per token.
 
@@ -126,31 +107,41 @@ def score_documents(
     rows,
     collate: Callable[[list[dict]], dict[str, torch.Tensor]],
     batch_tokens: int = 8192,
+    path: Optional[EvaluationPath] = None,
 ) -> DocumentScores:
     """Score every held-out window and add up by document.
 
     rows: dataset of input_ids, labels, document. ``batch_tokens``: padded tokens per forward pass, fewer where the
-    logits would exceed LARGEST_LOGITS numbers. The model's training mode and the random state are left as they were.
+    logits are made and would exceed LARGEST_LOGITS numbers. ``path``: of the model, for who scores often and need not
+    ask it every time. The model's training mode and the random state are left as they were.
     """
     was_training = model.training
     model.eval()
     try:
-        return _scores(model, rows, collate, batch_tokens)
+        return _scores(path or evaluation_path_of(model), rows, collate, batch_tokens)
     finally:
         model.train(was_training)
 
 
-def _scores(model: nn.Module, rows, collate: Callable, batch_tokens: int) -> DocumentScores:
-    device = input_device(model)
+def evaluation_path_of(model: nn.Module) -> EvaluationPath:
+    """With the precision that a forward has here: less than the weights' under autocast, also where accelerate has put
+    that around the model's own forward."""
+    is_lower = torch.is_autocast_enabled(input_device(model).type) or hasattr(model, "_original_forward")
+    return EvaluationPath(model, low_precision=is_lower)
+
+
+def _scores(path: EvaluationPath, rows, collate: Callable, batch_tokens: int) -> DocumentScores:
+    device = input_device(path.model)
     documents = np.asarray(rows["document"])
     nats, tokens = np.zeros(documents.max() + 1), np.zeros(documents.max() + 1, dtype=np.int64)
-    batch_tokens = min(batch_tokens, max(1, LARGEST_LOGITS // _vocabulary(model)))
+    if path.makes_logits:
+        batch_tokens = min(batch_tokens, max(1, LARGEST_LOGITS // _vocabulary(path.model)))
     halving = Halving(device)
     for indices in _batches(rows["length"], batch_tokens):
 
         def score(part: range, indices=indices) -> np.ndarray:
             batch = collate([rows[int(i)] for i in indices[part.start : part.stop]])
-            return _batch_scores(model, batch, device)
+            return _batch_scores(path, batch, device)
 
         for part, scores in halving.run(len(indices), score):
             seen_documents = documents[indices[part.start : part.stop]]
@@ -161,10 +152,10 @@ def _scores(model: nn.Module, rows, collate: Callable, batch_tokens: int) -> Doc
     return DocumentScores(nats[seen], tokens[seen])
 
 
-def _batch_scores(model: nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> np.ndarray:
-    inputs = {name: batch[name].to(device) for name in MODEL_INPUTS if name in batch}
-    logits = model(**inputs, use_cache=False).logits
-    return row_scores(logits, batch["labels"].to(device)).double().cpu().numpy()
+def _batch_scores(path: EvaluationPath, batch: dict[str, torch.Tensor], device: torch.device) -> np.ndarray:
+    batch = placed({name: batch[name] for name in (*MODEL_INPUTS, "labels") if name in batch}, device)
+    labels = batch.pop("labels")
+    return path.scores(batch, labels).double().cpu().numpy()
 
 
 def _vocabulary(model: nn.Module) -> int:

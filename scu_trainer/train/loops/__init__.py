@@ -33,6 +33,7 @@ from scu_trainer.train.loops.weight_average import (
     check_schedule_free,
     is_schedule_free,
 )
+from scu_trainer.train.loss.evaluation_path import LeanPrediction
 from scu_trainer.train.loss.loss_path import LossPath
 from scu_trainer.train.regularization.regularizer import Regularizer, prior_class_for
 from scu_trainer.train.step.distributed.launchers import refuse_arguments
@@ -96,7 +97,8 @@ def make_loops(
         refuse_arguments(trainer)
         trainer.micro_batches = MicroBatchStep(trainer, memory, memory_gauge)
         trainer.prediction = Prediction(trainer) if memory.memory_control else None
-        trainer.engine = MicroBatchEngine(trainer, trainer.micro_batches, trainer.prediction)
+        lean = LeanPrediction(trainer, memory.resolved_chunked_loss, memory.resolved_padding_free)
+        trainer.engine = MicroBatchEngine(trainer, trainer.micro_batches, trainer.prediction, lean.applied)
         loops.append(MemoryLoop(trainer.micro_batches))
     if curriculum is not None:
         trainer.curriculum = CurriculumLoop(trainer, curriculum, trainer.micro_batches)

@@ -16,6 +16,7 @@ from transformers import Trainer
 from scu_trainer.train.loss.analysis import tolerance, untouched
 from scu_trainer.train.loss.rows.model_loss import head_of, headless, inner_model, opened
 from scu_trainer.train.loss.rows.padding_free import EndToEnd, end_to_end
+from scu_trainer.train.loss.rows.row_readings import RowLosses, row_scores
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, PADDING, has_time, placed
 from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory
 
@@ -48,9 +49,9 @@ def agrees_headless(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
         stock, ours = (
             float(_loss(trainer, short, way)) for way in (contextlib.nullcontext(), headless(model, None, _ignored))
         )
-        return _same_loss(trainer, stock, ours)
+        return _same_loss(_tolerance(trainer), stock, ours)
 
-    return _asked(trainer, compared, "a short row without its output head")
+    return _asked(model, compared, "a short row without its output head")
 
 
 def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
@@ -58,33 +59,66 @@ def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
     first row must not change the second."""
     model = trainer.model
     words = min(head_of(model).out_features, model.get_input_embeddings().num_embeddings)
-    two = _two_rows(inputs, words)
+    two = type(inputs)(_two_rows(words, inputs["input_ids"].device))
     rows = end_to_end(two)
 
     def compared() -> Found:
         stock, states, gradient = _answers(trainer, two, rows, contextlib.nullcontext())
         ours, our_states, our_gradient = _answers(trainer, two, rows, opened(model, None, _ignored, rows))
-        same, reason = _same_loss(trainer, stock, ours)
+        bound = _tolerance(trainer)
+        same, reason = _same_loss(bound, stock, ours)
         if not same:
             return same, reason
-        bound = _tolerance(trainer)
         if (apart := _apart(our_states, states)) > HIDDEN_ROUNDING * bound:
             return False, f"the states before the output head are {apart:.2g} of the model's own apart"
         if (apart := _apart(our_gradient, gradient)) > GRADIENT_ROUNDING * bound:
             return False, f"the gradient is {apart:.2g} of the model's own apart"
-        changed = type(two)({**two, "input_ids": two["input_ids"].clone()})
-        changed["input_ids"][0] = changed["input_ids"][0].flip(0)
+        changed = _with_another_first(two)
         _, other_states, _ = _answers(trainer, changed, rows, opened(model, None, _ignored, rows))
         if (apart := _apart(other_states[LENGTHS[0] :], our_states[LENGTHS[0] :])) > LEAK:
             return False, f"one row changes the states of the next by {apart:.2g} of them"
         return True, None
 
-    return _asked(trainer, compared, "two short rows without padding")
+    return _asked(model, compared, "two short rows without padding")
 
 
-def _asked(trainer: Trainer, compared: Callable[[], Found], what: str) -> Found:
+Lean = Callable[[EndToEnd, list[RowLosses]], contextlib.AbstractContextManager[None]]
+"""Inside, a forward takes the loss another way, and adds the losses of the rows to the list."""
+
+
+def agrees_on_rows(model: torch.nn.Module, device: torch.device, lean: Lean, low_precision: bool) -> Found:
+    """On two rows of different length, in evaluation: the model's loss, and the loss of each row, which its logits say;
+    and the first row must not change the second."""
+    words = min(head_of(model).out_features, model.get_input_embeddings().num_embeddings)
+    two = _two_rows(words, device)
+    rows, bound = end_to_end(two), tolerance(model, low_precision)
+
+    def answered(batch: Mapping[str, torch.Tensor]) -> tuple[float, list[float]]:
+        seen: list[RowLosses] = []
+        with lean(rows, seen):
+            loss = model(**batch, use_cache=False).loss
+        return float(loss), seen[-1].sums.tolist()
+
+    def compared() -> Found:
+        stock = model(**two, use_cache=False)
+        ours, losses = answered(two)
+        of_rows = row_scores(stock.logits, two["labels"])[:, 0].tolist()
+        for one, other in zip([float(stock.loss), *of_rows], [ours, *losses], strict=True):
+            same, reason = _same_loss(bound, one, other)
+            if not same:
+                return same, reason
+        _, others = answered(_with_another_first(two))
+        if (apart := abs(others[1] - losses[1]) / max(abs(losses[1]), 1e-6)) > LEAK:
+            return False, f"one row changes the loss of the next by {apart:.2g} of it"
+        return True, None
+
+    with torch.no_grad():
+        return _asked(model, compared, "two short rows")
+
+
+def _asked(model: torch.nn.Module, compared: Callable[[], Found], what: str) -> Found:
     try:
-        with untouched(trainer.model):
+        with untouched(model):
             return compared()
     except Exception as error:  # whatever a model says to so short a row: training shall go on
         if is_out_of_memory(error):
@@ -101,10 +135,10 @@ def _tolerance(trainer: Trainer) -> float:
     return tolerance(trainer.model, trainer.accelerator.mixed_precision != "no")
 
 
-def _same_loss(trainer: Trainer, stock: float, ours: float) -> Found:
+def _same_loss(bound: float, stock: float, ours: float) -> Found:
     if not math.isfinite(stock):
         return None, None
-    same = abs(stock - ours) <= _tolerance(trainer) * max(abs(stock), 1e-6)
+    same = abs(stock - ours) <= bound * max(abs(stock), 1e-6)
     return same, None if same else f"it gives {ours:.6g} where this model's own loss is {stock:.6g}"
 
 
@@ -157,11 +191,16 @@ def _short_row(inputs: Mapping[str, Any], words: int) -> Any:
     return type(inputs)({**short, "labels": short["input_ids"].clamp(max=words - 1)})
 
 
-def _two_rows(inputs: Mapping[str, Any], words: int) -> Any:
+def _two_rows(words: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Of invented tokens, the second padded to the length of the first."""
     shape = len(LENGTHS), max(LENGTHS)
     ids = (torch.arange(shape[0] * shape[1]) * 7 + 1).reshape(shape) % words
     mask = (torch.arange(shape[1]) < torch.tensor(LENGTHS).unsqueeze(1)).long()
     labels = ids.masked_fill(mask == 0, NOT_LEARNED)
-    two = type(inputs)({"input_ids": ids, "attention_mask": mask, "labels": labels})
-    return placed(two, inputs["input_ids"].device)
+    return placed({"input_ids": ids, "attention_mask": mask, "labels": labels}, device)
+
+
+def _with_another_first(two: Mapping[str, torch.Tensor]) -> Any:
+    changed = type(two)({**two, "input_ids": two["input_ids"].clone()})
+    changed["input_ids"][0] = changed["input_ids"][0].flip(0)
+    return changed

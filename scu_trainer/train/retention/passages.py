@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import numpy
 import torch
@@ -13,7 +13,8 @@ from transformers import Trainer
 
 from scu_trainer.data.text.anchor import spread
 from scu_trainer.figures import NATS_PER_BIT
-from scu_trainer.train.evaluation.scoring import DocumentScores, score_documents
+from scu_trainer.train.evaluation.scoring import DocumentScores, evaluation_path_of, score_documents
+from scu_trainer.train.loss.evaluation_path import EvaluationPath
 from scu_trainer.train.step.distributed.sharded import training_precision
 
 BATCH_TOKENS = 8192
@@ -47,6 +48,7 @@ class Passages:
         self.rows, self._trainer, self._collate = rows, trainer, collate
         self.documents = numpy.asarray(rows["document"])
         self.order = spread(self.documents)
+        self._path: Optional[EvaluationPath] = None
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -77,8 +79,11 @@ class Passages:
         return whole
 
     def _scored_here(self, numbers: numpy.ndarray) -> numpy.ndarray:
+        model = self._trainer.model
         with training_precision(self._trainer):
-            scores = score_documents(self._trainer.model, _Chosen(self.rows, numbers), self._collate, BATCH_TOKENS)
+            if self._path is None or self._path.model is not model:
+                self._path = evaluation_path_of(model)
+            scores = score_documents(model, _Chosen(self.rows, numbers), self._collate, BATCH_TOKENS, self._path)
         return numpy.stack([scores.nats, scores.tokens], axis=1)
 
     def by_document(self, numbers: numpy.ndarray, scores: numpy.ndarray) -> DocumentScores:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Optional
 
@@ -64,11 +64,20 @@ class StockEngine:
 
 
 class MicroBatchEngine(StockEngine):
-    """Windows in micro-batches. With ``prediction`` also recovery from out-of-memory, in training and evaluation."""
+    """Windows in micro-batches. With ``prediction`` also recovery from out-of-memory, in training and evaluation.
 
-    def __init__(self, trainer: Trainer, micro_batches: MicroBatchStep, prediction: Optional[Prediction]) -> None:
+    ``lean(predict, loss_only)``: a ``predict`` that computes what is asked for alone.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        micro_batches: MicroBatchStep,
+        prediction: Optional[Prediction],
+        lean: Callable[[Callable[[Any], tuple], bool], Callable[[Any], tuple]],
+    ) -> None:
         super().__init__(trainer)
-        self.micro_batches, self.prediction = micro_batches, prediction
+        self.micro_batches, self.prediction, self._lean = micro_batches, prediction, lean
 
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
         return self.micro_batches.loss(model, inputs, num_items)
@@ -91,18 +100,14 @@ class MicroBatchEngine(StockEngine):
 
     def predicted(self, predict: Callable[[Any], tuple], inputs: Any, loss_only: bool) -> tuple:
         """With sizes of its own, in the same way as training."""
+        predict = self._lean(predict, loss_only)
         return predict(inputs) if self.prediction is None else self.prediction.step(inputs, predict, loss_only)
 
     def epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
         """Batches stay on the host, where the lengths of their rows are read without a wait, and go to the device in
         micro-batches."""
-        if not isinstance(loader, DataLoaderShard):
-            return run()
-        device, loader.device = loader.device, None
-        try:
+        with _on_host(loader):
             run()
-        finally:
-            loader.device = device
 
     def counted(self, count: Callable[[Any], Any], batches: Sequence[Any], device: torch.device) -> Any:
         if self.prediction is not None and self.prediction.items is not None:
@@ -119,10 +124,12 @@ class MicroBatchEngine(StockEngine):
         return second_try(count_where_they_are, "counting the labels of a step")
 
     def evaluated(self, evaluate: Callable[[], Any], loader: DataLoader, loss_only: bool) -> Any:
-        if self.prediction is None:
-            return evaluate()
-        with self._logits_leave_the_device(loss_only):
-            return self.prediction.evaluated(evaluate, loader)
+        """Batches stay on the host as in ``epoch``."""
+        with _on_host(loader):
+            if self.prediction is None:
+                return evaluate()
+            with self._logits_leave_the_device(loss_only):
+                return self.prediction.evaluated(evaluate, loader)
 
     @contextlib.contextmanager
     def _logits_leave_the_device(self, loss_only: bool):
@@ -140,3 +147,16 @@ class MicroBatchEngine(StockEngine):
     def doing(self, what: Callable[[], str]) -> AbstractContextManager:
         """Whatever runs out of memory and could not be repeated is reported in one line."""
         return contextlib.nullcontext() if self.prediction is None else last_word(what)
+
+
+@contextlib.contextmanager
+def _on_host(loader: DataLoader) -> Iterator[None]:
+    """Inside, batches of ``loader`` are not moved to the device."""
+    if not isinstance(loader, DataLoaderShard):
+        yield
+        return
+    device, loader.device = loader.device, None
+    try:
+        yield
+    finally:
+        loader.device = device

@@ -35,18 +35,13 @@ from scu_trainer.models.quantize import require_quantization
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.settings.stock import seed_of_data
-from scu_trainer.train.evaluation.scoring import (
-    MODEL_INPUTS,
-    DocumentScores,
-    bpt_metrics,
-    preprocess_logits,
-    score_documents,
-)
+from scu_trainer.train.evaluation.scoring import MODEL_INPUTS, DocumentScores, bpt_metrics, score_documents
 from scu_trainer.train.evaluation.sliding import SlidingRows
 from scu_trainer.train.fixtures.base_model import embedded_base, is_cached
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.job.source import Source
+from scu_trainer.train.loss.rows.row_readings import preprocess_logits
 from scu_trainer.train.retention.choice import chooser
 from scu_trainer.train.retention.sampled import sampled_text
 from scu_trainer.train.tasks.common import (

@@ -21,16 +21,11 @@ from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.base import require
 from scu_trainer.settings.stock import seed_of_data
 from scu_trainer.settings.words import WordSettings
-from scu_trainer.train.evaluation.scoring import (
-    MODEL_INPUTS,
-    DocumentScores,
-    bpt_metrics,
-    preprocess_logits,
-    score_documents,
-)
+from scu_trainer.train.evaluation.scoring import MODEL_INPUTS, DocumentScores, bpt_metrics, score_documents
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.job.source import Source
+from scu_trainer.train.loss.rows.row_readings import preprocess_logits
 from scu_trainer.train.tasks.common import begin_model, finish, require_same, say_data, teacher_of
 
 ADAPTED = ("projection", "categories")

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import log_softmax, nll_loss
 from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING
@@ -40,13 +42,18 @@ def head_of(model: torch.nn.Module) -> Optional[torch.nn.Module]:
 def has_causal_loss(trainer: Trainer) -> bool:
     """Whether the model itself computes the stock loss over next tokens, and nobody else changes it. TRL's trainers
     take it from the model's hidden states or logits."""
-    inner = inner_model(trainer.model)
     if any("compute_loss" in vars(kind) and kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
         return False
-    is_causal = getattr(inner, "loss_function", None) is LOSS_MAPPING["ForCausalLM"]
     is_changed = trainer.compute_loss_func is not None or trainer.label_smoother is not None
     brings_its_own = trainer.args.torch_compile or trainer.args.use_liger_kernel
-    return is_causal and not is_changed and not brings_its_own and not inner.config.is_encoder_decoder
+    return computes_causal_loss(trainer.model) and not is_changed and not brings_its_own
+
+
+def computes_causal_loss(model: torch.nn.Module) -> bool:
+    """Whether the model's own loss is the stock one over next tokens."""
+    inner = inner_model(model)
+    is_causal = getattr(inner, "loss_function", None) is LOSS_MAPPING["ForCausalLM"]
+    return is_causal and not inner.config.is_encoder_decoder
 
 
 def own_loss_between(trainer: Trainer) -> Optional[str]:
@@ -60,18 +67,21 @@ def own_loss_between(trainer: Trainer) -> Optional[str]:
 
 def obstacle_to_headless(trainer: Trainer) -> Optional[str]:
     """Why the output head must run; None if it need not."""
-    inner, head = inner_model(trainer.model), head_of(trainer.model)
     if not has_causal_loss(trainer):
+        name = type(inner_model(trainer.model)).__name__
         return (
-            f"{type(inner).__name__} does not compute the stock loss of a causal language model (encoder-decoders do "
-            "not, nor TRL's trainers; torch_compile, use_liger_kernel, compute_loss_func and label_smoothing_factor "
-            "change it)"
+            f"{name} does not compute the stock loss of a causal language model (encoder-decoders do not, nor TRL's "
+            "trainers; torch_compile, use_liger_kernel, compute_loss_func and label_smoothing_factor change it)"
         )
+    return "FSDP shards the output head" if trainer.is_fsdp_enabled else obstacle_in_head(trainer.model)
+
+
+def obstacle_in_head(model: torch.nn.Module) -> Optional[str]:
+    """What the model itself does to its logits, so that they must be made."""
+    head, config = head_of(model), inner_model(model).config
     if type(head) is not torch.nn.Linear or hasattr(head, "_hf_hook") or hasattr(head.weight, "ds_id"):
         return f"the output head is a {type(head).__name__} that adapters, offloading or ZeRO-3 change"
-    if trainer.is_fsdp_enabled:
-        return "FSDP shards the output head"
-    if any(name.endswith("softcapping") and value for name, value in vars(inner.config).items() if "logit" in name):
+    if any(name.endswith("softcapping") and value for name, value in vars(config).items() if "logit" in name):
         return "the logits are soft-capped"
     return None
 
@@ -81,19 +91,30 @@ def obstacle_to_padding_free(trainer: Trainer) -> Optional[str]:
     inner = inner_model(trainer.model)
     if not has_causal_loss(trainer) or not hasattr(head_of(trainer.model), "out_features"):
         return f"{type(inner).__name__} does not compute the stock loss of a causal language model from an output head"
-    attention = inner.config._attn_implementation
-    kinds = set(getattr(inner.config.get_text_config(), "layer_types", None) or ())
     if trainer.args.neftune_noise_alpha:
         return "neftune_noise_alpha scales its noise by the length of padded rows"
-    if any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
+    if trainer.is_fsdp_enabled or is_sharded(trainer.model):
+        return "FSDP and ZeRO-3 shard the model"
+    return obstacle_in_layers(trainer.model)
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether weights lie in parts over the ranks (FSDP, ZeRO-3), so that they cannot be used outside of a forward."""
+    wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    return wrapped or any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in model.parameters())
+
+
+def obstacle_in_layers(model: torch.nn.Module) -> Optional[str]:
+    """What the layers do over the borders of rows, so that they must see these padded."""
+    config = inner_model(model).config
+    attention, kinds = config._attn_implementation, set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
         return "prompt learning puts states before the rows"
     if attention not in ("sdpa", *FLASH):
         return f"attn_implementation is {attention}; it can be sdpa, {' or '.join(FLASH)}"
     others = sorted(kinds - {"full_attention", "sliding_attention"})
     if others:
         return f"not all layers attend to the row: some do {', '.join(others)}"
-    if trainer.is_fsdp_enabled or any(hasattr(p, "ds_id") for p in inner.parameters()):
-        return "FSDP and ZeRO-3 shard the model"
     return None
 
 

@@ -32,6 +32,34 @@ class RowLosses:
     labels: Optional[torch.Tensor] = None
     predicted: Optional[torch.Tensor] = None
 
+    @property
+    def scores(self) -> torch.Tensor:
+        """(rows, 2) as ``row_scores`` has it."""
+        return torch.stack([self.sums.float(), self.counts.float()], dim=1)
+
+
+def row_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed next-token loss in nats and predicted tokens of each row, shape (rows, 2) in float32.
+
+    logits (rows, time, vocab), labels (rows, time) with -100 where nothing is predicted. One row at a time: the float32
+    copy of the logits never exists for the whole batch.
+    """
+    scores = logits.new_empty((logits.shape[0], 2), dtype=torch.float32)
+    for i in range(logits.shape[0]):
+        targets = labels[i, 1:]
+        loss = functional.cross_entropy(logits[i, :-1].float(), targets, ignore_index=NOT_LEARNED, reduction="sum")
+        scores[i, 0], scores[i, 1] = loss, (targets != NOT_LEARNED).sum()
+    return scores
+
+
+def preprocess_logits(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    """For ``Trainer(preprocess_logits_for_metrics=...)``: two numbers per row leave the device instead of all logits.
+
+    Where ``logits`` are such scores already, (rows, 2), an evaluation has made no logits.
+    """
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    return logits if logits.dim() == 2 else row_scores(logits, labels)
+
 
 @dataclass(frozen=True)
 class RowLossReading:

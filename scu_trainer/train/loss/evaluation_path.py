@@ -1,0 +1,158 @@
+"""The losses of held-out rows of a causal language model: without logits and without padding, as in training, where
+that gives what the logits give; else from the logits.
+
+The model is asked on two short rows, before the first batch (``agreement.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from scu_trainer.models.loading.offloaded import input_device
+from scu_trainer.train.loss.agreement import Lean, agrees_on_rows
+from scu_trainer.train.loss.loss_path import LARGE_VOCABULARY
+from scu_trainer.train.loss.rows.model_loss import (
+    computes_causal_loss,
+    has_causal_loss,
+    head_of,
+    headless,
+    is_sharded,
+    obstacle_in_head,
+    obstacle_in_layers,
+    opened,
+    own_loss_between,
+    sliding_window_of,
+)
+from scu_trainer.train.loss.rows.padding_free import EndToEnd, end_to_end
+from scu_trainer.train.loss.rows.row_readings import RowLosses, preprocess_logits, row_scores
+from scu_trainer.train.step.batches.rows import placed
+
+logger = logging.getLogger("scu_trainer")
+
+Predict = Callable[[Any], tuple]
+"""Inputs -> (loss, logits, labels), as the Trainer's ``prediction_step``."""
+
+
+class EvaluationPath:
+    """Of one model. ``fewest_words``: of a vocabulary whose logits are left out; None: of none. ``low_precision``:
+    whether the model computes with fewer bits than its weights have."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        fewest_words: Optional[int] = LARGE_VOCABULARY,
+        padding_free: bool = True,
+        low_precision: bool = False,
+    ) -> None:
+        self.model, self._low_precision = model, low_precision
+        self._fewest_words, self._wants_padding_free = fewest_words, padding_free
+
+    def scores(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> torch.Tensor:
+        """(rows, 2) as ``row_scores`` has it, of ``inputs`` of the model and ``labels`` (rows, time) on its device."""
+        batch = {**inputs, "labels": labels}
+        with self.way(batch) as seen:
+            if seen is None:
+                return row_scores(self.model(**inputs, use_cache=False).logits, labels)
+            self.model(**batch, use_cache=False)
+        return seen[-1].scores
+
+    @contextlib.contextmanager
+    def way(self, batch: Mapping[str, Any]) -> Iterator[Optional[list[RowLosses]]]:
+        """Inside, a forward of the model on ``batch``, labels among it, adds the losses of its rows to the list, and
+        what it returns as logits is none. None where the model goes its own way."""
+        rows = end_to_end(batch, self._most_tokens) if self._may_leave_padding else None
+        rows = rows if rows is not None and self._leaves_padding else None
+        if self.makes_logits and rows is None:
+            yield None
+            return
+        seen: list[RowLosses] = []
+        with self._lean(rows, seen):
+            yield seen
+
+    def _lean(self, rows: Optional[EndToEnd], seen: list[RowLosses]) -> contextlib.AbstractContextManager[None]:
+        return (opened if self.makes_logits else headless)(self.model, None, seen.append, rows)
+
+    @functools.cached_property
+    def makes_logits(self) -> bool:
+        if self._fewest_words is None or not self._has_known_loss or obstacle_in_head(self.model):
+            return True
+        is_small = head_of(self.model).out_features < self._fewest_words
+        return is_small or not self._agrees(
+            "the logits are made", lambda rows, seen: headless(self.model, None, seen.append)
+        )
+
+    @functools.cached_property
+    def _may_leave_padding(self) -> bool:
+        has_head = self._has_known_loss and hasattr(head_of(self.model), "out_features")
+        return self._wants_padding_free and has_head and not obstacle_in_layers(self.model)
+
+    @functools.cached_property
+    def _leaves_padding(self) -> bool:
+        return self._agrees("padding is kept", self._lean)
+
+    @functools.cached_property
+    def _has_known_loss(self) -> bool:
+        return computes_causal_loss(self.model) and not is_sharded(self.model)
+
+    @functools.cached_property
+    def _most_tokens(self) -> Optional[int]:
+        return sliding_window_of(self.model)
+
+    def _agrees(self, instead: str, lean: Lean) -> bool:
+        """``instead``: what is done where the answers differ."""
+        agrees, reason = agrees_on_rows(self.model, input_device(self.model), lean, self._low_precision)
+        if reason is not None:
+            logger.info("in evaluation %s: %s", instead, reason)
+        return bool(agrees)
+
+
+class LeanPrediction:
+    """A trainer's ``prediction_step`` on the path of an evaluation, where nobody asks for logits. ``chunked`` and
+    ``padding_free``: as of ``LossPath``."""
+
+    def __init__(self, trainer: Trainer, chunked: str, padding_free: Optional[bool]) -> None:
+        self.trainer = trainer
+        fewest_words = {"never": None, "always": 0, "auto": LARGE_VOCABULARY}[chunked]
+        self._how = {"fewest_words": fewest_words, "padding_free": padding_free is not False}
+        self._path: Optional[EvaluationPath] = None
+
+    def applied(self, predict: Predict, loss_only: bool) -> Predict:
+        """``predict`` that computes no more than what is asked for: the loss, with ``loss_only`` or the scores of the
+        rows (``preprocess_logits``) as logits."""
+        trainer = self.trainer
+        scores_rows = not loss_only and trainer.preprocess_logits_for_metrics is preprocess_logits
+        if not (loss_only or scores_rows) or not self._takes_the_models_loss:
+            return predict
+
+        def lean(part: Any) -> tuple:
+            if not isinstance(part, Mapping) or part.get("labels") is None:
+                return predict(part)
+            part = placed(part, trainer.args.device)
+            with self._path_of_model.way(part) as seen:
+                loss, logits, labels = predict(part)
+            return loss, logits if loss_only or seen is None else seen[-1].scores, labels
+
+        return lean
+
+    @property
+    def _takes_the_models_loss(self) -> bool:
+        trainer = self.trainer
+        return has_causal_loss(trainer) and not trainer.changes_loss and own_loss_between(trainer) is None
+
+    @property
+    def _path_of_model(self) -> EvaluationPath:
+        """The model may be another one than before (``model_init``)."""
+        model = self.trainer.model
+        if self._path is None or self._path.model is not model:
+            low_precision = self.trainer.accelerator.mixed_precision != "no"
+            self._path = EvaluationPath(model, low_precision=low_precision, **self._how)
+        return self._path
