@@ -76,6 +76,10 @@ class Results:
     def peak(self, against: str, words: str) -> float:
         return self.figure("peak_memory", f"peak, ours / {against}, {words} words")
 
+    def held_out(self, words: str) -> list[float]:
+        """Time and peak of an evaluation for its loss, over stock's."""
+        return [self.figure("evaluation", f"{what}, ours / stock, loss, {words} words") for what in ("time", "peak")]
+
     def by_hand(self, words: str) -> float:
         """Stock with one row at a time, over stock."""
         return self.peak("stock", words) / self.peak("stock by hand, 1 row at a time", words)
@@ -117,6 +121,14 @@ SENTENCES: tuple[tuple[str, Callable[[Results], list[float]]], ...] = (
     (
         "{:.2f} × the CPU time and {:.2f} × the peak memory of stock",
         lambda r: [r.split["cpu_over_stock"], r.split["peak_over_stock"]],
+    ),
+    (
+        "an evaluation {:.2f} × the time and {:.2f} × the peak with 128,000 words",
+        lambda r: r.held_out("128,000"),
+    ),
+    (
+        "{:.2f} × the time of stock and {:.2f} × its peak with 32,000 words",
+        lambda r: r.held_out("32,000"),
     ),
     ("the same gradient ({:.0e} apart). Inputs of one size", lambda r: [r.split["gradient_difference"]]),
     (

@@ -132,7 +132,7 @@ def plain(job: Job, turns: Turns) -> Trained:
         optimizer = Trainer(model, args).create_optimizer()
     schedule = get_scheduler("constant", optimizer)
     order = RandomSampler(rows, generator=torch.Generator().manual_seed(args.seed))  # as the Trainer's first epoch
-    loader = iter(DataLoader(rows, job.batch_rows, sampler=order, collate_fn=_padded))
+    loader = iter(DataLoader(rows, job.batch_rows, sampler=order, collate_fn=padded))
     step_tokens = []
     turns.begin()
     for step in range(1, job.steps + 1):
@@ -163,7 +163,7 @@ def _precision(job: Job) -> contextlib.AbstractContextManager:
 def stock(job: Job, turns: Turns, **changes: Any) -> Trained:
     """``changes``: of TrainingArguments."""
     with scratch_arguments(**{**job.training(), **changes}) as args:
-        trainer = StockTrainer(job.model(), args, data_collator=_padded, train_dataset=job.token_rows())
+        trainer = StockTrainer(job.model(), args, data_collator=padded, train_dataset=job.token_rows())
         return _trained(trainer, turns)
 
 
@@ -176,11 +176,11 @@ def stock_keeping(job: Job, turns: Turns) -> Trained:
 
 def ours(job: Job, turns: Turns, **loops: Any) -> Trained:
     with scratch_arguments(**job.training()) as args:
-        trainer = OurTrainer(job.model(), args, data_collator=_padded, train_dataset=job.token_rows(), **loops)
+        trainer = OurTrainer(job.model(), args, data_collator=padded, train_dataset=job.token_rows(), **loops)
         return _trained(trainer, turns)
 
 
-def _padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in pad(rows).items() if name != "sample_index"}
 
 

@@ -75,42 +75,43 @@ def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
             return False, f"the gradient is {apart:.2g} of the model's own apart"
         changed = _with_another_first(two)
         _, other_states, _ = _answers(trainer, changed, rows, opened(model, None, _ignored, rows))
-        if (apart := _apart(other_states[LENGTHS[0] :], our_states[LENGTHS[0] :])) > LEAK:
-            return False, f"one row changes the states of the next by {apart:.2g} of them"
-        return True, None
+        return _same_states(other_states[LENGTHS[0] :], our_states[LENGTHS[0] :])
 
     return _asked(model, compared, "two short rows without padding")
 
 
-Lean = Callable[[EndToEnd, list[RowLosses]], contextlib.AbstractContextManager[None]]
-"""Inside, a forward takes the loss another way, and adds the losses of the rows to the list."""
+Lean = Callable[[Optional[EndToEnd], list[RowLosses]], contextlib.AbstractContextManager[None]]
+"""Inside, a forward takes the loss another way, of rows end to end if there are any, and adds the losses of the rows to
+the list."""
 
 
-def agrees_on_rows(model: torch.nn.Module, device: torch.device, lean: Lean, low_precision: bool) -> Found:
-    """On two rows of different length, in evaluation: the model's loss, and the loss of each row, which its logits say;
-    and the first row must not change the second."""
+def agrees_on_rows(
+    model: torch.nn.Module, device: torch.device, lean: Lean, low_precision: bool, padding_free: bool
+) -> Found:
+    """On two rows of different length, in evaluation: the model's loss, and that of each row, which its logits say; and
+    end to end the first row must not change the second."""
     words = min(head_of(model).out_features, model.get_input_embeddings().num_embeddings)
-    two = _two_rows(words, device)
-    rows, bound = end_to_end(two), tolerance(model, low_precision)
+    two, bound = _two_rows(words, device), tolerance(model, low_precision)
+    rows = end_to_end(two) if padding_free else None
 
-    def answered(batch: Mapping[str, torch.Tensor]) -> tuple[float, list[float]]:
+    def answered(batch: Mapping[str, torch.Tensor]) -> tuple[list[float], list[torch.Tensor]]:
         seen: list[RowLosses] = []
-        with lean(rows, seen):
+        with lean(rows, seen), _kept_output(inner_model(model).base_model) as states:
             loss = model(**batch, use_cache=False).loss
-        return float(loss), seen[-1].sums.tolist()
+        return [float(loss), *seen[-1].sums.tolist()], states
 
     def compared() -> Found:
         stock = model(**two, use_cache=False)
-        ours, losses = answered(two)
-        of_rows = row_scores(stock.logits, two["labels"])[:, 0].tolist()
-        for one, other in zip([float(stock.loss), *of_rows], [ours, *losses], strict=True):
+        wanted = [float(stock.loss), *row_scores(stock.logits, two["labels"])[:, 0].tolist()]
+        losses, states = answered(two)
+        for one, other in zip(wanted, losses, strict=True):
             same, reason = _same_loss(bound, one, other)
             if not same:
                 return same, reason
+        if rows is None:
+            return True, None
         _, others = answered(_with_another_first(two))
-        if (apart := abs(others[1] - losses[1]) / max(abs(losses[1]), 1e-6)) > LEAK:
-            return False, f"one row changes the loss of the next by {apart:.2g} of it"
-        return True, None
+        return _same_states(*(kept[0].flatten(0, 1)[LENGTHS[0] :].double() for kept in (others, states)))
 
     with torch.no_grad():
         return _asked(model, compared, "two short rows")
@@ -140,6 +141,12 @@ def _same_loss(bound: float, stock: float, ours: float) -> Found:
         return None, None
     same = abs(stock - ours) <= bound * max(abs(stock), 1e-6)
     return same, None if same else f"it gives {ours:.6g} where this model's own loss is {stock:.6g}"
+
+
+def _same_states(found: torch.Tensor, wanted: torch.Tensor) -> Found:
+    """Of the second row, where the first is another."""
+    apart = _apart(found, wanted)
+    return apart <= LEAK, None if apart <= LEAK else f"one row changes the states of the next by {apart:.2g} of them"
 
 
 def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import Trainer
 
 from scu_trainer.models.loading.offloaded import input_device
-from scu_trainer.train.loss.agreement import Lean, agrees_on_rows
+from scu_trainer.train.loss.agreement import agrees_on_rows
 from scu_trainer.train.loss.loss_path import LARGE_VOCABULARY
 from scu_trainer.train.loss.rows.model_loss import (
     computes_causal_loss,
@@ -75,20 +75,19 @@ class EvaluationPath:
             yield None
             return
         seen: list[RowLosses] = []
-        with self._lean(rows, seen):
+        with self._kind(self.model, None, seen.append, rows):
             yield seen
 
-    def _lean(self, rows: Optional[EndToEnd], seen: list[RowLosses]) -> contextlib.AbstractContextManager[None]:
-        return (opened if self.makes_logits else headless)(self.model, None, seen.append, rows)
+    @property
+    def _kind(self) -> Callable[..., contextlib.AbstractContextManager[None]]:
+        return opened if self.makes_logits else headless
 
     @functools.cached_property
     def makes_logits(self) -> bool:
         if self._fewest_words is None or not self._has_known_loss or obstacle_in_head(self.model):
             return True
         is_small = head_of(self.model).out_features < self._fewest_words
-        return is_small or not self._agrees(
-            "the logits are made", lambda rows, seen: headless(self.model, None, seen.append)
-        )
+        return is_small or not self._agrees(headless, "the logits are made")
 
     @functools.cached_property
     def _may_leave_padding(self) -> bool:
@@ -97,7 +96,7 @@ class EvaluationPath:
 
     @functools.cached_property
     def _leaves_padding(self) -> bool:
-        return self._agrees("padding is kept", self._lean)
+        return self._agrees(self._kind, "padding is kept", padding_free=True)
 
     @functools.cached_property
     def _has_known_loss(self) -> bool:
@@ -107,9 +106,14 @@ class EvaluationPath:
     def _most_tokens(self) -> Optional[int]:
         return sliding_window_of(self.model)
 
-    def _agrees(self, instead: str, lean: Lean) -> bool:
-        """``instead``: what is done where the answers differ."""
-        agrees, reason = agrees_on_rows(self.model, input_device(self.model), lean, self._low_precision)
+    def _agrees(self, kind: Callable, instead: str, padding_free: bool = False) -> bool:
+        """``kind``: ``opened`` or ``headless``. ``instead``: what is done where the answers differ."""
+
+        def lean(rows: Optional[EndToEnd], seen: list[RowLosses]) -> contextlib.AbstractContextManager[None]:
+            return kind(self.model, None, seen.append, rows)
+
+        given = input_device(self.model), lean, self._low_precision, padding_free
+        agrees, reason = agrees_on_rows(self.model, *given)
         if reason is not None:
             logger.info("in evaluation %s: %s", instead, reason)
         return bool(agrees)
