@@ -28,7 +28,6 @@ from scu_trainer.train.loss.rows.model_loss import (
     obstacle_in_head,
     obstacle_in_layers,
     opened,
-    own_loss_between,
     sliding_window_of,
 )
 from scu_trainer.train.loss.rows.padding_free import EndToEnd, end_to_end
@@ -134,11 +133,11 @@ class LeanPrediction:
         rows (``preprocess_logits``) as logits."""
         trainer = self.trainer
         scores_rows = not loss_only and trainer.preprocess_logits_for_metrics is preprocess_logits
-        if not (loss_only or scores_rows) or not self._takes_the_models_loss:
+        if not (loss_only or scores_rows) or not has_causal_loss(trainer) or trainer.changes_loss:
             return predict
 
         def lean(part: Any) -> tuple:
-            if not isinstance(part, Mapping) or part.get("labels") is None:
+            if not isinstance(part, Mapping):
                 return predict(part)
             part = placed(part, trainer.args.device)
             with self._path_of_model.way(part) as seen:
@@ -146,11 +145,6 @@ class LeanPrediction:
             return loss, logits if loss_only or seen is None else seen[-1].scores, labels
 
         return lean
-
-    @property
-    def _takes_the_models_loss(self) -> bool:
-        trainer = self.trainer
-        return has_causal_loss(trainer) and not trainer.changes_loss and own_loss_between(trainer) is None
 
     @property
     def _path_of_model(self) -> EvaluationPath:
