@@ -198,10 +198,9 @@ def batches(steps: int) -> dict[str, int]:
 
 def statistics(trainer: Trainer) -> dict[str, Any]:
     """What the memory loop counted; {} for the stock trainer."""
-    chunked = getattr(trainer, "chunked", None)
-    if chunked is None:
+    if trainer.micro_batches is None:
         return {}
-    counted = chunked.loop.statistics
+    counted = trainer.micro_batches.loop.statistics
     return {
         "processed_over_real": counted.processed_tokens / counted.real_tokens,
         "stock_over_real": counted.stock_tokens / counted.real_tokens,

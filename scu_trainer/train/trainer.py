@@ -332,7 +332,9 @@ class SCUTrainer(Trainer):
         if path is None:
             return self._stock_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._rests or return_outputs or not model.training:
-            return self._stock_loss(model, path.for_model(inputs), return_outputs, num_items_in_batch)
+            inputs = path.for_model(inputs)
+            with self.engine.way(inputs):
+                return self._stock_loss(model, inputs, return_outputs, num_items_in_batch)
         return path.loss(model, inputs, num_items_in_batch, self._stock_loss)
 
     def _stock_loss(self, model, inputs, return_outputs, num_items_in_batch):

@@ -8,7 +8,8 @@ import torch
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.rows import padding_free
 from scu_trainer.train.step.batches.rows import placed
-from tests.tiny import UnevenRows, llama, pad
+from scu_trainer.train.trainer import SCUTrainer
+from tests.tiny import UnevenRows, arguments, llama, pad
 from tests.train.stepwise import compared, error_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
@@ -56,3 +57,16 @@ def test_a_training_goes_without_padding(tmp_path, changes):
     statistics = trainer.micro_batches.loop.statistics
     assert statistics.processed_tokens == statistics.real_tokens < statistics.stock_tokens
     assert error_of(found.gradients[0], expected.gradients[0]) <= (0.1 if "bf16" in changes else 1e-3)
+
+
+def test_an_evaluation_goes_without_padding(tmp_path):
+    shapes = []
+    losses = []
+    for memory in (None, MemorySettings(chunked_loss="always")):
+        model = llama(hidden=64)
+        model.model.layers[0].register_forward_pre_hook(lambda module, given: shapes.append(given[0].size(0)))
+        args = arguments(tmp_path, use_cpu=False, per_device_eval_batch_size=8)
+        trainer = SCUTrainer(model, args, memory=memory, data_collator=pad, eval_dataset=UnevenRows(24))
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert shapes[:3] == [8, 8, 8] and shapes[-3:] == [1, 1, 1]

@@ -1,14 +1,21 @@
-"""Held-out rows without logits and padding: the figures of the logits, and the logits wherever somebody needs them."""
+"""Held-out rows without logits and padding: the figures of the logits, and the logits wherever somebody needs them.
+
+This file is also the program that two processes execute.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, Trainer
 
 from scu_trainer.data import Collator
@@ -20,9 +27,9 @@ from scu_trainer.train.loss.rows import padding_free
 from scu_trainer.train.loss.rows.model_loss import head_of, inner_model
 from scu_trainer.train.loss.rows.row_readings import preprocess_logits, row_scores
 from scu_trainer.train.trainer import SCUTrainer, with_loops
-from tests import tiny
+from tests import processes, tiny
 from tests.faults import FakeGauge, fail_above_tokens
-from tests.tiny import UnevenRows, arguments, pad
+from tests.tiny import Examples, UnevenRows, arguments, pad
 from tests.train.test_padding_free import Leaky, gemma3, opt
 
 ALWAYS = MemorySettings(chunked_loss="always")
@@ -196,7 +203,7 @@ def trainer_of(folder, memory=None, kind=SCUTrainer, model=None, **parts) -> SCU
     changes = parts.pop("changes", {})
     given = {"data_collator": pad, "eval_dataset": UnevenRows(21), "train_dataset": UnevenRows(), **parts}
     gauge = {} if memory is None else {"memory_gauge": FakeGauge(2**40)}
-    args = arguments(folder, per_device_eval_batch_size=8, **changes)
+    args = arguments(folder, **{"per_device_eval_batch_size": 8, **changes})
     return kind(model or tiny.llama(), args, memory=memory, **gauge, **given)
 
 
@@ -217,8 +224,8 @@ def test_an_evaluation_gives_the_stock_figures_without_padding(tmp_path, memory,
     with shapes(trainer.model) as seen:
         found = trainer.evaluate()
     assert figures(found) == pytest.approx(figures(expected), rel=1e-6) and len(figures(found)) == 1 + len(parts)
-    assert all(rows == 1 for rows, _ in seen.body)
-    assert set(seen.head) == {32 if memory is ALWAYS else tiny.VOCAB}
+    assert all(rows == 1 for rows, _ in seen.body[-3:])  # three batches, after the question
+    assert set(seen.head[-3:]) == {32 if memory is ALWAYS else tiny.VOCAB}
 
 
 def test_while_training_as_well(tmp_path):
@@ -231,17 +238,70 @@ def test_while_training_as_well(tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_in_parts_where_memory_is_short(tmp_path):
+@pytest.mark.parametrize("memory", [MemorySettings(), ALWAYS], ids=["small vocabulary", "chunked"])
+def test_in_parts_where_memory_is_short(tmp_path, memory):
+    """Some parts have padding and others have none."""
     expected = trainer_of(tmp_path, **BITS).evaluate()
-    trainer = trainer_of(tmp_path, ALWAYS, **BITS)
+    trainer = trainer_of(tmp_path, memory, **BITS)
     with fail_above_tokens(trainer.model, 40):
         found = trainer.evaluate()
     assert trainer.prediction.halving.out_of_memory > 0
     assert figures(found) == pytest.approx(figures(expected), rel=1e-6)
 
 
+def mixed_rows() -> Examples:
+    """Of which the first of two ranks gets batches with padding, the second batches without."""
+    rows = [UnevenRows(14)[i] for i in range(14)]
+    cut = [{name: value[:4] for name, value in row.items()} for row in rows]
+    return Examples((rows if i // 2 % 2 == 0 else cut)[i] for i in range(14))
+
+
+def on_ranks(folder: Path) -> None:
+    changes = {"per_device_eval_batch_size": 2, "ddp_timeout": 60}
+    found = {}
+    for name, memory in {"stock": None, "ours": MemorySettings(), "chunked": ALWAYS}.items():
+        parts = {"eval_dataset": mixed_rows(), **BITS}
+        found[name] = figures(trainer_of(folder / name, memory, changes=changes, **parts).evaluate())
+    torch.save(found, folder / f"rank{os.environ['RANK']}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_on_two_ranks_of_which_one_has_padding(tmp_path):
+    done = processes.run([__file__, tmp_path], ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
+    assert first == second and len(first["stock"]) == 3
+    for name in ("ours", "chunked"):
+        assert first[name] == pytest.approx(first["stock"], rel=1e-6)
+
+
 def mean_logit(prediction) -> dict[str, float]:
     return {"mean": float(np.abs(prediction.predictions).mean())}
+
+
+class Predicts(SCUTrainer):
+    """Predictions of somebody's own, from the logits."""
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with torch.no_grad():
+            _, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return outputs.logits.square().mean(), None, None
+
+
+class PredictsBelow(Trainer):
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            loss, outputs = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
+        assert outputs.logits.shape == (*inputs["labels"].shape, tiny.VOCAB)
+        return loss, None, None
+
+
+class Crops(SCUTrainer):
+    """Rows as the model gets them are not those of the loader."""
+
+    def _prepare_inputs(self, inputs):
+        return {name: value[:, :6] for name, value in super()._prepare_inputs(inputs).items()}
 
 
 class ReadsLogits(SCUTrainer):
@@ -266,6 +326,8 @@ NEED_LOGITS = {
     "metrics": {"compute_metrics": mean_logit},
     "squares for metrics": {"preprocess_logits_for_metrics": squares, "compute_metrics": mean_logit},
     "a loss of somebody's own": {"kind": ReadsLogits},
+    "predictions of somebody's own": {"kind": Predicts},
+    "predictions below": {"kind": with_loops(PredictsBelow)},
     "a loss function": {"compute_loss_func": mean_square},
     "label smoothing": {"changes": {"label_smoothing_factor": 0.1}},
     "never, and padded": {"memory": MemorySettings(chunked_loss="never", padding_free=False)},
@@ -281,6 +343,24 @@ def test_who_needs_logits_gets_them(tmp_path, name):
     assert {k: v for k, v in found.items() if not k.endswith(timed)} == {
         k: v for k, v in expected.items() if not k.endswith(timed)
     }
+
+
+def test_rows_are_those_that_the_model_gets(tmp_path):
+    expected, found = (
+        trainer_of(tmp_path, memory, kind=Crops).evaluate()["eval_loss"] for memory in (None, MemorySettings())
+    )
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_loss_that_is_put_into_the_trainer_sees_logits(tmp_path):
+    def compute_loss(model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        assert outputs.logits.shape == (*inputs["labels"].shape, tiny.VOCAB)
+        return (outputs.logits.square().mean(), outputs) if return_outputs else outputs.logits.square().mean()
+
+    trainer = trainer_of(tmp_path, MemorySettings())
+    trainer.compute_loss = compute_loss
+    trainer.evaluate()
 
 
 def test_a_trainer_below_that_computes_the_loss_itself_gets_logits(tmp_path):
@@ -318,6 +398,44 @@ def test_predictions_are_logits_and_rows_without_labels_are_predicted(tmp_path):
     np.testing.assert_array_equal(*(t.predict(UnevenRows(9)).predictions for t in (stock, ours)))
 
 
+def test_a_model_that_was_changed_is_asked_anew(tmp_path):
+    """By what is trained, or by hand."""
+    trainer = trainer_of(tmp_path, MemorySettings())
+    trainer.evaluate()
+    trainer.model.set_attn_implementation("eager")
+    assert trainer.evaluate()["eval_loss"] == trainer_of(tmp_path, model=trainer.model).evaluate()["eval_loss"]
+
+
+def test_adapters_that_transformers_has_added(tmp_path):
+    model = tiny.llama()
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    expected = trainer_of(tmp_path, model=model).evaluate()["eval_loss"]
+    trainer = trainer_of(tmp_path, ALWAYS, model=model, changes={"max_steps": 1})
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    trainer.train()
+
+
+def test_a_compiled_model_makes_its_logits(tmp_path):
+    """By a graph of its own, in which nothing can be replaced batch by batch."""
+    model = tiny.llama()
+    model.compile(backend="eager")
+    assert EvaluationPath(model, fewest_words=0).makes_logits
+
+
+def test_positions_that_depend_on_the_padding_keep_it():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    model, batch = tiny.llama(rope_parameters=rope).eval(), batch_of()
+    labels = batch.pop("labels")
+    with torch.no_grad(), shapes(model) as seen:
+        EvaluationPath(model).scores(batch, labels)
+    assert seen.body == [tuple(labels.shape)]
+
+
+@pytest.mark.parametrize("missing", ["attention_mask", "labels"])
+def test_a_batch_that_says_none_is_no_batch_of_rows(missing):
+    assert padding_free.end_to_end({**batch_of(), missing: None}) is None
+
+
 def test_another_model_is_asked_anew(tmp_path):
     models = [tiny.llama(), tiny.llama(seed=1, attn_implementation="eager")]
     trainer = trainer_of(tmp_path, MemorySettings(), model=models[0], **BITS)
@@ -325,3 +443,7 @@ def test_another_model_is_asked_anew(tmp_path):
     trainer.model = models[1]
     expected = trainer_of(tmp_path, model=models[1], **BITS).evaluate()
     assert figures(trainer.evaluate()) == figures(expected)
+
+
+if __name__ == "__main__":
+    on_ranks(Path(sys.argv[1]))

@@ -15,7 +15,6 @@ from torch import nn
 from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.loss.evaluation_path import EvaluationPath
-from scu_trainer.train.step.batches.rows import placed
 from scu_trainer.train.step.prediction import Halving
 
 logger = logging.getLogger("scu_trainer")
@@ -153,9 +152,8 @@ def _scores(path: EvaluationPath, rows, collate: Callable, batch_tokens: int) ->
 
 
 def _batch_scores(path: EvaluationPath, batch: dict[str, torch.Tensor], device: torch.device) -> np.ndarray:
-    batch = placed({name: batch[name] for name in (*MODEL_INPUTS, "labels") if name in batch}, device)
-    labels = batch.pop("labels")
-    return path.scores(batch, labels).double().cpu().numpy()
+    inputs = {name: batch[name].to(device) for name in MODEL_INPUTS if name in batch}
+    return path.scores(inputs, batch["labels"].to(device)).double().cpu().numpy()
 
 
 def _vocabulary(model: nn.Module) -> int:

@@ -58,11 +58,10 @@ def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
     """On two rows of different length: loss, states before the output head, gradient by some small weights; and the
     first row must not change the second."""
     model = trainer.model
-    words = min(head_of(model).out_features, model.get_input_embeddings().num_embeddings)
-    two = type(inputs)(_two_rows(words, inputs["input_ids"].device))
-    rows = end_to_end(two)
 
     def compared() -> Found:
+        two = type(inputs)(_two_rows(_words(model), inputs["input_ids"].device))
+        rows = end_to_end(two)
         stock, states, gradient = _answers(trainer, two, rows, contextlib.nullcontext())
         ours, our_states, our_gradient = _answers(trainer, two, rows, opened(model, None, _ignored, rows))
         bound = _tolerance(trainer)
@@ -90,27 +89,26 @@ def agrees_on_rows(
 ) -> Found:
     """On two rows of different length, in evaluation: the model's loss, and that of each row, which its logits say; and
     end to end the first row must not change the second."""
-    words = min(head_of(model).out_features, model.get_input_embeddings().num_embeddings)
-    two, bound = _two_rows(words, device), tolerance(model, low_precision)
-    rows = end_to_end(two) if padding_free else None
 
-    def answered(batch: Mapping[str, torch.Tensor]) -> tuple[list[float], list[torch.Tensor]]:
+    def answered(batch: Mapping[str, torch.Tensor], rows: Optional[EndToEnd]) -> tuple[list[float], list[torch.Tensor]]:
         seen: list[RowLosses] = []
         with lean(rows, seen), _kept_output(inner_model(model).base_model) as states:
             loss = model(**batch, use_cache=False).loss
         return [float(loss), *seen[-1].sums.tolist()], states
 
     def compared() -> Found:
+        two = _two_rows(_words(model), device)
+        rows = end_to_end(two) if padding_free else None
         stock = model(**two, use_cache=False)
         wanted = [float(stock.loss), *row_scores(stock.logits, two["labels"])[:, 0].tolist()]
-        losses, states = answered(two)
+        losses, states = answered(two, rows)
         for one, other in zip(wanted, losses, strict=True):
-            same, reason = _same_loss(bound, one, other)
+            same, reason = _same_loss(tolerance(model, low_precision), one, other)
             if not same:
                 return same, reason
         if rows is None:
             return True, None
-        _, others = answered(_with_another_first(two))
+        _, others = answered(_with_another_first(two), rows)
         return _same_states(*(kept[0].flatten(0, 1)[LENGTHS[0] :].double() for kept in (others, states)))
 
     with torch.no_grad():
@@ -196,6 +194,11 @@ def _short_row(inputs: Mapping[str, Any], words: int) -> Any:
     if "attention_mask" in short:
         short["attention_mask"] = torch.ones_like(short["attention_mask"])
     return type(inputs)({**short, "labels": short["input_ids"].clamp(max=words - 1)})
+
+
+def _words(model: torch.nn.Module) -> int:
+    """That the model both reads and predicts."""
+    return min(head_of(model).out_features, model.get_input_embeddings().num_embeddings)
 
 
 def _two_rows(words: int, device: torch.device) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from scu_trainer.train.loss.rows.model_loss import (
     has_causal_loss,
     head_of,
     headless,
+    is_read_by_stock_alone,
     is_sharded,
     obstacle_in_head,
     obstacle_in_layers,
@@ -32,7 +33,7 @@ from scu_trainer.train.loss.rows.model_loss import (
 )
 from scu_trainer.train.loss.rows.padding_free import EndToEnd, end_to_end
 from scu_trainer.train.loss.rows.row_readings import RowLosses, preprocess_logits, row_scores
-from scu_trainer.train.step.batches.rows import placed
+from scu_trainer.train.step.batches.rows import looked_at
 
 logger = logging.getLogger("scu_trainer")
 
@@ -67,7 +68,8 @@ class EvaluationPath:
     @contextlib.contextmanager
     def way(self, batch: Mapping[str, Any]) -> Iterator[Optional[list[RowLosses]]]:
         """Inside, a forward of the model on ``batch``, labels among it, adds the losses of its rows to the list, and
-        what it returns as logits is none. None where the model goes its own way."""
+        returns something else in the place of logits. None where the model goes its own way."""
+        batch = looked_at(batch)
         rows = end_to_end(batch, self._most_tokens) if self._may_leave_padding else None
         rows = rows if rows is not None and self._leaves_padding else None
         if self.makes_logits and rows is None:
@@ -119,32 +121,50 @@ class EvaluationPath:
 
 
 class LeanPrediction:
-    """A trainer's ``prediction_step`` on the path of an evaluation, where nobody asks for logits. ``chunked`` and
-    ``padding_free``: as of ``LossPath``."""
+    """A trainer's ``prediction_step`` on the path of an evaluation, where only the stock Trainer sees what the model
+    returns, and does not ask for logits. ``chunked`` and ``padding_free``: as of ``LossPath``."""
 
     def __init__(self, trainer: Trainer, chunked: str, padding_free: Optional[bool]) -> None:
         self.trainer = trainer
         fewest_words = {"never": None, "always": 0, "auto": LARGE_VOCABULARY}[chunked]
         self._how = {"fewest_words": fewest_words, "padding_free": padding_free is not False}
         self._path: Optional[EvaluationPath] = None
+        self._is_predicting = False
+        self._scores: Optional[torch.Tensor] = None
+
+    def begin(self) -> None:
+        """With an evaluation: its model is asked anew, which has learned since the last one."""
+        self._path = None
 
     def applied(self, predict: Predict, loss_only: bool) -> Predict:
         """``predict`` that computes no more than what is asked for: the loss, with ``loss_only`` or the scores of the
         rows (``preprocess_logits``) as logits."""
         trainer = self.trainer
         scores_rows = not loss_only and trainer.preprocess_logits_for_metrics is preprocess_logits
-        if not (loss_only or scores_rows) or not has_causal_loss(trainer) or trainer.changes_loss:
+        if not (loss_only or scores_rows) or not has_causal_loss(trainer) or not is_read_by_stock_alone(trainer):
             return predict
 
         def lean(part: Any) -> tuple:
-            if not isinstance(part, Mapping):
-                return predict(part)
-            part = placed(part, trainer.args.device)
-            with self._path_of_model.way(part) as seen:
+            self._is_predicting, self._scores = True, None
+            try:
                 loss, logits, labels = predict(part)
-            return loss, logits if loss_only or seen is None else seen[-1].scores, labels
+            finally:
+                self._is_predicting = False
+            if scores_rows and labels is not None:  # of every batch: ranks, and parts of a batch, are put together
+                logits = preprocess_logits(logits, labels) if self._scores is None else self._scores
+            return loss, logits, labels
 
         return lean
+
+    @contextlib.contextmanager
+    def way(self, inputs: Any) -> Iterator[None]:
+        """Around the forward that such a ``predict`` makes of ``inputs``."""
+        if not self._is_predicting:
+            yield
+            return
+        with self._path_of_model.way(inputs) as seen:
+            yield
+        self._scores = None if seen is None else seen[-1].scores
 
     @property
     def _path_of_model(self) -> EvaluationPath:

@@ -21,6 +21,9 @@ BATCH_TOKENS = 8192
 """Padded tokens of a forward pass; fewer where that does not fit."""
 
 
+FEW_ROWS = 32
+"""Scored as the model was last found to agree to: with more, asking it again takes no time that would count."""
+
 MOST_JUDGED = 256
 """Rows of what is held out, that say what a scale costs: more would take time and change little."""
 
@@ -81,7 +84,7 @@ class Passages:
     def _scored_here(self, numbers: numpy.ndarray) -> numpy.ndarray:
         model = self._trainer.model
         with training_precision(self._trainer):
-            if self._path is None or self._path.model is not model:
+            if self._path is None or self._path.model is not model or len(numbers) > FEW_ROWS:
                 self._path = evaluation_path_of(model)
             scores = score_documents(model, _Chosen(self.rows, numbers), self._collate, BATCH_TOKENS, self._path)
         return numpy.stack([scores.nats, scores.tokens], axis=1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -18,6 +18,16 @@ from scu_trainer.train.step.prediction import Prediction
 from scu_trainer.train.step.recovery.loader_workers import loading_again
 from scu_trainer.train.step.recovery.loss_scale import unscaled
 from scu_trainer.train.step.recovery.second_try import last_word, second_try
+
+
+class Lean(Protocol):
+    """A ``prediction_step`` that computes what is asked for alone."""
+
+    def begin(self) -> None: ...
+
+    def applied(self, predict: Callable[[Any], tuple], loss_only: bool) -> Callable[[Any], tuple]: ...
+
+    def way(self, inputs: Any) -> AbstractContextManager: ...
 
 
 class StockEngine:
@@ -46,6 +56,10 @@ class StockEngine:
         """(loss, logits, labels) of ``inputs``."""
         return predict(inputs)
 
+    def way(self, inputs: Any) -> AbstractContextManager:
+        """Around a forward of ``inputs`` that trains nothing."""
+        return contextlib.nullcontext()
+
     def epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
         """``run()``, which trains for an epoch on ``loader``."""
         run()
@@ -64,20 +78,17 @@ class StockEngine:
 
 
 class MicroBatchEngine(StockEngine):
-    """Windows in micro-batches. With ``prediction`` also recovery from out-of-memory, in training and evaluation.
-
-    ``lean(predict, loss_only)``: a ``predict`` that computes what is asked for alone.
-    """
+    """Windows in micro-batches. With ``prediction`` also recovery from out-of-memory, in training and evaluation."""
 
     def __init__(
         self,
         trainer: Trainer,
         micro_batches: MicroBatchStep,
         prediction: Optional[Prediction],
-        lean: Callable[[Callable[[Any], tuple], bool], Callable[[Any], tuple]],
+        lean: Lean,
     ) -> None:
         super().__init__(trainer)
-        self.micro_batches, self.prediction, self._lean = micro_batches, prediction, lean
+        self.micro_batches, self.prediction, self.lean = micro_batches, prediction, lean
 
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
         return self.micro_batches.loss(model, inputs, num_items)
@@ -100,14 +111,22 @@ class MicroBatchEngine(StockEngine):
 
     def predicted(self, predict: Callable[[Any], tuple], inputs: Any, loss_only: bool) -> tuple:
         """With sizes of its own, in the same way as training."""
-        predict = self._lean(predict, loss_only)
+        predict = self.lean.applied(predict, loss_only)
         return predict(inputs) if self.prediction is None else self.prediction.step(inputs, predict, loss_only)
+
+    def way(self, inputs: Any) -> AbstractContextManager:
+        return self.lean.way(inputs)
 
     def epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
         """Batches stay on the host, where the lengths of their rows are read without a wait, and go to the device in
         micro-batches."""
-        with _on_host(loader):
+        if not isinstance(loader, DataLoaderShard):
+            return run()
+        device, loader.device = loader.device, None
+        try:
             run()
+        finally:
+            loader.device = device
 
     def counted(self, count: Callable[[Any], Any], batches: Sequence[Any], device: torch.device) -> Any:
         if self.prediction is not None and self.prediction.items is not None:
@@ -124,12 +143,11 @@ class MicroBatchEngine(StockEngine):
         return second_try(count_where_they_are, "counting the labels of a step")
 
     def evaluated(self, evaluate: Callable[[], Any], loader: DataLoader, loss_only: bool) -> Any:
-        """Batches stay on the host as in ``epoch``."""
-        with _on_host(loader):
-            if self.prediction is None:
-                return evaluate()
-            with self._logits_leave_the_device(loss_only):
-                return self.prediction.evaluated(evaluate, loader)
+        self.lean.begin()
+        if self.prediction is None:
+            return evaluate()
+        with self._logits_leave_the_device(loss_only):
+            return self.prediction.evaluated(evaluate, loader)
 
     @contextlib.contextmanager
     def _logits_leave_the_device(self, loss_only: bool):
@@ -147,16 +165,3 @@ class MicroBatchEngine(StockEngine):
     def doing(self, what: Callable[[], str]) -> AbstractContextManager:
         """Whatever runs out of memory and could not be repeated is reported in one line."""
         return contextlib.nullcontext() if self.prediction is None else last_word(what)
-
-
-@contextlib.contextmanager
-def _on_host(loader: DataLoader) -> Iterator[None]:
-    """Inside, batches of ``loader`` are not moved to the device."""
-    if not isinstance(loader, DataLoaderShard):
-        yield
-        return
-    device, loader.device = loader.device, None
-    try:
-        yield
-    finally:
-        loader.device = device

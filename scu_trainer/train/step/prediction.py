@@ -98,7 +98,7 @@ class Prediction:
         """(loss, logits, labels) of ``inputs``, as ``predict`` gives them for as many rows as fit at once."""
         batch = rows_of(self.trainer.model, inputs)
         # Counted once for the whole batch: the count is a collective, and ranks may need different numbers of parts.
-        count = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
+        count = self.trainer._get_num_items_in_batch([self._prepared(inputs)], self.trainer.args.device)
         with self._counted(count):
             if batch.obstacle is not None or batch.rows == 0:
                 doing = f"evaluation of a batch that cannot be cut by rows ({batch.obstacle or 'it has none'})"
@@ -108,6 +108,11 @@ class Prediction:
                 return parts[0][1]
             join = partial(self._joined, batch, parts, count, loss_only)
             return second_try(join, "putting the parts of an evaluated batch together", FEWER_LOGITS)
+
+    def _prepared(self, inputs: Any) -> Any:
+        """As the stock step counts them, where somebody's own code prepares them."""
+        is_stock = type(self.trainer)._prepare_inputs is Trainer._prepare_inputs
+        return inputs if is_stock else self.trainer._prepare_inputs(inputs)
 
     def evaluated(self, evaluate: Callable[[], Result], loader: Any) -> Result:
         """``evaluate()``, a whole pass over ``loader``; from its first batch once more where something between the

@@ -31,7 +31,7 @@ Seen = Callable[[RowLosses], None]
 
 def inner_model(model: torch.nn.Module) -> torch.nn.Module:
     """The model itself, without adapters' wrapper."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def head_of(model: torch.nn.Module) -> Optional[torch.nn.Module]:
@@ -50,19 +50,30 @@ def has_causal_loss(trainer: Trainer) -> bool:
 
 
 def computes_causal_loss(model: torch.nn.Module) -> bool:
-    """Whether the model's own loss is the stock one over next tokens."""
+    """Whether the model's own loss is the stock one over next tokens, by code that can be replaced in it."""
     inner = inner_model(model)
     is_causal = getattr(inner, "loss_function", None) is LOSS_MAPPING["ForCausalLM"]
-    return is_causal and not inner.config.is_encoder_decoder
+    is_compiled = getattr(inner, "_compiled_call_impl", None) is not None or hasattr(inner, "_orig_mod")
+    return is_causal and not is_compiled and not inner.config.is_encoder_decoder
 
 
 def own_loss_between(trainer: Trainer) -> Optional[str]:
     """The class whose code computes the loss from what the model gives; None where that is the stock Trainer's. A
     ``compute_loss`` above ours gets the loss from it, and does not see what the model gives."""
     kinds = type(trainer).__mro__
-    ours = next(number for number, kind in enumerate(kinds) if "_stock_loss" in vars(kind))
-    owner = next(kind for kind in kinds[ours + 1 :] if "compute_loss" in vars(kind))
+    owner = next(kind for kind in kinds[kinds.index(_ours(trainer)) + 1 :] if "compute_loss" in vars(kind))
     return None if owner is Trainer else owner.__name__
+
+
+def is_read_by_stock_alone(trainer: Trainer) -> bool:
+    """Whether what the model returns in an evaluation goes to the stock Trainer's code and no other's."""
+    names, stock = ("compute_loss", "prediction_step"), (Trainer, _ours(trainer))
+    others = [trainer, *(kind for kind in type(trainer).__mro__ if kind not in stock)]
+    return not any(name in vars(other) for other in others for name in names)
+
+
+def _ours(trainer: Trainer) -> type:
+    return next(kind for kind in type(trainer).__mro__ if "_stock_loss" in vars(kind))
 
 
 def obstacle_to_headless(trainer: Trainer) -> Optional[str]:
@@ -79,9 +90,10 @@ def obstacle_to_headless(trainer: Trainer) -> Optional[str]:
 def obstacle_in_head(model: torch.nn.Module) -> Optional[str]:
     """What the model itself does to its logits, so that they must be made."""
     head, config = head_of(model), inner_model(model).config
+    settings = {**vars(config), **vars(config.get_text_config())}
     if type(head) is not torch.nn.Linear or hasattr(head, "_hf_hook") or hasattr(head.weight, "ds_id"):
         return f"the output head is a {type(head).__name__} that adapters, offloading or ZeRO-3 change"
-    if any(name.endswith("softcapping") and value for name, value in vars(config).items() if "logit" in name):
+    if any(name.endswith("softcapping") and value for name, value in settings.items() if "logit" in name):
         return "the logits are soft-capped"
     return None
 
@@ -107,7 +119,8 @@ def is_sharded(model: torch.nn.Module) -> bool:
 def obstacle_in_layers(model: torch.nn.Module) -> Optional[str]:
     """What the layers do over the borders of rows, so that they must see these padded."""
     config = inner_model(model).config
-    attention, kinds = config._attn_implementation, set(getattr(config.get_text_config(), "layer_types", None) or ())
+    attention, text = config._attn_implementation, config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
     if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
         return "prompt learning puts states before the rows"
     if attention not in ("sdpa", *FLASH):
@@ -115,7 +128,16 @@ def obstacle_in_layers(model: torch.nn.Module) -> Optional[str]:
     others = sorted(kinds - {"full_attention", "sliding_attention"})
     if others:
         return f"not all layers attend to the row: some do {', '.join(others)}"
+    by_length = sorted({"dynamic", "longrope"} & _rope_types(text))
+    if by_length:
+        return f"positions are scaled by the length of the padded rows ({', '.join(by_length)})"
     return None
+
+
+def _rope_types(config: Any) -> set[str]:
+    """How positions are scaled: one way for all layers, or one by kind of layer."""
+    given = getattr(config, "rope_parameters", None) or {}
+    return {one.get("rope_type") for one in (given, *given.values()) if isinstance(one, dict)}
 
 
 def sliding_window_of(model: torch.nn.Module) -> Optional[int]:

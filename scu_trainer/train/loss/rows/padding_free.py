@@ -69,7 +69,9 @@ def end_to_end(inputs: Mapping[str, Any], most_tokens: Optional[int] = None) -> 
     labels in it, or of more than ``most_tokens``, or a mask that is on another device only, so that asking for it would
     wait."""
     mask, labels = inputs.get("attention_mask"), inputs.get("labels")
-    if set(inputs) != NEEDED or mask.dim() != 2 or mask.shape != labels.shape:
+    if set(inputs) != NEEDED or not torch.is_tensor(mask) or not torch.is_tensor(labels):
+        return None
+    if mask.dim() != 2 or mask.shape != labels.shape:
         return None
     known, labels = (_known(each) for each in (mask, labels))
     if known is None or labels is None or bool(known.all()):

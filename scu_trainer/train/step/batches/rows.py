@@ -285,6 +285,15 @@ def placed(inputs: Any, device: torch.device) -> Any:
     return type(inputs)(moved)
 
 
+def looked_at(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``inputs``, of which ``on_host`` finds what ``placed`` would have left there. Waits for their device."""
+    for name in ("labels", "attention_mask"):
+        value = inputs.get(name)
+        if torch.is_tensor(value) and value.device != CPU and not value.is_inference() and on_host(value) is None:
+            value.on_host = value.cpu(), value._version
+    return inputs
+
+
 def on_its_way(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``tensor`` on ``device``, copied while the host goes on."""
     if device.type == "cuda" and tensor.device == CPU and not tensor.is_pinned():
