@@ -123,7 +123,7 @@ SENTENCES: tuple[tuple[str, Callable[[Results], list[float]]], ...] = (
         lambda r: [r.split["cpu_over_stock"], r.split["peak_over_stock"]],
     ),
     (
-        "an evaluation {:.2f} × the time and {:.2f} × the peak with 128,000 words",
+        "With 128,000 words an evaluation takes {:.2f} × the time and {:.2f} × the peak",
         lambda r: r.held_out("128,000"),
     ),
     (

@@ -47,6 +47,7 @@ from benchmarks.lib.memory_work import (
     TokenRows,
     Turns,
     Witness,
+    counted,
     in_fresh_process,
     pad,
     trainer_for,
@@ -198,13 +199,13 @@ def batches(steps: int) -> dict[str, int]:
 
 def statistics(trainer: Trainer) -> dict[str, Any]:
     """What the memory loop counted; {} for the stock trainer."""
-    if trainer.micro_batches is None:
+    found = counted(trainer)
+    if found is None:
         return {}
-    counted = trainer.micro_batches.loop.statistics
     return {
-        "processed_over_real": counted.processed_tokens / counted.real_tokens,
-        "stock_over_real": counted.stock_tokens / counted.real_tokens,
-        "out_of_memory": counted.out_of_memory,
+        "processed_over_real": found.processed_tokens / found.real_tokens,
+        "stock_over_real": found.stock_tokens / found.real_tokens,
+        "out_of_memory": found.out_of_memory,
     }
 
 

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import Trainer
 
 from benchmarks.lib.common import ROOT
-from benchmarks.lib.memory_work import EXACT_MEMORY, MIB, SHORTEST_ROW, TokenRows, Witness, trainer_for
+from benchmarks.lib.memory_work import EXACT_MEMORY, MIB, SHORTEST_ROW, TokenRows, Witness, counted, trainer_for
 from benchmarks.lib.text_job import Job, held_out_bits
 from benchmarks.studies.real_memory import Limits, Record, RecordedOurs, RecordedStock
 from scu_trainer.errors import OutOfMemory
@@ -126,7 +126,7 @@ def _train(trainer: Trainer) -> Optional[str]:
 
 def _counted(trainer: Trainer, record: Record, job: Job, error: Optional[str]) -> dict[str, Any]:
     """Rows count as trained when their gradients have reached an optimizer step."""
-    due, chunked = job.steps * job.step_rows, getattr(trainer, "chunked", None)
+    due, of_loop = job.steps * job.step_rows, counted(trainer)
     return {
         "steps_due": job.steps,
         "steps_executed": record.steps,
@@ -136,7 +136,7 @@ def _counted(trainer: Trainer, record: Record, job: Job, error: Optional[str]) -
         "rows_repeated": sum(count - 1 for count in record.rows.values()),
         "rows_never_seen": due - len(record.rows),
         "rows_per_step": max(record.rows_per_step[-2:], default=None),  # the last one of an epoch may be short
-        "out_of_memory": chunked.loop.statistics.out_of_memory if chunked else record.starts - 1 + (error is not None),
+        "out_of_memory": of_loop.out_of_memory if of_loop else record.starts - 1 + (error is not None),
         "losses": record.losses,
     }
 

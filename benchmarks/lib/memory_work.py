@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from benchmarks.lib.common import quiet, scratch_arguments
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import MemorySettings
+from scu_trainer.train.step.micro_batch_sizer import MemoryStatistics
 from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading, free_memory, gauge_for
 
 MIB = 2**20
@@ -271,6 +272,12 @@ def _private_bytes() -> int:
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith("VmData"))
     return int(line.split()[1]) * 1024
+
+
+def counted(trainer: Trainer) -> Optional[MemoryStatistics]:
+    """What the memory loop counted; None of a trainer without it."""
+    micro_batches = getattr(trainer, "micro_batches", None)
+    return None if micro_batches is None else micro_batches.loop.statistics
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

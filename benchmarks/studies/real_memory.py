@@ -49,6 +49,7 @@ from benchmarks.lib.memory_work import (
     Stock,
     TokenRows,
     Witness,
+    counted,
     in_fresh_process,
     limit_memory,
     trainer_for,
@@ -230,7 +231,7 @@ def _changes(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def _figures(trainer: Trainer, record: Record, due: int, error: Optional[str]) -> dict[str, Any]:
-    chunked = getattr(trainer, "chunked", None)
+    of_loop = counted(trainer)
     return {
         "error": error,
         "steps_executed": record.steps,
@@ -239,7 +240,7 @@ def _figures(trainer: Trainer, record: Record, due: int, error: Optional[str]) -
         "rows_trained": len(record.rows),
         "rows_repeated": sum(count - 1 for count in record.rows.values()),
         "rows_never_seen": due - len(record.rows),
-        "out_of_memory": chunked.loop.statistics.out_of_memory if chunked else record.starts - 1 + (error is not None),
+        "out_of_memory": of_loop.out_of_memory if of_loop else record.starts - 1 + (error is not None),
         "rows_per_step": record.rows_per_step[-1] if record.rows_per_step else None,
         "losses": record.losses,
     }

@@ -2,13 +2,17 @@
 
 import os
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from benchmarks.headline import splitting
 from benchmarks.lib import limit_work
-from benchmarks.studies import under_a_limit
+from benchmarks.studies import real_memory, under_a_limit
 from benchmarks.studies.under_a_limit import AUTO_FIND, BY_HAND, JOB, OURS, OURS_FULL, QUICK, QUICK_SHARES
+from scu_trainer.settings import MemorySettings
+from scu_trainer.train.trainer import SCUTrainer
+from tests import tiny
 
 SHARE = QUICK_SHARES[0]
 
@@ -34,6 +38,20 @@ def test_ours_does_the_due_work_under_a_limit_that_kills_the_configured_batch(re
         assert ours["rows_per_step"] == 8
         assert ours["loss_distance"] < 1e-5
         assert ours["held_out_bits"] == pytest.approx(unlimited["held_out_bits"], abs=1e-3)
+
+
+def test_out_of_memory_is_what_the_memory_loop_counted(tmp_path):
+    record = SimpleNamespace(steps=1, rows={}, rows_per_step=[], losses=[], starts=1)
+    for memory, found in ((None, 1), (MemorySettings(), 3)):
+        trainer = SCUTrainer(tiny.llama(), tiny.arguments(tmp_path), train_dataset=tiny.Rows(), memory=memory)
+        if memory is not None:
+            trainer.micro_batches.loop.statistics.out_of_memory = 3
+        for counts in (
+            limit_work._counted(trainer, record, JOB, "died"),
+            real_memory._figures(trainer, record, 0, "died"),
+        ):
+            assert counts["out_of_memory"] == found
+        assert splitting.statistics(trainer).get("out_of_memory") == (None if memory is None else 3)
 
 
 def test_auto_find_batch_size_trains_something_else(results):

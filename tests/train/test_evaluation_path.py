@@ -353,14 +353,24 @@ def test_rows_are_those_that_the_model_gets(tmp_path):
 
 
 def test_a_loss_that_is_put_into_the_trainer_sees_logits(tmp_path):
-    def compute_loss(model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(**inputs)
-        assert outputs.logits.shape == (*inputs["labels"].shape, tiny.VOCAB)
-        return (outputs.logits.square().mean(), outputs) if return_outputs else outputs.logits.square().mean()
-
     trainer = trainer_of(tmp_path, MemorySettings())
+    of_class, seen = trainer.compute_loss, []
+
+    def compute_loss(model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = of_class(model, inputs, True, num_items_in_batch)
+        seen.append(outputs.logits.shape == (*inputs["labels"].shape, tiny.VOCAB))
+        return (loss, outputs) if return_outputs else loss
+
     trainer.compute_loss = compute_loss
     trainer.evaluate()
+    assert seen == [True] * 3
+
+
+def test_after_an_evaluation_the_model_gives_logits_again(tmp_path):
+    trainer, batch = trainer_of(tmp_path, MemorySettings()), batch_of()
+    trainer.evaluate()
+    _, outputs = trainer.compute_loss(trainer.model.eval(), batch, return_outputs=True)
+    assert outputs.logits.shape == (*batch["labels"].shape, tiny.VOCAB)
 
 
 def test_a_trainer_below_that_computes_the_loss_itself_gets_logits(tmp_path):
@@ -415,11 +425,13 @@ def test_adapters_that_transformers_has_added(tmp_path):
     trainer.train()
 
 
-def test_a_compiled_model_makes_its_logits(tmp_path):
-    """By a graph of its own, in which nothing can be replaced batch by batch."""
+def test_a_compiled_model_is_left_alone(monkeypatch):
+    """It has a graph of its own, in which nothing can be replaced batch by batch."""
+    asked = []
+    monkeypatch.setattr(evaluation_path, "agrees_on_rows", lambda *given: asked.append(given) or (True, None))
     model = tiny.llama()
     model.compile(backend="eager")
-    assert EvaluationPath(model, fewest_words=0).makes_logits
+    assert EvaluationPath(model, fewest_words=0).makes_logits and not asked
 
 
 def test_positions_that_depend_on_the_padding_keep_it():

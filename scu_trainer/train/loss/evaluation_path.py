@@ -159,7 +159,7 @@ class LeanPrediction:
     @contextlib.contextmanager
     def way(self, inputs: Any) -> Iterator[None]:
         """Around the forward that such a ``predict`` makes of ``inputs``."""
-        if not self._is_predicting:
+        if not self._is_predicting or not isinstance(inputs, Mapping):
             yield
             return
         with self._path_of_model.way(inputs) as seen:
