@@ -45,7 +45,8 @@ def test_out_of_memory_is_what_the_memory_loop_counted(tmp_path):
     for memory, found in ((None, 1), (MemorySettings(), 3)):
         trainer = SCUTrainer(tiny.llama(), tiny.arguments(tmp_path), train_dataset=tiny.Rows(), memory=memory)
         if memory is not None:
-            trainer.micro_batches.loop.statistics.out_of_memory = 3
+            statistics = trainer.micro_batches.loop.statistics
+            statistics.out_of_memory, statistics.real_tokens = 3, 1
         for counts in (
             limit_work._counted(trainer, record, JOB, "died"),
             real_memory._figures(trainer, record, 0, "died"),

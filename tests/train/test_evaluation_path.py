@@ -408,7 +408,7 @@ def test_predictions_are_logits_and_rows_without_labels_are_predicted(tmp_path):
     np.testing.assert_array_equal(*(t.predict(UnevenRows(9)).predictions for t in (stock, ours)))
 
 
-def test_a_model_that_was_changed_is_asked_anew(tmp_path):
+def test_a_model_that_was_changed_is_asked_again(tmp_path):
     """By what is trained, or by hand."""
     trainer = trainer_of(tmp_path, MemorySettings())
     trainer.evaluate()

@@ -133,7 +133,7 @@ class LeanPrediction:
         self._scores: Optional[torch.Tensor] = None
 
     def begin(self) -> None:
-        """With an evaluation: its model is asked anew, which has learned since the last one."""
+        """With an evaluation: its model is asked again, which has learned since the last one."""
         self._path = None
 
     def applied(self, predict: Predict, loss_only: bool) -> Predict:
