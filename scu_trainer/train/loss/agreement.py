@@ -79,20 +79,20 @@ def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
     return _asked(model, compared, "two short rows without padding")
 
 
-Lean = Callable[[Optional[EndToEnd], list[RowLosses]], contextlib.AbstractContextManager[None]]
+Way = Callable[[Optional[EndToEnd], list[RowLosses]], contextlib.AbstractContextManager[None]]
 """Inside, a forward takes the loss another way, of rows end to end if there are any, and adds the losses of the rows to
 the list."""
 
 
 def agrees_on_rows(
-    model: torch.nn.Module, device: torch.device, lean: Lean, low_precision: bool, padding_free: bool
+    model: torch.nn.Module, device: torch.device, way: Way, low_precision: bool, padding_free: bool
 ) -> Found:
     """On two rows of different length, in evaluation: the model's loss, and that of each row, which its logits say; and
     end to end the first row must not change the second."""
 
     def answered(batch: Mapping[str, torch.Tensor], rows: Optional[EndToEnd]) -> tuple[list[float], list[torch.Tensor]]:
         seen: list[RowLosses] = []
-        with lean(rows, seen), _kept_output(inner_model(model).base_model) as states:
+        with way(rows, seen), _kept_output(inner_model(model).base_model) as states:
             loss = model(**batch, use_cache=False).loss
         return [float(loss), *seen[-1].sums.tolist()], states
 

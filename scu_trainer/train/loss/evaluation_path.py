@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from scu_trainer.models.loading.offloaded import input_device
+from scu_trainer.models.loading.offloaded import has_offloaded_weights, input_device
 from scu_trainer.train.loss.agreement import agrees_on_rows
 from scu_trainer.train.loss.loss_path import LARGE_VOCABULARY
 from scu_trainer.train.loss.rows.model_loss import (
@@ -101,7 +101,9 @@ class EvaluationPath:
 
     @functools.cached_property
     def _has_known_loss(self) -> bool:
-        return computes_causal_loss(self.model) and not is_sharded(self.model)
+        """Of a model that can be asked: each question would bring weights that are offloaded to the device again."""
+        is_here = not is_sharded(self.model) and not has_offloaded_weights(self.model)
+        return is_here and computes_causal_loss(self.model)
 
     @functools.cached_property
     def _most_tokens(self) -> Optional[int]:
@@ -110,10 +112,10 @@ class EvaluationPath:
     def _agrees(self, kind: Callable, instead: str, padding_free: bool = False) -> bool:
         """``kind``: ``opened`` or ``headless``. ``instead``: what is done where the answers differ."""
 
-        def lean(rows: Optional[EndToEnd], seen: list[RowLosses]) -> contextlib.AbstractContextManager[None]:
+        def way(rows: Optional[EndToEnd], seen: list[RowLosses]) -> contextlib.AbstractContextManager[None]:
             return kind(self.model, None, seen.append, rows)
 
-        given = input_device(self.model), lean, self._low_precision, padding_free
+        given = input_device(self.model), way, self._low_precision, padding_free
         agrees, reason = agrees_on_rows(self.model, *given)
         if reason is not None:
             logger.info("in evaluation %s: %s", instead, reason)
