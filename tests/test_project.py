@@ -67,11 +67,18 @@ def constraints() -> dict[str, str]:
     return {pin[1]: pin[2] for pin in pins}
 
 
+FROM_MAKE = {
+    "MAKELEVEL",
+    "MAKEFLAGS",
+    "MFLAGS",
+    *re.findall(r"^([A-Z_]+) *[?:]?=", (ROOT / "Makefile").read_text(), re.M),
+}
+"""Of the environment of tests that ``make test`` runs: what it was told must not reach the ``make`` of a test."""
+
+
 def make(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     # `make test` runs these tests: what it hands down to a make below it is not what a user's make would see.
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")
-    }
+    environment = {name: value for name, value in os.environ.items() if name not in FROM_MAKE}
     command = ["make", "--no-print-directory", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
