@@ -73,7 +73,7 @@ FROM_MAKE = {
     "MFLAGS",
     *re.findall(r"^([A-Z_]+) *[?:]?=", (ROOT / "Makefile").read_text(), re.M),
 }
-"""Of the environment of tests that ``make test`` runs: what it was told must not reach the ``make`` of a test."""
+"""Of the environment of tests that ``make test`` runs: its variables must not reach the ``make`` of a test."""
 
 
 def make(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:

@@ -434,19 +434,6 @@ def test_a_compiled_model_is_left_alone(monkeypatch):
     assert EvaluationPath(model, fewest_words=0).makes_logits and not asked
 
 
-def test_a_model_that_is_offloaded_is_not_asked(monkeypatch):
-    """Each question would bring all its weights to the device once more."""
-    asked = []
-    monkeypatch.setattr(evaluation_path, "agrees_on_rows", lambda *given: asked.append(given) or (True, None))
-    model = tiny.llama()
-    with EvaluationPath(model, fewest_words=0).way(batch_of()) as seen:
-        assert seen == [] and len(asked) == 2
-    projection = model.model.layers[1].mlp.up_proj
-    projection.weight = torch.nn.Parameter(projection.weight.to("meta"))
-    with EvaluationPath(model, fewest_words=0).way(batch_of()) as seen:
-        assert seen is None and len(asked) == 2
-
-
 def test_positions_that_depend_on_the_padding_keep_it():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     model, batch = tiny.llama(rope_parameters=rope).eval(), batch_of()

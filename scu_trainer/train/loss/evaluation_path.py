@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from scu_trainer.models.loading.offloaded import has_offloaded_weights, input_device
+from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.loss.agreement import agrees_on_rows
 from scu_trainer.train.loss.loss_path import LARGE_VOCABULARY
 from scu_trainer.train.loss.rows.model_loss import (
@@ -101,9 +101,7 @@ class EvaluationPath:
 
     @functools.cached_property
     def _has_known_loss(self) -> bool:
-        """Of a model that can be asked: each question would bring weights that are offloaded to the device again."""
-        is_here = not is_sharded(self.model) and not has_offloaded_weights(self.model)
-        return is_here and computes_causal_loss(self.model)
+        return computes_causal_loss(self.model) and not is_sharded(self.model)
 
     @functools.cached_property
     def _most_tokens(self) -> Optional[int]:
