@@ -22,10 +22,10 @@ from scu_trainer.train.loss.loss_path import LARGE_VOCABULARY
 from scu_trainer.train.loss.rows.model_loss import (
     computes_causal_loss,
     has_causal_loss,
+    has_sharded_weights,
     head_of,
     headless,
     is_read_by_stock_alone,
-    is_sharded,
     obstacle_in_head,
     obstacle_in_layers,
     opened,
@@ -69,8 +69,7 @@ class EvaluationPath:
     def way(self, batch: Mapping[str, Any]) -> Iterator[Optional[list[RowLosses]]]:
         """Inside, a forward of the model on ``batch``, labels among it, adds the losses of its rows to the list, and
         returns something else in the place of logits. None where the model goes its own way."""
-        batch = looked_at(batch)
-        rows = end_to_end(batch, self._most_tokens) if self._may_leave_padding else None
+        rows = end_to_end(looked_at(batch), self._most_tokens) if self._may_leave_padding else None
         rows = rows if rows is not None and self._leaves_padding else None
         if self.makes_logits and rows is None:
             yield None
@@ -101,7 +100,7 @@ class EvaluationPath:
 
     @functools.cached_property
     def _has_known_loss(self) -> bool:
-        return computes_causal_loss(self.model) and not is_sharded(self.model)
+        return computes_causal_loss(self.model) and not has_sharded_weights(self.model)
 
     @functools.cached_property
     def _most_tokens(self) -> Optional[int]:

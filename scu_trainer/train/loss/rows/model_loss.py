@@ -105,12 +105,12 @@ def obstacle_to_padding_free(trainer: Trainer) -> Optional[str]:
         return f"{type(inner).__name__} does not compute the stock loss of a causal language model from an output head"
     if trainer.args.neftune_noise_alpha:
         return "neftune_noise_alpha scales its noise by the length of padded rows"
-    if trainer.is_fsdp_enabled or is_sharded(trainer.model):
+    if trainer.is_fsdp_enabled or has_sharded_weights(trainer.model):
         return "FSDP and ZeRO-3 shard the model"
     return obstacle_in_layers(trainer.model)
 
 
-def is_sharded(model: torch.nn.Module) -> bool:
+def has_sharded_weights(model: torch.nn.Module) -> bool:
     """Whether weights lie in parts over the ranks (FSDP, ZeRO-3), so that they cannot be used outside of a forward."""
     wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     return wrapped or any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in model.parameters())
