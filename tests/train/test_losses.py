@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 
-from scu_trainer.train.loss.rows import kernels, pages
+from scu_trainer.train.loss.rows import kernels, pages, softmax
 from scu_trainer.train.loss.rows.embedding import can_add_rows, embed
 from scu_trainer.train.loss.rows.kernels import (
     chunked_linear_cross_entropy,
@@ -466,6 +466,23 @@ def test_the_largest_tensor_is_one_chunk_of_logits(dtype):
     with Allocations() as stock:
         cross_entropy(linear(hidden, weight).float(), targets).backward()
     assert stock.largest_elements == tokens * vocab
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_blocks_of_rows_give_what_all_rows_give(with_gradient, softcap, monkeypatch):
+    """The pass over the logits, whose blocks are those that fit the caches of all threads."""
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(35, VOCAB, generator=generator), torch.randint(0, VOCAB, (35,), generator=generator)
+    expected = softmax._softmax_in_place(logits.clone(), targets, with_gradient, softcap)
+    monkeypatch.setattr(softmax, "BLOCK_BYTES", 4 * VOCAB * 3 + 1)  # three rows of each thread
+    work = softmax.kernel_for(logits.device, logits.dtype)
+    with Allocations() as seen:
+        losses, signal = work(logits, targets, with_gradient, softcap)
+    assert torch.equal(losses, expected[0]) and losses.shape == (35,)
+    assert signal is logits
+    assert not with_gradient or torch.equal(signal, expected[1])
+    assert (35, VOCAB) not in seen.shapes and (3 * torch.get_num_threads(), VOCAB) in seen.shapes
 
 
 def test_the_gradient_of_the_weight_is_handed_on_without_a_copy():
