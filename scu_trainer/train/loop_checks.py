@@ -1,15 +1,18 @@
-"""What a loop that somebody brings cannot mean, said when it is given, or by name where it shows later.
+"""What a loop or a trainer that somebody brings cannot mean, said when it is given, or by name where it shows later.
 
-Two loops with one file, a state without a file, a rate that is not finite: the training would go on, and what is lost
-would be missed when it is resumed.
+Two loops with one file, a state without a file, a rate that is not finite, a method under a name that is taken: the
+training would go on, and what is lost would be missed later.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import PurePath
 from typing import Any, Optional
+
+from transformers import Trainer
 
 from scu_trainer.errors import ControlError
 from scu_trainer.train.loop import Loop, called
@@ -59,6 +62,38 @@ def _require_file_name(loop: Loop, kind: str) -> None:
     if name in OTHERS_FILES:
         raise ControlError(
             f"{called(loop)} has {kind} {name!r}, a file that is written without it; use a name of its own"
+        )
+
+
+def require_own_names(kind: type[Trainer], ours: type[Trainer]) -> None:
+    """Raises ControlError where a class below ``ours`` in the order of methods defines what would never be called, or
+    takes an argument that would never arrive."""
+    parameters = inspect.signature(ours.__init__).parameters.values()
+    arguments = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    for owner in kind.__mro__[: kind.__mro__.index(Trainer)]:
+        _require_free(f"{owner.__name__} defines", vars(owner), _reserved(ours))
+        if "__init__" in vars(owner):
+            given = inspect.signature(owner.__init__).parameters
+            _require_free(f"the constructor of {owner.__name__} takes", given, arguments)
+
+
+def require_own_attributes(trainer: Trainer, ours: type[Trainer]) -> None:
+    """Raises ControlError where another constructor than that of ``ours`` has set what will be overwritten."""
+    given = vars(trainer).keys() - {"is_stock"}  # which is ours, and set by then
+    _require_free(f"the constructor of {type(trainer).__name__} sets", given, _reserved(ours))
+
+
+def _reserved(ours: type[Trainer]) -> set[str]:
+    """Names that ``ours`` has beyond the stock Trainer, which gives the one left out to its instances."""
+    return {name for name in vars(ours) if not hasattr(Trainer, name)} - {"current_gradient_accumulation_steps"}
+
+
+def _require_free(who: str, names: Collection[str], taken: Collection[str]) -> None:
+    both = sorted(set(names) & set(taken))
+    if both:
+        raise ControlError(
+            f"{who} {', '.join(both)}, which SCUTrainer has for something else and would put in its place; give it "
+            "another name"
         )
 
 

@@ -34,8 +34,9 @@ from scu_trainer.train.checkpoints.selection import catch_up, selected_checkpoin
 from scu_trainer.train.checkpoints.writer import CheckpointWriter
 from scu_trainer.train.epochs import epochs, handed_over
 from scu_trainer.train.loop import Loop, LoopEvents
-from scu_trainer.train.loop_checks import bad_rate, require_apart, row_of
+from scu_trainer.train.loop_checks import bad_rate, require_apart, require_own_attributes, require_own_names, row_of
 from scu_trainer.train.loops import difficulty_of, make_loops
+from scu_trainer.train.loss.rows.model_loss import is_public, own_loss_between
 from scu_trainer.train.loss.wrap import adopt, countable, weighed
 from scu_trainer.train.step.engine import StockEngine
 from scu_trainer.train.step.recovery.loader_workers import shield
@@ -66,6 +67,8 @@ class SCUTrainer(Trainer):
     is_stock = True
     engine: StockEngine = None
     regularizer = micro_batches = prediction = curriculum = nonfinite_guard = loss_path = None
+    checkpoints = pushes = None
+    resumes_weights_only = False
     new_loss_path: Callable[[], Any] = staticmethod(lambda: None)
     after_epoch: Optional[Callable[[dict[str, float]], None]] = None
     _events: Optional[LoopEvents] = None
@@ -95,6 +98,7 @@ class SCUTrainer(Trainer):
         # With nothing on, every method below is the stock one.
         self.is_stock = (regularization, memory, curriculum, efficiency, safety) == (None,) * 5
         super().__init__(*args, **kwargs)
+        require_own_attributes(self, SCUTrainer)
         self.args.hub_token = secret(self.args.hub_token)  # each checkpoint holds a pickled copy of the arguments
         adopt(self)
         self.engine = StockEngine(self)
@@ -177,7 +181,8 @@ class SCUTrainer(Trainer):
         self._is_training = True
         try:
             with self.engine.doing(lambda: f"step {self.state.global_step + 1} of training"):
-                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+                given = {"trial": trial, "ignore_keys_for_eval": ignore_keys_for_eval}
+                return super().train(**_chosen(resume_from_checkpoint=resume_from_checkpoint, **given))
         finally:
             self._is_training = False
             for loop in self.loops:
@@ -238,7 +243,7 @@ class SCUTrainer(Trainer):
             given = (self.optimizer if optimizer is None else optimizer, num_training_steps, self._steps_per_epoch)
             self.lr_scheduler = _first(loop.scheduler(*given) for loop in self.loops)
             self._created_lr_scheduler = self.lr_scheduler is not None
-        return super().create_scheduler(num_training_steps, optimizer)
+        return super().create_scheduler(num_training_steps=num_training_steps, **_chosen(optimizer=optimizer))
 
     def call_model_init(self, trial=None):
         model = super().call_model_init(trial)
@@ -341,16 +346,16 @@ class SCUTrainer(Trainer):
         """Also of a plain module that returns its loss alone; the stock method looks for it inside of something."""
         for loop in self.loops:
             inputs = loop.on_forward(inputs)
-        is_plain = not isinstance(self.model, PreTrainedModel)
+        given = {"num_items_in_batch": num_items_in_batch, **_chosen(return_outputs=return_outputs or None)}
+        is_plain = not (isinstance(self.model, PreTrainedModel) or self.compute_loss_func or own_loss_between(self))
         with self.model.register_forward_hook(_bare_loss_in_tuple) if is_plain else contextlib.nullcontext():
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(model, inputs, **given)
 
     @property
     def changes_loss(self) -> bool:
         """Whether somebody's own code computes the loss or changes it on its way from the model."""
         owners = [kind for kind in type(self).__mro__ if "compute_loss" in vars(kind) and kind is not SCUTrainer]
-        are_public = all(kind.__module__.partition(".")[0] in ("transformers", "trl") for kind in owners)
-        return self.compute_loss_func is not None or not are_public
+        return self.compute_loss_func is not None or not all(map(is_public, owners))
 
     def _get_num_items_in_batch(self, batch_samples, device):
         def count(where):
@@ -375,15 +380,16 @@ class SCUTrainer(Trainer):
         ignore_keys = getattr(self.model, "keys_to_ignore_at_inference", None) if ignore_keys is None else ignore_keys
 
         def predict(part):
-            return super(SCUTrainer, self).prediction_step(model, part, prediction_loss_only, ignore_keys)
+            return super(SCUTrainer, self).prediction_step(model, part, prediction_loss_only, ignore_keys=ignore_keys)
 
         return self.engine.predicted(predict, inputs, prediction_loss_only)
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        given = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        evaluate = functools.partial(super().evaluation_loop, *given)
+        given = {"description": description, "metric_key_prefix": metric_key_prefix}
+        given |= _chosen(prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys)
+        evaluate = functools.partial(super().evaluation_loop, dataloader, **given)
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         with self.engine.doing(lambda: "evaluation"), contextlib.ExitStack() as stack:
             for loop in self.loops:
@@ -454,17 +460,27 @@ class SCUTrainer(Trainer):
 @functools.cache
 def with_loops(trainer_class: type[Trainer]) -> type[SCUTrainer]:
     """``trainer_class``, any subclass of ``transformers.Trainer``, with the loops: takes its arguments and those of
-    ``SCUTrainer``. The same class for the same argument."""
+    ``SCUTrainer``. The same class for the same argument.
+
+    Raises TypeError for anything else, ControlError where it has a name or an argument that ``SCUTrainer`` needs.
+    """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise TypeError(f"with_loops takes a subclass of transformers.Trainer, not {trainer_class!r}")
     if issubclass(trainer_class, SCUTrainer):
         return trainer_class
+    require_own_names(trainer_class, SCUTrainer)
     return type(f"SCU{trainer_class.__name__}", (SCUTrainer, trainer_class), {})
 
 
 def _first(answers: Iterable[Any]) -> Any:
     """That is not None; None where all are."""
     return next((answer for answer in answers if answer is not None), None)
+
+
+def _chosen(**given: Any) -> dict[str, Any]:
+    """Those that are not None. Passed on by name as the stock Trainer does it, because an override may have them in
+    another order, or not at all."""
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _bare_loss_in_tuple(module: torch.nn.Module, inputs: Any, output: Any) -> Optional[tuple[torch.Tensor]]:

@@ -48,7 +48,7 @@ KINDS = {
     "ORPO": (ORPOTrainer, ORPOConfig),
     "Reward": (RewardTrainer, RewardConfig),
 }
-SPLIT = ("SFT", "KTO")
+SPLIT = ("SFT",)
 """Whose loss is a sum over rows; a sample of the others is a pair of rows, in one batch with others'."""
 
 STEPS = 4

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -485,6 +486,34 @@ def test_blocks_of_rows_give_what_all_rows_give(with_gradient, softcap, monkeypa
     assert (35, VOCAB) not in seen.shapes and (3 * torch.get_num_threads(), VOCAB) in seen.shapes
 
 
+class InPlace(torch.autograd.Function):
+    """As Liger's: the gradient is written over the logits in the forward, where they require one."""
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        losses, _ = softmax._softmax_in_place(logits.detach(), targets, logits.requires_grad, None)
+        return losses
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise AssertionError("makes a tensor as large as the logits")
+
+
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_the_gradient_that_a_fused_kernel_wrote_is_taken_as_it_lies(with_gradient, monkeypatch):
+    functional = ModuleType("liger_kernel.transformers.functional")
+    functional.liger_cross_entropy = lambda logits, targets, reduction, softcap: InPlace.apply(logits, targets)
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, functional.__name__, functional)
+    logits, targets = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0)), torch.arange(5)
+    expected = softmax._softmax_in_place(logits.clone(), targets, with_gradient, None)
+    with torch.no_grad():  # as inside of an autograd function
+        losses, signal = softmax._liger(logits, targets, with_gradient, None)
+    assert signal is logits and not losses.requires_grad
+    assert torch.equal(losses, expected[0]) and (not with_gradient or torch.equal(signal, expected[1]))
+
+
 def test_the_gradient_of_the_weight_is_handed_on_without_a_copy():
     case = Case()
     loss = case.chunked_loss()
@@ -522,14 +551,20 @@ def test_chunks_are_of_like_size_and_hold_each_token_once(tokens, of_weight_zero
     assert buffers == {(max(sizes), 9)}, "as long as the longest chunk"
 
 
-@pytest.mark.parametrize(("card_gib", "vocab", "rows"), [(80, 128_000, 2048), (8, 128_000, 262), (2, 128_000, 256)])
-def test_rows_of_a_chunk_follow_the_memory_of_a_card(monkeypatch, card_gib, vocab, rows):
+@pytest.mark.parametrize(
+    ("card_gib", "share", "rows"), [(80, 1.0, 2048), (8, 1.0, 262), (80, 0.1, 262), (2, 1.0, 256), (80, 0.01, 256)]
+)
+def test_rows_of_a_chunk_follow_what_may_be_used_of_a_card(monkeypatch, card_gib, share, rows):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=card_gib * 2**30)
     )
-    assert rows_in_chunk(vocab, torch.device("cuda")) == rows
-    assert rows_in_chunk(vocab, torch.device("cpu")) == rows_in_chunk(vocab) == 256
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    assert rows_in_chunk(128_000, torch.device("cuda")) == rows
+    assert rows_in_chunk(128_000, torch.device("cpu")) == rows_in_chunk(128_000) == 256
+    with kernels.chunks_as_on_card(kernels.card_bytes(torch.device("cuda"))):
+        assert rows_in_chunk(128_000, torch.device("cpu")) == rows
+    assert rows_in_chunk(128_000) == 256
 
 
 # -- losses from logits, per row ---------------------------------------------------------------------------------------

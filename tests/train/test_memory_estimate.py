@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from transformers import GraniteMoeHybridConfig, LlamaConfig
+from transformers import GraniteMoeHybridConfig, LlamaConfig, LlamaForCausalLM
 
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.models.checkpointing import checkpoint_every_layer
@@ -22,7 +22,7 @@ from scu_trainer.models.loading.load import load_model, prepare_for_tuning
 from scu_trainer.models.quantize import stored_bytes
 from scu_trainer.settings import CurriculumSettings, MemorySettings, ModelSettings
 from scu_trainer.train.job.components import TrainingComponents
-from scu_trainer.train.memory_estimate import plan, record
+from scu_trainer.train.memory_estimate import plan, predict, record
 from scu_trainer.train.memory_estimate.events import Events, at_rows
 from scu_trainer.train.memory_estimate.layers import kinds_of, shallow, with_layers
 from scu_trainer.train.memory_estimate.live import LiveBytes
@@ -418,6 +418,52 @@ def test_a_chunked_loss_counts_no_whole_logits():
         for kind in ("headless", "returned")
     )
     assert headless < returned and math.isclose(returned % (16 * 128 * tiny.VOCAB * 4), 0)
+
+
+def test_chunks_have_the_rows_of_the_card_that_trains():
+    """2,048 rows of 3,000 words are a 64th of 1.5 GiB."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = copy_of(LlamaForCausalLM(LlamaConfig(**LLAMA | {"vocab_size": 3000})), mode)
+    on_cpu, on_card, on_small_card = (
+        trace(EstimatedStep(model, mode, text_batch, "headless", None, card), 64, 128, after_others=False)
+        for card in (None, 80 * 2**30, 2**29)
+    )
+    rows = [made.parts["logits"] // (3000 * 4) for made in (on_cpu, on_card, on_small_card)]
+    assert rows == [pytest.approx(wanted, rel=0.02) for wanted in (256, 2048, 699)]
+
+
+def test_the_card_that_trains_is_asked_and_the_limit_kept(model_dir, monkeypatch):
+    monkeypatch.setattr(predict, "card_bytes", lambda device: 80 * 2**30 if device.type == "cuda" else None)
+    on_cpu = small_job(model_dir)
+    assert predict._card_bytes(on_cpu) is None
+    for limit_gb, wanted in ((None, 80 * 2**30), (8.0, 8 * 2**30), (100.0, 80 * 2**30)):
+        job = SimpleNamespace(
+            training=SimpleNamespace(device=torch.device("cuda", 0)), memory=MemorySettings(memory_limit_gb=limit_gb)
+        )
+        assert predict._card_bytes(job) == wanted
+    monkeypatch.setattr(predict, "_card_bytes", lambda job: 7)
+    assert predict.subject_of(on_cpu, loaded(tiny.llama()), RowShapes(32, 32.0, False)).card_bytes == 7
+
+
+def test_a_model_on_a_card_is_traced_on_the_cpu():
+    """Where a quantized one is loaded. Tied weights stay one, and are as large."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = tiny.llama(tie_word_embeddings=True)
+    wanted = trace(EstimatedStep(copy_of(model, mode), mode, text_batch, "returned", None), 4, 32, after_others=False)
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    with mode:
+        for module in model.modules():
+            for tensors, kind in ((module._parameters, nn.Parameter), (module._buffers, lambda tensor: tensor)):
+                for name, tensor in tensors.items():
+                    if tensor is not None and tensor not in made:
+                        made[tensor] = kind(torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda"))
+                    tensors[name] = made.get(tensor)
+    copied = copy_of(model, mode)
+    assert all(weight.is_cuda for weight in model.parameters())
+    assert {tensor.device for tensor in (*copied.parameters(), *copied.buffers())} == {CPU}
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight
+    found = trace(EstimatedStep(copied, mode, text_batch, "returned", None), 4, 32, after_others=False)
+    assert found.parts == wanted.parts
 
 
 def test_a_mask_that_hides_nothing_is_left_out():

@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback
 
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.step.muon import MuonWithAdamW
+from scu_trainer.train.step.recovery import optimizer_guard
 from scu_trainer.train.step.recovery.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 from tests import tiny
@@ -510,6 +511,57 @@ def test_fused_updates_run_whole_and_without_copies(name):
     assert sum(str(operation).startswith("aten._fused") for operation in seen.operations) == 2  # one per group
     new = [operation for operation in seen.operations if returns_new_memory(operation)]
     assert {str(operation) for operation in new} <= {"aten.stack.default"}
+
+
+PAGED = ["bnb_adamw_8bit", "bnb_adamw_32bit", "bnb_lion_8bit"]
+
+
+def with_pages(name: str) -> Weights:
+    """After a first step, the state of two weights as it would be on a card. Pages of a CPU are stepped alike."""
+    weights = Weights(name)
+    weights.step()
+    for parameter in weights.parameters[:3:2]:
+        weights.optimizer.state[parameter]["state1"].is_paged = True
+    return weights
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_paged_state_is_updated_without_copies(name, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    waits = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
+    weights = with_pages(name)
+    copied = []
+    saved = optimizer_guard.SavedPart
+    monkeypatch.setattr(optimizer_guard, "SavedPart", lambda o, part: copied.extend(part.pairs) or saved(o, part))
+    with weights.guard().attached():
+        weights.step()
+    assert {id(parameter) for parameter, _ in copied} == {id(weights.parameters[i]) for i in (1, 3, 4)}
+    assert weights.bits() == after(name, 2) and not waits
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_a_paged_update_that_fails_is_repeated_after_a_copy(name, monkeypatch):
+    """And the host touches pages only when the card has done all that it was given."""
+    pytest.importorskip("bitsandbytes")
+    waits = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
+    weights = with_pages(name)
+    weights.backward()
+    kernels = []
+
+    def fails(number, operation, tensors) -> bool:
+        if operation.namespace != "bitsandbytes" or not any(tensor is weights.parameters[2] for tensor in tensors):
+            return False
+        kernels.append(operation)
+        return len(kernels) <= 2  # in place, and with a copy beside the weight
+
+    guard = weights.guard()
+    with guard.attached(), Failing(fails):
+        weights.optimizer.step()
+    assert guard.recoveries == 2 and len(kernels) == 3
+    assert weights.bits() == after(name, 2)
+    assert len(waits) == 3  # before the copy, before it is put back, before the copy on the host
 
 
 @every_optimizer

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, OPTConfig, OPTForCausalLM, Trainer
 
@@ -118,6 +120,62 @@ def test_rows_keep_their_own_losses_and_weights(tmp_path):
     assert [bool(run.loss_path.is_padding_free) for run in runs] == [False, True]
     torch.testing.assert_close(*(torch.as_tensor(run.difficulty.scores) for run in runs), rtol=1e-5, atol=1e-6)
     assert error_of(*(weights_of(run.model) for run in runs)) < 1e-5
+
+
+# -- kernels of a card -------------------------------------------------------------------------------------------------
+
+HALF, FULL = torch.float16, torch.float32
+
+
+def on_card(heads: int, dtype: torch.dtype, size: int) -> torch.Tensor:
+    """(1, heads, 5 tokens, size) without content: a CPU has no other tensors of a card."""
+    with FakeTensorMode():
+        return torch.empty(1, heads, 5, size, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size", "expected"),
+    [
+        ((8, 0), HALF, 64, True),
+        ((9, 0), torch.bfloat16, 256, True),
+        ((7, 5), HALF, 64, False),
+        ((9, 0), FULL, 64, False),
+        ((9, 0), HALF, 20, False),
+        ((9, 0), HALF, 264, False),
+    ],
+)
+def test_the_kernel_of_a_card_is_asked_for_what_it_takes(monkeypatch, capability, dtype, size, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert padding_free.has_kernel(on_card(1, dtype, size)) == expected
+    assert not padding_free.has_kernel(torch.zeros(1, 1, 1, size, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"), [((9, 0), HALF, True), ((9, 0), FULL, False), ((7, 5), HALF, False)]
+)
+def test_only_flash_attention_takes_fewer_heads_of_keys_on_a_card(monkeypatch, capability, dtype, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert padding_free.takes_groups(on_card(4, dtype, 8)) == expected
+    assert padding_free.takes_groups(torch.zeros(1, 4, 5, 8, dtype=dtype))
+
+
+def test_repeated_heads_attend_as_grouped_ones(monkeypatch):
+    """And each call has as many of keys as of queries."""
+    seen, attend = [], functional.scaled_dot_product_attention
+
+    def attention(query, key, value, enable_gqa, **others):
+        seen.append((key.size(1), value.size(1), enable_gqa))
+        return attend(query, key, value, enable_gqa=enable_gqa, **others)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 5, 8, generator=generator) for heads in (4, 2, 2))
+    found = []
+    for takes in (True, False):
+        monkeypatch.setattr(padding_free, "takes_groups", lambda query, takes=takes: takes)
+        found.append(padding_free._by_length(query, key, value, 0.0, None, SimpleNamespace(lengths=(3, 2))))
+    torch.testing.assert_close(*found)
+    assert seen == [(2, 2, True)] * 2 + [(4, 4, False)] * 2
 
 
 # -- where rows stay padded --------------------------------------------------------------------------------------------
@@ -367,9 +425,11 @@ def test_true_needs_the_memory_loop():
         MemorySettings(memory_control=False, padding_free=True)
 
 
-def test_noise_by_the_length_of_rows_stays_that(tmp_path):
-    trainer, _, seen = trained(tiny.llama, tmp_path, neftune_noise_alpha=5.0)
-    assert trainer.loss_path.is_padding_free is False and any(rows > 1 for rows, _ in seen)
+def test_noise_by_the_length_of_rows_stays_that(tmp_path, caplog):
+    trainer, _, seen = trained(tiny.llama, tmp_path / "left", neftune_noise_alpha=5.0)
+    assert not trainer.loss_path.is_padding_free and any(rows > 1 for rows, _ in seen)
+    trained(tiny.llama, tmp_path / "asked", MemorySettings(padding_free=True), neftune_noise_alpha=5.0)
+    assert "rows of this step keep their padding: neftune_noise_alpha scales its noise by the length" in caplog.text
 
 
 def test_a_window_that_no_layer_has_is_none(tmp_path):

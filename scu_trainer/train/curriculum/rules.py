@@ -10,6 +10,7 @@ from transformers.trainer_utils import has_length
 
 from scu_trainer.errors import ControlError, SettingsError
 from scu_trainer.settings import CurriculumSettings, MemorySettings
+from scu_trainer.train.loss.rows.model_loss import defined_between
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -54,6 +55,13 @@ def refuse(trainer: Trainer, memory: Optional[MemorySettings]) -> None:
     reason = obstacle(trainer.args, memory)
     if reason is not None:
         raise SettingsError(reason)
+    for method in ("get_train_dataloader", "_get_train_sampler"):
+        owner = defined_between(trainer, method)
+        if owner is not None:
+            raise ControlError(
+                f"{method} of {owner.__name__} chooses the samples, and a curriculum would choose them in its place; "
+                f"leave the curriculum out, or {method} of {owner.__name__}"
+            )
     rows = trainer.train_dataset
     if rows is not None and (isinstance(rows, IterableDataset) or not has_length(rows)):
         raise ControlError(

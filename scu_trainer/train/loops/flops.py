@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -62,6 +62,8 @@ class Peak:
 
 def tokens_of(model: torch.nn.Module, inputs: Any, padding: bool) -> Optional[torch.Tensor | int]:
     """Tokens of a batch, with or without its padding; None where the input is no row of tokens."""
+    if not isinstance(inputs, Mapping):
+        return None
     ids, mask = inputs.get(getattr(model, "main_input_name", "input_ids")), inputs.get("attention_mask")
     if not (torch.is_tensor(ids) and ids.dim() == 2 and not ids.is_floating_point()):
         return None
@@ -74,6 +76,8 @@ def count_flops(trainer: Trainer, inputs: Any, num_items: Any) -> tuple[Optional
 
     In evaluation mode: what activation checkpointing computes twice counts once.
     """
+    if not isinstance(inputs, Mapping):
+        return None, f"a batch is a {type(inputs).__name__}"
     model = trainer.model
     rows = rows_of(model, inputs).rows
     few = inputs

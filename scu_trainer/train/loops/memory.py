@@ -70,10 +70,16 @@ class MemoryLoop(Loop):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.micro_batches.loop.state_dict(), "padding_free": self._is_padding_free}
+        own_step = self.micro_batches.analysis.own_step
+        seen = {"own_step_seen": own_step.is_seen, "own_step_deviation": own_step.deviation} if own_step.owner else {}
+        return {**self.micro_batches.loop.state_dict(), "padding_free": self._is_padding_free, **seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.micro_batches.loop.load_state_dict(state)
+        own_step = self.micro_batches.analysis.own_step
+        if own_step.owner:
+            own_step.is_seen = state.get("own_step_seen", False)
+            own_step.deviation = state.get("own_step_deviation")
         path = self.micro_batches.trainer.loss_path
         if path is not None and state.get("padding_free") is False:  # where it was, it is asked for once more
             path.stay_padded()

@@ -29,6 +29,7 @@ from scu_trainer.train.loss.rows.model_loss import (
     obstacle_in_head,
     obstacle_in_layers,
     opened,
+    own_forward_of,
     sliding_window_of,
 )
 from scu_trainer.train.loss.rows.padding_free import EndToEnd, end_to_end
@@ -100,7 +101,8 @@ class EvaluationPath:
 
     @functools.cached_property
     def _has_known_loss(self) -> bool:
-        return computes_causal_loss(self.model) and not has_sharded_weights(self.model)
+        is_known = computes_causal_loss(self.model) and own_forward_of(self.model) is None
+        return is_known and not has_sharded_weights(self.model)
 
     @functools.cached_property
     def _most_tokens(self) -> Optional[int]:

@@ -32,6 +32,7 @@ from scu_trainer.train.loss.rows.model_loss import (
     obstacle_to_headless,
     obstacle_to_padding_free,
     opened,
+    own_forward_of,
     own_loss_between,
     sliding_window_of,
 )
@@ -44,7 +45,7 @@ from scu_trainer.train.loss.rows.row_readings import (
     logits_of,
     with_labels_of_others,
 )
-from scu_trainer.train.step.batches.rows import pick
+from scu_trainer.train.step.batches.rows import NOT_LEARNED, pick
 from scu_trainer.train.step.recovery.second_try import second_try
 
 logger = logging.getLogger("scu_trainer")
@@ -221,7 +222,8 @@ class LossPath:
         labels = inputs.get("labels")
         seen = LossCalls()
         with contextlib.nullcontext() if self._has_reading or self.trainer.args.torch_compile else seen:
-            loss, outputs = stock(model, type(inputs)(inputs), True, num_items)  # it may take the labels out
+            given = type(inputs)(inputs)  # labels may be taken out of it
+            loss, outputs = _pair(self.trainer, stock(model, given, True, num_items))
         if not self._has_reading:
             self.reading = self._read(outputs, labels, loss, num_items, seen.calls)
             if bool(torch.isfinite(loss)):  # else this batch tells nothing, but which of its rows are to be set aside
@@ -319,13 +321,35 @@ class LossPath:
         if may_go_headless:
             kind = "headless"
         else:
-            kind = "opened" if self.rows is not None and has_causal_loss(self.trainer) else "returned"
+            kind = "opened" if self.rows is not None and self._may_be_opened(inputs) else "returned"
         if may_go_headless is not None:
             self._kind = kind
             if kind != "returned" and self.rows is not None:
                 self.reading, self._has_reading = CAUSAL, True
                 self.rows.found(CAUSAL)
         return kind
+
+    def _may_be_opened(self, inputs: Any) -> bool:
+        """Whether the loss is the model's own. Where somebody's own code computes it, weights of the rows show whether
+        it is made of that at all: twice the weights, twice the loss."""
+        trainer, labels = self.trainer, inputs.get("labels")
+        if not has_causal_loss(trainer):
+            return False
+        if own_loss_between(trainer) is None:
+            return True
+        if not torch.is_tensor(labels):
+            return False
+        weights = torch.ones(len(labels), device=labels.device)
+        once, twice = (self._weighed_loss(inputs, factor * weights) for factor in (1, 2))
+        bound = tolerance(trainer.model, trainer.accelerator.mixed_precision != "no")
+        return abs(twice - 2 * once) <= bound * abs(once)
+
+    @torch.no_grad()
+    def _weighed_loss(self, inputs: Any, weights: torch.Tensor) -> float:
+        model = self.trainer.model  # not DDP's: a forward that other ranks do not run must not speak to them
+        with untouched(model, self.trainer, training=True), opened(model, weights, lambda losses: None):
+            items = inputs["labels"].ne(NOT_LEARNED).sum()
+            return float(self.trainer._stock_loss(model, type(inputs)(inputs), False, items))
 
     def _may_go_headless(self, inputs: Any) -> Optional[bool]:
         """None: this batch does not tell."""
@@ -334,7 +358,7 @@ class LossPath:
         obstacle = obstacle_to_headless(self.trainer)
         if self._wanted == "auto" and (obstacle or head_of(self.trainer.model).out_features < LARGE_VOCABULARY):
             return False
-        owner = own_loss_between(self.trainer)
+        owner = own_loss_between(self.trainer) or own_forward_of(self.trainer.model)
         if self._wanted == "auto" and owner:
             obstacle = (
                 f"{owner} computes the loss by code of its own, which may look at more than the loss of the model; "
@@ -349,7 +373,8 @@ class LossPath:
         if wanted is False:
             return False
         obstacle = obstacle_to_padding_free(self.trainer)
-        if wanted is None and (obstacle or own_loss_between(self.trainer)):
+        owner = own_loss_between(self.trainer) or own_forward_of(self.trainer.model)
+        if wanted is None and (obstacle or owner):
             return False
         instead = "leave padding_free out, or false" if wanted else None
         found = self._checked("padding_free: true", instead, obstacle, inputs, agrees_padding_free)
@@ -378,6 +403,17 @@ def _are_finite(losses: Sequence[RowLosses]) -> bool:
     sums = [one.sums for one in losses]
     found = (sums[0] if len(sums) == 1 else torch.cat(sums)).tolist() if sums else []
     return all(map(math.isfinite, found))
+
+
+def _pair(trainer: Trainer, found: Any) -> tuple[torch.Tensor, Any]:
+    """(loss, outputs), as ``compute_loss`` returns them where it is asked for both. Raises ControlError."""
+    if isinstance(found, tuple) and len(found) == 2:
+        return found
+    raise ControlError(
+        f"compute_loss of {own_loss_between(trainer)} returns a {type(found).__name__} where return_outputs is True, "
+        "and a curriculum reads the losses of rows from the outputs; let it return (loss, outputs) then, or leave the "
+        "curriculum out"
+    )
 
 
 def without_index(inputs: Any) -> Any:

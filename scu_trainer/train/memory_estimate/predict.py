@@ -18,6 +18,7 @@ from scu_trainer.models.loading.sizes import weight_counts
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.loss.loss_path import LARGE_VOCABULARY
+from scu_trainer.train.loss.rows.kernels import card_bytes
 from scu_trainer.train.loss.rows.model_loss import has_causal_loss, head_of, obstacle_to_headless
 from scu_trainer.train.memory_estimate.shapes import RowShapes, Step, lengths_of, planned_step
 from scu_trainer.train.memory_estimate.skeleton import copy_of
@@ -139,7 +140,14 @@ def subject_of(job: Job, parts: TrainingComponents, kind_of_rows: RowShapes) -> 
     def batch(rows: int, length: int) -> Mapping[str, Any]:
         return {name: _stretched(name, value, rows, length) for name, value in sample.items()}
 
-    return EstimatedStep(copy_of(parts.model, mode), mode, batch, loss_kind(job, parts.model), autocast_of(job))
+    model, kind = copy_of(parts.model, mode), loss_kind(job, parts.model)
+    return EstimatedStep(model, mode, batch, kind, autocast_of(job), _card_bytes(job))
+
+
+def _card_bytes(job: Job) -> Optional[int]:
+    """What training may use of its card; the limit of a run is set only when there is a trainer."""
+    of_card, limit_gb = card_bytes(job.training.device), job.memory.memory_limit_gb
+    return of_card if of_card is None or limit_gb is None else min(of_card, int(limit_gb * 2**30))
 
 
 def _longest(parts: TrainingComponents) -> dict[str, Any]:

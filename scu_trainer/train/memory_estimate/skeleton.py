@@ -71,7 +71,10 @@ def copy_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     with mode:
         stand_ins = {id(module): _stand_in(module) for _, module in quantized_modules(model)}
     with FakeCopyMode(mode):
-        return copy.deepcopy(model, stand_ins)
+        copied = copy.deepcopy(model, stand_ins)
+    with mode:
+        _move_to_cpu(copied)  # where stand-ins and inputs are; quantized models are loaded on their card
+    return copied
 
 
 def _stand_in(module: nn.Module) -> PackedLinear:
@@ -116,15 +119,18 @@ def of_configuration(
     if is_checkpointed:
         checkpoint_every_layer(model)
     with mode:
-        _leave_meta(model)
+        _move_to_cpu(model)
     return model
 
 
-def _leave_meta(model: nn.Module) -> None:
-    """Weights on the meta device take no part in autocast: in their place others of this mode, on the CPU."""
+def _move_to_cpu(model: nn.Module) -> None:
+    """In the place of weights elsewhere others of this mode, on the CPU: those on the meta device take no part in
+    autocast."""
     made: dict[torch.Tensor, torch.Tensor] = {}
 
     def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return tensor
         if tensor not in made:  # tied weights stay one
             copied = torch.empty(tensor.shape, dtype=tensor.dtype)
             is_weight = isinstance(tensor, nn.Parameter)

@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scu_trainer.hardware.heap import UntouchedHeap
+from scu_trainer.train.loss.rows.kernels import chunks_as_on_card
 from scu_trainer.train.loss.rows.model_loss import head_of, headless, opened
 from scu_trainer.train.memory_estimate.events import GRADIENTS, WEIGHTS, Events
 from scu_trainer.train.memory_estimate.layers import marked
@@ -28,13 +29,15 @@ PASSES = 3
 @dataclass(frozen=True)
 class EstimatedStep:
     """What is traced. ``mode``: of the tensors without content. ``batch(rows, length)``: what the model gets, with
-    labels. ``autocast``: the type of half precision arithmetic, if any."""
+    labels. ``autocast``: the type of half precision arithmetic, if any. ``card_bytes``: what may be used of the card
+    for whose tensors those of the CPU stand; None where a CPU trains."""
 
     model: nn.Module
     mode: FakeTensorMode
     batch: Callable[[int, int], Mapping[str, Any]]
     loss: LossKind
     autocast: Optional[torch.dtype]
+    card_bytes: Optional[int] = None
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -126,7 +129,7 @@ def _drop_gradients(weights: Sequence[nn.Parameter]) -> None:
 
 
 def _pass(subject: EstimatedStep, inputs: Mapping[str, Any], live: LiveBytes) -> None:
-    with live, _loss_of(subject):
+    with live, chunks_as_on_card(subject.card_bytes), _loss_of(subject):
         with torch.autocast("cpu", subject.autocast, enabled=subject.autocast is not None):
             loss = subject.model(**inputs)["loss"]
         loss.backward()

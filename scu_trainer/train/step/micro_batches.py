@@ -23,7 +23,7 @@ from transformers import Trainer
 from scu_trainer.errors import ControlError, OutOfMemory, SettingsError
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
-from scu_trainer.train.loss.rows.padding_free import NEEDED
+from scu_trainer.train.loss.rows.padding_free import NEEDED, replaced
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
 from scu_trainer.train.step.batches.reduction import Reduction
@@ -169,19 +169,22 @@ class MicroBatchStep:
         """The loss of one accumulation batch, as the stock ``training_step`` returns it."""
         if not self._losses:
             known = bool(self._prefetched) and inputs is self._prefetched[0]
+            completes = known or self.trainer.accelerator.sync_gradients
             if not known and len(self._prefetched) > 1 and not self._said_foreign:
                 self._said_foreign = True
                 logger.warning("training_step gets other batches than the loader gave: rows are not pooled over them")
-            self._losses.extend(self._run(model, self._prefetched if known else [inputs], num_items))
+            raw = self._prefetched if known else [inputs]
+            self._losses.extend(self._run(model, raw, num_items, completes))
         loss = self._losses.popleft()
         if self.trainer.accelerator.sync_gradients:
             self.ranks.finish()
         return loss
 
-    def _run(self, model: torch.nn.Module, raw: Sequence[Any], num_items: Any) -> list[torch.Tensor]:
+    def _run(self, model: torch.nn.Module, raw: Sequence[Any], num_items: Any, completes: bool) -> list[torch.Tensor]:
+        """``completes``: whether an optimizer step follows."""
         self._follow_parameters()
         failure, done = None, []
-        with self.ranks.window(model):
+        with self.ranks.window(model, completes):
             try:
                 window = second_try(functools.partial(self._window, raw, num_items), "reading the rows of a step")
                 window, micro_batches = self._audited(window, self._begin(window), num_items)
@@ -211,17 +214,36 @@ class MicroBatchStep:
 
     def _work_off(self, micro_batches, model, window, num_items) -> list[tuple[MicroBatch, torch.Tensor]]:
         def attempt(micro_batch: MicroBatch, last: bool) -> torch.Tensor:
-            with self.ranks.micro_batch(last), self._scaled(micro_batch.weight, num_items):
+            share = 1.0 if micro_batch.weight is None else micro_batch.weight
+            with self.ranks.micro_batch(last), self._backward_of(share):
                 inputs = placed(window.inputs(micro_batch), self._place.device)
-                with self._as_planned(micro_batch):
-                    return self.trainer.stock_training_step(model, inputs, num_items)
+                with self._as_planned(micro_batch), self.analysis.watched(inputs, num_items, self.parameters):
+                    loss = self.trainer.stock_training_step(model, inputs, num_items)
+            return loss if share == 1.0 else loss * share
 
+        if self.settings.memory_control and not self.analysis.own_step.is_stock:
+            return self._without_recovery(micro_batches, attempt)
         if self.settings.memory_control and self.ranks.recoverable:
             return steps.run(micro_batches, attempt, self.loop, self._place, self.trainer.loss_path)
         if self.ranks.even_micro_batches:
             return self._in_step(micro_batches, attempt)
         return steps.run_once(
             [micro_batch for whole in micro_batches for micro_batch in self.loop.fit(whole)], attempt, self.loop
+        )
+
+    def _without_recovery(self, micro_batches, attempt) -> list[tuple[MicroBatch, torch.Tensor]]:
+        """Inside a ``training_step`` of somebody's own: what it had changed by then is not known."""
+        try:
+            return steps.run_once(micro_batches, attempt, self.loop)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            text = str(error).partition("\n")[0]
+            forget_traceback(error)
+        raise OutOfMemory(
+            f"step {self.trainer.state.global_step + 1} ran out of memory and is not run again, because "
+            f"{self.analysis.own_step.mixes}. Lower per_device_train_batch_size and raise gradient_accumulation_steps, "
+            f"or move what it does into compute_loss or a callback. The failed allocation said: {text}"
         )
 
     def _in_step(self, micro_batches, attempt) -> list[tuple[MicroBatch, torch.Tensor]]:
@@ -270,7 +292,7 @@ class MicroBatchStep:
 
         batches = retry_unchanged(read, (), is_out_of_memory, self.free_memory)
         said = self.analysis.read(batches, num_items, self._pad_token_id)
-        if (said and self.reduction is not None) or not self._said:
+        if self.analysis.own_step.is_seen and ((said and self.reduction is not None) or not self._said):
             self._say_limits(batches, num_items)
             self._said = True
         return self._window_of(batches)
@@ -297,6 +319,8 @@ class MicroBatchStep:
     def _obstacle_to_padding_free(self, window: AccumulationWindow) -> Optional[str]:
         if not window.can_pool:
             return "the loss is no sum over rows"
+        if self.reduction.reads_padding:
+            return self.reduction.reads_padding
         if any(set(self.trainer.loss_path.for_model(batch.inputs)) != NEEDED for batch in window.batches):
             return f"a batch holds not just {', '.join(sorted(NEEDED))}"
         if not all(batch.is_padded_right for batch in window.batches):
@@ -348,21 +372,14 @@ class MicroBatchStep:
         several = self.trainer.current_gradient_accumulation_steps > 1
         return is_mean and several and self._stock_scales(num_items)
 
-    @contextlib.contextmanager
-    def _scaled(self, weight: Optional[float], num_items: Any) -> Iterator[None]:
-        """Make the stock step scale a mean over a part by its share in the mean over the whole."""
-        if weight is None:
-            yield
-            return
-        trainer = self.trainer
-        before = trainer.loss_is_scaled_for_ga, trainer.current_gradient_accumulation_steps
-        divisor = 1 if self._stock_scales(num_items) else trainer.current_gradient_accumulation_steps
-        trainer.loss_is_scaled_for_ga = False
-        trainer.current_gradient_accumulation_steps = divisor / weight
-        try:
-            yield
-        finally:
-            trainer.loss_is_scaled_for_ga, trainer.current_gradient_accumulation_steps = before
+    def _backward_of(self, share: float) -> contextlib.AbstractContextManager[None]:
+        """Inside, a backward goes through ``share`` times its loss: of a mean over a part, what it is in the mean over
+        the whole. Whoever computes the loss sees nothing of it."""
+        accelerator = self.trainer.accelerator
+        if share == 1.0:
+            return contextlib.nullcontext()
+        backward = accelerator.backward
+        return replaced(accelerator, "backward", lambda loss, **kwargs: backward(loss * share, **kwargs))
 
     def _stock_scales(self, num_items: Any) -> bool:
         """Whether the stock step takes this loss as already divided over the window."""

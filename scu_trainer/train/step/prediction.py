@@ -97,22 +97,31 @@ class Prediction:
     def step(self, inputs: Any, predict: Callable[[Any], tuple], loss_only: bool) -> tuple:
         """(loss, logits, labels) of ``inputs``, as ``predict`` gives them for as many rows as fit at once."""
         batch = rows_of(self.trainer.model, inputs)
+        is_whole = batch.obstacle is not None or batch.rows == 0
+        if is_whole and not self._prepares_as_stock:  # preparing may generate, and reward: not twice
+            return self._whole(batch, inputs, predict)
         # Counted once for the whole batch: the count is a collective, and ranks may need different numbers of parts.
         count = self.trainer._get_num_items_in_batch([self._prepared(inputs)], self.trainer.args.device)
         with self._counted(count):
-            if batch.obstacle is not None or batch.rows == 0:
-                doing = f"evaluation of a batch that cannot be cut by rows ({batch.obstacle or 'it has none'})"
-                return second_try(partial(predict, inputs), doing, "Lower per_device_eval_batch_size")
+            if is_whole:
+                return self._whole(batch, inputs, predict)
             parts = self.halving.run(batch.rows, lambda part: self._part_result(batch, part, predict))
             if len(parts) == 1:
                 return parts[0][1]
             join = partial(self._joined, batch, parts, count, loss_only)
             return second_try(join, "putting the parts of an evaluated batch together", FEWER_LOGITS)
 
+    def _whole(self, batch: Batch, inputs: Any, predict: Callable[[Any], tuple]) -> tuple:
+        doing = f"evaluation of a batch that cannot be cut by rows ({batch.obstacle or 'it has none'})"
+        return second_try(partial(predict, inputs), doing, "Lower per_device_eval_batch_size")
+
+    @property
+    def _prepares_as_stock(self) -> bool:
+        return type(self.trainer)._prepare_inputs is Trainer._prepare_inputs
+
     def _prepared(self, inputs: Any) -> Any:
         """As the stock step counts them, where somebody's own code prepares them."""
-        is_stock = type(self.trainer)._prepare_inputs is Trainer._prepare_inputs
-        return inputs if is_stock else self.trainer._prepare_inputs(inputs)
+        return inputs if self._prepares_as_stock else self.trainer._prepare_inputs(inputs)
 
     def evaluated(self, evaluate: Callable[[], Result], loader: Any) -> Result:
         """``evaluate()``, a whole pass over ``loader``; from its first batch once more where something between the

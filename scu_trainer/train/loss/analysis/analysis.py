@@ -16,14 +16,18 @@ from transformers import Trainer
 from scu_trainer.train.loss.analysis.asked_rows import are_classes, rows_to_ask
 from scu_trainer.train.loss.analysis.audit import Audited, Auditor, is_part
 from scu_trainer.train.loss.analysis.measuring import tolerance
+from scu_trainer.train.loss.analysis.own_step import OwnStep
 from scu_trainer.train.loss.analysis.trials import analyze
-from scu_trainer.train.loss.rows.model_loss import inner_model
+from scu_trainer.train.loss.rows.model_loss import NOISE_BY_LENGTH, inner_model
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, placed
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.recovery.second_try import second_try
 
 logger = logging.getLogger("scu_trainer")
+
+MEAN_OF_KL = "the estimate of the KL divergence is a mean over the batch (calculate_KL of TRL's KTOTrainer)"
+"""In its first step that is 0, so no question tells."""
 
 MOST_QUESTIONS = 5
 """Windows in which the model is asked about padding, or that do not tell, before it is left alone."""
@@ -32,14 +36,16 @@ MOST_QUESTIONS = 5
 class LossAnalysis:
     """``reduction``: how the loss adds up over rows, None before it is known; then nothing may be cut.
 
-    ``notices``: what was said of a loss that turned out to be another one on the way. ``audits``: those that passed.
-    ``seconds``: host time spent on trials and audits.
+    ``own_step``: what is known of a ``training_step`` of somebody's own. ``notices``: what was said of a loss that
+    turned out to be another one on the way. ``audits``: those that passed. ``seconds``: host time spent on trials and
+    audits.
     """
 
     def __init__(self, trainer: Trainer, free_memory: Callable[[], None]) -> None:
         self._free_memory = free_memory
         self.trainer = trainer
-        self.reduction: Optional[Reduction] = None
+        self.own_step = OwnStep(trainer)
+        self._found: Optional[Reduction] = None
         self.notices: list[str] = []
         self.audits = 0
         self.last_good_step: Optional[int] = None
@@ -49,6 +55,30 @@ class LossAnalysis:
         self._by_keys: dict[frozenset, Reduction] = {}
         self._seen: set[int] = set()
 
+    @property
+    def reduction(self) -> Optional[Reduction]:
+        """What questions have found, and what none can tell."""
+        found, trainer = self._found, self.trainer
+        if found is None:
+            return None
+        if trainer.args.neftune_noise_alpha and found.trims is not False:
+            found = replace(found, trims=False, reads_padding=NOISE_BY_LENGTH)
+        if not found.is_exact:
+            return found
+        if self.own_step.mixes is not None:
+            return replace(found, mixes=self.own_step.mixes, may_be_cut=False)
+        return replace(found, mixes=MEAN_OF_KL) if getattr(trainer, "calculate_KL", False) else found
+
+    @contextlib.contextmanager
+    def watched(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        """Around the training step of one micro-batch."""
+        was_stock = self.own_step.is_stock
+        with self.own_step.watched(inputs, num_items, parameters):
+            yield
+        if was_stock and not self.own_step.is_stock:
+            step, reason = self._step, self.own_step.mixes
+            self._notice(f"from step {step + 1} on batches run whole, because {reason}; step {step} was cut")
+
     # -- asking --------------------------------------------------------------------------------------------------------
 
     def read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
@@ -57,7 +87,7 @@ class LossAnalysis:
         classes = self._new_classes(batches)
         known = self._by_keys.get(keys)
         if not self._must_ask(batches, known, classes):
-            self.reduction = known or replace(self.reduction, trims=False)
+            self._found = known or replace(self._found, trims=False)
             return False
         found = self._try_rows(batches, num_items, pad_token_id)
         rows = rows_to_ask(batches, self._seen) or [] if found is not None and classes else []
@@ -65,18 +95,18 @@ class LossAnalysis:
         # From here on nothing runs out of memory: what did until here is asked again.
         self._asked += 1
         self._seen |= seen
-        self.reduction = self._without_endless_questions(found or known)
-        if self.reduction is not None:
+        self._found = self._without_endless_questions(found or known)
+        if self._found is not None:
             was_exact = any(one.is_exact for one in self._by_keys.values())
-            self._by_keys[keys] = self.reduction
-            if was_exact and not self.reduction.is_exact:
-                self._end_splitting(self.reduction.mixes, self.reduction.mixes)
+            self._by_keys[keys] = self._found
+            if was_exact and not self._found.is_exact:
+                self._end_splitting(self._found.mixes, self._found.mixes)
         return found is not None or known is None
 
     def _end_splitting(self, mixes: str, reason: str) -> None:
         """For batches with any inputs: what was found for one is not to be trusted for the others."""
         self._by_keys = {keys: replace(one, mixes=mixes) for keys, one in self._by_keys.items()}
-        self.reduction = replace(self.reduction, mixes=mixes)
+        self._found = replace(self._found, mixes=mixes)
         self._say_changed(reason)
 
     def _must_ask(self, batches: Sequence[Batch], known: Optional[Reduction], classes: bool) -> bool:
@@ -99,7 +129,7 @@ class LossAnalysis:
 
     def _new_classes(self, batches: Sequence[Batch]) -> bool:
         """Whether a row has a class that no trial was about. Of a known function all classes are known."""
-        if self.reduction is not None and self.reduction.known is not None:
+        if self._found is not None and self._found.known is not None:
             return False
         labels = [batch.inputs["labels"] for batch in batches if not batch.obstacle and "labels" in batch.inputs]
         if not labels or not all(map(are_classes, labels)):
@@ -224,6 +254,9 @@ class LossAnalysis:
                 else "the step before was audited and is right"
             )
         text = f"from step {self._step} on batches run whole, because {reason}: this loss mixes rows; {since}"
+        self._notice(text)
+
+    def _notice(self, text: str) -> None:
         self.notices.append(text)
         logger.warning(text)
 

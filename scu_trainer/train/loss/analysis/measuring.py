@@ -12,7 +12,9 @@ from typing import Any, Optional
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
+from scu_trainer.hardware.precision import AMPERE
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, rng_state
 from scu_trainer.train.loss.rows.known import Call, LossCalls
 from scu_trainer.train.step.batches.reduction import Targets, row_items
@@ -22,6 +24,9 @@ EXACT = 5e-5
 
 ROUGH = 2e-2
 """The same where matrices are multiplied in 16 bits or less."""
+
+ROUGH_TF32 = 2e-3
+"""The same where factors are rounded to TF32, which keeps 11 bits: by up to 5e-4 each."""
 
 MOST_GRADIENT_ENTRIES = 2**18
 MOST_GRADIENT_TENSORS = 24
@@ -178,4 +183,18 @@ def _smallest_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def tolerance(model: nn.Module, low_precision: bool) -> float:
     low = any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())
-    return ROUGH if low or low_precision else EXACT
+    if low or low_precision:
+        return ROUGH
+    return ROUGH_TF32 if _rounds_to_tf32(model) else EXACT
+
+
+def _rounds_to_tf32(model: nn.Module) -> bool:
+    """Whether a card rounds the factors of some products of ``model`` to TF32: those of convolutions and recurrent
+    cells by default, of matrices where it is asked for."""
+    device = next((p.device for p in model.parameters() if p.is_cuda), None)
+    if device is None or torch.cuda.get_device_capability(device) < AMPERE:
+        return False
+    of_cudnn = {_ConvNd: torch.backends.cudnn.conv, nn.RNNBase: torch.backends.cudnn.rnn}
+    kinds = [torch.backends.cuda.matmul]
+    kinds += [kind for part, kind in of_cudnn.items() if any(isinstance(module, part) for module in model.modules())]
+    return any(kind.fp32_precision == "tf32" for kind in kinds)

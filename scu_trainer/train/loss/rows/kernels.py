@@ -12,7 +12,9 @@ it does on the stock loss.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Optional, Union
 
@@ -35,8 +37,10 @@ WEIGHT = 1
 """Its position among the inputs of the autograd function."""
 
 CARD_SHARE, MOST_ROWS_ON_CARD = 64, 2048
-"""On a card many small chunks wait for their launches: up to this many rows, in a 64th of its memory. Of all its
-memory, not of what is free: sums in another order for every run would be another run."""
+"""On a card many small chunks wait for their launches: up to this many rows, in a 64th of its memory. Of all that
+this process may use, not of what is free: sums in another order for every run would be another run."""
+
+_CARD_BYTES: ContextVar[Optional[int]] = ContextVar("card_bytes", default=None)
 
 PART_BYTES = 32 * 2**20
 """Of a tensor that exists only on the way: a product in half precision that is added to a float32 sum, logits that are
@@ -45,10 +49,29 @@ read in float32."""
 
 def rows_in_chunk(vocab: int, device: Optional[torch.device] = None) -> int:
     """ROWS, on a CUDA ``device`` those whose float32 logits take a share of its memory where those are more."""
-    if device is None or device.type != "cuda" or not torch.cuda.is_available():
+    allowed_bytes = _CARD_BYTES.get() or card_bytes(device)
+    if allowed_bytes is None:
         return ROWS
-    chunk_bytes = torch.cuda.get_device_properties(device).total_memory // CARD_SHARE
-    return min(MOST_ROWS_ON_CARD, max(ROWS, chunk_bytes // (4 * vocab)))
+    return min(MOST_ROWS_ON_CARD, max(ROWS, allowed_bytes // CARD_SHARE // (4 * vocab)))
+
+
+def card_bytes(device: Optional[torch.device]) -> Optional[int]:
+    """What this process may use of the memory of a CUDA ``device``; None for others."""
+    if device is None or device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return int(share * torch.cuda.get_device_properties(device).total_memory)
+
+
+@contextlib.contextmanager
+def chunks_as_on_card(allowed_bytes: Optional[int]) -> Iterator[None]:
+    """Inside, chunks have as many rows as on a card of which so much may be used, wherever the tensors are: those
+    without content are on the CPU and stand for a card's (train/memory_estimate). None: as it is outside."""
+    before = _CARD_BYTES.set(allowed_bytes)
+    try:
+        yield
+    finally:
+        _CARD_BYTES.reset(before)
 
 
 # -- losses from hidden states -----------------------------------------------------------------------------------------
@@ -76,7 +99,8 @@ def chunked_linear_cross_entropy(
     The loss can be differentiated once by hidden, weight and bias. token_losses (tokens,) cannot; they are 0 where
     ignored. Both float32, float64 if the weight is. A token of weight 0 has its loss, be it infinite or NaN, and takes
     no part in the gradient at all. Waits for the device once, not at all without token_weights where ``host_targets``
-    are given, the same targets on the host. Raises IndexError for targets outside the vocabulary.
+    are given, the same targets on the host; Liger's kernel, where it is used, waits three times for each chunk. Raises
+    IndexError for targets outside the vocabulary.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         found = f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}"

@@ -28,6 +28,8 @@ from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host
 
 Seen = Callable[[RowLosses], None]
 
+NOISE_BY_LENGTH = "neftune_noise_alpha scales its noise by the length of padded rows"
+
 
 def inner_model(model: torch.nn.Module) -> torch.nn.Module:
     """The model itself, without adapters' wrapper."""
@@ -60,9 +62,33 @@ def computes_causal_loss(model: torch.nn.Module) -> bool:
 def own_loss_between(trainer: Trainer) -> Optional[str]:
     """The class whose code computes the loss from what the model gives; None where that is the stock Trainer's. A
     ``compute_loss`` above ours gets the loss from it, and does not see what the model gives."""
+    owner = defined_between(trainer, "compute_loss")
+    return None if owner is None else owner.__name__
+
+
+def own_forward_of(model: torch.nn.Module) -> Optional[str]:
+    """The forward that is neither transformers' nor ours: it may look at the logits beside the loss."""
+    kind = next(kind for kind in type(inner_model(model)).__mro__ if "forward" in vars(kind))
+    is_known = kind.__module__.startswith(("transformers.", "scu_trainer."))
+    return None if is_known else f"forward of {kind.__name__}"
+
+
+def own_between(trainer: Trainer, method: str) -> Optional[str]:
+    """The class of somebody's own, neither transformers' nor TRL's, that defines what ours calls by this name."""
+    owner = defined_between(trainer, method)
+    return None if owner is None or is_public(owner) else owner.__name__
+
+
+def defined_between(trainer: Trainer, method: str) -> Optional[type]:
+    """The class that defines what ours calls by this name; None where that is the stock Trainer's."""
     kinds = type(trainer).__mro__
-    owner = next(kind for kind in kinds[kinds.index(_ours(trainer)) + 1 :] if "compute_loss" in vars(kind))
-    return None if owner is Trainer else owner.__name__
+    owner = next(kind for kind in kinds[kinds.index(_ours(trainer)) + 1 :] if method in vars(kind))
+    return None if owner is Trainer else owner
+
+
+def is_public(kind: type) -> bool:
+    """Whether it is code of transformers or TRL, which is the same for everybody."""
+    return kind.__module__.partition(".")[0] in ("transformers", "trl")
 
 
 def is_read_by_stock_alone(trainer: Trainer) -> bool:
@@ -104,7 +130,7 @@ def obstacle_to_padding_free(trainer: Trainer) -> Optional[str]:
     if not has_causal_loss(trainer) or not hasattr(head_of(trainer.model), "out_features"):
         return f"{type(inner).__name__} does not compute the stock loss of a causal language model from an output head"
     if trainer.args.neftune_noise_alpha:
-        return "neftune_noise_alpha scales its noise by the length of padded rows"
+        return NOISE_BY_LENGTH
     if trainer.is_fsdp_enabled or has_sharded_weights(trainer.model):
         return "FSDP and ZeRO-3 shard the model"
     return obstacle_in_layers(trainer.model)

@@ -3,8 +3,8 @@
 Embedding, layers and loss see (1, tokens). Positions start over with every row, and attention goes by rows, whose
 lengths the host knows, so that nothing waits for the device. FlashAttention, where the model was loaded with it, takes
 the borders as transformers hands them over. In the place of transformers' "sdpa" it is torch's own kernel for rows of
-unequal length (``torch.nn.attention.varlen``, where this torch has it) on a card in half precision, and one call per
-length elsewhere.
+unequal length (``torch.nn.attention.varlen``, where this torch has it) on a card from Ampere on in half precision, and
+one call per length elsewhere.
 
 Layers hand on ``ROWS``, an argument of our own, to their attention. It is one of the layer's arguments, so a layer that
 is computed again in the backward pass has it then, too.
@@ -25,11 +25,15 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from scu_trainer.hardware.precision import AMPERE
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host, on_its_way
 
 ROWS = "rows_end_to_end"
 
 FLASH = ("flash_attention_2", "flash_attention_3")
+
+MOST_FLASH_SIZE = 256
+"""Numbers of a head, at most, for torch's own flash attention; a multiple of 8 in any case."""
 
 NEEDED = {"input_ids", "attention_mask", "labels"}
 """Inputs of the model, all of which there must be, and no others: of those the layout is not known."""
@@ -157,7 +161,21 @@ def _in_one_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
 def has_kernel(query: Tensor) -> bool:
     """Whether torch has a kernel for rows of unequal length of these queries."""
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and _varlen() is not None
+    return has_flash(query) and _varlen() is not None
+
+
+def has_flash(query: Tensor) -> bool:
+    """Whether torch's flash attention takes these queries (..., size)."""
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    has_size = query.size(-1) <= MOST_FLASH_SIZE and query.size(-1) % 8 == 0
+    return has_size and torch.cuda.get_device_capability(query.device) >= AMPERE
+
+
+def takes_groups(query: Tensor) -> bool:
+    """Whether keys may have fewer heads than these queries. On a card without flash attention that would leave the one
+    kernel that holds (length, length) for each head."""
+    return not query.is_cuda or has_flash(query)
 
 
 @functools.cache
@@ -183,6 +201,8 @@ def _by_kernel(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
 
 def _by_length(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
     """One call for neighbours of one length, of which sorted micro-batches have many."""
+    if not takes_groups(query):
+        key, value = (_of_every_head(each, query.size(1)) for each in (key, value))
     groups = [(length, len(list(same))) for length, same in itertools.groupby(rows.lengths)]
     sizes = [length * count for length, count in groups]
     made = []
@@ -194,6 +214,12 @@ def _by_length(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
         )
         made.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(made).unsqueeze(0)
+
+
+def _of_every_head(grouped: Tensor, heads: int) -> Tensor:
+    """(1, fewer heads, tokens, size) -> (1, heads, tokens, size)"""
+    times = heads // grouped.size(1)
+    return grouped if times == 1 else grouped.repeat_interleave(times, dim=1)
 
 
 @contextlib.contextmanager

@@ -69,13 +69,14 @@ def _cap(logits: Tensor, softcap: float) -> Tensor:
 
 
 def _liger(logits: Tensor, targets: Tensor, with_gradient: bool, softcap: Optional[float]) -> tuple[Tensor, Tensor]:
-    """The same by Liger's kernel, which writes the gradient over the logits as well."""
+    """The same by Liger's kernel, which writes the gradient over the logits in its forward.
+
+    Its backward would multiply that by ones into another tensor of this size. Waits for the device three times: the
+    kernel counts the targets and looks whether they are in the vocabulary.
+    """
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     with torch.set_grad_enabled(with_gradient):
         leaf = logits.detach().requires_grad_(with_gradient)
         losses = liger_cross_entropy(leaf, targets, reduction="none", softcap=softcap)
-    if not with_gradient:
-        return losses, logits
-    (gradient,) = torch.autograd.grad(losses, leaf, torch.ones_like(losses))
-    return losses.detach(), gradient
+    return losses.detach(), logits

@@ -57,14 +57,17 @@ class Ranks:
         self.weights = [weight for weight in trainer.model.parameters() if weight.requires_grad]
 
     @contextmanager
-    def window(self, model: nn.Module) -> Iterator[None]:
-        """All forward and backward work of one optimizer step; ``model``: as the training step gets it."""
+    def window(self, model: nn.Module, completes: bool = True) -> Iterator[None]:
+        """All forward and backward work of one optimizer step; ``model``: as the training step gets it. ``completes``:
+        whether the step is taken when it is done."""
+        self._completes = completes
         with self._sync_gradients(False):
             yield
 
     def micro_batch(self, last: bool) -> AbstractContextManager:
-        """Forward and backward of one micro-batch; ``last``: no other follows in this window."""
-        return nullcontext()
+        """Forward and backward of one micro-batch; ``last``: no other follows in this window. Nothing communicates
+        here, but a loss may look for the last backward before an optimizer step, as TRL's GRPO does."""
+        return self._sync_gradients(True) if last and self._completes else nullcontext()
 
     def drop_gradients(self) -> None:
         """Forget all that was accumulated in this window."""
@@ -103,9 +106,9 @@ class DdpRanks(Ranks):
         self._shared = [w for name, w in named if w.requires_grad and name not in ddp.parameters_to_ignore]
 
     @contextmanager
-    def window(self, model: nn.Module) -> Iterator[None]:
+    def window(self, model: nn.Module, completes: bool = True) -> Iterator[None]:
         self._broadcast_buffers()
-        with self._sync_gradients(False), self._ddp.no_sync():
+        with super().window(model, completes), self._ddp.no_sync():
             yield
         self._average_gradients()
 
@@ -138,7 +141,7 @@ class ShardedRanks(Ranks):
     even_micro_batches = True
 
     @contextmanager
-    def window(self, model: nn.Module) -> Iterator[None]:
+    def window(self, model: nn.Module, completes: bool = True) -> Iterator[None]:
         yield
 
     def micro_batch(self, last: bool) -> AbstractContextManager:

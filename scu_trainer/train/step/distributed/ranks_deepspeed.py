@@ -23,7 +23,7 @@ class ZeroRanks(Ranks):
         self._engine = trainer.model_wrapped
 
     @contextmanager
-    def window(self, model: nn.Module) -> Iterator[None]:
+    def window(self, model: nn.Module, completes: bool = True) -> Iterator[None]:
         with self._sync_gradients(False), self._engine.coalesce_grad_reduction():
             try:
                 yield

@@ -7,8 +7,9 @@ remedies, both bitwise neutral:
     OptimizerGuard   every step: update a few parameters at a time, each part after a copy of what it may change;
                      a failure is rolled back, memory is freed, and smaller parts are tried, down to one parameter
 
-Fused updates allocate nothing once their state exists; they run whole, without copies. ``Tensor._version`` is no
-witness of what a step has written: fused and bitsandbytes kernels do not count their writes.
+Fused updates allocate nothing once their state exists; they run whole, without copies. So do those of paged state, one
+parameter at a time. ``Tensor._version`` is no witness of what a step has written: fused and bitsandbytes kernels do not
+count their writes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ import torch
 from torch.optim import Optimizer
 
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.train.step.recovery.optimizer_parts import Pair, ParameterGroupPart, SavedCounters, SavedPart, cut
+from scu_trainer.train.step.recovery.optimizer_parts import (
+    Pair,
+    ParameterGroupPart,
+    SavedCounters,
+    SavedPart,
+    cut,
+    is_paged,
+)
 from scu_trainer.train.step.recovery.optimizer_state import (
     inner_optimizer,
     preallocate,
@@ -162,11 +170,13 @@ class OptimizerGuard:
         ``groups``: what is updated of each of the optimizer's groups.
         """
         copied: list[Pair] = []
+        paged: list[Pair] = []
         in_place: dict[Any, list[Pair]] = defaultdict(list)
         has_kernel = step_module(self.optimizer) in FUSED_IN_PLACE
         for index, (group, pairs) in enumerate(zip(self.optimizer.param_groups, groups, strict=True)):
             if not (has_kernel and group.get("fused", False)):
-                copied += pairs
+                for pair in pairs:
+                    (paged if self._has_pages(pair[0]) else copied).append(pair)
                 continue
             needs_state = group.get("momentum") != 0
             for parameter, gradient in pairs:
@@ -174,9 +184,15 @@ class OptimizerGuard:
                     copied.append((parameter, gradient))
                 else:  # one kernel each
                     in_place[index, parameter.device, parameter.dtype].append((parameter, gradient))
-        return cut(copied, self._part_bytes) + [
+        whole = [
             ParameterGroupPart(tuple(pairs), copied=False, groups=(index,)) for (index, *_), pairs in in_place.items()
         ]
+        return cut(copied, self._part_bytes) + [ParameterGroupPart((pair,), copied=False) for pair in paged] + whole
+
+    def _has_pages(self, parameter: torch.Tensor) -> bool:
+        """bitsandbytes updates such a parameter by one kernel, which allocates nothing; a copy would move all its state
+        to the host."""
+        return any(map(is_paged, self.optimizer.state.get(parameter, {}).values()))
 
     def _attempt(self, part: ParameterGroupPart) -> bool:
         """Update ``part``; on failure it is as before, and memory has been freed."""

@@ -48,15 +48,18 @@ class ParameterGroupPart:
 
 
 class SavedCounters:
-    """Step counters: all that is written before a fused kernel runs, which may fail (the driver loads it late)."""
+    """Step counters: all that is written before a kernel runs, which may fail (the driver loads it late)."""
 
     def __init__(self, optimizer: Optimizer, part: ParameterGroupPart) -> None:
         entries = [optimizer.state.get(parameter, {}) for parameter, _ in part.pairs]
-        self._counters = [entry["step"] for entry in entries if "step" in entry]
+        self._numbers = [(entry, entry["step"]) for entry in entries if isinstance(entry.get("step"), int)]
+        self._counters = [entry["step"] for entry in entries if torch.is_tensor(entry.get("step"))]
         # Not read one by one: each would wait for the device.
         self._copies = torch.stack(self._counters) if self._counters else ()
 
     def restore(self) -> None:
+        for entry, number in self._numbers:
+            entry["step"] = number
         for counter, copy in zip(self._counters, self._copies, strict=True):
             counter.copy_(copy)
 
@@ -75,6 +78,7 @@ class SavedPart:
 
     def restore(self) -> None:
         for tensor, copy in self._copies:
+            _wait_for_pages((tensor,))
             tensor.copy_(copy.view_as(tensor))
         for parameter in self._parameters:
             # An entry that the failed update had begun would pass for a complete one.
@@ -110,9 +114,22 @@ def _alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 
 def _copies(tensors: list[torch.Tensor], to_host: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each tensor with a flat copy, made by one operation for all: adapters have hundreds of small tensors."""
+    _wait_for_pages(tensors)
     parts = [tensor.detach().reshape(-1) for tensor in tensors]
     flat = torch.cat([part.cpu() for part in parts] if to_host else parts)
     return zip(tensors, flat.split([part.numel() for part in parts]), strict=True)
+
+
+def is_paged(tensor: Any) -> bool:
+    """Whether ``tensor`` is state of bitsandbytes that moves between a card and the host. torch takes it for the
+    host's, so that a copy of it moves all of it there."""
+    return getattr(tensor, "is_paged", False)
+
+
+def _wait_for_pages(tensors: Iterable[torch.Tensor]) -> None:
+    """On Windows, and Linux inside of it, the host must not touch pages while the card computes, whatever that is."""
+    if any(map(is_paged, tensors)):
+        torch.accelerator.synchronize()
 
 
 def _writes_gradients(optimizer: Optimizer) -> bool:

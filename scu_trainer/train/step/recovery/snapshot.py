@@ -223,7 +223,7 @@ class WindowSnapshot:
     def take(
         cls, devices: Sequence[str], buffers: ChangingBuffers, parameters: Sequence[nn.Parameter]
     ) -> WindowSnapshot:
-        return cls(generators(devices), buffers, buffers.copies(), parameters, _versions(parameters))
+        return cls(generators(devices), buffers, buffers.copies(), parameters, gradient_versions(parameters))
 
     @property
     def is_whole(self) -> bool:
@@ -237,7 +237,7 @@ class WindowSnapshot:
 
     def gradients_touched(self) -> bool:
         """Whether a backward has reached any gradient since."""
-        return self.gradients != _versions(self.parameters)
+        return self.gradients != gradient_versions(self.parameters)
 
 
 def generators(devices: Sequence[str] = ()) -> States:
@@ -252,6 +252,6 @@ def _device_rng(device: torch.device) -> tuple[Callable[[Any], None], Any]:
     return functools.partial(generators.set_rng_state, device=device), generators.get_rng_state(device)
 
 
-def _versions(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
-    # Identity and version, not values: no gradient is read, nothing waits for a device.
+def gradient_versions(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    """Of each parameter, what changes when its gradient does. No gradient is read, nothing waits for a device."""
     return [(0, 0) if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]

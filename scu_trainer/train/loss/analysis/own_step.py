@@ -1,0 +1,121 @@
+"""A ``training_step`` of somebody's own: whether it is the stock one, with things around it that no gradient feels.
+
+Trials ask ``compute_loss`` alone. What a step does beside it they cannot see: a second backward, rows that are mixed, a
+loss that is added. It is watched instead, the first time on whole batches, and from then on in every micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Optional
+
+import torch
+from transformers import Trainer
+
+from scu_trainer.train.loss.rows.model_loss import own_between
+from scu_trainer.train.loss.rows.padding_free import replaced
+from scu_trainer.train.step.recovery.snapshot import gradient_versions
+
+
+class OwnStep:
+    """``owner``: the class that defines it; None where that is transformers' or TRL's. ``is_seen``: whether it has been
+    watched. ``deviation``: what it does beside the stock step, as the rest of a sentence."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.owner = own_between(trainer, "training_step")
+        self.is_seen = self.owner is None
+        self.deviation: Optional[str] = None
+
+    @property
+    def is_stock(self) -> bool:
+        """As far as gradients go, and as far as that is known."""
+        return self.is_seen and self.deviation is None
+
+    @property
+    def mixes(self) -> Optional[str]:
+        """Why no batch may be cut, whatever is known of its loss."""
+        if self.is_stock:
+            return None
+        return f"training_step of {self.owner} {self.deviation or 'is watched in its first step'}"
+
+    @contextlib.contextmanager
+    def watched(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        """Around the step with ``inputs`` and ``num_items``, whose gradients are those of ``parameters``."""
+        if self.owner is None or self.deviation is not None:
+            yield
+            return
+        trainer, watch = self._trainer, _Watch(inputs, num_items, parameters, self._trainer)
+        with (
+            replaced(trainer, "compute_loss", watch.asking(trainer.compute_loss)),
+            replaced(trainer.accelerator, "backward", watch.going_back(trainer.accelerator.backward)),
+        ):
+            yield
+        self.is_seen, self.deviation = True, watch.deviation()
+
+
+class _Watch:
+    """What happens in one step that is given ``inputs`` and ``num_items``."""
+
+    def __init__(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter], trainer: Trainer) -> None:
+        self._given, self._num_items = _seen(inputs), num_items
+        self._parameters, self._trainer = parameters, trainer
+        self._begun = gradient_versions(parameters)
+        self._asked: list[tuple[Any, Any, Any]] = []
+        """(what the batch was, its count, node of the loss)"""
+        self._back: list[tuple[bool, Any, Any]] = []
+        """(whether it was that loss, gradients before and after)"""
+
+    def asking(self, compute_loss):
+        def asked(model, inputs, return_outputs=False, num_items_in_batch=None):
+            seen = _seen(inputs)
+            found = compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+            loss = found[0] if isinstance(found, tuple) else found
+            self._asked.append((seen, num_items_in_batch, loss.grad_fn))
+            return found
+
+        return asked
+
+    def going_back(self, backward):
+        def back(loss, **kwargs):
+            before = gradient_versions(self._parameters)
+            is_asked = all(self._is_scaled_as_stock(loss.grad_fn, asked) for _, _, asked in self._asked)
+            backward(loss, **kwargs)
+            self._back.append((is_asked, before, gradient_versions(self._parameters)))
+
+        return back
+
+    def deviation(self) -> Optional[str]:
+        if len(self._asked) != 1 or len(self._back) != 1:
+            return f"computes {len(self._asked)} losses by compute_loss, and goes back through {len(self._back)}"
+        (seen, num_items, _), (is_asked, before, after) = self._asked[0], self._back[0]
+        if seen != self._given:
+            return "changes the batch before its loss is computed"
+        if num_items is not self._num_items:
+            return "leaves num_items_in_batch out of compute_loss"
+        if not is_asked:
+            return "goes back through another loss than that of compute_loss"
+        if before != self._begun or after != gradient_versions(self._parameters):
+            return "changes gradients beside the backward of its loss"
+        return None
+
+    def _is_scaled_as_stock(self, node: Any, loss: Any) -> bool:
+        """By their nodes in the graph: the loss itself, or divided by the accumulation steps. Nothing is read from a
+        device."""
+        if node is loss:
+            return True
+        if type(node).__name__ != "DivBackward0" or node.next_functions[0][0] is not loss:
+            return False
+        divisor = node._saved_other
+        return divisor.device.type == "cpu" and float(divisor) == self._trainer.current_gradient_accumulation_steps
+
+
+def _seen(inputs: Any) -> Any:
+    """What tells whether somebody has changed a batch: its tensors, and how often they were written."""
+    if not isinstance(inputs, Mapping):
+        return None  # no batch that is cut
+    return {
+        name: (id(value), value._version) if torch.is_tensor(value) and not value.is_inference() else None
+        for name, value in inputs.items()
+    }

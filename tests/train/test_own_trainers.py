@@ -1,0 +1,416 @@
+"""What people do in trainers of their own, under ``with_loops``: it acts as in the stock Trainer, or it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import WeightedRandomSampler
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+
+from scu_trainer.errors import ControlError, OutOfMemory
+from scu_trainer.settings import CurriculumSettings, MemorySettings
+from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.train.trainer import SCUTrainer, with_loops
+from tests import tiny
+from tests.train.test_any_trainer import FailsOnce, apart
+
+CUT = MemorySettings(token_cap=24)
+STEPS, ACCUMULATION = 6, 2
+
+
+def run(kind: type[Trainer], folder: Path, model=None, rows=None, arguments=None, resume=None, **given: Any) -> Trainer:
+    """``kind`` after a training on uneven rows, two batches of four to a step."""
+    rows = rows or {"train_dataset": tiny.UnevenRows(32), "data_collator": tiny.pad}
+    args = tiny.arguments(folder, gradient_accumulation_steps=ACCUMULATION, logging_steps=1, **(arguments or {}))
+    trainer = kind(model=model or tiny.llama(), args=args, **rows, **given)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def chunks(trainer: Trainer) -> int:
+    return trainer.micro_batches.loop.statistics.chunks
+
+
+# -- signatures --------------------------------------------------------------------------------------------------------
+
+
+class TakesTheRest(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+
+    def create_scheduler(self, num_training_steps):
+        return super().create_scheduler(num_training_steps)
+
+    def train(self, resume_from_checkpoint=None):
+        return super().train(resume_from_checkpoint)
+
+
+class OtherOrder(Trainer):
+    def compute_loss(self, model, inputs, num_items_in_batch=None, return_outputs=False):
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def evaluation_loop(self, dataloader, description, metric_key_prefix="eval", **kwargs):
+        return super().evaluation_loop(dataloader, description, metric_key_prefix=metric_key_prefix, **kwargs)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, *, ignore_keys=None):
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+
+@pytest.mark.parametrize("memory", [None, MemorySettings()], ids=["off", "memory"])
+@pytest.mark.parametrize("kind", [TakesTheRest, OtherOrder])
+def test_overrides_get_their_arguments_as_the_stock_trainer_gives_them(tmp_path, kind, memory):
+    expected = run(kind, tmp_path / "stock", eval_dataset=tiny.UnevenRows(8))
+    found = run(with_loops(kind), tmp_path / "ours", eval_dataset=tiny.UnevenRows(8), memory=memory)
+    assert apart(found, expected) < 1e-5
+    assert found.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], rel=1e-5)
+
+
+class BareLoss(torch.nn.Module):
+    """Its forward returns a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = tiny.llama()
+
+    def forward(self, input_ids, labels, attention_mask=None):
+        return self.model(input_ids=input_ids, labels=labels, attention_mask=attention_mask).loss
+
+
+class OfBareLoss(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = 2 * model(**inputs)
+        return (loss, {}) if return_outputs else loss
+
+
+def twice(outputs: torch.Tensor, labels: torch.Tensor, num_items_in_batch=None) -> torch.Tensor:
+    return 2 * outputs
+
+
+class TakesNoLabels(BareLoss):
+    def forward(self, input_ids, attention_mask=None):
+        return super().forward(input_ids, input_ids, attention_mask)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "given"), [(OfBareLoss, BareLoss, {}), (Trainer, TakesNoLabels, {"compute_loss_func": twice})]
+)
+def test_the_loss_of_a_plain_module_reaches_ones_own_code_as_it_is(tmp_path, kind, module, given):
+    expected = run(kind, tmp_path / "stock", module(), **given)
+    off = run(with_loops(kind), tmp_path / "off", module(), **given)
+    assert tiny.same(tiny.weights_of(off.model), tiny.weights_of(expected.model))
+    on = run(with_loops(kind), tmp_path / "on", module(), memory=MemorySettings(), **given)
+    assert apart(on, expected) < 1e-5
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+class SavesItself(Trainer):
+    def save(self, path):
+        raise AssertionError("would never be called")
+
+
+class TakesMemory(Trainer):
+    def __init__(self, *args, memory="a buffer of old samples", **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(SavesItself, "SavesItself defines save, which"), (TakesMemory, "constructor of TakesMemory takes memory, which")],
+)
+def test_a_name_that_is_taken_is_refused(kind, message):
+    with pytest.raises(ControlError, match=message):
+        with_loops(kind)
+
+
+class KeepsALoss(Trainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.task_loss = torch.nn.CrossEntropyLoss()
+
+
+def test_an_attribute_that_would_be_overwritten_is_refused(tmp_path):
+    with pytest.raises(ControlError, match="constructor of SCUKeepsALoss sets task_loss, which"):
+        run(with_loops(KeepsALoss), tmp_path)
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+class DividesItself(Trainer):
+    """A mean over rows, divided as the documentation of the stock Trainer says it."""
+
+    loss_is_scaled_for_ga = True
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits[:, :-1].transpose(1, 2)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:]) / self.current_gradient_accumulation_steps
+        return (loss, {}) if return_outputs else loss
+
+
+def test_a_loss_that_divides_by_the_accumulation_steps_is_weighed_once(tmp_path):
+    expected = run(DividesItself, tmp_path / "stock")
+    found = run(with_loops(DividesItself), tmp_path / "ours", memory=CUT)
+    assert apart(found, expected) < 1e-5 and chunks(found) > ACCUMULATION * STEPS
+    losses = [[row["loss"] for row in one.state.log_history if "loss" in row] for one in (found, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+class LooksForTheLast(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        if self.model.training:
+            self.was_last.append(self.accelerator.sync_gradients)
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("memory", [None, CUT], ids=["whole", "cut"])
+def test_the_last_backward_before_a_step_can_be_told(tmp_path, memory):
+    kind = with_loops(LooksForTheLast)
+    kind.was_last = LooksForTheLast.was_last = []
+    found = run(kind, tmp_path, memory=memory or MemorySettings(memory_control=False))
+    steps = "".join("x" if last else "." for last in kind.was_last).rstrip(".")
+    assert steps.count("x") == STEPS == found.state.global_step and steps.endswith("x")
+
+
+# -- a training_step of somebody's own ---------------------------------------------------------------------------------
+
+
+def goes_back_twice(trainer, model, inputs, num_items_in_batch=None):
+    loss = Trainer.training_step(trainer, model, inputs, num_items_in_batch)
+    distance = sum(p.square().sum() for p in model.parameters())
+    trainer.accelerator.backward(distance / trainer.current_gradient_accumulation_steps)
+    return loss
+
+
+def shares_by_itself(trainer, model, inputs, num_items_in_batch=None):
+    model.train()
+    inputs = trainer._prepare_inputs(inputs)
+    loss = trainer.compute_loss(model, inputs) / trainer.args.gradient_accumulation_steps
+    trainer.accelerator.backward(loss)
+    return loss.detach()
+
+
+def goes_by_itself(trainer, model, inputs, num_items_in_batch=None):
+    model.train()
+    loss = trainer.compute_loss(model, trainer._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+    trainer.accelerator.backward(loss)
+    return loss.detach()
+
+
+def adds_a_term(trainer, model, inputs, num_items_in_batch=None):
+    model.train()
+    loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+    loss = loss + model.lm_head.weight.square().mean()
+    trainer.accelerator.backward(loss)
+    return loss.detach()
+
+
+def mixes_rows(trainer, model, inputs, num_items_in_batch=None):
+    mixed = {**inputs, "input_ids": inputs["input_ids"].roll(1, 0)}
+    return Trainer.training_step(trainer, model, mixed, num_items_in_batch)
+
+
+def writes_into_the_batch(trainer, model, inputs, num_items_in_batch=None):
+    inputs["input_ids"][:, 0] = inputs["input_ids"][:, 0].roll(1)
+    return Trainer.training_step(trainer, model, inputs, num_items_in_batch)
+
+
+def changes_gradients(trainer, model, inputs, num_items_in_batch=None):
+    loss = Trainer.training_step(trainer, model, inputs, num_items_in_batch)
+    model.lm_head.weight.grad.sign_()
+    return loss
+
+
+def counts(trainer, model, inputs, num_items_in_batch=None):
+    trainer.counted = getattr(trainer, "counted", 0) + 1
+    return Trainer.training_step(trainer, model, inputs, num_items_in_batch)
+
+
+def stepping(step) -> type[Trainer]:
+    return type("Own", (Trainer,), {"training_step": step})
+
+
+DEVIATIONS = {
+    shares_by_itself: "leaves num_items_in_batch out of compute_loss",
+    goes_back_twice: "computes 1 losses by compute_loss, and goes back through 2",
+    adds_a_term: "goes back through another loss than that of compute_loss",
+    mixes_rows: "changes the batch before its loss is computed",
+    writes_into_the_batch: "changes the batch before its loss is computed",
+    changes_gradients: "changes gradients beside the backward of its loss",
+}
+
+
+@pytest.mark.parametrize("step", DEVIATIONS)
+def test_a_step_that_does_more_keeps_its_batches_whole(tmp_path, step, caplog):
+    expected = run(stepping(step), tmp_path / "stock")
+    found = run(with_loops(stepping(step)), tmp_path / "ours", memory=CUT)
+    assert apart(found, expected) < 1e-5 and chunks(found) == ACCUMULATION * STEPS
+    assert f"training_step of Own {DEVIATIONS[step]}" in caplog.text
+    assert found.micro_batches.analysis.figures()["mixes"] == f"training_step of Own {DEVIATIONS[step]}"
+
+
+@pytest.mark.parametrize("step", [counts, goes_by_itself])
+def test_a_step_that_is_the_stock_one_is_cut_from_the_second_on(tmp_path, step, caplog):
+    expected = run(stepping(step), tmp_path / "stock")
+    found = run(with_loops(stepping(step)), tmp_path / "ours", memory=CUT)
+    assert apart(found, expected) < 1e-5 and chunks(found) > ACCUMULATION * STEPS
+    assert "training_step" not in caplog.text
+
+
+def test_a_step_that_begins_to_do_more_ends_cutting_with_a_word(tmp_path):
+    def later(trainer, model, inputs, num_items_in_batch=None):
+        step = goes_back_twice if trainer.state.global_step >= 3 else counts
+        return step(trainer, model, inputs, num_items_in_batch)
+
+    found = run(with_loops(stepping(later)), tmp_path, memory=CUT)
+    (notice,) = found.micro_batches.analysis.notices
+    assert notice.startswith("from step 5 on batches run whole, because training_step of Own computes 1 losses")
+    assert notice.endswith("step 4 was cut")
+
+
+def test_what_a_step_did_is_known_after_a_resume(tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 3}
+    whole = run(with_loops(stepping(counts)), tmp_path / "whole", memory=CUT, arguments=saves)
+    resume = str(tmp_path / "whole" / "checkpoint-3")
+    found = run(with_loops(stepping(counts)), tmp_path / "again", memory=CUT, arguments=saves, resume=resume)
+    assert tiny.same(tiny.weights_of(found.model), tiny.weights_of(whole.model))
+
+
+def test_a_step_that_does_more_is_not_run_again(tmp_path):
+    message = "step 2 ran out of memory and is not run again, because training_step of Own computes 1 losses"
+    with pytest.raises(OutOfMemory, match=message):
+        run(with_loops(stepping(goes_back_twice)), tmp_path, memory=CUT, callbacks=[FailsOnce()])
+
+
+# -- data and evaluation -----------------------------------------------------------------------------------------------
+
+
+class Balanced(Trainer):
+    def _get_train_sampler(self, train_dataset=None):
+        return WeightedRandomSampler([1.0] * len(self.train_dataset), len(self.train_dataset))
+
+
+def test_a_sampler_of_ones_own_and_a_curriculum_exclude_each_other(tmp_path):
+    with pytest.raises(ControlError, match="_get_train_sampler of Balanced chooses the samples"):
+        run(with_loops(Balanced), tmp_path, curriculum=CurriculumSettings("none"))
+
+
+class Focal(Trainer):
+    """Does not use the loss that the model computes beside its logits."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        losses = torch.nn.functional.cross_entropy(
+            outputs.logits[:, :-1].transpose(1, 2), inputs["labels"][:, 1:], reduction="none"
+        )
+        loss = ((1 - torch.exp(-losses)).square() * losses).sum() / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+class Halved(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        return (loss / 2, outputs) if return_outputs else loss / 2
+
+
+class NoOutputs(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs).square()
+
+
+EPOCHS = {"num_train_epochs": 4, "max_steps": -1}
+
+
+def test_weights_of_rows_must_reach_the_loss_that_is_trained(tmp_path):
+    weighs = {"curriculum": CurriculumSettings("infobatch"), "arguments": EPOCHS}
+    with pytest.raises(ControlError, match="infobatch weighs rows, and this model's loss is not the sum"):
+        run(with_loops(Focal), tmp_path / "focal", **weighs)
+    with pytest.raises(ControlError, match="compute_loss of NoOutputs returns a Tensor where return_outputs is True"):
+        run(with_loops(NoOutputs), tmp_path / "none", **weighs)
+    assert run(with_loops(Halved), tmp_path / "halved", **weighs).loss_path.reading.exact
+
+
+class Generates(Trainer):
+    """Batches are lists, as in TRL's GRPO, and preparing one is work."""
+
+    prepared = 0
+
+    def _prepare_inputs(self, inputs):
+        if isinstance(inputs, list):
+            self.prepared += 1
+            inputs = tiny.pad(inputs)
+        return super()._prepare_inputs(inputs)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        return super().prediction_step(model, self._prepare_inputs(inputs), prediction_loss_only, ignore_keys)
+
+
+def test_a_batch_is_prepared_once_in_an_evaluation(tmp_path):
+    args = tiny.arguments(tmp_path, per_device_eval_batch_size=4, remove_unused_columns=False)
+    rows = {"eval_dataset": tiny.UnevenRows(8), "data_collator": list}
+    trainers = [kind(model=tiny.llama(), args=args, **rows) for kind in (Generates,)]
+    trainers.append(with_loops(Generates)(model=tiny.llama(), args=args, memory=MemorySettings(), **rows))
+    losses = [trainer.evaluate()["eval_loss"] for trainer in trainers]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert [trainer.prepared for trainer in trainers] == [2, 2]
+
+
+def test_throughput_of_batches_that_are_lists(tmp_path):
+    found = run(
+        with_loops(Generates),
+        tmp_path,
+        rows={"train_dataset": tiny.UnevenRows(32), "data_collator": list},
+        arguments={"remove_unused_columns": False},
+        efficiency=EfficiencySettings(throughput=True),
+    )
+    assert found.state.global_step == STEPS
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class LooksAtLogits(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        if outputs.loss is not None:
+            outputs.loss = outputs.loss + 1e-4 * outputs.logits.float().logsumexp(-1).square().mean()
+        return outputs
+
+
+@pytest.mark.parametrize("words", [tiny.VOCAB, 20_000])
+def test_a_forward_that_looks_at_the_logits_gets_them(tmp_path, words, caplog):
+    def model() -> LooksAtLogits:
+        torch.manual_seed(0)
+        config = tiny.llama().config
+        config.vocab_size = words
+        return LooksAtLogits(config)
+
+    low = {"bf16": True, "per_device_eval_batch_size": 1, "remove_unused_columns": False, "label_names": ["labels"]}
+    rows = {"train_dataset": tiny.UnevenRows(32), "data_collator": tiny.pad, "eval_dataset": tiny.UnevenRows(8)}
+    expected = run(Trainer, tmp_path / "stock", model(), rows, low)
+    found = run(SCUTrainer, tmp_path / "ours", model(), rows, low, memory=MemorySettings())
+    assert not found.loss_path.is_chunked and not found.loss_path.is_padding_free
+    said = "chunked_loss is not used: forward of LooksAtLogits computes the loss by code of its own"
+    assert (said in caplog.text) == (words > tiny.VOCAB)
+    found.model.load_state_dict(expected.model.state_dict())
+    assert found.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], rel=1e-6)
+
+
+def test_noise_by_the_length_of_rows_keeps_that_length(tmp_path):
+    seen: list[int] = []
+
+    class SeesWidths(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            model.model.layers[0].register_forward_pre_hook(lambda module, given: seen.append(given[0].size(1)))
+
+    noisy, memory = {"neftune_noise_alpha": 5.0}, MemorySettings(max_batch_size=1)
+    found = run(SCUTrainer, tmp_path, arguments=noisy, memory=memory, callbacks=[SeesWidths()])
+    rows = tiny.UnevenRows(32)
+    assert found.micro_batches.reduction.reads_padding.startswith("neftune_noise_alpha scales")
+    assert min(seen[-8 * STEPS :]) > min(len(row["input_ids"]) for row in rows)
