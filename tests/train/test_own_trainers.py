@@ -169,11 +169,18 @@ class LooksForTheLast(Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
-@pytest.mark.parametrize("memory", [None, CUT], ids=["whole", "cut"])
-def test_the_last_backward_before_a_step_can_be_told(tmp_path, memory):
-    kind = with_loops(LooksForTheLast)
+class GivesOtherBatches(with_loops(LooksForTheLast)):
+    """Than the loader gave, so that rows are not pooled over them."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, dict(inputs), num_items_in_batch)
+
+
+@pytest.mark.parametrize("kind", [with_loops(LooksForTheLast), GivesOtherBatches], ids=["pooled", "by batch"])
+@pytest.mark.parametrize("memory", [MemorySettings(memory_control=False), CUT], ids=["whole", "cut"])
+def test_the_last_backward_before_a_step_can_be_told(tmp_path, kind, memory):
     kind.was_last = LooksForTheLast.was_last = []
-    found = run(kind, tmp_path, memory=memory or MemorySettings(memory_control=False))
+    found = run(kind, tmp_path, memory=memory)
     steps = "".join("x" if last else "." for last in kind.was_last).rstrip(".")
     assert steps.count("x") == STEPS == found.state.global_step and steps.endswith("x")
 
@@ -227,6 +234,19 @@ def changes_gradients(trainer, model, inputs, num_items_in_batch=None):
     return loss
 
 
+def changes_gradients_before(trainer, model, inputs, num_items_in_batch=None):
+    if model.lm_head.weight.grad is not None:
+        model.lm_head.weight.grad.sign_()
+    return Trainer.training_step(trainer, model, inputs, num_items_in_batch)
+
+
+def divides_by_rows(trainer, model, inputs, num_items_in_batch=None):
+    model.train()
+    loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch) / len(inputs["input_ids"])
+    trainer.accelerator.backward(loss)
+    return loss.detach()
+
+
 def counts(trainer, model, inputs, num_items_in_batch=None):
     trainer.counted = getattr(trainer, "counted", 0) + 1
     return Trainer.training_step(trainer, model, inputs, num_items_in_batch)
@@ -243,6 +263,8 @@ DEVIATIONS = {
     mixes_rows: "changes the batch before its loss is computed",
     writes_into_the_batch: "changes the batch before its loss is computed",
     changes_gradients: "changes gradients beside the backward of its loss",
+    changes_gradients_before: "changes gradients beside the backward of its loss",
+    divides_by_rows: "goes back through another loss than that of compute_loss",
 }
 
 
