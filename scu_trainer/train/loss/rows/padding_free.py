@@ -146,7 +146,8 @@ def _attention(stock, module, query, key, value, attention_mask, dropout=0.0, sc
     if rows is None:
         return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
     query, key, value = _in_one_type(query, key, value)
-    by = _by_kernel if has_kernel(query) and not dropout else _by_length
+    has_one_size = value.size(-1) == query.size(-1)  # latent attention (DeepSeek) has two
+    by = _by_kernel if has_kernel(query) and has_one_size and not dropout else _by_length
     return by(query, key, value, dropout, scaling, rows), None
 
 
