@@ -70,7 +70,7 @@ def require_own_names(kind: type[Trainer], ours: type[Trainer]) -> None:
     takes an argument that would never arrive."""
     parameters = inspect.signature(ours.__init__).parameters.values()
     arguments = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    for owner in kind.__mro__[: kind.__mro__.index(Trainer)]:
+    for owner in (one for one in kind.__mro__ if one not in Trainer.__mro__):
         _require_free(f"{owner.__name__} defines", vars(owner), _reserved(ours))
         if "__init__" in vars(owner):
             given = inspect.signature(owner.__init__).parameters
@@ -79,7 +79,10 @@ def require_own_names(kind: type[Trainer], ours: type[Trainer]) -> None:
 
 def require_own_attributes(trainer: Trainer, ours: type[Trainer]) -> None:
     """Raises ControlError where another constructor than that of ``ours`` has set what will be overwritten."""
-    given = vars(trainer).keys() - {"is_stock"}  # which is ours, and set by then
+    private = {name for name in vars(trainer) if name.startswith("_")}
+    ours_by_then = private | {"is_stock", "after_epoch"}
+    ours_by_then |= {name for name, one in vars(trainer).items() if type(one).__module__.startswith("scu_trainer.")}
+    given = vars(trainer).keys() - ours_by_then
     _require_free(f"the constructor of {type(trainer).__name__} sets", given, _reserved(ours))
 
 

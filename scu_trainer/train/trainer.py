@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,7 +53,8 @@ class SCUTrainer(Trainer):
       and nothing is steered.
     - regularization_tokens: N of ParamBPT, the supervised tokens of one pass over the training data. None: estimated
       from the first optimizer step. ``RegularizationSettings.tokens`` overrides both.
-    - model: also any ``nn.Module`` whose forward returns its loss: alone, first in a tuple, or as ``["loss"]``.
+    - model: also any ``nn.Module`` whose forward returns its loss: alone, first in a tuple, or as ``["loss"]``. A
+      ``compute_loss`` of a class below, or a ``compute_loss_func``, gets what it returns.
     - memory: ``MemorySettings``, or None for the stock order of operations without recovery.
     - memory_gauge: where used memory is read; None: the device's own.
     - curriculum: ``CurriculumSettings``, or None for the stock order of samples without their losses.
@@ -65,7 +67,7 @@ class SCUTrainer(Trainer):
 
     # The stock constructor calls methods of this class before there is any of them.
     is_stock = True
-    engine: StockEngine = None
+    _is_made = False
     regularizer = micro_batches = prediction = curriculum = nonfinite_guard = loss_path = None
     checkpoints = pushes = None
     resumes_weights_only = False
@@ -97,11 +99,12 @@ class SCUTrainer(Trainer):
     ) -> None:
         # With nothing on, every method below is the stock one.
         self.is_stock = (regularization, memory, curriculum, efficiency, safety) == (None,) * 5
+        self.engine = StockEngine(self)
         super().__init__(*args, **kwargs)
         require_own_attributes(self, SCUTrainer)
         self.args.hub_token = secret(self.args.hub_token)  # each checkpoint holds a pickled copy of the arguments
         adopt(self)
-        self.engine = StockEngine(self)
+        self._is_made = True
         given = self.loops
         efficiency = efficiency or EfficiencySettings()
         self._own_loops = tuple(
@@ -135,7 +138,7 @@ class SCUTrainer(Trainer):
     def add_callback(self, callback: Union[TrainerCallback, type[TrainerCallback]]) -> None:
         super().add_callback(callback)
         newest = self.callback_handler.callbacks[-1]
-        if isinstance(newest, Loop) and self.engine is not None:
+        if isinstance(newest, Loop) and self._is_made:
             self._take(newest)
 
     def _take(self, loop: Loop) -> None:
@@ -170,19 +173,20 @@ class SCUTrainer(Trainer):
 
     # -- a training ----------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
-        if resume_from_checkpoint:
+    @functools.wraps(Trainer.train)
+    def train(self, *args, **kwargs):
+        given = _named(Trainer.train, args, kwargs)
+        if given.get("resume_from_checkpoint"):
             takes_weights_only = self.resumes_weights_only or self.is_stock
             hashes = self.is_world_process_zero()
-            resume_from_checkpoint = selected_checkpoint(
-                resume_from_checkpoint, self.args.output_dir, takes_weights_only, hashes=hashes
+            given["resume_from_checkpoint"] = selected_checkpoint(
+                given["resume_from_checkpoint"], self.args.output_dir, takes_weights_only, hashes=hashes
             )
         self._begin()
         self._is_training = True
         try:
             with self.engine.doing(lambda: f"step {self.state.global_step + 1} of training"):
-                given = {"trial": trial, "ignore_keys_for_eval": ignore_keys_for_eval}
-                return super().train(**_chosen(resume_from_checkpoint=resume_from_checkpoint, **given))
+                return super().train(**given)
         finally:
             self._is_training = False
             for loop in self.loops:
@@ -238,16 +242,19 @@ class SCUTrainer(Trainer):
             values = loop.training_values(values)
         return values
 
-    def create_scheduler(self, num_training_steps, optimizer=None):
+    @functools.wraps(Trainer.create_scheduler)
+    def create_scheduler(self, *args, **kwargs):
+        given = _named(Trainer.create_scheduler, args, kwargs)
         if self.lr_scheduler is None:
-            given = (self.optimizer if optimizer is None else optimizer, num_training_steps, self._steps_per_epoch)
-            self.lr_scheduler = _first(loop.scheduler(*given) for loop in self.loops)
+            optimizer = self.optimizer if given.get("optimizer") is None else given["optimizer"]
+            about = optimizer, given["num_training_steps"], self._steps_per_epoch
+            self.lr_scheduler = _first(loop.scheduler(*about) for loop in self.loops)
             self._created_lr_scheduler = self.lr_scheduler is not None
-        return super().create_scheduler(num_training_steps=num_training_steps, **_chosen(optimizer=optimizer))
+        return super().create_scheduler(**given)
 
     def call_model_init(self, trial=None):
         model = super().call_model_init(trial)
-        for loop in self.loops if self.engine is not None else ():
+        for loop in self.loops if self._is_made else ():
             loop.on_model(model)
         return model
 
@@ -346,7 +353,7 @@ class SCUTrainer(Trainer):
         """Also of a plain module that returns its loss alone; the stock method looks for it inside of something."""
         for loop in self.loops:
             inputs = loop.on_forward(inputs)
-        given = {"num_items_in_batch": num_items_in_batch, **_chosen(return_outputs=return_outputs or None)}
+        given = {"num_items_in_batch": num_items_in_batch, **({"return_outputs": True} if return_outputs else {})}
         is_plain = not (isinstance(self.model, PreTrainedModel) or self.compute_loss_func or own_loss_between(self))
         with self.model.register_forward_hook(_bare_loss_in_tuple) if is_plain else contextlib.nullcontext():
             return super().compute_loss(model, inputs, **given)
@@ -384,13 +391,13 @@ class SCUTrainer(Trainer):
 
         return self.engine.predicted(predict, inputs, prediction_loss_only)
 
-    def evaluation_loop(
-        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
-    ):
-        given = {"description": description, "metric_key_prefix": metric_key_prefix}
-        given |= _chosen(prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys)
+    @functools.wraps(Trainer.evaluation_loop)
+    def evaluation_loop(self, *args, **kwargs):
+        given = _named(Trainer.evaluation_loop, args, kwargs)
+        dataloader = given.pop("dataloader")
         evaluate = functools.partial(super().evaluation_loop, dataloader, **given)
-        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        loss_only = given.get("prediction_loss_only")
+        loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
         with self.engine.doing(lambda: "evaluation"), contextlib.ExitStack() as stack:
             for loop in self.loops:
                 stack.enter_context(loop.evaluation())
@@ -477,10 +484,11 @@ def _first(answers: Iterable[Any]) -> Any:
     return next((answer for answer in answers if answer is not None), None)
 
 
-def _chosen(**given: Any) -> dict[str, Any]:
-    """Those that are not None. Passed on by name as the stock Trainer does it, because an override may have them in
-    another order, or not at all."""
-    return {name: value for name, value in given.items() if value is not None}
+def _named(method: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What was given, and nothing else, by the names that ``method`` of the stock Trainer has for it: an override may
+    have these in another order, with other defaults, or not at all."""
+    bound = inspect.signature(method).bind(None, *args, **kwargs)
+    return {name: value for name, value in bound.arguments.items() if name != "self"}
 
 
 def _bare_loss_in_tuple(module: torch.nn.Module, inputs: Any, output: Any) -> Optional[tuple[torch.Tensor]]:

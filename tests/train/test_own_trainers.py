@@ -109,6 +109,48 @@ def test_the_loss_of_a_plain_module_reaches_ones_own_code_as_it_is(tmp_path, kin
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
+class Schedules(Trainer):
+    """Does in its constructor what others leave to ``train``."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.create_optimizer_and_scheduler(num_training_steps=STEPS)
+        self.log({"made": 1.0})
+        self.made = self.evaluate()
+
+
+def test_a_constructor_may_do_what_the_stock_one_lets_it(tmp_path):
+    expected = run(Schedules, tmp_path / "stock", eval_dataset=tiny.UnevenRows(8))
+    for memory in (None, MemorySettings()):
+        found = run(with_loops(Schedules), tmp_path / "ours", eval_dataset=tiny.UnevenRows(8), memory=memory)
+        assert apart(found, expected) < 1e-5 and found.made["eval_loss"] == expected.made["eval_loss"]
+
+
+class OtherDefaults(Trainer):
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=True, ignore_keys=None, metric_key_prefix="eval"
+    ):
+        return super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+
+    def train(self, resume_from_checkpoint):
+        return super().train(resume_from_checkpoint)
+
+
+@pytest.mark.parametrize("memory", [None, MemorySettings()], ids=["off", "memory"])
+def test_none_is_passed_on_where_it_was_given(tmp_path, memory):
+    measures = {"eval_dataset": tiny.UnevenRows(8), "compute_metrics": lambda predicted: {"rows": 8.0}}
+    assert run(with_loops(OtherDefaults), tmp_path, memory=memory, **measures).evaluate()["eval_rows"] == 8.0
+
+
+class Behind:
+    def save(self, path):
+        raise AssertionError("would never be called")
+
+
+class SavesBehind(Trainer, Behind):
+    pass
+
+
 class SavesItself(Trainer):
     def save(self, path):
         raise AssertionError("would never be called")
@@ -121,7 +163,11 @@ class TakesMemory(Trainer):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(SavesItself, "SavesItself defines save, which"), (TakesMemory, "constructor of TakesMemory takes memory, which")],
+    [
+        (SavesItself, "SavesItself defines save, which"),
+        (SavesBehind, "Behind defines save, which"),
+        (TakesMemory, "constructor of TakesMemory takes memory, which"),
+    ],
 )
 def test_a_name_that_is_taken_is_refused(kind, message):
     with pytest.raises(ControlError, match=message):
@@ -240,6 +286,28 @@ def changes_gradients_before(trainer, model, inputs, num_items_in_batch=None):
     return Trainer.training_step(trainer, model, inputs, num_items_in_batch)
 
 
+def clamps_without_a_trace(trainer, model, inputs, num_items_in_batch=None):
+    loss = Trainer.training_step(trainer, model, inputs, num_items_in_batch)
+    for parameter in model.parameters():
+        parameter.grad.data.clamp_(-1e-4, 1e-4)
+    return loss
+
+
+def moves_weights_and_back(trainer, model, inputs, num_items_in_batch=None):
+    before = model.lm_head.weight.data.clone()
+    model.lm_head.weight.data.mul_(1.1)
+    loss = Trainer.training_step(trainer, model, inputs, num_items_in_batch)
+    model.lm_head.weight.data.copy_(before)
+    return loss
+
+
+def hooks_weights(trainer, model, inputs, num_items_in_batch=None):
+    handle = model.lm_head.weight.register_hook(torch.sign)
+    loss = Trainer.training_step(trainer, model, inputs, num_items_in_batch)
+    handle.remove()
+    return loss
+
+
 def divides_by_rows(trainer, model, inputs, num_items_in_batch=None):
     model.train()
     loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch) / len(inputs["input_ids"])
@@ -262,8 +330,11 @@ DEVIATIONS = {
     adds_a_term: "goes back through another loss than that of compute_loss",
     mixes_rows: "changes the batch before its loss is computed",
     writes_into_the_batch: "changes the batch before its loss is computed",
-    changes_gradients: "changes gradients beside the backward of its loss",
-    changes_gradients_before: "changes gradients beside the backward of its loss",
+    changes_gradients: "changes weights or gradients beside the backward of its loss",
+    changes_gradients_before: "changes weights or gradients beside the backward of its loss",
+    clamps_without_a_trace: "changes weights or gradients beside the backward of its loss",
+    moves_weights_and_back: "changes weights or gradients beside the backward of its loss",
+    hooks_weights: "changes weights or gradients beside the backward of its loss",
     divides_by_rows: "goes back through another loss than that of compute_loss",
 }
 
@@ -293,7 +364,7 @@ def test_a_step_that_begins_to_do_more_ends_cutting_with_a_word(tmp_path):
     found = run(with_loops(stepping(later)), tmp_path, memory=CUT)
     (notice,) = found.micro_batches.analysis.notices
     assert notice.startswith("from step 5 on batches run whole, because training_step of Own computes 1 losses")
-    assert notice.endswith("step 4 was cut")
+    assert notice.endswith("step 4 may have been cut")
 
 
 def test_what_a_step_did_is_known_after_a_resume(tmp_path):
@@ -381,6 +452,30 @@ def test_a_batch_is_prepared_once_in_an_evaluation(tmp_path):
     losses = [trainer.evaluate()["eval_loss"] for trainer in trainers]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert [trainer.prepared for trainer in trainers] == [2, 2]
+
+
+def test_a_step_around_batches_that_are_lists_is_the_stock_one(tmp_path):
+    class Counts(Generates):
+        training_step = counts
+
+    rows = {"train_dataset": tiny.UnevenRows(32), "data_collator": list}
+    as_lists = {"remove_unused_columns": False}
+    found = run(with_loops(Counts), tmp_path, None, rows, as_lists, memory=MemorySettings(), callbacks=[FailsOnce()])
+    assert found.micro_batches.loop.statistics.out_of_memory == 1 and found.micro_batches.analysis.own_step.is_stock
+
+
+class AddsAKey(Trainer):
+    """To every batch, whoever asks for it."""
+
+    training_step = counts
+
+    def _prepare_inputs(self, inputs):
+        return {**super()._prepare_inputs(inputs), "use_cache": False}
+
+
+def test_a_batch_that_is_prepared_is_not_changed(tmp_path):
+    found = run(with_loops(AddsAKey), tmp_path, memory=CUT)
+    assert found.micro_batches.analysis.own_step.is_stock
 
 
 def test_throughput_of_batches_that_are_lists(tmp_path):

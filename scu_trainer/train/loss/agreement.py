@@ -79,6 +79,22 @@ def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
     return _asked(model, compared, "two short rows without padding")
 
 
+def follows_row_weights(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
+    """Whether the training loss is made of the model's own: twice the weight of a row, twice the loss. Asked on the
+    first columns of the first row, every one of them learned."""
+    model, short = trainer.model, _short_row(inputs, head_of(trainer.model).out_features)
+    if short is None:
+        return False
+    items = short["labels"].ne(NOT_LEARNED).sum()
+
+    def compared() -> Found:
+        weights = (short["labels"].new_full((1,), factor, dtype=torch.float32) for factor in (1, 2))
+        once, twice = (float(_loss(trainer, short, opened(model, one, _ignored), num_items=items)) for one in weights)
+        return _same_loss(_tolerance(trainer), 2 * once, twice)
+
+    return bool(_asked(model, compared, "a short row")[0])
+
+
 Way = Callable[[Optional[EndToEnd], list[RowLosses]], contextlib.AbstractContextManager[None]]
 """Inside, a forward takes the loss another way, of rows end to end if there are any, and adds the losses of the rows to
 the list."""
@@ -153,10 +169,14 @@ def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _loss(
-    trainer: Trainer, batch: Any, way: contextlib.AbstractContextManager[None], with_gradient: bool = False
+    trainer: Trainer,
+    batch: Any,
+    way: contextlib.AbstractContextManager[None],
+    with_gradient: bool = False,
+    num_items: Any = None,
 ) -> torch.Tensor:
     with torch.set_grad_enabled(with_gradient), way, trainer.compute_loss_context_manager():
-        return trainer._stock_loss(trainer.model, type(batch)(batch), False, None)
+        return trainer._stock_loss(trainer.model, type(batch)(batch), False, num_items)
 
 
 def _answers(

@@ -22,7 +22,7 @@ from transformers import Trainer
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.errors import ControlError, SettingsError
-from scu_trainer.train.loss.agreement import agrees_headless, agrees_padding_free
+from scu_trainer.train.loss.agreement import agrees_headless, agrees_padding_free, follows_row_weights
 from scu_trainer.train.loss.analysis import mixing_modules, tolerance, untouched
 from scu_trainer.train.loss.rows.known import LossCalls
 from scu_trainer.train.loss.rows.model_loss import (
@@ -45,7 +45,7 @@ from scu_trainer.train.loss.rows.row_readings import (
     logits_of,
     with_labels_of_others,
 )
-from scu_trainer.train.step.batches.rows import NOT_LEARNED, pick
+from scu_trainer.train.step.batches.rows import pick
 from scu_trainer.train.step.recovery.second_try import second_try
 
 logger = logging.getLogger("scu_trainer")
@@ -330,26 +330,10 @@ class LossPath:
         return kind
 
     def _may_be_opened(self, inputs: Any) -> bool:
-        """Whether the loss is the model's own. Where somebody's own code computes it, weights of the rows show whether
-        it is made of that at all: twice the weights, twice the loss."""
-        trainer, labels = self.trainer, inputs.get("labels")
-        if not has_causal_loss(trainer):
+        """Whether the loss is the model's own, of which somebody's own code may make another."""
+        if not has_causal_loss(self.trainer):
             return False
-        if own_loss_between(trainer) is None:
-            return True
-        if not torch.is_tensor(labels):
-            return False
-        weights = torch.ones(len(labels), device=labels.device)
-        once, twice = (self._weighed_loss(inputs, factor * weights) for factor in (1, 2))
-        bound = tolerance(trainer.model, trainer.accelerator.mixed_precision != "no")
-        return abs(twice - 2 * once) <= bound * abs(once)
-
-    @torch.no_grad()
-    def _weighed_loss(self, inputs: Any, weights: torch.Tensor) -> float:
-        model = self.trainer.model  # not DDP's: a forward that other ranks do not run must not speak to them
-        with untouched(model, self.trainer, training=True), opened(model, weights, lambda losses: None):
-            items = inputs["labels"].ne(NOT_LEARNED).sum()
-            return float(self.trainer._stock_loss(model, type(inputs)(inputs), False, items))
+        return own_loss_between(self.trainer) is None or follows_row_weights(self.trainer, self.for_model(inputs))
 
     def _may_go_headless(self, inputs: Any) -> Optional[bool]:
         """None: this batch does not tell."""

@@ -19,7 +19,7 @@ from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.loss.loss_path import LARGE_VOCABULARY
 from scu_trainer.train.loss.rows.kernels import card_bytes
-from scu_trainer.train.loss.rows.model_loss import has_causal_loss, head_of, obstacle_to_headless
+from scu_trainer.train.loss.rows.model_loss import has_causal_loss, head_of, obstacle_to_headless, own_forward_of
 from scu_trainer.train.memory_estimate.shapes import RowShapes, Step, lengths_of, planned_step
 from scu_trainer.train.memory_estimate.skeleton import copy_of
 from scu_trainer.train.memory_estimate.step import EstimatedStep, LossKind, trace
@@ -121,7 +121,8 @@ def loss_kind(job: Job, model: nn.Module) -> LossKind:
     planned = _Planned(model, training, bool(training.fsdp), training.label_smoothing_factor or None, job.model.teacher)
     wanted = job.memory.resolved_chunked_loss
     if wanted != "never" and not obstacle_to_headless(planned):
-        if wanted == "always" or head_of(model).out_features >= LARGE_VOCABULARY:
+        is_large = head_of(model).out_features >= LARGE_VOCABULARY and own_forward_of(model) is None
+        if wanted == "always" or is_large:
             return "headless"
     return "opened" if job.acting_curriculum is not None and has_causal_loss(planned) else "returned"
 

@@ -129,15 +129,16 @@ class MicroBatchSizer:
         self._before, self._base_bytes, self._limit_name = reading, reading.used_bytes, reading.limit_name
 
     def _even(self, window: AccumulationWindow, all_reduce_max: AllReduceMax) -> list[MicroBatch]:
+        """Where a split would change the gradient, only short memory cuts, and nothing does where none can be cut."""
         self._ceiling, wished = max(window.largest_batch_tokens, 1), self.settings.resolved_token_cap
-        if isinstance(wished, int):
+        if isinstance(wished, int) and window.can_pool:
             self._ceiling = min(self._ceiling, wished)
         largest = max(window.whole_batches(), key=lambda micro_batch: micro_batch.tokens)
         room = self._predicted_limit(largest)
         cap = max(1, min(self._cap, self._ceiling if room is None else room))
-        most = self.settings.max_batch_size
+        most = self.settings.max_batch_size if window.can_pool else None
         wanted = max(-(-largest.tokens // cap), 1 if most is None else -(-len(largest.rows) // most))
-        fewest_rows = min(max(1, batch.rows) for batch in window.batches)
+        fewest_rows = 1 if window.uncuttable else min(max(1, batch.rows) for batch in window.batches)
         parts, negative_rows = all_reduce_max([wanted, -max(1, fewest_rows // self.settings.min_batch_size)])
         return window.in_parts(min(parts, -negative_rows))
 

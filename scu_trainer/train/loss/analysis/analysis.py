@@ -77,7 +77,7 @@ class LossAnalysis:
             yield
         if was_stock and not self.own_step.is_stock:
             step, reason = self._step, self.own_step.mixes
-            self._notice(f"from step {step + 1} on batches run whole, because {reason}; step {step} was cut")
+            self._notice(f"from step {step + 1} on batches run whole, because {reason}; step {step} may have been cut")
 
     # -- asking --------------------------------------------------------------------------------------------------------
 

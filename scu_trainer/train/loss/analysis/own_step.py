@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 from transformers import Trainer
 
-from scu_trainer.train.loss.rows.model_loss import own_between
+from scu_trainer.train.loss.rows.model_loss import has_sharded_weights, own_between
 from scu_trainer.train.loss.rows.padding_free import replaced
 from scu_trainer.train.step.recovery.snapshot import gradient_versions
 
@@ -46,8 +46,9 @@ class OwnStep:
         if self.owner is None or self.deviation is not None:
             yield
             return
-        trainer, watch = self._trainer, _Watch(inputs, num_items, parameters, self._trainer)
+        trainer, watch = self._trainer, _Watch(inputs, num_items, parameters, self._trainer, thorough=not self.is_seen)
         with (
+            replaced(trainer, "_prepare_inputs", watch.preparing(trainer._prepare_inputs)),
             replaced(trainer, "compute_loss", watch.asking(trainer.compute_loss)),
             replaced(trainer.accelerator, "backward", watch.going_back(trainer.accelerator.backward)),
         ):
@@ -56,16 +57,40 @@ class OwnStep:
 
 
 class _Watch:
-    """What happens in one step that is given ``inputs`` and ``num_items``."""
+    """What happens in one step that is given ``inputs`` and ``num_items``. ``thorough``: values of weights and
+    gradients are looked at, too, which waits for the device: ``.data`` writes without a trace."""
 
-    def __init__(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter], trainer: Trainer) -> None:
+    def __init__(
+        self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter], trainer: Trainer, thorough: bool
+    ) -> None:
+        self._is_rows = isinstance(inputs, Mapping)  # else it is never cut
         self._given, self._num_items = _seen(inputs), num_items
-        self._parameters, self._trainer = parameters, trainer
-        self._begun = gradient_versions(parameters)
+        self._parameters, self._trainer, self._is_thorough = parameters, trainer, thorough
+        self._begun = self._state()
         self._asked: list[tuple[Any, Any, Any]] = []
         """(what the batch was, its count, node of the loss)"""
         self._back: list[tuple[bool, Any, Any]] = []
-        """(whether it was that loss, gradients before and after)"""
+        """(whether it was that loss, weights and gradients before and after)"""
+
+    def _state(self) -> list[Any]:
+        """What changes when gradients do, or weights, if these are not gathered for each forward."""
+        found: list[Any] = [gradient_versions(self._parameters)]
+        whole = () if has_sharded_weights(self._trainer.model) else self._parameters
+        found.append([(p._version, len(p._backward_hooks or ())) for p in whole])
+        if self._is_thorough:
+            found.append(_norms([p.detach() for p in whole]))
+            found.append(_norms([p.grad for p in self._parameters if p.grad is not None]))
+        return found
+
+    def preparing(self, prepare):
+        def prepared(inputs):
+            is_given = self._given == _seen(inputs)
+            found = prepare(inputs)
+            if is_given:  # other devices and types, and whatever the trainer does to any batch
+                self._given = _seen(found)
+            return found
+
+        return prepared
 
     def asking(self, compute_loss):
         def asked(model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -79,10 +104,10 @@ class _Watch:
 
     def going_back(self, backward):
         def back(loss, **kwargs):
-            before = gradient_versions(self._parameters)
+            before = self._state()
             is_asked = all(self._is_scaled_as_stock(loss.grad_fn, asked) for _, _, asked in self._asked)
             backward(loss, **kwargs)
-            self._back.append((is_asked, before, gradient_versions(self._parameters)))
+            self._back.append((is_asked, before, self._state()))
 
         return back
 
@@ -90,14 +115,14 @@ class _Watch:
         if len(self._asked) != 1 or len(self._back) != 1:
             return f"computes {len(self._asked)} losses by compute_loss, and goes back through {len(self._back)}"
         (seen, num_items, _), (is_asked, before, after) = self._asked[0], self._back[0]
-        if seen != self._given:
+        if self._is_rows and seen != self._given:
             return "changes the batch before its loss is computed"
         if num_items is not self._num_items:
             return "leaves num_items_in_batch out of compute_loss"
         if not is_asked:
             return "goes back through another loss than that of compute_loss"
-        if before != self._begun or after != gradient_versions(self._parameters):
-            return "changes gradients beside the backward of its loss"
+        if before != self._begun or after != self._state():
+            return "changes weights or gradients beside the backward of its loss"
         return None
 
     def _is_scaled_as_stock(self, node: Any, loss: Any) -> bool:
@@ -119,3 +144,12 @@ def _seen(inputs: Any) -> Any:
         name: (id(value), value._version) if torch.is_tensor(value) and not value.is_inference() else None
         for name, value in inputs.items()
     }
+
+
+def _norms(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """As text, in which NaN equals NaN."""
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if not tensor.is_meta and tensor.is_floating_point() and tensor.layout is torch.strided:
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return [str(torch.stack(torch._foreach_norm(alike)).tolist()) for alike in kinds.values()]

@@ -6,12 +6,15 @@ Full local gradients stay until the window ends, so ZeRO-2 needs the gradient me
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 
 from scu_trainer.errors import ControlError
+from scu_trainer.train.loss.rows.padding_free import replaced
 from scu_trainer.train.step.distributed.ranks import OFF, Ranks, ShardedRanks, fill_unused
 
 
@@ -24,6 +27,7 @@ class ZeroRanks(Ranks):
 
     @contextmanager
     def window(self, model: nn.Module, completes: bool = True) -> Iterator[None]:
+        self._completes = completes
         with self._sync_gradients(False), self._engine.coalesce_grad_reduction():
             try:
                 yield
@@ -36,11 +40,22 @@ class ZeroRanks(Ranks):
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         try:
-            yield
+            with super().micro_batch(last), replaced(self._accelerator, "backward", self._going_back()):
+                yield
         except BaseException:
             # A backward that fails leaves the engine believing that it still runs. After a forward this does nothing.
             self._engine.optimizer.exit_backward()
             raise
+
+    def _going_back(self) -> Callable[..., None]:
+        """accelerate's backward, which would take the engine's step in the last one of a window."""
+        backward = self._accelerator.backward
+
+        def without_a_step(loss: torch.Tensor, **kwargs: Any) -> None:
+            with self._sync_gradients(False):
+                backward(loss, **kwargs)
+
+        return without_a_step
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
