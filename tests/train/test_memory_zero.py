@@ -99,6 +99,7 @@ def outcome(trainer) -> dict:
         "rates": [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row],
         "norm": float(engine.get_global_grad_norm()),
         "faults_hit": getattr(trainer, "faults_hit", 0),
+        "was_last": getattr(trainer, "was_last", None),
         "open_backwards": engine.optimizer._backward_active_depth,
     }
 
@@ -220,6 +221,7 @@ def test_deferred_reduction_is_deepspeeds(case):
     for rank in ranks:
         stock, deferred = rank["stock"], rank["deferred"]
         assert deferred["counters"] == stock["counters"]
+        assert deferred["was_last"] == [False, True] * STEPS
         assert deferred["counters"][0] == deferred["counters"][1] == STEPS
         assert deferred["rates"] == stock["rates"]
         assert stock["norm"] > 0.5  # the engine clips

@@ -13,6 +13,8 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from scu_trainer.errors import ControlError, OutOfMemory
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.train.step import micro_batches
+from scu_trainer.train.step.distributed.ranks import ShardedRanks
 from scu_trainer.train.trainer import SCUTrainer, with_loops
 from tests import tiny
 from tests.train.test_any_trainer import FailsOnce, apart
@@ -24,7 +26,8 @@ STEPS, ACCUMULATION = 6, 2
 def run(kind: type[Trainer], folder: Path, model=None, rows=None, arguments=None, resume=None, **given: Any) -> Trainer:
     """``kind`` after a training on uneven rows, two batches of four to a step."""
     rows = rows or {"train_dataset": tiny.UnevenRows(32), "data_collator": tiny.pad}
-    args = tiny.arguments(folder, gradient_accumulation_steps=ACCUMULATION, logging_steps=1, **(arguments or {}))
+    arguments = {"gradient_accumulation_steps": ACCUMULATION, "logging_steps": 1, **(arguments or {})}
+    args = tiny.arguments(folder, **arguments)
     trainer = kind(model=model or tiny.llama(), args=args, **rows, **given)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -379,6 +382,17 @@ def test_a_step_that_does_more_is_not_run_again(tmp_path):
     message = "step 2 ran out of memory and is not run again, because training_step of Own computes 1 losses"
     with pytest.raises(OutOfMemory, match=message):
         run(with_loops(stepping(goes_back_twice)), tmp_path, memory=CUT, callbacks=[FailsOnce()])
+
+
+@pytest.mark.parametrize("step", [goes_back_twice, mixes_rows])
+def test_whole_batches_are_whole_where_no_micro_batch_can_run_again(tmp_path, monkeypatch, step):
+    """FSDP and ZeRO-3, whose ranks agree on the number of micro-batches."""
+    monkeypatch.setattr(micro_batches, "ranks_for", ShardedRanks)
+    one = {"gradient_accumulation_steps": 1}
+    expected = run(stepping(step), tmp_path / "stock", arguments=one)
+    memory = MemorySettings(max_batch_size=2, token_cap=8)
+    found = run(with_loops(stepping(step)), tmp_path / "ours", arguments=one, memory=memory)
+    assert apart(found, expected) < 1e-5 and chunks(found) == STEPS
 
 
 # -- data and evaluation -----------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ class Windowed(Trainer):
         super().__init__(*args, **kwargs)
         self.splits, self.fault, self.recover = splits, fault, recover
         self.chunk_calls, self.faults_hit, self.windows = 0, 0, 0
+        self.was_last: list[bool] = []
+        """By micro-batch, what a loss reads off accelerate."""
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         self.batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -49,6 +51,10 @@ class Windowed(Trainer):
         if self.accelerator.sync_gradients:
             self.ranks.finish()
         return self.losses[0] / len(self.batches)
+
+    def compute_loss(self, *args, **kwargs):
+        self.was_last.append(self.accelerator.sync_gradients)
+        return super().compute_loss(*args, **kwargs)
 
     def _run_window(self, model, items) -> None:
         parts = self.splits[self.ranks.rank % len(self.splits)]
