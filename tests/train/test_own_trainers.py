@@ -395,6 +395,21 @@ def test_whole_batches_are_whole_where_no_micro_batch_can_run_again(tmp_path, mo
     assert apart(found, expected) < 1e-5 and chunks(found) == STEPS
 
 
+class LooksAtAllRows(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = outputs.loss + outputs.logits.mean().square()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_cap_cuts_no_loss_that_mixes_rows_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(micro_batches, "ranks_for", ShardedRanks)
+    one = {"gradient_accumulation_steps": 1}
+    for number, memory in enumerate((MemorySettings(max_batch_size=2), MemorySettings(token_cap=8))):
+        found = run(with_loops(LooksAtAllRows), tmp_path / str(number), arguments=one, memory=memory)
+        assert not found.micro_batches.reduction.is_exact and chunks(found) == STEPS
+
+
 # -- data and evaluation -----------------------------------------------------------------------------------------------
 
 

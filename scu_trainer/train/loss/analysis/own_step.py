@@ -63,7 +63,6 @@ class _Watch:
     def __init__(
         self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter], trainer: Trainer, thorough: bool
     ) -> None:
-        self._is_rows = isinstance(inputs, Mapping)  # else it is never cut
         self._given, self._num_items = _seen(inputs), num_items
         self._parameters, self._trainer, self._is_thorough = parameters, trainer, thorough
         self._begun = self._state()
@@ -115,7 +114,7 @@ class _Watch:
         if len(self._asked) != 1 or len(self._back) != 1:
             return f"computes {len(self._asked)} losses by compute_loss, and goes back through {len(self._back)}"
         (seen, num_items, _), (is_asked, before, after) = self._asked[0], self._back[0]
-        if self._is_rows and seen != self._given:
+        if seen != self._given:
             return "changes the batch before its loss is computed"
         if num_items is not self._num_items:
             return "leaves num_items_in_batch out of compute_loss"
@@ -139,7 +138,7 @@ class _Watch:
 def _seen(inputs: Any) -> Any:
     """What tells whether somebody has changed a batch: its tensors, and how often they were written."""
     if not isinstance(inputs, Mapping):
-        return None  # no batch that is cut
+        return None  # what a list holds shows when it is prepared
     return {
         name: (id(value), value._version) if torch.is_tensor(value) and not value.is_inference() else None
         for name, value in inputs.items()
