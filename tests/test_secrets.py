@@ -293,7 +293,9 @@ def test_the_printed_configuration_hides_what_a_run_would_refuse(flags, capsys):
 @pytest.mark.parametrize("name", ["dataset", "model_name_or_path", "run_name"])
 def test_credentials_in_a_name_or_path_are_refused(flags, tmp_path, capsys, name):
     """They would stand in the model card, in adapter_config.json and on TensorBoard."""
-    assert train.main([*flags, f"--{name}", f"https://me:{PASSWORD}@example.com/x"]) == 2
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    others = [word for flag, value in pairs if flag != f"--{name}" for word in (flag, value)]
+    assert train.main([*others, f"--{name}", f"https://me:{PASSWORD}@example.com/x"]) == 2
     message = capsys.readouterr().err
     assert f"{name} holds a password or token (https://***@example.com/x)" in message and PASSWORD not in message
     assert not (tmp_path / "run").exists()

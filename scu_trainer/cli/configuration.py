@@ -23,13 +23,13 @@ import yaml
 
 from scu_trainer import shipped
 from scu_trainer.cli.names.known import PREFIX, known_names, stock_names, stock_number
-from scu_trainer.cli.names.tools import as_word, hint, imported, tool_of
+from scu_trainer.cli.names.tools import TOOLS, as_word, hint, imported, owner_of, signs_of
 from scu_trainer.cli.names.translation import flags_of, notes_of, translated, translated_entries
 from scu_trainer.cli.presets import fitted
 from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.hardware.probe import usable_cores
 from scu_trainer.run_files import read_regular
-from scu_trainer.secrets import redact_data
+from scu_trainer.secrets import redact, redact_data
 from scu_trainer.settings import (
     CurriculumSettings,
     DataSettings,
@@ -59,6 +59,15 @@ MOST_BYTES, MOST_VALUES, DEEPEST = 2**20, 100_000, 50
 STOCK_REFUSALS = (ValueError, ImportError, TypeError, KeyError, AttributeError, OverflowError, OSError, RecursionError)
 """What TrainingArguments raises for values of its own fields: some it looks at, others fail on the way."""
 
+SAYS_NO = ("mixed_precision", "logging_strategy", "eval_strategy", "evaluation_strategy", "save_strategy")
+"""Fields with a choice ``no``, which is false in YAML unless it stands in quotes."""
+
+APPENDED = {"resume_from_checkpoint": "auto", "use_cpu": "true"}
+"""What a background run puts behind the flags that were typed (runs/supervisor.py): there it goes before them."""
+
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".gz")
+"""Of files that hold data and are never a configuration."""
+
 # Where our command line differs from the defaults of TrainingArguments, and why.
 TRAINING_DEFAULTS = {
     "output_dir": "runs/run",  # a run has a place of its own
@@ -67,6 +76,16 @@ TRAINING_DEFAULTS = {
     "logging_nan_inf_filter": False,  # a NaN loss is shown, not replaced by the last mean
     "save_total_limit": 3,
 }
+
+
+@dataclasses.dataclass
+class InFile:
+    """Entries of a file by our names, and what was read as what. ``defaults``: those among the entries that nobody
+    wrote, and that the file has from the program whose it is."""
+
+    entries: dict[str, Any] = dataclasses.field(default_factory=dict)
+    read_as: list[str] = dataclasses.field(default_factory=list)
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def regularization_flags() -> type:
@@ -129,7 +148,7 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
     """Settings from a file and flags. ``planned_for``: another device than this machine's, whose number formats count.
     Raises SettingsError."""
     if "torch" not in sys.modules:
-        check_early(config, flags)
+        _check_early(config, flags)
     from scu_trainer.train.job.job import Job
     from scu_trainer.train.step.distributed.deepspeed_start import prepare_environment
     from scu_trainer.train.tasks import task_of
@@ -177,6 +196,7 @@ def read_values(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
     """Every field of the command line by name, as it was given or by default: before anything looks at whether they go
     together, or whether this machine can do what they ask for. Raises SettingsError for unknown names and wrong types.
     """
+    check_given_once(flags)
     parser, arguments, _, _ = _read(config, flags)
     return vars(parser.parse_args(arguments))
 
@@ -184,17 +204,24 @@ def read_values(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
 def typed_entries(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
     """What a file and flags say, by field; a flag goes before the file. Raises SettingsError."""
     values = read_values(config, flags)
-    in_file = [] if config is None else _named_as_here(config, values)[0]
+    in_file = [] if config is None else _named_as_here(config, values).entries
     return {name: values[name] for name in dict.fromkeys([*in_file, *_given(translated(flags, values)[0], values)])}
 
 
 def check_early(config: str | None, flags: Sequence[str]) -> None:
-    """Names of flags and file, and values of our own fields, before torch is imported. Raises SettingsError."""
+    """Names of flags and file, and values of our own fields, before torch is imported; flags as a person typed them.
+    Raises SettingsError."""
+    _check_early(config, flags)
+    check_given_once(flags)
+
+
+def _check_early(config: str | None, flags: Sequence[str]) -> None:
+    """For flags that programs of ours put together too: the later of two goes before the earlier one."""
     known = known_names()
     if not stock_names():  # then only the class itself can tell
         return
     flags, _ = translated(flags, known)
-    entries = {} if config is None else _named_as_here(config, known)[0]
+    entries = {} if config is None else _named_as_here(config, known).entries
     for name in entries:
         if name not in known:  # only then: looking for a near name among all of them takes a while
             raise SettingsError(f"{config}: unknown key {short(name)}{hint(name, known)}")
@@ -220,7 +247,9 @@ def _check_stock_number(name: str, value: Any) -> None:
     try:
         kind(value)
     except (TypeError, ValueError) as error:
-        raise SettingsError(f"--{name}: invalid {kind.__name__} value: {short(value)}") from error
+        raise SettingsError(
+            f"--{name}: invalid {kind.__name__} value: {short(value)}{_such_as(name, kind.__name__)}"
+        ) from error
 
 
 def check_values_early(entries: Mapping[str, Any]) -> None:
@@ -240,9 +269,10 @@ def _check_typed(parser: HfArgumentParser, typed: Mapping[str, Any]) -> None:
 def read_data(config: str | None, flags: Sequence[str]) -> tuple[str, ModelSettings, DataSettings]:
     """Task, model and data of a job, without torch: what only transformers.TrainingArguments know is not looked at.
     Raises SettingsError."""
+    check_given_once(flags)
     parser = our_parser()
     names = field_names(parser)
-    entries = {} if config is None else _named_as_here(config, names)[0]
+    entries = {} if config is None else _named_as_here(config, names).entries
     flags, _ = translated(flags, names)
     known = {name: value for name, value in entries.items() if name in names}
     given = _given(flags, names)
@@ -279,17 +309,30 @@ def _read(
             found != [] or found == action.default, f"--{action.dest} is given no value; write --{action.dest} VALUE"
         )
     _check_typed(parser, typed)
+    _require_training(arguments, flags, typed)
     return parser, arguments, task, (*notes, *about_preset)
+
+
+def _require_training(arguments: Sequence[str], flags: Sequence[str], typed: Mapping[str, Any]) -> None:
+    """A resolved configuration holds all three fields, at their defaults, and trains."""
+    given, by_flags = _given(arguments, typed), _given(flags, typed)
+    is_resolved = "do_train" not in by_flags and {"do_eval", "do_predict"} <= {*given}
+    require(
+        typed["do_train"] or "do_train" not in given or is_resolved,
+        "do_train is false, and this command trains; leave do_train out to train, or type scu-trainer eval "
+        "RUN_OR_MODEL, which evaluates without training",
+    )
 
 
 def _arguments(
     parser: HfArgumentParser, config: str | None, flags: Sequence[str], names: set[str]
 ) -> tuple[list[str], tuple[str, ...]]:
     """File and flags as one command line, and a line for the user where a typed mode took the place of the file."""
-    entries, read_as = ({}, []) if config is None else _entries(config, parser, names)
+    in_file = InFile() if config is None else _entries(config, parser, names)
+    entries = in_file.entries
     check_names(flags, names)
     typed_names = _given(flags, names)
-    note = (f"read in {config}: {'; '.join(read_as)}",) if read_as else ()
+    note: tuple[str, ...] = ()
     if "mode" in typed_names:
         typed = parser.parse_args([*_all_as_flags(entries), *flags])
         task = _task_of(typed)
@@ -298,10 +341,21 @@ def _arguments(
         entries = {name: value for name, value in entries.items() if name not in meant}
         words = [f"{name} {_word(meant[name])} for {_word(value)}" for name, value in replaced.items()]
         note += (f"mode {task.mode}, in the place of {config}: {', '.join(words)}",) if words else ()
+    read_as = [*in_file.read_as, *_said_defaults(in_file.defaults, entries.keys() - {*typed_names}, parser)]
+    note = (f"read in {config}: {'; '.join(read_as)}", *note) if read_as else note
     anchor = _anchor_of_a_budget(entries, typed_names)
     if anchor:
         note += (f"retain: {SAMPLED}, what the model writes before training, because retain_budget_bits names no text",)
+    for name, first, second in _given_twice(flags):
+        note += (f"--{name} is given twice: {redact(second)} counts, not {redact(first)}",)
     return [*_all_as_flags(entries), *flags, *anchor], note
+
+
+def _said_defaults(defaults: Mapping[str, Any], effective: Collection[str], parser: HfArgumentParser) -> list[str]:
+    """A line about the defaults of another program that take effect and are not ours."""
+    others = [name for name, value in defaults.items() if name in effective and value != parser.get_default(name)]
+    said = ", ".join(f"{name}: {as_word(defaults[name])}" for name in others)
+    return [f"its defaults count: {said}"] if others else []
 
 
 def _anchor_of_a_budget(entries: Mapping[str, Any], typed_names: Collection[str]) -> list[str]:
@@ -425,6 +479,28 @@ def check_names(arguments: Iterable[str], names: Collection[str]) -> None:
             raise SettingsError(f"unknown option {argument.split('=')[0]}{nearest(_name(argument), names)}")
 
 
+def check_given_once(flags: Sequence[str]) -> None:
+    """Raise SettingsError where data is given twice: argparse takes the last one, and rows would be missing."""
+    for name, first, second in _given_twice(flags):
+        if name == "dataset":
+            both = json.dumps([{name: redact(first)}, {name: redact(second)}])
+            raise SettingsError(f"--{name} is given twice; give it once, or both as a list: --{name} '{both}'")
+
+
+def _given_twice(flags: Sequence[str]) -> list[tuple[str, str, str]]:
+    """(name, earlier value, later value that counts) of each flag that has two."""
+    seen: dict[str, str] = {}
+    found, known = [], known_names()
+    for name, value in flags_of(flags):
+        target, word = name, as_word(value).strip()
+        if name.startswith("no_") and name[3:] in known and value is True:
+            target, word = name[3:], "false"
+        if seen.get(target, word) != word and APPENDED.get(target) != word:
+            found.append((target, seen[target], word))
+        seen[target] = word
+    return found
+
+
 def parse_checked(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse ``argv``, after ``check_names`` where nobody asks for help."""
     if not {"-h", "--help"} & {*argv}:
@@ -436,49 +512,54 @@ def _name(flag: str) -> str:
     return flag.split("=")[0].removeprefix("--").replace("-", "_")
 
 
-def _entries(config: str, parser: HfArgumentParser, names: set[str]) -> tuple[dict[str, Any], list[str]]:
+def _entries(config: str, parser: HfArgumentParser, names: set[str]) -> InFile:
     """Values of a file by field, and what was read as what."""
-    found: dict[str, Any] = {}
     takes_list, takes_mapping = _containers(parser)
-    named, read_as = _named_as_here(config, names)
-    for name, value in named.items():
+    found = _named_as_here(config, names)
+    for name, value in found.entries.items():
         if name not in names:
             raise SettingsError(f"{config}: unknown key {short(name)}{nearest(name, names)}")
         if _is_mixture(name, value):
             _check_content(f"{config}: {name}", value)
         else:
             _check_shape(f"{config}: {name}", value, name in takes_list, name in takes_mapping)
-        found[name] = value
-    return found, read_as
+    return found
 
 
-def _named_as_here(config: str, names: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+def _named_as_here(config: str, names: Collection[str]) -> InFile:
     """Entries of a file by our names, and what was read as what. Raises SettingsError."""
     entries: dict[str, Any] = {}
     for key, value in _content(config).items():
         name = str(key).replace("-", "_")
         if name in entries:
             raise SettingsError(f"{config}: {name} appears twice, once with hyphens; keep one of them")
-        entries[name] = value
+        entries[name] = "no" if value is False and name in SAYS_NO else value
     try:
-        tool = tool_of(entries, names)
-        return translated_entries(entries, names) if tool is None else _of_another(tool, entries, names, config)
+        tool = owner_of(entries, names)
+        return _of_us(entries, names, config) if tool is None else _of_another(tool, entries, names, config)
     except SettingsError as error:
         raise SettingsError(f"{config}: {error}") from error
 
 
-def _of_another(
-    tool: str, entries: Mapping[str, Any], names: Collection[str], config: str
-) -> tuple[dict[str, Any], list[str]]:
+def _of_us(entries: Mapping[str, Any], names: Collection[str], config: str) -> InFile:
+    found, read_as = translated_entries(entries, names)
+    for tool in signs_of(entries, names):
+        title = TOOLS[tool].title
+        read_as.append(f"our defaults count; for those of {title}: scu-trainer import {config} --from {tool}")
+    return InFile(found, read_as)
+
+
+def _of_another(tool: str, entries: Mapping[str, Any], names: Collection[str], config: str) -> InFile:
     """A file of another program, where all that it asks for is here as well."""
-    found = imported(tool, entries, names, Path(config).parent)
+    found = imported(tool, entries, {*names, *known_names()}, Path(config).parent)
     if found.lost:
         lost = "; ".join(f"{key.name}: {key.meaning.said}" for key in found.lost)
         raise SettingsError(
             f"of {found.tool.title}, with {len(found.lost)} of {len(found.keys)} keys that have no counterpart "
             f"({lost}); take them out, or write what carries over: scu-trainer import {config}"
         )
-    return found.settings, [f"a file of {found.tool.title}", *notes_of(found.keys), *found.differences]
+    read_as = [f"a file of {found.tool.title}", *notes_of(found.keys), *found.differences]
+    return InFile(found.settings, read_as, found.defaults)
 
 
 def _content(config: str) -> dict[str, Any]:
@@ -564,6 +645,7 @@ def as_flags(name: str, value: Any) -> list[str]:
 def read_file(path: Path) -> dict[str, Any]:
     """Top-level entries of a YAML or JSON file. Raises SettingsError, also for a key that stands there twice."""
     check_text("config", str(path), is_name=True)
+    require(path.suffix.lower() not in DATA_SUFFIXES, f"{path} holds data and is no configuration{_as_data(path)}")
     try:
         content = read_regular(path, MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -574,11 +656,21 @@ def read_file(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise SettingsError(f"{path} nests too deeply; at most {DEEPEST} levels make sense here") from error
     except (yaml.YAMLError, ValueError, TypeError) as error:  # the latter two for what a tag such as !!int says
-        raise SettingsError(f"{path} is not valid YAML or JSON: {' '.join(str(error).split())[:1000]}") from error
+        said = " ".join(str(error).split())[:1000]
+        raise SettingsError(f"{path} is not valid YAML or JSON: {said}{_as_text(path)}") from error
     if not isinstance(entries, dict):
         found = "nothing" if entries is None else type(entries).__name__
-        raise SettingsError(f"{path} holds {found}; it must hold lines like 'learning_rate: 2e-4'")
+        raise SettingsError(f"{path} holds {found}; it must hold lines like 'learning_rate: 2e-4'{_as_text(path)}")
     return entries
+
+
+def _as_data(path: Path) -> str:
+    return f"; to use it as data, write --dataset {path}"
+
+
+def _as_text(path: Path) -> str:
+    """Configurations end in .txt as well, and then they can be read."""
+    return _as_data(path) if path.suffix.lower() == ".txt" else ""
 
 
 def _loaded(content: str) -> Any:
@@ -631,8 +723,16 @@ def plain_words(message: str) -> str:
     that was probably meant."""
     text = re.sub(r"argument (--\w+)(/--[\w-]+)*", r"\1", message)
     text = re.sub(r"'([^']{60})[^']{100,}'", r"'\1...'", text)
+    number = re.search(r"--(\w+): invalid (int|float) value: .*", text)
+    text += _such_as(number[1], number[2]) if number else ""
     choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", text)
     return text + (nearest(choice[1], re.findall(r"'(.*?)'", choice[2])) if choice else "")
+
+
+def _such_as(name: str, kind: str) -> str:
+    """What to type in the place of a word where a number belongs."""
+    said = f"; give a {'whole ' if kind == 'int' else ''}number"
+    return f"{said}; scu-trainer plan says which one fits this machine" if name.endswith("_batch_size") else said
 
 
 def as_yaml(job: Job) -> str:

@@ -67,7 +67,8 @@ class Understood(NamedTuple):
 def understand(row: dict, columns: Columns) -> Understood:
     """The content of one row. Raises BadRow with the reason if it has none that can be used."""
     read = _named(row, columns) if columns.are_named else None
-    name, content, used = read or _chat(row) or _completion(row) or _pair(row) or _text(row, columns.text)
+    usual = read or _chat(row, columns.system) or _completion(row) or _pair(row, columns.system)
+    name, content, used = usual or _text(row, columns.text)
     if not columns.are_named:
         _refuse_what_would_be_lost(row, content)
     used = tuple(column for column in used if column in row)
@@ -90,7 +91,7 @@ Read = tuple[str, Content, Sequence[str]]
 
 
 def _named(row: dict, columns: Columns) -> Optional[Read]:
-    """From the columns of the settings; None where the row has none of them, and the usual names decide."""
+    """From the columns of the settings; None where they name none with the content, and the usual names decide."""
     if columns.messages is not None:
         return _conversation(row, _present(row, columns.messages, "messages_column"), columns.system)
     if columns.prompt is not None or columns.response is not None:
@@ -101,14 +102,14 @@ def _named(row: dict, columns: Columns) -> Optional[Read]:
         if isinstance(row[prompt], list) or isinstance(row[response], list):
             return _messages_pair(row, prompt, response)
         return _question(row, prompt, response, columns.system)
-    if columns.text != DEFAULT_TEXT_COLUMN and columns.text in row:
-        return _text(row, columns.text)
+    if columns.text != DEFAULT_TEXT_COLUMN:
+        return _text(row, _present(row, columns.text, "text_column"))
     return None
 
 
-def _chat(row: dict) -> Optional[Read]:
+def _chat(row: dict, system_column: Optional[str]) -> Optional[Read]:
     column = next((name for name in CHAT_COLUMNS if row.get(name) is not None), None)
-    return None if column is None else _conversation(row, column, None)
+    return None if column is None else _conversation(row, column, system_column)
 
 
 def _conversation(row: dict, column: str, system_column: Optional[str]) -> Read:
@@ -149,7 +150,7 @@ def _as_messages(value: Any, column: str, role: str) -> list[dict]:
     return [{"role": role, "content": value}] if isinstance(value, str) else messages_of(value, column)
 
 
-def _pair(row: dict) -> Optional[Read]:
+def _pair(row: dict, system_column: Optional[str]) -> Optional[Read]:
     """A question and its answer under usual names, of each exactly one with text."""
     prompts, answers = ([name for name in names if isinstance(row.get(name), str)] for names in (PROMPTS, ANSWERS))
     prompts = prompts or [name for name in ALONE if isinstance(row.get(name), str)]
@@ -160,7 +161,7 @@ def _pair(row: dict) -> Optional[Read]:
             f"has several columns that could be the question or the answer: {', '.join((*prompts, *answers))}. Name "
             f"them, for instance --prompt_column {prompts[0]} --response_column {answers[0]}"
         )
-    return _question(row, prompts[0], answers[0], None)
+    return _question(row, prompts[0], answers[0], system_column)
 
 
 def _no_pair(row: dict) -> None:
@@ -258,14 +259,42 @@ def _columns(row: dict) -> str:
 
 
 def _no_column(row: dict, text_column: str) -> str:
+    """Why a row without ``text_column`` says nothing that can be learned."""
     if any(not _is_empty(row.get(name)) for name in PREFERENCES):
         return _PREFERENCE
+    known = _part_of_something(row)
+    if known is not None:
+        return known
     example = next((str(column) for column, value in row.items() if isinstance(value, str)), "X")
     return (
         f"has no column {text_column!r}; {_columns(row)}{nearest(text_column, map(str, row))}. Name the one with the "
         f"text, for instance --text_column {example}; those of a question and its answer with --prompt_column and "
         "--response_column; that of a conversation with --messages_column"
     )
+
+
+def _part_of_something(row: dict) -> Optional[str]:
+    """What is missing, in a row whose columns say what it was meant to be."""
+    chat = next((name for name in CHAT_COLUMNS if name in row), None)
+    if chat is not None:
+        return f"column {chat!r} is empty, where a conversation should stand"
+    question = next((name for name in (*PROMPTS, *ALONE) if not _is_empty(row.get(name))), None)
+    if question is not None and not any(name in row for name in ANSWERS):
+        return (
+            f"has a question ({question}) and no answer ({', '.join(ANSWERS[:3])}, ...); {_columns(row)}. If the "
+            "answer has another name, give it with --response_column"
+        )
+    if len(row) > 1 and all(_is_list_of_rows(value) for value in row.values()):
+        return (
+            f"is an object that holds several lists ({', '.join(map(str, row))}), not a row; write each list to a file "
+            f"of its own, one object per line, for instance {next(iter(row))}.jsonl"
+        )
+    return None
+
+
+def _is_list_of_rows(value: Any) -> bool:
+    """Of objects that are no messages."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and not {"role", "from"} & {*value[0]}
 
 
 def _string(row: dict, column: str) -> str:

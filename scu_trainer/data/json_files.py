@@ -33,12 +33,21 @@ def _json_record(place: str, line: bytes) -> Record:
     try:
         value = json.loads(line)
     except ValueError as error:  # broken JSON, or bytes that are not UTF-8
-        return Record(place, None, f"not readable as JSON: {error}")
+        return Record(place, None, f"not readable as JSON: {error}{_hint(error, line)}")
     except RecursionError:
         return Record(place, None, TOO_DEEP)
     return _object_record(place, value, line)
 
 
+def _hint(error: ValueError, line: bytes) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"; {TO_UTF_8}"
+    if not line.rstrip().endswith(b","):
+        return ""
+    return "; the line ends with a comma: take it off, for each line is an object by itself"
+
+
+TO_UTF_8 = "convert it, for instance with iconv -f LATIN1 -t UTF-8"
 TOO_DEEP = f"lists and objects are nested deeper than {DEEPEST_ROW} levels"
 
 

@@ -1,8 +1,8 @@
 """Conversations as people write them -> messages as chat templates read them.
 
 Read are the messages of OpenAI (content a string, null or a list of parts; tool_calls; function_call; reasoning) and of
-ShareGPT (``from`` and ``value``). What comes out has roles system, user, assistant and tool (or an unknown one as it
-was), content as text, arguments of calls as objects, and reasoning under the names that templates use.
+ShareGPT (``from`` and ``value``). What comes out has the roles of ``KNOWN_ROLES`` (or an unknown one as it was),
+content as text, arguments of calls as objects, and reasoning under the names that templates use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ ROLES = {
     **dict.fromkeys(("gpt", "assistant", "model", "bot", "chatgpt", "bing", "bard"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
 }
-"""What other tools call a speaker. Another name stays as it is: the template may know it."""
+"""What other tools call a speaker, in lower case. Another name stays as it is: the template may know it."""
+
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 CALLS = ("function_call", "tool_call")
 """Speakers of ShareGPT whose value is a call of a function, or several."""
@@ -72,13 +74,18 @@ def _message(item: Any, where: str) -> dict:
     message = {key: value for key, value in item.items() if value is not None}  # arrow fills absent keys with None
     if not isinstance(message.get("role"), str):
         raise BadRow(f"{where} has no role; a message is {{'role': 'user', 'content': '...'}}")
-    message["role"] = ROLES.get(message["role"], message["role"])
+    message["role"] = _role(message["role"])
     return _with_content(_with_reasoning(_with_calls(message, where)), where)
+
+
+def _role(name: str) -> str:
+    plain = name.strip().lower()
+    return plain if plain in KNOWN_ROLES else ROLES.get(plain, name)
 
 
 def _said(item: dict, where: str) -> dict:
     """A message of ShareGPT."""
-    if item["from"] in CALLS:
+    if item["from"].strip().lower() in CALLS:
         calls = _parsed(item["value"]) if isinstance(item["value"], str) else item["value"]
         if not isinstance(calls, (dict, list)):
             raise BadRow(f"{where} is a {item['from']}, but its value is not a JSON object with name and arguments")

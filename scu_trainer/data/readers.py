@@ -1,4 +1,5 @@
-"""Files -> records, one at a time, so that memory stays flat however large the file is.
+"""Files -> records, one at a time, so that memory stays flat however large the file is; and the splits that the names
+of files say.
 
 Rows count from 1. In a .jsonl file the row is the line number, so an editor finds it. A file may be compressed by gzip.
 """
@@ -10,11 +11,11 @@ import functools
 import io
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
-from scu_trainer.data.json_files import read_json_file, read_json_lines
+from scu_trainer.data.json_files import TO_UTF_8, read_json_file, read_json_lines
 from scu_trainer.data.opening import opened, shown_name
 from scu_trainer.data.records import Record, without_padding
 from scu_trainer.errors import DataError
@@ -22,6 +23,7 @@ from scu_trainer.errors import DataError
 BLANK_TWICE = 2  # a document of a single .txt ends at this many blank lines
 BLANK_ONCE = 1  # a paragraph
 READ_BYTES = 2**20  # of a column of a parquet file at a time
+SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
 
 
 def kind_of(path: Path) -> Optional[str]:
@@ -88,7 +90,7 @@ def _text_lines(path: Path) -> Iterator[str]:
         with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as lines:
             yield from lines
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}; convert it, for instance with iconv -t UTF-8") from None
+        raise DataError(f"{path} is not UTF-8 text: {error}; {TO_UTF_8}") from None
 
 
 def _whole_text(path: Path) -> str:
@@ -100,18 +102,30 @@ def _csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
     with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines:
         try:
             reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
-            _require_columns(path, list(reader.fieldnames or ()))
+            _require_columns(path, list(reader.fieldnames or ()), delimiter)
             for number, row in enumerate(reader, start=1):
                 yield _csv_record(f"{shown_name(path)} row {number}", row)
         except (csv.Error, UnicodeDecodeError) as error:
             kind = "CSV" if delimiter == "," else "tab-separated table"
-            raise DataError(f"{path} is not readable as UTF-8 {kind} with a header line: {error}") from None
+            hint = f"; {TO_UTF_8}" if isinstance(error, UnicodeDecodeError) else ""
+            raise DataError(f"{path} is not readable as UTF-8 {kind} with a header line: {error}{hint}") from None
 
 
-def _require_columns(path: Path, names: list[str]) -> None:
+def _require_columns(path: Path, names: list[str], delimiter: str) -> None:
+    other = next((name for name in SEPARATORS if len(names) == 1 and name != delimiter and name in names[0]), None)
+    if other is not None:
+        raise DataError(
+            f"the header line of {path} is a single column, {names[0]!r}: its fields seem to be separated by "
+            f"{SEPARATORS[other]}, not by {SEPARATORS[delimiter]}; {_to_separate(other)}"
+        )
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"the header line of {path} names the column {twice!r} twice; one of the two would be lost")
+
+
+def _to_separate(found: str) -> str:
+    kinds = {",": "name the file .csv", "\t": "name the file .tsv"}
+    return kinds.get(found, "save it with commas, or with tabs under a name that ends in .tsv")
 
 
 def _csv_record(place: str, row: dict) -> Record:
@@ -174,17 +188,102 @@ WITHOUT_GZIP = (".parquet", ".arrow", ".feather")
 SUFFIXES = (".txt", *READERS)
 ALLOWED_SUFFIXES = f"{' '.join(SUFFIXES)}; all but the last three also with .gz appended"
 
-_SPLIT_WORD = re.compile(r"^(train|training|validation|valid|val|dev|eval|test)(?![a-z])")
-_SPLIT_NAMES = {
+
+# Splits of a folder
+
+MOST_NAMES = 5  # in a line for a person
+
+_WORD = re.compile(r"(?<![^\W_])(training|train|validation|valid|val|dev|eval|testing|test)(?![^\W\d_])")
+_SPLITS = {
     "training": "train",
+    "testing": "test",
     "valid": "validation",
     "val": "validation",
     "dev": "validation",
     "eval": "validation",
 }
+_ABOUT_DATA = re.compile(r"^(licen[cs]e|readme|copying|notice|changelog|citation|authors)(?![^\W\d_])")
 
 
-def split_named_by(file_name: str) -> str | None:
-    """The split that a file name starts with ("train-00.jsonl", "val.csv"), as train, validation or test; or None."""
-    match = _SPLIT_WORD.match(file_name.lower())
-    return _SPLIT_NAMES.get(match[1], match[1]) if match else None
+class FilesOfSplits(NamedTuple):
+    """``files``: by split; empty where no name says one. ``notes``: what a person should know about the rest."""
+
+    files: dict[str, list[Path]]
+    notes: tuple[str, ...] = ()
+
+
+def split_of(path: Path, folder: Path) -> Optional[str]:
+    """The split that a file of ``folder`` belongs to (train, validation or test), by a word in its name or in the name
+    of a folder on the way to it ("train-00.jsonl", "my_test.csv", "val/0.jsonl"); None where there is no such word.
+
+    Raises DataError where the words say training and held-out at once."""
+    words = _WORD.findall(path.relative_to(folder).as_posix().lower())
+    found = [_SPLITS.get(word, word) for word in words]
+    if "train" in found and len(set(found)) > 1:
+        raise DataError(
+            f"the name of {path} says {' and '.join(dict.fromkeys(found))}, so it is not known whether the file is to "
+            "be trained on; rename it, so that it names one split"
+        )
+    return found[-1] if found else None
+
+
+def files_of_splits(files: Sequence[Path], folder: Path) -> FilesOfSplits:
+    """Files under their splits. Raises DataError where some name a split and other data beside them name none: what is
+    meant for a test must not be trained on unseen."""
+    by_split: dict[str, list[Path]] = {}
+    rest: list[Path] = []
+    for path in files:
+        split = split_of(path, folder)
+        (rest if split is None else by_split.setdefault(split, [])).append(path)
+    if not by_split or not rest:
+        return FilesOfSplits(by_split)
+    return _with_rest(by_split, rest, folder)
+
+
+def _with_rest(by_split: dict[str, list[Path]], rest: list[Path], folder: Path) -> FilesOfSplits:
+    """``rest``: files that name no split."""
+    kinds = {kind_of(path) for paths in by_split.values() for path in paths} if "train" in by_split else set()
+    left = [path for path in rest if _is_about_data(path) or (kinds and kind_of(path) not in kinds)]
+    data = [path for path in rest if path not in left]
+    if data and "train" in by_split:
+        raise DataError(_unclear(by_split, data, folder))
+    return FilesOfSplits({"train": data, **by_split} if data else by_split, _notes(left, data, [*by_split], folder))
+
+
+def _notes(left: list[Path], data: list[Path], splits: list[str], folder: Path) -> tuple[str, ...]:
+    not_read = (
+        f"{_files(left)} in {folder} {_names(left)} no split and {'was' if len(left) == 1 else 'were'} not read: "
+        f"{_named(left)}"
+    )
+    trained_on = (
+        f"{_files(data)} in {folder} {_names(data)} no split beside those for {' and '.join(splits)}: read as train"
+    )
+    return tuple(note for note, files in ((not_read, left), (trained_on, data)) if files)
+
+
+def _is_about_data(path: Path) -> bool:
+    return kind_of(path) == ".txt" and _ABOUT_DATA.match(path.name.lower()) is not None
+
+
+def _unclear(by_split: dict[str, list[Path]], rest: list[Path], folder: Path) -> str:
+    train, others = by_split["train"][0], [paths[0] for split, paths in by_split.items() if split != "train"]
+    beside = f" --eval_dataset {others[0]}" if others else ""
+    return (
+        f"in {folder} some files name a split ({_named([train, *others])}), but {len(rest):,} {_names(rest)} none "
+        f"({_named(rest)}), so it is not known whether to train on them. Rename them (train-{shown_name(rest[0])}), or "
+        f"give the files that you want: --dataset {train}{beside}; several with "
+        f'--dataset \'[{{"dataset": "{train}"}}, {{"dataset": "{rest[0]}"}}]\' (docs/data.md, Mixtures)'
+    )
+
+
+def _files(paths: Sequence[Path]) -> str:
+    return "1 file" if len(paths) == 1 else f"{len(paths):,} files"
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return "names" if len(paths) == 1 else "name"
+
+
+def _named(paths: Sequence[Path]) -> str:
+    more = f" and {len(paths) - MOST_NAMES:,} more" if len(paths) > MOST_NAMES else ""
+    return ", ".join(map(shown_name, paths[:MOST_NAMES])) + more

@@ -1,8 +1,8 @@
 """What the user typed (embedded name, path or Hub id) -> a source of records.
 
-Files are read in the order of their names. A folder whose files are named by split (train*.jsonl, validation*.jsonl,
-test*.jsonl) is read like a dataset with splits. A single .txt file is cut into documents where two or more lines in a
-row are blank; in a folder each .txt file is one document.
+Files are read in the order of their names. A folder whose files, or folders, are named by split (train.jsonl,
+my_test.jsonl, validation/0.jsonl) is read like a dataset with splits. A single .txt file is cut into documents where
+two or more lines in a row are blank; in a folder each .txt file is one document.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from scu_trainer.data.readers import (
     BLANK_ONCE,
     BLANK_TWICE,
     SUFFIXES,
+    files_of_splits,
     has_several_sections,
     kind_of,
     read_file,
     read_sections,
     require_kind,
     shown_name,
-    split_named_by,
 )
 from scu_trainer.data.records import Record, without_padding
 from scu_trainer.errors import DataError, nearest
@@ -137,10 +137,10 @@ def _from_folder(
         raise DataError(f"folder {folder} holds {found}; it needs files of the kinds {' '.join(SUFFIXES)}")
     ignored = len(visible) - len(files)
     notes = (f"{ignored} files of other kinds in {folder} were not read",) if ignored else ()
-    by_split = _files_by_split(files)
-    if "train" not in by_split or len(by_split) == 1:
-        _refuse_hub_settings(str(folder), wanted, settings)
-        return replace(_from_files(str(folder), files, settings, will_split), notes=notes)
+    by_split, said = files_of_splits(files, folder)
+    notes += said
+    if not by_split or (len(by_split) == 1 and wanted[-1] == "train"):
+        return _from_one_split(folder, by_split or {"train": files}, notes, wanted, settings, will_split)
     source = _from_splits(
         str(folder),
         by_split,
@@ -148,6 +148,23 @@ def _from_folder(
         settings,
         lambda name, paths: _from_files(name, paths, settings, will_split=False),
     )
+    return replace(source, notes=(*notes, *source.notes))
+
+
+def _from_one_split(
+    folder: Path,
+    by_split: Mapping[str, list[Path]],
+    notes: tuple[str, ...],
+    wanted: tuple[str, ...],
+    settings: DataSettings,
+    will_split: bool,
+) -> Source:
+    """All files that are data, whatever split they name: there is no other one."""
+    _refuse_hub_settings(str(folder), wanted, settings)
+    [(split, files)] = by_split.items()
+    if split not in wanted:
+        notes += (f"all data in {folder} name the split {split!r}; they are read as training data",)
+    source = _from_files(str(folder), files, settings, will_split)
     return replace(source, notes=(*notes, *source.notes))
 
 
@@ -169,17 +186,6 @@ def visible_files(folder: Path) -> list[Path]:
 
 def _is_hidden(path: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
-
-
-def _files_by_split(files: list[Path]) -> dict[str, list[Path]]:
-    """Files under the split that their names start with; {} if some file names none."""
-    by_split: dict[str, list[Path]] = {}
-    for path in files:
-        split = split_named_by(path.name)
-        if split is None:
-            return {}
-        by_split.setdefault(split, []).append(path)
-    return by_split
 
 
 def _from_files(name: str, files: list[Path], settings: DataSettings, will_split: bool) -> Source:

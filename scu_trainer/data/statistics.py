@@ -20,8 +20,10 @@ class DataStatistics:
     other than -100, which is what the loss counts after the causal shift. heldout_duplicates: held-out documents whose
     tokens are also a training document (None while streaming: not looked for). formats: rows by the format that they
     were read in, with its columns. columns_not_used: rows that had a value in a column that is not read, by column.
-    rendered_away: conversations of which the chat template leaves something out, by what. sources: of a mixture, the
-    counts of each source, see ``SourceStatistics``; blocks and tokens are then those of one epoch.
+    rendered_away: conversations of which the chat template leaves something out, by what. roles_not_known: turns that
+    are not learned because their role has no known meaning, by role. role_places: the first row of each such role.
+    sources: of a mixture, the counts of each source, see ``SourceStatistics``; blocks and tokens are then those of one
+    epoch.
     """
 
     streaming: bool = False
@@ -41,6 +43,8 @@ class DataStatistics:
     formats: dict[str, int] = field(default_factory=dict)
     columns_not_used: dict[str, int] = field(default_factory=dict)
     rendered_away: dict[str, int] = field(default_factory=dict)
+    roles_not_known: dict[str, int] = field(default_factory=dict)
+    role_places: dict[str, str] = field(default_factory=dict)
     sources: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -50,14 +54,20 @@ class DataStatistics:
         if len(self.examples.setdefault(reason, [])) < MOST_EXAMPLES:
             self.examples[reason].append(example)
 
+    def unknown_role(self, role: str, place: str) -> None:
+        """Count a turn that is not learned because of its role."""
+        self.roles_not_known[role] = self.roles_not_known.get(role, 0) + 1
+        self.role_places.setdefault(role, place)
+
     def add(self, other: DataStatistics) -> None:
         """Take over the rows that ``other`` read and dropped."""
         self.rows_read += other.rows_read
         for reason, count in other.rows_dropped.items():
             self.rows_dropped[reason] = self.rows_dropped.get(reason, 0) + count
             self.examples[reason] = [*self.examples.get(reason, []), *other.examples[reason]][:MOST_EXAMPLES]
-        for name in ("formats", "columns_not_used", "rendered_away"):
+        for name in ("formats", "columns_not_used", "rendered_away", "roles_not_known"):
             count_all(getattr(self, name), getattr(other, name))
+        self.role_places = {**other.role_places, **self.role_places}
 
     def as_dict(self) -> dict:
         """JSON-like."""
@@ -104,6 +114,12 @@ class DataStatistics:
         ]
         for what, count in self.rendered_away.items():
             lines.append(f"the chat template leaves out {what}, in {count:,} conversations")
+        for role, count in self.roles_not_known.items():
+            turns = "1 turn" if count == 1 else f"{count:,} turns"
+            lines.append(
+                f"role {role!r} is not known ({turns}, first in {self.role_places[role]}): not learned; name it "
+                "assistant in the data if its words are to be learned"
+            )
         return lines
 
     @property

@@ -30,6 +30,10 @@ class Allowed(NamedTuple):
     below: Optional[float] = None
 
 
+NOT_GIVEN = {"max_steps": "it must be 1 or more, or -1 to train for num_train_epochs"}
+"""What fields take whose default lies below 0, a word for "not given"."""
+
+
 def option(default, help: str):
     """A dataclass field; a default of several values becomes a list, as HfArgumentParser reads it."""
     if isinstance(default, (list, tuple)):
@@ -93,7 +97,9 @@ def _single(value: Any) -> list[Any]:
 
 def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> None:
     default = default if isinstance(default, (int, float)) else None
-    if default is not None and default < 0 and value == default:  # -1 of max_steps: a word for "not given"
+    if default is not None and default < 0 and value < 0:  # -1 of max_steps: a word for "not given"
+        said = NOT_GIVEN.get(name, f"it must be 0 or more, or {default} for not given")
+        require(value == default, f"{name} is {short(value)}; {said}")
         return
     least = 0 if allowed.least is None else allowed.least
     most = (MOST_COUNT if isinstance(value, int) else MOST_NUMBER) if allowed.most is None else allowed.most

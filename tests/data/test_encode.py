@@ -118,6 +118,47 @@ def test_sharegpt_names_of_roles(encoder):
     assert learned_text(encode, one(encode, {"conversations": rows})) == "Green.<|im_end|><|eos|>"
 
 
+@pytest.mark.parametrize("name", ["Assistant", " GPT ", "ASSISTANT", "Bot"])
+def test_a_role_is_known_in_any_case_and_with_spaces(encoder, name):
+    encode = encoder()
+    for column, keys in (("messages", ("role", "content")), ("conversations", ("from", "value"))):
+        rows = [dict(zip(keys, turn, strict=True)) for turn in (("User", "Which tea?"), (name, "Green."))]
+        document = one(encode, {column: rows})
+        assert learned_text(encode, document) == "Green.<|im_end|><|eos|>"
+        assert document.read.unknown_roles == ()
+
+
+def test_a_turn_of_an_unknown_role_is_counted_with_its_first_row(prepared, jsonl):
+    rows = [[*CONVERSATION, {"role": "narrator", "content": "She pours."}], CONVERSATION]
+    rows = [{"messages": turns} for turns in (CONVERSATION, *rows, rows[0])]
+    lines = prepared(jsonl(rows), block_size=256).statistics.lines()
+    assert [line for line in lines if line.startswith("role")] == [
+        "role 'narrator' is not known (2 turns, first in rows.jsonl row 2): not learned; name it assistant in the data "
+        "if its words are to be learned"
+    ]
+    learns_all = prepared(jsonl(rows), block_size=256, assistant_only_loss=False)
+    assert not learns_all.statistics.roles_not_known
+
+
+def test_a_row_with_nothing_to_learn_names_the_unknown_role(encoder):
+    rows = [{"role": "user", "content": "?"}, {"role": "Chatbot", "content": "Green."}]
+    result = one(encoder(), {"messages": rows})
+    assert result.reason == NOTHING_TO_LEARN and "a role that is not known: 'Chatbot'" in result.example
+
+
+def test_a_conversation_may_begin_with_the_assistant(encoder, tokenizer):
+    chatml = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rows = [{"from": "gpt", "value": "Tea?"}, {"from": "human", "value": "Yes."}, {"from": "gpt", "value": "Here."}]
+    encode = encoder(with_template(tokenizer, chatml))
+    assert learned_text(encode, one(encode, {"conversations": rows})).startswith("Tea?<|im_end|>\nHere.<|im_end|>\n")
+    silent = encoder(with_template(tokenizer, chatml.partition("{% if")[0]))
+    result = one(silent, {"conversations": rows})
+    assert "row 1: begins with a turn of the assistant" in result.example and "--assistant_only" in result.example
+
+
 def test_template_that_rewrites_the_past_is_refused(encoder, tokenizer):
     template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     result = one(encoder(with_template(tokenizer, template)), {"messages": CONVERSATION})
@@ -142,6 +183,11 @@ def test_chat_without_template_says_what_to_do(encoder, tokenizer):
         ({"text": None}, UNREADABLE, "column 'text' holds NoneType"),
         ({"texts": "a"}, UNREADABLE, "columns: texts (did you mean 'texts'?)"),
         ({"body": "a", "id": 1}, UNREADABLE, "--text_column body"),
+        ({"instruction": "a", "input": "b"}, UNREADABLE, "has a question (instruction) and no answer (output, "),
+        ({"prompt": "a"}, UNREADABLE, "has a question (prompt) and no answer (output, "),
+        ({"conversations": None}, UNREADABLE, "column 'conversations' is empty"),
+        ({"train": [{"text": "a"}], "test": [{"text": "b"}]}, UNREADABLE, "holds several lists (train, test)"),
+        ({"dialog": [{"role": "user"}], "id": 1}, UNREADABLE, "--messages_column"),
         ({"messages": "a"}, UNREADABLE, "'messages' holds str, not a list"),
         ({"messages": []}, UNREADABLE, "an empty list"),
         ({"messages": [{"role": "user"}]}, UNREADABLE, "message 1 of 'messages' has no content"),
@@ -162,6 +208,19 @@ def test_unusable_rows(encoder, value, reason, words):
 def test_a_named_text_column_comes_before_other_formats(encoder, tokenizer):
     row = {"story": "tea", "messages": CONVERSATION}
     assert tokenizer.decode(one(encoder(text_column="story"), row).input_ids) == "<|bos|>tea<|eos|>"
+
+
+@pytest.mark.parametrize("setting", ["text_column"])
+@pytest.mark.parametrize("row", [{"question": "a", "answer": "b"}, {"messages": CONVERSATION}, {"text": "a"}])
+def test_a_named_column_that_is_missing_is_refused(encoder, setting, row):
+    result = one(encoder(**{setting: "nope"}), row)
+    assert f"has no column 'nope', which {setting} names" in result.example
+
+
+@pytest.mark.parametrize("row", [{"question": "a", "answer": "b"}, {"messages": CONVERSATION}])
+def test_a_named_system_column_is_read_with_columns_of_usual_names(encoder, tokenizer, row):
+    document = one(encoder(system_column="rule"), {**row, "rule": "Be brief."})
+    assert "Be brief." in tokenizer.decode(document.input_ids)
 
 
 def test_empty_columns_of_arrow_are_ignored(encoder):

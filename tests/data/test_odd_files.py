@@ -105,3 +105,37 @@ def test_the_whole_system_is_no_folder_of_data(tmp_path):
     (tmp_path / "all").symlink_to("/")
     with pytest.raises(DataError, match="a folder of the system"):
         visible_files(tmp_path / "all")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", "question;answer\na;b\n", "'question;answer': .* by semicolons, not by commas; save it with commas"),
+        ("a.csv", "sep=;\nquestion;answer\n", "by semicolons, not by commas"),
+        ("a.csv", "question\tanswer\na\tb\n", r"by tabs, not by commas; name the file \.tsv"),
+        ("a.tsv", "question,answer\na,b\n", r"by commas, not by tabs; name the file \.csv"),
+        ("a.csv", "text\ncaf\xe9\n", "not readable as UTF-8 CSV.*iconv -f LATIN1"),
+        ("a.txt", "caf\xe9\n", "not UTF-8 text.*iconv -f LATIN1"),
+    ],
+)
+def test_a_table_in_another_dialect_says_what_to_do(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(DataError, match=words):
+        list(read_file(tmp_path / name, "text"))
+
+
+def test_a_comma_behind_a_row_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "a"},\n{"text": "b"} x\n{"text": "caf\xe9"}\n')
+    comma, other, latin = (record.problem for record in read_file(tmp_path / "rows.jsonl", "text"))
+    assert "the line ends with a comma" in comma
+    assert "comma" not in other and "iconv" in latin
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.jsonl", ""), ("a.jsonl", "\n\n"), ("a.csv", "text\n"), ("a.txt", " ")]
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_file_without_rows_is_called_empty(tmp_path, prepared, name, content, streaming):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=r"a\.\w+ is empty: there is no row in it"):
+        prepared(tmp_path / name, streaming=streaming)

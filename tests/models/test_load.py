@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaModel, ViTConfig
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.loading.adapters import adapter_targets
@@ -115,6 +115,44 @@ def test_configs_that_name_no_language_model(tmp_path, config):
         load_model(settings(tmp_path))
     with pytest.raises(ModelError, match="cannot load the tokenizer of"):
         load_tokenizer(settings(tmp_path))
+
+
+def test_a_folder_without_a_tokenizer(model_dir, copy_of):
+    folder = copy_of(model_dir)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ModelError, match=r"no tokenizer\.json and no tokenizer_config\.json in that folder; copy"):
+        load_tokenizer(settings(folder))
+
+
+def test_a_folder_with_the_settings_of_a_tokenizer_alone(model_dir, copy_of):
+    folder = copy_of(model_dir)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"there is no tokenizer\.json in that folder"):
+        load_tokenizer(settings(folder))
+
+
+def test_a_model_of_images_is_named_before_its_tokenizer_is_missed(tmp_path):
+    ViTConfig(architectures=["ViTForImageClassification"]).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"is a classifier of images \(vit\).*--task image-classification"):
+        load_tokenizer(settings(tmp_path))
+
+
+def test_a_name_that_is_no_folder_here_says_so(tmp_path, monkeypatch):
+    (tmp_path / "m" / "chatty").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    expected = r"there is no folder m/chaty here \(did you mean 'm/chatty'\?\); if it is a Hub id"
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ModelError, match=expected):
+            load(settings("m/chaty"))
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 7, 5000])
+def test_torn_weights_are_called_damaged(model_dir, copy_of, kept_bytes):
+    weights = copy_of(model_dir) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:kept_bytes])
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged or cut off: copy or download it again"):
+        load_model(settings(weights.parent))
 
 
 @pytest.mark.parametrize("kept_bytes", [None, 0, 7, 5000])

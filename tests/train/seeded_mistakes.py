@@ -311,6 +311,7 @@ MISTAKES = (
         "learning-rate-low",
     ),
     Mistake("no-epochs", "common", "num_train_epochs: 0", lambda b: {**EPOCHS, "num_train_epochs": 0}, "no-steps"),
+    Mistake("no-steps", "common", "max_steps: 0", lambda b: {"max_steps": 0}, "no-steps"),
     Mistake(
         "no-batch",
         "common",
@@ -421,6 +422,13 @@ MISTAKES = (
         "scu_target_s: auto with two evaluations",
         lambda b: {**STEPS, "eval_steps": 20, "scu_target_s": "auto"},
         "target-needs-evaluations",
+    ),
+    Mistake(
+        "evaluates-never",
+        "common",
+        "eval_steps with eval_strategy: no",
+        lambda b: {"eval_strategy": "no", "eval_steps": 5},
+        "setting-without-effect",
     ),
     # -- surroundings --------------------------------------------------------------------------------------------------
     Mistake(

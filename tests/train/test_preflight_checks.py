@@ -23,6 +23,7 @@ from scu_trainer.train.preflight import (
     counts,
     length,
     optimization,
+    pitfalls,
     plan,
     room,
     rows,
@@ -42,6 +43,7 @@ DIRECTLY = {
     "few-inodes",
     "labels-out-of-range",
     "memory-nearly-full",
+    "no-wandb-login",
     "nothing-trained",
     "quantized-trained",
     "tokens-out-of-range",
@@ -344,6 +346,30 @@ def test_both_max_steps_and_epochs_are_noted():
 
 
 @pytest.mark.parametrize(
+    ("flags", "where"),
+    [
+        ({}, []),
+        ({"eval_strategy": "steps", "eval_steps": 2}, []),
+        ({"eval_strategy": "no", "eval_steps": 2}, ["eval_steps"]),
+        ({"eval_strategy": "epoch", "eval_steps": 2}, ["eval_steps"]),
+        ({"lora_r": 16}, []),
+        ({"tuning": "full"}, []),
+        ({"tuning": "full", "lora_r": 16, "lora_target_modules": "q_proj"}, ["lora_r, lora_target_modules"]),
+        ({"save_total_limit": 1}, []),
+        ({"save_total_limit": 0}, ["save_total_limit"]),
+    ],
+)
+def test_settings_without_effect_are_noted(flags, where):
+    found = list(pitfalls.before_loading(job_of(**flags)))
+    assert [finding.where for finding in found] == where
+    assert all(finding.level == "note" for finding in found)
+
+
+def test_a_task_that_tunes_all_weights_by_itself_is_not_noted():
+    assert ids(pitfalls.before_loading(job_of(task="image-classification"))) == []
+
+
+@pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ({"optim": "sgd", "learning_rate": 2}, []),
@@ -352,6 +378,9 @@ def test_both_max_steps_and_epochs_are_noted():
         ({"lora_alpha": 32}, []),
         ({"learning_rate": -1e-4}, ["learning-rate-not-positive"]),
         ({"gradient_accumulation_steps": 0}, ["no-rows-per-step"]),
+        ({"max_steps": 0}, ["no-steps"]),
+        ({"max_steps": 0, "num_train_epochs": 0}, ["no-steps"]),
+        ({"max_steps": 5, "num_train_epochs": 0}, []),
     ],
 )
 def test_settings_of_the_optimizer(flags, expected):

@@ -126,6 +126,17 @@ def test_auto_leaves_a_finished_run_and_a_foreign_directory_alone(tmp_path):
         assert "already holds a run; this one goes to" in begun.line
 
 
+def test_a_folder_of_other_files_is_not_called_a_run(tmp_path):
+    for name in "dacb":
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / f"{name}.txt").touch()
+    for wanted in (AUTO, None):
+        begun = start(tmp_path / "run", wanted)
+        assert begun.output_dir == tmp_path / "run-2"
+        expected = "holds no run, but other files (a.txt, b.txt, c.txt and 1 more); this one goes to"
+        assert f"{tmp_path / 'run'} {expected} {tmp_path / 'run-2'}" == begun.line
+
+
 def test_auto_goes_on_with_the_run_that_made_way(tmp_path):
     run_at(tmp_path / "run", "finished")
     second = run_at(tmp_path / "run-2", updated_s=1.0, **{subject.ASKED_FOR: "run"})

@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 from scu_trainer.cli.names import axolotl, llama_factory, trl, unsloth
 from scu_trainer.cli.names.common import NAMES, NEEDED, PATHS, WORDS
+from scu_trainer.cli.names.known import own_names
 from scu_trainer.cli.names.meaning import FALSE, TRUE, Meaning, Source, Table, read
 from scu_trainer.errors import SettingsError, nearest
 
@@ -41,6 +42,18 @@ TOOLS = {
 ANYWHERE: Table = {**{key: meant for tool in TOOLS.values() for key, meant in tool.table.items()}, **NAMES}
 """Keys as flags, and in files of ours. Where two programs differ, ``NAMES`` says what is meant."""
 
+
+COMMON = frozenset(
+    "adapter_name_or_path assistant_only_loss attn_implementation bnb_4bit_quant_type bnb_4bit_use_double_quant "
+    "cache_dir chat_template completion_only_loss device_map dtype early_stopping_patience eval_dataset load_in_8bit "
+    "lora_alpha lora_dropout lora_r lora_target_modules loraplus_lr_ratio model_name_or_path model_revision "
+    "modules_to_save offload_folder packing padding_free preprocessing_num_workers streaming trust_remote_code "
+    "use_dora use_muon use_rslora".split()
+)
+"""Names of ours that files of other programs have as well, with the same meaning."""
+
+BESIDE_WEAK = frozenset({"dataset", "model_name_or_path"})
+"""Names of ours that decide where only weak signs stand beside them."""
 
 DATA = ("datasets", "pretraining_dataset")
 """Keys of several datasets, where ours is one field."""
@@ -78,14 +91,49 @@ class Imported:
 
 
 def tool_of(entries: Mapping[str, Any], known: Collection[str]) -> Optional[str]:
-    """Whose keys these are; None for a file of ours. Raises SettingsError where they are of several programs."""
-    found = {name: sorted(tool.signs & entries.keys() - {*known}) for name, tool in TOOLS.items()}
-    found = {name: signs for name, signs in found.items() if signs}
+    """Of whose keys some are here, for those who say that it is a file of another program; None where there is no such
+    key. Raises SettingsError where they are of several programs."""
+    return _most(signs_of(entries, known))
+
+
+def owner_of(entries: Mapping[str, Any], known: Collection[str]) -> Optional[str]:
+    """Whose file this is, where nobody says it; None for one of ours. A name or two of another program are no reason to
+    take over its defaults. Raises SettingsError where it could be of several programs."""
+    found = signs_of(entries, known)
+    return _most({name: signs for name, signs in found.items() if _is_theirs(TOOLS[name], signs, entries)})
+
+
+def signs_of(entries: Mapping[str, Any], known: Collection[str]) -> dict[str, list[str]]:
+    """Keys that one other program alone has, by program. ``lora: true`` is none: a section holds keys."""
+    found: dict[str, list[str]] = {}
+    for name, tool in TOOLS.items():
+        signs = sorted(tool.signs & entries.keys() - {*known})
+        signs = [sign for sign in signs if sign not in tool.sections or isinstance(entries[sign], Mapping)]
+        if signs:
+            found[name] = signs
+    return found
+
+
+def _is_theirs(tool: Tool, signs: Collection[str], entries: Mapping[str, Any]) -> bool:
+    """A sign is weak where many write it, such as ``max_seq_length``. One strong sign is enough beside names that both
+    have; of names that only we have there must be fewer than strong signs."""
+    if any(sign in tool.sections for sign in signs):
+        return True
+    strong = [sign for sign in signs if sign not in NAMES]
+    ours = (own_names() & entries.keys()) - COMMON - tool.table.keys()
+    if strong:
+        return len(strong) > len(ours)
+    return len(signs) > 1 and not (ours | (BESIDE_WEAK & entries.keys()))
+
+
+def _most(found: Mapping[str, list[str]]) -> Optional[str]:
     most = max(map(len, found.values()), default=0)
     best = [name for name, signs in found.items() if len(signs) == most]
     if len(best) > 1:
         whose = "; ".join(f"{', '.join(found[name])} of {TOOLS[name].title}" for name in best)
-        raise SettingsError(f"its keys are of several programs ({whose}); say which by --from {' or '.join(best)}")
+        raise SettingsError(
+            f"its keys are of several programs ({whose}); say which by --from {' or '.join(best)} of scu-trainer import"
+        )
     return best[0] if best else None
 
 

@@ -112,8 +112,8 @@ def _assistant_spans(render, chat: Chat) -> list[tuple[int, int]]:
 
 def _span(render, messages: list[dict], first: int, end: int) -> tuple[int, int]:
     """Characters of the whole text that ``messages[first:end]`` fill, by the difference of two renderings."""
-    whole, before = render(messages), render(messages[:first], add_generation_prompt=True)
-    after = render(messages[:end])
+    whole, after = render(messages), render(messages[:end])
+    before = render(messages[:first], add_generation_prompt=True) if first else _start(render, messages[:end])
     if not (after.startswith(before) and whole.startswith(after)):
         raise BadRow(
             "the chat template renders the start of the conversation differently when more follows, so the learned "
@@ -121,6 +121,20 @@ def _span(render, messages: list[dict], first: int, end: int) -> tuple[int, int]
             "tokens with --assistant_only_loss false --completion_only_loss false"
         )
     return len(before), len(after)
+
+
+def _start(render, messages: list[dict]) -> str:
+    """What stands before the words of a conversation that begins with the assistant: a template renders no empty
+    conversation, so its own mark for the assistant says where the words begin."""
+    text = render(messages)
+    mark = render(messages, add_generation_prompt=True)[len(text) :]
+    begin = text.find(mark) if mark.strip() else -1
+    if begin < 0:
+        raise BadRow(
+            "begins with a turn of the assistant, and the chat template does not show where its words begin; put a "
+            "turn of the user before it, take it out, or learn all tokens with --assistant_only_loss false"
+        )
+    return text[: begin + len(mark)]
 
 
 def _by_spans(tokenizer, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:

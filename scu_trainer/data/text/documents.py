@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow
 
-DOCUMENTS_VERSION = 2  # raise it when the same text would give other documents
+DOCUMENTS_VERSION = 3  # raise it when the same text would give other documents
 DOCUMENTS_PER_READ = 64
 
 
@@ -83,7 +83,7 @@ def usable_documents(
 ) -> Iterator[Document]:
     """Documents in the order of the source; rows read and dropped are counted in ``statistics``.
 
-    Raises DataError at the first unreadable row unless ``skip_bad_rows``.
+    Raises DataError at the first unreadable row unless ``skip_bad_rows``, and for a source without a row.
     """
     from tqdm.auto import tqdm
 
@@ -91,6 +91,8 @@ def usable_documents(
     not_read = source.columns_not_read()
     shown = tqdm(results, desc=f"tokenizing {source.name}", unit=" rows", delay=2, disable=None, leave=False)
     yield from islice(_kept(shown, encoder.skip_bad_rows, statistics), limit)
+    if not statistics.rows_read and limit != 0:
+        raise DataError(f"{source.name} is empty: there is no row in it")
     statistics.columns_not_used.update(dict.fromkeys(not_read, statistics.rows_read))
 
 
@@ -98,7 +100,7 @@ def _kept(results: Iterable[Document | Dropped], skip_bad_rows: bool, statistics
     for result in results:
         statistics.rows_read += 1
         if isinstance(result, Document):
-            _count_reading(result.read, statistics)
+            _count_reading(result, result.read, statistics)
             yield result
         elif result.reason == UNREADABLE and not skip_bad_rows:
             raise DataError(f"{result.example}. Repair the row, or count and skip such rows with --skip_bad_rows true")
@@ -106,7 +108,7 @@ def _kept(results: Iterable[Document | Dropped], skip_bad_rows: bool, statistics
             statistics.drop(result.reason, result.example)
 
 
-def _count_reading(read: Reading, statistics: DataStatistics) -> None:
+def _count_reading(document: Document, read: Reading, statistics: DataStatistics) -> None:
     statistics.formats[read.format] = statistics.formats.get(read.format, 0) + 1
     for counts, names in (
         (statistics.columns_not_used, read.not_used),
@@ -114,6 +116,8 @@ def _count_reading(read: Reading, statistics: DataStatistics) -> None:
     ):
         for name in names:
             counts[name] = counts.get(name, 0) + 1
+    for role in read.unknown_roles:
+        statistics.unknown_role(role, document.name)
 
 
 def _schema() -> pyarrow.Schema:

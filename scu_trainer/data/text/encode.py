@@ -12,6 +12,7 @@ import numpy
 import xxhash
 
 from scu_trainer.data.formats import Columns, understand
+from scu_trainer.data.messages import KNOWN_ROLES
 from scu_trainer.data.records import BadRow, Chat, Completion, Content, Pair, Record, Text
 from scu_trainer.data.store import digest_of
 from scu_trainer.data.text.chat import chat_template_of, encode_chat
@@ -28,11 +29,13 @@ BATCH_RECORDS = 512
 
 
 class Reading(NamedTuple):
-    """How a row was read: in which format, without which columns; what the chat template left out."""
+    """How a row was read: in which format, without which columns; what the chat template left out; of each turn that is
+    not learned because nobody knows its role, that role."""
 
     format: str
     not_used: tuple[str, ...]
     rendered_away: tuple[str, ...] = ()
+    unknown_roles: tuple[str, ...] = ()
 
 
 class Document(NamedTuple):
@@ -125,10 +128,17 @@ class Encoder:
 
     def _chat(self, record: Record, content: Chat, read: Reading) -> Document | Dropped:
         template = chat_template_of(self.tokenizer, self.model_name)
-        ids, learned, text = encode_chat(self.tokenizer, template, content, self._learned_part(content))
-        read = read._replace(rendered_away=rendered_away(content, text, learns_prompt=all(learned)))
+        part = self._learned_part(content)
+        ids, learned, text = encode_chat(self.tokenizer, template, content, part)
+        missing = rendered_away(content, text, learns_prompt=all(learned))
+        unknown = _unknown_roles(content) if part == "assistant" else ()
+        read = read._replace(rendered_away=missing, unknown_roles=unknown)
         # Templates break the line after their last marker.
-        return self._finish(ids, learned, record, text, read, end_within=2)
+        document = self._finish(ids, learned, record, text, read, end_within=2)
+        if isinstance(document, Dropped) and unknown:
+            names = ", ".join(map(repr, dict.fromkeys(unknown)))
+            return document._replace(example=f"{record.place}, with a role that is not known: {names}")
+        return document
 
     def _learned_part(self, content: Chat) -> str:
         if content.is_pair:
@@ -169,6 +179,10 @@ class Encoder:
 def columns_of(settings: DataSettings) -> Columns:
     """Where the settings say that the content stands."""
     return Columns(settings.text_column, *(getattr(settings, f"{name}_column") for name in Columns._fields[1:]))
+
+
+def _unknown_roles(chat: Chat) -> tuple[str, ...]:
+    return tuple(message["role"] for message in chat.messages if message["role"] not in KNOWN_ROLES)
 
 
 def _says_something(content: Content) -> bool:

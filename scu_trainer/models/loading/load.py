@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from scu_trainer.errors import ModelError, UserError
+from scu_trainer.errors import ModelError, UserError, nearest
 from scu_trainer.models.loading.adapters import (
     CAUSAL,
     AdapterPlan,
@@ -68,6 +68,10 @@ def check_source(name_or_path: str, what: str = "model") -> None:
         require_sane_config(path / "config.json", what)
 
 
+VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""Patterns of the files that hold the tokens of a tokenizer."""
+
+
 def is_adapter(path: Path) -> bool:
     return (path / "adapter_config.json").is_file()
 
@@ -84,9 +88,13 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
         source = base_of(Path(source))
     with as_model_error(name, "tokenizer", settings.model_revision):
         announce_code(source, settings)
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
-        )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                source, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
+            )
+        except _loading_errors():
+            _require_vocabulary(source, settings)
+            raise
 
     if tokenizer.eos_token_id is None:
         raise ModelError(
@@ -105,6 +113,20 @@ def located(name: str) -> str:
 
 def _has_tokenizer(path: Path) -> bool:
     return (path / "tokenizer_config.json").is_file() or (path / "tokenizer.json").is_file()
+
+
+def _require_vocabulary(source: str, settings: ModelSettings) -> None:
+    """Raise ModelError for a folder without a tokenizer, which the library reports as one that it cannot read. A model
+    of images has none because it is no language model: that is said first."""
+    folder = Path(source)
+    if not folder.is_dir() or any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
+        return
+    require_causal(_config_of(source, settings), source)
+    missing = [name for name in ("tokenizer.json", "tokenizer_config.json") if not (folder / name).is_file()]
+    raise ModelError(
+        f"cannot load the tokenizer of {source!r}: there is no {' and no '.join(missing)} in that folder; copy the "
+        "tokenizer files there from the base model, or write them with tokenizer.save_pretrained"
+    )
 
 
 def base_of(adapter: Path) -> str:
@@ -294,8 +316,12 @@ class as_model_error:
             return False
         if needs_code(error):
             raise code_refusal(located(self.name), self.revision) from error
-        first = _first_line(error)
-        hint = "" if Path(self.name).exists() else "; if it is a Hub id, check its spelling and the connection"
+        first, hint = _first_line(error), ""
+        if _is_torn(error):
+            hint = f"; {_torn_file(self.name)} is damaged or cut off: copy or download it again"
+        elif not Path(self.name).expanduser().exists():
+            hint = f"; {_not_here(self.name)}; if it is a Hub id, check its spelling and the connection"
+        first = first.rstrip(".") if hint else first
         raise ModelError(f"cannot load the {self.what} of {self.name!r}: {first}{hint}") from error
 
 
@@ -304,10 +330,38 @@ def _is_of_the_files(error: Optional[BaseException]) -> bool:
     return not isinstance(error, UserError) and (isinstance(error, _loading_errors()) or type(error) is Exception)
 
 
+def _not_here(name: str) -> str:
+    """That no folder has this name, with the nearest of those beside it."""
+    path = Path(name)
+    beside = [str(other) for other in path.parent.glob("*") if other.is_dir()] if path.parent.name else []
+    return f"there is no folder {name} here{nearest(str(path), beside)}"
+
+
+def _is_torn(error: Exception) -> bool:
+    from safetensors import SafetensorError
+
+    return isinstance(error, SafetensorError)
+
+
+def _torn_file(name: str) -> str:
+    """The first weights file of a folder that cannot be opened."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(Path(name).expanduser().glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            return str(file)
+    return "its weights file"
+
+
 def _first_line(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
         return f"its pickle file is damaged or holds more than tensors, and was not read ({reason_of(error)})"
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = str(error).strip().splitlines()[0].strip() if str(error).strip() else type(error).__name__
+    if first.endswith(":"):  # a list follows
+        first = " ".join(str(error).split())[:300]
     if isinstance(error, STUMBLES):
         return f"its files do not hold what the library expects there ({type(error).__name__}: {first})"
     return first

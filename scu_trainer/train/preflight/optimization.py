@@ -30,7 +30,7 @@ NO_ROWS_PER_STEP = Check(
 NO_STEPS = Check(
     "no-steps",
     "error",
-    "num_train_epochs is 0 or less and max_steps is not given: the run would have no step",
+    "max_steps is 0, or num_train_epochs is 0 or less and max_steps is not given: the run would have no step",
     "give num_train_epochs, for instance 1, or max_steps",
 )
 WEIGHT_DECAY_NEGATIVE = Check(
@@ -108,7 +108,10 @@ def _counts(job: Job) -> Iterator[Finding]:
     for name in SIZES:
         if getattr(training, name) < 1:
             yield NO_ROWS_PER_STEP.found(f"{name} is {getattr(training, name)}", name)
-    if training.max_steps <= 0 and training.num_train_epochs <= 0:
+    if training.max_steps == 0:
+        fix = "give 1 or more, or drop max_steps to train for num_train_epochs"
+        yield NO_STEPS.found("max_steps is 0: no step", "max_steps", fix)
+    elif training.max_steps < 0 and training.num_train_epochs <= 0:
         yield NO_STEPS.found(f"num_train_epochs is {training.num_train_epochs:g}: no step", "num_train_epochs")
 
 

@@ -1,4 +1,5 @@
-"""Settings of the stock Trainer that do what they say, and something else that costs a run."""
+"""Settings of the stock Trainer that do what they say, and something else that costs a run; and settings that were
+given and do nothing."""
 
 from __future__ import annotations
 
@@ -27,6 +28,14 @@ NO_SHUFFLE = Check(
     "train_sampling_strategy: sequential shows samples in the order of the file, class after class if it is sorted",
     "use train_sampling_strategy: random",
 )
+WITHOUT_EFFECT = Check(
+    "setting-without-effect",
+    "note",
+    "a setting was given that has no effect beside another one, or with this value",
+    "drop it, or change the other setting",
+)
+
+OF_LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 
 
 def before_loading(job: Job) -> Iterator[Finding]:
@@ -37,3 +46,29 @@ def before_loading(job: Job) -> Iterator[Finding]:
         yield GROUPS_BY_LENGTH.found("train_sampling_strategy: group_by_length", "train_sampling_strategy")
     if training.train_sampling_strategy == "sequential" and job.task.task != TEXT:
         yield NO_SHUFFLE.found("train_sampling_strategy: sequential", "train_sampling_strategy")
+    yield from _idle_adapters(job)
+    yield from _idle_numbers(job)
+
+
+def _idle_adapters(job: Job) -> Iterator[Finding]:
+    """Only what differs from its default is known to be given; a job that has other defaults knows them."""
+    model = job.model
+    if model.tuning != "full":
+        return
+    fields = type(model).__dataclass_fields__
+    unasked = {name: job.task.defaults.get(name, fields[name].default) for name in OF_LORA}
+    given = [name for name in OF_LORA if getattr(model, name) not in (unasked[name], fields[name].default)]
+    if given:
+        what = f"{', '.join(given)} given, and tuning is full, which has no adapters"
+        yield WITHOUT_EFFECT.found(what, ", ".join(given), "drop it, or set tuning: lora")
+
+
+def _idle_numbers(job: Job) -> Iterator[Finding]:
+    training = job.training
+    strategy = str(getattr(training.eval_strategy, "value", training.eval_strategy))
+    if training.eval_steps is not None and strategy != "steps":
+        what = f"eval_steps {training.eval_steps:g} given, and eval_strategy is {strategy}, which does not count steps"
+        yield WITHOUT_EFFECT.found(what, "eval_steps", "set eval_strategy: steps, or drop eval_steps")
+    if training.save_total_limit is not None and training.save_total_limit <= 0:
+        what = f"save_total_limit is {training.save_total_limit}, which limits nothing: every checkpoint is kept"
+        yield WITHOUT_EFFECT.found(what, "save_total_limit", "give 1 or more, or save_strategy: no for no checkpoints")

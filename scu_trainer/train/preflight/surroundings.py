@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Optional
 
 import numpy
 from transformers import EvalPrediction
@@ -24,6 +25,12 @@ REPORT_TO = Check(
     "error",
     "report_to names a service that is unknown or whose package is not installed",
     "install the package, or set report_to: tensorboard or none",
+)
+WANDB_LOGIN = Check(
+    "no-wandb-login",
+    "error",
+    "report_to names wandb, which has no key to log in with and would end the run when training begins",
+    "run `wandb login`, set WANDB_API_KEY or WANDB_MODE=offline, or set report_to: tensorboard",
 )
 HUB_TOKEN = Check(
     "no-hub-token",
@@ -87,6 +94,8 @@ PACKAGES = {
 """Python packages by value of ``report_to``; one of them is needed."""
 
 WITHOUT_PACKAGE = ("kubeflow",)
+WANDB_ONLINE = ("online", "shared", "run")
+"""Values of ``mode`` of wandb for which it needs a key."""
 STOCK_FIGURES = ("loss", "runtime", "samples_per_second", "steps_per_second")
 SMALLER_IS_BETTER = ("loss", "bpt", "perplexity")
 LARGER_IS_BETTER = ("accuracy",)
@@ -109,6 +118,8 @@ def _services(job: Job) -> Iterator[Finding]:
         elif not any(importlib.util.find_spec(package) for package in PACKAGES[name]):
             what = f"report_to: {name} needs the package {PACKAGES[name][0]}, not installed"
             yield REPORT_TO.found(what, "report_to")
+        elif name == "wandb" and (problem := missing_wandb_login()) is not None:
+            yield WANDB_LOGIN.found(f"report_to: wandb, and {problem}", "report_to")
     if job.training.push_to_hub and not _has_token(job):
         yield HUB_TOKEN.found("push_to_hub: true, and no token is stored or set", "push_to_hub")
 
@@ -169,3 +180,66 @@ def _inodes(output_dir: Path) -> Iterator[Finding]:
     disk = os.statvfs(existing)
     if disk.f_files and disk.f_favail < FEWEST_INODES:  # some file systems count none
         yield INODES.found(f"{disk.f_favail:,} inodes are left on the disk of {existing}", "output_dir")
+
+
+# -- wandb -------------------------------------------------------------------------------------------------------------
+
+
+def missing_wandb_login() -> Optional[str]:
+    """Why wandb would end the run; None where it would not, where it asks at the terminal, and where this version of
+    it does not tell."""
+    if importlib.util.find_spec("wandb") is None:
+        return None
+    import wandb
+    from wandb.errors import AuthenticationError, term
+
+    try:
+        settings = _wandb_settings()
+        if wandb.run is not None or settings.mode not in WANDB_ONLINE or term.can_use_terminput() or _is_sagemaker():
+            return None
+        return _missing_wandb_key(settings)
+    except AuthenticationError as error:
+        return f"its key is refused: {str(error).rstrip('.')}"
+    except (ImportError, AttributeError, TypeError):
+        return None  # another version, whose functions have other names
+    except ValueError as error:
+        return f"one of its settings is not valid ({_setting_of(error)}); correct the variable WANDB_..."
+
+
+def _setting_of(error: ValueError) -> str:
+    """One line: the setting and what it takes; pydantic adds the type and an address."""
+    lines = str(error).splitlines()
+    return " ".join(" ".join(lines[1:3] or lines).split()).partition(" [type=")[0]
+
+
+def _wandb_settings() -> Any:
+    """What ``wandb.init`` would read, without its service, which stays as it is until training begins."""
+    import wandb
+
+    settings = wandb.Settings()
+    settings.silent = True  # else it prints that it has read a file
+    folder = os.environ.get("WANDB_CONFIG_DIR") or Path("~", ".config", "wandb")
+    settings.settings_system = str(Path(folder).expanduser() / "settings")
+    settings.update_from_system_settings()
+    settings.update_from_env_vars(dict(os.environ))
+    return settings
+
+
+def _is_sagemaker() -> bool:
+    """Whether this is SageMaker, which brings a key of its own."""
+    from wandb.integration.sagemaker.config import is_using_sagemaker
+
+    return bool(is_using_sagemaker())
+
+
+def _missing_wandb_key(settings: Any) -> Optional[str]:
+    """Raises AuthenticationError for a key that cannot be one."""
+    from wandb.sdk.lib import wbauth
+
+    host = settings.base_url
+    if wbauth.session_credentials(host=host) or settings.identity_token_file:
+        return None
+    if settings.api_key:
+        wbauth.AuthApiKey(host=host, api_key=settings.api_key)
+        return None
+    return None if wbauth.read_netrc_auth(host=host) else f"no API key for {host} is stored or set"

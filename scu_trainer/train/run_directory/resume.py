@@ -31,6 +31,8 @@ ASKED_FOR = "output_dir_asked_for"
 START_NUMBER = "start_number"
 """Key of training_config.json: which of the starts that were given the same output_dir this is."""
 
+OF_A_RUN = ("run.json", "training_config.json")
+
 RESTARTED = "restarted by the launcher"
 
 
@@ -181,8 +183,17 @@ def _asked_for(request: Request) -> Start:
 
 def _beside(output_dir: Path, reason: str = "") -> Start:
     free = free_name(output_dir)
-    reason = reason or f"{output_dir} already holds a run"
+    reason = reason or f"{output_dir} {_holding(output_dir)}"
     return Start(free, line="" if free == output_dir else f"{reason}; this one goes to {free}")
+
+
+def _holding(folder: Path) -> str:
+    """What is in the way of a run; a folder with other files alone is not called a run."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if not names or any(name in OF_A_RUN or name.startswith("checkpoint-") for name in names):
+        return "already holds a run"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"holds no run, but other files ({', '.join(names[:3])}{more})"
 
 
 def _go_on(run: Path, request: Request) -> Start:

@@ -6,7 +6,7 @@ Full local gradients stay until the window ends, so ZeRO-2 needs the gradient me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from scu_trainer.errors import ControlError
-from scu_trainer.train.loss.rows.padding_free import replaced
 from scu_trainer.train.step.distributed.ranks import OFF, Ranks, ShardedRanks, fill_unused
 
 
@@ -40,22 +39,31 @@ class ZeroRanks(Ranks):
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         try:
-            with super().micro_batch(last), replaced(self._accelerator, "backward", self._going_back()):
+            with super().micro_batch(last), self._without_a_step():
                 yield
         except BaseException:
             # A backward that fails leaves the engine believing that it still runs. After a forward this does nothing.
             self._engine.optimizer.exit_backward()
             raise
 
-    def _going_back(self) -> Callable[..., None]:
-        """accelerate's backward, which would take the engine's step in the last one of a window."""
-        backward = self._accelerator.backward
+    @contextmanager
+    def _without_a_step(self) -> Iterator[None]:
+        """Inside, accelerate's backward does not take the engine's step, as it would in the last one of a window."""
+        accelerator = self._accelerator
+        own, backward = vars(accelerator).get("backward"), accelerator.backward
 
-        def without_a_step(loss: torch.Tensor, **kwargs: Any) -> None:
+        def going_back(loss: torch.Tensor, **kwargs: Any) -> None:
             with self._sync_gradients(False):
                 backward(loss, **kwargs)
 
-        return without_a_step
+        accelerator.backward = going_back
+        try:
+            yield
+        finally:
+            if own is None:
+                del accelerator.backward
+            else:
+                accelerator.backward = own
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
