@@ -157,14 +157,16 @@ def test_a_launcher_whose_processes_would_train_alone_is_refused(flags, monkeypa
 
 
 def with_value(flags: list[str], name: str, value: object) -> list[str]:
-    return [*flags, f"--{name}", str(value)]
+    """``flags`` with another value of ``name``: no data is given twice."""
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    return [*(word for flag, old in pairs if flag != f"--{name}" for word in (flag, old)), f"--{name}", str(value)]
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
         (None, "does not exist"),
-        ("", "no document"),
+        ("", "is empty: there is no row in it"),
         ('{"body": "text"}\n' * 4, "text_column"),
         ('{"text": "a"}\n{"text": broken\n', "row 2"),
     ],
