@@ -41,7 +41,7 @@ from scu_trainer.settings import (
 )
 from scu_trainer.settings.base import check_text, check_values, require, short
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.settings.mixture import dataset_of
+from scu_trainer.settings.mixture import FILE_SUFFIXES, dataset_of
 from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.settings.safety import beside_early_stopping
 from scu_trainer.settings.stock import ALLOWED
@@ -65,7 +65,7 @@ SAYS_NO = ("mixed_precision", "logging_strategy", "eval_strategy", "evaluation_s
 APPENDED = {"resume_from_checkpoint": "auto", "use_cpu": "true"}
 """What a background run puts behind the flags that were typed (runs/supervisor.py): there it goes before them."""
 
-DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".gz")
+DATA_SUFFIXES = {*FILE_SUFFIXES} - {".txt", ".json"}
 """Of files that hold data and are never a configuration."""
 
 # Where our command line differs from the defaults of TrainingArguments, and why.

@@ -87,7 +87,8 @@ def require_own_attributes(trainer: Trainer, ours: type[Trainer]) -> None:
 
 
 def _reserved(ours: type[Trainer]) -> set[str]:
-    """Names that ``ours`` has beyond the stock Trainer, which gives the one left out to its instances."""
+    """Names that ``ours`` has beyond the stock Trainer. The one left out is the stock Trainer's, too, but only on its
+    instances."""
     return {name for name in vars(ours) if not hasattr(Trainer, name)} - {"current_gradient_accumulation_steps"}
 
 
@@ -95,8 +96,8 @@ def _require_free(who: str, names: Collection[str], taken: Collection[str]) -> N
     both = sorted(set(names) & set(taken))
     if both:
         raise ControlError(
-            f"{who} {', '.join(both)}, which SCUTrainer has for something else and would put in its place; give it "
-            "another name"
+            f"{who} {', '.join(both)}, which SCUTrainer uses for something else and would override; give it another "
+            "name"
         )
 
 

@@ -335,6 +335,11 @@ class LossPath:
             return False
         return own_loss_between(self.trainer) is None or follows_row_weights(self.trainer, self.for_model(inputs))
 
+    @property
+    def _own_code(self) -> Optional[str]:
+        """Whose code, neither transformers' nor ours, gets what the model gives, and may look at more than its loss."""
+        return own_loss_between(self.trainer) or own_forward_of(self.trainer.model)
+
     def _may_go_headless(self, inputs: Any) -> Optional[bool]:
         """None: this batch does not tell."""
         if self._wanted == "never":
@@ -342,7 +347,7 @@ class LossPath:
         obstacle = obstacle_to_headless(self.trainer)
         if self._wanted == "auto" and (obstacle or head_of(self.trainer.model).out_features < LARGE_VOCABULARY):
             return False
-        owner = own_loss_between(self.trainer) or own_forward_of(self.trainer.model)
+        owner = self._own_code
         if self._wanted == "auto" and owner:
             obstacle = (
                 f"{owner} computes the loss by code of its own, which may look at more than the loss of the model; "
@@ -357,8 +362,7 @@ class LossPath:
         if wanted is False:
             return False
         obstacle = obstacle_to_padding_free(self.trainer)
-        owner = own_loss_between(self.trainer) or own_forward_of(self.trainer.model)
-        if wanted is None and (obstacle or owner):
+        if wanted is None and (obstacle or self._own_code):
             return False
         instead = "leave padding_free out, or false" if wanted else None
         found = self._checked("padding_free: true", instead, obstacle, inputs, agrees_padding_free)

@@ -14,7 +14,7 @@ import functools
 import logging
 import operator
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Optional
 
 import torch
@@ -222,33 +222,19 @@ class MicroBatchStep:
             return loss if share == 1.0 else loss * share
 
         if self.settings.memory_control and not self.analysis.own_step.is_stock:
-            return self._without_recovery(micro_batches, attempt)
+            return self._in_step(micro_batches, attempt, self._stop_own_step)
         if self.settings.memory_control and self.ranks.recoverable:
             return steps.run(micro_batches, attempt, self.loop, self._place, self.trainer.loss_path)
         if self.ranks.even_micro_batches:
-            return self._in_step(micro_batches, attempt)
+            return self._in_step(micro_batches, attempt, functools.partial(self._stop_sharded, micro_batches))
         return steps.run_once(
             [micro_batch for whole in micro_batches for micro_batch in self.loop.fit(whole)], attempt, self.loop
         )
 
-    def _without_recovery(self, micro_batches, attempt) -> list[tuple[MicroBatch, torch.Tensor]]:
-        """Inside a ``training_step`` of somebody's own: what it had changed by then is not known."""
-        try:
-            return steps.run_once(micro_batches, attempt, self.loop)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            text = str(error).partition("\n")[0]
-            forget_traceback(error)
-        raise OutOfMemory(
-            f"step {self.trainer.state.global_step + 1} ran out of memory and is not run again, because "
-            f"{self.analysis.own_step.mixes}. Lower per_device_train_batch_size and raise gradient_accumulation_steps, "
-            f"or move what it does into compute_loss or a callback. The failed allocation said: {text}"
-        )
-
-    def _in_step(self, micro_batches, attempt) -> list[tuple[MicroBatch, torch.Tensor]]:
-        """FSDP and ZeRO-3: no micro-batch can run again; a failure ends the run, with a checkpoint where one can be
-        made."""
+    def _in_step(
+        self, micro_batches, attempt, stop: Callable[[str], NoReturn]
+    ) -> list[tuple[MicroBatch, torch.Tensor]]:
+        """Where no micro-batch can run again. ``stop``: ends the run, given what the failed allocation said."""
         try:
             return steps.run_once(micro_batches, attempt, self.loop)
         except (RuntimeError, MemoryError) as error:
@@ -257,9 +243,19 @@ class MicroBatchStep:
             text = str(error).partition("\n")[0]
             forget_traceback(error)
         self.free_memory()
-        self._stop_sharded(max(micro_batches, key=lambda micro_batch: micro_batch.tokens), text)
+        stop(text)
 
-    def _stop_sharded(self, largest: MicroBatch, text: str) -> NoReturn:
+    def _stop_own_step(self, text: str) -> NoReturn:
+        """What a ``training_step`` of somebody's own had changed by then is not known."""
+        raise OutOfMemory(
+            f"step {self.trainer.state.global_step + 1} ran out of memory and is not run again, because "
+            f"{self.analysis.own_step.mixes}. Lower per_device_train_batch_size and raise gradient_accumulation_steps, "
+            f"or move what it does into compute_loss or a callback. The failed allocation said: {text}"
+        )
+
+    def _stop_sharded(self, micro_batches: Sequence[MicroBatch], text: str) -> NoReturn:
+        """FSDP and ZeRO-3, with a checkpoint where one can be made."""
+        largest = max(micro_batches, key=lambda micro_batch: micro_batch.tokens)
         trainer, smaller = self.trainer, max(1, len(largest.rows) // 2)
         if self.ranks.world_size == 1:  # several ranks would wait for each other: the others are inside the micro-batch
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)

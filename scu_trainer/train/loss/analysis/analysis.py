@@ -69,9 +69,16 @@ class LossAnalysis:
             return replace(found, mixes=self.own_step.mixes, may_be_cut=False)
         return replace(found, mixes=MEAN_OF_KL) if getattr(trainer, "calculate_KL", False) else found
 
-    @contextlib.contextmanager
-    def watched(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    def watched(
+        self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]
+    ) -> contextlib.AbstractContextManager[None]:
         """Around the training step of one micro-batch."""
+        if self.own_step.owner is None:
+            return contextlib.nullcontext()
+        return self._watched(inputs, num_items, parameters)
+
+    @contextlib.contextmanager
+    def _watched(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
         was_stock = self.own_step.is_stock
         with self.own_step.watched(inputs, num_items, parameters):
             yield

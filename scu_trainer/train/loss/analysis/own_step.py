@@ -43,7 +43,7 @@ class OwnStep:
     @contextlib.contextmanager
     def watched(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
         """Around the step with ``inputs`` and ``num_items``, whose gradients are those of ``parameters``."""
-        if self.owner is None or self.deviation is not None:
+        if self.deviation is not None:
             yield
             return
         trainer, watch = self._trainer, _Watch(inputs, num_items, parameters, self._trainer, thorough=not self.is_seen)

@@ -26,8 +26,7 @@ class ZeroRanks(Ranks):
 
     @contextmanager
     def window(self, model: nn.Module, completes: bool = True) -> Iterator[None]:
-        self._completes = completes
-        with self._sync_gradients(False), self._engine.coalesce_grad_reduction():
+        with super().window(model, completes), self._engine.coalesce_grad_reduction():
             try:
                 yield
             except BaseException:
