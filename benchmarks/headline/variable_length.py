@@ -1,7 +1,7 @@
 """Fine-tuning on rows of uneven length, as it comes: real tokens per second, at equal held-out loss.
 
     python benchmarks/headline/variable_length.py [--lengths alpaca] [--words 32000] [--steps 24] [--repeats 5]
-        [--contenders stock ours] [--quick]
+        [--contenders stock ours] [--hidden 256] [--layers 4] [--template 0] [--quick]
 
 A Llama of 19 million weights (with 32,000 words), all of it trained in float32, lognormal row lengths (alpaca: median
 100, sigma .6; gsm8k: 150, .35; chat: 400, .9), 32 rows per optimizer step as batch 8 x accumulation 4, AdamW.
@@ -13,6 +13,9 @@ Tokens are those whose prediction is learned: padding is no work. The first six 
 ours measures every micro-batch; the ratio with them stands beside. Share of the limit: tokens per second over those
 that the unavoidable multiplications and bytes alone would allow, at this machine's peaks, measured before each round
 (benchmarks/lib/machine_limit.py).
+
+--template: tokens that every row begins with and that are not learned, one of two templates by turns of which the first
+half is the same, as instruction data have them; they count in a row's length. Not with TRL.
 
 Held-out loss is the proof of equal work. Packing has the tokens of each step, but other rows in it, and grouping by
 length has other rows and other tokens in each, so their losses may differ. TRL as it comes takes long on a CPU: its
@@ -126,6 +129,9 @@ def main() -> None:
     parser.add_argument("--lengths", choices=list(DISTRIBUTIONS), default="alpaca")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--words", type=int, default=Shape.vocab, help="size of the vocabulary")
+    parser.add_argument("--hidden", type=int, default=Shape.hidden, help="size of a token's states")
+    parser.add_argument("--layers", type=int, default=Shape.layers)
+    parser.add_argument("--template", type=int, default=0, help="tokens that rows begin with alike, not learned")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--contenders", nargs="+", choices=(*CONTENDERS, KEEPING), default=CONTENDERS, metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="every path on a tiny model; writes nothing")
@@ -135,7 +141,10 @@ def main() -> None:
     repeats, steps = (1, FEWEST_STEPS) if given.quick else (given.repeats, given.steps)
     if not {BASE, "ours"} <= set(given.contenders):
         parser.error(f"--contenders lacks {BASE!r} or 'ours', which every figure is about")
-    job = Job(SMALL if given.quick else Shape(vocab=given.words), DISTRIBUTIONS[given.lengths], steps)
+    if given.template and any(name.startswith("trl") for name in given.contenders):
+        parser.error("--template is not for TRL: name other --contenders")
+    shape = SMALL if given.quick else Shape(vocab=given.words, hidden=given.hidden, layers=given.layers)
+    job = Job(shape, DISTRIBUTIONS[given.lengths], steps, template_tokens=given.template)
     peaks: list[Peaks] = []
     raced = race(
         given.contenders,
@@ -148,8 +157,11 @@ def main() -> None:
     )
     limit = Limit(unavoidable(job), peaks)
     title = f"{given.lengths} lengths, {job.step_rows} rows per optimizer step, {job.shape.vocab:,} words"
-    parts = [given.lengths] * (given.lengths != "alpaca") + [f"{given.words}"] * (given.words != Shape.vocab)
-    name = "_".join(["variable_length", *parts])
+    if given.template:
+        title += f", {given.template} of each row a template"
+    others = {"words": Shape.vocab, "hidden": Shape.hidden, "layers": Shape.layers, "template": 0}
+    parts = [f"{part}_{value}" for part, usual in others.items() if (value := getattr(given, part)) != usual]
+    name = "_".join(["variable_length", *[given.lengths] * (given.lengths != "alpaca"), *parts])
     results = [one.known() for one in raced.values()]
     finish(
         name,

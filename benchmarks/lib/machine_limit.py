@@ -2,9 +2,9 @@
 that the device was measured at.
 
 Unavoidable is what the rows ask for, no padding and nothing computed twice: every real token through the layers,
-forward and backward, every learned token through the output head, causal attention over each row by itself, and the
-optimizer once over what is trained. A frozen weight has no gradient of its own. Multiplications and bytes do not
-overlap here, so the limit is a little low for a device that overlaps them.
+forward and backward (what rows begin with alike in each of them), every learned token through the output head, causal
+attention over each row by itself, and the optimizer once over what is trained. A frozen weight has no gradient of its
+own. Multiplications and bytes do not overlap here, so the limit is a little low for a device that overlaps them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Peaks:
 def unavoidable(job: Job) -> Work:
     """Counted from the model itself, not from what anybody runs."""
     model, lengths = job.model(), job.token_rows().lengths
-    head = model.get_output_embeddings()
-    tokens, learned = sum(lengths), sum(length - SHIFT for length in lengths)
+    head, not_learned = model.get_output_embeddings(), max(SHIFT, job.template_tokens)
+    tokens, learned = sum(lengths), sum(length - not_learned for length in lengths)
     flops = 0.0
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):

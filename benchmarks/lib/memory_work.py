@@ -94,10 +94,13 @@ class Shape:
 
 class TokenRows(torch.utils.data.Dataset):
     """Rows of the given lengths, every token of them learned: random walks over a part of the vocabulary, so that a
-    few steps show in the loss."""
+    few steps show in the loss. ``template_tokens``: that each row begins with instead, which are not learned: one of
+    two templates by turns, the first half of which is the same."""
 
-    def __init__(self, lengths: Sequence[int], vocab: int) -> None:
-        self.lengths, self.words = list(lengths), min(vocab - 3, 256)
+    def __init__(self, lengths: Sequence[int], vocab: int, template_tokens: int = 0) -> None:
+        self.words, self.template_tokens = min(vocab - 3, 256), template_tokens
+        fewest = template_tokens + SHORTEST_ROW if template_tokens else 0
+        self.lengths = [max(length, fewest) for length in lengths]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -106,7 +109,18 @@ class TokenRows(torch.utils.data.Dataset):
         generator = torch.Generator().manual_seed(index)
         steps = torch.randint(1, 8, (self.lengths[index],), generator=generator)
         start = torch.randint(0, self.words, (), generator=generator)
-        return {"input_ids": 3 + (start + steps.cumsum(0)) % self.words, "sample_index": index}
+        tokens = 3 + (start + steps.cumsum(0)) % self.words
+        if not self.template_tokens:
+            return {"input_ids": tokens, "sample_index": index}
+        tokens[: self.template_tokens] = self._template(index % 2)
+        labels = tokens.clone()
+        labels[: self.template_tokens] = NOT_LEARNED
+        return {"input_ids": tokens, "labels": labels, "sample_index": index}
+
+    def _template(self, kind: int) -> torch.Tensor:
+        template = 3 + torch.arange(self.template_tokens) % self.words
+        template[self.template_tokens // 2 :] += kind
+        return template
 
 
 def pad(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -118,7 +132,7 @@ def pad(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     tokens = [row["input_ids"] for row in rows]
     return {
         "input_ids": stack(tokens, PAD),
-        "labels": stack(tokens, NOT_LEARNED),
+        "labels": stack([row.get("labels", row["input_ids"]) for row in rows], NOT_LEARNED),
         "attention_mask": stack([torch.ones_like(row) for row in tokens], 0),
         "sample_index": torch.tensor([row["sample_index"] for row in rows]),
     }

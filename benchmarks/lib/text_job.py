@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers import Trainer, get_scheduler
 
 from benchmarks.lib.common import quiet, scratch_arguments
-from benchmarks.lib.memory_work import WARM_UP_TOKENS, Lengths, Shape, TokenRows, Witness, pad
+from benchmarks.lib.memory_work import NOT_LEARNED, WARM_UP_TOKENS, Lengths, Shape, TokenRows, Witness, pad
 from benchmarks.lib.turns import Contender, TakesTurns, Turns
 from scu_trainer import SCUTrainer
 from scu_trainer.hardware.heap import keep_freed
@@ -47,7 +47,7 @@ SHIFT = 1
 @dataclass(frozen=True)
 class Job:
     """``step_rows`` documents per optimizer step, as ``batch_rows`` x ``accumulation``. ``arguments``: of
-    TrainingArguments, beyond what every contender gets."""
+    TrainingArguments, beyond what every contender gets. ``template_tokens``: as of ``TokenRows``, not for TRL."""
 
     shape: Shape
     lengths: Lengths
@@ -59,6 +59,7 @@ class Job:
     checkpointing: bool = False
     learning_rate: float = 1e-3
     device: str = "cpu"
+    template_tokens: int = 0
     arguments: tuple[tuple[str, Any], ...] = field(default=())
 
     @property
@@ -66,7 +67,8 @@ class Job:
         return self.batch_rows * self.accumulation
 
     def token_rows(self) -> TokenRows:
-        return TokenRows(self.lengths.draw(self.steps * self.step_rows, self.shape.longest_row), self.shape.vocab)
+        lengths = self.lengths.draw(self.steps * self.step_rows, self.shape.longest_row)
+        return TokenRows(lengths, self.shape.vocab, self.template_tokens)
 
     def model(self) -> torch.nn.Module:
         return self.adapted(self.shape.model())
@@ -291,12 +293,12 @@ def tiny(job: Job) -> Job:
 def held_out_bits(model: torch.nn.Module, job: Job) -> float:
     """Bits per predicted token on documents that nobody trained on, the same for every contender."""
     lengths = job.lengths.draw(HELD_OUT_ROWS, job.shape.longest_row, seed=HELD_OUT_SEED)
-    rows = TokenRows([0] * HELD_OUT_SEED + lengths, job.shape.vocab)
+    rows = TokenRows([0] * HELD_OUT_SEED + lengths, job.shape.vocab, job.template_tokens)
     nats, tokens = 0.0, 0
     model.eval()
     for index in range(HELD_OUT_SEED, HELD_OUT_SEED + HELD_OUT_ROWS):
-        ids = rows[index]["input_ids"].unsqueeze(0).to(job.device)
-        logits = model(input_ids=ids).logits[0, :-SHIFT].float()
-        nats += float(torch.nn.functional.cross_entropy(logits, ids[0, SHIFT:], reduction="sum"))
-        tokens += ids.size(1) - SHIFT
+        row = {name: tensor.to(job.device) for name, tensor in padded([rows[index]]).items()}
+        logits, targets = model(input_ids=row["input_ids"]).logits[0, :-SHIFT].float(), row["labels"][0, SHIFT:]
+        nats += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+        tokens += int((targets != NOT_LEARNED).sum())
     return nats / tokens / math.log(2)

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 
 from scu_trainer.train.loss.rows import kernels, pages, softmax
-from scu_trainer.train.loss.rows.embedding import can_add_rows, embed
+from scu_trainer.train.loss.rows.gradient_sums import can_add_rows, embed
 from scu_trainer.train.loss.rows.kernels import (
     chunked_linear_cross_entropy,
-    row_losses,
     rows_in_chunk,
     token_losses_of_logits,
     weighted_row_sums,
 )
+from scu_trainer.train.loss.rows.row_readings import row_losses
 
 TOKENS, SIZE, VOCAB = 37, 12, 83
 IGNORED = -100

@@ -16,7 +16,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train.loss.rows import padding_free
 from scu_trainer.train.trainer import SCUTrainer, with_loops
 from tests import tiny
-from tests.faults import FakeGauge, is_training
+from tests.faults import FakeGauge, is_no_question, is_training
 from tests.tiny import UnevenRows, arguments, pad, same, weights_of
 from tests.train.curricula import curriculum_run
 from tests.train.stepwise import ENDLESS_BYTES, compared, error_of
@@ -49,7 +49,7 @@ def seen_by(body: torch.nn.Module, seen: list) -> None:
     """Keep the shape of what the first layer gets from ``body`` in the forwards of a training."""
 
     def see(module, given) -> None:
-        if is_training() and module.training:
+        if is_training() and module.training and is_no_question():
             seen.append(tuple(given[0].shape[:2]))
 
     (getattr(body, "layers", None) or body.h)[0].register_forward_pre_hook(see)

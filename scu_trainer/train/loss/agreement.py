@@ -13,10 +13,11 @@ from typing import Any, Optional
 import torch
 from transformers import Trainer
 
-from scu_trainer.train.loss.analysis import tolerance, untouched
+from scu_trainer.train.loss.analysis import rng_state, tolerance, untouched
 from scu_trainer.train.loss.rows.model_loss import head_of, headless, inner_model, opened
 from scu_trainer.train.loss.rows.padding_free import EndToEnd, end_to_end
 from scu_trainer.train.loss.rows.row_readings import RowLosses, row_scores
+from scu_trainer.train.loss.rows.shared_prefixes import FEWEST_TOKENS
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, PADDING, has_time, placed
 from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory
 
@@ -26,8 +27,8 @@ Found = tuple[Optional[bool], Optional[str]]
 MOST_COLUMNS = 32
 
 LENGTHS = (8, 5)
-"""Tokens of the two rows that are asked about padding. They are the same for all data, so a run that goes on, and every
-rank, finds the same."""
+"""Tokens of the two rows that are asked about padding, which begin alike where that is asked about. They are the same
+for all data, so a run that goes on, and every rank, finds the same."""
 
 MOST_VALUES, MOST_WEIGHTS = 2**20, 32
 """Of a trained weight, and how many of them, by which the gradient is compared."""
@@ -54,14 +55,17 @@ def agrees_headless(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
     return _asked(model, compared, "a short row without its output head")
 
 
-def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
+def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any], shares_prefixes: bool = False) -> Found:
     """On two rows of different length: loss, states before the output head, gradient by some small weights; and the
-    first row must not change the second."""
-    model = trainer.model
+    first row must not change the second. ``shares_prefixes``: both begin alike and have that in common. Then the model
+    must draw no random numbers either, of which each row shall have its own."""
+    model, alike = trainer.model, FEWEST_TOKENS if shares_prefixes else 0
 
     def compared() -> Found:
-        two = type(inputs)(_two_rows(_words(model), inputs["input_ids"].device))
-        rows = end_to_end(two)
+        two = type(inputs)(_two_rows(_words(model), inputs["input_ids"].device, alike))
+        if shares_prefixes and _draws(trainer, two):
+            return False, "the model draws random numbers (dropout)"
+        rows = end_to_end(two, shares_prefixes=shares_prefixes)
         stock, states, gradient = _answers(trainer, two, rows, contextlib.nullcontext())
         ours, our_states, our_gradient = _answers(trainer, two, rows, opened(model, None, _ignored, rows))
         bound = _tolerance(trainer)
@@ -72,11 +76,20 @@ def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
             return False, f"the states before the output head are {apart:.2g} of the model's own apart"
         if (apart := _apart(our_gradient, gradient)) > GRADIENT_ROUNDING * bound:
             return False, f"the gradient is {apart:.2g} of the model's own apart"
-        changed = _with_another_first(two)
+        changed = _with_another_first(two, alike)
         _, other_states, _ = _answers(trainer, changed, rows, opened(model, None, _ignored, rows))
         return _same_states(other_states[LENGTHS[0] :], our_states[LENGTHS[0] :])
 
     return _asked(model, compared, "two short rows without padding")
+
+
+def _draws(trainer: Trainer, batch: Any) -> bool:
+    """Whether a training forward draws random numbers. Afterwards the model is in evaluation mode."""
+    model = trainer.model.train()
+    before = rng_state(model)
+    _loss(trainer, batch, contextlib.nullcontext())
+    model.eval()
+    return not all(map(torch.equal, before, rng_state(model)))
 
 
 def follows_row_weights(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
@@ -101,10 +114,17 @@ the list."""
 
 
 def agrees_on_rows(
-    model: torch.nn.Module, device: torch.device, way: Way, low_precision: bool, padding_free: bool
+    model: torch.nn.Module,
+    device: torch.device,
+    way: Way,
+    low_precision: bool,
+    padding_free: bool,
+    shares_prefixes: bool = False,
 ) -> Found:
     """On two rows of different length, in evaluation: the model's loss, and that of each row, which its logits say; and
-    end to end the first row must not change the second."""
+    end to end the first row must not change the second. ``shares_prefixes``: both begin alike and have that in
+    common."""
+    alike = FEWEST_TOKENS if shares_prefixes else 0
 
     def answered(batch: Mapping[str, torch.Tensor], rows: Optional[EndToEnd]) -> tuple[list[float], list[torch.Tensor]]:
         seen: list[RowLosses] = []
@@ -113,8 +133,8 @@ def agrees_on_rows(
         return [float(loss), *seen[-1].sums.tolist()], states
 
     def compared() -> Found:
-        two = _two_rows(_words(model), device)
-        rows = end_to_end(two) if padding_free else None
+        two = _two_rows(_words(model), device, alike)
+        rows = end_to_end(two, shares_prefixes=shares_prefixes) if padding_free else None
         stock = model(**two, use_cache=False)
         wanted = [float(stock.loss), *row_scores(stock.logits, two["labels"])[:, 0].tolist()]
         losses, states = answered(two, rows)
@@ -124,7 +144,7 @@ def agrees_on_rows(
                 return same, reason
         if rows is None:
             return True, None
-        _, others = answered(_with_another_first(two), rows)
+        _, others = answered(_with_another_first(two, alike), rows)
         return _same_states(*(kept[0].flatten(0, 1)[LENGTHS[0] :].double() for kept in (others, states)))
 
     with torch.no_grad():
@@ -221,16 +241,17 @@ def _words(model: torch.nn.Module) -> int:
     return min(head_of(model).out_features, model.get_input_embeddings().num_embeddings)
 
 
-def _two_rows(words: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Of invented tokens, the second padded to the length of the first."""
+def _two_rows(words: int, device: torch.device, alike: int = 0) -> dict[str, torch.Tensor]:
+    """Of invented tokens, the first of them ``alike``, the second padded to the length of the first."""
     shape = len(LENGTHS), max(LENGTHS)
     ids = (torch.arange(shape[0] * shape[1]) * 7 + 1).reshape(shape) % words
+    ids[1, :alike] = ids[0, :alike]
     mask = (torch.arange(shape[1]) < torch.tensor(LENGTHS).unsqueeze(1)).long()
     labels = ids.masked_fill(mask == 0, NOT_LEARNED)
     return placed({"input_ids": ids, "attention_mask": mask, "labels": labels}, device)
 
 
-def _with_another_first(two: Mapping[str, torch.Tensor]) -> Any:
+def _with_another_first(two: Mapping[str, torch.Tensor], alike: int = 0) -> Any:
     changed = type(two)({**two, "input_ids": two["input_ids"].clone()})
-    changed["input_ids"][0] = changed["input_ids"][0].flip(0)
+    changed["input_ids"][0, alike:] = changed["input_ids"][0, alike:].flip(0)
     return changed

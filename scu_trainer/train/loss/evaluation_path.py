@@ -70,14 +70,19 @@ class EvaluationPath:
     def way(self, batch: Mapping[str, Any]) -> Iterator[Optional[list[RowLosses]]]:
         """Inside, a forward of the model on ``batch``, labels among it, adds the losses of its rows to the list, and
         returns something else in the place of logits. None where the model goes its own way."""
-        rows = end_to_end(looked_at(batch), self._most_tokens) if self._may_leave_padding else None
-        rows = rows if rows is not None and self._leaves_padding else None
+        rows = self._end_to_end(looked_at(batch)) if self._may_leave_padding else None
         if self.makes_logits and rows is None:
             yield None
             return
         seen: list[RowLosses] = []
         with self._kind(self.model, None, seen.append, rows):
             yield seen
+
+    def _end_to_end(self, batch: Mapping[str, Any]) -> Optional[EndToEnd]:
+        rows = end_to_end(batch, self._most_tokens, self._may_share_prefixes)
+        if rows is None or not self._leaves_padding:
+            return None
+        return rows if rows.prefixes is None or self._shares_prefixes else end_to_end(batch, self._most_tokens)
 
     @property
     def _kind(self) -> Callable[..., contextlib.AbstractContextManager[None]]:
@@ -100,6 +105,15 @@ class EvaluationPath:
         return self._agrees(self._kind, "padding is kept", padding_free=True)
 
     @functools.cached_property
+    def _may_share_prefixes(self) -> bool:
+        return input_device(self.model).type == "cpu"  # as in training
+
+    @functools.cached_property
+    def _shares_prefixes(self) -> bool:
+        instead = "what rows begin with alike is kept in each"
+        return self._agrees(self._kind, instead, padding_free=True, shares_prefixes=True)
+
+    @functools.cached_property
     def _has_known_loss(self) -> bool:
         is_known = computes_causal_loss(self.model) and own_forward_of(self.model) is None
         return is_known and not has_sharded_weights(self.model)
@@ -108,13 +122,13 @@ class EvaluationPath:
     def _most_tokens(self) -> Optional[int]:
         return sliding_window_of(self.model)
 
-    def _agrees(self, kind: Callable, instead: str, padding_free: bool = False) -> bool:
+    def _agrees(self, kind: Callable, instead: str, padding_free: bool = False, shares_prefixes: bool = False) -> bool:
         """``kind``: ``opened`` or ``headless``. ``instead``: what is done where the answers differ."""
 
         def way(rows: Optional[EndToEnd], seen: list[RowLosses]) -> contextlib.AbstractContextManager[None]:
             return kind(self.model, None, seen.append, rows)
 
-        given = input_device(self.model), way, self._low_precision, padding_free
+        given = input_device(self.model), way, self._low_precision, padding_free, shares_prefixes
         agrees, reason = agrees_on_rows(self.model, *given)
         if reason is not None:
             logger.info("in evaluation %s: %s", instead, reason)

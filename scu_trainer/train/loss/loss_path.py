@@ -97,6 +97,8 @@ class LossPath:
         self._wanted, self._wanted_padding_free = chunked, padding_free
         self.is_padding_free: Optional[bool] = None
         self.end_to_end: Optional[EndToEnd] = None
+        # On a card the sum of what comes back to a shared prefix has no fixed order.
+        self._shares_prefixes: Optional[bool] = None if trainer.args.device.type == "cpu" else False
         self._mixes: Optional[bool] = None
         self._records = True
         self._held: Optional[list[tuple[torch.Tensor, Optional[RowLosses]]]] = None
@@ -149,13 +151,25 @@ class LossPath:
     def _way(self, kind: Optional[str], inputs: Any, weights, seen) -> contextlib.AbstractContextManager[None]:
         """In which the model's own forward takes the loss the chosen way. ``weights``: of the rows."""
         model = self.trainer.model
-        rows = end_to_end(inputs, self._most_tokens) if self.is_padding_free else None
+        rows = self._end_to_end(inputs) if self.is_padding_free else None
         self.end_to_end = rows or self.end_to_end
         if kind == "headless":
             return headless(model, weights, seen, rows)
         if rows is not None or (kind == "opened" and self._records):
             return opened(model, weights, seen, rows)
         return contextlib.nullcontext()
+
+    def _end_to_end(self, inputs: Any) -> Optional[EndToEnd]:
+        rows = end_to_end(inputs, self._most_tokens, self._shares_prefixes is not False)
+        if rows is None or rows.prefixes is None or self._shares_prefixes:
+            return rows
+        found, obstacle = agrees_padding_free(self.trainer, inputs, shares_prefixes=True)
+        self._shares_prefixes = bool(found)
+        if found:
+            logger.info("what rows begin with alike goes through the layers once")
+        elif obstacle:
+            logger.info("what rows begin with alike goes through the layers for each of them: %s", obstacle)
+        return self._end_to_end(inputs)
 
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any, stock: Callable) -> torch.Tensor:
         """``stock(model, inputs, return_outputs, num_items)``: the Trainer's ``compute_loss``."""

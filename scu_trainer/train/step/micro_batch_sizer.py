@@ -21,6 +21,7 @@ from scu_trainer.errors import OutOfMemory
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
+from scu_trainer.train.step.batches.rows import Row
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading, free_memory
 
@@ -45,7 +46,8 @@ AllReduceMax = Callable[[list[int]], list[int]]
 class MemoryStatistics:
     """What was processed, in tokens (rows, for inputs without a length). JSON-safe, kept in checkpoints.
 
-    ``real_tokens``: without padding. ``processed_tokens``: with the padding that was left. ``stock_tokens``: what the
+    ``real_tokens``: without padding. ``processed_tokens``: with the padding that was left, and what rows begin with
+    alike once. ``stock_tokens``: what the
     stock loop would have processed. ``failed_tokens``: in micro-batches that ran out of memory. ``predicted``:
     micro-batches cut because they were predicted not to fit. ``chunks``: micro-batches whose forward and backward
     were kept. ``peak_bytes``: the most that this process used in a step.
@@ -82,6 +84,7 @@ class MicroBatchSizer:
         self._window: Optional[AccumulationWindow] = None
         self._ceiling = 1
         self._retried: set[MicroBatch] = set()
+        self._shared: dict[tuple[Row, ...], int] = {}
         self._before: Optional[MemoryReading] = None
         self._base_bytes = 0
         self._limit_name = ""
@@ -112,6 +115,7 @@ class MicroBatchSizer:
         """
         self._window, self.step, self._attempts = window, step, 0
         self._retried.clear()
+        self._shared.clear()
         has_rested, self._rests = self._rests, self._may_rest
         if self.gauge is not None and not self._rests:
             # After steps without a reading the peak is theirs; else it may be that of an evaluation, which is no step.
@@ -177,7 +181,7 @@ class MicroBatchSizer:
         statistics.chunks += len(done)
         statistics.real_tokens += window.real_tokens
         statistics.stock_tokens += window.padded_tokens
-        statistics.processed_tokens += sum(micro_batch.tokens for micro_batch, _ in done)
+        statistics.processed_tokens += sum(self._processed(micro_batch) for micro_batch, _ in done)
         self._ran = {
             "chunks": len(done),
             "tokens_per_chunk": max((micro_batch.tokens for micro_batch, _ in done), default=0),
@@ -299,7 +303,16 @@ class MicroBatchSizer:
             self._growth_bytes = min(self.gradient_bytes, max(0, reading.own_bytes - self._before.own_bytes))
         if not is_first or self._planned == 1:
             cost = reading.own_peak_bytes - self._before.own_bytes - (self._growth_bytes if is_first else 0)
-            self.state = control.with_observation(self.state, micro_batch.tokens, micro_batch.quadratic, max(0, cost))
+            self.state = control.with_observation(
+                self.state, self._processed(micro_batch), micro_batch.quadratic, max(0, cost)
+            )
+
+    def shared(self, micro_batch: MicroBatch, tokens: int) -> None:
+        """So many ``tokens`` of a micro-batch that has run went through the layers with another row."""
+        self._shared[micro_batch.rows] = tokens
+
+    def _processed(self, micro_batch: MicroBatch) -> int:
+        return micro_batch.tokens - self._shared.get(micro_batch.rows, 0)
 
     @property
     def _is_learning(self) -> bool:

@@ -328,13 +328,17 @@ class MicroBatchStep:
         """Plan with padding from here on where a micro-batch was planned without and came with it: code of somebody's
         own that asks the model for its outputs gets them padded."""
         path, padded = self.trainer.loss_path, len(micro_batch.rows) * micro_batch.length
-        if micro_batch.unpadded_tokens in (None, padded) or not path.is_padding_free:
+        if path is None or not path.is_padding_free:
             yield
             return
         path.end_to_end = None
         yield
-        if path.end_to_end is None or not path.end_to_end.seen:
-            path.stay_padded("the model was asked for more than its loss, and saw rows with their padding")
+        rows = path.end_to_end
+        if rows is None or not rows.seen:
+            if micro_batch.unpadded_tokens not in (None, padded):
+                path.stay_padded("the model was asked for more than its loss, and saw rows with their padding")
+        elif rows.prefixes is not None:
+            self.loop.shared(micro_batch, rows.prefixes.spared)
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 

@@ -366,15 +366,3 @@ def weighted_row_sums(
     )
     sums = losses.view(rows, -1).sum(dim=1)
     return sums if row_weights is None else sums * row_weights
-
-
-def row_losses(
-    token_losses: Tensor, rows: int, targets: Tensor, ignore_index: int = NOT_LEARNED
-) -> tuple[Tensor, Tensor]:
-    """(sum of losses in nats, number of valid targets) of each row, both (rows,).
-
-    token_losses (rows · time,), targets (rows, time): already shifted. The mean of a row is sum / count; a row without
-    valid targets has sum 0 and count 0. A NaN stays in its own row.
-    """
-    counts = (targets.reshape(rows, -1) != ignore_index).sum(dim=1)
-    return token_losses.view(rows, -1).sum(dim=1), counts

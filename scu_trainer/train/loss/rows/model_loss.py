@@ -20,10 +20,10 @@ from torch.nn.functional import log_softmax, nll_loss
 from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-from scu_trainer.train.loss.rows.embedding import can_add_rows, embed
-from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy, row_losses
+from scu_trainer.train.loss.rows.gradient_sums import can_add_rows, embed
+from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy
 from scu_trainer.train.loss.rows.padding_free import FLASH, EndToEnd, on_rows, replaced
-from scu_trainer.train.loss.rows.row_readings import RowLosses, shifted
+from scu_trainer.train.loss.rows.row_readings import RowLosses, row_losses, shifted
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host
 
 Seen = Callable[[RowLosses], None]

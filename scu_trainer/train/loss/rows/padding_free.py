@@ -8,6 +8,9 @@ one call per length elsewhere.
 
 Layers hand on ``ROWS``, an argument of our own, to their attention. It is one of the layer's arguments, so a layer that
 is computed again in the backward pass has it then, too.
+
+On a CPU what rows begin with alike goes through the layers once (``shared_prefixes.py``). The sum of the gradients that
+come back to it has no fixed order on a card, and a training would not be the same twice.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from scu_trainer.hardware.precision import AMPERE
+from scu_trainer.train.loss.rows.shared_prefixes import SharedPrefixes, shared_prefixes
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host, on_its_way
 
 ROWS = "rows_end_to_end"
@@ -45,8 +49,8 @@ class EndToEnd:
 
     ``lengths``: tokens of each. ``shape``: (rows, time) with the padding. ``places`` (tokens,): of the tokens in
     (rows · time,). ``positions`` (1, tokens): of the tokens in their rows. ``borders`` (rows + 1,), int32: tokens
-    before each row, and all. These are on the model's device, ``known_places`` are the places on the host. ``seen``: by
-    the model.
+    before each row, and all. These are on the model's device, ``known_places`` are the places on the host.
+    ``prefixes``: that rows share. ``seen``: by the model.
     """
 
     lengths: tuple[int, ...]
@@ -55,6 +59,7 @@ class EndToEnd:
     places: Tensor
     positions: Tensor
     borders: Tensor
+    prefixes: Optional[SharedPrefixes] = None
     seen: list[bool] = field(default_factory=list)
 
     def of(self, values: Tensor) -> Tensor:
@@ -68,17 +73,20 @@ class EndToEnd:
         return values.new_zeros(rows * time).index_copy(0, self.places.to(values.device), values)
 
 
-def end_to_end(inputs: Mapping[str, Any], most_tokens: Optional[int] = None) -> Optional[EndToEnd]:
-    """None where nothing is gained, or it cannot be done: rows without padding, with padding on the left, or with
-    labels in it, or of more than ``most_tokens``, or a mask that is on another device only, so that asking for it would
-    wait."""
+def end_to_end(
+    inputs: Mapping[str, Any], most_tokens: Optional[int] = None, shares_prefixes: bool = False
+) -> Optional[EndToEnd]:
+    """None where nothing is gained, or it cannot be done: rows without padding that begin with nothing alike, with
+    padding on the left, or with labels in it, or of more than ``most_tokens``, or a mask that is on another device
+    only, so that asking for it would wait. ``shares_prefixes``: whether rows may have in common what they begin with
+    alike."""
     mask, labels = inputs.get("attention_mask"), inputs.get("labels")
     if set(inputs) != NEEDED or not torch.is_tensor(mask) or not torch.is_tensor(labels):
         return None
     if mask.dim() != 2 or mask.shape != labels.shape:
         return None
     known, labels = (_known(each) for each in (mask, labels))
-    if known is None or labels is None or bool(known.all()):
+    if known is None or labels is None or (bool(known.all()) and not shares_prefixes):
         return None
     lengths = known.ne(0).sum(dim=1)
     is_filled = torch.arange(known.size(1)) < lengths.unsqueeze(1)
@@ -86,10 +94,14 @@ def end_to_end(inputs: Mapping[str, Any], most_tokens: Optional[int] = None) -> 
     if not is_right or not bool(lengths.all()) or (most_tokens is not None and int(lengths.max()) > most_tokens):
         return None
     places = is_filled.flatten().nonzero().flatten()
+    ids = _known(inputs["input_ids"]) if shares_prefixes else None
+    prefixes = None if ids is None else shared_prefixes(ids, lengths, places)
+    if prefixes is None and len(places) == known.numel():
+        return None
     positions = (places % known.size(1)).unsqueeze(0)
     borders = functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     there = (on_its_way(tensor, mask.device) for tensor in (places, positions, borders))
-    return EndToEnd(tuple(lengths.tolist()), tuple(known.shape), places, *there)
+    return EndToEnd(tuple(lengths.tolist()), tuple(known.shape), places, *there, prefixes)
 
 
 def _known(tensor: Tensor) -> Optional[Tensor]:
@@ -110,7 +122,11 @@ def on_rows(body: torch.nn.Module, rows: Optional[EndToEnd]) -> Iterator[None]:
         names = inspect.signature(forward).parameters if positional else ()
         given = {**dict(zip(names, positional, strict=False)), **others}
         rows.seen.append(True)
-        return forward(**{**given, "input_ids": rows.of(given["input_ids"]), **arguments})
+        ids, prefixes = rows.of(given["input_ids"]), rows.prefixes
+        if prefixes is None:
+            return forward(**{**given, "input_ids": ids, **arguments})
+        kept = {"input_ids": ids[:, prefixes.kept], "position_ids": rows.positions[:, prefixes.kept]}
+        return prefixes.of_rows(forward(**{**given, **arguments, **kept}))
 
     with replaced(body, "forward", on_tokens):
         yield
@@ -146,9 +162,13 @@ def _attention(stock, module, query, key, value, attention_mask, dropout=0.0, sc
     if rows is None:
         return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
     query, key, value = _in_one_type(query, key, value)
+    prefixes = rows.prefixes
+    if prefixes is not None:
+        query, key, value = (prefixes.copied(each, 2) for each in (query, key, value))
     has_one_size = value.size(-1) == query.size(-1)  # latent attention (DeepSeek) has two
     by = _by_kernel if has_kernel(query) and has_one_size and not dropout else _by_length
-    return by(query, key, value, dropout, scaling, rows), None
+    made = by(query, key, value, dropout, scaling, rows)
+    return made if prefixes is None else made.index_select(1, prefixes.kept), None
 
 
 def _in_one_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 from torch.nn import functional
 
-from scu_trainer.train.loss.rows.kernels import row_losses, token_losses_of_logits, weighted_row_sums
+from scu_trainer.train.loss.rows.kernels import token_losses_of_logits, weighted_row_sums
 from scu_trainer.train.loss.rows.known import Call, divisor_of
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
@@ -36,6 +36,18 @@ class RowLosses:
     def scores(self) -> torch.Tensor:
         """(rows, 2) as ``row_scores`` has it."""
         return torch.stack([self.sums.float(), self.counts.float()], dim=1)
+
+
+def row_losses(
+    token_losses: torch.Tensor, rows: int, targets: torch.Tensor, ignore_index: int = NOT_LEARNED
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of losses in nats, number of valid targets) of each row, both (rows,).
+
+    token_losses (rows · time,), targets (rows, time): already shifted. The mean of a row is sum / count; a row without
+    valid targets has sum 0 and count 0. A NaN stays in its own row.
+    """
+    counts = (targets.reshape(rows, -1) != ignore_index).sum(dim=1)
+    return token_losses.view(rows, -1).sum(dim=1), counts
 
 
 def row_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -278,7 +278,7 @@ def placed(inputs: Any, device: torch.device) -> Any:
     moved = {name: on_its_way(value, device) if torch.is_tensor(value) else value for name, value in inputs.items()}
     if all(moved[name] is value for name, value in inputs.items()):
         return inputs
-    for name in ("labels", "attention_mask"):
+    for name in ("input_ids", "labels", "attention_mask"):
         value = inputs.get(name)
         if torch.is_tensor(value) and moved[name] is not value:
             moved[name].on_host = value, moved[name]._version

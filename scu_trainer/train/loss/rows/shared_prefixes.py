@@ -1,0 +1,78 @@
+"""What rows begin with alike (a template, a system prompt, a question with several answers), once through the layers.
+
+A token's states depend on the tokens up to it alone, so rows that begin with the same tokens have the same states
+there. Layers get them once; attention, which looks back over whole rows, and the output head, whose losses are those of
+rows, get them once for each row. The gradient of all rows adds up in the one that there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+FEWEST_TOKENS, FEWEST_SHARE = 4, 1 / 16
+"""That a row begins with alike, and of all tokens that are spared: with less the copies for attention are not worth
+it."""
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrefixes:
+    """Of rows end to end. ``kept`` (kept,): places of the tokens that the layers get. ``source`` (tokens,): for each
+    token, the place among those kept that has its states."""
+
+    kept: Tensor
+    source: Tensor
+
+    @property
+    def spared(self) -> int:
+        return len(self.source) - len(self.kept)
+
+    def copied(self, states: Tensor, dim: int) -> Tensor:
+        """Of kept tokens along ``dim`` to all tokens."""
+        return _Copied.apply(states, self.source, dim)
+
+    def of_rows(self, output: Any) -> Any:
+        """What a model's layers return, with the states (1, tokens, size) of all rows in the first place."""
+        states = self.copied(output[0], 1)
+        if isinstance(output, tuple):
+            return (states, *output[1:])
+        output[next(iter(output))] = states
+        return output
+
+
+class _Copied(torch.autograd.Function):
+    """``index_select``. In half precision the sum of many gradients is taken in float32, as a product's is."""
+
+    @staticmethod
+    def forward(ctx, states: Tensor, source: Tensor, dim: int) -> Tensor:
+        ctx.shape, ctx.source, ctx.dim = states.shape, source, dim
+        return states.index_select(dim, source)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        kind = torch.promote_types(gradient.dtype, torch.float32)
+        sums = gradient.new_zeros(ctx.shape, dtype=kind).index_add(ctx.dim, ctx.source, gradient.to(kind))
+        return sums.to(gradient.dtype), None, None
+
+
+def shared_prefixes(ids: Tensor, lengths: Tensor, places: Tensor) -> Optional[SharedPrefixes]:
+    """None where rows begin with next to nothing alike. ids (rows, time), lengths (rows,), places (tokens,) in
+    (rows · time,): on the host."""
+    if len({tuple(beginning) for beginning in ids[:, :FEWEST_TOKENS].tolist()}) == len(ids):
+        return None
+    # Sorted, the row before is the one that a row has most of its beginning in common with.
+    order = torch.tensor(sorted(range(len(ids)), key=ids.tolist().__getitem__))
+    rows, ends = ids[order], lengths[order]
+    alike = rows[1:].eq(rows[:-1]).cumprod(dim=1).sum(dim=1)
+    alike = torch.minimum(alike, torch.minimum(ends[1:], ends[:-1]))
+    if int(alike.sum()) < FEWEST_SHARE * len(places):
+        return None
+    origin = torch.arange(ids.numel()).view_as(ids)[order]
+    for row, shared in enumerate(alike.tolist(), start=1):
+        origin[row, :shared] = origin[row - 1, :shared]
+    of_tokens = torch.empty_like(origin).index_copy_(0, order, origin).flatten()[places]
+    kept, source = torch.unique(of_tokens, return_inverse=True)
+    return SharedPrefixes(torch.searchsorted(places, kept), source)
