@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from scu_trainer.control import microbatch as control
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train.loss.evaluation_path import EvaluationPath
 from scu_trainer.train.loss.rows.model_loss import inner_model
@@ -229,6 +230,34 @@ def test_what_runs_again_is_counted_once(tmp_path):
     assert 0.5 * statistics.real_tokens < statistics.processed_tokens < statistics.real_tokens
     for gradient, wanted in zip(found.gradients, expected.gradients, strict=True):
         assert error_of(gradient, wanted) < 4e-6
+
+
+class TemplatesAtFirst(Templates):
+    """The first eight rows alone have templates."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index % 8)
+        if index >= 8:
+            row["input_ids"] = 3 + (row["input_ids"] + 7 * index) % (tiny.VOCAB - 3)
+        return row
+
+
+def test_each_step_counts_for_itself(tmp_path):
+    changes = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2}
+    trainer, _, seen = trained(tiny.llama, tmp_path, rows=TemplatesAtFirst, **changes)
+    statistics = trainer.micro_batches.loop.statistics
+    assert sum(rows * time for rows, time in seen) == statistics.processed_tokens < statistics.real_tokens
+
+
+def test_the_memory_of_a_micro_batch_is_that_of_the_tokens_that_ran(tmp_path, monkeypatch):
+    observed, observe = [], control.with_observation
+    monkeypatch.setattr(
+        control,
+        "with_observation",
+        lambda state, tokens, *rest: observed.append(tokens) or observe(state, tokens, *rest),
+    )
+    _, _, seen = trained(tiny.llama, tmp_path, rows=Templates, **WAYS["small micro-batches"])
+    assert observed and set(observed) <= {rows * time for rows, time in seen}
 
 
 def test_the_summary_shows_what_was_spared(tmp_path):
