@@ -435,6 +435,15 @@ def test_losses_that_are_none_are_refused(tmp_path, case):
         fit(wrap(net(), loss), tmp_path)
 
 
+@pytest.mark.parametrize("row", [0, 23])
+def test_a_class_without_an_output_is_told(tmp_path, row):
+    """In the first step, and in a later one."""
+    rows = [(x, torch.tensor(2 if number == row else number % 2)) for number, x in enumerate(X)]
+    model = wrap(net(outputs=2), nn.CrossEntropyLoss())
+    with pytest.raises(ModelError, match=r"targets are \d to 2, and .* the shape \(\d, 2\): Target 2 is out of bounds"):
+        fit(model, tmp_path, rows, train_sampling_strategy="sequential")
+
+
 def test_what_is_no_module_is_refused():
     with pytest.raises(ModelError, match="this is a function"):
         wrap(lambda x: x, nn.CrossEntropyLoss())
@@ -508,6 +517,28 @@ def test_saved_files_are_those_of_the_module(tmp_path):
     assert same(dict(fresh.state_dict()), dict(module.state_dict()))
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(CLASSES, 4), nn.Linear(4, CLASSES, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+def test_tied_weights_are_saved_under_all_their_names_and_resumed(tmp_path):
+    rows = [(y, (y + 1) % CLASSES) for y in Y]
+    model = lambda: wrap(Tied(), nn.CrossEntropyLoss())  # noqa: E731
+    trainer, _ = fit(model(), tmp_path, rows, callbacks=[StopAt(2)])
+    fresh = Tied()
+    fresh.load_state_dict(load_file(tmp_path / "checkpoint-2" / "model.safetensors"))
+    assert torch.equal(fresh.head.weight, trainer.model.module.embed.weight)
+    resumed, _ = fit(model(), tmp_path, rows, resume=True)
+    module = resumed.model.module
+    assert resumed.state.global_step == 4 and module.head.weight is module.embed.weight
+
+
 def test_resumed_is_uninterrupted_bit_for_bit_with_everything_on(tmp_path):
     settings = {
         "regularization": RegularizationSettings(target_s=0.02),
@@ -528,3 +559,11 @@ def test_batch_norm_is_warned_of(tmp_path, caplog):
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
     trainer, _ = fit(wrap(model, nn.CrossEntropyLoss()), tmp_path, memory=MemorySettings(memory_control=True))
     assert "(BatchNorm)" in trainer.micro_batches.reduction.mixes and "would not give the gradient" in caplog.text
+
+
+def test_batch_norm_can_be_trained_by_the_losses_of_rows(tmp_path):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(8)
+    model = wrap(nn.Sequential(nn.Linear(WIDTH, 8), norm, nn.Linear(8, CLASSES)), nn.CrossEntropyLoss())
+    trainer, _ = fit(model, tmp_path, curriculum=CurriculumSettings("noise_guard"))
+    assert trainer.loss_path.reading.exact and norm.num_batches_tracked == SGD["max_steps"]

@@ -154,10 +154,23 @@ class WrappedModule(nn.Module):
         return has_one_entry_per_row(outputs, len(targets))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self.module.state_dict(*args, **kwargs)
+        return _with_memory_of_their_own(self.module.state_dict(*args, **kwargs))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
+
+
+def _with_memory_of_their_own(weights: dict[str, Any]) -> dict[str, Any]:
+    """Tied weights are in a file of safetensors twice, so that it has all names of the module; it takes no tensor that
+    shares memory."""
+    places: set[int] = set()
+    for name, tensor in weights.items():
+        if type(tensor) is not torch.Tensor or not tensor.numel() or tensor.is_meta:  # shards have no place
+            continue
+        if tensor.data_ptr() in places:
+            weights[name] = tensor.clone()
+        places.add(tensor.data_ptr())
+    return weights
 
 
 def _few_rows(batches: Sequence[Mapping[str, Any]], seen: Collection[int]) -> dict[str, Any]:

@@ -13,11 +13,12 @@ weights of classes that nobody sees: it is asked again about classes that come l
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -94,6 +95,10 @@ class RowLoss(nn.Module):
         ``num_items``: rows (with kind "labels": labels that are learned) of the whole optimizer step, None for those of
         this batch alone.
         """
+        with _classes_told(outputs, targets):
+            return self._loss(outputs, targets, num_items)
+
+    def _loss(self, outputs: Any, targets: torch.Tensor, num_items: Any) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
         if self.kind is None:
             self.ask(outputs if has_one_entry_per_row(outputs, len(targets)) else None, targets)
         elif self.kind != "whole" and not has_one_entry_per_row(outputs, len(targets)):
@@ -144,7 +149,7 @@ class RowLoss(nn.Module):
             return
         rows = rows_to_ask(targets, self.seen)
         few, wanted = take(outputs, rows), targets[rows]
-        with LossCalls() as seen:
+        with LossCalls() as seen, _classes_told(few, wanted):
             whole = self._checked(few, wanted)
         if whole.numel() > 1:
             self._found, self._way = _Found("rows"), self._as_it_is
@@ -318,6 +323,22 @@ class RowLoss(nn.Module):
     def _counts(self, targets: torch.Tensor) -> torch.Tensor:
         """(rows,): the labels that are learned, or what they weigh."""
         return _labels_of(targets) if self._found.targets is None else self._found.targets.items({TARGET: targets})
+
+
+@contextlib.contextmanager
+def _classes_told(outputs: Any, targets: torch.Tensor) -> Iterator[None]:
+    """Raise ModelError where torch refuses a class that has no output: it names the one it stumbled over."""
+    try:
+        yield
+    except IndexError as error:
+        if not torch.is_tensor(outputs) or targets.is_floating_point():
+            raise
+        classes = targets[targets != NOT_LEARNED]
+        raise ModelError(
+            f"targets are {classes.min()} to {classes.max()}, and the module's outputs have the shape "
+            f"{tuple(outputs.shape)}: {error} Classes count from 0, and each needs an output: give the module more of "
+            "them, or count the targets from 0"
+        ) from error
 
 
 @dataclass

@@ -59,7 +59,8 @@ def _put_back(buffers: list, attributes: list) -> None:
         for name, value in copies.items():
             # What nobody changed may be shared, and is left alone; without memory there is nothing to change.
             if not value.is_meta and not torch.equal(registered[name], value):
-                registered[name].copy_(value)
+                # By ``data``: a backward that still has to come may need this buffer, with the values of before.
+                registered[name].data.copy_(value)
     for one, plain in attributes:
         for name, value in plain.items():
             if vars(one).get(name) != value:
