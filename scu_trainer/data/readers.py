@@ -218,13 +218,18 @@ def split_of(path: Path, folder: Path) -> Optional[str]:
 
     Raises DataError where the words say training and held-out at once."""
     words = _WORD.findall(path.relative_to(folder).as_posix().lower())
-    found = [_SPLITS.get(word, word) for word in words]
+    found = [named_split(word) for word in words]
     if "train" in found and len(set(found)) > 1:
         raise DataError(
             f"the name of {path} says {' and '.join(dict.fromkeys(found))}, so it is not known whether the file is to "
             "be trained on; rename it, so that it names one split"
         )
     return found[-1] if found else None
+
+
+def named_split(name: str) -> str:
+    """``train``, ``validation`` or ``test`` for their other words, in any case; other names as they are."""
+    return _SPLITS.get(name.lower(), name.lower())
 
 
 def files_of_splits(files: Sequence[Path], folder: Path) -> FilesOfSplits:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any, Optional
 
 MOST_EXAMPLES = 3  # per reason
+MOST_NAMES = 10  # in a line for a person
 
 
 @dataclass
@@ -57,7 +59,8 @@ class SampleStatistics:
         lines = [f"{self.item}s: {self.read:,} read, {self.train:,} for training, {self.eval:,} held out"]
         if self.per_class:
             counts = self.per_class.values()
-            lines.append(f"classes: {len(counts)}, {min(counts):,} to {max(counts):,} {self.item}s each")
+            names = ", ".join([*islice(self.per_class, MOST_NAMES), *(["..."] if len(counts) > MOST_NAMES else [])])
+            lines.append(f"classes: {len(counts)} ({names}), {min(counts):,} to {max(counts):,} {self.item}s each")
         lines += [
             f"dropped: {count:,} × {reason}, first: {self.examples[reason][0]}"
             for reason, count in sorted(self.dropped.items())

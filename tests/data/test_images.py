@@ -95,6 +95,8 @@ def test_class_folders(pets, tmp_path):
     data = prepared(pets, tmp_path)
     assert data.label_names == ("cat", "dog") and data.statistics.per_class == {"cat": 6, "dog": 6}
     assert data.statistics.eval == 4 and "1 files of other kinds" in " ".join(data.statistics.notes)
+    assert "were not read: .txt" in " ".join(data.statistics.notes)
+    assert "classes: 2 (cat, dog), 6 to 6 images each" in data.statistics.lines()
 
 
 def test_class_called_train_is_no_split(pets, tmp_path):
@@ -114,6 +116,49 @@ def test_split_folders(tmp_path):
     )
     with pytest.raises(DataError, match="dataset_split"):
         prepared(folder, tmp_path, dataset_split="test")
+
+
+NAMES_OF_SPLITS = {
+    "Training/": ("Training", "Testing"),
+    "train and eval": ("train", "eval"),
+    "capitals": ("Train", "Dev"),
+    "words inside, twice": ("seg_train/seg_train", "seg_test/seg_test"),
+    "in a folder of their own": ("archive/train", "archive/valid"),
+}
+
+
+@pytest.mark.parametrize("case", NAMES_OF_SPLITS)
+def test_folders_of_splits_are_known_as_those_of_texts_are(tmp_path, case):
+    """None of them is taken for a class."""
+    train, held_out = (tmp_path / "birds" / name for name in NAMES_OF_SPLITS[case])
+    for k, (split, name) in enumerate((split, name) for split in (train, train, held_out) for name in ("owl", "wren")):
+        picture(split / name / f"{k}.png", seed=k)
+    data = prepared(tmp_path / "birds", tmp_path)
+    assert data.label_names == ("owl", "wren") and (data.statistics.train, data.statistics.eval) == (4, 2)
+    assert any(f"held-out images come from {held_out}" in note for note in data.statistics.notes)
+    again = prepared(tmp_path / "birds", tmp_path, dataset_split=held_out.name)
+    assert again.statistics.read == 2
+
+
+def test_folders_beside_splits_are_named_and_splits_without_classes_refused(birds, tmp_path):
+    (birds / "to_predict").mkdir()
+    assert any("not read: to_predict" in note for note in prepared(birds, tmp_path).statistics.notes)
+    for name in ("train", "val"):
+        picture(tmp_path / "flat" / name / "0.png", seed=len(name))
+    with pytest.raises(DataError, match="flat/train has no class folder with images"):
+        prepared(tmp_path / "flat", tmp_path)
+    for name in ("val", "test"):
+        picture(tmp_path / "held_out" / name / "owl" / "0.png", seed=len(name))
+    with pytest.raises(DataError, match="has the splits val, test, none of the requested: train"):
+        prepared(tmp_path / "held_out", tmp_path)
+
+
+def test_the_only_folder_is_read_in_the_place_of_the_one_around_it(pets, tmp_path):
+    (tmp_path / "unpacked" / "__MACOSX" / "pets").mkdir(parents=True)
+    pets.rename(tmp_path / "unpacked" / "pets")
+    data = prepared(tmp_path / "unpacked", tmp_path)
+    assert data.label_names == ("cat", "dog")
+    assert any("pets is the only folder in" in note for note in data.statistics.notes)
 
 
 def table(tmp_path: Path, labels, names=None, column: str = "img", label_column: str = "fine_label"):
@@ -241,6 +286,12 @@ def test_unreadable_image(pets, tmp_path, spoil):
     assert data.statistics.train + data.statistics.eval == 15 and data.statistics.read == 16
 
 
+@pytest.mark.parametrize("suffix", [".JPG", ".jfif"])
+def test_other_suffixes_of_jpeg(pets, tmp_path, suffix):
+    picture(pets / "cat" / "9.jpg", seed=9).rename(pets / "cat" / f"9{suffix}")
+    assert prepared(pets, tmp_path).statistics.read == 17
+
+
 def test_truncated_jpeg(pets, tmp_path):
     truncate(picture(pets / "dog" / "8.jpg", seed=1, size=(60, 60)))
     refused_then_counted(pets, tmp_path, "dog/8.jpg", "cannot be read")
@@ -361,7 +412,10 @@ def test_one_class_is_refused(tmp_path):
 
 def test_folder_without_classes(tmp_path):
     picture(tmp_path / "flat" / "0.png", seed=0)
-    with pytest.raises(DataError, match="no class folder with images"):
+    with pytest.raises(DataError, match=r"no class folder with images.*\.webp$"):
+        prepared(tmp_path / "flat", tmp_path)
+    (tmp_path / "flat" / "metadata.csv").write_text("file_name,label\n0.png,cat\n")
+    with pytest.raises(DataError, match=r"metadata.csv is not read .*'imagefolder'.*--dataset .*flat_saved"):
         prepared(tmp_path / "flat", tmp_path)
 
 

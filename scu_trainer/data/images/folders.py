@@ -11,11 +11,15 @@ from typing import Optional
 
 import numpy
 
-from scu_trainer.data.images.records import HELD_OUT_SPLITS, NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
+from scu_trainer.data.images.records import NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
+from scu_trainer.data.readers import named_split, split_of
 from scu_trainer.errors import DataError, nearest
 
-SUFFIXES = frozenset(".png .jpg .jpeg .jpe .bmp .gif .webp .tif .tiff .ppm .pgm .pbm".split())
-TRAIN_SPLITS = ("train", "training")
+SUFFIXES = frozenset(".png .jpg .jpeg .jpe .jfif .bmp .gif .webp .avif .tif .tiff .ppm .pgm .pbm".split())
+OF_ARCHIVES = "__MACOSX"
+"""What macOS adds to a .zip: no picture is in it."""
+HELD_OUT = ("validation", "test")
+MOST_KINDS = 10  # in a line for a person
 
 
 def folder_source(
@@ -27,27 +31,49 @@ def folder_source(
     ``takes_held_out``: whether a split beside it becomes ``held_out``; one without folders of classes is left, noted.
     Raises DataError for a folder of a class without an image, unless ``skip_bad``, and for a missing split.
     """
+    folder, descended = _only_folders(folder, classes)
     splits = _splits(folder)
     if not splits:
         refuse_hub_settings(str(folder), wanted[0] if len(wanted) == 1 else None, None)
-        return _of_classes(folder, skip_bad, classes)
-    chosen = next((splits[name] for name in wanted if name in splits), None)
+        return _noted(_of_classes(folder, skip_bad, classes), descended)
+    by_name = {**{path.name: path for path in splits.values()}, **splits}
+    chosen = next((by_name[name] for word in wanted for name in (word, named_split(word)) if name in by_name), None)
     if chosen is None:
+        found = ", ".join(path.name for path in splits.values())
         raise DataError(
-            f"{folder} has the splits {', '.join(splits)}, none of the requested: {', '.join(wanted)}"
-            f"{nearest(wanted[0], splits)}; choose one with dataset_split"
+            f"{folder} has the splits {found}, none of the requested: {', '.join(wanted)}"
+            f"{nearest(wanted[0], by_name)}; choose one with dataset_split"
         )
-    source = _of_classes(chosen, skip_bad, classes)
+    inner, more = _only_folders(chosen, classes)
+    source = _noted(_of_classes(inner, skip_bad, classes), (*descended, *more, *_not_read(folder, splits)))
     if not takes_held_out:
         return source
-    beside = [splits[name] for name in HELD_OUT_SPLITS if name in splits and splits[name] != chosen]
+    beside = [splits[name] for name in HELD_OUT if name in splits and splits[name] != chosen]
     return _with_held_out(source, beside, skip_bad)
+
+
+def _noted(source: ImageSource, notes: Sequence[str]) -> ImageSource:
+    return replace(source, notes=(*notes, *source.notes))
+
+
+def _only_folders(folder: Path, classes: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
+    """``folder``, or the one inside that holds the folders of classes or splits, as archives are unpacked; and a line
+    that says so. ``classes``: folders of these names are classes, one alone as well."""
+    inner = folder
+    while True:
+        folders = [path for path in _visible(inner) if path.is_dir()]
+        has_images = any(path.suffix.lower() in SUFFIXES for path in _visible(inner))
+        if len(folders) != 1 or has_images or folders[0].name in classes or not _has_folders(folders[0]):
+            break
+        inner = folders[0]
+    return inner, () if inner == folder else (f"{inner} is the only folder in {folder}: read in its place",)
 
 
 def _with_held_out(source: ImageSource, folders: Sequence[Path], skip_bad: bool) -> ImageSource:
     """From the first of ``folders`` that has folders of classes."""
     notes = [*source.notes]
-    for folder in folders:
+    for path in folders:
+        folder, _ = _only_folders(path, source.label_names)
         found = _search(folder)
         if any(name is not None for _, name in found.files):
             notes.append(f"held-out images come from {folder}")
@@ -57,12 +83,25 @@ def _with_held_out(source: ImageSource, folders: Sequence[Path], skip_bad: bool)
 
 
 def _splits(folder: Path) -> dict[str, Path]:
-    """Folders of splits by name; {} where the folders are classes, one of which may be called "train"."""
-    folders = {path.name: path for path in _visible(folder) if path.is_dir()}
-    training = next((folders[name] for name in TRAIN_SPLITS if name in folders), None)
-    if training is None or not any(path.is_dir() for path in _visible(training)):
-        return {}
-    return {"train": training} | {name: folders[name] for name in HELD_OUT_SPLITS if name in folders}
+    """Folders of splits by their split (train, validation, test); {} where the folders are classes, one of which may be
+    called "train"."""
+    folders = [path for path in _visible(folder) if path.is_dir()]
+    found: dict[str, Path] = {}
+    for path in sorted(folders, key=lambda path: len(path.name)):  # train before train_more
+        split = split_of(path, folder)
+        if split is not None:
+            found.setdefault(split, path)
+    is_split = _has_folders(found["train"]) if "train" in found else bool(found) and all(map(_has_folders, folders))
+    return found if is_split or (len(found) > 1 and len(found) == len(folders)) else {}
+
+
+def _has_folders(folder: Path) -> bool:
+    return any(path.is_dir() for path in _visible(folder))
+
+
+def _not_read(folder: Path, splits: dict[str, Path]) -> tuple[str, ...]:
+    left = [path.name for path in _visible(folder) if path.is_dir() and path not in splits.values()]
+    return (f"beside the splits of {folder} these folders were not read: {', '.join(left)}",) if left else ()
 
 
 @dataclass
@@ -71,7 +110,7 @@ class _Found:
 
     files: list[tuple[Path, Optional[str]]] = field(default_factory=list)
     empty: list[Path] = field(default_factory=list)
-    ignored: int = 0
+    ignored: list[Path] = field(default_factory=list)
 
 
 def _of_classes(folder: Path, skip_bad: bool, classes: Sequence[str]) -> ImageSource:
@@ -84,12 +123,13 @@ def _of_classes(folder: Path, skip_bad: bool, classes: Sequence[str]) -> ImageSo
     if not any(name is not None for _, name in found.files):
         raise DataError(
             f"{folder} has no class folder with images; needed: {folder}/CLASS/IMAGE or {folder}/train/CLASS/IMAGE, "
-            f"with images of the kinds {' '.join(sorted(SUFFIXES))}"
+            f"with images of the kinds {' '.join(sorted(SUFFIXES))}{_advice_for_table(folder)}"
         )
     names = tuple(classes) or tuple(sorted({name for _, name in found.files if name is not None}))
     numbers = {name: number for number, name in enumerate(names)}
     labels = numpy.array([numbers.get(name, NO_LABEL) for _, name in found.files], dtype=numpy.int64)
-    ignored = (f"{found.ignored:,} files of other kinds in {folder} were not read",) if found.ignored else ()
+    kinds = ", ".join(sorted({path.suffix.lower() or path.name for path in found.ignored})[:MOST_KINDS])
+    ignored = (f"{len(found.ignored):,} files of other kinds in {folder} were not read: {kinds}",) if kinds else ()
     return ImageSource(
         str(folder),
         ["folder", _digest(found.files), list(names)],
@@ -101,24 +141,35 @@ def _of_classes(folder: Path, skip_bad: bool, classes: Sequence[str]) -> ImageSo
     )
 
 
+def _advice_for_table(folder: Path) -> str:
+    """For folders whose classes stand in a table, as the datasets library takes them."""
+    table = next(folder.glob("metadata.*"), None)
+    if table is None:
+        return ""
+    return (
+        f". {table.name} is not read from a folder: make a dataset of it with datasets.load_dataset('imagefolder', "
+        f"data_dir='{folder}').save_to_disk('{folder}_saved'), and give --dataset {folder}_saved"
+    )
+
+
 def _search(folder: Path) -> _Found:
     found = _Found()
     for entry in _visible(folder):
         if entry.is_dir():
             files = sorted(path for path in entry.rglob("*") if path.is_file() and not _is_hidden(path, entry))
             images = [path for path in files if path.suffix.lower() in SUFFIXES]
-            found.ignored += len(files) - len(images)
+            found.ignored += [path for path in files if path.suffix.lower() not in SUFFIXES]
             found.files += [(path, entry.name) for path in images]
             found.empty += [] if images else [entry]
         elif entry.suffix.lower() in SUFFIXES:
             found.files.append((entry, None))
         else:
-            found.ignored += 1
+            found.ignored.append(entry)
     return found
 
 
 def _visible(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.name != OF_ARCHIVES)
 
 
 def _is_hidden(path: Path, folder: Path) -> bool:
