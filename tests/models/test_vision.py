@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import (
     ConvNextImageProcessorPil,
+    DeiTConfig,
+    DeiTForImageClassificationWithTeacher,
     EfficientNetImageProcessorPil,
     ResNetConfig,
     ResNetForImageClassification,
@@ -162,10 +164,24 @@ def test_head_is_made_again_for_another_number_of_classes_only(stored):
     assert torch.equal(other.state_dict()[stem], before.state_dict()[stem])
 
 
+def test_classes_of_a_head_that_is_kept_are_named_where_they_are_others(stored):
+    assert "the head is kept, for as many classes: cat, dog, fox are now a, b, c" in from_folder(stored, names="abc")[1]
+    assert not any("the head" in line for line in from_folder(stored)[1])
+
+
 def test_backbone_without_a_head(tmp_path):
     ResNetModel(resnet_config()).save_pretrained(tmp_path)
     model, lines, _ = from_folder(tmp_path)
     assert model.config.num_labels == 3 and any("is replaced" in line for line in lines)
+    assert "the head is replaced: a new one for 3 classes" in lines
+
+
+def test_classifier_that_only_predicts_is_refused(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = DeiTConfig(**sizes, image_size=32, patch_size=8, num_labels=3)
+    DeiTForImageClassificationWithTeacher(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"is a DeiTForImageClassificationWithTeacher, .* takes no labels"):
+        from_folder(tmp_path)
 
 
 def test_model_without_some_of_its_weights(stored):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import shutil
 from dataclasses import replace
@@ -261,6 +262,23 @@ def test_a_run_can_be_scored_from_its_folder(tmp_path, stored, tuning):
     assert list(again.processor.image_mean) == list(parts.processor.image_mean)
     assert again.data.fingerprint == parts.data.fingerprint
     numpy.testing.assert_allclose(ImageTask().score(again.model, again).nats, expected.nats, rtol=1e-4, atol=1e-5)
+
+
+def test_model_keeps_the_numbers_of_its_classes(tmp_path):
+    """Where the data have the same in another order, its head would be right about none of them."""
+    model, data = resnet(), job(tmp_path).data
+    names = find_images(data, ImageSettings(), tmp_path).label_names[::-1]
+    model.config.id2label, model.config.label2id = dict(enumerate(names)), {name: k for k, name in enumerate(names)}
+    model.save_pretrained(tmp_path / "reversed")
+    parts, shown = loaded(job(tmp_path, model=ModelSettings(tuning="full", model_name_or_path=f"{tmp_path}/reversed")))
+    assert tuple(parts.data.label_names) == names and "the head" not in shown
+    usual, reversed_ = (numbers_by_image(found.data) for found in (loaded(job(tmp_path))[0], parts))
+    assert len(usual) == 40 and reversed_ == {place: 9 - number for place, number in usual.items()}
+
+
+def numbers_by_image(data) -> dict[str, int]:
+    pairs = (zip(rows.keys(), rows.labels.tolist(), strict=True) for rows in (data.train, data.eval))
+    return dict(itertools.chain(*pairs))
 
 
 def test_processor_has_the_statistics_of_the_training_images(tmp_path, stored):

@@ -31,16 +31,25 @@ CAP_SEED = 0
 UNKNOWN_CLASS = "held-out image of a class that training lacks"
 
 
-def find_images(data: DataSettings, own: ImageSettings, cache_dir: Path, classes: Sequence[str] = ()) -> ImageSource:
+def find_images(
+    data: DataSettings,
+    own: ImageSettings,
+    cache_dir: Path,
+    classes: Sequence[str] = (),
+    *,
+    order: Sequence[str] = (),
+) -> ImageSource:
     """The source of ``data.dataset``; ``held_out`` is that of ``eval_dataset``, or the split that comes with it.
 
-    ``classes``: what a trained model knows; data may lack some of them. Raises DataError where it, its split, its
+    ``classes``: what a trained model knows; data may lack some of them. ``order``: the classes of a model that is
+    trained further, which keeps their numbers where the data have the same. Raises DataError where it, its split, its
     columns or its classes cannot be found.
     """
     source = _find(data.dataset, (data.dataset_split,), data, own, cache_dir, ())
-    if set(source.label_names) <= set(classes):
-        held_out = None if source.held_out is None else in_classes(source.held_out, classes)
-        source = replace(in_classes(source, classes), held_out=held_out)
+    known = classes or (order if set(order) == set(source.label_names) else ())
+    if set(source.label_names) <= set(known):
+        held_out = None if source.held_out is None else in_classes(source.held_out, known)
+        source = replace(in_classes(source, known), held_out=held_out)
     if not classes:
         _require_two_classes(source)
     if data.eval_dataset is None:

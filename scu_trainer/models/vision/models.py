@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from scu_trainer.errors import ModelError
 from scu_trainer.models.loading.load import as_model_error, base_of, is_adapter, located, with_adapter
 from scu_trainer.models.loading.safety import announce_code, require_safe_weights, safetensors_only
 from scu_trainer.models.vision.inputs import attach, augmentation, pixel_inputs
-from scu_trainer.models.vision.view import View, known_classes, load_config
+from scu_trainer.models.vision.view import View, classes_of, known_classes, load_config
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.images import ImageSettings
 
@@ -128,7 +129,7 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
 
     path = Path(located(settings.model_name_or_path))
     name = base_of(path)
-    before = load_config(settings).num_labels
+    before = classes_of(load_config(settings))
     with as_model_error(name, "image classifier", settings.model_revision):
         announce_code(located(name), settings)
         require_safe_weights(located(name), settings)
@@ -151,10 +152,28 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
             + (f" and {len(inside) - 1} more" if len(inside) > 1 else "")
             + "; give the folder or Hub id of a complete image model"
         )
-    lines = [f"{name}, {type(model).__name__}"]
-    if random and not is_adapter(path):  # which brings a head
-        lines.append(f"the head is replaced: {len(label_names)} classes where the model has {before}")
-    return model, lines
+    _require_labels(model, name)
+    head = None if is_adapter(path) else _head_line(bool(random), before, label_names)  # an adapter brings a head
+    return model, [f"{name}, {type(model).__name__}", *([] if head is None else [head])]
+
+
+def _require_labels(model: PreTrainedModel, name: str) -> None:
+    if "labels" not in inspect.signature(model.forward).parameters:
+        raise ModelError(
+            f"{name!r} is a {type(model).__name__}, which only predicts: its forward takes no labels. Give one "
+            "that can be trained; where its class ends in WithTeacher, the class without that loads the same weights, "
+            "and save_pretrained makes a folder of it"
+        )
+
+
+def _head_line(is_new: bool, before: Sequence[str], label_names: Sequence[str]) -> str | None:
+    if is_new and len(before) == len(label_names):
+        return f"the head is replaced: a new one for {len(label_names)} classes"
+    if is_new:
+        return f"the head is replaced: {len(label_names)} classes where the model has {len(before)}"
+    if tuple(before) != tuple(label_names):
+        return f"the head is kept, for as many classes: {_few(before)} are now {_few(label_names)}"
+    return None
 
 
 def _dtype(settings: ModelSettings) -> str | torch.dtype:

@@ -87,7 +87,11 @@ def known_classes(settings: ModelSettings) -> tuple[str, ...]:
             f"the adapter {path} does not name its classes; save the configuration of its base there as config.json, "
             "with the names of the classes in id2label"
         )
-    config = load_config(settings)
+    return classes_of(load_config(settings))
+
+
+def classes_of(config: PretrainedConfig) -> tuple[str, ...]:
+    """Names of the classes, by label."""
     return tuple(config.id2label[number] for number in range(config.num_labels))
 
 

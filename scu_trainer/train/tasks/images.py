@@ -128,7 +128,8 @@ def _prepared(
     """Rows, and what the model sees of them; a processor that was made here has their mean and deviation. ``classes``:
     what a trained model knows."""
     cache_dir = default_cache_dir(data.cache_dir)
-    source = find_images(data, own, cache_dir, classes)
+    order = () if classes or model.model_name_or_path is None else known_classes(model)
+    source = find_images(data, own, cache_dir, classes, order=order)
     view = view_of(model, own, lambda: natural_size(source))
     kind = Kind(view.processor, view.channels, view.size)
     prepared = prepare_images(source, kind, data, seed=seed, cache_dir=cache_dir)
