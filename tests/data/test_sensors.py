@@ -300,6 +300,29 @@ def test_splits_are_read_in_any_case_and_unused_ones_are_named(folder, tmp_path)
     assert any("eval (2), test (1), train (1); trained on: train" in line for line in data.statistics.lines())
 
 
+@pytest.mark.parametrize("words", [("val", "test"), ("Test", "spare"), ("dev", "test")])
+def test_other_words_for_what_is_held_out(folder, tmp_path, words):
+    """The first of them that there is; ``test_the_manifest_says_what_is_held_out`` has the usual one."""
+    for number in range(1, 17):
+        edit_manifest(folder, number, split="train" if number < 12 else words[number > 13])
+    data = prepared(folder, tmp_path / "cache")
+    assert data.eval.keys() == ["000011.npz", "000012.npz"] and data.statistics.train == 11
+    assert data.statistics.dropped == {f"split {words[1]} is not used": 3}
+
+
+def test_labels_from_one_are_told(folder, tmp_path):
+    for number in range(1, 17):
+        edit_manifest(folder, number, label=1 + number % 3)
+    with pytest.raises(DataError, match=r"1 of 4 classes have no training recording: 0; count labels from 0 "):
+        prepared(folder, tmp_path / "cache", own={"num_classes": None})
+
+
+def test_arrays_of_other_names_are_named(folder, tmp_path):
+    change_arrays(folder / "000000.npz", kinematics=None, acc=numpy.zeros((4, 3), "float32"))
+    with pytest.raises(DataError, match=r"no array 'kinematics' \(its arrays: .*acc\), and"):
+        prepared(folder, tmp_path / "cache")
+
+
 def test_a_split_that_nothing_trains_on_is_named(folder, tmp_path):
     for number in range(1, 17):
         edit_manifest(folder, number, split="training" if number < 13 else "eval")

@@ -15,7 +15,7 @@ from typing import Optional
 import numpy
 
 from scu_trainer.data.samples import PreparedSamples, SampleStatistics
-from scu_trainer.data.sensors.manifest import HELD_OUT
+from scu_trainer.data.sensors.manifest import ALSO_HELD_OUT, HELD_OUT
 from scu_trainer.data.sensors.reports import UNKNOWN_NUMBER, encoded, learned_words
 from scu_trainer.data.sensors.sources import SensorSource, folder_source, generated_source
 from scu_trainer.data.sensors.store import Recordings
@@ -110,9 +110,11 @@ def _divided(source: SensorSource, data: DataSettings, seed: int) -> tuple[Recor
     """
     offered, own_name = source.offered, data.dataset_split.strip().casefold()
     is_train = (offered.splits == own_name) | (offered.splits == "")
-    is_marked = (offered.splits == HELD_OUT) & ~is_train
+    marks = [name for name in (HELD_OUT, *ALSO_HELD_OUT) if name != own_name and name in offered.splits]
+    mark = marks[0] if marks else HELD_OUT
+    is_marked = (offered.splits == mark) & ~is_train
     has_other = data.eval_dataset is not None
-    _count_unused(source, ~is_train & (~is_marked | has_other), own_name)
+    _count_unused(source, ~is_train & (~is_marked | has_other), own_name, mark)
     numbers = numpy.flatnonzero(is_train)
     if not len(numbers):
         raise DataError(
@@ -129,13 +131,13 @@ def _divided(source: SensorSource, data: DataSettings, seed: int) -> tuple[Recor
     return source.recordings(numpy.setdiff1d(numbers, held_out)), source.recordings(held_out)
 
 
-def _count_unused(source: SensorSource, is_unused: numpy.ndarray, own_name: str) -> None:
+def _count_unused(source: SensorSource, is_unused: numpy.ndarray, own_name: str, mark: str) -> None:
     offered = source.offered
     for number in source.numbers[is_unused[source.numbers]]:
         source.statistics.drop(f"split {offered.splits[number]} is not used", offered.places[number])
     if is_unused.any():
         source.statistics.notes.append(
-            f"splits of the manifest: {_splits(offered.splits)}; trained on: {own_name}, held out: {HELD_OUT}"
+            f"splits of the manifest: {_splits(offered.splits)}; trained on: {own_name}, held out: {mark}"
         )
 
 
@@ -198,10 +200,9 @@ def _require_classes(source: SensorSource, train: Recordings, may_lack: bool) ->
         return
     found = f"{len(empty)} of {len(counts)} classes have no training recording: {', '.join(empty[:10])}"
     if not may_lack:
-        raise DataError(
-            f"{source.name}: {found}; add recordings of them, lower num_classes, or set skip_bad_rows: true to train "
-            "without"
-        )
+        from_one = "count labels from 0 (subtract 1 from each), or write names in their place"
+        fix = from_one if empty == ["0"] else "add recordings of them, lower num_classes"
+        raise DataError(f"{source.name}: {found}; {fix}, or set skip_bad_rows: true to train without")
     source.statistics.notes.append(found)
 
 

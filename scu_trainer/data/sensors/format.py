@@ -7,8 +7,9 @@ Columns of the manifest:
 
     file      path of the .npz, relative to the folder and inside it
     label     class of the recording: a name, or a whole number from 0 on
-    split     optional, in any case: "train" (or what dataset_split says) and "eval"; others are not used. Without
-              "eval", a share is held out by chance
+    split     optional, in any case: "train" (or what dataset_split says), and for what is held out "eval",
+              "validation", "valid", "val", "dev" or "test", the first of them that there is; others are not used.
+              Without one of these, a share is held out by chance
     missing   optional: sensors or arrays that the recording lacks, a list (in CSV: separated by ";"); a sensor stands
               for all of its arrays. What is declared is not read; what the branches in use read and is neither there
               nor declared is an error
@@ -124,7 +125,8 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
     try:
         # Opened here: numpy leaves its own file open when the archive is torn.
         with open(path, "rb") as file:
-            found = _named(numpy.load(file, allow_pickle=False), names)
+            archive = numpy.load(file, allow_pickle=False)
+            found = _named(archive, names)
     except FileNotFoundError:
         raise BadRecording("missing file", "the file does not exist") from None
     except UNREADABLE as error:
@@ -135,7 +137,8 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
         lacked = absent[0] if any(FORMS[name].sensor == sensor for name in found) else sensor
         raise BadRecording(
             "missing branch",
-            f"it has no array {absent[0]!r}, and the manifest does not declare it; "
+            f"it has no array {absent[0]!r} (its arrays: {', '.join(archive.files[:10]) or 'none'}), and the manifest "
+            "does not declare it; "
             f'write "missing": ["{lacked}"] in its row if the recording lacks {lacked}',
         )
     return {name: _kept(name, array) for name, array in found.items()}

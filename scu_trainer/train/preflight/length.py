@@ -17,7 +17,7 @@ BATCH_EXCEEDS_ROWS = Check(
     "batch-exceeds-rows",
     "warning",
     "one optimizer step takes all training rows or more, so an epoch is a single step",
-    "lower gradient_accumulation_steps or per_device_train_batch_size, or lower block_size for more rows",
+    "lower gradient_accumulation_steps or per_device_train_batch_size, or with texts block_size, for more rows",
 )
 NO_FULL_BATCH = Check(
     "no-full-batch",
