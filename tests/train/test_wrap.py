@@ -506,6 +506,30 @@ def test_evaluation_gives_logits_and_labels(tmp_path):
     assert trainer.predict([(x,) for x in X]).predictions.shape == (ROWS, CLASSES)
 
 
+class WithHelper(nn.Module):
+    """As GoogLeNet: a second output in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.helper = net(), net(seed=1)
+
+    def forward(self, x):
+        return (self.main(x), self.helper(x)) if self.training else self.main(x)
+
+
+def test_an_output_that_only_training_has_counts_in_the_losses_of_rows(tmp_path):
+    def loss(outputs, targets):
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return sum(functional.cross_entropy(o, targets) * w for o, w in zip(outputs, (1.0, 0.4), strict=False))
+
+    model = wrap(WithHelper(), loss)
+    curriculum, memory = CurriculumSettings("noise_guard"), MemorySettings(memory_control=True, max_batch_size=4)
+    whole = {"max_steps": 1, "per_device_train_batch_size": ROWS}
+    trainer, recorder = fit(model, tmp_path, curriculum=curriculum, memory=memory, eval_dataset=PAIRS, **whole)
+    assert trainer.loss_path.reading.kind == "own" and trainer.evaluate()["eval_loss"] > 0
+    assert error_of(recorder.gradients[0], plain_gradients(WithHelper(), loss, PAIRS, ROWS)) < 1e-6
+
+
 def test_saved_files_are_those_of_the_module(tmp_path):
     module = net()
     trainer, _ = fit(wrap(module, nn.CrossEntropyLoss(weight=torch.ones(CLASSES))), tmp_path)
@@ -537,6 +561,15 @@ def test_tied_weights_are_saved_under_all_their_names_and_resumed(tmp_path):
     resumed, _ = fit(model(), tmp_path, rows, resume=True)
     module = resumed.model.module
     assert resumed.state.global_step == 4 and module.head.weight is module.embed.weight
+
+
+def test_weights_in_channels_last_are_saved(tmp_path):
+    pixels = [(torch.randn(3, 4, 4), y) for y in Y]
+    module = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(36, CLASSES))
+    module.to(memory_format=torch.channels_last)
+    fit(wrap(module, nn.CrossEntropyLoss()), tmp_path, pixels, callbacks=[StopAt(2)])
+    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert same(saved, dict(module.state_dict())) and not module[0].weight.is_contiguous()
 
 
 def test_resumed_is_uninterrupted_bit_for_bit_with_everything_on(tmp_path):

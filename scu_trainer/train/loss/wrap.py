@@ -90,8 +90,10 @@ class WrappedModule(nn.Module):
             return {"logits": logits}
         loss, losses = self.row_loss(outputs, labels, num_items_in_batch)
         found = {"loss": loss, "logits": logits}
-        # Of plain cross-entropy no losses: logits and labels tell them, and tell of classes as well.
-        return found if losses is None or self.row_loss.is_plain else {**found, "losses": losses}
+        # Of plain cross-entropy no losses: logits and labels tell them, and tell of classes as well. It was asked in
+        # evaluation mode, and the module may have more outputs in training.
+        is_told = self.row_loss.is_plain and torch.is_tensor(logits)
+        return found if losses is None or is_told else {**found, "losses": losses}
 
     def _outputs(self, inputs: Mapping[str, Any]) -> Any:
         positional, named = self._arguments(inputs)
@@ -154,21 +156,20 @@ class WrappedModule(nn.Module):
         return has_one_entry_per_row(outputs, len(targets))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return _with_memory_of_their_own(self.module.state_dict(*args, **kwargs))
+        return _fit_for_a_file(self.module.state_dict(*args, **kwargs))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
 
 
-def _with_memory_of_their_own(weights: dict[str, Any]) -> dict[str, Any]:
-    """Tied weights are in a file of safetensors twice, so that it has all names of the module; it takes no tensor that
-    shares memory."""
+def _fit_for_a_file(weights: dict[str, Any]) -> dict[str, Any]:
+    """Files of safetensors take no tensor that shares memory, such as tied weights, which are in it twice then: it has
+    all names of the module. Nor one in another order than that of its axes (channels_last)."""
     places: set[int] = set()
     for name, tensor in weights.items():
         if type(tensor) is not torch.Tensor or not tensor.numel() or tensor.is_meta:  # shards have no place
             continue
-        if tensor.data_ptr() in places:
-            weights[name] = tensor.clone()
+        weights[name] = tensor.clone() if tensor.data_ptr() in places else tensor.contiguous()
         places.add(tensor.data_ptr())
     return weights
 
