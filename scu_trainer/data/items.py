@@ -165,11 +165,10 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
         # Python's floats take torch's default type here; arrays keep their own.
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"{name} is a {type(value).__name__} that is not a tensor ({error}); let the dataset give tensors, "
-            f"arrays or "
-            "numbers, or leave it out with wrap(..., inputs=[...])"
-        ) from None
+        fix = "let the dataset give tensors, arrays or numbers, or leave it out with wrap(..., inputs=[...])"
+        if name == TARGET:
+            fix = "let the dataset give a number (of the class, from 0; -100: not learned), or one tensor for several"
+        raise DataError(f"{name} is a {type(value).__name__} that is not a tensor ({error}); {fix}") from None
 
 
 def first_item(rows: Any) -> Any:

@@ -325,7 +325,13 @@ REFUSED_ITEMS = {
     "other input": ([{"x": x, "y": y} for x, y in PAIRS], {"targets": "y", "inputs": ["z"]}, "the input 'z' is none"),
     "which input": ([{"a": x, "b": x, "labels": y} for x, y in PAIRS], {}, r"forward takes input: say which"),
     "no position": (PAIRS, {"targets": 4}, "4 is not a position"),
-    "text": ([{"x": "abc", "labels": y} for _, y in PAIRS], {}, "x is a str that is not a tensor"),
+    "text": ([{"x": "abc", "labels": y} for _, y in PAIRS], {}, "x is a str that is not a tensor.*leave it out"),
+    "named class": (
+        [(x, "cat") for x in X],
+        {},
+        "labels is a str .*let the dataset give a number .of the class, from 0",
+    ),
+    "two targets": ([(x, {"a": y, "b": x}) for x, y in PAIRS], {}, "labels is a dict .*one tensor for several"),
 }
 
 
