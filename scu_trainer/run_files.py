@@ -1,11 +1,12 @@
 """The files of a run directory: written while the run goes, readable at any moment, by any program.
 
-- ``write_json``: a file that is there whole or not at all.
+- ``write_json``, ``write_state``: a file that is there whole or not at all.
 - ``History``: a JSON array that gains rows one by one and stays valid JSON after each of them.
 - ``RunStatus``: run.json, the state of a run in one small object.
 - ``require_room``, ``require_writable``: find out before the work starts, not after it.
 
 NaN and infinity are written as ``null``: they are not JSON, and strict readers (browsers, jq) refuse the whole file.
+``write_state`` keeps them, for a program that reads its own state.
 Tokens and passwords are written as ``***``, see secrets.py.
 Only the standard library is used, so that programs which only read a run start at once.
 """
@@ -65,8 +66,17 @@ def write_json(path: AnyPath, data: Any) -> None:
     _replace(Path(path), _as_json(data))
 
 
+def write_state(path: AnyPath, state: Any) -> None:
+    """As ``write_json``, for what its writer reads back: NaN and infinity stay, as in the trainer_state.json of
+    transformers. Raises TypeError also for what would come back as another thing: no dict, a key that is no text.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"a {type(state).__name__} is not a dict")
+    _replace(Path(path), json.dumps(_plain(state, exact=True), indent=2).encode() + b"\n")
+
+
 def _as_json(data: Any) -> bytes:
-    return json.dumps(_finite(data), indent=2, allow_nan=False).encode() + b"\n"
+    return json.dumps(_plain(data), indent=2, allow_nan=False).encode() + b"\n"
 
 
 def write_text(path: AnyPath, text: str) -> None:
@@ -269,17 +279,21 @@ def _array(rows: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(_finite(row), allow_nan=False).encode()
+    return json.dumps(_plain(row), allow_nan=False).encode()
 
 
-def _finite(value: Any) -> Any:
-    """``value`` with every NaN and infinity replaced by None and every secret by ``***``, at any depth."""
+def _plain(value: Any, exact: bool = False) -> Any:
+    """``value`` with every secret replaced by ``***`` and, unless ``exact``, every NaN and infinity by None, at any
+    depth. ``exact``: raises TypeError for a key that JSON would make a text of."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if exact or math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        odd = [key for key in value if not isinstance(key, str)] if exact else ()
+        if odd:
+            raise TypeError(f"the key {odd[0]!r} would come back as a text")
+        return {key: _plain(item, exact) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [_plain(item, exact) for item in value]
     return redact(value) if isinstance(value, str) else value
 
 

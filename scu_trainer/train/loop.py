@@ -49,7 +49,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from scu_trainer.errors import ControlError, NonFiniteLoss
-from scu_trainer.run_files import History, write_json
+from scu_trainer.run_files import History, write_state
+from scu_trainer.settings.base import short
 from scu_trainer.train.checkpoints.saved_state import read_state, reading
 
 logger = logging.getLogger("scu_trainer")
@@ -78,6 +79,13 @@ class Loop(TrainerCallback):
     def attach(self, trainer: Trainer) -> None:
         """Called once, when the loop is given to a trainer."""
         self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        if self.trainer is None:
+            raise ControlError(
+                f"{called(self)} was given to a trainer without loops, which would never call its hooks; give it to "
+                "SCUTrainer, or to with_loops(Trainer) for any other Trainer"
+            )
 
     # -- a training ----------------------------------------------------------------------------------------------------
 
@@ -149,7 +157,8 @@ class Loop(TrainerCallback):
         """The gradients of the step are complete. ``loss_scale``: what a GradScaler has multiplied them by."""
 
     def on_grad_norm(self, norm: Any) -> Any:
-        """``norm``: over all ranks, before clipping. Returns what of it is logged."""
+        """``norm``: over all ranks, before clipping; None where a loop before has vetoed the step. Returns what of it
+        is logged."""
         return norm
 
     def on_step_taken_back(self) -> None:
@@ -177,16 +186,21 @@ class Loop(TrainerCallback):
             if state is None:
                 return
             try:
-                write_json(Path(folder) / self.state_file, state)
+                write_state(Path(folder) / self.state_file, state)
             except TypeError as error:
                 raise ControlError(
-                    f"{called(self)} has a state_dict that cannot be saved as JSON ({error}); give "
-                    "numbers, text, lists and dicts, of a tensor its tolist()"
+                    f"{called(self)} has a state_dict that cannot be saved as JSON ({error}); give a dict of numbers, "
+                    "text, lists and dicts whose keys are text, of a tensor its tolist()"
                 ) from error
 
     def load_state(self, checkpoint: str) -> None:
         """A checkpoint without the file is of a run without this loop: it begins at nothing."""
-        if self.state_file is None or not (path := Path(checkpoint) / self.state_file).is_file():
+        if self.state_file is None:
+            return
+        path = Path(checkpoint) / self.state_file
+        if not path.is_file():
+            if self.trainer.is_world_process_zero():
+                logger.warning("%s has no %s: %s begins at nothing", path.parent, path.name, called(self))
             return
         state = read_state(path)
         with reading(path):
@@ -216,15 +230,26 @@ class Loop(TrainerCallback):
         return []
 
     def record(self, row: dict[str, Any]) -> None:
-        """A row for ``history_file``; outside of a training, and on all ranks but the one that writes, nothing.
-        Raises ControlError where there is no such file."""
+        """A row for ``history_file``, with the ``step`` that it is about; outside of a training, and on all ranks but
+        the one that writes, nothing. Raises ControlError where there is no such file, or no such row can be kept."""
         if self.history_file is None:
             raise ControlError(
                 f"{called(self)} records rows and has no history_file: nothing would keep them; set "
                 f'history_file = "{self.name or "own"}.json" in its class'
             )
+        if not isinstance(row, Mapping) or not isinstance(row.get("step"), int):
+            raise ControlError(
+                f"{called(self)} records {short(row)}, a row without its step: a resumed run could not tell whether to "
+                'write it again; record a dict with "step": state.global_step'
+            )
         if self.history is not None:
-            self.history.append(row)
+            try:
+                self.history.append(row)
+            except TypeError as error:
+                raise ControlError(
+                    f"{called(self)} records a row that cannot be saved as JSON ({error}); give numbers, text, lists "
+                    "and dicts, of a tensor its tolist()"
+                ) from error
 
     def rows_stand_until(self, step: int) -> int:
         """Step up to which rows of an earlier start are kept by a run that resumes from ``step``."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import PurePath
 from typing import Any, Optional
 
 from transformers import Trainer
 
-from scu_trainer.errors import ControlError
+from scu_trainer.errors import ControlError, SettingsError
+from scu_trainer.settings.base import short
 from scu_trainer.train.loop import Loop, called
 
 OTHERS_FILES = frozenset(
@@ -27,8 +28,12 @@ OTHERS_FILES = frozenset(
 FILES = ("state_file", "history_file")
 
 
-def require_apart(loop: Loop, others: Iterable[Loop]) -> None:
+def require_apart(loop: Loop, others: Collection[Loop]) -> None:
     """Raises ControlError where ``loop`` and one of ``others`` share a name or a file, or its own files cannot be."""
+    if any(other is loop for other in others):
+        raise ControlError(
+            f"{called(loop)} was given twice, and would act twice in every step; give it once, or make a second one"
+        )
     for kind in FILES:
         _require_file_name(loop, kind)
     if type(loop).state_dict is not Loop.state_dict and _saves_nothing(loop):
@@ -44,6 +49,13 @@ def require_apart(loop: Loop, others: Iterable[Loop]) -> None:
                     f"{called(loop)} and {called(other)} both have {kind} {shared!r}, and one would take the other's "
                     f"place; give one of them another {kind}"
                 )
+
+
+def late(loop: Loop) -> ControlError:
+    """Of a loop that is given while a training goes on: its ``begin`` was not called, and its history is not open."""
+    return ControlError(
+        f"{called(loop)} was added while training goes on, and nothing has begun for it; add it before train()"
+    )
 
 
 def _saves_nothing(loop: Loop) -> bool:
@@ -63,6 +75,15 @@ def _require_file_name(loop: Loop, kind: str) -> None:
         raise ControlError(
             f"{called(loop)} has {kind} {name!r}, a file that is written without it; use a name of its own"
         )
+
+
+def require_settings(*given: tuple[str, Any, type]) -> None:
+    """Raises SettingsError where an argument, of its name, value and kind, is neither None nor of that kind."""
+    for name, value, kind in given:
+        if value is not None and not isinstance(value, kind):
+            raise SettingsError(
+                f"{name} is {short(value)}; allowed: {kind.__name__}(...) from scu_trainer.settings, or None for off"
+            )
 
 
 def require_own_names(kind: type[Trainer], ours: type[Trainer]) -> None:
@@ -101,9 +122,16 @@ def _require_free(who: str, names: Collection[str], taken: Collection[str]) -> N
         )
 
 
-def bad_rate(loop: Loop) -> ControlError:
-    """Of a ``rate_factor`` that is negative or not finite: it would reach the weights."""
-    return ControlError(
+def rate_of(loop: Loop) -> float:
+    """``rate_factor`` as a number that logs and checkpoints take. Raises ControlError where it is none, negative or not
+    finite: it would reach the weights."""
+    try:
+        rate = float(loop.rate_factor)
+    except (TypeError, ValueError):
+        rate = math.nan
+    if 0 <= rate < math.inf:
+        return rate
+    raise ControlError(
         f"{called(loop)} has rate_factor {loop.rate_factor}, which the learning rate is multiplied by; it is a "
         "finite number from 0 on"
     )

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -35,7 +34,15 @@ from scu_trainer.train.checkpoints.selection import catch_up, selected_checkpoin
 from scu_trainer.train.checkpoints.writer import CheckpointWriter
 from scu_trainer.train.epochs import epochs, handed_over
 from scu_trainer.train.loop import Loop, LoopEvents
-from scu_trainer.train.loop_checks import bad_rate, require_apart, require_own_attributes, require_own_names, row_of
+from scu_trainer.train.loop_checks import (
+    late,
+    rate_of,
+    require_apart,
+    require_own_attributes,
+    require_own_names,
+    require_settings,
+    row_of,
+)
 from scu_trainer.train.loops import difficulty_of, make_loops
 from scu_trainer.train.loss.rows.model_loss import is_public, own_loss_between
 from scu_trainer.train.loss.wrap import adopt, countable, weighed
@@ -62,7 +69,8 @@ class SCUTrainer(Trainer):
     - safety: ``SafetySettings``, or None: steps without a finite loss or gradient are skipped, a diverging loss is
       reported.
 
-    Raises ControlError where lambda is to act and could not reach the trained weights (FSDP, ZeRO-3, float16 weights).
+    Raises SettingsError where one of these settings is of another kind, ControlError where lambda is to act and could
+    not reach the trained weights (FSDP, ZeRO-3, float16 weights).
     """
 
     # The stock constructor calls methods of this class before there is any of them.
@@ -97,6 +105,13 @@ class SCUTrainer(Trainer):
         safety: Optional[SafetySettings] = None,
         **kwargs: Any,
     ) -> None:
+        require_settings(
+            ("regularization", regularization, RegularizationSettings),
+            ("memory", memory, MemorySettings),
+            ("curriculum", curriculum, CurriculumSettings),
+            ("efficiency", efficiency, EfficiencySettings),
+            ("safety", safety, SafetySettings),
+        )
         # With nothing on, every method below is the stock one.
         self.is_stock = (regularization, memory, curriculum, efficiency, safety) == (None,) * 5
         self.engine = StockEngine(self)
@@ -142,10 +157,13 @@ class SCUTrainer(Trainer):
             self._take(newest)
 
     def _take(self, loop: Loop) -> None:
+        callbacks = self.callback_handler.callbacks
         try:
-            require_apart(loop, [other for other in self.loops if other is not loop])
+            require_apart(loop, [other for other in callbacks[:-1] if isinstance(other, Loop)])
+            if self._is_training:
+                raise late(loop)
         except ControlError:
-            self.callback_handler.callbacks.remove(loop)
+            callbacks.pop()
             raise
         self.is_stock = False
         if self._events is None:
@@ -161,10 +179,7 @@ class SCUTrainer(Trainer):
         """What loops multiply the scheduled learning rate by in this step."""
         factor = 1.0
         for loop in self.loops:
-            own = loop.rate_factor
-            if not 0 <= own < math.inf:
-                raise bad_rate(loop)
-            factor *= own
+            factor *= rate_of(loop)
         return factor
 
     def _get_learning_rate(self) -> float:
@@ -189,10 +204,11 @@ class SCUTrainer(Trainer):
                 return super().train(**given)
         finally:
             self._is_training = False
-            for loop in self.loops:
-                loop.end()
-            if self._events is not None:
-                self._events.close()
+            with contextlib.ExitStack() as ends:  # each is called, also where one raises
+                if self._events is not None:
+                    ends.callback(self._events.close)
+                for loop in reversed(self.loops):
+                    ends.callback(loop.end)
 
     def epochs(self, **arguments: Any) -> Iterator[dict[str, float]]:
         """``train(**arguments)``, epoch by epoch: ``for metrics in trainer.epochs(): ...``
@@ -224,6 +240,7 @@ class SCUTrainer(Trainer):
                 "out where the trainer is made, or put it back with add_callback"
             )
         for loop in self.loops:
+            loop.trainer = self  # it may have been given to another one since
             loop.begin()
         self.loss_path = self.new_loss_path()
 

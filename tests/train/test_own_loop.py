@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from scu_trainer import Loop, SCUTrainer
 from scu_trainer.errors import ControlError
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import MemorySettings, RegularizationSettings
-from tests.tiny import arguments, llama, same, trained, weights_of
+from tests.tiny import Rows, arguments, llama, same, trained, weights_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
 STEPS = 12
@@ -134,8 +135,14 @@ class Named(Loop):
 class Stateful(Named):
     state_file = "own_state.json"
 
+    def __init__(self, state=None) -> None:
+        self.state = state
+
     def state_dict(self):
-        return {"tensor": torch.zeros(2)}
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
 
 
 def given(loop: Loop, **values) -> Loop:
@@ -148,6 +155,7 @@ def given(loop: Loop, **values) -> Loop:
     [
         ([given(Named(), name="memory")], "MemoryLoop both have name 'memory'"),
         ([Named(), Named()], "both have name 'own'"),
+        ([Silent()] * 2, "the loop Silent was given twice"),
         ([given(Stateful(), state_file=None)], 'no state_file.*set state_file = "own_state.json"'),
         ([given(Stateful(), state_file="memory_state.json")], "both have state_file 'memory_state.json'"),
         ([given(Named(), history_file="memory_history.json")], "both have history_file"),
@@ -169,8 +177,11 @@ def test_a_refused_loop_is_not_kept(tmp_path):
 
 
 class Recording(Named):
+    def __init__(self, *more) -> None:
+        self.more = more
+
     def on_step_end(self, args, state, control, **kwargs):
-        self.record({"step": state.global_step})
+        self.record(*self.more or [{"step": state.global_step}])
 
 
 class Scalars(Named):
@@ -184,8 +195,14 @@ class Scalars(Named):
 @pytest.mark.parametrize(
     ("loop", "said"),
     [
-        (Stateful(), "cannot be saved as JSON"),
+        (Stateful({"tensor": torch.zeros(2)}), "cannot be saved as JSON"),
+        (Stateful([1]), "a list is not a dict"),
+        (Stateful({"seen": [{3: 1}]}), "the key 3 would come back as a text"),
         (Recording(), 'no history_file.*set history_file = "own.json"'),
+        (given(Recording({"epoch": 1}), history_file="own.json"), "records {'epoch': 1}, a row without its step"),
+        (given(Recording([1]), history_file="own.json"), r"records \[1\], a row without its step"),
+        (given(Recording({"step": 1, "x": torch.zeros(2)}), history_file="own.json"), "cannot be saved as JSON"),
+        (given(Named(), rate_factor=None), "rate_factor None"),
         (given(Named(), rate_factor=float("nan")), "rate_factor nan"),
         (given(Named(), rate_factor=-1.0), "rate_factor -1.0"),
         (Scalars(None), "scalars as NoneType"),
@@ -200,6 +217,62 @@ def test_what_shows_later_is_refused_by_name(tmp_path, loop, said):
     assert type(loop).__name__ in str(raised.value)
 
 
+STATE = {"best": math.inf, "mean": math.nan, "rates": [-math.inf, 0.1]}
+
+
+def test_numbers_of_a_state_that_are_not_finite_come_back(tmp_path):
+    trained(llama(layers=1), tmp_path, callbacks=[Stateful(STATE)], **RUN)
+    loop = Stateful({})
+    trained(llama(layers=1), tmp_path, callbacks=[loop], resume=str(tmp_path / "checkpoint-6"), **RUN)
+    assert repr(loop.state) == repr(STATE)
+
+
+def test_a_loop_that_finds_no_state_says_so(tmp_path, caplog):
+    trained(llama(layers=1), tmp_path, **RUN)
+    trained(llama(layers=1), tmp_path, callbacks=[Stateful({})], resume=str(tmp_path / "checkpoint-6"), **RUN)
+    assert "checkpoint-6 has no own_state.json: the loop Stateful begins at nothing" in caplog.text
+
+
+def test_a_trainer_without_loops_is_refused(tmp_path):
+    trainer = Trainer(llama(layers=1), arguments(tmp_path), train_dataset=Rows(), callbacks=[Silent()])
+    with pytest.raises(ControlError, match=r"the loop Silent was given to a trainer without loops.*with_loops"):
+        trainer.train()
+
+
+class Adds(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.add_callback(Named())
+
+
+def test_a_loop_that_comes_late_is_refused(tmp_path):
+    adds = Adds()
+    with pytest.raises(ControlError, match="the loop Named was added while training goes on"):
+        trained(llama(layers=1), tmp_path, callbacks=[adds], prepare=lambda t: vars(adds).update(trainer=t), **RUN)
+    assert adds.trainer.loops == [] and adds.trainer.is_stock
+
+
+class Ends(Silent):
+    def end(self):
+        self.has_ended = True
+        raise ValueError("this one cannot end")
+
+
+def test_every_loop_ends_where_one_cannot(tmp_path):
+    loops = [Ends(), given(Recording(), history_file="own.json"), Ends()]
+    with pytest.raises(ValueError, match="cannot end"):
+        trained(llama(layers=1), tmp_path, callbacks=loops, **RUN)
+    assert loops[0].has_ended and loops[2].has_ended and loops[1].history is None
+
+
+def test_a_loop_of_two_trainers_belongs_to_the_one_that_trains(tmp_path):
+    loop = Silent()
+    first, _ = (
+        SCUTrainer(llama(layers=1), arguments(tmp_path), train_dataset=Rows(), callbacks=[loop]) for _ in range(2)
+    )
+    first.train()
+    assert loop.trainer is first
+
+
 def test_two_negative_factors_do_not_make_a_sound_one(tmp_path):
     loops = [given(Named(), rate_factor=-1.0), given(Named(), name="other", rate_factor=-1.0)]
     with pytest.raises(ControlError, match="the loop Named has rate_factor"):
@@ -210,3 +283,9 @@ def test_two_negative_factors_do_not_make_a_sound_one(tmp_path):
 def test_a_number_of_any_kind_is_a_scalar(tmp_path, value):
     trainer = trained(llama(layers=1), tmp_path, callbacks=[Scalars({"own/x": value})], **{**RUN, "max_steps": 2})
     assert [row["own/x"] for row in trainer.state.log_history if "loss" in row] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), np.float32(0.5)])
+def test_a_number_of_any_kind_is_a_factor(tmp_path, value):
+    trainer = trained(llama(layers=1), tmp_path, callbacks=[given(Named(), rate_factor=value)], **RUN)
+    assert trainer.state.log_history[0]["learning_rate"] == RUN["learning_rate"] / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from numbers import Real
 from typing import Optional
 
 import torch
@@ -14,7 +15,7 @@ from scu_trainer.errors import ControlError
 from scu_trainer.hardware.heap import keep_freed
 from scu_trainer.models.memory_format import apply_channels_last
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
-from scu_trainer.settings.base import require
+from scu_trainer.settings.base import require, short
 from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
 from scu_trainer.settings.safety import check_safety
 from scu_trainer.train.loop import Loop
@@ -123,6 +124,8 @@ def make_loops(
 
 def _regularization(trainer: Trainer, settings: RegularizationSettings, tokens: Optional[float]) -> Loop:
     """Raises ControlError where lambda could not act; where S alone is asked for, training goes on without it."""
+    is_count = tokens is None or (isinstance(tokens, Real) and tokens > 0)
+    require(is_count, f"regularization_tokens is {short(tokens)}; it must be 1 or more, or None for an estimate")
     try:
         prior_class = prior_class_for(trainer, settings)
         trainer.regularizer = Regularizer(settings, trainer.model, tokens, prior_class)
