@@ -9,9 +9,16 @@ from dataclasses import FrozenInstanceError, asdict, fields
 import pytest
 
 from scu_trainer.errors import SettingsError, UserError
-from scu_trainer.settings import DataSettings, MemorySettings, ModelSettings, RegularizationSettings
+from scu_trainer.settings import (
+    CurriculumSettings,
+    DataSettings,
+    EfficiencySettings,
+    MemorySettings,
+    ModelSettings,
+    RegularizationSettings,
+)
 
-SCU, MODEL, DATA = RegularizationSettings, ModelSettings, DataSettings
+SCU, MODEL, DATA, EFFICIENCY = RegularizationSettings, ModelSettings, DataSettings, EfficiencySettings
 
 REFUSED = [
     # a choice that does not exist, with the nearest one
@@ -60,6 +67,14 @@ REFUSED = [
     (DATA, {"max_eval_documents": 0}, r"max_eval_documents is 0"),
     (DATA, {"preprocessing_num_workers": 0}, r"preprocessing_num_workers"),
     (DATA, {"validation_split_percentage": 100.0}, r"validation_split_percentage is 100.0"),
+    # texts for switches and numbers, which Python would take
+    (SCU, {"stop_at_target": "false"}, r"scu_stop_at_target is 'false'; it must be true or false"),
+    (SCU, {"hold_steps": True}, r"scu_hold_steps is True; it must be a whole number"),
+    (SCU, {"kp": None}, r"scu_kp is None; it must be a number"),
+    (MODEL, {"lora_r": 8.5}, r"lora_r is 8.5; it must be a whole number"),
+    (MODEL, {"lora_alpha": "16"}, r"lora_alpha is '16'; it must be a number"),
+    (EFFICIENCY, {"lr_milestones": 0.5}, r"lr_milestones is 0.5; it must be a list"),
+    (CurriculumSettings, {"curriculum": 5}, r"curriculum is '5'; allowed: none, token_budget"),
     # fields that contradict each other
     (SCU, {"lambda_min": 2.0, "lambda_max": 1.0}, r"scu_lambda_min 2.0 exceeds scu_lambda_max 1.0"),
     (SCU, {"law": "original", "lambda_init": 11.0}, r"scu_lambda_init 11.0 is outside \[0.0001, 10.0\]"),
@@ -183,6 +198,9 @@ def test_a_target_or_a_law_that_needs_none_turns_steering_on(settings, steers):
         ({"pid_ki": -0.1}, "pid_ki is -0.1"),
         ({"gc_threshold_gb": math.nan}, "gc_threshold_gb is nan"),
         ({"batch_mode": "logicl"}, "did you mean 'logical'?"),
+        ({"memory_control": "false"}, "memory_control is 'false'; it must be true or false"),
+        ({"memory_limit_gb": "2"}, "memory_limit_gb is '2'; it must be a number"),
+        ({"max_batch_size": "4"}, "max_batch_size is '4'; it must be a whole number"),
         ({"batch_mode": "logical", "memory_control": False}, "needs memory_control: true"),
     ],
     ids=str,

@@ -7,6 +7,7 @@ import os
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import field, fields
+from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, Optional, Union, get_args, get_origin, get_type_hints
 
 from scu_trainer.errors import SettingsError, nearest
@@ -59,7 +60,30 @@ def check_fields(settings, prefix: str = "") -> None:
     """Reject what no field of its kind can mean: a choice that is none, a number that is none, a text that is no name.
     Narrower limits are the business of the dataclass itself."""
     check_choices(settings)
+    check_kinds(settings, prefix)
     check_values(type(settings), vars(settings), prefix=prefix)
+
+
+KINDS: dict[type, tuple[Any, str]] = {
+    bool: (bool, "true or false"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    list: ((list, tuple), "a list, such as [a, b]"),
+}
+"""What a field that is declared as a key takes, and how a message says so."""
+
+
+def check_kinds(settings, prefix: str = "") -> None:
+    """Reject a text where a number or a switch is asked for: Python takes "false" for true."""
+    hints = get_type_hints(type(settings))
+    for item in fields(settings):
+        value, parts = getattr(settings, item.name), [get_origin(part) or part for part in _parts(hints[item.name])]
+        kind = next((part for part in parts if part in KINDS), None)
+        if kind is None or not {*parts} <= {kind, type(None)} or (value is None and type(None) in parts):
+            continue
+        taken, words = KINDS[kind]
+        is_one = isinstance(value, taken) and (kind is bool or not isinstance(value, bool))
+        require(is_one, f"{prefix}{item.name} is {short(value)}; it must be {words}")
 
 
 def check_values(

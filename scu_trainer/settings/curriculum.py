@@ -89,7 +89,7 @@ def _curriculum(value) -> str:
     """Methods joined with "+", checked for those that do not go together."""
     from scu_trainer.control.curriculum import check_methods  # numpy: only for those who ask for a curriculum
 
-    names = [str(name).strip() for name in (value.split("+") if isinstance(value, str) else value)]
+    names = [str(name).strip() for name in (value if isinstance(value, (list, tuple)) else str(value).split("+"))]
     for name in names:
         require(
             name in METHODS or name == "none",

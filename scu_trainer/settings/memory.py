@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional, Union
 
 from scu_trainer.errors import SettingsError
-from scu_trainer.settings.base import check_fields, option, require
+from scu_trainer.settings.base import check_fields, check_kinds, option, require
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class MemorySettings:
         object.__setattr__(self, "target_headroom_gb", _headroom(self.target_headroom_gb))
         for name in ("max_gpu_mem", "cpu_mem"):
             object.__setattr__(self, name, size_in_gib(name, getattr(self, name)))
+        check_kinds(self)
         limit = self.memory_limit_gb
         require(
             limit is None or (math.isfinite(limit) and limit > 0),

@@ -10,7 +10,7 @@ import torch
 from accelerate import skip_first_batches
 from transformers import Trainer
 
-from scu_trainer.errors import ControlError
+from scu_trainer.errors import ControlError, SettingsError
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
@@ -52,6 +52,25 @@ def test_a_step_before_training_is_that_of_the_model(tmp_path, loops):
     untouched.train()
     assert same(weights_of(trainer.model), weights_of(untouched.model))
     trainer.training_step(trainer.model, dict(batch))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("value", [True, False, {}, "noise_guard"])
+def test_settings_of_another_kind_are_refused(tmp_path, name, value):
+    with pytest.raises(SettingsError, match=rf"{name} is {value!r}; allowed: {type(LOOPS[name]).__name__}\(\.\.\.\)"):
+        made(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize("tokens", [-1, 0, "5"])
+def test_tokens_that_are_no_number_of_tokens_are_refused(tmp_path, tokens):
+    with pytest.raises(SettingsError, match=f"regularization_tokens is {tokens!r}; it must be 1 or more"):
+        SCUTrainer(
+            llama(),
+            arguments(tmp_path),
+            train_dataset=Rows(),
+            regularization=LOOPS["regularization"],
+            regularization_tokens=tokens,
+        )
 
 
 class Named(Examples):
