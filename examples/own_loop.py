@@ -24,7 +24,7 @@ class Calm(Loop):
         norm = float(norm)
         if self.usual is not None and norm > 1.5 * self.usual:
             self.rate_factor /= 2
-            self.record({"step": self.trainer.state.global_step, "norm": norm, "rate_factor": self.rate_factor})
+            self.record({"step": self.trainer.state.global_step + 1, "norm": norm, "rate_factor": self.rate_factor})
         self.usual = norm if self.usual is None else 0.9 * self.usual + 0.1 * norm
 
     def scalars(self):

@@ -157,8 +157,8 @@ class Loop(TrainerCallback):
         """The gradients of the step are complete. ``loss_scale``: what a GradScaler has multiplied them by."""
 
     def on_grad_norm(self, norm: Any) -> Any:
-        """``norm``: over all ranks, before clipping; None where a loop before has vetoed the step. Returns what of it
-        is logged."""
+        """``norm``: over all ranks, before clipping; None where a loop before has vetoed the step. Returns what is
+        logged for it; None: as it is."""
         return norm
 
     def on_step_taken_back(self) -> None:
@@ -276,7 +276,7 @@ class LoopEvents(TrainerCallback):
                 loop.history = opened(args.output_dir, loop.history_file, stand_until)
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
-        self._is_due = True
+        self._is_due, self.trainer.step_is_taken_back = True, False
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         """What builds on the last rate (``ReduceLROnPlateau``) must not find our factors in it."""

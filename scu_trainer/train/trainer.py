@@ -87,6 +87,8 @@ class SCUTrainer(Trainer):
     _loops: Sequence[Loop] = ()
     _steps_per_epoch: Optional[int] = None
     _is_training = _rests = False
+    step_is_taken_back = False
+    """Whether a loop has vetoed the step that is going on."""
     task_loss: Optional[torch.Tensor] = None
     """Of the accumulation batch that ``on_loss`` is about, without what loops add to it."""
     difficulty = property(difficulty_of)
@@ -395,7 +397,9 @@ class SCUTrainer(Trainer):
         norm = functools.partial(super()._get_grad_norm, model, grad_norm=grad_norm)
         norm = norm() if grad_norm is not None else self.engine.clipped(norm)
         for loop in self.loops:
-            norm = loop.on_grad_norm(norm)
+            logged = loop.on_grad_norm(norm)
+            if logged is not None or self.step_is_taken_back:
+                norm = logged
         return norm
 
     # -- evaluation and logs -------------------------------------------------------------------------------------------

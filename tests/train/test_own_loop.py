@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 from scu_trainer import Loop, SCUTrainer
 from scu_trainer.errors import ControlError
 from scu_trainer.run_files import read_json, read_rows
-from scu_trainer.settings import MemorySettings, RegularizationSettings
+from scu_trainer.settings import MemorySettings, RegularizationSettings, SafetySettings
 from tests.tiny import Rows, arguments, llama, same, trained, weights_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
@@ -271,6 +272,39 @@ def test_a_loop_of_two_trainers_belongs_to_the_one_that_trains(tmp_path):
     )
     first.train()
     assert loop.trainer is first
+
+
+class Looks(Named):
+    def begin(self):
+        self.norms = []
+
+    def on_grad_norm(self, norm):
+        self.norms.append(norm)
+
+
+def test_who_only_looks_at_the_norm_leaves_it_in_the_logs(tmp_path):
+    stock = trained(llama(layers=1), tmp_path / "stock", **RUN)
+    looks, last = Looks(), given(Looks(), name="last")
+    looked = trained(llama(layers=1), tmp_path / "looked", callbacks=[looks, last], **RUN)
+    norms = [[row["grad_norm"] for row in t.state.log_history if "loss" in row] for t in (stock, looked)]
+    assert norms[0] == norms[1] == [float(norm) for norm in looks.norms] and looks.norms == last.norms
+
+
+def test_behind_a_vetoed_step_there_is_no_norm(tmp_path):
+    def spoil(trainer):
+        count, stock_step = itertools.count(), trainer.stock_training_step
+
+        def step(*given):
+            loss = stock_step(*given)
+            return loss * math.nan if next(count) == 2 else loss
+
+        trainer.stock_training_step = step
+
+    looks = Looks()
+    run = {**RUN, "logging_steps": 2, "callbacks": [given(Looks(), name="first"), looks], "safety": SafetySettings()}
+    trainer = trained(llama(layers=1), tmp_path, prepare=spoil, **run)
+    assert [i for i, norm in enumerate(looks.norms) if norm is None] == [2]
+    assert all(math.isfinite(row["grad_norm"]) for row in trainer.state.log_history if "loss" in row)
 
 
 def test_two_negative_factors_do_not_make_a_sound_one(tmp_path):

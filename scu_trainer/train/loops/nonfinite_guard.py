@@ -250,6 +250,7 @@ class NonFiniteGuard(Loop):
         # The stock loop divides sums of losses by numbers of steps since these two.
         trainer._globalstep_last_logged += 1
         trainer._initial_global_step += 1
+        trainer.step_is_taken_back = True
         for loop in trainer.loops:
             loop.on_step_taken_back()
 
