@@ -101,6 +101,10 @@ def test_bad_values_are_refused_with_a_way_out(settings, changes, message):
     assert caught.value.exit_code == 2
 
 
+def test_a_whole_number_may_be_written_as_a_float():
+    assert SCU(tokens=1e3).tokens == 1000
+
+
 @pytest.mark.parametrize("settings", [SCU, MODEL, DATA])
 def test_defaults_are_valid_frozen_and_explained(settings):
     made = settings()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Literal, NamedTuple, Optional, Union, get_args, get_origin, get_type_hints
 
 from scu_trainer.errors import SettingsError, nearest
@@ -64,11 +64,20 @@ def check_fields(settings, prefix: str = "") -> None:
     check_values(type(settings), vars(settings), prefix=prefix)
 
 
-KINDS: dict[type, tuple[Any, str]] = {
-    bool: (bool, "true or false"),
-    int: (Integral, "a whole number"),
-    float: (Real, "a number"),
-    list: ((list, tuple), "a list, such as [a, b]"),
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    """Also 1e3."""
+    return _is_number(value) and (isinstance(value, int) or float(value).is_integer())
+
+
+KINDS: dict[type, tuple[Callable[[Any], bool], str]] = {
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+    int: (_is_whole, "a whole number"),
+    float: (_is_number, "a number"),
+    list: (lambda value: isinstance(value, (list, tuple)), "a list, such as [a, b]"),
 }
 """What a field that is declared as a key takes, and how a message says so."""
 
@@ -77,13 +86,12 @@ def check_kinds(settings, prefix: str = "") -> None:
     """Reject a text where a number or a switch is asked for: Python takes "false" for true."""
     hints = get_type_hints(type(settings))
     for item in fields(settings):
-        value, parts = getattr(settings, item.name), [get_origin(part) or part for part in _parts(hints[item.name])]
-        kind = next((part for part in parts if part in KINDS), None)
-        if kind is None or not {*parts} <= {kind, type(None)} or (value is None and type(None) in parts):
+        value, parts = getattr(settings, item.name), {get_origin(part) or part for part in _parts(hints[item.name])}
+        kinds = parts - {type(None)}
+        if len(kinds) > 1 or not kinds <= KINDS.keys() or (value is None and type(None) in parts):
             continue
-        taken, words = KINDS[kind]
-        is_one = isinstance(value, taken) and (kind is bool or not isinstance(value, bool))
-        require(is_one, f"{prefix}{item.name} is {short(value)}; it must be {words}")
+        takes, words = KINDS[kinds.pop()]
+        require(takes(value), f"{prefix}{item.name} is {short(value)}; it must be {words}")
 
 
 def check_values(
