@@ -270,10 +270,11 @@ class LoopEvents(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.close()
+        folder = self.trainer._get_output_dir(self.trainer._trial)  # a hyperparameter search has one for each trial
         for loop in self.trainer.loops if args.should_save else ():
             if loop.history_file is not None:
                 stand_until = loop.rows_stand_until(state.global_step)
-                loop.history = opened(args.output_dir, loop.history_file, stand_until)
+                loop.history = opened(folder, loop.history_file, stand_until)
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self._is_due, self.trainer.step_is_taken_back = True, False

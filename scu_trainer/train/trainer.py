@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -181,7 +182,8 @@ class SCUTrainer(Trainer):
         """What loops multiply the scheduled learning rate by in this step."""
         factor = 1.0
         for loop in self.loops:
-            factor *= rate_of(loop)
+            own = loop.rate_factor
+            factor *= own if isinstance(own, float) and 0 <= own < math.inf else rate_of(loop)
         return factor
 
     def _get_learning_rate(self) -> float:

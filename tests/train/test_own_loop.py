@@ -252,6 +252,25 @@ def test_a_loop_that_comes_late_is_refused(tmp_path):
     assert adds.trainer.loops == [] and adds.trainer.is_stock
 
 
+def test_every_trial_of_a_search_has_its_history(tmp_path):
+    pytest.importorskip("optuna")
+    trainer = SCUTrainer(
+        args=arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2),
+        train_dataset=Rows(),
+        eval_dataset=Rows(8),
+        model_init=lambda: llama(layers=1),
+        memory=MemorySettings(),
+        callbacks=[given(Recording(), history_file="own.json")],
+    )
+    rates = [1e-3, 1e-2]
+    trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": rates[trial.number]}, n_trials=2, backend="optuna", direction="minimize"
+    )
+    rows = [[row["step"] for row in read_rows(tmp_path / f"run-{trial}" / "own.json")] for trial in (0, 1)]
+    assert rows == [[1, 2], [1, 2]]
+    assert (tmp_path / "run-1" / "memory_history.json").is_file()
+
+
 class Ends(Silent):
     def end(self):
         self.has_ended = True
@@ -290,21 +309,30 @@ def test_who_only_looks_at_the_norm_leaves_it_in_the_logs(tmp_path):
     assert norms[0] == norms[1] == [float(norm) for norm in looks.norms] and looks.norms == last.norms
 
 
+def spoil(trainer):
+    """The loss of the third step is NaN."""
+    count, stock_step = itertools.count(), trainer.stock_training_step
+
+    def step(*given):
+        loss = stock_step(*given)
+        return loss * math.nan if next(count) == 2 else loss
+
+    trainer.stock_training_step = step
+
+
 def test_behind_a_vetoed_step_there_is_no_norm(tmp_path):
-    def spoil(trainer):
-        count, stock_step = itertools.count(), trainer.stock_training_step
-
-        def step(*given):
-            loss = stock_step(*given)
-            return loss * math.nan if next(count) == 2 else loss
-
-        trainer.stock_training_step = step
-
     looks = Looks()
     run = {**RUN, "logging_steps": 2, "callbacks": [given(Looks(), name="first"), looks], "safety": SafetySettings()}
     trainer = trained(llama(layers=1), tmp_path, prepare=spoil, **run)
     assert [i for i, norm in enumerate(looks.norms) if norm is None] == [2]
     assert all(math.isfinite(row["grad_norm"]) for row in trainer.state.log_history if "loss" in row)
+
+
+def test_the_one_of_the_page_keeps_its_lowest_loss_through_a_nan(tmp_path):
+    loop = shown()(patience=2)
+    run = {**RUN, "max_steps": 5, "callbacks": [loop], "safety": SafetySettings()}
+    trainer = trained(llama(layers=1), tmp_path, prepare=spoil, **run)
+    assert loop.lowest == pytest.approx(min(row["loss"] for row in trainer.state.log_history if "loss" in row))
 
 
 def test_two_negative_factors_do_not_make_a_sound_one(tmp_path):
