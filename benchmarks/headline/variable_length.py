@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=Shape.vocab, help="size of the vocabulary")
     parser.add_argument("--hidden", type=int, default=Shape.hidden, help="size of a token's states")
     parser.add_argument("--layers", type=int, default=Shape.layers)
-    parser.add_argument("--template", type=int, default=0, help="tokens that rows begin with alike, not learned")
+    parser.add_argument("--template", type=int, default=0, help="tokens of a prefix that rows share, not learned")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--contenders", nargs="+", choices=(*CONTENDERS, KEEPING), default=CONTENDERS, metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="every path on a tiny model; writes nothing")

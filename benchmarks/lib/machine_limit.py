@@ -2,7 +2,7 @@
 that the device was measured at.
 
 Unavoidable is what the rows ask for, no padding and nothing computed twice: every real token through the layers,
-forward and backward (what rows begin with alike in each of them), every learned token through the output head, causal
+forward and backward (a prefix that rows share in each of them), every learned token through the output head, causal
 attention over each row by itself, and the optimizer once over what is trained. A frozen weight has no gradient of its
 own. Multiplications and bytes do not overlap here, so the limit is a little low for a device that overlaps them.
 """

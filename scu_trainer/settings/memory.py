@@ -66,7 +66,7 @@ class MemorySettings:
     padding_free: Optional[bool] = option(
         None,
         "causal language models: the layers see the rows of a micro-batch end to end, without padding, and on a CPU "
-        "what they begin with alike once; same loss and gradient up to rounding; default: where all layers attend to "
+        "a prefix that rows share once; same loss and gradient up to rounding; default: where all layers attend to "
         "whole rows, by sdpa or FlashAttention",
     )
     memory_limit_gb: Optional[float] = option(

@@ -1,5 +1,4 @@
-"""What rows begin with alike, once through the layers: the stock loss and gradient, and once for each row wherever that
-would not be so."""
+"""Prefixes that rows share, computed once: the stock loss and gradient, and once per row wherever that would not hold."""
 
 from __future__ import annotations
 
@@ -24,7 +23,6 @@ from tests.train.stepwise import ENDLESS_BYTES, compared, error_of
 from tests.train.test_padding_free import MODELS, PADDED, WAYS, WINDOW, trained
 
 TEMPLATES = (torch.tensor([5, 6, 7, 8, 9, 10]), torch.tensor([5, 6, 7, 11, 12]))
-ONCE = "what rows begin with alike goes through the layers once"
 
 
 class Templates(Rows):
@@ -109,7 +107,7 @@ def test_held_out_rows_that_cannot_share_are_whole(monkeypatch, caplog):
     with torch.no_grad(), caplog.at_level(logging.INFO, logger="scu_trainer"):
         expected = row_scores(model(**batch).logits, labels)
         torch.testing.assert_close(EvaluationPath(model).scores(batch, labels), expected, rtol=1e-5, atol=1e-5)
-    assert "in evaluation what rows begin with alike is kept in each: the model fails" in caplog.text
+    assert "in evaluation prefixes that rows share are computed once per row: the model fails" in caplog.text
 
 
 # -- which tokens ------------------------------------------------------------------------------------------------------
@@ -179,7 +177,7 @@ def test_rows_have_random_numbers_of_their_own(tmp_path, caplog, make):
         trainer, _, seen = trained(make, tmp_path, rows=Templates)
     statistics = trainer.micro_batches.loop.statistics
     assert sum(rows * time for rows, time in seen) == statistics.real_tokens == statistics.processed_tokens
-    assert "for each of them: the model draws random numbers (dropout)" in caplog.text
+    assert "once per row: the model draws random numbers (dropout)" in caplog.text
 
 
 def test_it_is_tried_before_it_is_done(tmp_path, caplog, monkeypatch):
@@ -188,7 +186,7 @@ def test_it_is_tried_before_it_is_done(tmp_path, caplog, monkeypatch):
         trainer, _, _ = trained(tiny.llama, tmp_path, rows=Templates)
     statistics = trainer.micro_batches.loop.statistics
     assert statistics.processed_tokens == statistics.real_tokens
-    assert caplog.text.count("goes through the layers for each of them: the model fails on two short rows") == 1
+    assert caplog.text.count("go through the layers once per row: the model fails on two short rows") == 1
 
 
 def test_padding_free_false_keeps_every_row_whole(tmp_path):

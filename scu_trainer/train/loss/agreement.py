@@ -27,7 +27,7 @@ Found = tuple[Optional[bool], Optional[str]]
 MOST_COLUMNS = 32
 
 LENGTHS = (8, 5)
-"""Tokens of the two rows that are asked about padding, which begin alike where that is asked about. They are the same
+"""Tokens of the two rows that are asked about padding, which share a prefix where that is asked about. They are the same
 for all data, so a run that goes on, and every rank, finds the same."""
 
 MOST_VALUES, MOST_WEIGHTS = 2**20, 32
@@ -57,8 +57,8 @@ def agrees_headless(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
 
 def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any], shares_prefixes: bool = False) -> Found:
     """On two rows of different length: loss, states before the output head, gradient by some small weights; and the
-    first row must not change the second. ``shares_prefixes``: both begin alike and have that in common. Then the model
-    must draw no random numbers either, of which each row shall have its own."""
+    first row must not change the second. ``shares_prefixes``: they begin alike, and that is computed once. Then the
+    model must not draw random numbers either, since each row should get its own."""
     model, alike = trainer.model, FEWEST_TOKENS if shares_prefixes else 0
 
     def compared() -> Found:
@@ -122,8 +122,8 @@ def agrees_on_rows(
     shares_prefixes: bool = False,
 ) -> Found:
     """On two rows of different length, in evaluation: the model's loss, and that of each row, which its logits say; and
-    end to end the first row must not change the second. ``shares_prefixes``: both begin alike and have that in
-    common."""
+    end to end the first row must not change the second. ``shares_prefixes``: they begin alike, and that is
+    computed once."""
     alike = FEWEST_TOKENS if shares_prefixes else 0
 
     def answered(batch: Mapping[str, torch.Tensor], rows: Optional[EndToEnd]) -> tuple[list[float], list[torch.Tensor]]:

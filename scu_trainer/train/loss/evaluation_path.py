@@ -110,7 +110,7 @@ class EvaluationPath:
 
     @functools.cached_property
     def _shares_prefixes(self) -> bool:
-        instead = "what rows begin with alike is kept in each"
+        instead = "prefixes that rows share are computed once per row"
         return self._agrees(self._kind, instead, padding_free=True, shares_prefixes=True)
 
     @functools.cached_property

@@ -166,9 +166,9 @@ class LossPath:
         found, obstacle = agrees_padding_free(self.trainer, inputs, shares_prefixes=True)
         self._shares_prefixes = bool(found)
         if found:
-            logger.info("what rows begin with alike goes through the layers once")
+            logger.info("a prefix that rows share goes through the layers once")
         elif obstacle:
-            logger.info("what rows begin with alike goes through the layers for each of them: %s", obstacle)
+            logger.info("prefixes that rows share go through the layers once per row: %s", obstacle)
         return self._end_to_end(inputs)
 
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any, stock: Callable) -> torch.Tensor:

@@ -46,8 +46,8 @@ AllReduceMax = Callable[[list[int]], list[int]]
 class MemoryStatistics:
     """What was processed, in tokens (rows, for inputs without a length). JSON-safe, kept in checkpoints.
 
-    ``real_tokens``: without padding. ``processed_tokens``: with the padding that was left, and what rows begin with
-    alike once. ``stock_tokens``: what the
+    ``real_tokens``: without padding. ``processed_tokens``: with the padding that was left, and a prefix that rows share
+    once. ``stock_tokens``: what the
     stock loop would have processed. ``failed_tokens``: in micro-batches that ran out of memory. ``predicted``:
     micro-batches cut because they were predicted not to fit. ``chunks``: micro-batches whose forward and backward
     were kept. ``peak_bytes``: the most that this process used in a step.
@@ -308,7 +308,7 @@ class MicroBatchSizer:
             )
 
     def shared(self, micro_batch: MicroBatch, tokens: int) -> None:
-        """So many ``tokens`` of a micro-batch that has run went through the layers with another row."""
+        """So many ``tokens`` of a micro-batch that has run were computed as part of another row."""
         self._shared[micro_batch.rows] = tokens
 
     def _processed(self, micro_batch: MicroBatch) -> int:

@@ -338,7 +338,7 @@ class MicroBatchStep:
             if micro_batch.unpadded_tokens not in (None, padded):
                 path.stay_padded("the model was asked for more than its loss, and saw rows with their padding")
         elif rows.prefixes is not None:
-            self.loop.shared(micro_batch, rows.prefixes.spared)
+            self.loop.shared(micro_batch, rows.prefixes.saved)
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 

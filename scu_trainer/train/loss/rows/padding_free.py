@@ -9,8 +9,8 @@ one call per length elsewhere.
 Layers hand on ``ROWS``, an argument of our own, to their attention. It is one of the layer's arguments, so a layer that
 is computed again in the backward pass has it then, too.
 
-On a CPU what rows begin with alike goes through the layers once (``shared_prefixes.py``). The sum of the gradients that
-come back to it has no fixed order on a card, and a training would not be the same twice.
+On a CPU a prefix that rows share goes through the layers once (``shared_prefixes.py``). On a card the gradients of its
+copies would be summed in no fixed order, and the same training would not give the same weights twice.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class EndToEnd:
     ``lengths``: tokens of each. ``shape``: (rows, time) with the padding. ``places`` (tokens,): of the tokens in
     (rows · time,). ``positions`` (1, tokens): of the tokens in their rows. ``borders`` (rows + 1,), int32: tokens
     before each row, and all. These are on the model's device, ``known_places`` are the places on the host.
-    ``prefixes``: that rows share. ``seen``: by the model.
+    ``prefixes``: shared by rows, where there are any. ``seen``: by the model.
     """
 
     lengths: tuple[int, ...]
@@ -76,10 +76,10 @@ class EndToEnd:
 def end_to_end(
     inputs: Mapping[str, Any], most_tokens: Optional[int] = None, shares_prefixes: bool = False
 ) -> Optional[EndToEnd]:
-    """None where nothing is gained, or it cannot be done: rows without padding that begin with nothing alike, with
+    """None where nothing is gained, or it cannot be done: rows without padding that share no prefix, with
     padding on the left, or with labels in it, or of more than ``most_tokens``, or a mask that is on another device
-    only, so that asking for it would wait. ``shares_prefixes``: whether rows may have in common what they begin with
-    alike."""
+    only, so that asking for it would wait. ``shares_prefixes``: whether a prefix that rows share may be computed
+    once."""
     mask, labels = inputs.get("attention_mask"), inputs.get("labels")
     if set(inputs) != NEEDED or not torch.is_tensor(mask) or not torch.is_tensor(labels):
         return None

@@ -1,8 +1,8 @@
-"""What rows begin with alike (a template, a system prompt, a question with several answers), once through the layers.
+"""Prefixes that rows share (a template, a system prompt, a question with several answers), computed once.
 
-A token's states depend on the tokens up to it alone, so rows that begin with the same tokens have the same states
-there. Layers get them once; attention, which looks back over whole rows, and the output head, whose losses are those of
-rows, get them once for each row. The gradient of all rows adds up in the one that there is.
+A token's states depend only on the tokens up to it, so rows that begin with the same tokens have the same states
+there. The layers get a shared prefix once. Attention, which looks back over whole rows, and the output head, whose
+losses belong to rows, get a copy of it for each row, and the gradients of the copies add up.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 FEWEST_TOKENS, FEWEST_SHARE = 4, 1 / 16
-"""That a row begins with alike, and of all tokens that are spared: with less the copies for attention are not worth
-it."""
+"""Of a prefix, and the share of all tokens that is saved: below these the copies that attention needs cost more than
+that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class SharedPrefixes:
     source: Tensor
 
     @property
-    def spared(self) -> int:
+    def saved(self) -> int:
         return len(self.source) - len(self.kept)
 
     def copied(self, states: Tensor, dim: int) -> Tensor:
@@ -59,7 +59,7 @@ class _Copied(torch.autograd.Function):
 
 
 def shared_prefixes(ids: Tensor, lengths: Tensor, places: Tensor) -> Optional[SharedPrefixes]:
-    """None where rows begin with next to nothing alike. ids (rows, time), lengths (rows,), places (tokens,) in
+    """None where rows share next to nothing. ids (rows, time), lengths (rows,), places (tokens,) in
     (rows · time,): on the host."""
     if len({tuple(beginning) for beginning in ids[:, :FEWEST_TOKENS].tolist()}) == len(ids):
         return None
