@@ -1,4 +1,5 @@
-"""Prefixes that rows share, computed once: the stock loss and gradient, and once per row wherever that would not hold."""
+"""Prefixes that rows share, computed once: the stock loss and gradient, and once per row where that would
+not hold."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ Found = tuple[Optional[bool], Optional[str]]
 MOST_COLUMNS = 32
 
 LENGTHS = (8, 5)
-"""Tokens of the two rows that are asked about padding, which share a prefix where that is asked about. They are the same
-for all data, so a run that goes on, and every rank, finds the same."""
+"""Tokens of the two rows that are asked about padding, which share a prefix where that is asked about. They are the
+same for all data, so a run that goes on, and every rank, finds the same."""
 
 MOST_VALUES, MOST_WEIGHTS = 2**20, 32
 """Of a trained weight, and how many of them, by which the gradient is compared."""
