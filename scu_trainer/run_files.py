@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
+import logging
 import math
 import os
 import re
@@ -31,6 +33,8 @@ from typing import Any, Optional, Union
 
 from scu_trainer.errors import StorageError
 from scu_trainer.secrets import redact
+
+logger = logging.getLogger("scu_trainer")
 
 AnyPath = Union[str, os.PathLike]
 Row = dict[str, Any]
@@ -394,6 +398,23 @@ def _nearest_name(path: Path) -> Path:
     """As ``nearest_existing``, but a link that leads nowhere counts: no directory can be made in its place."""
     path = path.absolute()
     return next(candidate for candidate in (path, *path.parents) if os.path.lexists(candidate))
+
+
+def found_above(name: str, folder: Path) -> str:
+    """Where the relative path ``name`` leads that a file in ``folder`` holds: a run is most often started in a folder
+    above its own, and used from anywhere. As it is where nothing of that name is there, such as a Hub id."""
+    if Path(name).expanduser().is_absolute():
+        return name
+    here, above = Path.cwd(), folder.absolute().parents
+    places = (here, *above) if here in above else (*above, here)
+    place = next((place for place in places if (place / name).exists()), here)
+    return name if place == here else _said_found(name, os.path.normpath(place / name))
+
+
+@functools.cache
+def _said_found(name: str, path: str) -> str:
+    logger.warning("%s is taken from %s, above the folder whose files name it", name, path)
+    return path
 
 
 def readable(size_bytes: float) -> str:

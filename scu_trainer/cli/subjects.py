@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import DataError, ModelError
-from scu_trainer.models.loading.load import base_of, check_source, is_adapter
+from scu_trainer.models.loading.load import base_of, check_source, downloaded_adapter, is_adapter
 from scu_trainer.report.comparison.report import COMPARISON_FILE
-from scu_trainer.run_files import read_json
+from scu_trainer.run_files import found_above, read_json
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.settings.tasks import KINDS, TEXT
@@ -64,6 +64,11 @@ class Subject:
         return self.model.model_name_or_path
 
     @property
+    def is_of_hub(self) -> bool:
+        """Whether it was named by its id: where an adapter was downloaded to is no folder to write beside."""
+        return not Path(self.name).expanduser().exists()
+
+    @property
     def mixed_precision(self) -> Optional[str]:
         """In which its run computed: bf16, fp16, or None for that of the weights."""
         found = self.run["configuration"].get("mixed_precision") if self.run else None
@@ -82,7 +87,11 @@ class Subject:
     @property
     def data(self) -> DataSettings:
         """Data settings of its run."""
-        return _settings_in(DataSettings, self.run)
+        data = _settings_in(DataSettings, self.run)
+        return replace(data, dataset=self._found(data.dataset), eval_dataset=self._found(data.eval_dataset))
+
+    def _found(self, dataset: Any) -> Any:
+        return found_above(dataset, Path(self.source)) if isinstance(dataset, str) else dataset
 
 
 def _task_in(config_file: Path) -> str:
@@ -100,7 +109,8 @@ def subject_of(name: str) -> Subject:
     if run_folder is None:
         _refuse_comparison(path)
         check_source(name)
-        return Subject(name, ModelSettings(model_name_or_path=str(path) if path.is_dir() else name))
+        source = path if path.is_dir() else downloaded_adapter(name) or name
+        return Subject(name, ModelSettings(model_name_or_path=str(source)))
     if path == run_folder:
         _require_finished(path)
     check_source(str(path))
@@ -154,7 +164,7 @@ def base_subject(subject: Subject) -> Subject:
         name = _settings_in(ModelSettings, subject.run).model_name_or_path
         if name is None and subject.task != TEXT:
             raise ModelError(f"{subject.name} was trained from scratch, so it has no base; drop base from --against")
-        name = name or _embedded_base(subject)
+        name = found_above(name, Path(subject.source)) if name else _embedded_base(subject)
     else:
         raise ModelError(
             f"{subject.name} is neither an adapter nor part of a run, so its base is unknown; give its path"

@@ -234,6 +234,20 @@ def test_changed_data_are_pointed_out(evaluate, broken_run, tmp_path):
     assert "a different fingerprint than when" in evaluate(broken_run)["notes"][0]
 
 
+def test_a_run_with_relative_names_is_scored_from_another_folder(evaluate, work, broken_run, tmp_path, monkeypatch):
+    shutil.copytree(work.model, tmp_path / "model")
+    shutil.copy(work.documents, tmp_path / "documents.jsonl")
+    described = read_json(broken_run / "training_config.json")
+    described["configuration"].update(model_name_or_path="model", dataset="documents.jsonl")
+    write_json(broken_run / "training_config.json", described)
+    edit_json(broken_run / "adapter_config.json", base_model_name_or_path="model")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found, expected = evaluate(broken_run, "--against", "base"), evaluate(work.lora, "--against", "base")
+    assert found["model"]["bpt"] == expected["model"]["bpt"]
+    assert found["against"][0]["bpt"] == expected["against"][0]["bpt"]
+
+
 def test_a_chat_template_file_is_no_longer_needed(evaluate, broken_run):
     described = read_json(broken_run / "training_config.json")
     described["configuration"]["chat_template"] = "/gone/template.jinja"

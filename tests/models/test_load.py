@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -96,6 +97,31 @@ def test_models_and_adapters_are_told_apart(model_dir, adapter_dir):
     check_source(str(adapter_dir))
     assert is_adapter(adapter_dir) and not is_adapter(model_dir)
     assert base_of(adapter_dir) == str(model_dir)
+
+
+def test_a_base_that_was_named_from_a_folder_above_is_found_from_anywhere(
+    adapter_dir, model_dir, tmp_path, monkeypatch
+):
+    (tmp_path / "elsewhere" / "base").mkdir(parents=True)
+    run = shutil.copytree(adapter_dir, tmp_path / "project" / "runs" / "mine")
+    base = shutil.copytree(model_dir, tmp_path / "project" / "base")
+    edit_json(run / "adapter_config.json", base_model_name_or_path="base")
+    monkeypatch.chdir(tmp_path / "project")
+    assert base_of(run) == "base"
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert base_of(run) == str(base), "not the folder of that name here, which the run has never seen"
+    edit_json(run / "adapter_config.json", base_model_name_or_path="someone/base")
+    assert base_of(run) == "someone/base"
+
+
+def test_a_base_that_moved_is_set_in_the_file_that_names_it(adapter_dir, copy_of, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = copy_of(adapter_dir)
+    edit_json(folder / "adapter_config.json", base_model_name_or_path="gone_base")
+    said = re.escape(f"{folder / 'adapter_config.json'} names it: set its base_model_name_or_path")
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ModelError, match=said):
+            load(settings(folder))
 
 
 def test_the_home_directory_may_be_written_as_tilde(model_dir, monkeypatch):

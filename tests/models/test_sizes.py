@@ -25,3 +25,9 @@ def test_counts_are_those_of_the_loaded_model(tmp_path, dtype, stored):
 def test_a_folder_without_a_model(tmp_path):
     with pytest.raises(ModelError, match=r"without config.json"):
         weight_counts(str(tmp_path))
+
+
+def test_an_adapter_of_a_base_that_is_not_here(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "gone_base"}')
+    with pytest.raises(ModelError, match=r"cannot load the configuration of 'gone_base'.*adapter_config.json names it"):
+        weight_counts(str(tmp_path))

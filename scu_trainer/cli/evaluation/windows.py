@@ -66,7 +66,7 @@ def positions_of(subject: Subject) -> Optional[int]:
 
     check_source(subject.source)
     settings, name = subject.model, located(base_of(Path(located(subject.source))))
-    with as_model_error(name, "configuration", settings.model_revision):
+    with as_model_error(name, "configuration", settings.model_revision, subject.source):
         config = AutoConfig.from_pretrained(
             name, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
         )

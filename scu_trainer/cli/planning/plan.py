@@ -181,7 +181,7 @@ def _configuration(job: Job) -> Any:
         return base_config(2048, 0, 1, 2)
     check_source(model.model_name_or_path)
     name = base_of(Path(located(model.model_name_or_path)))
-    with as_model_error(name, "configuration", model.model_revision):
+    with as_model_error(name, "configuration", model.model_revision, model.model_name_or_path):
         config = AutoConfig.from_pretrained(
             located(name), revision=model.model_revision, trust_remote_code=model.trust_remote_code
         )

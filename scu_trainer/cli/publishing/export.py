@@ -123,8 +123,8 @@ def _of_merge(options: ExportOptions) -> MergeOptions:
 
 def _default_output(subject: Subject, format: str) -> Path:
     """Beside the run; a Hub id goes into the folder one is in."""
-    if not Path(subject.source).is_dir():
-        return Path.cwd() / f"{subject.source.rpartition('/')[2]}-{format}"
+    if subject.is_of_hub:
+        return Path.cwd() / f"{subject.name.rpartition('/')[2]}-{format}"
     merged = default_output(subject)
     return merged.with_name(f"{merged.name.removesuffix('-merged')}-{format}")
 

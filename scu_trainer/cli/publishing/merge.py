@@ -96,6 +96,8 @@ def _main(argv: list[str]) -> int:
 
 def default_output(subject: Subject) -> Path:
     """Beside the run: ``runs/mine-merged``, ``runs/mine-checkpoint-80-merged``."""
+    if subject.is_of_hub:
+        return Path.cwd() / f"{subject.name.rpartition('/')[2]}-merged"
     source = Path(subject.source)
     is_checkpoint = subject.run is not None and source.name.startswith("checkpoint-")
     name = f"{source.parent.name}-{source.name}" if is_checkpoint else source.name
@@ -145,7 +147,9 @@ def _require_adapter(subject: Subject) -> None:
 
     source = Path(subject.source)
     if not source.is_dir():
-        raise ModelError(f"{subject.name} is not a folder; give the folder of a run, of a checkpoint or of an adapter")
+        raise ModelError(
+            f"{subject.name} is neither a folder nor an adapter on the Hub; give a run, checkpoint or adapter"
+        )
     if not is_adapter(source):
         raise ModelError(
             f"{subject.name} holds full weights and no adapter, so there is nothing to merge. Load it as it is; "

@@ -82,8 +82,7 @@ def _main(argv: list[str]) -> int:
 
 def default_name(who: Subject) -> str:
     """That of the folder; of a checkpoint also that of its run."""
-    source = Path(who.source)
-    return default_output(who).name.removesuffix("-merged") if source.is_dir() else who.name
+    return who.name if who.is_of_hub else default_output(who).name.removesuffix("-merged")
 
 
 # -- the key -----------------------------------------------------------------------------------------------------------

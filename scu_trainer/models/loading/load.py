@@ -32,6 +32,7 @@ from scu_trainer.models.loading.safety import (
     require_safe_weights,
     safetensors_only,
 )
+from scu_trainer.models.published import ADAPTER, PROCESSOR
 from scu_trainer.models.quantize import (
     compute_dtype_of,
     prepare_quantized,
@@ -39,7 +40,7 @@ from scu_trainer.models.quantize import (
     require_quantization,
     skeleton_of,
 )
-from scu_trainer.run_files import read_regular
+from scu_trainer.run_files import found_above, read_regular
 from scu_trainer.settings import MemorySettings, ModelSettings
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     source = located(name)
     if Path(source).is_dir() and not _has_tokenizer(Path(source)):
         source = base_of(Path(source))
-    with as_model_error(name, "tokenizer", settings.model_revision):
+    with as_model_error(source, "tokenizer", settings.model_revision, name):
         announce_code(source, settings)
         try:
             tokenizer = AutoTokenizer.from_pretrained(
@@ -142,11 +143,35 @@ def base_of(adapter: Path) -> str:
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base or not isinstance(base, str) or "\0" in base:
         raise ModelError(f"{config_file} does not name the base model; set base_model_name_or_path in it")
+    base = found_above(base, adapter)
     try:
         check_source(base)
     except ModelError as error:
-        raise ModelError(f"the adapter {adapter} needs its base model: {error}") from error
+        raise ModelError(
+            f"the adapter {adapter} needs its base model: {error}; set "
+            f"base_model_name_or_path in {config_file} to where it is"
+        ) from error
     return base
+
+
+def downloaded_adapter(name: Optional[str], revision: Optional[str] = None) -> Optional[Path]:
+    """The folder in the cache of the Hub with the adapter of this id; None for everything else: what lies here, a full
+    model, and what the Hub does not have, as who loads it says."""
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    if name is None or Path(name).expanduser().exists():
+        return None
+    try:
+        config_file = find_adapter_config_file(name, revision=revision)
+    except (OSError, ValueError):
+        return None
+    if config_file is None:
+        return None
+    from huggingface_hub import snapshot_download
+
+    with as_model_error(name, "adapter", revision):
+        patterns = [*ADAPTER, "adapter_model.bin", *PROCESSOR]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
 
 
 def rows_of_adapter(adapter: Path) -> int:
@@ -159,13 +184,17 @@ def rows_of_adapter(adapter: Path) -> int:
 
 def with_adapter_as_model(settings: ModelSettings) -> ModelSettings:
     """``adapter_name_or_path`` as the model to go on with. Raises ModelError where it is none, or of another base."""
+    name, revision = settings.adapter_name_or_path or settings.model_name_or_path, settings.model_revision
+    found = downloaded_adapter(name, revision)
+    if found is not None:
+        settings = replace(settings, model_revision=None)  # which was that of the adapter
     if settings.adapter_name_or_path is None:
-        return settings
-    adapter = Path(settings.adapter_name_or_path).expanduser()
+        return settings if found is None else replace(settings, model_name_or_path=str(found))
+    adapter = found or Path(settings.adapter_name_or_path).expanduser()
     if not is_adapter(adapter):
         raise ModelError(
-            f"adapter_name_or_path {settings.adapter_name_or_path!r} is not a folder with an adapter_config.json; give "
-            "the folder that a run wrote"
+            f"adapter_name_or_path {settings.adapter_name_or_path!r} is neither a folder with an adapter_config.json "
+            "nor an adapter on the Hub; give the folder that a run wrote, or the id"
         )
     base, given = base_of(adapter), settings.model_name_or_path
     if given is not None and not _is_same_place(base, given):
@@ -202,7 +231,7 @@ def load_model(
     if settings.dtype == "auto" and settings.tuning == "full":
         dtype = torch.float32
     folder = None if placement is None else placement.private_folder()
-    with as_model_error(name, "model", settings.model_revision):
+    with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
         announce_code(located(name), settings)
         require_safe_weights(located(name), settings)
         config = _config_of(name, settings)
@@ -238,7 +267,7 @@ def causal_config(settings: ModelSettings) -> PretrainedConfig:
     """Of the model that ``load_model`` would load. Raises ModelError where it is no causal language model."""
     name = base_of(Path(located(settings.model_name_or_path)))
     check_source(settings.model_name_or_path)
-    with as_model_error(name, "model", settings.model_revision):
+    with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
         announce_code(located(name), settings)
         config = _config_of(name, settings)
     require_causal(config, name)
@@ -281,7 +310,7 @@ def plan_placement(
         return None
     check_source(settings.model_name_or_path)
     name = base_of(Path(located(settings.model_name_or_path)))
-    with as_model_error(name, "model", settings.model_revision):
+    with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
         announce_code(located(name), settings)
         there = replace(settings, model_name_or_path=located(name))
         return place(there, memory, free, _packing(name, settings, device))
@@ -303,10 +332,11 @@ STUMBLES = (AttributeError, IndexError, ArithmeticError, AssertionError, TypeErr
 
 
 class as_model_error:
-    """Context manager: what transformers raises for a name it cannot use becomes one ModelError."""
+    """Context manager: what transformers raises for a name it cannot use becomes one ModelError. ``asked_for``: what a
+    person named; where it is an adapter, ``name`` is its base."""
 
-    def __init__(self, name: str, what: str, revision: Optional[str] = None) -> None:
-        self.name, self.what, self.revision = name, what, revision
+    def __init__(self, name: str, what: str, revision: Optional[str] = None, asked_for: Optional[str] = None) -> None:
+        self.name, self.what, self.revision, self.asked_for = name, what, revision, asked_for
 
     def __enter__(self) -> None:
         return None
@@ -321,6 +351,9 @@ class as_model_error:
             hint = f"; {_torn_file(self.name)} is damaged or cut off: copy or download it again"
         elif not Path(self.name).expanduser().exists():
             hint = f"; {_not_here(self.name)}; if it is a Hub id, check its spelling and the connection"
+            adapter = Path(self.asked_for or "").expanduser()
+            if is_adapter(adapter):
+                hint += f"; {adapter / 'adapter_config.json'} names it: set its base_model_name_or_path to where it is"
         first = first.rstrip(".") if hint else first
         raise ModelError(f"cannot load the {self.what} of {self.name!r}: {first}{hint}") from error
 
