@@ -91,6 +91,8 @@ def upload_of(
     for item in items:
         _refuse_secrets(item)
     left_out = _left_out(facts.weights, {*sources, CARD}, is_merged=merged is not None)
+    if merged is not None and not is_ours(facts.weights / CARD):
+        left_out.append((CARD, f"the edited card of the adapter; that of the merged weights is {merged / CARD}"))
     return Upload(sorted(items, key=lambda item: item.path_in_repo), left_out, edited)
 
 

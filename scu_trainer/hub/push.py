@@ -12,15 +12,23 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Optional, TypeVar
 
 from scu_trainer.errors import HubError
+from scu_trainer.hub.card import CARD, is_ours
 from scu_trainer.hub.files import Upload, superseded
 from scu_trainer.models.loading.hub_errors import as_hub_error, end_stalls, endpoint, hub_line, is_passing, status_of
 from scu_trainer.secrets import redact, secret
 
 T = TypeVar("T")
 Say = Callable[[str], None]
+
+CARD_KEPT = (
+    "card: README.md on the Hub was written or edited by hand, and is left as it is; edit README.md here to send that "
+    "one instead"
+)
 
 WAITS_S = (1, 4, 15)
 """Seconds before each repetition of a request that a broken connection or a busy server has ended."""
@@ -84,7 +92,8 @@ def push(
     say: Say,
 ) -> dict[str, Any]:
     """Send ``upload`` as one commit. Returns repo, url, commit and bytes; ``removed``: files of an earlier push that
-    are not of this one; ``is_changed`` is False where the Hub had all of it. Raises HubError with one line."""
+    are not of this one; ``is_changed`` is False where the Hub had all of it; ``is_card_kept``: see CARD_KEPT. Raises
+    HubError with one line."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
@@ -100,6 +109,9 @@ def push(
         if revision is not None:
             _again(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True), say)
         before = _again(lambda: api.model_info(repo_id, revision=revision), say)
+        is_card_kept = not upload.edited and _again(lambda: _has_edited_card(api, before), say)
+        if is_card_kept:
+            upload = replace(upload, items=[item for item in upload.items if item.path_in_repo != CARD])
         commit = _again(lambda: _commit(api, upload, repo_id, revision, message), say)
     return {
         "repo_id": repo_id,
@@ -107,6 +119,7 @@ def push(
         "commit": commit.oid,
         "is_changed": commit.oid != before.sha,
         "removed": _superseded(before, upload),
+        "is_card_kept": is_card_kept,
         "files": len(upload.items),
         "size_bytes": upload.size_bytes,
     }
@@ -120,6 +133,13 @@ def _commit(api: Any, upload: Upload, repo_id: str, revision: Optional[str], mes
     operations = [CommitOperationAdd(item.path_in_repo, item.source) for item in upload.items]
     operations += [CommitOperationDelete(name) for name in gone]
     return api.create_commit(repo_id, operations, commit_message=message, revision=revision)
+
+
+def _has_edited_card(api: Any, info: Any) -> bool:
+    """Whether somebody has written in the card that is on the Hub, most often in a browser."""
+    if all(file.rfilename != CARD for file in info.siblings or ()):
+        return False
+    return not is_ours(Path(api.hf_hub_download(info.id, CARD, revision=info.sha)))
 
 
 def _superseded(info: Any, upload: Upload) -> list[str]:

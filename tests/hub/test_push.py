@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from scu_trainer.cli.main import main
+from tests.hub.runs import flags
 from tests.hub.server import TOKEN, Faults, Repo, running
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +113,42 @@ def test_to_a_branch(shared, tmp_path):
     assert done.returncode == 0 and "README.md was edited, and was sent as it is" in done.stdout, done.stderr
     assert shared.hub.repos[REPO].files("v2")["README.md"] == b"My own words.\n"
     assert [made["message"] for made in commits(shared, "v2")] == ["second"] and commits(shared) == []
+
+
+def test_a_card_that_was_edited_on_the_hub_stays_until_one_is_edited_here(shared, tmp_path):
+    to_hub = ("--repo_id", REPO, "--base_model", "me/base")
+    assert push(shared, shared.run, *to_hub).returncode == 0
+    commits(shared)[-1]["files"]["README.md"] += b"What I found out.\n"
+    run = Path(shutil.copytree(shared.run, tmp_path / "run"))
+    done = push(shared, run, *to_hub)
+    assert done.returncode == 0 and "card: README.md on the Hub was written or edited by hand" in done.stdout
+    assert shared.hub.repos[REPO].files()["README.md"].endswith(b"What I found out.\n")
+    (run / "README.md").write_text("My own words.\n")
+    assert push(shared, run, *to_hub).returncode == 0
+    assert shared.hub.repos[REPO].files()["README.md"] == b"My own words.\n"
+
+
+# -- what was pushed, by its id ----------------------------------------------------------------------------------------
+
+
+def test_an_adapter_on_the_hub_is_used_by_its_id(shared, tmp_path, capsys):
+    model = {path.name: path.read_bytes() for path in (shared.folder / "model").iterdir()}
+    shared.hub.repos["me/base"] = Repo(commits={"main": [{"sha": "2" * 40, "message": "base", "files": model}]})
+    assert push(shared, shared.run, "--repo_id", REPO, "--base_model", "me/base").returncode == 0
+    documents = str(shared.folder / "documents.jsonl")
+    scored = ["--against", "base", "--eval_dataset", documents, "--block_size", "32", "--json"]
+    further = flags(shared.folder, "further", output_dir=tmp_path / "further", model_name_or_path=REPO)
+    words = [["eval", REPO, *scored], ["merge", REPO, "--json"], ["train", *further]]
+    code = f"from scu_trainer.cli.main import main; assert not any(main(words) for words in {words})"
+    around = {**os.environ, **shared.hub.environment(shared.folder / "home"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=around, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert main(["eval", str(shared.run), *scored]) == 0
+    by_id, by_path = json.loads(done.stdout.splitlines()[0]), json.loads(capsys.readouterr().out)
+    assert by_id["model"]["bpt"] == by_path["model"]["bpt"] and by_id["against"][0]["name"] == "me/base"
+    assert by_id["against"][0]["difference"]["value"] == by_path["against"][0]["difference"]["value"] != 0
+    assert (tmp_path / "tiny-merged/model.safetensors").is_file()
+    assert json.loads((tmp_path / "further/adapter_config.json").read_text())["base_model_name_or_path"] == "me/base"
 
 
 # -- what breaks -------------------------------------------------------------------------------------------------------

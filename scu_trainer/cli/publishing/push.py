@@ -16,10 +16,10 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import adapter_hash, add_merge_options, default_output, merge, merge_options
 from scu_trainer.cli.subjects import Subject, subject_of
 from scu_trainer.errors import HubError, ModelError, SettingsError
-from scu_trainer.hub.card import base_license
+from scu_trainer.hub.card import CARD, base_license
 from scu_trainer.hub.facts import Facts, facts_of
 from scu_trainer.hub.files import Upload, require_shared_base, upload_of
-from scu_trainer.hub.push import push, require_repo_id, token_for
+from scu_trainer.hub.push import CARD_KEPT, push, require_repo_id, token_for
 from scu_trainer.run_files import readable
 from scu_trainer.secrets import remember
 
@@ -95,7 +95,7 @@ def _upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional[str]]:
     elif facts.is_adapter:
         _require_text(facts, typed.run)
         require_shared_base(facts, typed.base_model)
-    license = typed.license or base_license(facts.base)
+    license = typed.license or base_license(str(merged or facts.weights)) or base_license(facts.base)
     return facts, upload_of(facts, typed.repo_id, license, typed.base_model, merged), license
 
 
@@ -179,5 +179,7 @@ def _sent_screen(sent: dict, upload: Upload) -> str:
     what = f"{sent['files']} files ({readable(sent['size_bytes'])})"
     line = f"pushed {what} as one commit" if sent["is_changed"] else f"unchanged: all {what} were there"
     notes = ["card: README.md was edited, and was sent as it is"] if upload.edited else []
+    notes += [CARD_KEPT] if sent["is_card_kept"] else []
+    notes += [f"stays here: {name} ({reason})" for name, reason in upload.left_out if name == CARD]
     notes += [f"removed, of an earlier push: {', '.join(sent['removed'])}"] if sent["removed"] else []
     return "\n".join([line, *notes, sent["url"]])

@@ -11,7 +11,7 @@ from scu_trainer.hub.card import CARD, base_license, write_card
 from scu_trainer.hub.facts import facts_of
 from scu_trainer.hub.files import upload_of
 from scu_trainer.hub.local_paths import is_local
-from scu_trainer.hub.push import push, require_open, token_for
+from scu_trainer.hub.push import CARD_KEPT, push, require_open, token_for
 from scu_trainer.models.loading.load import base_of, located
 from scu_trainer.run_files import read_json
 from scu_trainer.settings.tasks import TEXT
@@ -85,4 +85,4 @@ def _push(run: Path, training: TrainingArguments) -> None:
             f"trained and saved in {run}, but not pushed: {error}. When that is fixed: scu-trainer push {run} "
             f"--repo_id {repo_id}"
         ) from error
-    print(f"pushed: {sent['url']}")
+    print(f"pushed: {sent['url']}" + (f"\n{CARD_KEPT}" if sent["is_card_kept"] else ""))
