@@ -214,6 +214,12 @@ def test_answers_to_something_else_are_kept(folder, prompts, tmp_path, capsys):
     assert (tmp_path / "mine.jsonl").read_text() == "mine\n"
 
 
+def test_answers_do_not_take_the_place_of_their_prompts(folder, prompts, capsys):
+    before = prompts.read_bytes()
+    assert run(*generate(folder, prompts, prompts, "--overwrite")) == 2
+    assert "--output is the file of the prompts" in capsys.readouterr().err and prompts.read_bytes() == before
+
+
 def test_a_file_that_is_not_ours_is_named(tmp_path):
     (tmp_path / "x").write_text("")
     with pytest.raises(SettingsError, match="it was not written by this command"):

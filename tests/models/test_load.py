@@ -92,6 +92,13 @@ def test_a_folder_without_config(tmp_path):
         check_source(str(tmp_path))
 
 
+def test_a_folder_of_named_adapters(tmp_path):
+    (tmp_path / "french").mkdir()
+    (tmp_path / "french" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=rf"that save_pretrained wrote, such as the adapter {tmp_path}/french"):
+        check_source(str(tmp_path))
+
+
 def test_models_and_adapters_are_told_apart(model_dir, adapter_dir):
     check_source(str(model_dir))
     check_source(str(adapter_dir))

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, Trainer
 
 from scu_trainer.data import Collator
@@ -455,6 +455,19 @@ def test_another_model_is_asked_anew(tmp_path):
     trainer.model = models[1]
     expected = trainer_of(tmp_path, model=models[1], **BITS).evaluate()
     assert figures(trainer.evaluate()) == figures(expected)
+
+
+@pytest.mark.parametrize("fewest_words", [1, None])
+def test_learned_tokens_before_a_row_are_not_scored(fewest_words):
+    """Of prompt tuning: the logits have more rows than the labels."""
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = get_peft_model(tiny.llama(), prompt).eval()
+    rows = torch.randint(3, tiny.VOCAB, (2, 10), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+    with torch.no_grad():
+        expected = row_scores(model(**inputs).logits[:, 4:], rows)
+        found = EvaluationPath(model, fewest_words=fewest_words).scores(inputs, rows)
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=0)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ def _main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.batch_size < 1:
         raise SettingsError(f"batch_size is {options.batch_size}; it must be 1 or more")
+    if options.output.resolve() == options.prompts.resolve():
+        raise SettingsError(f"--output is the file of the prompts, {options.prompts}; give another --output")
     require_writable(options.output.parent, "--output")
     who = subject(options.run, options)
     with quiet():

@@ -62,11 +62,16 @@ def check_source(name_or_path: str, what: str = "model") -> None:
     if not (path / "config.json").is_file() and not is_adapter(path):
         raise ModelError(
             f"model_name_or_path {name_or_path!r} is a folder without config.json or adapter_config.json; give the "
-            "folder "
-            "that save_pretrained wrote"
+            f"folder that save_pretrained wrote{_adapter_below(path)}"
         )
     if (path / "config.json").is_file():
         require_sane_config(path / "config.json", what)
+
+
+def _adapter_below(path: Path) -> str:
+    """peft saves an adapter that has a name of its own in a folder of that name."""
+    found = sorted(path.glob("*/adapter_config.json"))
+    return f", such as the adapter {found[0].parent}" if found else ""
 
 
 VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")

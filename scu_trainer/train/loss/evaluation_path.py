@@ -62,7 +62,8 @@ class EvaluationPath:
         batch = {**inputs, "labels": labels}
         with self.way(batch) as seen:
             if seen is None:
-                return row_scores(self.model(**inputs, use_cache=False).logits, labels)
+                logits = self.model(**inputs, use_cache=False).logits
+                return row_scores(logits[:, -labels.shape[1] :], labels)  # prompt tuning puts learned tokens before
             self.model(**batch, use_cache=False)
         return seen[-1].scores
 
