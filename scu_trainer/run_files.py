@@ -400,14 +400,15 @@ def _nearest_name(path: Path) -> Path:
     return next(candidate for candidate in (path, *path.parents) if os.path.lexists(candidate))
 
 
-def found_above(name: str, folder: Path) -> str:
+def found_above(name: str, folder: Path, is_wanted: Callable[[Path], bool] = Path.exists) -> str:
     """Where the relative path ``name`` leads that a file in ``folder`` holds: a run is most often started in a folder
-    above its own, and used from anywhere. As it is where nothing of that name is there, such as a Hub id."""
+    above its own, and used from anywhere. As it is where nothing wanted has that name, as with a Hub id."""
     if Path(name).expanduser().is_absolute():
         return name
-    here, above = Path.cwd(), folder.absolute().parents
+    folder = folder.resolve()  # a run in runs/gpt2 is not its own base
+    here, above = Path.cwd(), folder.parents
     places = (here, *above) if here in above else (*above, here)
-    place = next((place for place in places if (place / name).exists()), here)
+    place = next((place for place in places if (place / name).resolve() != folder and is_wanted(place / name)), here)
     return name if place == here else _said_found(name, os.path.normpath(place / name))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import DataError, ModelError
-from scu_trainer.models.loading.load import base_of, check_source, downloaded_adapter, is_adapter
+from scu_trainer.models.loading.load import base_of, check_source, downloaded_adapter, found_base, is_adapter
 from scu_trainer.report.comparison.report import COMPARISON_FILE
 from scu_trainer.run_files import found_above, read_json
 from scu_trainer.settings import DataSettings, ModelSettings
@@ -91,7 +91,9 @@ class Subject:
         return replace(data, dataset=self._found(data.dataset), eval_dataset=self._found(data.eval_dataset))
 
     def _found(self, dataset: Any) -> Any:
-        return found_above(dataset, Path(self.source)) if isinstance(dataset, str) else dataset
+        """A name alone is that of an embedded dataset or of the Hub, also where a folder above is called so."""
+        is_path = isinstance(dataset, str) and (len(Path(dataset).parts) > 1 or Path(dataset).suffix != "")
+        return found_above(dataset, Path(self.source)) if is_path else dataset
 
 
 def _task_in(config_file: Path) -> str:
@@ -164,7 +166,7 @@ def base_subject(subject: Subject) -> Subject:
         name = _settings_in(ModelSettings, subject.run).model_name_or_path
         if name is None and subject.task != TEXT:
             raise ModelError(f"{subject.name} was trained from scratch, so it has no base; drop base from --against")
-        name = found_above(name, Path(subject.source)) if name else _embedded_base(subject)
+        name = found_base(name, Path(subject.source)) if name else _embedded_base(subject)
     else:
         raise ModelError(
             f"{subject.name} is neither an adapter nor part of a run, so its base is unknown; give its path"

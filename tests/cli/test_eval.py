@@ -248,6 +248,13 @@ def test_a_run_with_relative_names_is_scored_from_another_folder(evaluate, work,
     assert found["against"][0]["bpt"] == expected["against"][0]["bpt"]
 
 
+def test_an_embedded_dataset_is_not_a_folder_of_its_name_above_the_run(broken_run):
+    described = read_json(broken_run / "training_config.json")
+    described["configuration"]["dataset"] = broken_run.name
+    write_json(broken_run / "training_config.json", described)
+    assert subject_of(str(broken_run)).data.dataset == broken_run.name
+
+
 def test_a_chat_template_file_is_no_longer_needed(evaluate, broken_run):
     described = read_json(broken_run / "training_config.json")
     described["configuration"]["chat_template"] = "/gone/template.jinja"

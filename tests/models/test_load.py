@@ -121,6 +121,17 @@ def test_a_base_that_was_named_from_a_folder_above_is_found_from_anywhere(
     assert base_of(run) == "someone/base"
 
 
+@pytest.mark.parametrize("name", ["mine", "gpt2"])
+def test_a_run_is_not_the_base_of_those_beside_it_or_of_itself(adapter_dir, model_dir, tmp_path, name):
+    """Which were trained from a model of the Hub that is called as the run."""
+    run = shutil.copytree(adapter_dir, tmp_path / "runs" / "mine")
+    other = shutil.copytree(model_dir, tmp_path / "runs" / "gpt2")
+    for folder in (run, other):
+        (folder / "run.json").write_text("{}")
+    edit_json(run / "adapter_config.json", base_model_name_or_path=name)
+    assert base_of(run) == name
+
+
 def test_a_base_that_moved_is_set_in_the_file_that_names_it(adapter_dir, copy_of, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = copy_of(adapter_dir)

@@ -148,7 +148,7 @@ def base_of(adapter: Path) -> str:
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base or not isinstance(base, str) or "\0" in base:
         raise ModelError(f"{config_file} does not name the base model; set base_model_name_or_path in it")
-    base = found_above(base, adapter)
+    base = found_base(base, adapter)
     try:
         check_source(base)
     except ModelError as error:
@@ -157,6 +157,16 @@ def base_of(adapter: Path) -> str:
             f"base_model_name_or_path in {config_file} to where it is"
         ) from error
     return base
+
+
+def found_base(name: str, folder: Path) -> str:
+    """See ``found_above``. Of a name alone, which can be a Hub id as well, a run is not the base of those beside it."""
+
+    def is_base(path: Path) -> bool:
+        is_run = (path / "run.json").is_file()
+        return (path / "config.json").is_file() and (len(Path(name).parts) > 1 or not is_run)
+
+    return found_above(name, folder, is_base)
 
 
 def downloaded_adapter(name: Optional[str], revision: Optional[str] = None) -> Optional[Path]:
