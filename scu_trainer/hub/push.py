@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional, TypeVar
+from urllib.parse import urlsplit
 
 from scu_trainer.errors import HubError
 from scu_trainer.hub.card import CARD, is_ours
@@ -38,6 +39,9 @@ def require_repo_id(repo_id: str) -> None:
     """Raises HubError for what cannot be a name on the Hub, without asking it."""
     from huggingface_hub.utils import validate_repo_id
 
+    if "://" in repo_id:
+        name = "/".join(urlsplit(repo_id).path.strip("/").split("/")[:2])
+        raise HubError(f"repo_id {repo_id!r} is an address; give OWNER/NAME" + (f", such as {name}" if name else ""))
     with as_hub_error(repo_id):
         validate_repo_id(repo_id)
     if "/" not in repo_id:

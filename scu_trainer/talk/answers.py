@@ -35,7 +35,8 @@ class AnswerSettings:
         require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more")
         for name in ("temperature", "repetition_penalty"):
             value = getattr(self, name)
-            require(value is None or value > 0, f"{name} is {value}; it must be above 0")
+            greedy = "; for greedy answers leave it out and set do_sample to false" if value == 0 else ""
+            require(value is None or value > 0, f"{name} is {value}; it must be above 0{greedy}")
         require(self.top_p is None or 0 < self.top_p <= 1, f"top_p is {self.top_p}; allowed: above 0, up to 1")
         require(self.top_k is None or self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 or more")
         drawn = [name for name in ("temperature", "top_p", "top_k") if getattr(self, name) is not None]
