@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 from transformers import Trainer
 
-from scu_trainer.errors import ControlError, SettingsError
+from scu_trainer.errors import ControlError, SettingsError, nearest
 from scu_trainer.settings.base import short
 from scu_trainer.train.loop import Loop, called
 
@@ -34,6 +34,7 @@ def require_apart(loop: Loop, others: Collection[Loop]) -> None:
         raise ControlError(
             f"{called(loop)} was given twice, and would act twice in every step; give it once, or make a second one"
         )
+    _require_known_hooks(loop)
     for kind in FILES:
         _require_file_name(loop, kind)
     if type(loop).state_dict is not Loop.state_dict and _saves_nothing(loop):
@@ -49,6 +50,14 @@ def require_apart(loop: Loop, others: Collection[Loop]) -> None:
                     f"{called(loop)} and {called(other)} both have {kind} {shared!r}, and one would take the other's "
                     f"place; give one of them another {kind}"
                 )
+
+
+def _require_known_hooks(loop: Loop) -> None:
+    hooks = [name for name in dir(Loop) if name.startswith("on_")]
+    own = [name for name in dir(loop) if name.startswith("on_") and name not in hooks]
+    found = next((name + guess for name in own if (guess := nearest(name, hooks))), None)
+    if found is not None:
+        raise ControlError(f"{called(loop)} has {found}, which nothing calls; use the name of a hook, or no on_")
 
 
 def late(loop: Loop) -> ControlError:

@@ -146,6 +146,14 @@ class Stateful(Named):
         self.state = state
 
 
+class Misspelt(Named):
+    def on_gradient(self, loss_scale):
+        """One letter from a hook."""
+
+    def on_paper(self):
+        """Of its own, and like no hook."""
+
+
 def given(loop: Loop, **values) -> Loop:
     vars(loop).update(values)
     return loop
@@ -157,6 +165,7 @@ def given(loop: Loop, **values) -> Loop:
         ([given(Named(), name="memory")], "MemoryLoop both have name 'memory'"),
         ([Named(), Named()], "both have name 'own'"),
         ([Silent()] * 2, "the loop Silent was given twice"),
+        ([Misspelt()], r"Misspelt has on_gradient \(did you mean 'on_gradients'\?\), which nothing calls"),
         ([given(Stateful(), state_file=None)], 'no state_file.*set state_file = "own_state.json"'),
         ([given(Stateful(), state_file="memory_state.json")], "both have state_file 'memory_state.json'"),
         ([given(Named(), history_file="memory_history.json")], "both have history_file"),
