@@ -77,16 +77,18 @@ def _resolve(
     will_split: bool,
     columns: tuple[str, ...],
 ) -> Source:
+    path = Path(name).expanduser()
+    if name in EMBEDDED_DATASETS or path.exists():
+        _refuse_configuration(name, wanted, settings)
     if name in EMBEDDED_DATASETS:
-        _refuse_hub_settings(name, wanted, settings)
+        _refuse_split(name, wanted)
         read = partial(read_embedded, name, cache_dir, settings.text_column)
         return Source(name, embedded_identity(name), read)
-    path = Path(name).expanduser()
     if path.is_dir():
         return _from_folder(path, wanted, settings, will_split, columns)
     if path.exists():
         require_kind(path)
-        _refuse_hub_settings(name, wanted, settings)
+        _refuse_split(name, wanted)
         return _from_files(name, [path], settings, will_split)
     require_there(name)
     return _from_hub(name, wanted, settings, cache_dir, columns)
@@ -100,9 +102,12 @@ def require_there(name: str) -> None:
         raise DataError(f"{name}{link} does not exist{_nearest_in_folder(path)}; looked at {path.absolute()}")
 
 
-def _refuse_hub_settings(name: str, wanted: tuple[str, ...], settings: DataSettings) -> None:
+def _refuse_split(name: str, wanted: tuple[str, ...]) -> None:
     if wanted[-1] != "train":
         raise DataError(f"dataset_split is {wanted[-1]!r}, but {name} has no splits; leave dataset_split out")
+
+
+def _refuse_configuration(name: str, wanted: tuple[str, ...], settings: DataSettings) -> None:
     if settings.dataset_config_name and len(wanted) == 1:  # one wanted split: the training data, which it belongs to
         raise DataError(
             f"dataset_config_name is {settings.dataset_config_name!r}, but {name} is not a Hub id; leave it out"
@@ -160,7 +165,7 @@ def _from_one_split(
     will_split: bool,
 ) -> Source:
     """All files that are data, whatever split they name: there is no other one."""
-    _refuse_hub_settings(str(folder), wanted, settings)
+    _refuse_split(str(folder), wanted)
     [(split, files)] = by_split.items()
     if split not in wanted:
         notes += (f"all data in {folder} name the split {split!r}; they are read as training data",)

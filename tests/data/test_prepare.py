@@ -174,6 +174,13 @@ def test_wrong_text_column_names_the_right_one(prepared, jsonl):
     assert prepared(jsonl([{"body": "Tea."}] * 3), text_column="body").statistics.documents == 2
 
 
+def test_a_system_column_that_no_row_has_is_said(prepared, jsonl):
+    rows = jsonl([{"question": "a", "answer": "b", "rule": "Be brief."}] * 3)
+    assert not prepared(rows, system_column="rule").statistics.notes
+    [note] = prepared(rows, system_column="rules").statistics.notes
+    assert note.startswith("system_column 'rules' was read in none of the 3 rows of ")
+
+
 def test_chat_template_file(prepared, jsonl, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
     template = tmp_path / "chat.jinja"

@@ -115,3 +115,9 @@ def test_an_eval_dataset_of_test_files_is_read_whole(folder):
     made = folder(["test/a.jsonl", "test/b.jsonl"])
     settings = DataSettings(dataset="python_docs", eval_dataset=str(made))
     assert len(texts(held_out_source(settings, made.parent))) == 2
+
+
+@pytest.mark.parametrize("names", [["train.jsonl", "test.jsonl"], ["a.jsonl"]], ids=["with splits", "without"])
+def test_a_configuration_of_the_hub_is_refused(folder, names):
+    with pytest.raises(DataError, match="dataset_config_name is 'en', but .* is not a Hub id; leave it out"):
+        source(folder(names), dataset_config_name="en")

@@ -151,6 +151,10 @@ def tokenized(plan: EncodingPlan, source: Source, limit: int | None, statistics:
             f"{documents.statistics.dropped_in_words()}. Check text_column, or completion_only_loss and "
             "assistant_only_loss if the rows hold prompts only"
         )
+    column, formats = plan.encoder.columns.system, documents.statistics.formats
+    if column is not None and not any(f", {column}," in f"{name},".replace(")", ",") for name in formats):
+        rows_read = documents.statistics.rows_read
+        statistics.notes.append(f"system_column {column!r} was read in none of the {rows_read:,} rows of {source.name}")
     return documents
 
 
